@@ -7,6 +7,7 @@ PYTHON  ?= python3
 TORCH   ?= $(shell grep -o '^torch==[0-9.]*' packaging/requirements-neuron.lock)
 ARGS    ?=
 MINUTES ?= 30
+FROM    ?= $(shell git describe --tags --abbrev=0 2>/dev/null || git rev-list -1 --before=1.day HEAD)
 
 BIN      := .venv/bin
 RUNNABLE := .venv/.runnable
@@ -19,7 +20,7 @@ ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test lint types suite kernels fuzz hostile clients distribution format bench docs locks clean
+.PHONY: help setup up test lint types suite kernels fuzz hostile clients mixed swaps distribution format bench docs locks clean
 
 help: ## Show this table of contents
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 14 | sed 's/^/  make /'
@@ -54,6 +55,17 @@ hostile: $(TESTABLE) ## Attack running programs with full counts; `make test` do
 
 clients: $(TESTABLE) $(CLIENTS) ## Run SDKs, frameworks and coding agents, unmodified, against gateway and node (needs Node)
 	$(BIN)/python -m pytest tests/clients $(ARGS)
+
+mixed: $(TESTABLE) ## Run gateway and node of this revision with those of an earlier one (FROM=v0.1.0; without a tag, a day ago)
+	MIXED_WITH=$(FROM) $(BIN)/python -m pytest tests/e2e/daemon/test_mixed_versions.py $(ARGS)
+
+swaps: $(TESTABLE) bench/swaps/.venv/.made ## Swap a native model, llama.cpp's server and a speech server 100 times (GGUF=FILE; needs espeak-ng)
+	$(BIN)/python bench/swaps/run.py --gguf $(GGUF) --llama-python bench/swaps/.venv/bin/python $(ARGS)
+
+bench/swaps/.venv/.made:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet 'llama-cpp-python[server]'
+	touch $@
 
 distribution: $(TESTABLE) ## Build wheel and sdist and try them in clean environments (needs a package index)
 	TEST_INSTALLATION=1 $(BIN)/python -m pytest tests/packaging/test_installation.py $(ARGS)

@@ -1,26 +1,30 @@
-"""What quantised weights and an eight-bit KV cache cost in quality: perplexity of a fixed text, next to the model as it
-is stored.
+"""What quantised weights, rounded inputs and an eight-bit KV cache cost in quality: log-probabilities of a fixed text,
+next to the model as it is stored.
 
-    PYTHONPATH=src python bench/perplexity.py model.gguf
+    PYTHONPATH=src python bench/perplexity.py model.gguf --llama PYTHON_WITH_LLAMA_CPP
     PYTHONPATH=src python bench/perplexity.py MODEL_DIRECTORY --device cuda --dtype bfloat16
 
-The text is this project's LICENSE, or `--text FILE`. It is scored in windows, each without what is before it. On a GPU
-the recipes are loaded as a node loads them. On a CPU the matrices of the dense model get the numbers that the packed
-ones have, which are the same. Give `--dtype float32` on a CPU, so that only the weights differ.
+The text is this project's LICENSE, or `--text FILE`. It is scored in windows, each without what is before it. Each row
+has the perplexity, and how far the log-probabilities of the tokens are from those of the first row: mean, 95th
+percentile and largest difference, in nats. `as served` is the model as a node loads it: on a CPU its products take
+quantised inputs. On a GPU the recipes are loaded as a node loads them. On a CPU the matrices of the dense model get the
+numbers that the packed ones have, which are the same. Give `--dtype float32` on a CPU, so that only the weights differ.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
+import json
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.loading import build_model, load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.kernels.quantised.recipes import RECIPES
@@ -44,6 +48,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--window", type=int, default=512, help="tokens of a window")
     parser.add_argument("--windows", type=int, default=8, help="at most this many windows are scored")
+    parser.add_argument("--llama", help="a Python with llama-cpp-python: score the file with llama.cpp too")
     parser.add_argument("--only", nargs="*", help="score these of the rows only")
     arguments = parser.parse_args()
     tokens = LibraryTokenizer.load(arguments.model).encode(arguments.text.read_text())
@@ -58,20 +63,32 @@ def main() -> None:
         prefill_chunk_tokens=CHUNK_TOKENS,
     )
     device = torch.device(arguments.device)
-    rows = {"as stored": spec, "kv fp8": replace(spec, kv_dtype="fp8")}
+    rows = {"as stored": spec, "as served": replace(spec, dtype="auto"), "kv fp8": replace(spec, kv_dtype="fp8")}
     rows |= {name: replace(spec, quant=name) for name in reversed(RECIPES)}
-    baseline = 0.0
+    baseline: Tensor | None = None
     for name, row in rows.items():
-        if arguments.only and name not in arguments.only and baseline:
+        if arguments.only and name not in arguments.only and baseline is not None:
             continue
-        found = perplexity(load(row, device), windows)
-        baseline = baseline or found
-        print(f"{name:10} {found:9.4f} {found / baseline - 1:+8.2%}", flush=True)
+        engine = load(row, device)
+        scores = torch.tensor([score for window in windows for score in _scores(engine, window)])
+        baseline = scores if baseline is None else baseline
+        print(table_row(name, scores, baseline), flush=True)
+    if arguments.llama and baseline is not None:
+        peer = subprocess.run(
+            [arguments.llama, Path(__file__).with_name("llama_scores.py"), arguments.model],
+            input=json.dumps(windows),
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        print(table_row("llama.cpp", torch.tensor(json.loads(peer.stdout)), baseline))
 
 
-def perplexity(engine: Engine, windows: list[tuple[int, ...]]) -> float:
-    scores = [score for window in windows for score in _scores(engine, window)]
-    return math.exp(-sum(scores) / len(scores))
+def table_row(name: str, scores: Tensor, baseline: Tensor) -> str:
+    found, expected = (float((-each.mean()).exp()) for each in (scores, baseline))
+    difference = (scores - baseline).abs()
+    mean, p95, largest = (float(each) for each in (difference.mean(), difference.quantile(0.95), difference.max()))
+    return f"{name:10} {found:9.4f} {found / expected - 1:+8.2%}  {mean:8.4f} {p95:8.4f} {largest:8.4f}"
 
 
 def _scores(engine: Engine, window: tuple[int, ...]) -> Iterator[float]:
@@ -84,7 +101,7 @@ def _scores(engine: Engine, window: tuple[int, ...]) -> Iterator[float]:
 
 def load(spec: LoadSpec, device: torch.device) -> Engine:
     if device.type == "cuda" or spec.quant is None:
-        return Engine.load(spec, device, lambda *_: None, lambda: False)
+        return Engine(load_model(spec, device, lambda *_: None, lambda: False), spec)
     checkpoint = open_checkpoint(Path(spec.path))
     recipe = RECIPES[spec.quant]
     # A quantised file is treated as if it were dense: what the recipe does to its numbers is the question.

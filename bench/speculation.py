@@ -33,6 +33,7 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.speculation.drafter import NO_DRAFT, Draft, Drafter
 from cortex.neuron.engine.speculation.speculation import FastestWidths
 from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.models.packing import MatrixDevice, with_draft_output
 from engine import packing, synchronise
 from shapes import SHAPES
 from workloads import table_row
@@ -290,7 +291,8 @@ def main() -> None:
     if arguments.checkpoint is not None:
         loaded = load_model(spec, device, lambda *_: None, lambda: False)
     else:
-        loaded = build_model(SHAPES[arguments.model], spec, device, scripted, packing=packing(arguments.quant))
+        layouts = with_draft_output(MatrixDevice(device.type, "bfloat16"), packing(arguments.quant) or {})
+        loaded = build_model(SHAPES[arguments.model], spec, device, scripted, packing=layouts)
     rule = partial(widths_of, proposal_cost=loaded.proposal_cost)
     engine = Engine(loaded, spec, width_rule=rule, new_drafter=ReplayDrafter)
     engine.warm_up()

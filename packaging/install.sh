@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs cortex as a systemd service from this checkout. Run it as root; run it again to upgrade.
 #
-#   packaging/install.sh gateway     # cortex.service
+#   packaging/install.sh gateway     # cortex.service, cortex.socket
 #   packaging/install.sh neuron      # neuron.service
 #
 # Dependencies have the versions and hashes of packaging/requirements-*.lock. On a host without a GPU,
@@ -12,8 +12,8 @@ set -eu
 usage() { echo "usage: $0 gateway|neuron" >&2; exit 2; }
 [ $# -eq 1 ] || usage
 case $1 in
-  gateway) unit=cortex lock=gateway examples='cortex.toml models.toml' ;;
-  neuron) unit=neuron lock=neuron${TORCH_INDEX_URL:+-cpu} examples='neuron.toml' ;;
+  gateway) unit=cortex units='cortex.service cortex.socket' lock=gateway examples='cortex.toml models.toml' ;;
+  neuron) unit=neuron units=neuron.service lock=neuron${TORCH_INDEX_URL:+-cpu} examples='neuron.toml' ;;
   *) usage ;;
 esac
 # DESTDIR, for packagers, receives the files; the environment and the users are made by the package there.
@@ -34,7 +34,9 @@ if [ -z "$root" ]; then
   pip --no-deps --no-build-isolation .
 fi
 
-install -Dm644 "packaging/systemd/$unit.service" "$root/etc/systemd/system/$unit.service"
+for file in $units; do
+  install -Dm644 "packaging/systemd/$file" "$root/etc/systemd/system/$file"
+done
 install -Dm644 packaging/systemd/cortex.sysusers "$root/usr/lib/sysusers.d/cortex.conf"
 install -Dm644 docs/operations.md "$root/opt/cortex/docs/operations.md"
 for example in $examples; do
@@ -43,10 +45,7 @@ done
 
 if [ -z "$root" ]; then
   systemd-sysusers
-  if [ "$unit" = neuron ] && [ ! -e /etc/cortex/neuron.key ]; then
-    key=$(/opt/cortex/bin/neuron key)
-    echo "$key" | install -m440 -g neuron /dev/stdin /etc/cortex/neuron.key
-  fi
+  packaging/node-key.sh "$1" /etc/cortex
   [ ! -d /run/systemd/system ] || systemctl daemon-reload  # absent while an image is made
-  echo "Edit /etc/cortex/${examples%% *}, then: systemctl enable --now $unit"
+  echo "Edit /etc/cortex/${examples%% *}, then: systemctl enable --now $units"
 fi

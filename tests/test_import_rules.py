@@ -24,10 +24,11 @@ KERNELS = {"neuron.kernels", "neuron.delta_sizes", "quant_names"}
 LAYERS = {"neuron.layers", *KERNELS}
 MODELS = {"neuron.models", "neuron.vision", "neuron.weights", *LAYERS}
 ENGINE = {"neuron.engine", "units", *MODELS}
-WORKER = {"neuron.worker", "ipc", "routing", "tasks", "telemetry", "wire", *ENGINE}
+WORKER = {"neuron.worker", "engine_packages", "ipc", "routing", "tasks", "telemetry", "wire", *ENGINE}
 TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.vision", "neuron.weights"}
 HUB = {"neuron.hub_process", "ipc", "neuron.weights"}
-NODE = {"neuron.node", "neuron.config", "http", "quant_names", *HUB, *TOKENIZER, *WORKER}
+PICTURES = {"neuron.picture_process", "ipc", "settings", "neuron.vision", "wire"}
+NODE = {"neuron.node", "neuron.config", "neuron.servers", "http", "quant_names", *HUB, *PICTURES, *TOKENIZER, *WORKER}
 API = {"neuron.api", "build", "open_files", "parsing", "http", "settings", "tls", *NODE}
 NEURON = {"neuron", "exits", *API}
 LEDGER = {"gateway.ledger", "gateway.database", "gateway.config", "http", "tasks", "wire", "settings"}
@@ -44,7 +45,7 @@ DISPATCH = {
     "tls",
     "wire",
 }
-PROXY = {"gateway.proxy", "parsing", "ipc", "telemetry", *DISPATCH, *LEDGER}
+PROXY = {"gateway.proxy", "gateway.pictures", "parsing", "ipc", "telemetry", *DISPATCH, *LEDGER}
 GATEWAY_API = {"gateway.api", "build", *PROXY}
 GATEWAY_PAGE = {"gateway.page", "cortex", *PROXY}
 RESPONSES = {"gateway.responses", *PROXY}
@@ -64,6 +65,7 @@ class Rule:
 RULES: dict[str, Rule] = {
     "": Rule(set(), frozenset()),
     "build": Rule({"cortex"}, frozenset()),
+    "engine_packages": Rule(set(), frozenset()),
     "exits": Rule(set(), frozenset()),
     "open_files": Rule(set(), frozenset()),
     "quant_names": Rule(set(), frozenset()),
@@ -87,6 +89,7 @@ RULES: dict[str, Rule] = {
     "gateway.dispatch": Rule(DISPATCH),
     "gateway.proxy": Rule(PROXY),
     "gateway.api": Rule(GATEWAY_API),
+    "gateway.pictures": Rule({"gateway.pictures", "gateway.config", "http", "parsing", "wire"}),
     "gateway.page": Rule(GATEWAY_PAGE),
     "gateway.responses": Rule(RESPONSES),
     "gateway": Rule(GATEWAY),
@@ -98,14 +101,16 @@ RULES: dict[str, Rule] = {
     "neuron.engine": Rule({*ENGINE, "neuron.text"}, ENGINE_LIBRARIES, frozenset({"llguidance"})),
     "neuron.text": Rule({"neuron.text", "neuron.vision", "neuron.weights", "wire", "settings"}),
     "neuron.vision": Rule({"neuron.vision"}, frozenset(), frozenset({"numpy", "PIL"})),
-    "neuron.config": Rule({"wire", "settings", "telemetry"}),
+    "neuron.picture_process": Rule(PICTURES, frozenset({"msgspec", "numpy", "PIL"})),
+    "neuron.config": Rule({"neuron.picture_process", "neuron.servers", "wire", "settings", "telemetry"}),
+    "neuron.servers": Rule({"neuron.servers", "wire", "settings"}, frozenset({"msgspec"})),
     "neuron.worker": Rule(WORKER),
     "neuron.tokenizer_process": Rule(TOKENIZER),
     "neuron.hub_process": Rule(HUB, frozenset({"huggingface_hub"})),
     "neuron.node": Rule(NODE),
     "neuron.api": Rule(API),
     "neuron": Rule(NEURON),
-    "cli": Rule({"cli", "cortex", *GATEWAY, *NEURON}),
+    "cli": Rule({"cli", "cortex", "engine_packages", *GATEWAY, *NEURON}),
 }
 
 
@@ -342,6 +347,20 @@ for package in packages:
 GATEWAY_ONLY = frozenset(
     {"torch", "triton", "numpy", "aiohttp", "huggingface_hub", "tokenizers", "opentelemetry", "cortex.neuron"}
 )
+NO_ENGINE = frozenset(
+    {
+        "torch",
+        "triton",
+        "transformers",
+        "tokenizers",
+        "huggingface_hub",
+        "numpy",
+        "safetensors",
+        "jinja2",
+        "llguidance",
+        "PIL",
+    }
+)
 NOT_ON_A_GPU_HOST = frozenset(
     {"msgspec", "httptools", "llguidance", "uvloop", "click", "rich", "jinja2", "huggingface_hub", "transformers"}
 )
@@ -372,9 +391,9 @@ def import_without(blocked: frozenset[str], *packages: str, source: Path = SOURC
             id="prompts are parsed and encoded without torch",
         ),
         pytest.param(
-            frozenset({"torch", "triton", "transformers", "tokenizers", "huggingface_hub"}),
+            NO_ENGINE,
             ("cortex.neuron.api", "cortex.neuron.node", "cortex.neuron.tokenizer_process", "cortex.ipc"),
-            id="a node's HTTP process runs without torch, tokenizers and the hub's client",
+            id="a node's HTTP process runs without the engine's packages",
         ),
         pytest.param(
             NOT_ON_A_GPU_HOST,

@@ -3,7 +3,7 @@
 The figures do not depend on the network stack and hardly on what else runs on the machine, so that two versions can be
 compared on a busy one: run it in turns, with PYTHONPATH at the sources of each. See README.md.
 
-Usage: python bench/gateway/in_memory.py [--rounds N]
+Usage: python bench/gateway/in_memory.py [--rounds N] [--dialect openai | anthropic | ollama]
 """
 
 from __future__ import annotations
@@ -50,16 +50,17 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def request(body: bytes) -> bytes:
+def request(path: bytes, body: bytes) -> bytes:
     return (
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:31313\r\nContent-Type: application/json\r\n"
+        b"POST %b HTTP/1.1\r\nHost: 127.0.0.1:31313\r\nContent-Type: application/json\r\n"
         b"Accept: */*\r\nUser-Agent: cortex-bench\r\nAuthorization: Bearer bench\r\nContent-Length: %d\r\n\r\n%b"
-        % (len(body), body)
+        % (path, len(body), body)
     )
 
 
-WHOLE_REQUEST = request(b'{"model":"bench","messages":[{"role":"user","content":"Is anybody there?"}]}')
-STREAM_REQUEST = request(b'{"stream":true,"model":"bench","messages":[{"role":"user","content":"Is anybody there?"}]}')
+DIALECTS = {"openai": b"/v1/chat/completions", "anthropic": b"/v1/messages", "ollama": b"/api/chat"}
+"""The node speaks the first: the others are translated."""
+CONVERSATION = b'"max_tokens":64,"model":"bench","messages":[{"role":"user","content":"Is anybody there?"}]'
 MODELS = whole(b'{"object":"list","data":[{"id":"bench","object":"model","created":1,"owned_by":"bench"}]}')
 RESPONSE = whole(
     b'{"id":"chatcmpl-1","object":"chat.completion","created":1700000000,"model":"bench","choices":[{"index":0,'
@@ -140,7 +141,9 @@ class MemoryNode:
 class Bench:
     """One client connection to a gateway whose node is in memory."""
 
-    def __init__(self, gateway: Gateway, node: MemoryNode) -> None:
+    def __init__(self, gateway: Gateway, node: MemoryNode, path: bytes) -> None:
+        self._whole = request(path, b'{"stream":false,%b}' % CONVERSATION)
+        self._stream = request(path, b'{"stream":true,%b}' % CONVERSATION)
         self._waiting = node.waiting
         self.num_client_bytes = 0
         self._client = ClientConnection(gateway.server, asyncio.get_running_loop())
@@ -151,7 +154,7 @@ class Bench:
 
     async def warm_up(self) -> None:
         """Open the connection to the node."""
-        self._client.data_received(WHOLE_REQUEST)
+        self._client.data_received(self._whole)
         while not self._waiting:
             await asyncio.sleep(0)
         self._waiting.pop().data_received(RESPONSE)
@@ -160,20 +163,20 @@ class Bench:
 
     def whole_responses(self, count: int) -> None:
         for _ in range(count):
-            self._client.data_received(WHOLE_REQUEST)
+            self._client.data_received(self._whole)
             self._waiting.pop().data_received(RESPONSE)
 
     def streams(self, count: int) -> None:
         """Streams of one event, besides the last."""
         for _ in range(count):
-            self._client.data_received(STREAM_REQUEST)
+            self._client.data_received(self._stream)
             node = self._waiting.pop()
             node.data_received(FIRST_EVENT)
             node.data_received(LAST_EVENT)
 
     def events(self, count: int) -> None:
         """Events of one stream."""
-        self._client.data_received(STREAM_REQUEST)
+        self._client.data_received(self._stream)
         node = self._waiting.pop()
         node.data_received(FIRST_EVENT)
         for _ in range(count):
@@ -187,7 +190,7 @@ def cpu_us(run: Callable[[int], None], count: int) -> float:
     return (time.process_time() - start) * 1e6 / count
 
 
-async def main(rounds: int) -> None:
+async def main(rounds: int, path_of_dialect: bytes) -> None:
     loop = asyncio.get_running_loop()
     node = MemoryNode(loop)
     loop.create_connection = node.connect  # type: ignore[method-assign,assignment]
@@ -197,7 +200,7 @@ async def main(rounds: int) -> None:
         config = configuration.load(path, {})
         gateway = Gateway(config, load_catalogue(config, path), path.parent)
         await gateway.start()
-        bench = Bench(gateway, node)
+        bench = Bench(gateway, node, path_of_dialect)
         await bench.warm_up()
         gc.collect()
         gc.freeze()
@@ -215,4 +218,6 @@ async def main(rounds: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Measure the gateway's own CPU time, without sockets.")
     parser.add_argument("--rounds", type=int, default=9)
-    uvloop.run(main(parser.parse_args().rounds))
+    parser.add_argument("--dialect", choices=DIALECTS, default="openai")
+    options = parser.parse_args()
+    uvloop.run(main(options.rounds, DIALECTS[options.dialect]))

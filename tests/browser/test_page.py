@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from cortex.wire.node.protocol import ModelLoad, ModelShare, ModelState, Progress
+from cortex.wire.node.protocol import Capabilities, ModelLoad, ModelShare, ModelState, Progress
 
 from ..gateway.fake_neuron import GB, opened_gate
+from ..picture_files import base64_of, data_url, picture
 from .stage import REPLY, DirectedNode, Stage
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import FilePayload, Locator, Page
 
 
 EVIL = "<img src=x onerror=window.hacked=1>"
@@ -49,6 +50,7 @@ def node(stage: Stage, wide: DirectedNode) -> DirectedNode:
 def _as_before(node: DirectedNode) -> None:
     node.script, node.load_gate = list(REPLY), opened_gate()
     node.progress.clear()
+    node.capabilities.clear()
     for model in ("large", "cold"):
         node.states.pop(model, None)
     node.states["small"] = ModelState.READY
@@ -455,3 +457,62 @@ def test_every_model_is_listed_once(page: Page, large_fleet: LargeFleet) -> None
     rows.nth(10).wait_for(state="detached")
     assert rows.count() == 10
     page.get_by_text("fits on 50 nodes").first.wait_for()
+
+
+def drop(page: Page, how: str, file: bytes, name: str, kind: str) -> None:
+    """Paste or drop a file on the conversation."""
+    page.evaluate(
+        """([how, data, name, kind]) => {
+            const bytes = Uint8Array.from(atob(data), (character) => character.charCodeAt(0));
+            const transfer = new DataTransfer();
+            transfer.items.add(new File([bytes], name, { type: kind }));
+            const target = document.querySelector(".composer textarea");
+            const options = { bubbles: true, cancelable: true };
+            target.dispatchEvent(how === "paste"
+                ? new ClipboardEvent("paste", { ...options, clipboardData: transfer })
+                : new DragEvent("drop", { ...options, dataTransfer: transfer }));
+        }""",
+        [how, base64_of(file), name, kind],
+    )
+
+
+def test_pictures_are_chosen_pasted_dropped_removed_and_sent(page: Page, node: DirectedNode) -> None:
+    node.capabilities["small"] = Capabilities(tools=True, vision=True)
+    red, blue = picture(400, 300), picture(30, 40, color=(0, 0, 200))
+    page.goto("#/playground")
+    chosen: list[FilePayload] = [
+        {"name": f"{name}.png", "mimeType": "image/png", "buffer": file} for name, file in (("red", red), ("x", blue))
+    ]
+    page.get_by_label("Pictures", exact=True).set_input_files(chosen)
+    attached = page.get_by_label("Pictures of the next message")
+    attached.get_by_alt_text("x.png").wait_for()
+    page.get_by_role("button", name="Remove x.png").click()
+    drop(page, "paste", blue, "pasted.png", "image/png")
+    attached.get_by_alt_text("pasted.png").wait_for()
+    drop(page, "drop", b"%PDF", "notes.pdf", "application/pdf")
+    page.get_by_text("notes.pdf is no picture that can be sent").wait_for()
+    drop(page, "drop", red, "dropped.png", "image/png")
+    attached.get_by_alt_text("dropped.png").wait_for()
+    assert attached.locator("img").count() == 3
+    say(page, "what is this?")
+    page.get_by_text(re.compile("3 out")).wait_for()
+    assert attached.count() == 0
+    assert page.locator(".question img").evaluate_all("all => all.map((each) => each.naturalWidth)") == [400, 30, 400]
+    shown = [{"type": "image_url", "image_url": {"url": data_url(file)}} for file in (red, blue, red)]
+    assert node.seen[-1].body["messages"][0]["content"] == [*shown, {"type": "text", "text": "what is this?"}]
+    page.get_by_text("Copy as").click()
+    page.get_by_role("menuitem", name="Curl").click()
+    assert "data:image/png;base64,..." in page.locator("pre.snippet").inner_text()
+    page.reload()
+    page.get_by_role("button", name="what is this?", exact=True).click()
+    assert page.locator(".question img").count() == 3, "kept in this browser"
+
+
+def test_models_that_read_text_only_are_named_before_pictures_are_sent(page: Page, node: DirectedNode) -> None:
+    node.capabilities |= {"small": Capabilities(tools=True), "cold": Capabilities(tools=True, vision=True)}
+    page.goto("#/playground")
+    page.get_by_label("Model", exact=True).select_option("small")
+    drop(page, "paste", picture(40, 30), "shot.png", "image/png")
+    page.get_by_text("small is not known to read pictures. Choose cold, or remove the pictures.").wait_for()
+    say(page, "")
+    page.get_by_text("small reads text only, and the request has pictures").wait_for()

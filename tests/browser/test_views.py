@@ -7,6 +7,7 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -191,6 +192,23 @@ def test_activity_is_live_and_shows_a_request_in_full(page: Page, stage: Stage, 
     page.keyboard.press("Escape")
     page.get_by_role("button", name="Decisions").click()
     page.get_by_text(re.compile("No decisions yet|small")).first.wait_for()
+
+
+def test_request_that_runs_is_cancelled(page: Page, stage: Stage, node: DirectedNode, sign_in: SignIn) -> None:
+    script, node.script = node.script, [{"content": "once"}, stage.gate()]
+    with ThreadPoolExecutor(1) as client:
+        running = client.submit(ask, stage, USER.text, "small")
+        try:
+            sign_in(OPERATOR.text, "activity")
+            runs = page.get_by_role("region", name="Requests that run")
+            runs.get_by_text("generates").wait_for()
+            assert "ben" in runs.inner_text()
+            runs.get_by_role("button", name="Cancel the request for small").click()
+            runs.wait_for(state="detached")
+            page.locator("table.requests tbody tr").filter(has_text="cancelled").wait_for()
+            running.result()
+        finally:
+            node.script = script
 
 
 def test_usage_has_cost_plot_and_csv(page: Page, sign_in: SignIn) -> None:

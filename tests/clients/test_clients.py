@@ -41,7 +41,9 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         *("responses", "chat", "compatible", "anthropic"),
         tasks=("chat", "stream", "tools, whole", "tools, streamed", "second turn", "structured"),
     ),
-    "agents.mjs": named("Claude Code", "Codex", tasks=("chat", "tools")),
+    "langchain_node.mjs": named("chat", "responses", "anthropic", "ollama"),
+    "llamaindex_node.mjs": TASKS,
+    "agents.mjs": (*named("Claude Code", "Codex", tasks=("chat", "tools")), *named("pi", "Continue", tasks=("chat",))),
 }
 
 

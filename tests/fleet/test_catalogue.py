@@ -59,8 +59,8 @@ def test_alias_may_name_a_model_outside_the_catalogue() -> None:
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("Qwen3-4B", "`Qwen/Qwen3-4B`"),
-        ("qwen/qwen3-4b", "`Qwen/Qwen3-4B`"),
+        ("Qwen3-4Bx", "`Qwen/Qwen3-4B`"),
+        ("qwen/qwen3-4bx", "`Qwen/Qwen3-4B`"),
         ("gpt4o", "`gpt-4o`"),
         ("zzz", "GET /v1/models"),
     ],

@@ -226,3 +226,17 @@ def test_need_is_at_least_the_minimum_of_the_node(model: Make, node: Make, fleet
     assert need(model("m", estimate=20, least=8, state=ModelState.COLD), 12) == (12, 12), (
         "the operator's estimate has no minimum"
     )
+
+
+def test_size_of_a_path_is_that_of_the_model_that_a_node_found_there(
+    model: Make, node: Make, fleet: Make, spec: Make
+) -> None:
+    found = model("folder/name", estimate=6, state=ModelState.COLD)
+    found = msgspec.structs.replace(found, status=msgspec.structs.replace(found.status, source="/srv/name.gguf"))
+    host = node("n", [24], found)
+    wanted = spec("mine", None, source="/srv/name.gguf")
+    need = need_of(wanted, host, fleet(host, specs=[wanted]))
+    assert need is not None
+    assert need.takes_bytes == 6 * GIB
+    other = spec("mine", None, source="/srv/other.gguf")
+    assert need_of(other, host, fleet(host, specs=[other])) is None

@@ -14,9 +14,19 @@ from aiohttp import ClientSession, ClientTimeout
 
 from cortex.fleet.catalogue import Catalogue
 from cortex.fleet.rules import EvictionRules
-from cortex.gateway.config import ActivitySection, Config, GatewaySection, NeuronSection, ResponsesSection
+from cortex.gateway.config import (
+    ActivitySection,
+    Config,
+    GatewaySection,
+    NeuronSection,
+    PicturesSection,
+    ResponsesSection,
+)
+from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.store import LedgerSection
+from cortex.gateway.ledger.users import SignInSection
+from cortex.gateway.pictures.fetcher import PictureFetcher
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
 from cortex.telemetry.tracing import TelemetrySection
@@ -41,6 +51,8 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
             catalogue: Catalogue | None = None,
             rules: EvictionRules | None = None,
             keys: tuple[KeySection, ...] = (),
+            groups: tuple[GroupSection, ...] = (),
+            sign_in: SignInSection | None = None,
             key_env: str | None = None,
             node_keys: Mapping[str, str] | None = None,
             memory_mb: int | None = None,
@@ -48,6 +60,8 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
             responses: ResponsesSection | None = None,
             activity: ActivitySection | None = None,
             ledger: LedgerSection | None = None,
+            pictures: PicturesSection | None = None,
+            fetcher: PictureFetcher | None = None,
             **gateway: Any,
         ) -> Client:
             sections = [
@@ -69,13 +83,16 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
                 gateway=section,
                 neurons=tuple(sections),
                 keys=keys,
+                groups=groups,
+                sign_in=sign_in or SignInSection(),
                 eviction=rules or EvictionRules(min_residency_s=0),
                 telemetry=telemetry or TelemetrySection(),
                 responses=responses or ResponsesSection(),
                 activity=activity or ActivitySection(),
                 ledger=ledger or LedgerSection(),
+                pictures=pictures or PicturesSection(),
             )
-            started = Gateway(config, catalogue or Catalogue(), tmp_path)
+            started = Gateway(config, catalogue or Catalogue(), tmp_path, fetcher=fetcher)
             _, port = await started.start()
             opened.append(started)
             return Client(started, port, session)

@@ -19,6 +19,7 @@ from cortex.wire.errors import CortexError
 from cortex.wire.node.protocol import (
     Device,
     DeviceHealth,
+    DeviceKind,
     Discovery,
     Health,
     LoadRequest,
@@ -44,6 +45,7 @@ class FakeFleet:
     now: float = 1000.0
     num_devices: int = 1
     """Of each node; models are on the first."""
+    device_kind: DeviceKind = "cuda"
     spans: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The nodes of models that span several; `sizes` has the part of each node, at the first."""
 
@@ -130,6 +132,8 @@ class FakeFleet:
                 if node in others and model in self.ready[lead]
             )
             used = sum(self.sizes[node][model] for model in self.ready[node])
+            if self.device_kind == "cpu":
+                used += sum(self.sizes[node][model] for holder, model in self.asleep if holder == node)
             used += sum(share.num_bytes for share in shares)
             health = Health(
                 status="ok",
@@ -142,7 +146,7 @@ class FakeFleet:
                 shares=shares,
             )
             devices = tuple(
-                Device(index=index, kind="cuda", name="card", total_bytes=self.total_bytes)
+                Device(index=index, kind=self.device_kind, name="card", total_bytes=self.total_bytes)
                 for index in range(self.num_devices)
             )
             discovery = Discovery(host=node, os="", version="", devices=devices, max_devices_per_model=self.num_devices)

@@ -1,6 +1,7 @@
 """Hostile and invalid bodies: every response is JSON, and none is a 5xx."""
 
 import asyncio
+import base64
 import json
 import random
 from collections.abc import Iterator
@@ -39,6 +40,35 @@ def hostile() -> Iterator[bytes]:
         yield f'{{"model": "org/tiny", "messages": {turns}, "input": {turns}}}'.encode()
 
 
+def hostile_pictures() -> Iterator[bytes]:
+    """Files that are none, in every place for pictures."""
+    png = base64.b64encode(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + b"\xff" * 17).decode()
+    bad = ["", "%", "A" * 5, "iVBORw0KGgo=", png, "/9j/" + "/" * 100_000, "UklGR" + "A" * 999, "R0lGODlh" + "f" * 200]
+    for text in (
+        *bad,
+        "data:",
+        "data:;base64,",
+        f"data:image/png;base64,{png}",
+        "file:///etc/passwd",
+        "https://[::1]/",
+    ):
+        parts = [
+            {"type": "image_url", "image_url": text},
+            {"type": "image_url", "image_url": {"url": text, "detail": 1}},
+            {"type": "input_image", "image_url": text},
+            {"type": "input_image", "image_url": [text]},
+            {"type": "image", "source": {"type": "base64", "media_type": 1, "data": text}},
+            {"type": "image", "source": {"type": "base64", "data": text}},
+            {"type": "image", "source": {"type": "url", "url": text}},
+        ]
+        for part in parts:
+            said = [{"role": "user", "content": [part], "images": [text]}]
+            result = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [part]}]}]
+            for messages in (said, result):
+                body = {"model": "org/tiny", "messages": messages, "input": messages, "prompt": "x", "images": [text]}
+                yield json.dumps(body | {"max_tokens": 3, "stream": False}).encode()
+
+
 def error_in(received: bytes) -> dict[str, Any]:
     """The error of a response in any dialect."""
     body = json.loads(received)
@@ -47,7 +77,7 @@ def error_in(received: bytes) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_rejects_hostile_bodies_with_json_errors(api: Any, path: str) -> None:
-    for data in hostile():
+    for data in (*hostile(), *hostile_pictures()):
         async with api.client.post(api.url + path, data=data) as response:
             received = await response.read()
         context = (response.status, data[:80], received if response.status != 200 else None)

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from cortex.neuron.config import ENGINE_NAMES, NeuronConfig, load
+from cortex.neuron.config import NeuronConfig, load
+from cortex.neuron.servers.entry import ENGINE_NAMES
 from cortex.settings import SettingsError
 
 EXAMPLE = """
@@ -86,8 +87,12 @@ def test_accepts_every_name_of_the_engine(tmp_path: Path, name: str) -> None:
             r"`a` in \[\[default_models\]\] has both `nodes` and `replicas`",
         ),
         ("[[models]]\nid = 'a'\ncontext_tokens = 1", "context_tokens.*expected whole number ≥ 2, got 1"),
-        ("[[default_models]]\nid = 'a'\nharness = 'vllm'", "no harness `vllm`; choose one of torch, candle"),
-        ("[[harnesses]]\nname = 'vllm'", "the harness `vllm` has no cmd"),
+        ("[[default_models]]\nid = 'a'\nharness = 'vlm'", "no harness `vlm`; choose one of torch, candle"),
+        ("[[harnesses]]\nname = 'mine'", "the harness `mine` has no cmd"),
+        ("[[harnesses]]\nname = 'docker'", "the harness `docker` needs `args`: the image"),
+        ("[[harnesses]]\nname = 'a'\nlike = 'b'", "is like `b`, which is not ready-made; there are llama-server"),
+        ("[[harnesses]]\nname = 'vllm'\nsleep = { path = 's' }", "the path 's'; a path begins with a slash"),
+        ("[[harnesses]]\nname = 'sglang'\nsleep = { path = '/s' }", "has one of `sleep` and `wake`"),
         ("[[harnesses]]\nname = 'torch'\ncmd = 'x ${PORT}'", "is the built-in engine"),
         ("[[harnesses]]\nname = 'vllm'\ncmd = 'vllm serve'", r"has \$\{PORT\} neither in cmd nor in env"),
         ("[[harnesses]]\nname = 'vllm'\ncmd = 'vllm \"${PORT}'", "cmd of the harness `vllm` cannot be divided"),

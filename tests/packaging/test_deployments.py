@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +164,36 @@ def test_install_script_installs_what_the_units_need_and_keeps_configuration(tmp
         "etc/cortex/models.toml",
         "etc/cortex/neuron.toml",
         "etc/systemd/system/cortex.service",
+        "etc/systemd/system/cortex.socket",
         "etc/systemd/system/neuron.service",
         "opt/cortex/docs/operations.md",
         "usr/lib/sysusers.d/cortex.conf",
     }
+
+
+def test_gateway_makes_the_key_of_the_nodes_and_nodes_use_a_copy(tmp_path: Path) -> None:
+    gateway, node = tmp_path / "gateway", tmp_path / "node"
+
+    def prepare(kind: str, directory: Path) -> str:
+        command = [str(PACKAGING / "node-key.sh"), kind, str(directory)]
+        environment = {**os.environ, "NEURON": f"{sys.executable} -m cortex.cli.neuron"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout + done.stderr
+
+    prepare("gateway", gateway)
+    key = (gateway / "neuron.key").read_text()
+    assert (gateway / "cortex.env").read_text() == f"CORTEX_NODE_KEY={key}"
+    assert (gateway / "cortex.env").stat().st_mode & 0o077 == 0
+    prepare("gateway", gateway)
+    assert (gateway / "cortex.env").read_text().count("CORTEX_NODE_KEY") == 1, "it is kept"
+    assert "copy it from the gateway's host" in prepare("neuron", node)
+    assert not (node / "neuron.key").exists(), "no second key"
+
+
+def test_socket_has_the_addresses_of_the_example() -> None:
+    config = load_gateway(PACKAGING.parent / "examples" / "cortex.toml", {"CORTEX_NODE_KEY": "x", "ELSEWHERE_KEY": "x"})
+    addresses = re.findall(r"^ListenStream=(.*)$", (PACKAGING / "systemd" / "cortex.socket").read_text(), re.M)
+    assert addresses == [config.gateway.listen, config.gateway.metrics_listen]
 
 
 def test_install_script_installs_nothing_that_is_not_locked() -> None:
@@ -205,5 +232,8 @@ def test_unit_is_valid(tmp_path: Path, name: str) -> None:
     unit = (PACKAGING / "systemd" / f"{name}.service").read_text()
     copy = tmp_path / f"{name}.service"
     copy.write_text(unit.replace(f"ExecStart=/opt/cortex/bin/{name}", "ExecStart=/bin/true"))
-    done = subprocess.run(["systemd-analyze", "verify", copy], capture_output=True, text=True, check=False)
+    shutil.copy(PACKAGING / "systemd" / "cortex.socket", tmp_path)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", *tmp_path.glob(f"{name}.*")], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")

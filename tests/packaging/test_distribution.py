@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -108,6 +109,9 @@ def test_wheel_without_extras_is_the_gateway_without_torch(built: Path, tmp_path
     assert any((packages / "cortex" / "gateway" / "page" / "files").glob("*.html"))
     missing = subprocess.run([venv / "bin" / "neuron", "serve"], capture_output=True, text=True, check=False)
     assert "pip install '.[neuron]'" in missing.stderr
+    assert "[[harnesses]]" in missing.stderr
+    devices = json.loads(run(venv / "bin" / "neuron", "discover", "--json"))["devices"]
+    assert devices[0]["total_bytes"] > 0
 
 
 def test_sdist_has_what_a_build_needs(built: Path) -> None:

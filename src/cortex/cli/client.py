@@ -27,6 +27,7 @@ _EXIT_CODES: dict[int | str, ExitCode] = {
     403: ExitCode.DENIED,
     404: ExitCode.NOT_FOUND,
     507: ExitCode.NO_ROOM,
+    "invalid_value": ExitCode.USAGE,
     "hub_unavailable": ExitCode.UNREACHABLE,
     "route_not_found": ExitCode.UNREACHABLE,
     "upstream_unavailable": ExitCode.UNREACHABLE,
@@ -46,6 +47,12 @@ _REMEDIES: dict[int | str, str] = {
     "operator_only": "set CORTEX_API_KEY to a key made with `cortex keys add NAME --operator`",
 }
 """By the error code of the gateway, or by the HTTP status."""
+
+
+def exit_code_for(status: int, code: str) -> ExitCode:
+    """The exit code of a command that failed because of an error of a gateway or a node."""
+    return _EXIT_CODES.get(code) or _EXIT_CODES.get(status, ExitCode.FAILED)
+
 
 _ROUTE_ADVICE = re.compile(r"[:;] GET /\S+ lists [^;]*")
 """What an error advises to programs; people get a command instead."""
@@ -71,8 +78,7 @@ class GatewayRejected(CommandError):
         remedy = _REMEDIES.get(code) or _REMEDIES.get(status)
         if remedy is None:
             message, _, remedy = message.partition("; ")
-        exit_code = _EXIT_CODES.get(code) or _EXIT_CODES.get(status, ExitCode.FAILED)
-        super().__init__(message, remedy or "see `cortex status` and `cortex doctor`", exit_code)
+        super().__init__(message, remedy or "see `cortex status` and `cortex doctor`", exit_code_for(status, code))
         self.status = status
         self.code = code
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from cortex import __version__
+from cortex.cli.commands.cancel import cancel
 from cortex.cli.commands.chat import chat
 from cortex.cli.commands.completion import completion
 from cortex.cli.commands.doctor.command import doctor
@@ -22,6 +23,7 @@ from cortex.cli.commands.serve import serve
 from cortex.cli.commands.status import status
 from cortex.cli.commands.usage import usage
 from cortex.cli.failures import EXIT_CODES_HELP, Group, run
+from cortex.cli.importing.command import import_configuration
 from cortex.cli.up.command import up
 from cortex.gateway.config import check_environment
 
@@ -34,9 +36,9 @@ def cortex() -> None:
 
 _LOOK = (status, ps, models, logs, jobs, explain, doctor)
 _USE = (run_model, chat, embed, launch)
-_CONTROL = (load, unload, pin, unpin, move, pull, rm, drain, undrain)
+_CONTROL = (load, unload, cancel, pin, unpin, move, pull, rm, drain, undrain)
 
-for command in (up, *_LOOK, *_USE, *_CONTROL, keys, usage, serve, completion):
+for command in (up, *_LOOK, *_USE, *_CONTROL, keys, usage, serve, import_configuration, completion):
     cortex.add_command(command)
 cortex.add_command(unload, "stop")  # as users of Ollama call it
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ from click.core import ParameterSource
 from cortex.cli.client import GatewayClient, GatewayUnreachable
 from cortex.cli.failures import check_environment
 from cortex.cli.output import file_here
+from cortex.cli.service_environment import use_environment_file
 
 
 def configuration(named: Path | None) -> Path | None:
     """The configuration to read: the one that `--config` names, or the one in the working directory unless the user
     named a gateway. None: ask the gateway. Raises SettingsError for variables that no command knows."""
     if named is not None:
+        with contextlib.suppress(PermissionError):
+            use_environment_file(named)
         return named
     source = click.get_current_context().get_parameter_source("url")
     found = file_here("cortex.toml") if source is ParameterSource.DEFAULT else None

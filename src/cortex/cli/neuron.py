@@ -1,6 +1,6 @@
 """The command `neuron`: the node daemon, and checks of the machine it runs on.
 
-Each command imports the engine's packages only after checking that they are installed.
+A command that needs the engine's packages checks first that they are installed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import click
 
 from cortex import __version__
 from cortex.cli import tp_smoke
-from cortex.cli.commands.doctor import checks
+from cortex.cli.commands.doctor import checks, configuration_checks
 from cortex.cli.commands.doctor.checks import Finding, Severity
 from cortex.cli.commands.doctor.command import report
+from cortex.cli.commands.doctor.device_checks import devices
 from cortex.cli.failures import EXIT_CODES_HELP, CommandError, ExitCode, Group, run
 from cortex.cli.output import bar, console, file_here, json_option, print_json, size, table
 from cortex.cli.up.preflight import require_engine
@@ -51,8 +52,10 @@ def neuron() -> None:
 )
 @click.option("--insecure", is_flag=True, help="Let other machines use this node without a key.")
 def serve(config: Path | None, port: int | None, insecure: bool) -> None:
-    """Run the node daemon until SIGTERM or Ctrl-C."""
-    require_engine()
+    """Run the node daemon until SIGTERM or Ctrl-C.
+
+    Without the engine's packages it runs models through `harnesses` only.
+    """
     import uvloop
 
     from cortex.neuron.api.server import CannotListen
@@ -63,6 +66,8 @@ def serve(config: Path | None, port: int | None, insecure: bool) -> None:
     logs.hold()
     try:
         settings = _load(config, {"NEURON_PORT": str(port)} if port else {})
+        if not settings.commands:
+            require_engine("or name a server under [[harnesses]] of neuron.toml")
         uvloop.run(serve_node(settings, config, insecure=insecure))
     except CannotListen as error:
         what, _, remedy = str(error).partition("; ")
@@ -80,11 +85,9 @@ def key() -> None:
 @json_option
 def discover(config: Path | None, as_json: bool) -> None:
     """Show the devices that a neuron would use on this machine."""
-    require_engine()
-    from cortex.neuron.worker.discovery import discover as look
-    from cortex.neuron.worker.discovery import divided
+    from cortex.neuron.node.devices import inventory_of
 
-    inventory = divided(look(), _load(config or file_here("neuron.toml"), {}).cpu_devices)
+    inventory = inventory_of(_load(config or file_here("neuron.toml"), {}))
     if as_json:
         print_json(inventory)
         return
@@ -131,7 +134,6 @@ def tp_smoke_command(devices: str, as_json: bool) -> None:
 @json_option
 def doctor(config: Path | None, as_json: bool) -> int:
     """Check the usual problems of a node and say how to fix them."""
-    require_engine()
     return report(_findings(config or file_here("neuron.toml")), as_json)
 
 
@@ -143,6 +145,7 @@ def _findings(path: Path | None) -> Iterator[Finding]:
     from cortex.neuron.node.loading.library import cache_directory
 
     settings = NeuronConfig()
+    yield from configuration_checks.environment(path)
     try:
         settings = _load(path, {})
         yield Finding(
@@ -160,7 +163,7 @@ def _findings(path: Path | None) -> Iterator[Finding]:
     for peer in settings.peers:
         ca_file = directory / peer.ca_file.expanduser() if peer.ca_file is not None else None
         yield from checks.NodeEndpoint("peers", peer.name, peer.endpoint, peer.key_env, ca_file).check("this neuron")
-    yield from checks.devices(settings.cpu_devices)
+    yield from devices(settings)
     hub_cache = cache_directory(settings, os.environ)
     yield from checks.disk(hub_cache)
     yield from checks.cache(hub_cache)

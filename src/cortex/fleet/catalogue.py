@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from cortex.fleet.known_models import AmbiguousName, known_model
 from cortex.quant_names import is_same_quant, label_in
 from cortex.settings import Section
 from cortex.wire.errors import ModelNotFound, shorten
@@ -103,6 +104,11 @@ class ModelSpec(Section, frozen=True):
     """How it samples where a request says nothing, such as `{ temperature = 0.7 }`; from the next load on. As its files
     recommend where absent."""
     cost: Cost = Cost()
+    tokens_per_request: Amount = 1000
+    """What one request counts in the budget of its key where its response reports no tokens: speech, images, and what
+    else a server does (`[[harnesses]]`)."""
+    tokens_per_minute: Amount = 0
+    """What a minute of the work on such a request counts in addition."""
     capabilities: tuple[Capability, ...] = ()
     """Shown to clients; as the node reports when empty."""
 
@@ -197,7 +203,8 @@ class Catalogue(Section, frozen=True):
         """The model that `name` stands for; `live` are the ids that nodes list beyond the catalogue.
 
         Exact names win over patterns, the catalogue over nodes. An alias is followed once. A name in Ollama's spelling
-        (`NAME:latest`, `hf.co/OWNER/NAME:QUANT`) is understood where there is no such model. Raises `ModelNotFound`
+        (`NAME:latest`, `hf.co/OWNER/NAME:QUANT`) is understood where there is no such model, and so are the names of
+        known models, such as `gpt-oss:20b`, for what there is of them. Raises `ModelNotFound`
         with near misses; a name beyond the length limit is not compared with any.
         """
         if len(name) > MAX_MODEL_NAME:
@@ -218,6 +225,9 @@ class Catalogue(Section, frozen=True):
         model, quant = split_quant(name)
         if quant is not None and self._has_quant(model, quant, live):
             return self.resolve(model, live)
+        for known in _known_ids(name):
+            if self.has(known) or known in live:
+                return self.resolve(known, live)
         raise _not_found(name, self._names() | set(live))
 
     def _has_quant(self, model: str, quant: str, live: Collection[str]) -> bool:
@@ -244,6 +254,15 @@ class Catalogue(Section, frozen=True):
 
     def _names(self) -> frozenset[str]:
         return self.ids | {name for name in self.aliases if not is_pattern(name)}
+
+
+def _known_ids(name: str) -> tuple[str, ...]:
+    """The ids under which a known model of this name may be there."""
+    try:
+        known = known_model(name)
+    except AmbiguousName:
+        return ()
+    return () if known is None else tuple(filter(None, (known.name, known.repository, known.gguf)))
 
 
 def near_misses(name: str, known: Iterable[str], limit: int = 3) -> tuple[str, ...]:

@@ -8,10 +8,11 @@ from typing import Literal
 import msgspec
 
 from cortex.quant_names import at_load, is_same_quant
-from cortex.wire.node.protocol import ModelStatus
+from cortex.wire.node.protocol import ModelState, ModelStatus
 
 from .catalogue import ModelSpec
-from .topology import ON_DEVICE, DeviceState, Fleet, Node
+from .holdings import ON_DEVICE, as_model, bytes_held
+from .topology import DeviceState, Fleet, Node
 
 Basis = Literal["measured", "estimated", "reserved"]
 
@@ -78,8 +79,9 @@ class DeviceLedger(DeviceState, frozen=True, kw_only=True):
         return sum(holding.num_bytes for holding in self.holdings if holding.model_id == model_id)
 
 
-def ledger(node: Node) -> tuple[DeviceLedger, ...]:
-    """The ledger of every device of `node`."""
+def ledger(node: Node, *, newcomer: str | None = None) -> tuple[DeviceLedger, ...]:
+    """The ledger of every device of `node`. What the `newcomer` holds there while it is asleep counts as free: it is a
+    part of what it needs."""
     holdings: dict[int, list[Holding]] = {device.index: [] for device in node.devices}
     reserved = {reservation.model_id for reservation in node.reservations}
     for reservation in node.reservations:
@@ -93,11 +95,21 @@ def ledger(node: Node) -> tuple[DeviceLedger, ...]:
     for share in node.shares:
         if share.model_id not in reserved and not share.is_asleep:
             _enter(holdings, node, share.model_id, share.devices, share.num_bytes, "measured", share.device_bytes)
+    returned = dict.fromkeys(holdings, 0)
+    for status in (*(held.status for held in node.residencies.values()), *map(as_model, node.shares)):
+        if status.state is ModelState.ASLEEP and status.id not in reserved:
+            for device in node.devices:
+                kept_bytes = bytes_held(device.index, device.kind, status)
+                if status.id == newcomer:
+                    returned[device.index] += kept_bytes
+                elif kept_bytes:
+                    kept = Holding(model_id=status.id, num_bytes=kept_bytes, basis="measured")
+                    holdings[device.index].append(kept)
     ceiling = node.ceiling_bytes
     held_bytes = sum(holding.num_bytes for entries in holdings.values() for holding in entries)
     return tuple(
         DeviceLedger(
-            **msgspec.structs.asdict(device),
+            **msgspec.structs.asdict(device) | {"free_bytes": device.free_bytes + returned[device.index]},
             holdings=tuple(holdings[device.index]),
             node_ceiling_bytes=ceiling,
             node_left_bytes=None if ceiling is None else ceiling - held_bytes,
@@ -201,8 +213,12 @@ def _is_as_wanted(quant: str, status: ModelStatus) -> bool:
 
 
 def _estimate_elsewhere(spec: ModelSpec, fleet: Fleet) -> int | None:
-    """The largest size that any node reports for the model."""
+    """The largest size that any node reports for the model, else for another one with the same source: nodes know the
+    files in their folders before a load names them."""
     held = [(node, node.residencies[spec.id]) for node in fleet.nodes if spec.id in node.residencies]
+    if not any(each.num_bytes for _, each in held) and spec.source is not None:
+        every = ((node, each) for node in fleet.nodes for each in node.residencies.values())
+        held = [(node, each) for node, each in every if each.status.source == spec.source]
     known = [(node, status) for node, each in held if (status := sized_for(spec, each.status)) is not None]
     sizes = [
         whole_measured_bytes(node, status, fleet) or _whole(status, status.estimate_bytes) for node, status in known

@@ -27,12 +27,9 @@ from cortex.wire.node.protocol import (
 )
 
 from .catalogue import Catalogue, ModelSpec
+from .holdings import as_model, bytes_held
 from .rules import EvictionRules, PlacementRules
 
-ON_DEVICE = frozenset(
-    {ModelState.DOWNLOADING, ModelState.LOADING, ModelState.READY, ModelState.UNLOADING, ModelState.RECOVERING}
-)
-"""States in which a model holds device memory or is about to."""
 STARTING = frozenset({ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING})
 """States that lead to `ready` without another order."""
 _CHANGING_MEMORY = frozenset({ModelState.LOADING, ModelState.UNLOADING, ModelState.RECOVERING})
@@ -166,9 +163,10 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     def why_draining(self) -> str:
         return f"drained by the operator: run `cortex undrain {self.name}`" if self.drained else "shutting down"
 
-    def has_harness(self, name: str | None) -> bool:
-        """None: any."""
-        return bool(self.harnesses) if name is None else name in self.harnesses
+    def harness_of(self, spec: ModelSpec) -> str:
+        """What runs the model here: by the catalogue, as this node is configured, or by default the engine."""
+        held = self.residencies.get(spec.id)
+        return spec.harness or (held.status.harness if held is not None else "torch")
 
     def nodes_of(self, spec: ModelSpec) -> tuple[str, ...]:
         """The nodes that share a model which this one serves: by the catalogue, or as this one is configured. Empty:
@@ -267,10 +265,10 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
             if (lead := self.lead_of(share)) is not None and ModelOnNode(lead[0].name, share.model_id) in gone
         ]
         models = [held for model, held in node.residencies.items() if ModelOnNode(node.name, model) in gone]
-        statuses = [*(held.status for held in models), *map(_as_model, shares)]
+        statuses = [*(held.status for held in models), *map(as_model, shares)]
 
         def freed(device: DeviceState) -> DeviceState:
-            here = [_bytes_on(device.index, status) for status in statuses if device.index in status.devices]
+            here = [bytes_held(device.index, device.kind, status) for status in statuses]
             return msgspec.structs.replace(device, free_bytes=min(device.total_bytes, device.free_bytes + sum(here)))
 
         return msgspec.structs.replace(
@@ -322,21 +320,10 @@ def after_missed_poll(node: Node, reason: str, *, limit: int) -> Node:
 def _devices(before: Node, discovery: Discovery, health: Health) -> tuple[DeviceState, ...]:
     reports = {report.index: report for report in health.devices}
     known = {device.index: device for device in before.devices}
-    models = (*health.models, *map(_as_model, health.shares))
+    models = (*health.models, *map(as_model, health.shares))
     return tuple(
         _device(device, reports.get(device.index), known.get(device.index), models, before.ceilings)
         for device in discovery.devices
-    )
-
-
-def _as_model(share: ModelShare) -> ModelStatus:
-    """A share holds device memory as a model does."""
-    return ModelStatus(
-        id=share.model_id,
-        state=ModelState(share.state),
-        devices=share.devices,
-        measured_bytes=share.num_bytes,
-        device_bytes=share.device_bytes,
     )
 
 
@@ -349,12 +336,11 @@ def _device(
 ) -> DeviceState:
     total_bytes = report.total_bytes if report else device.total_bytes
     free_bytes = report.free_bytes if report else device.total_bytes
-    allocating = ON_DEVICE - {ModelState.DOWNLOADING}
-    here = [status for status in models if device.index in status.devices and status.state in allocating]
+    here = [status for status in models if device.index in status.devices]
     if known is not None and any(status.state in _CHANGING_MEMORY for status in here):
         foreign_bytes = known.foreign_bytes
     else:
-        ours = sum(_bytes_on(device.index, status) for status in here)
+        ours = sum(bytes_held(device.index, device.kind, status) for status in here)
         foreign_bytes = max(0, total_bytes - free_bytes - ours)
     return DeviceState(
         index=device.index,
@@ -370,12 +356,6 @@ def _device(
         utilisation=report.utilisation if report else None,
         temperature_c=report.temperature_c if report else None,
     )
-
-
-def _bytes_on(index: int, status: ModelStatus) -> int:
-    """What a model holds on one of its devices."""
-    known = dict(zip(status.devices, status.device_bytes, strict=False))
-    return known.get(index, (status.measured_bytes or status.estimate_bytes or 0) // len(status.devices))
 
 
 def _smaller(one: int | None, other: int | None) -> int | None:

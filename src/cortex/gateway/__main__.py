@@ -22,11 +22,12 @@ def main() -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code, after one line on standard error if something failed."""
     parser = argparse.ArgumentParser(prog="cortex.gateway", description="One endpoint over a fleet of GPU hosts.")
     parser.add_argument("--config", type=Path, help="cortex.toml; defaults and CORTEX_… variables apply without it")
+    parser.add_argument("--take-over", action="store_true", help="listen next to a gateway that is then stopped")
     options = parser.parse_args()
     path: Path | None = options.config
     logs.hold()
     try:
-        uvloop.run(serve(configuration.load(path, os.environ), path))
+        uvloop.run(serve(configuration.load(path, os.environ), path, takes_over=options.take_over))
     except SettingsError as problem:
         print(f"cortex: {problem}", file=sys.stderr)
         return ExitCode.CONFIG

@@ -19,8 +19,10 @@ from cortex.fleet.catalogue import MEBIBYTE
 from cortex.fleet.rules import EvictionRules, PlacementRules
 from cortex.fleet.topology import Ceilings
 from cortex.gateway.database import check_location, is_url
+from cortex.gateway.ledger.groups import GroupSection, check_groups
 from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.gateway.ledger.store import LedgerSection
+from cortex.gateway.ledger.users import SignInSection
 from cortex.settings import Listen, Section
 from cortex.telemetry import logs
 from cortex.telemetry.tracing import TelemetrySection
@@ -82,6 +84,9 @@ class GatewaySection(Section, frozen=True):
     """A node must accept a connection within this time."""
     max_body_mb: Count = 64
     """Larger request bodies are rejected with 413."""
+    max_upload_mb: Count = 2048
+    """The same for files that are sent to servers (`/v1/audio/transcriptions` and others). From 1 MiB on they are in
+    files without a name while they are relayed, in `TMPDIR` or `/var/tmp`, four times this size at most in all."""
     max_wait_s: Seconds = 600.0
     """The longest that a request waits for its model before it is rejected with 503."""
     max_waiting: Count = 512
@@ -165,6 +170,23 @@ class ResponsesSection(Section, frozen=True):
         check_location(self.database)
 
 
+class PicturesSection(Section, frozen=True):
+    """Pictures that clients name by address instead of sending them."""
+
+    urls: bool = False
+    """Fetch them, from https addresses on the public internet, and send them to the node in the request. With `false`
+    such a request is rejected with 400."""
+    hosts: tuple[str, ...] = ()
+    """The only hosts that they are fetched from, such as `images.example.com`, or `.example.com` for all below it.
+    Empty: any."""
+    max_urls: Count = 10
+    """Addresses in one request; more are rejected with 400."""
+    max_mb: Count = 20
+    """A larger file is rejected with 400."""
+    timeout_s: Seconds = 10.0
+    """A picture that takes longer to fetch, redirects included, is rejected with 400."""
+
+
 class ActivitySection(Section, frozen=True):
     """The latest requests, kept in memory for `cortex logs` and the Activity page."""
 
@@ -175,6 +197,9 @@ class ActivitySection(Section, frozen=True):
     kept without this."""
     capture_kb: Annotated[int, Meta(ge=1, le=1024)] = 16
     """The most that is kept of one request body."""
+    log_retention_days: Annotated[int, Meta(ge=0, le=36500)] = 0
+    """For how many days every request is also kept in the database of `ledger`, without its texts, for `cortex logs
+    --since` and the page; 0 keeps none there."""
     redact: tuple[str, ...] = ()
     """Regular expressions; text that one of them matches is replaced before a capture is kept. The ends of streamed
     responses are not kept then: their text is divided among events, where an expression would not match it."""
@@ -259,13 +284,19 @@ class Config(Section, frozen=True):
     neurons: tuple[NeuronSection, ...] = ()
     discovery: DiscoverySection = DiscoverySection()
     keys: tuple[KeySection, ...] = ()
+    groups: tuple[GroupSection, ...] = ()
+    sign_in: SignInSection = SignInSection()
     ledger: LedgerSection = LedgerSection()
     responses: ResponsesSection = ResponsesSection()
     activity: ActivitySection = ActivitySection()
+    pictures: PicturesSection = PicturesSection()
     telemetry: TelemetrySection = TelemetrySection()
 
     def __post_init__(self) -> None:
         Keyring(self.keys)
+        check_groups(self.keys, self.groups)
+        if self.sign_in.group is not None and self.sign_in.group not in {group.name for group in self.groups}:
+            raise ValueError(f"sign_in.group is `{self.sign_in.group}`, and there is no such group")
         if self.limits.max_buffered_mb < self.gateway.max_body_mb:
             raise ValueError(
                 f"limits.max_buffered_mb is {self.limits.max_buffered_mb}, less than one body of gateway.max_body_mb,"
@@ -280,6 +311,7 @@ class Config(Section, frozen=True):
     def other_variables(self) -> frozenset[str]:
         """Those of the commands, and those that hold the keys of nodes."""
         keys = {variable for neuron in self.neurons if (variable := neuron.key_env)}
+        keys |= {self.sign_in.client_secret_env} if self.sign_in.client_secret_env else set()
         return COMMAND_VARIABLES | keys | ({self.gateway.node_key_env} if self.gateway.node_key_env else set())
 
     def key_variable(self, neuron: NeuronSection) -> str | None:

@@ -1,12 +1,16 @@
-"""The addresses and the certificate of the gateway's servers."""
+"""The addresses and the certificate of the gateway's servers, and the sockets that systemd passes to it."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 import ssl
+from collections.abc import MutableMapping
 from pathlib import Path
 
 from cortex.gateway.config import Config
+from cortex.http.server.listener import bind
 from cortex.http.server.server import Server
 from cortex.settings import Listen
 from cortex.tls import ServerCertificate
@@ -24,11 +28,71 @@ def certificate_of(config: Config, directory: Path) -> ServerCertificate | None:
     return ServerCertificate(directory / cert.expanduser(), directory / key.expanduser())
 
 
-async def listen_on(server: Server, listen: Listen, key: str, tls: ssl.SSLContext | None) -> tuple[str, int]:
-    """Listen on a configured address, the value of `key`; returns the bound one. Raises CannotListen."""
-    try:
-        return await server.listen(listen.host, listen.port, tls=tls)
-    except OSError as problem:
-        number = problem.errno or 0
-        reason = os.strerror(number) if number > 0 else problem.strerror or problem  # negative: of a failed lookup
-        raise CannotListen(f"cannot listen on {listen}: {reason}; stop what uses it, or set {key}") from problem
+_FIRST_PASSED = 3
+"""The first descriptor that systemd passes to a service."""
+
+
+_EVERY_INTERFACE = ("0.0.0.0", "::")
+
+
+class ListeningSockets:
+    """The sockets of one process: those that it was passed (systemd's socket activation), else new ones.
+
+    Sockets that are passed stay open while a service restarts: clients wait for the successor. New ones are bound with
+    SO_REUSEPORT, so that a successor that takes over can listen before this process ends.
+    """
+
+    def __init__(self, environ: MutableMapping[str, str] | None = None, *, takes_over: bool = False) -> None:
+        """Takes what `LISTEN_FDS` names in `environ`, and removes it there. `takes_over`: an address that another
+        gateway of this user listens on is shared with it."""
+        self._passed = passed_sockets({} if environ is None else environ)
+        self._takes_over = takes_over
+
+    async def listen(self, server: Server, listen: Listen, key: str, tls: ssl.SSLContext | None) -> tuple[str, int]:
+        """Listen on a configured address, the value of `key`; returns the bound one. Raises CannotListen."""
+        passed = [each for each in self._passed if _is_for(listen, each)]
+        if passed:
+            self._passed = [each for each in self._passed if each not in passed]
+            return server.listen_on(passed, tls=tls, is_shared=True)
+        try:
+            return server.listen_on(await asyncio.to_thread(self._bind, listen), tls=tls)
+        except OSError as problem:
+            number = problem.errno or 0
+            reason = os.strerror(number) if number > 0 else problem.strerror or problem  # negative: of a failed lookup
+            raise CannotListen(f"cannot listen on {listen}: {reason}; stop what uses it, or set {key}") from problem
+
+    def check_all_used(self) -> None:
+        """Raises CannotListen for a socket that was passed and that no configured address is for."""
+        if self._passed:
+            address = "{}:{}".format(*self._passed[0].getsockname()[:2])
+            raise CannotListen(
+                f"systemd passed a socket for {address}, where the configuration does not listen;"
+                " change the address in cortex.socket, or gateway.listen"
+            )
+
+    def _bind(self, listen: Listen) -> list[socket.socket]:
+        if not self._takes_over:  # fails where anything else listens, also where it would share the port
+            for probe in bind(listen.host, listen.port):
+                probe.close()
+        return bind(listen.host, listen.port, shares_port=True)
+
+
+def _is_for(listen: Listen, passed: socket.socket) -> bool:
+    """A socket for every interface is not for an address of one: clients would get in that the operator excludes."""
+    host, port = passed.getsockname()[:2]
+    return port == listen.port and listen.host in (host, *_EVERY_INTERFACE)
+
+
+def passed_sockets(environ: MutableMapping[str, str]) -> list[socket.socket]:
+    """The listening sockets that the service manager passed to this process, by `sd_listen_fds(3)`."""
+    pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "")
+    environ.pop("LISTEN_FDNAMES", None)
+    if pid != str(os.getpid()) or not count.isdecimal():
+        return []
+    sockets = []
+    for number in range(_FIRST_PASSED, _FIRST_PASSED + int(count)):
+        os.set_inheritable(number, False)
+        listening = socket.socket(fileno=number)
+        listening.setblocking(False)
+        sockets.append(listening)
+    return sockets

@@ -14,6 +14,7 @@ from typing import Any
 from cortex import open_files
 from cortex.gateway.config import Config
 from cortex.gateway.configuration_files import ConfigurationFiles
+from cortex.gateway.listening import ListeningSockets
 from cortex.gateway.server import Gateway
 from cortex.service_manager import READY, STOPPING, ServiceManager
 from cortex.telemetry import logs
@@ -24,13 +25,15 @@ log = logging.getLogger(__name__)
 WATCH_FILES_S = 2.0
 
 
-async def serve(config: Config, path: Path | None = None) -> None:
-    """Run a gateway until SIGTERM or SIGINT; reload `path` on SIGHUP and when it changes.
+async def serve(config: Config, path: Path | None = None, *, takes_over: bool = False) -> None:
+    """Run a gateway until SIGTERM or SIGINT; reload `path` on SIGHUP and when it changes. `takes_over`: see
+    `ListeningSockets`.
 
     Raises SettingsError, CannotListen or StoreError.
     """
     logs.configure(config.gateway.log_format, config.gateway.log_level)
     open_files.raise_limit()
+    sockets = ListeningSockets(os.environ, takes_over=takes_over)
     files = ConfigurationFiles(path, os.environ)
     gateway = Gateway(config, files.read_catalogue(config), files.directory, files)
     loop = asyncio.get_running_loop()
@@ -39,7 +42,7 @@ async def serve(config: Config, path: Path | None = None) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, reload.set)
-    host, port = await gateway.start()
+    host, port = await gateway.start(sockets)
     # Objects from imports live as long as the process: exclude them from garbage collection.
     gc.collect()
     gc.freeze()

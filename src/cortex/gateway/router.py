@@ -7,13 +7,15 @@ from cortex.gateway.api.ollama.inference import OllamaInference
 from cortex.gateway.config import Config
 from cortex.gateway.page.page import Page
 from cortex.gateway.proxy.inference import Inference
-from cortex.gateway.proxy.routes import ROUTES, error_response, family_of
+from cortex.gateway.proxy.opaque.inference import OpaqueInference
+from cortex.gateway.proxy.routes import ROUTES, Route, error_response, family_of, methods_of, opaque_route
 from cortex.gateway.responses.api import PREFIX as STORED_RESPONSES
 from cortex.gateway.responses.service import ResponsesService
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
-from cortex.wire.errors import CortexError, CrossSiteRequest, MethodNotAllowed
+from cortex.wire.errors import CortexError, CrossSiteRequest, MethodNotAllowed, shorten
+from cortex.wire.opaque.fields import form_of
 
 
 class RequestRouter:
@@ -29,6 +31,7 @@ class RequestRouter:
     ) -> None:
         self._inference = inference
         self._ollama = ollama
+        self._opaque = OpaqueInference(inference)
         self._responses = responses
         self._control = control
         self._page = page
@@ -46,7 +49,7 @@ class RequestRouter:
         addresses = (section.listen, section.ollama_listen)
         hosts = (*section.allowed_hosts, *(address.host for address in addresses if address is not None))
         self._cross_site = CrossSiteCheck(hosts, section.cors_origins)
-        self._control.cross_site = self._ollama.cross_site = self._cross_site
+        self._control.cross_site = self._ollama.cross_site = self._opaque.cross_site = self._cross_site
         self._accepted_host = None
         self._checks_host = is_open and section.listen.is_loopback
 
@@ -58,7 +61,9 @@ class RequestRouter:
             return
         route = ROUTES.get(request.path)
         if route is None:
-            if request.path.startswith(STORED_RESPONSES):
+            if (opaque := opaque_route(request.path)) is not None:
+                self._relay(exchange, opaque)
+            elif request.path.startswith(STORED_RESPONSES):
                 self._responses.stored.handle(exchange)
             elif self._page.takes(request):
                 self._page.handle(exchange)
@@ -73,6 +78,17 @@ class RequestRouter:
             self._ollama.begin(exchange, route)
         else:
             self._inference.begin(exchange, route)
+
+    def _relay(self, exchange: Exchange, route: Route) -> None:
+        request, methods = exchange.request, methods_of(route)
+        if request.method.decode("latin-1") not in methods:
+            path = shorten(request.path.decode("latin-1"))
+            error = MethodNotAllowed(f"{path} takes {' or '.join(methods)}.", details={"allowed_methods": [*methods]})
+            exchange.respond(*error_response(error, route.family))
+        elif form_of(request.text(b"content-type") or "") == "json" and not route.is_upstream:
+            self._inference.begin(exchange, route)
+        else:
+            self._opaque.begin(exchange, route)
 
     def _host_error(self, request: Request) -> CortexError | None:
         """Why the request is rejected: it does not use a name of this gateway."""

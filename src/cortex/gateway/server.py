@@ -21,6 +21,7 @@ from cortex.gateway.api.health import GatewayHealth
 from cortex.gateway.api.jobs import JobBoard, JobRoutes
 from cortex.gateway.api.keys import KeyRoutes
 from cortex.gateway.api.llama_cpp import LlamaCppRoutes
+from cortex.gateway.api.model_log import ModelLogRoutes
 from cortex.gateway.api.ollama.inference import OllamaInference
 from cortex.gateway.api.ollama.routes import OllamaRoutes
 from cortex.gateway.api.orders import OrderRoutes
@@ -41,11 +42,18 @@ from cortex.gateway.dispatch.nodes.poller import Poller
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.gateway.dispatch.operator.state import OperatorState
 from cortex.gateway.ledger.meter import Metering
-from cortex.gateway.listening import certificate_of, listen_on
+from cortex.gateway.listening import ListeningSockets, certificate_of
 from cortex.gateway.metrics import CONTENT_TYPE, Metrics, fleet_gauges
+from cortex.gateway.page.conversations import Conversations
 from cortex.gateway.page.page import Page
+from cortex.gateway.page.signing_in import SigningIn
+from cortex.gateway.pictures.fetcher import PictureFetcher
+from cortex.gateway.pictures.inlining import PictureInlining
 from cortex.gateway.proxy.accounting.activity import ActivityLog
+from cortex.gateway.proxy.accounting.activity_file import ActivityFile
 from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage
+from cortex.gateway.proxy.accounting.request_log import RequestLog
+from cortex.gateway.proxy.accounting.running import RunningRequests
 from cortex.gateway.proxy.admission import AdmissionController
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.listener import CONTROL_BODY_BYTES, api_server, client_limits, paths_without_key
@@ -84,6 +92,7 @@ class Gateway:
         directory: Path,
         files: ConfigurationFiles | None = None,
         resolve: Resolve = resolve_addresses,
+        fetcher: PictureFetcher | None = None,
     ) -> None:
         """Relative paths of the configuration start at `directory`. `files`: where the configuration came from; without
         them keys cannot be edited. Raises SettingsError."""
@@ -119,6 +128,7 @@ class Gateway:
         self._tracer = open_tracer(config.telemetry, "cortex")
         self._admission = AdmissionController(self.dispatcher, self._metering.meter)
         limits = client_limits(config, open_files.limit())
+        parser = BodyParser()
         self._services = Services(
             config=config.gateway,
             admission=self._admission,
@@ -129,9 +139,13 @@ class Gateway:
             ticker=self._ticker,
             disconnected_usage=DisconnectedUsage(),
             activity=ActivityLog(config.activity),
-            parser=BodyParser(),
+            running=RunningRequests(),
+            parser=parser,
+            pictures=PictureInlining(config.pictures, fetcher or PictureFetcher(self._ticker), parser),
             buffered=Buffered(limits.buffered_bytes),
         )
+        self._activity_file = ActivityFile(config.state_directory(directory), self._services.activity)
+        self._request_log = RequestLog(self._services.activity, config.database(directory))
         self._inference = Inference(self._services)
         self._responses = ResponsesService(config, directory, self._inference, self.tasks)
         self._certificate = certificate_of(config, directory)
@@ -154,8 +168,16 @@ class Gateway:
             self._ollama_routes,
             orders,
             LlamaCppRoutes(self.dispatcher, orders, self._metering, open_paths, self.event_log, self._streams),
+            ModelLogRoutes(self.dispatcher, self._nodes, self._metering, self._deferred),
             JobRoutes(board, self._metering),
-            ActivityRoutes(self._services.activity, self._metering, self._streams),
+            ActivityRoutes(
+                self._services.activity,
+                self._request_log,
+                self._services.running,
+                self._metering,
+                self._streams,
+                self._deferred,
+            ),
             UsageRoutes(self._metering, lambda: self.dispatcher.fleet.catalogue, self._deferred),
             KeyRoutes(self._metering, files.path if files is not None else None, self._reload_files, self._deferred),
         )
@@ -170,7 +192,8 @@ class Gateway:
             parts,
             open_paths,
         )
-        self._page = Page(self._metering.meter, is_secure=self._certificate is not None)
+        self._signing_in = SigningIn(self._metering, Conversations(config.database(directory)))
+        self._page = Page(self._metering.meter, self._signing_in, is_secure=self._certificate is not None)
         ollama = OllamaInference(self._inference, operator, self._control.cross_site)
         self._router = RequestRouter(self._inference, self._responses, ollama, self._control, self._page)
         self.server = api_server(
@@ -190,11 +213,13 @@ class Gateway:
         )
         self._metrics_server = Server(self._handle_metrics, rejection_response, self._ticker, limits)
 
-    async def start(self) -> tuple[str, int]:
+    async def start(self, sockets: ListeningSockets | None = None) -> tuple[str, int]:
         """Open the ledger, poll every node once, then listen; returns the API's address.
 
         Raises `StoreError` or `CannotListen`.
         """
+        await self._activity_file.restore()
+        self._request_log.retention_days = self.config.activity.log_retention_days
         await self._use_keys(self.config)
         self._router.configure(self.config, is_open=self._metering.is_open)
         await self._operator_state.synchronise()
@@ -209,16 +234,19 @@ class Gateway:
             await asyncio.wait(polls, timeout=FIRST_POLL_S)
         for poller in self._pollers.values():
             poller.start()
-        section = self.config.gateway
+        section, sockets = self.config.gateway, sockets or ListeningSockets()
         tls = self._certificate.context if self._certificate is not None else None
-        address = await listen_on(self.server, section.listen, "gateway.listen", tls)
+        address = await sockets.listen(self.server, section.listen, "gateway.listen", tls)
         if section.ollama_listen is not None:
-            await listen_on(self.server, section.ollama_listen, "gateway.ollama_listen", tls)
+            await sockets.listen(self.server, section.ollama_listen, "gateway.ollama_listen", tls)
         if section.metrics_listen is not None:
-            await listen_on(self._metrics_server, section.metrics_listen, "gateway.metrics_listen", tls)
+            await sockets.listen(self._metrics_server, section.metrics_listen, "gateway.metrics_listen", tls)
+        sockets.check_all_used()
         self._regular = [
             self.tasks.start("tick", self._tick),
             self.tasks.start("operator state", self._operator_state.run),
+            self.tasks.start("keep activity", self._activity_file.run),
+            self.tasks.start("request log", self._request_log.run),
             self.tasks.start("discover nodes", self._discover_nodes),
         ]
         if self._certificate is not None:
@@ -229,10 +257,11 @@ class Gateway:
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Admit nothing, fail waiting requests, drain running responses for up to `grace_s`, then close everything."""
+        await self._metrics_server.stop_accepting()  # a successor may bind all addresses now
+        await self.server.stop_accepting(grace_s)
         self._inference.closing = True
         self.dispatcher.close()
         closing = asyncio.create_task(self.server.close(grace_s))
-        await asyncio.sleep(0)  # no new connections: a client whose stream ends would begin another one
         self._streams.close()
         await asyncio.gather(closing, self._responses.drain(grace_s))
         await self._metrics_server.close()
@@ -249,9 +278,11 @@ class Gateway:
         for node in self._nodes.values():
             node.pool.close()
         # Each may wait for a database that hangs.
-        await asyncio.gather(self._operator_state.close(), self._responses.close(), self._metering.close())
+        databases = (self._operator_state, self._request_log, self._signing_in, self._responses, self._metering)
+        await asyncio.gather(*(each.close() for each in databases))
         await asyncio.to_thread(self._tracer.close)
         await asyncio.to_thread(self._measured_sizes.write, self.dispatcher.fleet.measured)
+        await self._activity_file.save()
 
     async def reload(self, files: ConfigurationFiles) -> None:
         """Read and use the configuration in `files`.
@@ -288,6 +319,8 @@ class Gateway:
 
     def _is_database_away(self) -> bool:
         ledger = self._metering.ledger
+        if self._request_log.is_failing:
+            return True
         return self._operator_state.is_failing or (ledger is not None and ledger.is_failing)
 
     async def _reload_files(self) -> None:
@@ -324,9 +357,11 @@ class Gateway:
         self.config, self._configured, self._catalogue = config, configured, catalogue
         self._authorities = authorities
         self._services.config = config.gateway
+        self._services.pictures.section = config.pictures
         self._responses.use(config.responses)
         self._router.configure(config, is_open=self._metering.is_open)
         self._services.activity.configure(config.activity)
+        self._request_log.retention_days = config.activity.log_retention_days
         logs.configure(config.gateway.log_format, config.gateway.log_level)
         for client in joining:
             self._join(client)
@@ -352,6 +387,7 @@ class Gateway:
                     log.info("discovery changed the fleet, nodes: %d", len(config.neurons))
 
     async def _use_keys(self, config: Config) -> None:
+        self._signing_in.use(config.sign_in)
         await self._metering.use(config)
         self._admission.meter = self._control.meter = self._page.meter = self._metering.meter
 

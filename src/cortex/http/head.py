@@ -27,9 +27,9 @@ HOP_BY_HOP = frozenset(
 )
 NOT_FOR_NODES = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding"}
 """Request headers that are not passed on. Without `accept-encoding` a node responds uncompressed, as metering needs."""
-NOT_FOR_CLIENTS = HOP_BY_HOP | {b"content-length", b"date", b"server"}
+NOT_FOR_CLIENTS = HOP_BY_HOP | {b"content-length", b"date", b"server", b"set-cookie", b"alt-svc"}
 """Response headers that are not passed on; the exchange writes its own length and date. What a node runs on is not for
-clients."""
+clients, and what browsers remember of an origin is not for nodes to say."""
 
 _FRAMING = frozenset((b"connection", b"content-length", b"transfer-encoding"))
 _BREAKS = b"\r\n\0"

@@ -19,6 +19,10 @@ class ClientLimits:
     """Request line and headers together."""
     num_headers: int = 128
     body_bytes: int = 64 * 1024 * 1024
+    upload_bytes: int = 2 * 1024 * 1024 * 1024
+    """The longest body of a path that spools: it is written to a file as it arrives."""
+    spooled_bytes: int = 8 * 1024 * 1024 * 1024
+    """Request bytes in files that all connections together may hold."""
     head_s: float = 10.0
     """From a request's first byte to the end of its head; for the first request, from the connection."""
     body_s: float = 30.0
@@ -36,8 +40,8 @@ class ClientLimits:
 
 
 class Buffered:
-    """The number of request bytes in memory: of all connections of a server, and of work that outlives its connection.
-    Each holder adds and subtracts its own."""
+    """The number of request bytes in memory, or in files: of all connections of a server, and of work that outlives its
+    connection. Each holder adds and subtracts its own."""
 
     __slots__ = ("max_bytes", "num_bytes")
 

@@ -21,6 +21,8 @@ class Outcome(StrEnum):
     INTERRUPTED = "interrupted"
     """The node failed after the first byte of its response had been passed on."""
     CLIENT_DISCONNECTED = "client_disconnected"
+    CANCELLED = "cancelled"
+    """The caller ended it with `Relay.cancel`."""
 
 
 class Keepalive(NamedTuple):

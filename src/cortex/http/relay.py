@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
+from cortex.http.composed_body import Body
 from cortex.http.event_boundary import after_keepalives
 from cortex.http.observer import Keepalive, Observer, Outcome, Translation
 from cortex.http.passthrough import ERROR_TAIL_BYTES, BodyTail
@@ -121,7 +122,7 @@ class Relay:
         method: bytes,
         target: bytes,
         headers: Headers,
-        body: bytes,
+        body: Body,
         translation: Translation | None = None,
         response_headers: Headers = (),
         silence_s: float | None = None,
@@ -158,6 +159,29 @@ class Relay:
         else:
             self.exchange.respond(status, [*headers, *self._extra_headers], body)
         self._done(Outcome.REJECTED)
+
+    def cancel(self, status: int, headers: Headers, body: bytes, events: bytes) -> None:
+        """End the exchange now, at the node too, wherever it is. As `reject`, also after bytes of the node were passed
+        on: `events` follow a whole event of its stream, and a body of another kind is cut off."""
+        if self.closed:
+            return
+        if self._call is not None:
+            self._call.abort()
+            self._call = None
+        if not self.exchange.started:
+            self.exchange.respond(status, [*headers, *self._extra_headers], body)
+        elif self._mode is _PLAIN:
+            self.exchange.abort()
+        else:
+            self.exchange.write(self._body.escape() + events)
+            self.exchange.finish(keep_alive=False)
+        self._done(Outcome.CANCELLED)
+
+    def drop(self) -> None:
+        """The caller does not need the response: end the call, if it runs."""
+        if self._call is not None:
+            self._call.abort()
+            self._call = None
 
     # --- the sink of the node's response
 

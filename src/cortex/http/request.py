@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cortex.http.composed_body import ComposedBody
+
 _LOGGED_CHARACTERS = 200
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -13,7 +15,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 class Request:
     """One request with its whole body. Read-only by convention: frozen dataclasses cost a microsecond each."""
 
-    __slots__ = ("body", "client", "headers", "is_http_10", "keeps_alive", "method", "path", "query")
+    __slots__ = ("body", "client", "headers", "is_http_10", "keeps_alive", "method", "path", "query", "upload")
 
     def __init__(
         self,
@@ -25,6 +27,7 @@ class Request:
         client: str,
         keeps_alive: bool = True,
         is_http_10: bool = False,
+        upload: ComposedBody | None = None,
     ) -> None:
         self.method = method
         """Upper-case, such as `b"POST"`."""
@@ -34,6 +37,9 @@ class Request:
         """What follows the `?`; empty when there is none."""
         self.headers = headers
         self.body = body
+        """Empty where there is an `upload`."""
+        self.upload = upload
+        """A body that was too long for memory: one file."""
         self.client = client
         """The peer's address, for logs and limits; empty when the client disconnected before it was read."""
         self.keeps_alive = keeps_alive

@@ -7,15 +7,16 @@ types. Environment variables override the file: `NEURON_KEY`, `NEURON_SECTION__K
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-import msgspec
 from msgspec import Meta
 
 from cortex import settings
+from cortex.neuron.picture_process.limits import PictureLimits
+from cortex.neuron.servers.entry import ENGINE_NAMES, HarnessEntry, check_server
+from cortex.neuron.servers.ready_made import BY_NAME, completed_server
 from cortex.settings import Listen, Section
 from cortex.telemetry import logs
 from cortex.telemetry.tracing import TelemetrySection
@@ -27,80 +28,6 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 PREFIX = "NEURON_"
 MIN_KEY_LENGTH = 16
 """Shorter keys can be guessed."""
-
-
-ENGINE_NAMES = ("torch", "candle")
-"""The names of the built-in engine as a harness; `candle` is its old one."""
-
-
-class HealthCheck(Section, frozen=True):
-    """How a node learns that a server is ready."""
-
-    path: str = "/health"
-    """`GET` on this path responds with a 2xx status once the server can take requests. `none`: it can as soon as it
-    accepts a connection."""
-    timeout_s: Seconds = 300.0
-    """A server that is not ready within this time is ended, and its load fails with the last lines of its log."""
-
-
-class HarnessEntry(Section, frozen=True):
-    """A server that runs models in place of the built-in engine: llama-server, vLLM, anything that speaks OpenAI chat.
-    A model names it as its `harness`. The node starts one process for each loaded model, on a port of the loopback
-    address, and ends it with the model. Commands stand in this file only; no request can give one."""
-
-    name: str = "torch"
-    """Its name in `harness` of models. `torch`, or its old name `candle`, is the built-in engine, which every node has
-    without an entry."""
-    cmd: str | tuple[str, ...] = ()
-    """The program and its arguments: a list, or a text that is divided at spaces outside quotes. No shell is involved.
-    Replaced in every argument: `${PORT}`, which must occur here or in `env`, `${MODEL_PATH}` (the model's files, which
-    are downloaded only if this occurs), `${MODEL_ID}`, `${CONTEXT}` (`context_tokens` of the model), `${DEVICES}`
-    (indices, separated by commas), `${GPU_COUNT}`, `${env.NAME}`."""
-    cmd_stop: str | tuple[str, ...] = ()
-    """A command that ends the server, such as `docker stop`; also with `${PID}`. Absent: SIGTERM to all its
-    processes."""
-    env: dict[str, str] = msgspec.field(default_factory=dict)
-    """Environment variables of the server, in addition to those of the node; values are replaced as in `cmd`.
-    `CUDA_VISIBLE_DEVICES` is set by the node."""
-    health: HealthCheck = HealthCheck()
-    upstream_model: str | None = None
-    """The name of the model in requests to the server. Absent: the model's id."""
-    set_params: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Fields of every request to the server, in place of those of the client."""
-    strip_params: tuple[str, ...] = ()
-    """Fields that are left out of every request to the server."""
-    memory_mb: Count | None = None
-    """The memory that a model is expected to take before its first load, unless it has a `memory_mb` of its own;
-    afterwards the measured size counts where it is larger. Absent: a quarter more than its files."""
-    max_concurrent: Count | None = None
-    """Requests that a server runs at once; more wait in the queue of the node. Absent: `limits.max_num_seqs`."""
-    stop_timeout_s: Seconds = 10.0
-    """How long a server may take to end; then it is killed."""
-    restart: bool = True
-    """Start a server that ends by itself again, with a back-off. `false`: the next request does."""
-
-    def __post_init__(self) -> None:
-        if self.name in ENGINE_NAMES:
-            if self.cmd:
-                raise ValueError(f"`{self.name}` is the built-in engine and takes no cmd; choose another name")
-            return
-        if not self.cmd:
-            raise ValueError(f"the harness `{self.name}` has no cmd; give the command that starts its server")
-        for name in ("cmd", "cmd_stop"):
-            try:
-                arguments(getattr(self, name))
-            except ValueError as error:
-                raise ValueError(f"{name} of the harness `{self.name}` cannot be divided: {error}") from error
-        if not any("${PORT}" in text for text in (*arguments(self.cmd), *self.env.values())):
-            raise ValueError(
-                f"the harness `{self.name}` has ${{PORT}} neither in cmd nor in env; its server must listen on the "
-                "port that the node chooses"
-            )
-
-
-def arguments(command: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Raises ValueError for an unclosed quote."""
-    return tuple(shlex.split(command)) if isinstance(command, str) else command
 
 
 class TorchHarness(Section, frozen=True):
@@ -264,22 +191,27 @@ class NeuronConfig(Section, frozen=True):
     key_file: Path | None = None
     """A file with more keys, one on each line, relative to this file. Changes of it are used at once."""
     allowed_hosts: tuple[str, ...] = ()
-    """Public DNS names of this node, such as `beast.example.com`. A node without keys rejects requests to other public
-    names: a web page could send them. Addresses, names without a dot and private suffixes are always accepted."""
+    """Public DNS names of this node, such as `beast.example.com`. A node without keys rejects requests to other ones,
+    which a web page could send. Addresses, names without a dot and private suffixes are always accepted."""
     tls_cert: Path | None = None
     """A certificate with its chain, in PEM, relative to this file: the node then speaks HTTPS only. A renewed file is
     used at once."""
     tls_key: Path | None = None
     """The private key of `tls_cert`, in PEM, relative to this file."""
     model_roots: tuple[Path, ...] = ()
-    """Directories whose models load requests may name by path. The hub cache and the sources in this file need no
-    entry."""
+    """Directories whose models load requests may name by path, beyond the hub cache and what this file names."""
+    model_dirs: tuple[Path, ...] = ()
+    """Folders whose GGUF files and checkpoints are models of this node, new ones within a minute. The id is the path in
+    the folder, without `.gguf`."""
     drain_s: Annotated[float, Meta(ge=0)] = 30.0
     """How long running responses may take to end after SIGTERM, and by default before an unload."""
     keepalive_s: Seconds = 2.0
     """Interval of keepalives to a waiting streaming client, during queueing, load and prefill."""
     max_body_mb: Count = 64
     """Larger request bodies are rejected with 413."""
+    max_upload_mb: Count = 2048
+    """The same for files that are sent to servers (`/v1/audio/transcriptions` and others). From 1 MiB on they are in
+    files without a name while they are relayed, in `TMPDIR` or `/var/tmp`, four times this size at most in all."""
     strip_billing_header: bool = True
     """Remove the per-request `x-anthropic-billing-header` system block, which defeats prefix caching.
     Applies to clients that connect to this node directly; a gateway decides for its own clients."""
@@ -300,6 +232,7 @@ class NeuronConfig(Section, frozen=True):
     harness: HarnessSettings = HarnessSettings()
     limits: Limits = Limits()
     text: TextLimits = TextLimits()
+    pictures: PictureLimits = PictureLimits()
     models: tuple[ModelEntry, ...] = ()
     default_models: tuple[DefaultModel, ...] = ()
 
@@ -316,6 +249,11 @@ class NeuronConfig(Section, frozen=True):
         ):
             if twice := sorted({model_id for model_id in ids if ids.count(model_id) > 1}):
                 raise ValueError(f"`{twice[0]}` is listed twice in [[{name}]]; remove one entry")
+        for harness in self.harnesses:
+            if harness.name in ENGINE_NAMES and harness.cmd:
+                raise ValueError(f"`{harness.name}` is the built-in engine and takes no cmd; choose another name")
+        for server in self.commands:
+            check_server(server)
         for entry in self.models:
             self._check_model("models", entry)
         for default in self.default_models:
@@ -331,7 +269,7 @@ class NeuronConfig(Section, frozen=True):
 
     def _check_model(self, section: str, options: ModelOptions) -> None:
         model_id, nodes = options.id, options.nodes
-        harnesses = [*ENGINE_NAMES, *(entry.name for entry in self.commands)]
+        harnesses = [*ENGINE_NAMES, *{**BY_NAME, **{entry.name: entry for entry in self.commands}}]
         if options.harness is not None and options.harness not in harnesses:
             raise ValueError(
                 f"`{model_id}` in [[{section}]]: there is no harness `{options.harness}`; choose one of "
@@ -360,8 +298,10 @@ class NeuronConfig(Section, frozen=True):
 
     @property
     def commands(self) -> tuple[HarnessEntry, ...]:
-        """The harnesses that are servers."""
-        return tuple(entry for entry in self.harnesses if entry.cmd)
+        """The harnesses that are servers, complete: those with an entry, and ready-made ones that models name."""
+        listed = {entry.name: completed_server(entry) for entry in self.harnesses if entry.name not in ENGINE_NAMES}
+        named = [options.harness for options in (*self.models, *self.default_models)]
+        return (*listed.values(), *(BY_NAME[name] for name in BY_NAME if name in named and name not in listed))
 
     @property
     def other_variables(self) -> frozenset[str]:

@@ -15,9 +15,11 @@ from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.registry import ENCODERS, FAMILIES
 from cortex.neuron.models.text_part import TextPart
+from cortex.neuron.models.towers.families import TOWERS
 from cortex.neuron.models.transformers.library import COMPARED, EXTRA
 from cortex.neuron.text.output.detect import MARKERS, REASONING_MARKERS, ToolSyntax
-from cortex.neuron.weights.gguf.config import ARCHITECTURES
+from cortex.neuron.text.output.family_syntaxes import FAMILY_SYNTAXES
+from cortex.neuron.weights.gguf.config import ALSO_READ, ARCHITECTURES
 from cortex.neuron.weights.gguf.encoders import ENCODERS as GGUF_ENCODERS
 from cortex.neuron.weights.safetensors.published import READABLE_METHODS
 
@@ -34,9 +36,12 @@ Generated from the tables of the code by `make docs`; edit those, not this page.
 ## Native families
 
 A model's family follows from the `model_type` of its `config.json`. **Shape**: families of one shape share a file of
-the code, and this is what it describes. **GGUF** has the architecture's name in GGUF files; empty: from safetensors
-only. **Divided**: `tensor_parallel` divides every layer, `pipeline_parallel` divides by layers. **Images**: what
-becomes of the vision tower of models that are published with one.
+the code, and this is what it describes. **Formats**: all are read from safetensors, dense and [quantised](#formats);
+GGUF has the architecture's name in such files. **Divided**: `tensor_parallel` divides every layer, `pipeline_parallel`
+divides by layers. **Tools** and **reasoning** are what the published models write
+([below](#tool-calls-and-reasoning)); — if they do not reason. **Images**: whether
+images in prompts are read, in families that are published with a vision tower: from safetensors, and in Qwen3-VL and
+Qwen3.5 also from GGUF with its `mmproj` file in the same directory; — without a tower.
 """
 
 ENCODED = """\
@@ -80,7 +85,8 @@ SYNTAXES = """\
 ## Tool calls and reasoning
 
 They follow from the chat template of the checkpoint, whichever family and backend it has. The first row whose marks
-the template contains decides; with none of them, calls are `{plain}`. A template without tools gets `{hermes}`.
+the template contains decides. With none of them, the marks among the model's tokens do, and else calls are `{plain}`.
+A template without tools gets `{hermes}`.
 """
 
 
@@ -92,7 +98,7 @@ def models_page() -> str:
     return "\n".join(
         [
             INTRODUCTION,
-            *_table(["`model_type`", "shape", "GGUF", "divided", "images"], sorted(_rows())),
+            *_table(["`model_type`", "shape", "formats", "divided", "tools", "reasoning", "images"], sorted(_rows())),
             "",
             ENCODED,
             *_table(["`model_type`", "shape", "GGUF"], sorted(_encoder_rows())),
@@ -111,24 +117,29 @@ def models_page() -> str:
 
 def _rows() -> Iterator[list[str]]:
     """A row for each family: the types that one class or function reads."""
-    files = {name: model_type for name, (model_type, _) in ARCHITECTURES.items()}
-    for family, names, gguf in _grouped(FAMILIES, files):
-        yield [_code(*names), _models(family), gguf, _division(family), _images(family)]
+    files = {name: {stored, *ALSO_READ.get(name, ())} for name, (stored, _) in ARCHITECTURES.items()}
+    for family, names in _grouped(FAMILIES):
+        for syntax in dict.fromkeys(map(FAMILY_SYNTAXES.__getitem__, names)):
+            types = [name for name in names if FAMILY_SYNTAXES[name] == syntax]
+            known = _code(*(name for name, read in files.items() if not read.isdisjoint(types)))
+            formats = f"safetensors, GGUF ({known})" if known else "safetensors"
+            tools = ", ".join(f"`{kind}`" for kind in syntax.tools)
+            reasoning = _code(syntax.reasoning) if syntax.reasoning else "—"
+            yield [_code(*types), _models(family), formats, _division(family), tools, reasoning, _images(family) or "—"]
 
 
 def _encoder_rows() -> Iterator[list[str]]:
     files = {name: model_type for name, (model_type, _) in ARCHITECTURES.items()} | GGUF_ENCODERS
-    for family, names, gguf in _grouped(ENCODERS, files):
-        yield [_code(*names), _models(family), gguf]
+    for family, names in _grouped(ENCODERS):
+        yield [_code(*names), _models(family), _code(*(name for name, read in files.items() if read in names))]
 
 
-def _grouped(families: Mapping[str, Family], files: Mapping[str, str]) -> Iterator[tuple[Family, list[str], str]]:
-    """Each class or function, the types that it reads, and the names of these in GGUF files. `files`: name → type."""
+def _grouped(families: Mapping[str, Family]) -> Iterator[tuple[Family, list[str]]]:
+    """Each class or function, and the types that it reads."""
     types: defaultdict[Family, list[str]] = defaultdict(list)
     for model_type, family in families.items():
         types[family].append(model_type)
-    for family, names in types.items():
-        yield family, names, _code(*(name for each in names for name, read in files.items() if read == each))
+    yield from types.items()
 
 
 def _models(family: Family) -> str:
@@ -146,7 +157,10 @@ def _images(family: Family) -> str:
     """A function chooses among the text parts of its module."""
     parts = [family] if isinstance(family, type) else vars(_module(family)).values()
     is_part = any(isinstance(each, type) and issubclass(each, TextPart) and each is not TextPart for each in parts)
-    return "not read" if is_part else ""
+    if not is_part:
+        return ""
+    has_tower = any(FAMILIES[name] is family for name in TOWERS)
+    return "read" if has_tower else "not read"
 
 
 def _module(family: Family) -> ModuleType:

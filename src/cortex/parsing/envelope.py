@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw
 
+from cortex.parsing.picture_scan import find_pictures
 from cortex.wire.dialects.ollama.request import duration_s
 from cortex.wire.errors import CortexError, InvalidValue, MalformedJSON, MissingModel, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
@@ -55,6 +56,10 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
     """Whether the model is to be unloaded after the response."""
     reasoning_limit: int | None = None
     """The client's limit on tokens of reasoning (messages)."""
+    has_pictures: bool = False
+    picture_bytes: int = 0
+    """Of the body. Pictures count as tokens instead."""
+    picture_tokens: int = 0
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -263,7 +268,11 @@ def read(body: bytes, dialect: Dialect, *, generates: bool = True) -> Envelope:
     if isinstance(fields, _InfillFields):
         return Envelope(fields.facts(fields.model), (fields.input_prefix, fields.prompt, fields.input_suffix))
     conversation = (fields.system, fields.instructions, fields.messages, fields.prompt, fields.input)
-    return Envelope(fields.facts(fields.model), conversation)
+    facts, pictures = fields.facts(fields.model), find_pictures(body, dialect)
+    if pictures.num_bytes:
+        num_bytes, num_tokens = pictures
+        facts = msgspec.structs.replace(facts, has_pictures=True, picture_bytes=num_bytes, picture_tokens=num_tokens)
+    return Envelope(facts, conversation)
 
 
 def _has_duplicates(body: bytes) -> bool:

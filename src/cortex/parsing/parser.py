@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -15,6 +15,7 @@ from cortex.parsing.conversations import Completed, Completion, Joined, Referenc
 from cortex.parsing.cost import LARGE_BYTES, is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.fair_queue import FairQueue, NoPlace
 from cortex.parsing.items import StoredTexts
+from cortex.parsing.picture_urls import PictureUrl
 from cortex.parsing.protocol import Job, Reply, Result
 from cortex.parsing.relayed import RelayedBody, envelope_of
 from cortex.wire.errors import BodyTooLarge, Overloaded, PreparationLimitExceeded, RateLimitExceeded
@@ -101,6 +102,20 @@ class BodyParser:
         reply = await self._run(protocol.ParsePooling(path, body), client, is_parsed_elsewhere(body))
         assert isinstance(reply, protocol.ParsedPooling)
         return reply.request
+
+    async def find_picture_urls(self, body: bytes, client: str) -> tuple[PictureUrl, ...]:
+        """The pictures of a request that are addresses."""
+        reply = await self._run(protocol.FindPictureUrls(body), client, is_parsed_elsewhere(body))
+        assert isinstance(reply, protocol.FoundPictureUrls)
+        return reply.found
+
+    async def inline_pictures(self, body: bytes, files: Mapping[str, bytes], client: str) -> bytes:
+        """`body` with files in place of their addresses."""
+        data = b"".join((body, *files.values()))
+        job = protocol.InlinePictures(tuple(files), tuple(map(len, files.values())), data)
+        reply = await self._run(job, client, is_parsed_elsewhere(data))
+        assert isinstance(reply, protocol.Edited)
+        return reply.body
 
     async def find_references(self, body: bytes, client: str, *, generates: bool) -> References:
         """What the items of a request of the Responses API refer to."""
@@ -196,4 +211,4 @@ async def _joined(body: bytes, stored: Sequence[StoredTexts]) -> Joined:
 
 def _packed(reply: Result) -> PackedRequest:
     assert isinstance(reply, protocol.Parsed)
-    return PackedRequest(_heads.decode(reply.head), reply.body)
+    return PackedRequest(_heads.decode(reply.head), reply.body, reply.files)

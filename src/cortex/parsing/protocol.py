@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 
 from cortex.ipc.channel import ChannelMessage
-from cortex.parsing import conversations, relayed
+from cortex.parsing import conversations, picture_urls, relayed
 from cortex.parsing.conversations import Completion, Joined, StoredSize
 from cortex.parsing.envelope import Facts
+from cortex.parsing.picture_urls import PictureUrl
 from cortex.parsing.relayed import ByteRange
+from cortex.wire import packed_request
 from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.anthropic_messages import strip_billing_header
 from cortex.wire.dialects.ollama import embeddings
@@ -18,6 +22,7 @@ from cortex.wire.fields.body import parse
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import encode_head
+from cortex.wire.pictures.files import take_files
 from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
 from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.rejection import Rejected
@@ -81,6 +86,21 @@ class ParsePooling(ChannelMessage, frozen=True):
     body: bytes
 
 
+class FindPictureUrls(ChannelMessage, frozen=True):
+    """A request whose pictures may be addresses."""
+
+    body: bytes
+
+
+class InlinePictures(ChannelMessage, frozen=True):
+    """A request whose pictures at these addresses are put into it."""
+
+    urls: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Of the files, which follow the request in `body`."""
+    body: bytes
+
+
 class FindReferences(ChannelMessage, frozen=True):
     """A request of the Responses API."""
 
@@ -113,6 +133,8 @@ class Parsed(ChannelMessage, frozen=True):
     """The head of the request as JSON."""
     body: bytes
     """The whole request, packed or translated."""
+    files: tuple[bytes, ...] = ()
+    """Of the pictures of a packed request."""
 
 
 class Edited(ChannelMessage, frozen=True):
@@ -135,6 +157,10 @@ class ParsedText(ChannelMessage, frozen=True):
 
 class ParsedPooling(ChannelMessage, frozen=True):
     request: PoolingRequest
+
+
+class FoundPictureUrls(ChannelMessage, frozen=True):
+    found: tuple[PictureUrl, ...]
 
 
 class FoundReferences(ChannelMessage, frozen=True):
@@ -162,12 +188,24 @@ Job = (
     | ReadRelayed
     | ParseTokenize
     | ParsePooling
+    | FindPictureUrls
+    | InlinePictures
     | FindReferences
     | CompleteConversation
     | ListItems
 )
 """The body is the last field of each, so that it can be sent without being copied."""
-Result = Parsed | ParsedText | ParsedPooling | Edited | ReadRelayedBody | FoundReferences | CompletedBody | ListedItems
+Result = (
+    Parsed
+    | ParsedText
+    | ParsedPooling
+    | Edited
+    | ReadRelayedBody
+    | FoundPictureUrls
+    | FoundReferences
+    | CompletedBody
+    | ListedItems
+)
 Reply = Result | Rejected
 
 
@@ -207,6 +245,12 @@ def run(job: Job) -> Result:
             return ParsedText(fields.model(), fields.required_text(name))
         case ParsePooling(path, body):
             return ParsedPooling(POOLING_ROUTES[path](body))
+        case FindPictureUrls(body):
+            return FoundPictureUrls(picture_urls.find_urls(body))
+        case InlinePictures(urls, sizes, body):
+            ends = list(itertools.accumulate(sizes, initial=len(body) - sum(sizes)))
+            files = {url: body[start:end] for url, (start, end) in zip(urls, itertools.pairwise(ends), strict=True)}
+            return Edited(picture_urls.inline(body[: ends[0]], files))
         case FindReferences(generates, body):
             return FoundReferences(*conversations.references_in(body, generates=generates))
         case CompleteConversation(completion, num_earlier, sizes, body):
@@ -218,5 +262,5 @@ def run(job: Job) -> Result:
 
 
 def _packed(request: GenerateRequest) -> Parsed:
-    # JSON, because a schema may have integers of any size.
-    return Parsed(encode_head(request), msgspec.json.encode(request))
+    request, files = take_files(request)
+    return Parsed(encode_head(request), packed_request.encode(request), files)

@@ -372,6 +372,15 @@ class UpstreamInterrupted(CortexError):
     retryable = True
 
 
+class RequestCancelled(CortexError):
+    """Somebody who may do so ended the request. Clients do not repeat this status by themselves."""
+
+    status = 499
+    code = "request_cancelled"
+    openai_type = "invalid_request_error"
+    anthropic_type = "invalid_request_error"
+
+
 class GenerationFailed(CortexError):
     """The engine ended this request: NaN in its output, or an internal fault."""
 

@@ -11,6 +11,7 @@ import msgspec
 
 from cortex.wire.errors import MAX_ECHO, InvalidValue
 from cortex.wire.fields.constraints import unenforced_parts
+from cortex.wire.pictures.files import take_files
 from cortex.wire.requests import GenerateRequest
 
 MAX_HEAD_BYTES = 1 << 20
@@ -38,14 +39,24 @@ class PackedRequest:
     head: GenerateRequest
     """Without messages; prompts and suffix are empty."""
     whole: bytes
+    """Without the files of pictures."""
+    files: tuple[bytes, ...] = ()
+    """Of its pictures, by their numbers."""
 
 
 def pack(request: GenerateRequest) -> PackedRequest:
+    """Raises InvalidValue for a picture that cannot be used."""
+    request, files = take_files(request)
+    return PackedRequest(head_of(request), encode(request), files)
+
+
+def encode(request: GenerateRequest) -> bytes:
     # JSON, because a schema may have integers of any size.
-    return PackedRequest(head_of(request), msgspec.json.encode(request))
+    return msgspec.json.encode(request)
 
 
 def unpack(whole: bytes) -> GenerateRequest:
+    """The request without the files of its pictures."""
     return _decoder.decode(whole)
 
 

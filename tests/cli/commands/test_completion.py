@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -38,3 +43,39 @@ def test_completes_commands_and_models(gateway: CannedGateway, monkeypatch: pyte
 def test_completes_nothing_without_a_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORTEX_URL", "http://127.0.0.1:9")
     assert completions("stop", "") == []
+
+
+IN_BASH = """
+eval "$(cortex completion bash)"
+COMP_LINE=$1 COMP_POINT=${#1}
+_cortex_completion cortex
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+IN_FISH = "cortex completion fish | source; complete -C $argv[1]"
+
+
+@pytest.mark.parametrize("shell", ["bash", "fish"])
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("cortex stop org/", ["org/big", "org/small:q4", "org/small:q8"]),
+        ("cortex launch claude --model oth", ["other"]),
+        ("cortex run org/small:", ["org/small:q4", "org/small:q8"]),
+    ],
+)
+def test_shell_proposes_names_of_models(
+    gateway: CannedGateway, tmp_path: Path, shell: str, line: str, expected: list[str]
+) -> None:
+    if (program := shutil.which(shell)) is None:
+        pytest.skip(f"{shell} is not installed")
+    names = ("org/big", "org/small:q4", "org/small:q8", "other")
+    gateway.responses["GET", "/v1/models"] = {"data": [{"id": name} for name in names]}
+    command = tmp_path / "cortex"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m cortex.cli.cortex "$@"\n')
+    command.chmod(0o755)
+    environment = {**os.environ, "CORTEX_URL": gateway.url, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = [IN_BASH, "bash"] if shell == "bash" else [IN_FISH]
+    done = subprocess.run([program, "-c", *script, line], env=environment, capture_output=True, text=True, check=False)
+    if shell == "bash":  # readline keeps what is before the last colon
+        expected = [name.removeprefix("org/small:") if line.endswith(":") else name for name in expected]
+    assert done.stdout.split() == expected, done.stderr

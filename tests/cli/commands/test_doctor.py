@@ -41,6 +41,22 @@ def test_doctor_reports_a_node_that_does_not_respond(invoke: Invoke, tmp_path: P
     assert "neuron serve" in outcome.stdout
 
 
+def test_doctor_uses_the_environment_file_of_the_unit(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text(
+        '[gateway]\nnode_key_env = "CORTEX_NODE_KEY"\n[[neurons]]\nname = "n"\nendpoint = "http://127.0.0.1:9"\n'
+    )
+    monkeypatch.delenv("CORTEX_NODE_KEY", raising=False)
+    assert "CORTEX_NODE_KEY" in invoke("doctor", "--config", str(config)).stdout, "it is missing"
+    (tmp_path / "cortex.env").write_text('# secrets\nCORTEX_NODE_KEY="nk-some-key"\nnot an assignment\n')
+    outcome = invoke("doctor", "--config", str(config))
+    monkeypatch.delenv("CORTEX_NODE_KEY", raising=False)
+    assert "CORTEX_NODE_KEY" not in outcome.stdout
+    assert "cortex.env: variables of the service" in outcome.stdout
+
+
 def test_doctor_checks_names_and_addresses_against_each_other(invoke: Invoke, tmp_path: Path) -> None:
     config = tmp_path / "cortex.toml"
     config.write_text(

@@ -154,6 +154,15 @@ def test_columns_of_logs_are_aligned(gateway: CannedGateway, invoke: Invoke) -> 
         assert [line[start:].startswith(cell) for line, cell in zip(shown[1:], cells, strict=True)] == [True, True]
 
 
+def test_logs_since_reads_the_request_log(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses = AnyQuery({("GET", "/fleet/activity"): {"requests": [], "next": 0}})
+    for since, expected in (("2026-11-01T00:00:00+00:00", "since=1793491200"), ("7d", "since=1")):
+        assert invoke("logs", "--since", since).stdout == "no requests yet\n"
+        assert expected in gateway.requests[-1][1]
+    assert invoke("logs", "--since", "soon").code is ExitCode.USAGE
+    assert invoke("logs", "--since", "7d", "--follow").code is ExitCode.USAGE
+
+
 def test_printed_curl_carries_a_key_only_where_the_gateway_has_keys(tmp_path: Path) -> None:
     def printed(*, has_keys: bool) -> str:
         plan = UpPlan(
@@ -173,3 +182,11 @@ def test_printed_curl_carries_a_key_only_where_the_gateway_has_keys(tmp_path: Pa
 
     assert '-H "authorization: Bearer $CORTEX_API_KEY"' in printed(has_keys=True)
     assert "authorization" not in printed(has_keys=False)
+
+
+def test_filter_that_the_gateway_rejects_is_a_mistake_in_the_command_line(
+    gateway: CannedGateway, invoke: Invoke
+) -> None:
+    error = {"message": "Invalid value for 'status': use a status such as 200.", "code": "invalid_value"}
+    gateway.responses["GET", "/fleet/activity?status=banana&limit=20&after=0"] = (400, {"error": error})
+    assert invoke("logs", "--status", "banana").code is ExitCode.USAGE

@@ -10,11 +10,12 @@ import pytest
 from cortex.cli.output import console
 from cortex.cli.up.command import example_request, print_ready
 from cortex.cli.up.plan import UpPlan
-from cortex.cli.up.readiness import wait_until_loaded
+from cortex.cli.up.readiness import load_failure, wait_until_loaded
 from cortex.cli.up.run_files import Ports
 from cortex.cli.up.sources import ModelSource
 from cortex.cli.up.supervisor import ProcessSupervisor
-from cortex.wire.node.protocol import Capabilities
+from cortex.exits import ExitCode
+from cortex.wire.node.protocol import Capabilities, ModelState, ModelStatus
 
 if TYPE_CHECKING:
     from ..conftest import CannedGateway
@@ -52,3 +53,22 @@ def test_failed_model_is_not_among_those_that_are_ready(
 )
 def test_first_request_is_one_that_the_model_serves(capabilities: Capabilities, path: str) -> None:
     assert example_request("m", capabilities)[0] == path
+
+
+@pytest.mark.parametrize(
+    ("codes", "exit_code"),
+    [
+        (["hub_unavailable"], ExitCode.UNREACHABLE),
+        (["source_not_found"], ExitCode.NOT_FOUND),
+        (["insufficient_capacity", "disk_full"], ExitCode.NO_ROOM),
+        (["hub_unavailable", "disk_full"], ExitCode.FAILED),
+        ([None], ExitCode.FAILED),
+        (["of_a_newer_node"], ExitCode.FAILED),
+    ],
+)
+def test_exit_code_says_why_no_model_is_ready(codes: list[str | None], exit_code: ExitCode) -> None:
+    failed = [
+        ModelStatus(id=f"m{number}", state=ModelState.FAILED, reason="because", reason_code=code)
+        for number, code in enumerate(codes)
+    ]
+    assert load_failure(failed).exit_code is exit_code

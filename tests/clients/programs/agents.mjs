@@ -1,8 +1,9 @@
-// Coding agents as commands: Claude Code over Messages, Codex over Responses. Each replies, runs a tool, and ends.
+// Coding agents as commands: Claude Code over Messages, Codex over Responses, pi and Continue over chat. Each replies; the
+// first two also run a tool.
 
 import assert from "node:assert/strict";
 import { execFile } from "node:child_process";
-import { mkdtemp, readFile, writeFile } from "node:fs/promises";
+import { mkdir, mkdtemp, readFile, writeFile } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { dirname, join } from "node:path";
 import { fileURLToPath } from "node:url";
@@ -13,7 +14,10 @@ const modules = join(dirname(fileURLToPath(import.meta.url)), "..", "node_module
 /** Run a command in a new folder that is also its home; returns what it prints, and the folder. */
 async function run(command, options, environment, files = {}) {
   const folder = await mkdtemp(join(tmpdir(), "agent-"));
-  for (const [name, text] of Object.entries(files)) await writeFile(join(folder, name), text);
+  for (const [name, text] of Object.entries(files)) {
+    await mkdir(dirname(join(folder, name)), { recursive: true });
+    await writeFile(join(folder, name), text);
+  }
   const env = { PATH: process.env.PATH, HOME: folder, ...environment(folder) };
   const output = await new Promise((resolve, reject) => {
     const child = execFile(command, options, { cwd: folder, env, timeout: 280_000 }, (error, stdout, stderr) =>
@@ -48,6 +52,44 @@ function codex(...options) {
   return run(command, ["exec", "--skip-git-repo-check", ...options], environment, { "config.toml": codexConfiguration });
 }
 
+const cost = { input: 0, output: 0, cacheRead: 0, cacheWrite: 0 };
+const piModels = {
+  providers: {
+    cortex: {
+      baseUrl: `${url}/v1`,
+      api: "openai-completions",
+      apiKey: key,
+      models: [{ id: model, name: model, reasoning: false, input: ["text"], cost, contextWindow: 32000, maxTokens: 2000 }],
+    },
+  },
+};
+
+function pi(...options) {
+  const command = join(modules, ".bin", "pi");
+  const files = { ".pi/agent/models.json": JSON.stringify(piModels) };
+  return run(command, ["--provider", "cortex", "--model", model, ...options], () => ({}), files);
+}
+
+const continueConfiguration = `
+name: cortex
+version: 1.0.0
+schema: v1
+models:
+  - name: ${model}
+    provider: openai
+    model: ${model}
+    apiBase: ${url}/v1
+    apiKey: ${key}
+    roles: [chat]
+    capabilities: [tool_use]
+`;
+
+function continues(...options) {
+  const command = join(modules, ".bin", "cn");
+  const environment = () => ({ CONTINUE_TELEMETRY_ENABLED: "0" });
+  return run(command, ["--config", "config.yaml", ...options], environment, { "config.yaml": continueConfiguration });
+}
+
 await report({
   async "Claude Code: chat"() {
     assert.equal((await claude("Say hello.")).output.trim(), greeting);
@@ -56,6 +98,12 @@ await report({
     const { output, folder } = await claude("--allowedTools", "Bash", "--", "Make made.txt.");
     assert.equal(output.trim(), result);
     assert.equal(await readFile(join(folder, "made.txt"), "utf8"), "scripted\n");
+  },
+  async "pi: chat"() {
+    assert.equal((await pi("-p", "Say hello.")).output.trim(), greeting);
+  },
+  async "Continue: chat"() {
+    assert.equal((await continues("-p", "Say hello.")).output.trim(), greeting);
   },
   async "Codex: chat"() {
     assert.equal((await codex("Say hello.")).output.trim(), greeting);

@@ -111,13 +111,16 @@ def test_gateway_divides_layers_by_memory_and_says_so_and_the_tokens_are_those_o
     assert states(nodes) == {}
 
 
-def test_staged_models_replace_each_other_asleep_and_drain_with_each_of_their_nodes(
+def test_staged_models_replace_each_other_sleep_and_drain_with_each_of_their_nodes(
     nodes: Nodes, gateway: Daemon
 ) -> None:
     expected = nodes.expected[PROMPTS[0]]
     for name in MODELS * 2:  # each node has one device, with a part of one of them
         assert text_of(gateway, name) == expected
-    assert states(nodes) == {MODELS[0]: "asleep", MODELS[1]: "ready"}
+    assert states(nodes) == {MODELS[1]: "ready"}, "on a CPU, evicted models are unloaded"
+    gateway.call(f"/fleet/models/{MODELS[1].replace(' ', '%20')}/unload", {"sleep": True}, TIMEOUT_S)
+    assert states(nodes) == {MODELS[1]: "asleep"}
+    assert text_of(gateway, MODELS[1]) == expected
     gateway.call("/fleet/nodes/small/drain", {})
     status, body = gateway.call("/v1/completions", {"model": MODELS[1], "prompt": "x", "max_tokens": 1}, TIMEOUT_S)
     assert status == 502

@@ -48,6 +48,21 @@ def test_device_ceiling_is_relieved_by_eviction(model: Make, node: Make, fleet: 
     assert (decision.action, decision.victims, decision.max_bytes) == ("load", ("old",), (12 * GIB,))
 
 
+def test_ceiling_counts_weights_that_sleep_does_not_free(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    asleep = model("old", 10, state=ModelState.ASLEEP)
+    asleep = msgspec.structs.replace(asleep, status=msgspec.structs.replace(asleep.status, host_bytes=6 * GIB))
+    host = limited(node("n", [80], asleep), whole=12)
+
+    def decided(kind: str) -> tuple[str, tuple[str, ...]]:
+        devices = tuple(msgspec.structs.replace(device, kind=kind) for device in host.devices)
+        changed = msgspec.structs.replace(host, devices=devices)
+        decision = place("m", fleet(changed, specs=[spec("m", 8)]), NOW)
+        return decision.action, decision.victims
+
+    assert decided("cuda") == ("load", ())
+    assert decided("cpu") == ("load", ("old",))
+
+
 def test_node_ceiling_is_relieved_by_an_eviction_on_another_device(
     model: Make, node: Make, fleet: Make, spec: Make
 ) -> None:

@@ -117,6 +117,32 @@ def test_evicted_model_sleeps_and_wakes_for_a_request() -> None:
     assert "model_unloaded" not in kinds
 
 
+def test_model_that_sleep_would_not_free_is_unloaded_when_evicted() -> None:
+    fake = FakeFleet({"n": {"a": 20 * GB, "b": 20 * GB}}, device_kind="cpu")
+    fake.ready["n"]["a"] = 900.0
+    fake.poll()
+    fake.ask("b")
+    assert (fake.unloads, fake.sleeps) == ([("n", "a", "evicted")], [False])
+
+
+def test_sleeping_model_that_holds_memory_is_evicted() -> None:
+    fake = FakeFleet({"n": {"a": 20 * GB, "b": 20 * GB}}, device_kind="cpu")
+    fake.asleep["n", "a"] = 900.0
+    fake.poll()
+    got = fake.ask("b")
+    assert (fake.unloads, fake.sleeps, fake.loads) == ([("n", "a", "evicted")], [False], [])
+    fake.finish_unload()
+    fake.finish_load()
+    assert node_of(got) == "n"
+
+
+def test_sleeping_model_wakes_in_the_memory_that_it_holds() -> None:
+    fake = FakeFleet({"n": {"a": 20 * GB}}, device_kind="cpu")
+    fake.asleep["n", "a"] = 900.0
+    fake.poll()
+    assert fake.dispatcher.explain("a").action == "wake"
+
+
 def test_sleeping_model_with_room_wakes_on_its_node() -> None:
     fake = FakeFleet({"n": {"a": GB}, "m": {"a": GB}})
     fake.asleep["m", "a"] = 900.0

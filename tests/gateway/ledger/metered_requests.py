@@ -25,6 +25,7 @@ class Clock:
 class Limits(NamedTuple):
     completion_limit: int | None
     num_choices: int = 1
+    picture_tokens: int = 0
 
 
 def request(*headers: tuple[bytes, bytes]) -> Request:

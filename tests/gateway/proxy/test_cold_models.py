@@ -6,8 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pytest
 from aiohttp import web
 
+from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.rules import EvictionRules
 from cortex.wire.node.protocol import ModelState
 
@@ -191,6 +193,22 @@ async def test_reloads_a_model_that_was_unloaded_elsewhere(neurons: StartNeuron,
     status, _ = await client.chat("a")
     assert status == 200
     assert len(beast.load_requests) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/tokenize"])
+async def test_tokens_are_counted_once_a_model_that_no_node_knows_is_loaded(
+    neurons: StartNeuron, start_gateway: StartGateway, path: str
+) -> None:
+    beast = await neurons("beast", sizes={"other": GB}, load_gate=asyncio.Event())
+    client = await start_gateway(beast, catalogue=Catalogue(models=(ModelSpec(id="new", vram_mb=1024),)))
+    counting = asyncio.create_task(client.post(path, {"model": "new", "messages": []}))
+    await until(lambda: beast.load_requests)
+    beast.sizes["new"] = GB
+    beast.load_gate.set()
+    status, body = await counting
+    assert status == 200, body
+    assert [request.model_id for request in beast.load_requests] == ["new"]
+    assert beast.seen[-1].path == path
 
 
 async def test_count_tokens_does_not_load_the_model(neurons: StartNeuron, start_gateway: StartGateway) -> None:

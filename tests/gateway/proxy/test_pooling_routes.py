@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -66,3 +67,31 @@ async def test_model_that_cannot_is_not_loaded_and_one_that_can_is_named(
         assert (status, rejected["error"]["code"]) == (400, "unsupported_modality")
         assert f"use {able}" in rejected["error"]["message"]
     assert not beast.load_requests
+
+
+async def test_foreign_model_has_the_capability_once_it_served_such_a_request(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    accepts = False
+
+    async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if not accepts:
+            return web.json_response({"error": {"message": "no embeddings here"}}, status=501)
+        return await pool(node, request, body)
+
+    async def listed() -> bool:
+        _, models = await client.get("/v1/models")
+        return bool(models["data"][0]["capabilities"]["embeddings"])
+
+    foreign = await neurons("foreign", sizes={"m": GB}, states={"m": ModelState.READY}, respond=respond)
+    client = await start_gateway(foreign=(foreign,))
+    body = {"model": "m", "input": "a"}
+    assert not await listed()
+    status, _ = await client.post("/v1/embeddings", body)
+    assert status == 501, "it is tried"
+    assert not await listed()
+    accepts = True
+    status, _ = await client.post("/v1/embeddings", body)
+    assert status == 200
+    while not await listed():
+        await asyncio.sleep(0.01)

@@ -19,12 +19,15 @@ from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput, TokenLogprobs
 from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.status import ServedModel
+from cortex.neuron.picture_process.client import Pictures
+from cortex.neuron.picture_process.limits import PictureLimits
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared, prepare
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.text.tokenizer.local import read_text
 from cortex.wire.errors import CortexError, ModelInUse, ModelNotFound
 from cortex.wire.node.protocol import (
+    Capabilities,
     DeletedFiles,
     Device,
     DeviceHealth,
@@ -60,6 +63,28 @@ TEMPLATE = (
 )
 EOS = "<|im_end|>"
 FILL_IN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+
+
+PICTURE_TEMPLATE = """\
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}\
+{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}\
+{% endfor %}{% endif %}{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>
+{% endfor %}{% if tools %}{{ tools }}{% endif %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def add_pictures(folder: Path) -> None:
+    """The model of `write_text_files` takes pictures: one token for each 32 × 32 pixels."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokens = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in tokens])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"model_type": "qwen3_5", "vision_config": {"patch_size": 16, "spatial_merge_size": 2}}
+    (folder / "config.json").write_text(json.dumps(config))
+    processor = {"size": {"shortest_edge": 1024, "longest_edge": 1 << 20}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS, "chat_template": PICTURE_TEMPLATE}))
 
 
 def write_text_files(folder: Path) -> None:
@@ -158,6 +183,7 @@ class ScriptedNode:
     """Loads whose caller was cancelled before they were done."""
     events: list[NodeEvent] = field(default_factory=list)
     files: ScriptedFiles = field(default_factory=ScriptedFiles)
+    pictures: Pictures = field(default_factory=lambda: Pictures(PictureLimits()))
     discovery: Discovery = field(
         default_factory=lambda: Discovery(
             host="test", os="linux", version="0", devices=(Device(index=0, kind="cpu", name="cpu", total_bytes=10),)
@@ -180,6 +206,7 @@ class ScriptedNode:
                 context_tokens=self.context_tokens,
                 sampling=self.sampling,
                 measured_bytes=6,
+                capabilities=Capabilities(vision=self.text_model.pictures is not None),
                 host_bytes=5 if self.state is ModelState.ASLEEP else 0,
                 load=ModelLoad(running=2, waiting=3, kv_used_fraction=0.25),
             ),

@@ -2,11 +2,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.neuron.kernels.conftest import AssertClose
 
 from cortex.neuron.kernels.activations import ACTIVATIONS, activate, activate_reference
 from cortex.neuron.kernels.attention.rotate import Rotation, rotate_and_store, rotate_and_store_by
 from cortex.neuron.kernels.attention.rules import AttentionRules
+from cortex.neuron.kernels.layer_norm import layer_norm
 from cortex.neuron.kernels.norm import rms_norm, rms_norm_in_two, rms_norm_reference, rms_norm_small
 from cortex.neuron.kernels.relu_squared import relu_squared_, relu_squared_reference_
 
@@ -23,6 +25,17 @@ def test_rms_norm_matches_its_reference(
     assert_close(rms_norm(x, weight, 1e-6, residual), expected + residual.float())
     factor = torch.tensor([0.3], device=device, dtype=dtype)
     assert_close(rms_norm(x, weight, 1e-6, residual, factor), (expected + residual.float()) * factor.float())
+
+
+@pytest.mark.parametrize("shape", [(1, 576), (5, 1024), (2, 33)])
+def test_layer_norm_matches_its_reference(
+    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, assert_close: AssertClose
+) -> None:
+    x = torch.randn(shape, device=device, dtype=dtype) * 3 + 1
+    weight, bias = torch.randn(2, shape[-1], device=device, dtype=dtype)
+    for added in (bias, None):
+        expected = F.layer_norm(x.float(), shape[-1:], weight.float(), None if added is None else added.float(), 1e-6)
+        assert_close(layer_norm(x, weight, added, 1e-6), expected)
 
 
 @pytest.mark.parametrize("shape", [(1, 576), (5, 2048), (3, 7, 128), (2, 33)])

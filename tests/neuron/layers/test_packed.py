@@ -72,7 +72,7 @@ def test_tied_head_multiplies_with_the_packed_embedding() -> None:
     parameters = parameters_for({"embed.weight": layouts.Q8})
     norm = RMSNorm(parameters, INPUTS, NormConfig(1e-6), "norm.weight")
     embedding = Embedding(parameters, 40, INPUTS, "embed.weight")
-    head = Head(parameters, 40, INPUTS, "lm_head", embedding)
+    head = Head(parameters, 40, INPUTS, "lm_head", embedding.matrix)
     weight = fill(parameters)["embed.weight"]
     tokens = torch.tensor([3, 39, 3])
     torch.testing.assert_close(embedding(tokens), weight[tokens], rtol=0, atol=0)

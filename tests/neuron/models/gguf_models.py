@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ def write_gguf(
     config = reference.config.get_text_config()
     writer = gguf.GGUFWriter(path, architecture)
     _add_keys(writer, config, architecture)
+    if sections := (getattr(config, "rope_parameters", None) or {}).get("mrope_section"):
+        writer.add_rope_dimension_sections([*sections, 0])
     writer.add_block_count(config.num_hidden_layers + prediction_layers)
     if prediction_layers:
         writer.add_nextn_predict_layers(prediction_layers)
@@ -96,7 +99,7 @@ def write_gguf(
         kept = ("correction_bias", "expert_bias", "layer_scalar")
         biases = [each for each in reference.named_buffers() if each[0].endswith(kept)]
         for source, parameter in (*reference.named_parameters(), *biases):
-            if (source == "lm_head.weight" and config.tie_word_embeddings) or "vision" in source:
+            if (source == "lm_head.weight" and config.tie_word_embeddings) or re.search("vision|visual", source):
                 continue
             if (
                 "norm" in source

@@ -119,6 +119,69 @@ def test_rejects_an_option_that_is_not_implemented_by_name_and_value(
         read_architecture({"model_type": family, **SIZES, **experts, **changes})
 
 
+NO_EFFECT = {
+    # of training, of caches and of the library's own objects
+    *(
+        "initializer_range",
+        "embedding_initializer_range",
+        "use_cache",
+        "transformers_version",
+        "dtype",
+        "architectures",
+    ),
+    *("attention_dropout", "hidden_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop", "pretraining_tp"),
+    *("router_aux_loss_coef", "router_jitter_noise", "output_router_logits", "rescale_prenorm_residual"),
+    *("output_attentions", "output_hidden_states", "return_dict", "_name_or_path", "chunk_size_feed_forward"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "eod_token_id", "num_logits_to_keep", "residual_in_fp32"),
+    *("chunk_size", "mamba_chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
+    *(
+        "is_encoder_decoder",
+        "num_labels",
+        "model_type",
+        "time_step_max",
+        "time_step_floor",
+        "moe_norm_min",
+        "expand",
+        "id2label",
+        "label2id",
+        "problem_type",
+    ),
+    # lists and other options in the config say it
+    *("use_sliding_window", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"),
+    *("no_rope_layer_interval", "original_max_position_embeddings", "rotary_dim", "qk_head_dim", "tie_word_embeddings"),
+    *("block_multiple_of", "block_ffn_dim_multiplier", "moe_layer_end_index", "num_nextn_predict_layers"),
+    # of parts that this model does not have
+    *("sliding_window", "vocab_size_per_layer_input", "use_double_wide_mlp", "intermediate_size", "head_dim"),
+    *("num_key_value_heads", "attention_bias", "mamba_proj_bias", "n_group", "topk_group", "norm_topk_prob"),
+    *("num_experts", "num_experts_per_tok", "top_k_experts", "moe_intermediate_size", "n_routed_experts"),
+    *("n_shared_experts", "moe_shared_expert_intermediate_size", "moe_latent_size", "routed_scaling_factor"),
+}
+"""Options that do not change a result of the reference library in at least one of the models here."""
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_another_value_of_an_option_changes_the_model_or_is_rejected(family: str, name: str) -> None:
+    """Unless it has no effect in the reference library either."""
+    entry = TABLE[family]
+    whole = entry.config_of(name).to_dict()
+    text = whole if entry.tower is None else whole["text_config"]
+    usual = described(read_architecture(whole))
+    ignored = set()
+    for option, value in list(text.items()):
+        if option in NO_EFFECT or not isinstance(value, bool | int | float | str):
+            continue
+        text[option] = not value if isinstance(value, bool) else "relu" if isinstance(value, str) else value * 2 + 1
+        try:
+            if described(read_architecture(whole)) == usual:
+                ignored.add(option)
+        except UnsupportedModel:
+            pass
+        text[option] = value
+    if not read_architecture(whole).is_recurrent:
+        ignored = {option for option in ignored if not option.startswith("mamba_")}
+    assert not ignored
+
+
 @pytest.mark.parametrize("family", TABLE)
 def test_damaged_value_of_any_option_is_read_or_rejected(family: str) -> None:
     """No other error leaves the registry, whatever an option holds."""

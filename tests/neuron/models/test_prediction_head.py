@@ -19,6 +19,7 @@ from cortex.neuron.layers.configs import Shard
 from cortex.neuron.layers.parallel import SingleRank
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.packing import MatrixDevice, with_draft_output
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, weight_bytes
 
@@ -37,21 +38,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_computed_size_is_what_the_head_allocates(family: str, ranks: int) -> None:
+def test_computed_size_is_what_the_head_allocates(family: str, ranks: int, device: str) -> None:
+    """On a GPU the head has a copy of the output matrix."""
     plain = read_architecture({"model_type": family, **tiny_sizes(), **CONFIGS[family]})
     architecture = plain.with_head(None)
     if ranks > 1:
         plain, architecture = (each.sharded(Shard(1, ranks)) for each in (plain, architecture))
-    storage = WeightStorage(2)
+    storage = WeightStorage(2, with_draft_output(MatrixDevice(device, "bfloat16"), {}))
     group = SingleRank()
     group.shard = architecture.shard
-    parameters = Parameters(META, torch.bfloat16, group=group)
+    parameters = Parameters(META, torch.bfloat16, storage.packing, group)
     model = Decoder(architecture, parameters, num_positions=64)
     assert parameters.num_bytes == weight_bytes(architecture, storage) > weight_bytes(plain, storage)
     pages = KVCache(model.attentions, {None: 3}, 32, torch.bfloat16, META)
     assert pages.num_bytes == 3 * 32 * kv_bytes_per_token(architecture, 2) > 3 * 32 * kv_bytes_per_token(plain, 2)
+    assert len(parameters.packed_bindings) == (device == "cuda")
     assert architecture.staged(range(1)).head is not None
     assert architecture.staged(range(1, 2)).head is None
 

@@ -19,7 +19,7 @@ from cortex.neuron.layers.parallel import SingleRank
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.registry import FAMILIES, read_architecture
-from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, state_bytes, weight_bytes
+from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, position_bytes, state_bytes, weight_bytes
 
 from ..tiny_models import tiny_delta, tiny_sizes
 
@@ -85,7 +85,10 @@ OWN_OPTIONS: dict[str, dict[str, Any]] = {
 LATENT = {"kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32}
 WITH_LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "youtu")
 OWN_OPTIONS |= {family: LATENT | OWN_OPTIONS.get(family, {}) for family in WITH_LATENTS}
-WITH_TOWER = ("gemma3", "gemma4", "gemma4_unified", "mistral3", "muse_glimmer", "qwen3_5", "qwen3_5_moe")
+WITH_TOWER = (
+    *("gemma3", "gemma4", "gemma4_unified", "mistral3", "muse_glimmer"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
+)
 
 
 def config_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:
@@ -106,6 +109,15 @@ def test_computed_size_is_what_the_layers_allocate(family: str, changes: str, dt
     assert 3 * 8 * kv_bytes_per_token(architecture, dtype.itemsize) == kv.num_bytes
     states = StateMemory(model.recurrent_layers, 3, dtype, META).num_bytes if model.recurrent_layers else 0
     assert 3 * state_bytes(architecture, dtype.itemsize) == states
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_computed_size_of_tables_is_what_the_layers_allocate(family: str, changes: str) -> None:
+    architecture = read_architecture(config_of(family, CHANGES[changes]))
+    for num_positions in (1, 50):
+        model = Decoder(architecture, Parameters(META, torch.float32), num_positions)
+        assert position_bytes(architecture, num_positions) == model.ropes.num_bytes
 
 
 class OneOfTwo(SingleRank):

@@ -174,7 +174,7 @@ VISION_FAMILIES = {
     "gemma4": VisionFamily(
         lambda: _gemma4(
             {"use_clipped_linears": True, "standardize": True},
-            {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB},
+            {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB},
         ),
         GEMMA4_PROCESSOR,
     ),

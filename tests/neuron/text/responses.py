@@ -15,7 +15,7 @@ from cortex.neuron.text.tools.syntaxes import call_syntax
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart, ToolCallStop
 from cortex.wire.requests import Tool
 
-THINK = ReasoningMarkers("<think>", "</think>")
+THINK = ReasoningMarkers("<think>", "</think>", response_tags=("<answer>", "</answer>"))
 SCHEMA = {
     "type": "object",
     "properties": {

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -224,6 +225,16 @@ def test_capabilities_are_known_without_a_tokenizer(tmp_path: Path, backend: Any
     loaded = load_text(path).capabilities
     (path / "tokenizer.json").write_text("{")
     assert survey_text(path).capabilities == loaded
+
+
+def test_tokens_for_filling_in_are_known_without_a_tokenizer(tmp_path: Path, backend: Any) -> None:
+    path = write_model(tmp_path, backend, "chatml")
+    assert not survey_text(path).capabilities.insert
+    described = json.loads((path / "tokenizer.json").read_text())
+    for number, token in enumerate(("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")):
+        described["added_tokens"].append({**described["added_tokens"][0], "content": token, "id": 5000 + number})
+        (path / "tokenizer.json").write_text(json.dumps(described, ensure_ascii=number == 2))
+        assert survey_text(path).capabilities.insert == (number == 2)
 
 
 def test_gguf_and_directory_give_the_same_text_model(gguf_metadata: dict[str, Any], make_model: Any) -> None:

@@ -23,7 +23,7 @@ from cortex.ipc.pool import WorkerPool
 from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing, TokenizerUnsupported
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import prepare
-from cortex.neuron.text.template import chat_template
+from cortex.neuron.text.template import jinja_environment
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.text.tokenizer.local import read_text
 from cortex.neuron.tokenizer_process.client import TokenizerClient
@@ -379,7 +379,7 @@ async def test_template_whose_constants_take_gigabytes_rejects_requests_within_i
 
 async def test_daemon_side_of_a_text_compiles_no_template(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = TokenizerClient(model)
-    monkeypatch.setattr(chat_template, "_ENVIRONMENT", None)
+    monkeypatch.setattr(jinja_environment, "ENVIRONMENT", None)
     text = await tokenizer.read()
     assert text.capabilities.tools
     prepared = await tokenizer.prepare(pack(user_request("hi")).whole, NO_RULES, is_long=False)

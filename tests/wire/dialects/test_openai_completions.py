@@ -82,7 +82,7 @@ def test_logprobs_have_offsets_into_the_whole_text() -> None:
     assert whole["choices"][0]["logprobs"] == {
         "tokens": ["ab", "c"],
         "token_logprobs": [-0.5, -1.0],
-        "top_logprobs": [{"ab": -0.5}, {}],
+        "top_logprobs": [{"ab": -0.5}, {"c": -1.0}],
         "text_offset": [0, 2],
     }
 

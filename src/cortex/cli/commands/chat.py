@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -17,6 +18,7 @@ from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, for_terminal
+from cortex.cli.pictures import content, read_picture
 from cortex.cli.views.response import ResponseView
 from cortex.wire.words import plural
 
@@ -26,6 +28,7 @@ HELP = """\
 /clear           clear the conversation
 /retry           generate the last response again
 /model NAME      continue with another model
+/image FILE      send a picture with the next prompt (alone: send none)
 /stats           tokens and speed of the last response
 /quit            quit (or Ctrl-D)
 Ctrl-C stops a response; on an empty line it quits. End a line with \\ to continue it on the next one."""
@@ -37,7 +40,14 @@ class Conversation:
 
     model: str
     system: str | None = None
-    turns: list[dict[str, str]] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    pictures: list[dict[str, Any]] = field(default_factory=list)
+    """Those of the next prompt."""
+
+    def ask(self, text: str) -> None:
+        """Add a turn of the user, with the pictures."""
+        self.turns.append({"role": "user", "content": content(text, self.pictures)})
+        self.pictures = []
 
     def request(self, temperature: float | None, max_tokens: int | None) -> dict[str, Any]:
         """The body of the next chat completion."""
@@ -89,6 +99,14 @@ class ChatResponse:
 @click.option("-s", "--system", help="System prompt.")
 @click.option("-t", "--temperature", type=click.FloatRange(0, 2), help="0 always takes the most likely token.")
 @click.option("-n", "--max-tokens", type=click.IntRange(1), help="Longest response, in tokens.")
+@click.option(
+    "-i",
+    "--image",
+    "images",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="A picture that is sent with the first prompt: JPEG, PNG, WebP or GIF. Repeat it for several.",
+)
 @gateway_options
 def chat(
     model: str | None,
@@ -96,6 +114,7 @@ def chat(
     system: str | None,
     temperature: float | None,
     max_tokens: int | None,
+    images: tuple[Path, ...],
     gateway: GatewayClient,
 ) -> None:
     """Chat with a model in the terminal.
@@ -106,9 +125,11 @@ def chat(
       cortex chat
       cortex chat smollm2-135m-instruct "Why is the sky blue?"
       git diff | cortex chat - "Write a commit message for this:"
+      cortex chat --image error.png - "What is wrong here?"
     """
-    chosen = model if model and model != "-" else first_loaded(gateway)
-    converse(gateway, chosen, prompt, system, temperature, max_tokens)
+    pictures = [read_picture(path) for path in images]
+    chosen = model if model and model != "-" else first_loaded(gateway, reads_pictures=bool(pictures))
+    converse(gateway, chosen, prompt, system, temperature, max_tokens, pictures)
 
 
 def converse(
@@ -118,12 +139,15 @@ def converse(
     system: str | None,
     temperature: float | None,
     max_tokens: int | None,
+    pictures: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Print the response to `prompt` and piped input; without either, chat until the user quits."""
-    session = ChatSession(gateway, Conversation(model, system), temperature, max_tokens)
+    """Print the response to `prompt` and piped input; without either, chat until the user quits. `pictures` are sent
+    with the first prompt."""
+    conversation = Conversation(model, system, pictures=list(pictures))
+    session = ChatSession(gateway, conversation, temperature, max_tokens)
     question = "\n\n".join(part for part in (prompt, "" if sys.stdin.isatty() else sys.stdin.read().strip()) if part)
     if question:
-        session.conversation.turns.append({"role": "user", "content": question})
+        session.conversation.ask(question)
         for delta in session.respond():
             if not delta.is_reasoning:
                 click.echo(for_terminal(delta.text) if sys.stdout.isatty() else delta.text, nl=False)
@@ -134,9 +158,11 @@ def converse(
         raise CommandError("there is no prompt", "pass a PROMPT or pipe one in", ExitCode.USAGE)
 
 
-def first_loaded(gateway: GatewayClient) -> str:
-    """The first model that is loaded, else the first of all."""
+def first_loaded(gateway: GatewayClient, *, reads_pictures: bool = False) -> str:
+    """The first model that is loaded, else the first of all; of those that read pictures, if any does and it must."""
     listed = [entry for entry in gateway.get("/v1/models")["data"] if "alias_of" not in entry]
+    if reads_pictures:
+        listed = [entry for entry in listed if (entry.get("capabilities") or {}).get("vision")] or listed
     if not listed:
         raise CommandError("there is no model to chat with", "start one with `cortex up MODEL`", ExitCode.NOT_FOUND)
     return str(next((entry for entry in listed if entry.get("loaded")), listed[0])["id"])
@@ -207,7 +233,7 @@ def interact(session: ChatSession, console: Console) -> None:
             if not run_command(session, console, line):
                 return
         elif line:
-            session.conversation.turns.append({"role": "user", "content": line})
+            session.conversation.ask(line)
             show_response(session, console)
 
 
@@ -254,6 +280,7 @@ def run_command(session: ChatSession, console: Console, line: str) -> bool:
             console.print("system prompt set" if rest else "system prompt removed", style="dim")
         case "/clear":
             conversation.turns.clear()
+            conversation.pictures.clear()
             console.print("conversation cleared", style="dim")
         case "/model" if rest:
             try:
@@ -262,6 +289,17 @@ def run_command(session: ChatSession, console: Console, line: str) -> bool:
                 console.print(Text.assemble((error.message, "red"), f"; still using {conversation.model}"))
             else:
                 console.print(f"now using {rest}", style="dim")
+        case "/image" if rest:
+            try:
+                conversation.pictures.append(read_picture(Path(rest)))
+            except CommandError as error:
+                console.print(Text(str(error), "red"))
+            else:
+                number = plural(len(conversation.pictures), "picture")
+                console.print(f"{number} will be sent with the next prompt", style="dim")
+        case "/image":
+            conversation.pictures.clear()
+            console.print("no picture will be sent with the next prompt", style="dim")
         case "/stats":
             console.print(session.last.stats())
         case "/retry" if any(turn["role"] == "user" for turn in conversation.turns):

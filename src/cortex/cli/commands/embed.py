@@ -12,6 +12,7 @@ import click
 
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
+from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, json_option, print_json, table
 from cortex.wire.pooling.response import floats
 from cortex.wire.words import plural
@@ -21,7 +22,7 @@ _SHOWN_ELEMENTS = 4
 
 
 @click.command(cls=Command)
-@click.argument("model")
+@click.argument("model", type=MODEL)
 @click.argument("texts", metavar="[TEXT]...", nargs=-1)
 @click.option("-d", "--dimensions", type=click.IntRange(1), help="Only the first elements of each vector.")
 @click.option("--as", "purpose", type=click.Choice(["query", "document"]), help="Use the model's prompt for it.")

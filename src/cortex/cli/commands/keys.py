@@ -14,14 +14,21 @@ import msgspec
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import CommandError, ExitCode, Group, check_environment
 from cortex.cli.ledger_source import ask, configuration
+from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, json_option, print_json, table
 from cortex.gateway.config import Config, load
 from cortex.gateway.database import StoreError
+from cortex.gateway.ledger.groups import CostLeft, cost_id
 from cortex.gateway.ledger.key_file import AmbiguousKey, KeyFile, KeyFileError, NameTaken, UnknownKey
 from cortex.gateway.ledger.keys import KeySection, as_toml, generate
 from cortex.gateway.ledger.limits import MINUTE_S, Spent
 from cortex.gateway.ledger.store import open_store
 from cortex.wire.words import duration
+
+_REMOVABLE = (
+    *("model", "requests-per-min", "window-tokens", "balance-tokens"),
+    *("window-cost", "balance-cost", "group", "expires"),
+)
 
 
 @click.group(cls=Group)
@@ -31,11 +38,16 @@ def keys() -> None:
 
 @keys.command()
 @click.argument("name")
-@click.option("--model", "models", multiple=True, help="A model it may use, or a pattern with *; repeat for more.")
+@click.option(
+    "--model", "models", type=MODEL, multiple=True, help="A model it may use, or a pattern with *; repeat for more."
+)
 @click.option("--requests-per-min", type=click.IntRange(1), help="Limit of requests per minute.")
 @click.option("--window-tokens", type=click.IntRange(0), help="Limit of tokens within the window.")
 @click.option("--window-s", type=click.IntRange(60), default=86400, show_default=True, help="Length of the window.")
 @click.option("--balance-tokens", type=click.IntRange(0), help="Limit of tokens for the lifetime of the key.")
+@click.option("--window-cost", type=click.FloatRange(0), help="Limit of cost within the window, by models.toml.")
+@click.option("--balance-cost", type=click.FloatRange(0), help="Limit of cost for the lifetime of the key.")
+@click.option("--group", help="The group of [[groups]] whose limits it shares.")
 @click.option("--expires", help="When it stops working: a date or time such as 2026-12-31.")
 @click.option("--operator", is_flag=True, help="Also allow it to load, unload and pin models, and to manage keys.")
 @click.option(
@@ -50,6 +62,9 @@ def add(
     window_tokens: int | None,
     window_s: int,
     balance_tokens: int | None,
+    window_cost: float | None,
+    balance_cost: float | None,
+    group: str | None,
     expires: str | None,
     operator: bool,
     config: Path | None,
@@ -72,6 +87,9 @@ def add(
             window_tokens=window_tokens,
             window_s=window_s,
             balance_tokens=balance_tokens,
+            window_cost=window_cost,
+            balance_cost=balance_cost,
+            group=group,
             operator=operator,
             expires=expires,
         )
@@ -96,16 +114,21 @@ def add(
 
 @keys.command()
 @click.argument("key", metavar="NAME_OR_ID")
-@click.option("--model", "models", multiple=True, help="A model it may use, or a pattern with *; repeat for more.")
+@click.option(
+    "--model", "models", type=MODEL, multiple=True, help="A model it may use, or a pattern with *; repeat for more."
+)
 @click.option("--requests-per-min", type=click.IntRange(1), help="Limit of requests per minute.")
 @click.option("--window-tokens", type=click.IntRange(0), help="Limit of tokens within the window.")
 @click.option("--window-s", type=click.IntRange(60), help="Length of the window.")
 @click.option("--balance-tokens", type=click.IntRange(0), help="Limit of tokens for the lifetime of the key.")
+@click.option("--window-cost", type=click.FloatRange(0), help="Limit of cost within the window, by models.toml.")
+@click.option("--balance-cost", type=click.FloatRange(0), help="Limit of cost for the lifetime of the key.")
+@click.option("--group", help="The group of [[groups]] whose limits it shares.")
 @click.option("--expires", help="When it stops working: a date or time such as 2026-12-31.")
 @click.option(
     "--without",
     multiple=True,
-    type=click.Choice(["model", "requests-per-min", "window-tokens", "balance-tokens", "expires"]),
+    type=click.Choice(_REMOVABLE),
     help="Remove this limit; repeat for more.",
 )
 @click.option("-c", "--config", type=click.Path(path_type=Path), required=True, help="The cortex.toml to change it in.")
@@ -116,7 +139,7 @@ def change(
     without: tuple[str, ...],
     config: Path,
     as_json: bool,
-    **limits: int | str | None,
+    **limits: float | str | None,
 ) -> None:
     """Change the limits or the expiry of a key.
 
@@ -184,6 +207,11 @@ class KeyRow(msgspec.Struct, frozen=True, kw_only=True):
     is_expired: bool = False
     balance_left_tokens: int | None = None
     window_left_tokens: int | None = None
+    window_cost: float | None = None
+    balance_cost: float | None = None
+    group: str | None = None
+    balance_left_cost: float | None = None
+    window_left_cost: float | None = None
 
 
 @keys.command("list")
@@ -211,17 +239,30 @@ def list_keys(config: Path | None, gateway: GatewayClient, as_json: bool) -> Non
             "add a key with `cortex keys add NAME`"
         )
         return
-    shown = table("NAME", "ID", "MODELS", "OPERATOR", "EXPIRES", ">REQUESTS/MIN", ">WINDOW LEFT", ">BALANCE LEFT")
+    shown = table(
+        *("NAME", "ID", "GROUP", "MODELS", "OPERATOR", "EXPIRES"),
+        *(">REQUESTS/MIN", ">WINDOW LEFT", ">BALANCE LEFT", ">COST LEFT"),
+    )
     for key in rows:
         shown.add_row(
             key.name,
             key.id,
-            ", ".join(key.models) or "all",
+            key.group or "",
+            ", ".join(key.models) or ("all" if key.group is None else "of its group"),
             "yes" if key.operator else "",
             f"{key.expires} (expired)" if key.is_expired else key.expires or "",
             str(key.requests_per_min or ""),
             _left(key.window_left_tokens, key.window_tokens, f" in {duration(key.window_s)}"),
             _left(key.balance_left_tokens, key.balance_tokens),
+            "; ".join(
+                filter(
+                    None,
+                    (
+                        _left(key.window_left_cost, key.window_cost, f" in {duration(key.window_s)}"),
+                        _left(key.balance_left_cost, key.balance_cost),
+                    ),
+                )
+            ),
         )
     console().print(shown)
 
@@ -234,7 +275,8 @@ def _spent(config: Config, path: Path) -> Mapping[str, Spent]:
     database = config.database(path.parent)
     if "://" not in database and not Path(database).exists():
         return {}
-    windows = {key.id: int((time.time() - key.window_s) // MINUTE_S) for key in config.keys}
+    first = {key.id: int((time.time() - key.window_s) // MINUTE_S) for key in config.keys}
+    windows = first | {cost_id(key): first[key.id] for key in config.keys}
     try:
         store = open_store(database)
         try:
@@ -249,12 +291,19 @@ def _spent(config: Config, path: Path) -> Mapping[str, Spent]:
 
 def _rows(keys: Iterable[KeySection], spent: Mapping[str, Spent], now: float) -> list[KeyRow]:
     nothing = Spent()
+
+    def cost_left(key: KeySection) -> CostLeft:
+        cost = spent.get(cost_id(key), nothing)
+        return CostLeft.of(key, sum(cost.by_minute.values()), cost.total)
+
     return [
         KeyRow(
             **{name: getattr(key, name) for name in _LISTED},
             is_expired=now >= key.expires_at,
             balance_left_tokens=_remaining(key.balance_tokens, spent.get(key.id, nothing).total),
             window_left_tokens=_remaining(key.window_tokens, sum(spent.get(key.id, nothing).by_minute.values())),
+            balance_left_cost=cost_left(key).balance,
+            window_left_cost=cost_left(key).window,
         )
         for key in keys
     ]
@@ -264,6 +313,6 @@ def _remaining(budget: int | None, used: int) -> int | None:
     return None if budget is None else max(0, budget - used)
 
 
-def _left(remaining: int | None, budget: int | None, suffix: str = "") -> str:
+def _left(remaining: float | None, budget: float | None, suffix: str = "") -> str:
     """`120 of 1,000 in 24 h`; empty without a budget."""
     return "" if remaining is None or budget is None else f"{remaining:,} of {budget:,}{suffix}"

@@ -1,12 +1,13 @@
-"""`cortex logs`: the latest requests."""
+"""`cortex logs`: the latest requests, and the output of the servers that run models."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import click
 import msgspec
@@ -14,42 +15,65 @@ from rich.console import Console
 from rich.text import Text
 
 from cortex.cli.client import GatewayClient, GatewayUnreachable, gateway_options
-from cortex.cli.failures import Command
+from cortex.cli.failures import Command, CommandError
+from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, json_option, print_json
 
 POLL_S = 1.0
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _TITLES = ("TIME", "STATUS", "TTFT", "TOTAL", "TOK/S", "TOKENS", "NODE", "KEY", "MODEL")
 
 
 @click.command(cls=Command)
 @click.option("-f", "--follow", is_flag=True, help="Wait for further requests until Ctrl-C.")
-@click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many requests.")
-@click.option("--model", help="Only requests for this model; * matches any text.")
+@click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many of each.")
+@click.option(
+    "--model",
+    type=MODEL,
+    help="Only requests for this model; * matches any text. Also the output of the server that runs it.",
+)
+@click.option("--server", is_flag=True, help="Only the output of the server that runs --model.")
 @click.option("--key", help="Only requests with the key of this name or id.")
 @click.option("--status", help="Only requests with this status: 200, 5xx, ok, error.")
+@click.option("--since", help="From the request log: 30m, 12h, 7d, a date, or a time.")
 @gateway_options
 @json_option
 def logs(
     follow: bool,
     limit: int,
     model: str | None,
+    server: bool,
     key: str | None,
     status: str | None,
+    since: str | None,
     gateway: GatewayClient,
     as_json: bool,
 ) -> None:
     """Show the latest requests, oldest first.
 
     TOKENS are those of the prompt, in parentheses how many of them were cached, and of the response, in parentheses how
-    many of them were drafted. With --json one request per line when following.
+    many of them were drafted. With --json one request per line when following. --since needs log_retention_days under
+    [activity] of the gateway.
+
+    The output of a server (a harness with a command) is for operators. Its last 500 lines are kept, also after its end.
+    With --json it is shown by --server only.
     """
+    if since is not None and follow:
+        raise click.UsageError("--since shows what has ended: leave out --follow")
+    output = None if model is None or "*" in model or (as_json and not server) else _ServerOutput(gateway, model, limit)
+    if server:
+        _show_output(output, follow=follow, as_json=as_json)
+        return
     filters = {name: value for name, value in (("model", model), ("key", key), ("status", status)) if value is not None}
     batches = _batches(gateway, limit, filters)
-    first = next(batches)
+    first = next(batches) if since is None else _logged(gateway, limit, filters, since)
     if as_json and not follow:
         print_json(first)
         return
     out = console()
+    if output is not None and output.has_any():
+        output.show(as_json=False)
+        click.echo()
     if not as_json and not first and not follow:
         out.print("no requests yet" if not filters else "no such requests")
         return
@@ -60,7 +84,79 @@ def logs(
     _show(lines, first, as_json)
     while follow:
         time.sleep(POLL_S)
+        if output is not None:
+            output.poll()
+            output.show(as_json=False)
         _show(lines, next(batches), as_json)
+
+
+def _logged(gateway: GatewayClient, limit: int, filters: dict[str, str], since: str) -> list[dict[str, Any]]:
+    """Requests of the request log, oldest first. Raises CommandError."""
+    options = urlencode({**filters, "limit": limit, "since": _moment(since, time.time())})
+    found: list[dict[str, Any]] = gateway.get(f"/fleet/activity?{options}")["requests"]
+    return found[::-1]
+
+
+def _moment(text: str, now: float) -> str:
+    """A time for the gateway: `12h` before `now`, or the text itself, in the time zone of this machine."""
+    number, unit = text[:-1], text[-1:]
+    if unit in _UNITS_S and number.isdecimal():
+        return f"{now - int(number) * _UNITS_S[unit]:.0f}"
+    try:
+        return f"{datetime.fromisoformat(text).timestamp():.0f}"
+    except (ValueError, OverflowError) as problem:
+        raise click.BadParameter("use 30m, 12h, 7d, a date or a time", param_hint="--since") from problem
+
+
+class _ServerOutput:
+    """The lines that the servers of a model wrote, by node."""
+
+    def __init__(self, gateway: GatewayClient, model: str, limit: int) -> None:
+        self._gateway = gateway
+        self._path = f"/fleet/models/{quote(model)}/log"
+        self._limit = limit
+        self._next: dict[str, int] = {}
+        self._new: list[tuple[str, str]] = []
+        self.problem: CommandError | None = None
+        """Why there is none: the model has no server, or the key is not an operator's."""
+        try:
+            self._add(self._gateway.get(self._path))
+        except CommandError as error:
+            self.problem = error
+
+    def has_any(self) -> bool:
+        return bool(self._new)
+
+    def poll(self) -> None:
+        """Fetch what was written since. A gateway that restarts is asked again later."""
+        for node, after in self._next.items():
+            with contextlib.suppress(CommandError):
+                self._add(self._gateway.get(f"{self._path}?{urlencode({'node': node, 'after': after})}"))
+
+    def show(self, *, as_json: bool) -> None:
+        for node, line in self._new:
+            click.echo(msgspec.json.encode({"node": node, "line": line}) if as_json else f"{node} | {line}")
+        self._new.clear()
+
+    def _add(self, page: dict[str, Any]) -> None:
+        for each in page["nodes"]:
+            lines = each["lines"] if each["node"] in self._next else each["lines"][-self._limit :]
+            self._next[each["node"]] = each["next"]
+            self._new += [(each["node"], line) for line in lines]
+
+
+def _show_output(output: _ServerOutput | None, *, follow: bool, as_json: bool) -> None:
+    if output is None:
+        raise click.UsageError("--server needs --model with the name of one model.")
+    if output.problem is not None:
+        raise output.problem
+    if not output.has_any() and not follow and not as_json:
+        click.echo("no output yet")
+    output.show(as_json=as_json)
+    while follow:
+        time.sleep(POLL_S)
+        output.poll()
+        output.show(as_json=as_json)
 
 
 def _batches(gateway: GatewayClient, limit: int, filters: dict[str, str]) -> Iterator[list[dict[str, Any]]]:

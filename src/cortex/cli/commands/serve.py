@@ -17,7 +17,10 @@ from cortex.cli.up.run_files import address
     "-c", "--config", type=click.Path(path_type=Path), help="A cortex.toml. [default: ./cortex.toml if there is one]"
 )
 @click.option("--ollama", is_flag=True, help="Also listen on Ollama's port, 11434, where clients look by themselves.")
-def serve(config: Path | None, ollama: bool) -> None:
+@click.option(
+    "--take-over", is_flag=True, help="Listen on the addresses of a gateway that runs already, which you then stop."
+)
+def serve(config: Path | None, ollama: bool, take_over: bool) -> None:
     """Run the gateway until SIGTERM or Ctrl-C.
 
     SIGHUP or a change of the file reloads the configuration.
@@ -38,7 +41,7 @@ def serve(config: Path | None, ollama: bool) -> None:
         if section.ollama_listen is None:
             os.environ["CORTEX_GATEWAY__OLLAMA_LISTEN"] = address(section.listen.host, PORT)
     try:
-        uvloop.run(serve_gateway(load(config, os.environ), config))
+        uvloop.run(serve_gateway(load(config, os.environ), config, takes_over=take_over))
     except CannotListen as error:
         what, _, remedy = str(error).partition("; ")
         raise CommandError(what, remedy, ExitCode.NO_ROOM) from error

@@ -23,12 +23,13 @@ from cortex.cli.client import DEFAULT_URL
 from cortex.cli.failures import Command, CommandError, is_verbose
 from cortex.cli.output import console
 from cortex.cli.up import run_files
+from cortex.cli.up.choice import chosen
 from cortex.cli.up.demo import SMOLLM2, ensure_demo_model
 from cortex.cli.up.plan import UpPlan, distinct, overrides
 from cortex.cli.up.preflight import require_engine, require_free_ports
 from cortex.cli.up.readiness import capabilities_of, wait_until_loaded
 from cortex.cli.up.run_files import Ports
-from cortex.cli.up.sources import ModelSource, parse_source
+from cortex.cli.up.sources import ModelSource, NamedModel, parse_source
 from cortex.cli.up.supervisor import ChildDied, ProcessSupervisor
 from cortex.gateway.config import load
 from cortex.gateway.configuration_files import load_catalogue
@@ -79,10 +80,13 @@ def up(
 
     Starts a gateway and a neuron as one supervised command.
 
-    MODEL is a hub id, a model directory or a GGUF file; without one, a small demo model is downloaded once.
+    MODEL is the name of a common model, a hub id, a model directory or a GGUF file; without one, a small demo model is
+    downloaded once. A name alone takes the format that fits the free memory of the devices.
 
     \b
       cortex up
+      cortex up gpt-oss-20b
+      cortex up gemma-4-26b qwen2.5-coder:7b
       cortex up Qwen/Qwen3-0.6B
       cortex up Qwen/Qwen3-8B-GGUF:Q4_K_M
       cortex up Qwen/Qwen3-8B --quant q4
@@ -101,8 +105,9 @@ def up(
     )
     host = host or listen.host
     require_free_ports(host, ports)
-    named = (parse_source(text) for text in models)
-    sources = distinct(replace(model, quant=model.quant or quant) for model in named)
+    named = [parse_source(text) for text in models]
+    free_bytes = device_bytes() if any(isinstance(model, NamedModel) for model in named) else 0
+    sources = distinct(_source(out, model, quant, free_bytes) for model in named)
     if not sources:
         demo = ensure_demo_model(out)
         sources = (ModelSource(SMOLLM2.id, str(demo), temperature=SMOLLM2.temperature),)
@@ -128,6 +133,22 @@ def up(
         },
     )
     supervise(out, plan)
+
+
+def _source(out: Console, model: ModelSource | NamedModel, quant: str | None, free_bytes: int) -> ModelSource:
+    if isinstance(model, ModelSource):
+        return replace(model, quant=model.quant or quant)
+    source = chosen(model.model, model.quant or quant, free_bytes)
+    shown = f"{source.source}:{source.quant}" if source.quant else source.source
+    out.print(f"{source.id} is {shown}", soft_wrap=True, highlight=False)
+    return source
+
+
+def device_bytes() -> int:
+    """The free memory of the devices that a neuron will use here."""
+    from cortex.neuron.worker.discovery import discover  # here, because a gateway-only installation lacks NVML
+
+    return sum(reading.free_bytes for reading in discover().readings.values())
 
 
 def local_node_key() -> str | None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 
 from cortex.cli.failures import CommandError, ExitCode
 from cortex.cli.up.run_files import Ports
+from cortex.engine_packages import REMEDY, missing_packages
 
 
-def require_engine() -> None:
-    """Raises when only the gateway is installed."""
-    if missing := [name for name in ("torch", "tokenizers") if importlib.util.find_spec(name) is None]:
-        raise CommandError(
-            f"the engine is not installed ({', '.join(missing)} missing)",
-            "run `pip install '.[neuron]'` in a checkout of cortex",
-        )
+def require_engine(alternative: str = "") -> None:
+    """Raises when the engine is not installed. `alternative`: what else would do."""
+    if missing := missing_packages():
+        remedy = f"{REMEDY}, {alternative}" if alternative else REMEDY
+        raise CommandError(f"the engine is not installed ({', '.join(missing)} missing)", remedy)
 
 
 def require_free_ports(host: str, ports: Ports) -> None:

@@ -10,14 +10,15 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from cortex.cli.client import GatewayClient, GatewayRejected, GatewayUnreachable
-from cortex.cli.failures import CommandError
+from cortex.cli.client import GatewayClient, GatewayRejected, GatewayUnreachable, exit_code_for
+from cortex.cli.failures import CommandError, ExitCode
 from cortex.cli.up.plan import UpPlan
 from cortex.cli.up.sources import ModelSource
 from cortex.cli.up.supervisor import ProcessSupervisor
 from cortex.cli.views.load import reason_of, show
 from cortex.cli.views.progress import ProgressView
 from cortex.tls import own_context
+from cortex.wire.errors import BY_CODE
 from cortex.wire.node.protocol import Capabilities, Health, ModelState, ModelStatus
 
 RESPONSE_TIMEOUT_S = 60.0
@@ -93,4 +94,7 @@ def loaded_models(gateway: GatewayClient, statuses: Sequence[ModelStatus]) -> se
 
 def load_failure(failed: Sequence[ModelStatus]) -> CommandError:
     reasons = "; ".join(f"{status.id} could not be loaded: {reason_of(status)}" for status in failed)
-    return CommandError(reasons.rstrip("."), "start again once this is fixed")
+    codes = {status.reason_code or "" for status in failed}
+    kinds = {exit_code_for(BY_CODE[code].status, code) if code in BY_CODE else ExitCode.FAILED for code in codes}
+    exit_code = kinds.pop() if len(kinds) == 1 else ExitCode.FAILED
+    return CommandError(reasons.rstrip("."), "start again once this is fixed", exit_code)

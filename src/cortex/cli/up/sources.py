@@ -1,4 +1,5 @@
-"""Models on the command line: a hub id (`owner/name@revision:quant`), a model directory or a GGUF file."""
+"""Models on the command line: a known name (`name:quant`), a hub id (`owner/name@revision:quant`), a model directory or
+a GGUF file."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cortex.cli.failures import CommandError, ExitCode
+from cortex.fleet.known_models import AmbiguousName, KnownModel, known_model, nearest_names
+from cortex.quant_names import at_load, label_in
 
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?P<revision>@[\w./-]+)?(?::(?P<quant>\w[\w.-]*))?")
 _PATH_PREFIXES = ("/", "./", "../", "~")
@@ -25,8 +28,17 @@ class ModelSource:
     """At which it samples where a request says nothing; as its files recommend when absent."""
 
 
-def parse_source(text: str) -> ModelSource:
-    """The model that `text` names. Raises `CommandError` when it is neither a readable path nor a hub id."""
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """A known model, whose source depends on the memory of the machine."""
+
+    model: KnownModel
+    quant: str | None = None
+
+
+def parse_source(text: str) -> ModelSource | NamedModel:
+    """The model that `text` names. Raises `CommandError` when it is neither a readable path nor a hub id, nor the name
+    of a known model."""
     path = Path(text).expanduser()
     if path.exists():
         return _local(path)
@@ -34,8 +46,22 @@ def parse_source(text: str) -> ModelSource:
         raise CommandError(f"no model file or directory at {path}", "check the path", ExitCode.USAGE)
     if match := _HUB_ID.fullmatch(text):
         return ModelSource(match["id"], match["id"] + (match["revision"] or ""), match["quant"])
+    name, _, tail = text.rpartition(":")
+    name, quant = (name, tail) if name and (label_in(tail) or at_load(tail)) else (text, None)
+    try:
+        known = known_model(name)
+    except AmbiguousName as several:
+        raise CommandError(
+            f"{text!r} may be {', '.join(several.names)}", "name one of them", ExitCode.USAGE
+        ) from several
+    if known is not None:
+        return NamedModel(known, quant)
+    near = nearest_names(text)
+    meant = f", or did you mean {' or '.join(near)}?" if near else ""
     raise CommandError(
-        f"{text!r} is neither a path nor a hub id", "write ./model-dir, ./model.gguf or owner/name", ExitCode.USAGE
+        f"{text!r} is neither a path nor a hub id, nor the name of a known model",
+        f"write ./model-dir, ./model.gguf or owner/name{meant}",
+        ExitCode.USAGE,
     )
 
 

@@ -12,8 +12,9 @@ from enum import StrEnum
 import msgspec
 
 from cortex.fleet.catalogue import ModelSpec
+from cortex.fleet.holdings import ON_DEVICE, sleep_frees
 from cortex.fleet.rules import EvictionRules
-from cortex.fleet.topology import ON_DEVICE, Fleet, ModelOnNode, Node, Residency
+from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.words import duration, plural
 
@@ -95,6 +96,8 @@ def protection(
         return Protection.PRIORITY, f"its priority {spec.priority} is higher than {newcomer.priority}"
     if background:
         return Protection.BACKGROUND, "background requests evict nothing"
+    if held.state is ModelState.ASLEEP:
+        return None
     if held.state is not ModelState.READY:
         return Protection.CHANGING, f"{held.state} for {duration(now - held.state_since)}"
     if held.is_busy:
@@ -168,9 +171,14 @@ def due_for_recycling(node: Node, rules: EvictionRules) -> bool:
     return 0 < rules.defrag_after_cycles <= node.num_loads and node.has_lifecycle and node.healthy and node.is_idle
 
 
-def occupies(held: Residency) -> bool:
-    """Whether it holds device memory, or is about to."""
-    return held.state in ON_DEVICE
+def occupies(held: Residency, node: Node) -> bool:
+    """Whether it holds device memory of `node`, or is about to."""
+    return held.state in ON_DEVICE or (held.state is ModelState.ASLEEP and not is_freed_by_sleep(node))
+
+
+def is_freed_by_sleep(node: Node) -> bool:
+    """Whether models that fall asleep on `node` free its devices. Where they do not, they must be unloaded."""
+    return all(sleep_frees(device.kind) for device in node.devices)
 
 
 def _covers(victims: Sequence[Occupant], shortfall: Mapping[int, int]) -> bool:

@@ -59,7 +59,7 @@ class Fitting:
             spec = msgspec.structs.replace(spec, min_devices=count, pipeline_parallel=1)
         self._spec, self._node, self._fleet, self._need = spec, node, fleet, need
         self._held = held
-        self._devices = ledger(node)
+        self._devices = ledger(node, newcomer=spec.id)
         self._occupants = occupants_of(spec, node, self._devices, fleet, now, origin, leaving)
         self._eligible = _eligible(spec, self._devices)
 
@@ -189,7 +189,9 @@ def _find_room(
     if division is None and len(usable) >= count:
         emptiest = sorted(usable, key=lambda device: (-device.available_bytes, device.index))[:count]
         return _Finding(
-            Verdict.FITS, "size unknown; the node checks it at load", Room(tuple(emptiest), by_layers=by_layers)
+            Verdict.FITS,
+            "size unknown until its first load; the node checks it then",
+            Room(tuple(emptiest), by_layers=by_layers),
         )
     division = division or Division(0, count, by_layers)
     if devices := free_devices(usable, division, fleet.placement):
@@ -232,9 +234,9 @@ def _find_room(
 
 def _eligible(spec: ModelSpec, devices: Sequence[DeviceLedger]) -> list[DeviceLedger]:
     """The devices to consider; a host with GPUs does not run models on its CPU."""
-    kind = "cuda" if any(device.kind == "cuda" for device in devices) else "cpu"
+    gpus = [device for device in devices if device.kind != "cpu"]
     smallest = spec.min_device_vram_mb * MEBIBYTE
-    return [device for device in devices if device.kind == kind and device.total_bytes >= smallest]
+    return [device for device in gpus or devices if device.total_bytes >= smallest]
 
 
 def _device_count(

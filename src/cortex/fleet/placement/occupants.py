@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.memory import DeviceLedger, whole_measured_bytes
 from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
-from cortex.wire.node.protocol import ModelShare
+from cortex.wire.node.protocol import ModelShare, ModelState
 
 from .decision import Origin
-from .eviction import Occupant, Protection, occupies, protection
+from .eviction import Occupant, Protection, is_freed_by_sleep, occupies, protection
 
 
 def occupants_of(
@@ -25,8 +25,10 @@ def occupants_of(
     """Every model that holds memory on `node`, or has reserved some, whole or in part."""
     found = []
     reserved = {reservation.model_id: reservation for reservation in node.reservations}
-    shares = {share.model_id: share for share in node.shares if not share.is_asleep}
+    shares = {share.model_id: share for share in node.shares if not share.is_asleep or not is_freed_by_sleep(node)}
     for model_id in {**node.residencies, **reserved, **shares}:
+        if model_id == spec.id and model_id not in reserved and _sleeps(model_id, node):
+            continue  # what it holds is a part of what it needs
         known = fleet.catalogue.spec(model_id)
         held, lead = node.residencies.get(model_id), None
         if (share := shares.get(model_id)) is not None:
@@ -43,7 +45,7 @@ def occupants_of(
         elif share is not None:
             kept = _protection_of_part(share, lead, spec, fleet, now, origin)
             indices, num_nodes, is_divided = share.devices, 2 if held is None else len(held.status.nodes), True
-        elif held is not None and occupies(held):
+        elif held is not None and occupies(held, node):
             kept = protection(held, node, spec, fleet, now, background=origin == "background")
             indices, num_nodes = held.status.devices, len(held.status.nodes)
             is_divided = held.status.parallel is not None
@@ -71,6 +73,12 @@ def occupants_of(
     return tuple(found)
 
 
+def _sleeps(model_id: str, node: Node) -> bool:
+    held = node.residencies.get(model_id)
+    parts = (share for share in node.shares if share.model_id == model_id)
+    return any(share.is_asleep for share in parts) or (held is not None and held.state is ModelState.ASLEEP)
+
+
 def _protection_of_part(
     share: ModelShare, lead: tuple[Node, Residency] | None, spec: ModelSpec, fleet: Fleet, now: float, origin: Origin
 ) -> tuple[Protection, str] | None:
@@ -80,7 +88,7 @@ def _protection_of_part(
     node, held = lead
     if not node.healthy:
         return Protection.CHANGING, f"a part of it; {node.name}, which serves it, is down"
-    if not occupies(held):
+    if not occupies(held, node):
         return Protection.CHANGING, f"a part of it, which is being freed; {node.name} has unloaded it"
     kept = protection(held, node, spec, fleet, now, background=origin == "background")
     return kept and (kept[0], f"a part of it; on {node.name}: {kept[1]}")

@@ -107,7 +107,8 @@ class Feasibility:
         self._fleet = fleet
         self._now = now
         self._occupying = [
-            {model_id: held for model_id, held in node.residencies.items() if occupies(held)} for node in fleet.nodes
+            {model_id: held for model_id, held in node.residencies.items() if occupies(held, node)}
+            for node in fleet.nodes
         ]
 
     def nodes(self, model_id: str) -> tuple[str, ...]:
@@ -213,9 +214,9 @@ def _without_memory(
         return Verdict.EXCLUDED, f"takes a part of it; {spec.nodes[0]} serves it (`nodes` in models.toml)"
     if spec.nodes and node.name != spec.nodes[0]:
         return Verdict.EXCLUDED, f"loaded only on {', '.join(spec.nodes)} (`nodes` in models.toml)"
-    if not node.has_harness(spec.harness):
-        wanted = "harness" if spec.harness is None else f"harness `{spec.harness}`"
-        return Verdict.WRONG_HARNESS, f"has no {wanted}, only {', '.join(node.harnesses) or 'none'}"
+    if (harness := node.harness_of(spec)) not in node.harnesses:
+        have = f"only {', '.join(node.harnesses)}" if node.harnesses else "and no other"
+        return Verdict.WRONG_HARNESS, f"has no harness `{harness}`, {have}"
     if held is not None and held.state is ModelState.FAILED and origin != "operator":
         age_s = now - held.state_since
         if age_s < fleet.rules.retry_failed_after_s:

@@ -1,4 +1,5 @@
-"""`/fleet/activity`: the latest requests, listed, one in full, live, and forgotten.
+"""`/fleet/activity`: the latest requests, and those of the request log, listed, one in full, live, and forgotten;
+those that run, and their cancellation.
 
 Operators see all requests. The owner of another key sees the requests of that key, without the names of nodes.
 """
@@ -6,36 +7,52 @@ Operators see all requests. The owner of another key sees the requests of that k
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+import logging
+import time
 from itertools import islice
 from typing import Any
 
 import msgspec
 
 from cortex.gateway.api.event_streams import EventStreams
-from cortex.gateway.api.parts import expect, number_in_query, query
+from cortex.gateway.api.parts import DeferredResponses, expect, number_in_query, query, time_in_query
+from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.accounting.activity import ActivityLog, Capture, RequestRecord
+from cortex.gateway.proxy.accounting.request_log import Matches, RequestLog
+from cortex.gateway.proxy.accounting.running import RunningRequest, RunningRequests
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire import sse
-from cortex.wire.errors import InvalidValue, RouteNotFound, shorten
+from cortex.wire.errors import CortexError, InvalidValue, RouteNotFound, shorten
 
 PATH = "/fleet/activity"
 EVENTS_PATH = f"{PATH}/events"
+RUNNING_PATH = f"{PATH}/running"
 MAX_LISTED = 1000
 
-Matches = Callable[[RequestRecord], bool]
+log = logging.getLogger(__name__)
 
 
 class ActivityRoutes:
     """Serves the gateway's activity log."""
 
-    def __init__(self, activity: ActivityLog, metering: Metering, streams: EventStreams) -> None:
+    def __init__(
+        self,
+        activity: ActivityLog,
+        request_log: RequestLog,
+        running: RunningRequests,
+        metering: Metering,
+        streams: EventStreams,
+        deferred: DeferredResponses,
+    ) -> None:
         self._activity = activity
+        self._log = request_log
+        self._running = running
+        self._deferred = deferred
         self._streams = streams
         self._metering = metering
 
@@ -51,10 +68,28 @@ class ActivityRoutes:
             return None
         if path == PATH:
             expect(request, b"GET", b"HEAD", b"DELETE")
-            return self._clear(request) if request.method == b"DELETE" else self._list(request, key)
+            if request.method == b"DELETE":
+                self._metering.meter.authenticate_operator(request)
+                self._deferred.respond(exchange, self._removed(_filter(request)))
+                return None
+            if query(request, "since") is not None or query(request, "until") is not None:
+                self._deferred.respond(exchange, self._logged(request, key))
+                return None
+            return self._list(request, key)
+        if path == RUNNING_PATH:
+            expect(request, b"GET", b"HEAD")
+            return self._list_running(key)
+        if path.startswith(f"{RUNNING_PATH}/"):
+            expect(request, b"DELETE")
+            return self._cancel(path.removeprefix(f"{RUNNING_PATH}/"), key)
         expect(request, b"GET", b"HEAD", b"DELETE")
         request_id = path.removeprefix(f"{PATH}/")
-        return self._forget(request, request_id) if request.method == b"DELETE" else self._one(request_id, key)
+        if request.method == b"DELETE":
+            self._metering.meter.authenticate_operator(request)
+            self._deferred.respond(exchange, self._forget(request_id))
+            return None
+        self._deferred.respond(exchange, self._one(request_id, key))
+        return None
 
     def _list(self, request: Request, key: KeySection | None) -> Response:
         """The newest requests that match. `after`: only those with a higher number; `before`: only with a lower."""
@@ -67,26 +102,75 @@ class ActivityRoutes:
             for record in self._activity.newest_first()
             if after < record.number < before and _is_shown(record, key) and matches(record)
         )
-        return json_response({"requests": list(islice(found, limit)), "next": self._activity.last_number})
+        body = {"requests": list(islice(found, limit)), "next": self._activity.last_number}
+        return json_response(body | {"log_retention_days": self._log.retention_days})
 
-    def _one(self, request_id: str, key: KeySection | None) -> Response:
-        for record in self._activity.newest_first():
-            if record.id.decode() == request_id and _is_shown(record, key):
-                return json_response(_as_json(record, key, in_full=True))
-        raise RouteNotFound(
-            f"There is no request {shorten(request_id)} among the latest; GET {PATH} lists those that are kept."
-        )
+    async def _logged(self, request: Request, key: KeySection | None) -> Response:
+        """The newest requests of the request log that match, between `since` and `until`."""
+        if not self._log.retention_days:
+            raise InvalidValue(
+                "This gateway keeps no request log: leave out 'since' and 'until', or have the operator set "
+                "log_retention_days under [activity].",
+                param="since",
+            )
+        until = time_in_query(request, "until", time.time() + 60)
+        since = time_in_query(request, "since", 0)
+        limit = number_in_query(request, "limit", 100, most=MAX_LISTED)
+        matches = _filter(request)
+        try:
+            found = await self._log.read(since, until, limit, lambda record: _is_shown(record, key) and matches(record))
+        except StoreError as error:
+            raise _unavailable(error) from error
+        return json_response({"requests": [_as_json(record, key) for record in found], "next": 0})
 
-    def _forget(self, request: Request, request_id: str) -> Response:
-        self._metering.meter.authenticate_operator(request)
-        num_removed = self._activity.forget(lambda record: record.id.decode() == request_id)
-        if not num_removed:
-            raise RouteNotFound(f"There is no request {shorten(request_id)} among the latest.")
+    async def _one(self, request_id: str, key: KeySection | None) -> Response:
+        def matches(record: RequestRecord) -> bool:
+            return record.id.decode() == request_id and _is_shown(record, key)
+
+        found = next(filter(matches, self._activity.newest_first()), None)
+        if found is None and self._log.retention_days:
+            try:
+                found = next(iter(await self._log.read(0, time.time() + 60, 1, matches)), None)
+            except StoreError as error:
+                raise _unavailable(error) from error
+        if found is None:
+            raise RouteNotFound(f"There is no request {shorten(request_id)}; GET {PATH} lists those that are kept.")
+        return json_response(_as_json(found, key, in_full=True))
+
+    async def _forget(self, request_id: str) -> Response:
+        response = await self._removed(lambda record: record.id.decode() == request_id)
+        if response == json_response({"removed": 0}):
+            raise RouteNotFound(f"There is no request {shorten(request_id)} among those that are kept.")
+        return response
+
+    async def _removed(self, matches: Matches) -> Response:
+        """Forget the requests that match, in memory and in the request log."""
+        num_removed = self._activity.forget(matches)
+        if self._log.retention_days:
+            try:
+                num_removed = max(num_removed, await self._log.forget(matches))
+            except StoreError as error:
+                raise _unavailable(error) from error
         return json_response({"removed": num_removed})
 
-    def _clear(self, request: Request) -> Response:
-        self._metering.meter.authenticate_operator(request)
-        return json_response({"removed": self._activity.forget(_filter(request))})
+    def _list_running(self, key: KeySection | None) -> Response:
+        """Oldest first."""
+        found = [_running_json(running, key) for _, running in self._running if _is_shown(running, key)]
+        return json_response({"requests": found})
+
+    def _cancel(self, request_id: str, key: KeySection | None) -> Response:
+        """Ends every request of this id, which clients may choose, that the key may see."""
+        by = "its owner" if key is not None and not key.operator else "the operator of this gateway"
+        cancelled = [
+            request
+            for request, running in self._running
+            if running.id.decode() == request_id and _is_shown(running, key)
+        ]
+        for request in cancelled:
+            request.cancel(by)
+        if not cancelled:
+            raise RouteNotFound(f"No request {shorten(request_id)} runs; GET {RUNNING_PATH} lists those that do.")
+        return json_response({"cancelled": len(cancelled)})
 
     def _stream(self, exchange: Exchange, key: KeySection | None) -> None:
         """Send every request that ends from now on. A slow reader loses requests, not the connection."""
@@ -100,11 +184,16 @@ class ActivityRoutes:
         self._streams.keep(exchange, self._activity.subscribe(send))
 
 
+def _unavailable(error: StoreError) -> CortexError:
+    log.error("the request log cannot be used: %s", error)
+    return CortexError("The request log cannot be used now; the gateway's log has the reason.")
+
+
 def _is_operator(key: KeySection | None) -> bool:
     return key is None or key.operator
 
 
-def _is_shown(record: RequestRecord, key: KeySection | None) -> bool:
+def _is_shown(record: RequestRecord | RunningRequest, key: KeySection | None) -> bool:
     return key is None or key.operator or record.key_id == key.id
 
 
@@ -169,6 +258,21 @@ def _as_json(record: RequestRecord, key: KeySection | None, *, in_full: bool = F
     if record.capture is not None:
         body["capture"] = _capture_json(record.capture) if in_full else True
     return body
+
+
+def _running_json(running: RunningRequest, key: KeySection | None) -> dict[str, Any]:
+    return {
+        "id": running.id.decode(),
+        "key": running.key_name,
+        "model": running.model,
+        "node": running.node if _is_operator(key) else None,
+        "dialect": running.dialect,
+        "path": running.path.decode(),
+        "stream": running.stream,
+        "phase": running.phase,
+        "duration_s": round(running.duration_s, 4),
+        "attempts": running.num_attempts,
+    }
 
 
 def _capture_json(capture: Capture) -> dict[str, Any]:

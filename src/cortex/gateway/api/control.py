@@ -28,7 +28,7 @@ from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.meter import Meter
 from cortex.gateway.proxy.listener import OLLAMA_LISTINGS, OPEN_PATHS
 from cortex.gateway.proxy.redaction import shown_to
-from cortex.gateway.proxy.routes import ROUTES, error_response, family_of, json_response
+from cortex.gateway.proxy.routes import OPAQUE, ROUTES, error_response, family_of, json_response
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
@@ -155,6 +155,7 @@ class Control:
                 "version": __version__,
                 "what": "One OpenAI and Anthropic endpoint over a fleet of GPU hosts.",
                 "inference": [path.decode() for path in ROUTES],
+                "servers": [*(path.decode() for path in OPAQUE), "/upstream/{model}/{path}"],
                 "stored_responses": [
                     "/v1/responses/{id}",
                     "/v1/responses/{id}/input_items",
@@ -166,7 +167,7 @@ class Control:
                 "activity": ["/fleet/activity", "/fleet/activity/events", "/fleet/activity/{id}"],
                 "usage": ["/fleet/usage", "/fleet/usage.csv", "/keys"],
                 "orders": [
-                    "/fleet/models/{model}/{load,unload,pin,unpin}",
+                    "/fleet/models/{model}/{load,unload,pin,unpin,log}",
                     "/fleet/nodes/{node}/{drain,undrain}",
                     "/fleet/jobs",
                 ],

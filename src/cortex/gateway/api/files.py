@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from cortex.fleet.known_models import known_repository
 from cortex.fleet.topology import Node
 from cortex.gateway.api.jobs import Job, JobBoard
 from cortex.gateway.api.parts import DeferredResponses, expect, query, read_body
@@ -161,11 +162,11 @@ class FileRoutes:
         return job
 
     def _files(self, wanted: _Pull) -> FilesRequest:
-        """What to download: a known model with its source, or a hub id. Raises ModelNotFound."""
+        """What to download: a model with its source, a hub id, or a name that stands for one. Raises ModelNotFound."""
         try:
             spec = self._dispatcher.resolve(wanted.model).spec
         except ModelNotFound:
-            match = _HUB_ID.fullmatch(wanted.model)
+            match = _HUB_ID.fullmatch(known_repository(wanted.model) or wanted.model)
             if match is None:
                 raise
             quant = wanted.quant or match["quant"]

@@ -16,8 +16,9 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from cortex.gateway.api.parts import DeferredResponses, expect, read_body
+from cortex.gateway.ledger.groups import CostLeft
 from cortex.gateway.ledger.key_file import KeyFile, KeyFileError, UnknownKey
-from cortex.gateway.ledger.keys import KeySection, Limit, generate
+from cortex.gateway.ledger.keys import KeySection, Limit, Money, generate
 from cortex.gateway.ledger.limits import Account
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import json_response
@@ -46,6 +47,9 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     window_tokens: Limit | msgspec.UnsetType | None = _UNSET
     window_s: _Window | msgspec.UnsetType = _UNSET
     balance_tokens: Limit | msgspec.UnsetType | None = _UNSET
+    window_cost: Money | msgspec.UnsetType | None = _UNSET
+    balance_cost: Money | msgspec.UnsetType | None = _UNSET
+    group: str | msgspec.UnsetType | None = _UNSET
     operator: bool | msgspec.UnsetType = _UNSET
     expires: str | msgspec.UnsetType | None = _UNSET
 
@@ -101,7 +105,7 @@ class KeyRoutes:
         shown = [account for account in accounts if key is None or key.operator or account.key.id == key.id]
         return json_response(
             {
-                "keys": [_account_json(account, now) for account in shown],
+                "keys": [self._account_json(account, now) for account in shown],
                 "is_open": self._metering.is_open,
                 "is_operator": key is None or key.operator,
             }
@@ -179,25 +183,29 @@ class KeyRoutes:
     def _described(self, section: KeySection) -> dict[str, Any]:
         """The key as it is in force; with its limits only when the file could not be put in force."""
         for account in self._accounts():
-            if account.key == section:
-                return _account_json(account, time.time()) | {"in_force": True}
+            # Its models may be those of its group.
+            if msgspec.structs.replace(account.key, models=section.models) == section:
+                return self._account_json(account, time.time()) | {"in_force": True}
         return _public(section) | {"in_force": False}
+
+    def _account_json(self, account: Account, now: float) -> dict[str, Any]:
+        key, ledger = account.key, self._metering.ledger
+        spent, in_window = account.total_spent(), account.window_spent(now)
+        costs = () if ledger is None else (each for budget, each in ledger.budgets(key) if budget.owns(key))
+        left = next((CostLeft.of(key, each.window_spent(now), each.total_spent()) for each in costs), CostLeft())
+        return _public(key) | {
+            "is_expired": now >= key.expires_at,
+            "spent_tokens": spent,
+            "window_spent_tokens": in_window,
+            "balance_left_tokens": None if key.balance_tokens is None else max(0, key.balance_tokens - spent),
+            "window_left_tokens": None if key.window_tokens is None else max(0, key.window_tokens - in_window),
+            "balance_left_cost": left.balance,
+            "window_left_cost": left.window,
+        }
 
 
 def _own_key(what: str) -> OperatorOnly:
     return OperatorOnly(f"An operator cannot {what} its own key: use another operator's key, or `cortex keys`.")
-
-
-def _account_json(account: Account, now: float) -> dict[str, Any]:
-    key = account.key
-    spent, in_window = account.total_spent(), account.window_spent(now)
-    return _public(key) | {
-        "is_expired": now >= key.expires_at,
-        "spent_tokens": spent,
-        "window_spent_tokens": in_window,
-        "balance_left_tokens": None if key.balance_tokens is None else max(0, key.balance_tokens - spent),
-        "window_left_tokens": None if key.window_tokens is None else max(0, key.window_tokens - in_window),
-    }
 
 
 def _public(key: KeySection) -> dict[str, Any]:

@@ -146,4 +146,5 @@ def _capabilities(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> dict[s
     if spec.capabilities:
         return {name: name in spec.capabilities for name in names}
     reported = held[0][1].status.capabilities if held else Capabilities()
-    return {name: getattr(reported, name) for name in names}
+    reads_pictures = any(each.status.capabilities.vision for _, each in held)  # a node may leave the tower out
+    return {name: getattr(reported, name) for name in names} | {"vision": reads_pictures}

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement import explain
 from cortex.fleet.placement.decision import Assessment, Decision, Origin, Verdict
@@ -54,6 +55,7 @@ class Dispatcher(StateMachine):
         self._waiting = WaitingRequests(self._queues, self._leases, self._jobs, clock)
         self._is_closing = False
         self.acquire = self._leases.acquire
+        self.check_pictures = self._leases.check_pictures
         self.measured = self._leases.measured
         self.resolve = self._fleet_state.resolve
         self.watch = self._jobs.watch
@@ -130,8 +132,21 @@ class Dispatcher(StateMachine):
         except CortexError:
             return None
 
+    def spec(self, name: str) -> ModelSpec:
+        """The entry of the model that a request names; an empty one where there is no such model."""
+        try:
+            return self.fleet.catalogue.spec(self.resolve(name).model_id)
+        except CortexError:
+            return ModelSpec(id=name)
+
     def lease_now(
-        self, model: str, prompt: Callable[[], bytes], excluded: frozenset[str], need: Need = "response"
+        self,
+        model: str,
+        prompt: Callable[[], bytes],
+        excluded: frozenset[str],
+        need: Need = "response",
+        *,
+        has_pictures: bool = False,
     ) -> Lease | None:
         """A lease, if one is available at once. None while an event is applied, because the state is about to change.
         Raises UnsupportedModality; for a response the node decides that, because most requests ask for one."""
@@ -139,7 +154,7 @@ class Dispatcher(StateMachine):
             return None
         if need != "response":
             self._leases.check_capable(model, need)
-        return self.acquire(model, prompt, excluded)
+        return self.acquire(model, prompt, excluded, has_pictures=has_pictures)
 
     def request_lease(self, pending: PendingRequest) -> None:
         """Deliver a lease at once where one is available, else queue the request.
@@ -147,11 +162,13 @@ class Dispatcher(StateMachine):
         Raises Overloaded, ShuttingDown or UnsupportedModality. While an event is applied every request is queued,
         because the state is about to change.
         """
-        if pending.need == "count":
-            pending.deliver(self._leases.tokeniser(pending.model))
+        if pending.need == "count" and (
+            lease := self._leases.tokeniser(pending.model, has_pictures=pending.has_pictures)
+        ):
+            pending.deliver(lease)
             return
         self._leases.check_capable(pending.model, pending.need)
-        if not self._is_applying and (lease := self.acquire(pending.model, pending.prompt, pending.excluded)):
+        if not self._is_applying and (lease := self._leases.acquire_for(pending, pending.excluded)):
             pending.deliver(lease)
         elif self._is_closing:
             raise _shutting_down()

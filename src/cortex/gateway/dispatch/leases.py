@@ -13,16 +13,20 @@ from cortex.gateway.dispatch.replica_loads import ReplicaLoads
 from cortex.routing import choice
 from cortex.routing.prefixes import PrefixRecord
 from cortex.wire.errors import CortexError, UnsupportedModality
-from cortex.wire.node.protocol import Dialect, ModelState
+from cortex.wire.node.protocol import Dialect, ModelState, ModelStatus
+from cortex.wire.pictures.rejection import reads_text_only
 
-Need = Literal["response", "count", "embeddings", "rerank"]
-"""What a request needs from a node: a generated response, a token count, vectors, or scores."""
+Need = Literal["response", "count", "embeddings", "rerank", "relay"]
+"""What a request needs from a node: a generated response, a token count, vectors, scores, or a server that reads it."""
 _CAPABILITIES: dict[Need, tuple[tuple[str, ...], str]] = {
     "response": (("chat",), "generates no text"),
     "embeddings": (("embeddings",), "makes no embeddings"),
     "rerank": (("rerank", "embeddings"), "makes no scores"),
 }
 """What a model must be capable of, one of these and best the first, and what one that is not does."""
+
+_ENGINES = ("torch", "candle")
+"""The harnesses that are no servers."""
 
 NO_NODES: frozenset[str] = frozenset()
 RELOAD_TOLERANCE_S = 2.0
@@ -79,7 +83,7 @@ class PendingRequest:
     """A request for a lease. `deliver` is called exactly once, with a lease or with the error, unless the request is
     cancelled first."""
 
-    __slots__ = ("deliver", "excluded", "model", "need", "origin", "prompt", "since")
+    __slots__ = ("deliver", "excluded", "has_pictures", "model", "need", "origin", "prompt", "since")
 
     def __init__(
         self,
@@ -91,8 +95,11 @@ class PendingRequest:
         origin: Origin = "request",
         need: Need = "response",
         excluded: frozenset[str] = NO_NODES,
+        has_pictures: bool = False,
     ) -> None:
         self.model = model
+        self.has_pictures = has_pictures
+        """Nodes whose replicas read pictures are preferred."""
         self.prompt = prompt
         """The bytes of the prompt from its beginning, for prefix affinity."""
         self.deliver = deliver
@@ -127,8 +134,16 @@ class LeasePool:
         """The fleet was rebuilt: drop what was derived from the old one."""
         self._ready.clear()
 
-    def acquire(self, model: str, prompt: Callable[[], bytes], excluded: frozenset[str] = NO_NODES) -> Lease | None:
-        """A lease where `model` is ready, or `None`. The hot path: with one replica nothing is computed."""
+    def acquire(
+        self,
+        model: str,
+        prompt: Callable[[], bytes],
+        excluded: frozenset[str] = NO_NODES,
+        *,
+        has_pictures: bool = False,
+    ) -> Lease | None:
+        """A lease where `model` is ready, or `None`. The hot path: with one replica nothing is computed.
+        `has_pictures`: a replica that reads pictures is preferred."""
         ready = self._ready.get(model)
         if ready is None:
             ready = self._replicas(model)
@@ -143,9 +158,15 @@ class LeasePool:
             )
             if not ready:
                 return None
+        if has_pictures and len(ready) > 1:
+            reading = tuple((node, held) for node, held in ready if held.status.capabilities.vision)
+            ready = reading or ready
         if len(ready) == 1:
             return self._take(ready[0][0], model)
         return self._take_best(model, ready, prompt())
+
+    def acquire_for(self, pending: PendingRequest, excluded: frozenset[str] = NO_NODES) -> Lease | None:
+        return self.acquire(pending.model, pending.prompt, excluded, has_pictures=pending.has_pictures)
 
     def _replicas(self, model: str) -> tuple[tuple[Node, Residency], ...]:
         ready = self._ready.get(model)
@@ -159,23 +180,50 @@ class LeasePool:
         known = [context for context in contexts if context is not None]
         return max(known) if known and len(known) == len(contexts) else None
 
-    def tokeniser(self, model: str) -> Lease:
-        """A node that can count tokens for `model`, loaded or not. Raises UnsupportedModality when none can."""
-        candidates = [
-            node
-            for node in self._fleet_state.fleet.nodes
-            if node.healthy and model in node.residencies and "anthropic_messages" in node.dialects
-        ]
+    def tokeniser(self, model: str, *, has_pictures: bool = False) -> Lease | None:
+        """A node that can count tokens for `model`, loaded or not. None: no node has its files yet; a load brings them.
+        Raises UnsupportedModality when no node ever can."""
+        fleet = self._fleet_state.fleet
+        able = [node for node in fleet.nodes if node.healthy and "anthropic_messages" in node.dialects]
+        candidates = [node for node in able if model in node.residencies]
         if not candidates:
+            if fleet.catalogue.has(model) and any(node.has_lifecycle for node in able):
+                return None
             raise UnsupportedModality(
                 f"No node that is up can count tokens for {model}; start a neuron that lists the model."
             )
-        best = max(candidates, key=lambda node: node.residencies[model].state is ModelState.READY)
-        return self._take(best, model, reason="counts tokens for this model")
+
+        def rank(node: Node) -> tuple[bool, bool]:
+            held = node.residencies[model]
+            return has_pictures and held.status.capabilities.vision, held.state is ModelState.READY
+
+        return self._take(max(candidates, key=rank), model, reason="counts tokens for this model")
+
+    def check_pictures(self, model: str, may_use: Callable[[str], bool]) -> None:
+        """Raises UnsupportedModality where it is known that `model` reads text only, with models that read pictures
+        among those that `may_use` admits. What other servers read is known only if the catalogue lists it."""
+        fleet = self._fleet_state.fleet
+        listed = {spec.id: spec.capabilities for spec in fleet.catalogue.models if spec.capabilities}
+        held = [(node, node.residencies[model].status) for node in fleet.nodes if model in node.residencies]
+        may_read = not held or any(
+            status.capabilities.vision or (model not in listed and not _reports_what_it_reads(node, status))
+            for node, status in held
+        )
+        if may_read or "vision" in listed.get(model, ()):
+            return
+        reported = {
+            name
+            for node in fleet.nodes
+            for name, residency in node.residencies.items()
+            if residency.status.capabilities.vision or "vision" in listed.get(name, ())
+        }
+        raise reads_text_only(model, sorted(filter(may_use, reported)), "messages")
 
     def check_capable(self, model: str, need: Need) -> None:
         """Raises UnsupportedModality where it is known that `model` cannot do what a request needs, with a model that
         can. A model whose files no node has read yet passes."""
+        if need == "relay":
+            self._check_server(model)
         if need not in _CAPABILITIES:
             return
         capabilities, problem = _CAPABILITIES[need]
@@ -184,12 +232,24 @@ class LeasePool:
             for node in self._fleet_state.fleet.nodes
             for name, held in node.residencies.items()
             if held.status.family is not None or held.state is ModelState.READY
+            if node.has_lifecycle  # what a foreign server can do is not known
         }
         if any(known.get(model, [True])):
             return
         others = sorted((name for name, can in known.items() if any(can)), key=lambda name: (not known[name][0], name))
         advice = f"use {others[0]}" if others else f"no model of this fleet has the capability `{capabilities[0]}`"
         raise UnsupportedModality(f"{model} {problem}; {advice}.", details={"models": others[:8]})
+
+    def _check_server(self, model: str) -> None:
+        """Raises UnsupportedModality for a model that is known to run on the built-in engine everywhere."""
+        spec = self._fleet_state.fleet.catalogue.spec(model)
+        nodes = [node for node in self._fleet_state.fleet.nodes if model in node.residencies]
+        harnesses = {node.residencies[model].status.harness if node.has_lifecycle else None for node in nodes}
+        if spec.harness is None and harnesses and harnesses <= {"torch", "candle"}:
+            raise UnsupportedModality(
+                f"{model} runs on the built-in engine, which serves conversations, embeddings and scores; use a model "
+                "that a server of its own runs (`harness`)."
+            )
 
     def release(self, lease: Lease) -> bool:
         """End a lease; True when that was the last one for its model on its node."""
@@ -251,6 +311,11 @@ class LeasePool:
         lease.is_alone = chosen.replica.running + chosen.replica.waiting == 0
         self._loads.sent(lease.target, chosen.prefill_s)
         return lease
+
+
+def _reports_what_it_reads(node: Node, status: ModelStatus) -> bool:
+    """Models of servers do not, nor those whose files no node has read yet."""
+    return node.has_lifecycle and status.harness in _ENGINES and status.family is not None
 
 
 @cache

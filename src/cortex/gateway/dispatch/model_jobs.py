@@ -9,8 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, Protocol
 
+from cortex.fleet.holdings import ON_DEVICE
 from cortex.fleet.placement.decision import Decision
-from cortex.fleet.topology import ON_DEVICE, ModelOnNode, Node
+from cortex.fleet.placement.eviction import is_freed_by_sleep
+from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import FleetState, LoadFailure, LoadJob
 from cortex.wire.errors import CortexError, LoadFailed, UnloadedWhileLoading, UpstreamUnavailable, from_code
@@ -90,7 +92,9 @@ class ModelJobs:
         )
         self._fleet_state.loads[target] = job
         for victim in decision.evictions:
-            self.unload(victim, cause="evicted", for_model=target.model, sleep=True)
+            holder = self._fleet_state.fleet.node(victim.node)
+            frees = holder is not None and is_freed_by_sleep(holder)
+            self.unload(victim, cause="evicted", for_model=target.model, sleep=frees)
         if not job.victims:
             self._load(job)
 

@@ -27,7 +27,7 @@ class WaitingRequests:
         """Deliver the leases that are available now, in order of arrival."""
         for model in self._queues.models:
             while (pending := self._queues.first(model)) is not None:
-                lease = self._leases.acquire(model, pending.prompt)
+                lease = self._leases.acquire_for(pending)
                 if lease is None:
                     break
                 lease.waited_s = self._clock() - pending.since

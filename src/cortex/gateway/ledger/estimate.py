@@ -30,6 +30,10 @@ class TokenLimits(Protocol):
     @property
     def num_choices(self) -> int: ...
 
+    @property
+    def picture_tokens(self) -> int:
+        """About the most that its pictures take; their bytes are no part of the prompt's."""
+
 
 class Estimate(NamedTuple):
     """What is known about the tokens of a request before it runs."""
@@ -42,39 +46,43 @@ class Estimate(NamedTuple):
     """The context of its model, if that is known."""
     prompt_tokens: int | None = None
     """The tokens of its prompt, once somebody has counted them."""
+    picture_tokens: int = 0
+    """What its pictures take, beyond `prompt_bytes`."""
 
     @property
     def least_tokens(self) -> int:
         """A request with fewer tokens than this cannot be served."""
-        if not self.prompt_bytes and not self.completion_limit:
+        if not self.prompt_bytes and not self.picture_tokens and not self.completion_limit:
             return 0
         return max(1, self.prompt_tokens or 0) + (0 if self.completion_limit == 0 else self.num_choices)
 
     @property
     def max_prompt_tokens(self) -> int:
-        """No prompt has more tokens than bytes, nor more than the context."""
+        """No text has more tokens than bytes, and no prompt more than the context."""
+        most = self.prompt_bytes + self.picture_tokens
         if self.context_tokens is None or self.completion_limit == 0:
-            return self.prompt_bytes
-        return min(self.prompt_bytes, self.context_tokens * self.num_choices)
+            return most
+        return min(most, self.context_tokens * self.num_choices)
 
     @property
     def likely_tokens(self) -> int:
         """The prompt, by its size unless it was counted, and the limit of every choice or a default."""
         prompt = self.prompt_tokens
         if prompt is None:
-            prompt = -(-self.prompt_bytes // BYTES_PER_TOKEN)
+            prompt = -(-self.prompt_bytes // BYTES_PER_TOKEN) + self.picture_tokens
         completion = DEFAULT_COMPLETION_TOKENS if self.completion_limit is None else self.completion_limit
         return prompt + completion * self.num_choices
 
     @property
     def most_tokens(self) -> int:
         """What it cannot exceed; `UNKNOWN` where neither a limit nor the context is known."""
-        prompt_bytes, limit, num_choices, context, prompt = self
+        prompt_bytes, limit, num_choices, context, prompt, picture_tokens = self
         if limit == 0:
-            return prompt_bytes
+            return prompt_bytes + picture_tokens
         most = UNKNOWN if context is None else context * num_choices
         if limit is not None:
-            by_limit = (prompt_bytes + MAX_TEMPLATE_TOKENS if prompt is None else prompt) + limit * num_choices
+            most_prompt = prompt_bytes + picture_tokens + MAX_TEMPLATE_TOKENS if prompt is None else prompt
+            by_limit = most_prompt + limit * num_choices
             if by_limit < most:
                 return by_limit
         return most

@@ -30,6 +30,7 @@ _SECRET_LENGTH = 43
 _KEY_LENGTH = len(PREFIX) + 1 + _ID_LENGTH + 1 + _SECRET_LENGTH
 
 Limit = Annotated[int, msgspec.Meta(ge=0)]
+Money = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class KeySection(Section, frozen=True):
@@ -48,9 +49,16 @@ class KeySection(Section, frozen=True):
     window_tokens: Limit | None = None
     """Prompt and completion tokens within `window_s`."""
     window_s: Annotated[int, msgspec.Meta(ge=60)] = 86400
-    """The rolling window of `window_tokens`, in whole minutes."""
+    """The rolling window of `window_tokens` and `window_cost`, in whole minutes."""
     balance_tokens: Limit | None = None
     """Tokens in the key's whole life; raise it to top the key up."""
+    window_cost: Money | None = None
+    """What it may cost within `window_s`, by the prices in `models.toml` and in their currency. Models without prices
+    are free."""
+    balance_cost: Money | None = None
+    """What it may cost in its whole life."""
+    group: str | None = None
+    """The group of `[[groups]]` whose limits it shares, in addition to its own."""
     operator: bool = False
     """Whether it may also load, unload and pin models, and manage keys."""
     expires: str | None = None
@@ -93,6 +101,9 @@ def generate(
     window_tokens: int | None = None,
     window_s: int = 86400,
     balance_tokens: int | None = None,
+    window_cost: float | None = None,
+    balance_cost: float | None = None,
+    group: str | None = None,
     operator: bool = False,
     expires: str | None = None,
 ) -> NewKey:
@@ -110,6 +121,9 @@ def generate(
         window_tokens=window_tokens,
         window_s=window_s,
         balance_tokens=balance_tokens,
+        window_cost=window_cost,
+        balance_cost=balance_cost,
+        group=group,
         operator=operator,
         expires=expires,
     )
@@ -196,7 +210,7 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _toml(value: str | int | tuple[str, ...]) -> str:
+def _toml(value: str | float | tuple[str, ...]) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(_toml(item) for item in value)}]"
     # TOML writes strings, numbers and booleans as JSON does.

@@ -25,6 +25,7 @@ from functools import partial
 from typing import TypeVar
 
 from cortex.gateway.database import StoreError
+from cortex.gateway.ledger.groups import Budget
 from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.gateway.ledger.limits import MINUTE_S, Account, Spent
 from cortex.gateway.ledger.store import Store
@@ -54,6 +55,7 @@ class Ledger:
         self,
         store: Store,
         keyring: Keyring,
+        budgets: Mapping[str, tuple[Budget, ...]] | None = None,
         *,
         flush_s: float = 1.0,
         clock: Callable[[], float] = time.time,
@@ -61,7 +63,8 @@ class Ledger:
         tasks: Supervisor | None = None,
         unwritten: UnwrittenUsage | None = None,
     ) -> None:
-        """`clock` dates usage; `monotonic` times what a changed wall clock must not disturb.
+        """`budgets`: by key id, those beyond the key's own. `clock` dates usage; `monotonic` times what a changed wall
+        clock must not disturb.
 
         `tasks` runs the regular flush; without it the ledger has a supervisor of its own. `unwritten` keeps what the
         database does not take at the end.
@@ -84,6 +87,7 @@ class Ledger:
         self._writing = asyncio.Lock()  # two writes at once would replace the same claim twice
         self._closing = asyncio.Event()
         self._keyring = keyring
+        self._budgets: Mapping[str, tuple[Budget, ...]] = {} if budgets is None else budgets
         self.is_failing = False
         """Whether the database could not be written to; usage is kept in memory meanwhile."""
 
@@ -91,23 +95,28 @@ class Ledger:
         """Read past usage and start the regular flush. Raises `StoreError` when the database cannot be read."""
         if self._unwritten is not None:
             await self._in_thread(partial(self._unwritten.recover, self._store))
-        await self.use(self._keyring)
+        await self.use(self._keyring, self._budgets)
         self._task = self._tasks.start("ledger flush", self._flush_regularly)
 
-    async def use(self, keyring: Keyring) -> None:
-        """Replace the keys. Accounts of keys that stay keep their reservations. Raises `StoreError`."""
+    async def use(self, keyring: Keyring, budgets: Mapping[str, tuple[Budget, ...]] | None = None) -> None:
+        """Replace the keys and budgets. Accounts that stay keep their reservations. Raises `StoreError`."""
         now, monotonic_now = self.clock(), self.monotonic()
-        fresh = [key for key in keyring if key.id not in self._accounts]
+        budgets = budgets or {}
+        extra = {budget.section.id: budget for each in budgets.values() for budget in each}
+        sections = (*keyring, *(budget.section for budget in extra.values()))
+        fresh = [key for key in sections if key.id not in self._accounts]
         claim, windows = self._claim, _windows(fresh, now)
         spent: Mapping[str, Spent] = {}
         if fresh or not self._accounts:  # a key is revoked even while the database is down
             spent = await self._in_thread(lambda: self._store.open_accounts(windows, claim))
-        for key in keyring:
+        for key in sections:
             if key.id in self._accounts:
                 self._accounts[key.id].change(key, monotonic_now)
             else:
-                self._accounts[key.id] = Account(key, spent[key.id], monotonic_now)
-        self._keyring = keyring
+                budget = extra.get(key.id)
+                kind = (None, False) if budget is None else (budget.label, budget.is_cost)
+                self._accounts[key.id] = Account(key, spent[key.id], monotonic_now, kind[0], is_cost=kind[1])
+        self._keyring, self._budgets = keyring, budgets
 
     async def close(self) -> None:
         """Stop the regular flush and write the remaining usage: to the database, else to the file for the next start.
@@ -147,12 +156,31 @@ class Ledger:
         )
 
     def account(self, key: KeySection) -> Account:
-        return self._accounts[key.id]
+        """The account of a key, or of a user who signed in without one, whose own tokens are not limited."""
+        if (account := self._accounts.get(key.id)) is None:
+            account = self._accounts[key.id] = Account(key, Spent(), self.monotonic())
+        return account
+
+    def budgets(self, key: KeySection) -> tuple[tuple[Budget, Account], ...]:
+        """The budgets that requests of the key are charged to beyond its own, and their accounts."""
+        return tuple((budget, self._accounts[budget.section.id]) for budget in self._budgets_of(key))
+
+    def _budgets_of(self, key: KeySection) -> tuple[Budget, ...]:
+        own = self._budgets.get(key.id)
+        return own if own is not None else self._budgets.get(f"group:{key.group}", ())
 
     def settle(self, account: Account, reserved: int, usage: Usage | None, *, model: str, node: str) -> None:
         """Record the usage of one request; None when it ended without a response."""
-        now = self.clock()
         counts = Counts(requests=1, usage=usage or _EMPTY)
+        self._settle(account, reserved, counts, model=model, node=node)
+
+    def settle_budget(self, account: Account, reserved: int, amount: int) -> None:
+        """Charge the amount of one request to a budget."""
+        counts = Counts(requests=1, usage=Usage(completion_tokens=amount))
+        self._settle(account, reserved, counts, model="", node="")
+
+    def _settle(self, account: Account, reserved: int, counts: Counts, *, model: str, node: str) -> None:
+        now = self.clock()
         account.settle(reserved, counts.tokens, now)
         slot = Slot.at(now, key_id=account.key.id, key_name=account.key.name, model=model, node=node)
         earlier = self._batch.get(slot)
@@ -188,7 +216,12 @@ class Ledger:
     async def _write(self) -> None:
         now = self.clock()
         before, after = self._claim, self._renewed_claim(now)
-        limited = [key for key in self._keyring if key.window_tokens is not None or key.balance_tokens is not None]
+        extra = {budget.section.id: budget.section for each in self._budgets.values() for budget in each}
+        limited = [
+            key
+            for key in (*self._keyring, *extra.values())
+            if key.window_tokens is not None or key.balance_tokens is not None
+        ]
         if not self._batch and not limited and after is before and not self.is_failing:
             return  # while it fails, an empty batch finds out whether the database is back
         batch, self._batch = self._batch, {}

@@ -113,6 +113,8 @@ class Account:
 
     __slots__ = (
         "_bucket",
+        "_is_cost",
+        "_label",
         "_reserved",
         "_reserved_elsewhere",
         "_total",
@@ -123,8 +125,13 @@ class Account:
         "num_reservations",
     )
 
-    def __init__(self, key: KeySection, recorded: Spent, monotonic_now: float) -> None:
+    def __init__(
+        self, key: KeySection, recorded: Spent, monotonic_now: float, label: str | None = None, *, is_cost: bool = False
+    ) -> None:
+        """`label` and `is_cost`: of a `Budget`, whose amounts are tokens or money."""
         self.key = key
+        self._label = label or f"The key `{key.name}`"
+        self._is_cost = is_cost
         self._total = recorded.total
         self._window = RollingSum(recorded.by_minute)
         self._unrecorded: dict[int, int] = {}
@@ -149,11 +156,11 @@ class Account:
     def total_spent(self) -> int:
         return self._total
 
-    def reserve(self, estimate: Estimate, now: float, monotonic_now: float | None = None) -> int:
-        """Reserve a request and the tokens that it may use; returns the tokens, for `settle`.
+    def reserve(self, estimate: Estimate, now: float, monotonic_now: float | None = None, *, price: int = 1) -> int:
+        """Reserve a request and the tokens that it may use; returns the amount, for `settle`.
 
         With a budget they are the most that it may use; without one, what it likely uses. `monotonic_now` is the time
-        for the rate; without it, `now` is.
+        for the rate; without it, `now` is. `price`: the amount of one token, 1 where the account counts tokens.
 
         Raises `RateLimitExceeded` or `InsufficientQuota` without reserving anything.
         """
@@ -161,27 +168,27 @@ class Account:
         if key.requests_per_min is not None:
             wait_s = self._bucket.take(key.requests_per_min, now if monotonic_now is None else monotonic_now)
             if wait_s:
-                message = f"The key `{key.name}` has used its {plural(key.requests_per_min, 'request')} per minute"
+                message = f"{self._label} has used its {plural(key.requests_per_min, 'request')} per minute"
                 raise RateLimitExceeded(f"{message}; try again in {duration(max(1.0, wait_s))}.", retry_after_s=wait_s)
         try:
-            tokens = self._granted(estimate, now) if self.has_budget else estimate.likely_tokens
+            tokens = self._granted(estimate, now, price) if self.has_budget else estimate.likely_tokens
         except (RateLimitExceeded, InsufficientQuota):
             self._bucket.give_back()
             raise
-        self._reserved += tokens
+        self._reserved += tokens * price
         self.num_reservations += 1
-        return tokens
+        return tokens * price
 
-    def extend(self, reserved: int, estimate: Estimate, now: float) -> int:
-        """Replace a reservation by a larger one, by what is known now; returns its tokens. Raises as `reserve` does,
+    def extend(self, reserved: int, estimate: Estimate, now: float, *, price: int = 1) -> int:
+        """Replace a reservation by a larger one, by what is known now; returns its amount. Raises as `reserve` does,
         and then the reservation is unchanged."""
         self._reserved -= reserved
-        tokens = reserved
+        amount = reserved
         try:
-            tokens = max(reserved, self._granted(estimate, now))
+            amount = max(reserved, self._granted(estimate, now, price) * price)
         finally:
-            self._reserved += tokens
-        return tokens
+            self._reserved += amount
+        return amount
 
     def settle(self, reserved: int, used: int, now: float) -> None:
         """Replace a reservation by what was used. Call it exactly once for each `reserve`."""
@@ -217,9 +224,15 @@ class Account:
             by_minute[minute] = by_minute.get(minute, 0) + tokens
         self._window = RollingSum(by_minute)
 
-    def _granted(self, estimate: Estimate, now: float) -> int:
-        """The tokens to reserve. Raises the error of a budget that has too few left."""
-        held, least = self._reserved + self._reserved_elsewhere, estimate.least_tokens
+    def withdraw(self, reserved: int) -> None:
+        """Undo a `reserve`, as if the request had never come."""
+        self._reserved -= reserved
+        self.num_reservations -= 1
+        self._bucket.give_back()
+
+    def _granted(self, estimate: Estimate, now: float, price: int) -> int:
+        """The tokens to reserve. Raises the error of a budget that has too little left."""
+        held, least = self._reserved + self._reserved_elsewhere, estimate.least_tokens * price
         left = UNKNOWN
         if (balance := self.key.balance_tokens) is not None:
             left = balance - self._total - held
@@ -230,32 +243,44 @@ class Account:
             if left_in_window < least or budget == 0:
                 raise self._over_window(left_in_window + held, held, least, budget, now)
             left = min(left, left_in_window)
-        return estimate.reserved(max(0, left))
+        return estimate.reserved(max(0, left // price))
 
     def _over_balance(self, unspent: int, held: int, least: int, balance: int) -> CortexError:
-        has = f"The key `{self.key.name}` has {max(0, unspent - held)} of {balance} tokens left"
+        show = self._shown
+        has = f"{self._label} has {show(max(0, unspent - held))} of {show(balance)}{self._noun} left"
         if 0 < least <= unspent:
-            return RateLimitExceeded(f"{has}, because its running requests hold {held}; try again when one has ended.")
+            return RateLimitExceeded(
+                f"{has}, because its running requests hold {show(held)}; try again when one has ended."
+            )
         return InsufficientQuota(
-            f"{has} and this request needs at least {max(1, least)}; ask the operator to top it up."
+            f"{has} and this request needs at least {show(max(1, least))}; ask the operator to top it up."
         )
 
     def _over_window(self, unspent: int, held: int, least: int, budget: int, now: float) -> CortexError:
-        window = duration(self.key.window_s)
+        window, show = duration(self.key.window_s), self._shown
         if least > budget or budget == 0:
             return InsufficientQuota(
-                f"The key `{self.key.name}` has {budget} tokens in any {window} and this request needs at least "
-                f"{least}; shorten the prompt or lower the number of choices."
+                f"{self._label} has {show(budget)}{self._noun} in any {window} and this request needs at least "
+                f"{show(least)}; shorten the prompt or lower the number of choices."
             )
         left = max(0, unspent - held)
-        has = f"The key `{self.key.name}` has {left} of {budget} tokens left in its window of {window}"
+        has = f"{self._label} has {show(left)} of {show(budget)}{self._noun} left in its window of {window}"
         if least <= unspent:
-            return RateLimitExceeded(f"{has}, because its running requests hold {held}; try again when one has ended.")
+            return RateLimitExceeded(
+                f"{has}, because its running requests hold {show(held)}; try again when one has ended."
+            )
         wait_s = self._until_free(least - unspent, now)
         return RateLimitExceeded(
-            f"{has} and this request needs at least {least}; try again in {duration(max(1.0, wait_s))}.",
+            f"{has} and this request needs at least {show(least)}; try again in {duration(max(1.0, wait_s))}.",
             retry_after_s=wait_s,
         )
+
+    @property
+    def _noun(self) -> str:
+        return " (cost by the prices of the models)" if self._is_cost else " tokens"
+
+    def _shown(self, amount: int) -> str:
+        return f"{amount / 1e9:.6g}" if self._is_cost else str(amount)
 
     def _until_free(self, missing: int, now: float) -> float:
         """Seconds until the window has passed `missing` tokens."""

@@ -9,19 +9,21 @@ Meters and reservations are called on the event loop's thread and never wait.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from cortex.gateway.config import Config
 from cortex.gateway.database import is_url
 from cortex.gateway.ledger.estimate import Estimate, TokenLimits
-from cortex.gateway.ledger.keys import Keyring, KeySection, check_model, check_operator
+from cortex.gateway.ledger.groups import Budget, NoPrices, Prices, budgets_of, with_models_of_groups
+from cortex.gateway.ledger.keyed_reservation import KeyedReservation
+from cortex.gateway.ledger.keys import Keyring, KeySection, check_operator
 from cortex.gateway.ledger.ledger import Ledger
-from cortex.gateway.ledger.limits import Account
-from cortex.gateway.ledger.sessions import Sessions, session_of
+from cortex.gateway.ledger.sessions import Sessions, check_from_page, session_of
 from cortex.gateway.ledger.store import open_store
 from cortex.gateway.ledger.unwritten import UnwrittenUsage
+from cortex.gateway.ledger.users import SignInSection
 from cortex.http.request import Request
 from cortex.tasks import Supervisor
 from cortex.wire.errors import InvalidAPIKey
@@ -33,6 +35,8 @@ ANONYMOUS = "anonymous"
 
 ContextOf = Callable[[], int | None]
 """The context of a request's model; None where it is not known."""
+PricesOf = Callable[[], Prices]
+"""The prices of a request's model."""
 
 
 def _unknown() -> None:
@@ -81,12 +85,20 @@ class Meter(Protocol):
     """Authenticates requests, admits them and records their usage."""
 
     def admit(
-        self, key: KeySection | None, prompt_bytes: int, limits: TokenLimits, context: ContextOf = _unknown
+        self,
+        key: KeySection | None,
+        prompt_bytes: int,
+        limits: TokenLimits,
+        context: ContextOf = _unknown,
+        prices: PricesOf = NoPrices,
+        *,
+        is_counted: bool = False,
     ) -> Reservation:
         """Reserve what a request of `key`, from `key()`, may use. Raises RateLimitExceeded or InsufficientQuota, and
         InvalidAPIKey where a key is needed and there is none.
 
-        `prompt_bytes` is 0 for a request that uses no tokens. `context` is called only where a key has a budget.
+        `prompt_bytes` is 0 for a request that uses no tokens, and with `is_counted` it is the number of its tokens.
+        `context` and `prices` are called only where a key has a budget.
         """
 
     def authenticate(self, request: Request) -> str:
@@ -137,6 +149,9 @@ class OpenMeter:
         prompt_bytes: int,  # noqa: ARG002
         limits: TokenLimits,  # noqa: ARG002
         context: ContextOf = _unknown,  # noqa: ARG002
+        prices: PricesOf = NoPrices,  # noqa: ARG002
+        *,
+        is_counted: bool = False,  # noqa: ARG002
     ) -> Reservation:
         return self._reservation
 
@@ -153,70 +168,38 @@ class OpenMeter:
         return None
 
 
-class _KeyedReservation:
-    """Tokens of one request, reserved in the account of its key."""
-
-    __slots__ = ("_account", "_estimate", "_ledger", "_tokens", "token_limit")
-
-    def __init__(self, ledger: Ledger, account: Account, estimate: Estimate) -> None:
-        """Raises what `Account.reserve` raises."""
-        self._ledger = ledger
-        self._account = account
-        self._estimate = estimate
-        self._tokens = account.reserve(estimate, ledger.clock(), ledger.monotonic())
-        self.token_limit = self._tokens if account.has_budget else None
-
-    @property
-    def principal(self) -> str:
-        return self._account.key.name
-
-    @property
-    def key(self) -> KeySection:
-        return self._account.key
-
-    @property
-    def is_tight(self) -> bool:
-        return self.token_limit is not None and self.token_limit < self._estimate.most_tokens
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        return self._estimate.max_prompt_tokens
-
-    def extend(self, prompt_tokens: int) -> int | None:
-        if self.token_limit is not None:
-            self._estimate = self._estimate._replace(prompt_tokens=prompt_tokens)
-            self._tokens = self._account.extend(self._tokens, self._estimate, self._ledger.clock())
-            self.token_limit = self._tokens
-        return self.token_limit
-
-    def check_model(self, model: str) -> None:
-        check_model(self._account.key, model)
-
-    def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
-        self._ledger.settle(self._account, self._tokens, usage, model=model, node=node)
-
-    def cancel(self) -> None:
-        """Return the tokens. The request still counts towards the key's requests per minute."""
-        self._account.settle(self._tokens, 0, self._ledger.clock())
-
-
 class KeyedMeter:
     """Every request needs a key, and its usage is charged to it. Without keys every request is rejected."""
 
-    def __init__(self, ledger: Ledger, sessions: Sessions | None = None) -> None:
+    def __init__(self, ledger: Ledger, sessions: Sessions | None = None, sign_in: SignInSection | None = None) -> None:
         """Without `sessions` nobody can sign in to the page."""
+        self._sign_in = sign_in or SignInSection()
         self._ledger = ledger
         self._sessions = sessions
 
     def admit(
-        self, key: KeySection | None, prompt_bytes: int, limits: TokenLimits, context: ContextOf = _unknown
+        self,
+        key: KeySection | None,
+        prompt_bytes: int,
+        limits: TokenLimits,
+        context: ContextOf = _unknown,
+        prices: PricesOf = NoPrices,
+        *,
+        is_counted: bool = False,
     ) -> Reservation:
         if key is None:
             raise _no_key()
-        account = self._ledger.account(key)
-        context_tokens = context() if account.has_budget else None
-        estimate = Estimate(prompt_bytes, limits.completion_limit, limits.num_choices, context_tokens)
-        return _KeyedReservation(self._ledger, account, estimate)
+        account, budgets = self._ledger.account(key), self._ledger.budgets(key)
+        context_tokens = context() if account.has_budget or budgets else None
+        estimate = Estimate(
+            prompt_bytes,
+            limits.completion_limit,
+            limits.num_choices,
+            context_tokens,
+            prompt_bytes if is_counted else None,
+            picture_tokens=limits.picture_tokens if prompt_bytes else 0,
+        )
+        return KeyedReservation(self._ledger, account, estimate, prices() if budgets else NoPrices())
 
     def authenticate(self, request: Request) -> str:
         return self.key(request).name
@@ -230,7 +213,10 @@ class KeyedMeter:
         if (key := request.header(b"x-api-key")) is not None:
             return keyring.recognise(key.decode("latin-1"))
         if self._sessions is not None and session_of(request) is not None:
-            return self._sessions.recognise(keyring, request)
+            return self._sessions.recognise(keyring, request, self._sign_in)
+        if (user := self._sign_in.proxied(request)) is not None:
+            check_from_page(request)
+            return self._sign_in.key_of(user)
         raise _no_key()
 
     def authenticate_operator(self, request: Request) -> str:
@@ -270,6 +256,11 @@ class Metering:
         return isinstance(self.meter, OpenMeter)
 
     @property
+    def sessions(self) -> Sessions | None:
+        """None before `use`."""
+        return self._sessions
+
+    @property
     def ledger(self) -> Ledger | None:
         """The ledger; None on a gateway that never had keys."""
         return self._ledger
@@ -280,15 +271,18 @@ class Metering:
         Without keys the gateway is open if it never had any, or if `gateway.open` says so. Otherwise nobody gets in:
         removing the last key must not admit everybody.
         """
-        keyring = Keyring(config.keys)
+        keyring = Keyring(with_models_of_groups(config.keys, config.groups))
+        budgets = budgets_of(config.keys, config.groups)
         if self._ledger is not None:
-            await self._ledger.use(keyring)
-        elif config.keys or (not config.gateway.open and await self._had_keys(config)):
-            self._ledger = await self._open_ledger(config, keyring)
-        is_open = not config.keys and (config.gateway.open or self._ledger is None)
+            await self._ledger.use(keyring, budgets)
+        elif config.keys or config.sign_in.is_enabled or (not config.gateway.open and await self._had_keys(config)):
+            self._ledger = await self._open_ledger(config, keyring, budgets)
+        is_open = not config.keys and not config.sign_in.is_enabled and (config.gateway.open or self._ledger is None)
         if self._sessions is None:
             self._sessions = Sessions(config.state_directory(self._directory))
-        self.meter = OpenMeter() if is_open or self._ledger is None else KeyedMeter(self._ledger, self._sessions)
+        self.meter = (
+            OpenMeter() if is_open or self._ledger is None else KeyedMeter(self._ledger, self._sessions, config.sign_in)
+        )
 
     async def _had_keys(self, config: Config) -> bool:
         """Whether the database has recorded keys. Creates none."""
@@ -301,10 +295,10 @@ class Metering:
         finally:
             await asyncio.to_thread(store.close)
 
-    async def _open_ledger(self, config: Config, keyring: Keyring) -> Ledger:
+    async def _open_ledger(self, config: Config, keyring: Keyring, budgets: Mapping[str, tuple[Budget, ...]]) -> Ledger:
         store = await asyncio.to_thread(open_store, config.database(self._directory))
         unwritten = UnwrittenUsage(config.state_directory(self._directory))
-        ledger = Ledger(store, keyring, flush_s=config.ledger.flush_s, tasks=self._tasks, unwritten=unwritten)
+        ledger = Ledger(store, keyring, budgets, flush_s=config.ledger.flush_s, tasks=self._tasks, unwritten=unwritten)
         try:
             await ledger.start()
         except BaseException:

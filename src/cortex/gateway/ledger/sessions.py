@@ -1,12 +1,14 @@
 """Sessions of the page: a browser that signed in with a key sends a cookie instead of the key.
 
 A session is `<key id>.<expiry>.<signature>`. Nothing is stored for it. The signature covers the hash of the key, so a
-session ends when its key is removed or replaced. The signing secret lives in the gateway's state directory, is created
+session ends when its key is removed or replaced. That of a user who signed in without a key has their name and roles
+instead of the key's id. The signing secret lives in the gateway's state directory, is created
 by the first sign-in, and lets sessions outlive a restart.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import logging
@@ -14,9 +16,13 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from cortex import private_file
 from cortex.gateway.ledger.keys import Keyring, KeySection
+from cortex.gateway.ledger.users import SignInSection, User
 from cortex.http.request import Request
 from cortex.wire.errors import InvalidAPIKey, about
 
@@ -29,6 +35,16 @@ LIFETIME_S = 12 * 3600
 SECRET_FILE = "page-sessions.secret"
 _SECRET_BYTES = 32
 _READS = (b"GET", b"HEAD")
+
+
+T = TypeVar("T")
+_SEALED = "s"
+"""Begins what `Sessions.sealed` makes. Ids of keys are longer."""
+
+
+class _UserSession(msgspec.Struct, frozen=True, kw_only=True):
+    user: User
+    expires: int
 
 
 class Sessions:
@@ -45,15 +61,33 @@ class Sessions:
         expires = int(self._clock()) + LIFETIME_S
         return f"{key.id}.{expires}.{self._signature(key, expires)}"
 
-    def recognise(self, keyring: Keyring, request: Request) -> KeySection:
-        """The key of the session that `request` carries. Raises InvalidAPIKey.
+    def issue_user(self, user: User) -> str:
+        """A new session for a user without a key."""
+        return self.sealed(_UserSession(user=user, expires=int(self._clock()) + LIFETIME_S))
 
-        A request that changes something also needs the header of the page, and no request may come from another site:
-        browsers send cookies with forged requests, too.
-        """
+    def sealed(self, value: msgspec.Struct) -> str:
+        """`value` as text that only this gateway can make; who has it can read it."""
+        payload = base64.urlsafe_b64encode(msgspec.json.encode(value)).decode()
+        return f"{_SEALED}.{payload}.{self._sign(f'{type(value).__name__}.{payload}')}"
+
+    def unsealed(self, text: str, kind: type[T]) -> T | None:
+        """The value that `sealed` made `text` of; None if it did not."""
+        mark, _, rest = text.partition(".")
+        payload, _, signature = rest.partition(".")
+        expected = self._sign(f"{kind.__name__}.{payload}")
+        if mark != _SEALED or not hmac.compare_digest(signature.encode("utf-8", "replace"), expected.encode()):
+            return None
+        return msgspec.json.decode(base64.urlsafe_b64decode(payload), type=kind)
+
+    def recognise(self, keyring: Keyring, request: Request, sign_in: SignInSection) -> KeySection:
+        """The key of the session that `request` carries, or what its user may do. Raises InvalidAPIKey."""
         text = session_of(request) or ""
-        if is_cross_site(request) or (request.method not in _READS and request.header(PAGE_HEADER) is None):
-            raise InvalidAPIKey("A session is valid for requests of the page only; send an API key instead.")
+        check_from_page(request)
+        if text.startswith(f"{_SEALED}."):
+            found = self.unsealed(text, _UserSession)
+            if found is None or found.expires <= self._clock() or sign_in.issuer is None:
+                raise _ended()
+            return sign_in.key_of(found.user)
         key_id, _, rest = text.partition(".")
         expires, _, signature = rest.partition(".")
         key = keyring.find(key_id)
@@ -66,9 +100,12 @@ class Sessions:
         return key
 
     def _signature(self, key: KeySection, expires: int) -> str:
+        return self._sign(f"{key.id}.{key.sha256}.{expires}")
+
+    def _sign(self, text: str) -> str:
         if self._secret is None:
             self._secret = self._read_secret()
-        return hmac.new(self._secret, f"{key.id}.{key.sha256}.{expires}".encode(), hashlib.sha256).hexdigest()
+        return hmac.new(self._secret, text.encode("utf-8", "replace"), hashlib.sha256).hexdigest()
 
     def _read_secret(self) -> bytes:
         try:
@@ -90,6 +127,13 @@ class Sessions:
         if len(secret) < _SECRET_BYTES:
             raise OSError(f"it has {len(secret)} bytes, not {_SECRET_BYTES}; delete it")
         return secret
+
+
+def check_from_page(request: Request) -> None:
+    """Raises InvalidAPIKey for a request that another site may have sent: browsers send cookies, and what a proxy knows
+    of their users, with forged requests, too. One that changes something needs the header of the page."""
+    if is_cross_site(request) or (request.method not in _READS and request.header(PAGE_HEADER) is None):
+        raise InvalidAPIKey("A session is valid for requests of the page only; send an API key instead.")
 
 
 def session_of(request: Request) -> str | None:

@@ -1,7 +1,8 @@
 """The ledger's tables, and the statements on them, which SQLite and PostgreSQL both run.
 
 `spend` has the usage by minute, key, model and node, `total` its sum by key. `reservation` has what running requests
-may still use, by gateway and key. Every function runs inside the caller's transaction.
+may still use, by gateway and key. Budgets beyond those of keys (`groups.py`) have rows of the same kind, under ids with
+a colon, which no key has; reports leave them out. Every function runs inside the caller's transaction.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ _GROUPS: dict[GroupBy, str] = {
 _USAGE = """
     SELECT {group}, model, SUM(requests), SUM(prompt_tokens), SUM(cached_tokens),
            SUM(completion_tokens), SUM(reasoning_tokens)
-    FROM spend WHERE minute >= ? AND minute < ?{of_key} GROUP BY 1, 3 ORDER BY 1, 3
+    FROM spend WHERE minute >= ? AND minute < ?{of_key}
+        AND substr(key_id, 1, 6) <> 'group:' AND substr(key_id, 1, 5) <> 'cost:'
+    GROUP BY 1, 3 ORDER BY 1, 3
 """
 _ADD_RESERVATION = """
     INSERT INTO reservation (owner, key_id, key_name, requests, tokens, renewed_ms) VALUES (?, ?, ?, ?, ?, ?)

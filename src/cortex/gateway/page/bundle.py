@@ -27,7 +27,7 @@ _POLICY = "; ".join(
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
-        "img-src 'self'",
+        "img-src 'self' data:",  # pictures of the user's own
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",

@@ -14,7 +14,8 @@ from cortex.gateway.ledger.meter import Meter
 from cortex.gateway.ledger.sessions import COOKIE, LIFETIME_S, PAGE_HEADER, is_cross_site
 from cortex.gateway.page.bundle import INDEX, PageFile, read_bundle, respond, wants_html
 from cortex.gateway.page.failed_sign_ins import FailedSignIns
-from cortex.gateway.proxy.listener import PAGE_FILES, SESSION_PATH
+from cortex.gateway.page.signing_in import SigningIn
+from cortex.gateway.proxy.listener import CONVERSATIONS_PATH, PAGE_FILES, SESSION_PATH, SIGN_IN_PATHS
 from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
@@ -42,9 +43,10 @@ class _SignIn(msgspec.Struct, frozen=True):
 class Page:
     """Serves the page. Used on the loop's thread; files are read on another one, at the first request for one."""
 
-    def __init__(self, meter: Meter, *, is_secure: bool = False) -> None:
+    def __init__(self, meter: Meter, signing_in: SigningIn, *, is_secure: bool = False) -> None:
         """`is_secure`: browsers reach the page over HTTPS only, so that its cookie is never sent without."""
         self._is_secure = is_secure
+        self._signing_in = signing_in
         self.meter = meter
         """Replaced by a reload."""
         self._failed_sign_ins = FailedSignIns()
@@ -58,6 +60,8 @@ class Page:
         return (
             path.startswith(PAGE_FILES)
             or path == SESSION_PATH
+            or path in SIGN_IN_PATHS
+            or path.startswith(CONVERSATIONS_PATH)
             or (path == b"/" and request.method in _READS and wants_html(request))
         )
 
@@ -66,6 +70,8 @@ class Page:
         request = exchange.request
         if request.path == SESSION_PATH:
             exchange.respond(*self._session(request))
+        elif request.path in SIGN_IN_PATHS or request.path.startswith(CONVERSATIONS_PATH):
+            self._signing_in.handle(exchange)
         elif self._bundle is not None:
             exchange.respond(*_file(self._bundle, request))
         else:
@@ -87,7 +93,7 @@ class Page:
     def _session(self, request: Request) -> Response:
         try:
             if request.method in _READS:
-                return _described(self.meter.key(request))
+                return _described(self.meter.key(request), has_conversations=self._signing_in.has_conversations)
             if request.header(PAGE_HEADER) is None or is_cross_site(request):
                 raise InvalidValue("/session is changed by the page only; programs send their key with every request.")
             if request.method == b"POST":
@@ -132,13 +138,14 @@ def _file(bundle: Mapping[str, PageFile], request: Request) -> Response:
     return respond(file, request)
 
 
-def _described(key: KeySection | None) -> Response:
+def _described(key: KeySection | None, *, has_conversations: bool) -> Response:
     """Who is signed in, and what they may do."""
     body: dict[str, Any] = {
         "version": __version__,
         "open": key is None,
         "name": None if key is None else key.name,
         "operator": key is None or key.operator,
+        "conversations": key is not None and has_conversations,
     }
     response = json_response(body)
     return response._replace(headers=(*response.headers, _NOT_STORED))

@@ -12,7 +12,7 @@ import msgspec
 
 from cortex.fleet.placement.decision import Origin
 from cortex.gateway.dispatch.dispatcher import Dispatcher
-from cortex.gateway.ledger.keys import KeySection
+from cortex.gateway.ledger.keys import KeySection, may_use
 from cortex.gateway.ledger.meter import Meter, Reservation
 from cortex.gateway.proxy.redaction import shown_to
 from cortex.http.request import Request
@@ -42,14 +42,28 @@ class AdmissionController:
         """The key of a request, from its headers alone; None on an open gateway. Raises InvalidAPIKey."""
         return self.meter.key(request)
 
-    def admit(self, key: KeySection | None, prompt_bytes: int, facts: Facts) -> AdmittedRequest:
-        """Reserve what a request of `key` may use and resolve its model. Raises the `CortexError` that rejects it."""
-        reservation = self.meter.admit(key, prompt_bytes, facts, partial(self._dispatcher.context_tokens, facts.model))
+    def admit(
+        self, key: KeySection | None, prompt_bytes: int, facts: Facts, *, is_counted: bool = False
+    ) -> AdmittedRequest:
+        """Reserve what a request of `key` may use and resolve its model. Raises the `CortexError` that rejects it.
+
+        `is_counted`: `prompt_bytes` are tokens."""
+        dispatcher, model = self._dispatcher, facts.model
+        context = partial(dispatcher.context_tokens, model)
+        reservation = self.meter.admit(
+            key, prompt_bytes, facts, context, lambda: dispatcher.spec(model).cost, is_counted=is_counted
+        )
         try:
             resolution = self._dispatcher.resolve(facts.model)
             reservation.check_model(resolution.model_id)
+            if facts.has_pictures:
+                self.check_pictures(key, resolution.model_id)
         except CortexError as error:
             reservation.cancel()
             raise shown_to(key, error) from error
         origin: Origin = "background" if resolution.background else "request"
         return AdmittedRequest(resolution.model_id, origin, reservation, key)
+
+    def check_pictures(self, key: KeySection | None, model: str) -> None:
+        """Raises UnsupportedModality for a model that reads text only, with those of `key` that read pictures."""
+        self._dispatcher.check_pictures(model, partial(may_use, key))

@@ -15,6 +15,8 @@ from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import ANONYMOUS
 from cortex.gateway.proxy.accounting.activity import RequestRecord
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE
+from cortex.gateway.proxy.admission import AdmittedRequest
+from cortex.gateway.proxy.opaque.body import OpaqueBody
 from cortex.gateway.proxy.request import ProxyRequest
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import MESSAGES, Route, error_response
@@ -105,7 +107,7 @@ class Inference:
                 return
             read = relayed.read(request.body, route.dialect, generates=route.generates, strip_billing=strip_billing)
         except CortexError as error:
-            self._reject_unread(exchange, route, key, id, span, error)
+            self.reject_unread(exchange, route, key, id, span, error)
             return
         then(self._received(exchange, route, key, id, span, received_at, read))
 
@@ -132,7 +134,7 @@ class Inference:
             )
             then(self._received(exchange, route, key, id, span, received_at, read))
         except CortexError as error:
-            self._reject_unread(exchange, route, key, id, span, error)
+            self.reject_unread(exchange, route, key, id, span, error)
         except asyncio.CancelledError:
             self.services.metrics.disconnects.labels("wait").inc()
             span.end({}, error="client_disconnected")
@@ -142,7 +144,7 @@ class Inference:
                 exchange.abort()
             else:
                 internal = CortexError("Internal error of the gateway; its log has the details.")
-                self._reject_unread(exchange, route, key, id, span, internal)
+                self.reject_unread(exchange, route, key, id, span, internal)
             raise  # to the log
 
     def _received(
@@ -159,7 +161,7 @@ class Inference:
             self.services.metrics.stripped.inc()
         return ReceivedRequest(exchange, route, read.body, read.envelope, key, id, span, received_at)
 
-    def _reject_unread(
+    def reject_unread(
         self, exchange: Exchange, route: Route, key: KeySection | None, id: bytes, span: Span, error: CortexError
     ) -> None:
         """Reject a request whose body was not read."""
@@ -167,19 +169,67 @@ class Inference:
         if not isinstance(error, InvalidAPIKey | ShuttingDown):  # unauthenticated clients must not fill the log
             self._record(key, route, id, error, None)
 
-    def serve(self, received: ReceivedRequest, keeper: ResponseKeeper | None = None) -> None:
-        """Admit a request and send it to a node, or reject it. `keeper` gets its response."""
+    def serve(
+        self,
+        received: ReceivedRequest,
+        keeper: ResponseKeeper | None = None,
+        make_body: Callable[[str], OpaqueBody] | None = None,
+    ) -> None:
+        """Admit a request and send it to a node, or reject it. `keeper` gets its response. `make_body`: what nodes get
+        in place of the body that was read, with the name of the model there."""
         route, body, envelope = received.route, received.body, received.envelope
         try:
             if self.services.config.strict and route is MESSAGES:
                 _check_limits(envelope.facts)
-            num_bytes = len(body) if route.uses_tokens else 0
-            admitted = self.services.admission.admit(received.key, num_bytes, envelope.facts)
+            num_bytes = len(body) - envelope.facts.picture_bytes if route.uses_tokens else 0
+            has_price = route.need == "relay"  # its tokens are not in its bytes
+            if has_price:
+                num_bytes = self.services.dispatcher.spec(envelope.facts.model).tokens_per_request
+            admitted = self.services.admission.admit(received.key, num_bytes, envelope.facts, is_counted=has_price)
         except CortexError as error:
             self.reject(received, error)
+            return
+        if make_body is None and self.services.pictures.applies(body):
+            task = run_once(self._serve_inlined(received, admitted, keeper), "fetch pictures")
+            received.exchange.on_disconnect(partial(_cancel, task))
         else:
-            exchange, id, span, started_at = received.exchange, received.id, received.span, received.received_at
-            ProxyRequest(self.services, exchange, route, body, envelope, admitted, id, span, started_at, keeper).go()
+            self._send(received, admitted, keeper, None if make_body is None else make_body(admitted.model))
+
+    def _send(
+        self,
+        received: ReceivedRequest,
+        admitted: AdmittedRequest,
+        keeper: ResponseKeeper | None,
+        other: OpaqueBody | None = None,
+    ) -> None:
+        exchange, route, body, envelope = received.exchange, received.route, received.body, received.envelope
+        id, span, started_at = received.id, received.span, received.received_at
+        ProxyRequest(self.services, exchange, route, body, envelope, admitted, id, span, started_at, keeper, other).go()
+
+    async def _serve_inlined(
+        self, received: ReceivedRequest, admitted: AdmittedRequest, keeper: ResponseKeeper | None
+    ) -> None:
+        """Sends a request with the pictures that it names by address."""
+        parser, route = self.services.parser, received.route
+        client = client_of(received.key, received.exchange.request)
+        try:
+            body = await self.services.pictures.inlined(
+                received.body, client, self.services.config.max_body_mb * 1024 * 1024
+            )
+            read = await parser.read_relayed(
+                route.dialect, body, client, generates=route.generates, strip_billing=False
+            )
+            if read.envelope.facts.has_pictures:
+                self.services.admission.check_pictures(received.key, admitted.model)
+        except CortexError as error:
+            admitted.reservation.cancel()
+            self.reject(received, error)
+        except BaseException:  # the client disconnected
+            admitted.reservation.cancel()
+            received.span.end({}, error="client_disconnected")
+            raise
+        else:
+            self._send(msgspec.structs.replace(received, body=read.body, envelope=read.envelope), admitted, keeper)
 
     def reject(self, received: ReceivedRequest, error: CortexError) -> None:
         """Reject a request that was received."""

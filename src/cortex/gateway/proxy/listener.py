@@ -8,9 +8,11 @@ from cortex import open_files
 from cortex.gateway.config import Config
 from cortex.gateway.metrics import Metrics
 from cortex.gateway.proxy.cors import CrossOrigin
-from cortex.gateway.proxy.routes import ROUTES, rejection_response
+from cortex.gateway.proxy.routes import ROUTES, opaque_route, rejection_response
 from cortex.http.limits import Buffered, ClientLimits
+from cortex.http.opaque_request import body_limit
 from cortex.http.request import Request
+from cortex.http.server.parser import Spooled
 from cortex.http.server.server import Handler, Response, Server
 from cortex.http.ticker import Ticker
 from cortex.wire.errors import CortexError
@@ -19,11 +21,18 @@ SESSION_PATH = b"/session"
 """Where a browser signs in."""
 PAGE_FILES = b"/page/"
 """The prefix of the page's files, which are the same for everybody."""
-OPEN_PATHS = (b"/", b"/health", b"/ready", SESSION_PATH)
+SIGN_IN_PATHS = (SIGN_IN_METHODS, SIGN_IN_START, SIGN_IN_CALLBACK) = (
+    b"/session/methods",
+    b"/session/start",
+    b"/session/callback",
+)
+OPEN_PATHS = (b"/", b"/health", b"/ready", SESSION_PATH, *SIGN_IN_PATHS)
 """Paths that need no key, in addition to those of `PAGE_FILES`."""
 OLLAMA_LISTINGS = (b"/api/version", b"/api/tags", b"/api/ps", b"/api/show")
 LISTING_PATHS = (b"/v1/models", b"/models", b"/props", *OLLAMA_LISTINGS)
 """Paths that need no key either, with `gateway.open_listing`."""
+CONVERSATIONS_PATH = b"/session/conversations"
+CONVERSATION_BYTES = 1024 * 1024
 CONTROL_BODY_BYTES = 64 * 1024
 """The longest body of a request that is not inference."""
 
@@ -51,6 +60,8 @@ def client_limits(config: Config, num_files: int) -> ClientLimits:
         buffered_bytes=limits.max_buffered_mb * 1024 * 1024,
         head_bytes=limits.max_head_kb * 1024,
         body_bytes=config.gateway.max_body_mb * 1024 * 1024,
+        upload_bytes=config.gateway.max_upload_mb << 20,
+        spooled_bytes=(config.gateway.max_upload_mb << 20) * 4,
         head_s=limits.head_timeout_s,
         body_s=limits.body_timeout_s,
         body_bytes_per_s=limits.min_body_kb_per_s * 1024,
@@ -71,12 +82,16 @@ def api_server(
 
     open_paths = paths_without_key(config)
 
-    def admit_head(request: Request) -> int:
+    def admit_head(request: Request) -> int | Spooled:
         is_preflight = cross_origin is not None and cross_origin.is_preflight(request)
         is_open = request.path in open_paths or request.path.startswith(PAGE_FILES)
         if not is_open and not is_preflight:
             authenticate(request)
+        if opaque_route(request.path) is not None:
+            return body_limit(request, body_bytes=limits.body_bytes, upload_bytes=limits.upload_bytes)
         is_inference = request.method == b"POST" and request.path in ROUTES
+        if request.path.startswith(CONVERSATIONS_PATH):
+            return CONVERSATION_BYTES
         return limits.body_bytes if is_inference else CONTROL_BODY_BYTES
 
     def reject(error: CortexError, path: bytes) -> Response:

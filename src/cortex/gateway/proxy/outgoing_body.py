@@ -16,6 +16,7 @@ from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import CHAT, Route
 from cortex.gateway.proxy.translation import ChatTranslation
+from cortex.http.request import Headers
 from cortex.parsing import protocol
 from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.envelope import Envelope, Facts
@@ -33,6 +34,11 @@ _LIMITS: dict[Dialect, tuple[str, tuple[str, ...]]] = {
     "anthropic_messages": ("max_tokens", ()),
 }
 """The field with the limit of one choice, and fields that servers may read in its place."""
+
+
+_JSON = (b"content-type", b"application/json")
+_STREAM: Headers = (_JSON, (b"accept", b"text/event-stream"))
+_WHOLE: Headers = (_JSON, (b"accept", b"application/json"))
 
 
 class OutgoingBody:
@@ -76,6 +82,13 @@ class OutgoingBody:
         """Whether the body is translated, and the limit that is written into it."""
         self._edited: bytes | None = None
         self._translated: tuple[GenerateRequest, bytes] | None = None
+
+    method = b"POST"
+
+    @property
+    def headers(self) -> Headers:
+        """What the node learns about the body and the response."""
+        return _STREAM if self._route.generates and self._envelope.facts.stream else _WHOLE
 
     def choose(self, lease: Lease) -> bool:
         """Choose the form for the node of `lease`; False: call `prepare` before `made`.

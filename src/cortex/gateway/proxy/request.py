@@ -7,31 +7,31 @@ while the response is relayed. Its `RequestAccounting` records the result.
 from __future__ import annotations
 
 import asyncio
-from functools import lru_cache
-from urllib.parse import quote
 
 from cortex.gateway.dispatch.leases import NO_NODES, Lease, PendingRequest
 from cortex.gateway.dispatch.nodes.client import NOT_ADMITTED, error_from
+from cortex.gateway.proxy import outgoing_headers
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE, RequestAccounting
+from cortex.gateway.proxy.accounting.running import RunningRequest
 from cortex.gateway.proxy.accounting.usage import reported_usage
 from cortex.gateway.proxy.admission import AdmittedRequest
 from cortex.gateway.proxy.embedding_translation import EmbeddingTranslation
+from cortex.gateway.proxy.opaque.body import OpaqueBody
 from cortex.gateway.proxy.outgoing_body import OutgoingBody
 from cortex.gateway.proxy.redaction import (
     ErrorRedaction,
     StreamRedaction,
-    hides_details,
     hides_errors_of,
     shown_to,
 )
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import JSON_HEADERS, Route, error_response
+from cortex.gateway.proxy.routes import keepalive as keepalive_of
 from cortex.gateway.proxy.services import Services
 from cortex.gateway.proxy.translation import ChatTranslation
-from cortex.http.observer import Keepalive, ObservedRelay, Outcome
+from cortex.http.observer import ObservedRelay, Outcome
 from cortex.http.relay import Relay
 from cortex.http.request import Headers
-from cortex.http.response_head import stream_headers
 from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.faults import NotAdmitted, ResponseTooLarge, UpstreamFault
 from cortex.parsing.envelope import Envelope
@@ -41,38 +41,15 @@ from cortex.telemetry.spans import Span
 from cortex.telemetry.tracing import UNTRACED
 from cortex.wire import errors
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
-from cortex.wire.dialects.openai_responses import kept
-from cortex.wire.dialects.registry import DIALECTS
-from cortex.wire.errors import CortexError, UpstreamInterrupted, UpstreamUnavailable
+from cortex.wire.errors import CortexError, RequestCancelled, UpstreamInterrupted, UpstreamUnavailable
 from cortex.wire.node import failure_report, usage_report
-from cortex.wire.node.headers import (
-    ATTEMPT_ID,
-    BUDGET,
-    DIMENSIONS,
-    ERROR_DETAILS,
-    NO_DETAILS,
-    NODE,
-    PRINCIPAL,
-    PROMPT_TOKENS,
-    RECOVERS,
-    TOKEN_LIMIT,
-    WAITED,
-)
-from cortex.wire.node.protocol import Dialect as DialectName
+from cortex.wire.node.headers import DIMENSIONS, PROMPT_TOKENS, RECOVERS, RELAYED
 
-_PRINCIPAL_HEADER = PRINCIPAL.encode()
-_ATTEMPT_HEADER = ATTEMPT_ID.encode()
-_NODE_HEADER = NODE.encode()
-_NO_DETAILS_HEADER = (ERROR_DETAILS.encode(), NO_DETAILS.encode())
 _USAGE_HEADER = usage_report.HEADER.encode()
 _DIMENSIONS_HEADER = DIMENSIONS.encode()
-_KEPT_HEADER = kept.HEADER.encode()
-_WAITED_HEADER = WAITED.encode()
-_TOKEN_LIMIT_HEADER = TOKEN_LIMIT.encode()
-_BUDGET_HEADER = BUDGET.encode()
 _PROMPT_TOKENS_HEADER = PROMPT_TOKENS.encode()
-
 _RECOVERS_HEADER = RECOVERS.encode()
+_RELAYED_HEADER = RELAYED.encode()
 _OVERLOADED = (503, 529)
 
 MAX_ATTEMPTS = 3
@@ -87,6 +64,7 @@ class ProxyRequest:
         "_attempt",
         "_body",
         "_excluded",
+        "_is_unread",
         "_lease",
         "_pending",
         "_relay",
@@ -115,7 +93,9 @@ class ProxyRequest:
         span: Span,
         started_at: float,
         keeper: ResponseKeeper | None = None,
+        body: OpaqueBody | None = None,
     ) -> None:
+        """`body`: what nodes get in place of `received`."""
         self.services = services
         self.route = route
         self.received = received
@@ -126,7 +106,7 @@ class ProxyRequest:
         self.keeper = keeper
         self._attempt: Span | None = None
         client = admitted.key.id if admitted.key is not None else exchange.request.client
-        self._body = OutgoingBody(route, received, envelope, admitted, id, keeper, client)
+        self._body = body or OutgoingBody(route, received, envelope, admitted, id, keeper, client)
         self._lease: Lease | None = None
         self._pending: PendingRequest | None = None
         self._excluded = NO_NODES
@@ -134,18 +114,22 @@ class ProxyRequest:
         self._rewriting: asyncio.Task[None] | None = None
         """Work on a large body in another process, before it is sent."""
         self._usage_header: bytes | None = None
+        self._is_unread = False
+        """Whether the node has not read the response either."""
         is_stream = route.generates and envelope.facts.stream
-        num_bytes, num_choices = len(received), envelope.facts.num_choices
+        num_bytes, num_choices = len(received) - envelope.facts.picture_bytes, envelope.facts.num_choices
         self._accounting = RequestAccounting(
             services, route, admitted, id, span, num_bytes, num_choices, is_stream, started_at
         )
-        keepalive = _keepalive(route.dialect, services.config.keepalive_s) if is_stream else None
+        keepalive = keepalive_of(route.dialect, services.config.keepalive_s) if is_stream else None
         headers, capture = route.id_headers(id), None
         if keeper is not None:
             headers, capture = (*headers, *keeper.headers), keeper.capture
         relay = Relay(exchange, self, services.ticker, keepalive, headers, capture)
         self._relay: Relay | None = None if relay.closed else relay
         """Cleared in `on_done`: request and relay refer to each other, and the cycle would outlive them."""
+        if self._relay is not None:
+            services.running.add(self)
 
     def go(self) -> None:
         """Get a lease for a node, or wait for one."""
@@ -154,7 +138,8 @@ class ProxyRequest:
         try:
             if self.route.runs_model:
                 need, model = self.route.need, self.admitted.model
-                lease = self.services.dispatcher.lease_now(model, self._prompt_bytes, self._excluded, need)
+                prompt, excluded, has_pictures = self._prompt_bytes, self._excluded, self.envelope.facts.has_pictures
+                lease = self.services.dispatcher.lease_now(model, prompt, excluded, need, has_pictures=has_pictures)
                 if lease is not None:
                     self._deliver(lease)
                     return
@@ -166,6 +151,7 @@ class ProxyRequest:
                 origin=self.admitted.origin,
                 need=self.route.need,
                 excluded=self._excluded,
+                has_pictures=self.envelope.facts.has_pictures,
             )
             self.services.dispatcher.request_lease(pending)
         except CortexError as error:
@@ -174,13 +160,12 @@ class ProxyRequest:
     def _deliver(self, result: Lease | CortexError) -> None:
         """There is a lease, or there will be none."""
         self._pending = None
-        if isinstance(result, Lease):
-            try:
-                self._send(result)
-            except CortexError as error:
-                self._reject(error)
-        else:
-            self._reject(result)
+        try:
+            if isinstance(result, CortexError):
+                raise result
+            self._send(result)
+        except CortexError as error:
+            self._reject(error)
 
     def _send(self, lease: Lease) -> None:
         assert self._relay is not None  # nothing is sent after the end
@@ -197,31 +182,15 @@ class ProxyRequest:
         self._accounting.sent(lease)
         if self._translation is not None:
             self._translation.gateway_s = self._accounting.held_s
-        headers: Headers = (
-            *node.headers,
-            (b"content-type", b"application/json"),
-            (b"accept", b"text/event-stream" if self._accounting.stream else b"application/json"),
-            (b"x-request-id", self.id),
-            (_ATTEMPT_HEADER, self._accounting.attempt_id),
-            (_PRINCIPAL_HEADER, _header_value(self.admitted.reservation.principal)),
-        )
-        if self.keeper is not None and self.keeper.kept is not None:
-            headers = (*headers, (_KEPT_HEADER, self.keeper.kept.header_value.encode()))
-        if self.route.reports_durations:
-            headers = (*headers, (_WAITED_HEADER, b"%d" % (1000 * self._accounting.held_s)))
-        reservation = self.admitted.reservation
-        if reservation.token_limit is not None and lease.has_lifecycle:
-            headers = (*headers, (_TOKEN_LIMIT_HEADER, b"%d" % reservation.token_limit))
-        if hides_details(self.admitted.key):
-            headers = (*headers, _NO_DETAILS_HEADER)
         self._attempt = self.span.call(lease.node)
-        if (traceparent := self._attempt.traceparent) is not None:
-            headers = (*headers, (b"traceparent", traceparent))
-        ours: Headers = ((_NODE_HEADER, _header_value(lease.node)),) if services.config.node_header else ()
-        if reservation.token_limit is not None and reservation.is_tight:
-            ours = (*ours, (_BUDGET_HEADER, b"%d tokens" % reservation.token_limit))
+        ours = outgoing_headers.for_node(
+            lease, self.route, self.admitted, self._accounting, self.keeper, self._attempt.traceparent
+        )
+        headers: Headers = (*node.headers, *self._body.headers, *ours)
+        names_node = services.config.node_header
+        for_client = outgoing_headers.for_client(lease, self.route, self.admitted, names_node=names_node)
         silence_s = services.config.idle_timeout_s
-        self._relay.send(node.pool, b"POST", target, headers, body, self._translation, ours, silence_s)
+        self._relay.send(node.pool, self._body.method, target, headers, body, self._translation, for_client, silence_s)
 
     def _reply_loaded(self) -> None:
         """Respond to a request that asks only for a model which a foreign server has: there is nothing to send."""
@@ -259,26 +228,47 @@ class ProxyRequest:
         if self._relay is not None:
             self._relay.reject(*response, self.route.codec.stream_error(error))
 
+    def running(self) -> RunningRequest:
+        return self._accounting.running(self._lease)
+
+    def cancel(self, by: str) -> None:
+        """End the request, at its node too; the client gets an error."""
+        if (relay := self._relay) is None:
+            return
+        error = RequestCancelled(f"The request was cancelled by {by}.")
+        self._accounting.failed_with(error)
+        response = error_response(error, self.route.family)
+        if not relay.exchange.started:
+            self._accounting.status = response.status
+        relay.cancel(*response, self.route.codec.stream_error(error))
+
     # --- the relay's callbacks
 
     def on_head(self, relay: ObservedRelay, status: int, headers: Headers) -> bool:
         """Try another node when this one cannot serve the request now and another may."""
         self._accounting.status = status
         self._usage_header = None
+        self._is_unread = False
         for name, value in headers:
             if name == _USAGE_HEADER:
                 self._usage_header = value
+            elif name == _RELAYED_HEADER:
+                self._is_unread = True
             elif name == _DIMENSIONS_HEADER and value.isdigit():
                 self._accounting.dimensions = int(value[:9])
         lease = self._lease
+        if status < 400 and lease is not None and not lease.has_lifecycle:
+            self.services.nodes[lease.node].served_needs.add((lease.model, self.route.need))
+        key = self.admitted.key
         if status < 400 or lease is None:
-            self._hide_details_of_foreign_streams(relay)
+            is_foreign = lease is not None and not lease.has_lifecycle and self._translation is None
+            if is_foreign and self._accounting.stream and key is not None and not key.operator:
+                relay.translate(StreamRedaction(key, self.route.codec.stream_error))
             return True
         if status in NOT_ADMITTED and lease.has_lifecycle:
             # The client's key was checked here. This is about the gateway's own key for the node.
             self.on_fault(relay, NotAdmitted(f"status {status}: the node does not admit this gateway, check key_env"))
             return False
-        key = self.admitted.key
         if status == errors.InvalidAPIKey.status or hides_errors_of(key, status):
             relay.translate(ErrorRedaction(key, self.route.family, self._error_of_node))
         if not self.route.runs_model or self._accounting.num_attempts >= MAX_ATTEMPTS:
@@ -313,13 +303,6 @@ class ProxyRequest:
             return self.admitted.reservation.extend(counted) != before
         except CortexError:
             return False
-
-    def _hide_details_of_foreign_streams(self, relay: ObservedRelay) -> None:
-        key, lease = self.admitted.key, self._lease
-        if key is None or key.operator or lease is None or lease.has_lifecycle:
-            return
-        if self._accounting.stream and self._translation is None:
-            relay.translate(StreamRedaction(key, self.route.codec.stream_error))
 
     def on_first_data(self, relay: ObservedRelay) -> None:  # noqa: ARG002
         self._accounting.first_data_at = self.services.clock()
@@ -366,6 +349,7 @@ class ProxyRequest:
     def on_done(self, relay: ObservedRelay, outcome: Outcome) -> None:
         """Return the lease and account for the request."""
         self._relay = None
+        self.services.running.discard(self)
         if self._pending is not None:
             self.services.dispatcher.cancel(self._pending)
             self._pending = None
@@ -382,24 +366,13 @@ class ProxyRequest:
         if self._translation is not None:
             usage = self._translation.usage
         else:
-            is_foreign = lease is not None and not lease.has_lifecycle
+            is_foreign = self._is_unread or (lease is not None and not lease.has_lifecycle)
             usage = reported_usage(self._usage_header, end_of_body, is_foreign)
         if self.services.activity.captures:
             is_stream = self._accounting.stream
-            shown = end_of_body if self.route.need != "embeddings" else b""  # vectors tell nobody anything
+            is_text = self.route.need not in ("embeddings", "relay")  # vectors and sounds tell nobody anything
+            shown = end_of_body if is_text else b""
             self._accounting.capture = self.services.activity.capture(self.received, shown, is_stream=is_stream)
         self._accounting.close(lease, outcome, usage, tail.num_bytes)
         if self.keeper is not None:
             self.keeper.ended(self._accounting.status, outcome)
-
-
-@lru_cache(maxsize=16)
-def _keepalive(dialect: DialectName, interval_s: float) -> Keepalive:
-    codec = DIALECTS[dialect]
-    return Keepalive(codec.KEEPALIVE, interval_s, stream_headers(codec.CONTENT_TYPE))
-
-
-@lru_cache(maxsize=4096)
-def _header_value(text: str) -> bytes:
-    """`text`, any name that an operator chose, as a safe header value."""
-    return quote(text, safe=" @._-").encode()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import msgspec
 
 from cortex.gateway.dispatch.leases import Need
+from cortex.http.observer import Keepalive
 from cortex.http.request import Headers
+from cortex.http.response_head import stream_headers
 from cortex.http.server.server import Response
 from cortex.wire import error_encoding
 from cortex.wire.dialects.registry import DIALECTS, Dialect, family
@@ -16,10 +19,15 @@ from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import AnyEvent, Finish, Start, Usage
 from cortex.wire.node.headers import ANTHROPIC_REQUEST_ID
 from cortex.wire.node.protocol import Dialect as DialectName
+from cortex.wire.opaque.routes import PATHS as OPAQUE_PATHS
+from cortex.wire.opaque.routes import UPSTREAM as UPSTREAM_PREFIX
+from cortex.wire.opaque.routes import UPSTREAM_METHODS
 from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
 from cortex.wire.requests import GenerateRequest
 
+UPSTREAM_PATH = b"/upstream/{model}"
 _ANTHROPIC_ID = ANTHROPIC_REQUEST_ID.encode()
+_UPSTREAM_PREFIX = UPSTREAM_PREFIX.encode()
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 
 
@@ -44,6 +52,8 @@ class Route:
     family: Family = field(init=False)
     reports_durations: bool = field(init=False)
     """Whether its responses say how long the request waited."""
+    is_upstream: bool = field(init=False)
+    """Whether its requests name their model in the path."""
     span_name: str = field(init=False)
     """The span name of its requests."""
 
@@ -55,6 +65,7 @@ class Route:
         object.__setattr__(self, "codec", codec)
         object.__setattr__(self, "family", codec.FAMILY)
         object.__setattr__(self, "reports_durations", self.family is Family.OLLAMA)
+        object.__setattr__(self, "is_upstream", self.path == UPSTREAM_PATH)
         object.__setattr__(self, "span_name", f"POST {self.path.decode()}")
 
     def id_headers(self, request_id: bytes) -> Headers:
@@ -89,6 +100,10 @@ POOLING = tuple(
 )
 """Embeddings, rerank and scores; their errors are those of OpenAI."""
 
+OPAQUE = {path.encode(): Route(path.encode(), "openai_chat", need="relay") for path in OPAQUE_PATHS}
+"""Speech and images; their errors are those of OpenAI."""
+UPSTREAM = Route(UPSTREAM_PATH, "openai_chat", need="relay")
+
 ROUTES: dict[bytes, Route] = {
     route.path: route
     for route in (
@@ -109,6 +124,23 @@ ROUTES: dict[bytes, Route] = {
         OLLAMA_EMBEDDINGS,
     )
 }
+
+
+@lru_cache(maxsize=16)
+def keepalive(dialect: DialectName, interval_s: float) -> Keepalive:
+    """What clients of streams in this dialect get while they wait."""
+    codec = DIALECTS[dialect]
+    return Keepalive(codec.KEEPALIVE, interval_s, stream_headers(codec.CONTENT_TYPE))
+
+
+def opaque_route(path: bytes) -> Route | None:
+    """The route of a path whose requests only the server of their model understands."""
+    return UPSTREAM if path.startswith(_UPSTREAM_PREFIX) else OPAQUE.get(path)
+
+
+def methods_of(route: Route) -> tuple[str, ...]:
+    """Of an opaque route."""
+    return UPSTREAM_METHODS if route.is_upstream else (OPAQUE_PATHS[route.path.decode()],)
 
 
 def family_of(path: bytes, *, is_anthropic: bool = False) -> Family:

@@ -11,8 +11,10 @@ from cortex.gateway.config import GatewaySection
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.metrics import Metrics
+from cortex.gateway.pictures.inlining import PictureInlining
 from cortex.gateway.proxy.accounting.activity import ActivityLog
 from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage
+from cortex.gateway.proxy.accounting.running import RunningRequests
 from cortex.gateway.proxy.admission import AdmissionController
 from cortex.http.limits import Buffered
 from cortex.http.ticker import Ticker
@@ -33,7 +35,9 @@ class Services:
     ticker: Ticker
     disconnected_usage: DisconnectedUsage
     activity: ActivityLog
+    running: RunningRequests
     parser: BodyParser
+    pictures: PictureInlining
     buffered: Buffered
     """Request bytes in memory, of clients and of runs in the background."""
     clock: ClassVar = staticmethod(time.monotonic)

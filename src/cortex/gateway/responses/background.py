@@ -21,7 +21,7 @@ from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import NewResponse, StoredResponse
 from cortex.http.request import Request
 from cortex.http.server.detached import DetachedExchange
-from cortex.http.server.parser import no_room
+from cortex.http.server.spool import no_room
 from cortex.tasks import SupervisedTask, Supervisor
 from cortex.wire.dialects.openai_responses.kept import KeptResponse
 from cortex.wire.dialects.openai_responses.response import response_body

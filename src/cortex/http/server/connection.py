@@ -52,6 +52,10 @@ class CountedConnection(Protocol):
 
     client: str
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether its first request has not arrived yet."""
+
     def retire(self) -> None:
         """Take no further request: close now if idle, else after the running exchange."""
 
@@ -69,6 +73,7 @@ class ServerContext(Protocol):
     limits: ClientLimits
     ticker: Ticker
     buffered: Buffered
+    spooled: Buffered
     num_exchanges: int
 
     def enter(self, connection: CountedConnection) -> CortexError | None:
@@ -129,7 +134,7 @@ class ClientConnection(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         self.client = str(peer[0]) if isinstance(peer, tuple) else ""
         server = self._server
-        self._parser = RequestParser(self._limits, server.buffered, server.admit_head, self.client)
+        self._parser = RequestParser(self._limits, server.buffered, server.admit_head, self.client, server.spooled)
         self._deadline = self._loop.time() + self._limits.head_s
         rejection = server.enter(self)
         if rejection is None:
@@ -270,6 +275,13 @@ class ClientConnection(asyncio.Protocol):
         self._server.num_exchanges -= 1
         if exchange.request.body:
             self._parser.release(len(exchange.request.body))
+        elif exchange.request.upload is not None:
+            self._parser.release_upload(len(exchange.request.upload))
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether its first request has not arrived yet."""
+        return not self._has_served and self._exchange is None and not self._closing
 
     def retire(self) -> None:
         """Take no further request: close now if idle, else after the running exchange."""

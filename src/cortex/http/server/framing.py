@@ -38,8 +38,6 @@ def check_head(
     )
     if rejection is None and len(headers) > limits.num_headers:
         rejection = HeadersTooLarge(f"{len(headers)} headers; at most {limits.num_headers} are accepted")
-    if rejection is None and content_length > limits.body_bytes:
-        rejection = body_too_large(limits)
     return rejection, expect is not None and version == "1.1", content_length
 
 

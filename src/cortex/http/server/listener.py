@@ -10,6 +10,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from cortex.http.server.connection import ClientConnection, ServerContext, encode_rejection
 from cortex.http.throttled_log import ThrottledLog
@@ -27,6 +28,8 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 class ArrivingConnection:
     """A connection that was accepted and has no protocol yet: its TLS handshake may be running."""
+
+    is_fresh = True
 
     def __init__(self, client: str) -> None:
         self.client = client
@@ -49,18 +52,35 @@ class Listener:
     connection over a limit is closed without a response: there is no encryption to send it with.
     """
 
-    def __init__(self, server: ServerContext, sockets: Sequence[socket.socket], tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self,
+        server: ServerContext,
+        sockets: Sequence[socket.socket],
+        tls: ssl.SSLContext | None,
+        *,
+        is_shared: bool = False,
+    ) -> None:
+        """`is_shared`: another process has the same sockets and accepts what this one leaves."""
         self._server = server
+        self._is_shared = is_shared
         self._tls = tls
         self._loop = asyncio.get_running_loop()
         self.sockets = tuple(sockets)
         self._accepting = [self._loop.create_task(self._accept_from(listening)) for listening in sockets]
 
     def close(self) -> None:
-        """Accept nothing more. Connections that have begun go on."""
+        """Accept nothing more than what has connected already: closing the socket would reset it. Connections that
+        have begun go on."""
         for task in self._accepting:
             task.cancel()
         for listening in self.sockets:
+            while not self._is_shared:
+                try:
+                    accepted, address = listening.accept()
+                except OSError:
+                    break
+                accepted.setblocking(False)
+                self._take(accepted, address)
             listening.close()
 
     async def _accept_from(self, listening: socket.socket) -> None:
@@ -73,13 +93,16 @@ class Listener:
                     _throttled_log.warning("no room", reason)
                     await asyncio.sleep(_PAUSE_S)
                 continue  # else the client was gone before it was accepted
-            arriving = ArrivingConnection(str(address[0]) if isinstance(address, tuple) else "")
-            rejection = self._server.enter(arriving)
-            if rejection is not None:
-                self._reject(accepted, rejection)
-                continue
-            arriving.task = self._loop.create_task(self._begin(arriving, accepted))
-            arriving.task.add_done_callback(partial(self._began, arriving, accepted))
+            self._take(accepted, address)
+
+    def _take(self, accepted: socket.socket, address: Any) -> None:
+        arriving = ArrivingConnection(str(address[0]) if isinstance(address, tuple) else "")
+        rejection = self._server.enter(arriving)
+        if rejection is not None:
+            self._reject(accepted, rejection)
+            return
+        arriving.task = self._loop.create_task(self._begin(arriving, accepted))
+        arriving.task.add_done_callback(partial(self._began, arriving, accepted))
 
     async def _begin(self, arriving: ArrivingConnection, accepted: socket.socket) -> None:
         await self._loop.connect_accepted_socket(
@@ -120,8 +143,9 @@ class _AcceptedConnection(ClientConnection):
         super().connection_made(transport)
 
 
-def bind(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets for every address of `host`, as the loop's own servers bind them. Raises OSError."""
+def bind(host: str, port: int, *, shares_port: bool = False) -> list[socket.socket]:
+    """Listening sockets for every address of `host`, as the loop's own servers bind them. `shares_port`: other sockets
+    that were bound so may have the same address. Raises OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
     try:
@@ -129,6 +153,8 @@ def bind(host: str, port: int) -> list[socket.socket]:
             listening = socket.socket(family, socket.SOCK_STREAM)
             sockets.append(listening)
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shares_port:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
                 listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             # A host with two addresses and port 0 gets one port for both.

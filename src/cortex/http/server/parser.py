@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from io import SEEK_END, BytesIO
+from typing import NamedTuple
 
 import httptools
 
 from cortex.http.limits import Buffered, ClientLimits
 from cortex.http.request import Headers, Request
 from cortex.http.server.framing import body_too_large, check_head, split_target
-from cortex.wire.errors import BodyTooLarge, CortexError, HeadersTooLarge, MalformedHTTP, Overloaded
+from cortex.http.server.spool import BodySpool, cannot_spool, no_room
+from cortex.wire.errors import BodyTooLarge, CortexError, HeadersTooLarge, MalformedHTTP
 
+_SPOOL_BYTES = 1 << 20
+"""Shorter bodies stay in memory."""
 _SLICE_BYTES = 4096
 """httptools cannot stop after a request, so bytes that may contain several of them are fed in slices of this size."""
 _HEAD_END = b"\r\n\r\n"
@@ -40,7 +44,14 @@ _COMMON_NAMES = {
 }
 """Names that are the same object in every request: each would take as much memory as its value."""
 
-AdmitHead = Callable[[Request], int]
+
+class Spooled(NamedTuple):
+    """A body that may be longer than others: beyond a small size it is written to a file as it arrives."""
+
+    max_bytes: int
+
+
+AdmitHead = Callable[[Request], int | Spooled]
 """Admits a request whose body has not arrived yet: returns the most body bytes it may have, or raises CortexError.
 
 Called on the loop's thread with the head and an empty body. Not called for a request that arrives complete within a few
@@ -72,6 +83,9 @@ class RequestParser:
         "_num_message_bytes",
         "_parser",
         "_pieces",
+        "_spool",
+        "_spooled",
+        "_spools",
         "_target",
         "in_head",
         "in_message",
@@ -82,8 +96,17 @@ class RequestParser:
         "rejection",
     )
 
-    def __init__(self, limits: ClientLimits, buffered: Buffered, admit_head: AdmitHead | None, client: str) -> None:
+    def __init__(
+        self,
+        limits: ClientLimits,
+        buffered: Buffered,
+        admit_head: AdmitHead | None,
+        client: str,
+        spooled: Buffered | None = None,
+    ) -> None:
+        """`spooled`: counts the bytes of bodies in files, as `buffered` does for those in memory."""
         self._limits = limits
+        self._spooled = spooled or Buffered(limits.spooled_bytes)
         self._buffered = buffered
         self._admit_head = admit_head
         self._client = client
@@ -116,6 +139,9 @@ class RequestParser:
         self._pieces: BytesIO | None = None
         """All pieces, if there is more than one. It grows as they arrive: joining tens of megabytes at the end would
         delay the loop, and an object for each tiny chunk takes twenty times the chunk's bytes."""
+        self._spools = False
+        self._spool: BodySpool | None = None
+        """The file of a body that is too long for memory."""
         self._http_10 = False
 
     # --- for the connection
@@ -152,11 +178,17 @@ class RequestParser:
         self._num_held_bytes -= num_bytes
         self._buffered.num_bytes -= num_bytes
 
+    def release_upload(self, num_bytes: int) -> None:
+        """So is the file of one."""
+        self._spooled.num_bytes -= num_bytes
+
     def close(self) -> None:
         """Drop all bytes held; nothing can be parsed afterwards."""
+        self._drop_body()
         self.release(self._num_held_bytes)
+        for request in self.ready:
+            self.release_upload(len(request.upload or b""))
         self.ready.clear()
-        self._clear_body()
         self._headers = []  # a request that was taken keeps its own
         self.in_message = False
         del self._parser  # a reference cycle
@@ -171,7 +203,7 @@ class RequestParser:
             self._headers = []
         self._clear_body()
         self.num_body_bytes = 0
-        self._admitted = False
+        self._admitted = self._spools = False
 
     def on_url(self, url: bytes) -> None:
         if not self._keeps_head:
@@ -207,6 +239,11 @@ class RequestParser:
             return
         num_bytes = len(data)
         self.num_body_bytes += num_bytes
+        if self._spool is not None:
+            self.rejection = self._spool.write(data)
+            if self.num_body_bytes > self._body_limit:
+                self.rejection = self._body_too_large()
+            return
         self._num_held_bytes += num_bytes
         buffered = self._buffered
         buffered.num_bytes += num_bytes
@@ -221,6 +258,21 @@ class RequestParser:
             self.rejection = self._body_too_large()
         elif not buffered.has_room():
             self.rejection = no_room()
+        elif self._spools and self.num_body_bytes > _SPOOL_BYTES:
+            self._begin_spool()
+
+    def _begin_spool(self) -> None:
+        """Move what has arrived of the body from memory to a file."""
+        arrived = self._body if self._pieces is None else self._pieces.getvalue()
+        num_bytes = self.num_body_bytes
+        self._drop_body()
+        try:
+            self._spool = BodySpool(self._spooled)
+        except OSError as error:
+            self.rejection = cannot_spool(error)
+            return
+        self.num_body_bytes = num_bytes
+        self.rejection = self._spool.write(arrived)
 
     def on_message_complete(self) -> None:
         if self._declines_upgrade or self.rejection is not None:
@@ -232,8 +284,12 @@ class RequestParser:
         body = self._body if self._pieces is None else self._pieces.getvalue()  # does not copy
         path, query = parts
         keeps_alive = self._parser.should_keep_alive()
+        upload = None
+        if self._spool is not None:
+            upload = self._spool.taken()
+            self._spool = None
         self.ready.append(
-            Request(self.method, path, query, self._headers, body, self._client, keeps_alive, self._http_10)
+            Request(self.method, path, query, self._headers, body, self._client, keeps_alive, self._http_10, upload)
         )
         self._clear_body()
         self.num_body_bytes = 0
@@ -294,9 +350,15 @@ class RequestParser:
                 limit = self._admit_head(Request(self.method, *parts, self._headers, b"", self._client))
             except CortexError as error:
                 return error
-            self._body_limit = min(limit, self._body_limit)
+            self._spools = isinstance(limit, Spooled)
+            if isinstance(limit, Spooled):
+                self._body_limit = limit.max_bytes
+            else:
+                self._body_limit = min(limit, self._body_limit)
         if max(self._content_length, self.num_body_bytes) > self._body_limit:
             return self._body_too_large()
+        if self._spools and self._num_due_bytes() > _SPOOL_BYTES:
+            return None if self._spooled.has_room(self._num_due_bytes()) else no_room("on disk")
         return None if self._buffered.has_room(self._num_due_bytes()) else no_room()
 
     def _num_due_bytes(self) -> int:
@@ -309,8 +371,12 @@ class RequestParser:
 
     def _drop_body(self) -> None:
         """Drop the body of the rejected request; requests in `ready` are still served."""
+        if self._spool is not None:
+            self._spool.drop()
+            self._spool = None
+        else:
+            self.release(self.num_body_bytes)
         self._clear_body()
-        self.release(self.num_body_bytes)
         self.num_body_bytes = 0
 
     def _head_too_large(self) -> HeadersTooLarge:
@@ -327,11 +393,6 @@ class RequestParser:
 
 def _bad_target() -> MalformedHTTP:
     return MalformedHTTP("the request target must be a path or an absolute http URL")
-
-
-def no_room() -> Overloaded:
-    """The error for a request whose body would exceed the limit on all bodies in memory."""
-    return Overloaded("the request bodies in memory have reached their limit; try again in a moment")
 
 
 def _body_head(framing: Headers) -> bytes:

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 _throttled_log = ThrottledLog(log)
 
 _DRAIN_CHECK_S = 0.02
+_FIRST_REQUEST_S = 0.5
 
 
 class Server:
@@ -57,6 +58,8 @@ class Server:
         self.connections: set[CountedConnection] = set()
         self.buffered = buffered or Buffered(self.limits.buffered_bytes)
         """Updated by the connections."""
+        self.spooled = Buffered(self.limits.spooled_bytes)
+        """Request bytes in files; updated by the connections."""
         self.num_exchanges = 0
         """Requests being served now; updated by the connections."""
         self._listeners: list[Listener] = []
@@ -71,9 +74,11 @@ class Server:
         """Bind and accept; returns the bound address (port 0 picks one). May be called for several addresses."""
         return self.listen_on(await asyncio.to_thread(bind, host, port), tls=tls)
 
-    def listen_on(self, sockets: Sequence[socket.socket], *, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
-        """Accept on sockets that `bind` made; returns the address of the first."""
-        self._listeners.append(Listener(self, sockets, tls))
+    def listen_on(
+        self, sockets: Sequence[socket.socket], *, tls: ssl.SSLContext | None = None, is_shared: bool = False
+    ) -> tuple[str, int]:
+        """Accept on listening sockets; returns the address of the first. `is_shared`: see `Listener`."""
+        self._listeners.append(Listener(self, sockets, tls, is_shared=is_shared))
         address = sockets[0].getsockname()
         return str(address[0]), int(address[1])
 
@@ -98,11 +103,19 @@ class Server:
 
     # --- shutdown
 
-    async def close(self, grace_s: float = 0.0) -> None:
-        """Stop accepting, close idle connections, let running exchanges end within `grace_s`, then abort the others."""
+    async def stop_accepting(self, grace_s: float = 0.0) -> None:
+        """Stop accepting, and wait a moment for the first requests of clients that have just connected."""
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + min(grace_s, _FIRST_REQUEST_S)
+        while any(connection.is_fresh for connection in self.connections) and loop.time() < deadline:
+            await asyncio.sleep(_DRAIN_CHECK_S)
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Stop accepting, close idle connections, let running exchanges end within `grace_s`, then abort the others."""
+        await self.stop_accepting()
         for connection in tuple(self.connections):
             connection.retire()
         loop = asyncio.get_running_loop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from cortex.http.composed_body import Body
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import UpstreamFault
 
@@ -58,7 +59,7 @@ class UpstreamCall:
 
     __slots__ = ("_counter", "_paused", "body", "connection", "done", "head", "is_retry", "silence_s", "sink")
 
-    def __init__(self, head: bytes, body: bytes, sink: Sink, silence_s: float, counter: CallCounter) -> None:
+    def __init__(self, head: bytes, body: Body, sink: Sink, silence_s: float, counter: CallCounter) -> None:
         self.head = head
         self.body = body
         self.sink = sink

@@ -9,9 +9,11 @@ from typing import Protocol, cast
 import httptools
 
 from cortex.http.chunks import ends_with_chunk
+from cortex.http.composed_body import ComposedBody
 from cortex.http.head import NOT_FOR_CLIENTS, end_to_end
 from cortex.http.limits import UpstreamLimits
 from cortex.http.ticker import Ticker
+from cortex.http.upstream.body_writer import BodyWriter
 from cortex.http.upstream.call import UpstreamCall
 from cortex.http.upstream.faults import ConnectionLost, MalformedResponse, UpstreamFault, UpstreamSilent
 
@@ -63,6 +65,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_status",
         "_surplus",
         "_take_chunk",
+        "_writer",
         "is_reused",
         "transport",
     )
@@ -100,6 +103,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._keep_alive = False
         self._surplus = False
         """Bytes followed the response."""
+        self._writer: BodyWriter | None = None
+        """Sends the body of the call, where that is not in memory."""
         self._malformed: str | None = None
 
     # --- for the pool and the call
@@ -112,6 +117,12 @@ class UpstreamConnection(asyncio.Protocol):
         self._status = 0
         self._malformed = None
         body = call.body
+        if isinstance(body, ComposedBody):
+            self.transport.write(call.head)
+            self._writer = BodyWriter(self.transport, body)
+            call.assign(self)
+            self._write_body()
+            return
         if len(body) <= _JOIN_BYTES:
             self.transport.write(call.head + body)
         else:
@@ -130,7 +141,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def cut(self) -> None:
         """Close at once, without calling the sink."""
-        self._call = self._take_chunk = None
+        self._call = self._take_chunk = self._writer = None
         self.transport.abort()
 
     # --- the transport's callbacks
@@ -139,6 +150,25 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
         self._pool.connections.add(self)
         self._pool.ticker.add(self)
+
+    def pause_writing(self) -> None:
+        if self._writer is not None:
+            self._writer.is_paused = True
+
+    def resume_writing(self) -> None:
+        if self._writer is not None:
+            self._has_received = True  # it takes the body, which is no silence
+            self._writer.is_paused = False
+            self._write_body()
+
+    def _write_body(self) -> None:
+        try:
+            if self._writer is not None:
+                self._writer.write()
+        except (OSError, EOFError) as error:
+            # Not from inside `carry`, whose caller does not expect the sink to be called.
+            fault = ConnectionLost(f"the request could not be sent to {self._pool.origin}: {error}")
+            self._pool.ticker.loop.call_soon(self._fail, fault)
 
     def data_received(self, data: bytes) -> None:
         self._has_received = True
@@ -255,8 +285,10 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _finish(self, call: UpstreamCall) -> None:
         self._call = None
+        writer, self._writer = self._writer, None
         reusable = (
             not self._surplus
+            and (writer is None or writer.is_done)
             and self._malformed is None
             and self._keep_alive
             and not self.transport.get_write_buffer_size()

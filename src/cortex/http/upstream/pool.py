@@ -7,6 +7,7 @@ import ssl
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from cortex.http.composed_body import Body
 from cortex.http.head import NOT_FOR_NODES, encode_head, end_to_end
 from cortex.http.limits import UpstreamLimits
 from cortex.http.request import Headers
@@ -37,8 +38,10 @@ class Pool:
         limits: UpstreamLimits | None = None,
         *,
         tls: ssl.SSLContext | None = None,
+        place: tuple[str, int] | None = None,
     ) -> None:
-        """`tls` verifies the certificate of an https origin; absent: against the authorities of the system.
+        """`tls` verifies the certificate of an https origin; absent: against the authorities of the system. `place`:
+        the address and port to connect to; absent: those that the host of `origin` resolves to.
 
         Raises ValueError when `origin` is not an http(s) URL. Does not connect yet.
         """
@@ -55,7 +58,7 @@ class Pool:
         self.is_down = False
         """The node is known to be down: its calls may be silent for `limits.silence_when_down_s` only."""
         self._host = parts.hostname
-        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._place = place or (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
         self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
         self._host_line = b"host: %b\r\n" % parts.netloc.encode("idna" if not parts.netloc.isascii() else "ascii")
         self._base_path = parts.path.rstrip("/").encode()
@@ -73,7 +76,7 @@ class Pool:
         method: bytes,
         target: bytes,
         headers: Headers,
-        body: bytes,
+        body: Body,
         sink: Sink,
         silence_s: float | None = None,
     ) -> UpstreamCall:
@@ -141,8 +144,9 @@ class Pool:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.limits.connect_s):
+                name = self._host if self._tls is not None else None
                 _, connection = await loop.create_connection(
-                    lambda: UpstreamConnection(self), self._host, self._port, ssl=self._tls
+                    lambda: UpstreamConnection(self), *self._place, ssl=self._tls, server_hostname=name
                 )
         except TimeoutError:
             call.fail(ConnectFailed(f"no connection to {self.origin} within {self.limits.connect_s:g} s"))

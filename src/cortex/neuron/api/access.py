@@ -13,6 +13,7 @@ from cortex.neuron.config import NeuronConfig, check_key
 from cortex.settings import SettingsError
 from cortex.wire.errors import CortexError, InvalidAPIKey
 from cortex.wire.fields.body import check_content_type
+from cortex.wire.opaque.routes import is_opaque
 
 OPEN_PATH = b"/health"
 """Needs no key. Without one its response has only the status."""
@@ -76,9 +77,12 @@ class NodeAccess:
         """Raises the CortexError that rejects the request."""
         if request.path != OPEN_PATH or _key_in(request) is not None:
             self._check_caller(request)
+        content_type, origin = request.text(b"content-type"), request.text(b"origin")
+        if is_opaque(request.path.decode("latin-1")):  # a form needs no permission of the browser, and GET may load
+            self._cross_site.check_origin(origin, request.text(b"host"), request.text(b"sec-fetch-site"))
+            return
         if request.method in (b"GET", b"HEAD"):
             return
-        content_type, origin = request.text(b"content-type"), request.text(b"origin")
         if request.path.startswith(_OLLAMA_PATHS) and origin is None:
             return  # Ollama's clients do not declare their bodies, and web pages always send their origin
         if request.path.startswith(_INFERENCE_PATHS):

@@ -11,8 +11,10 @@ import uuid
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from cortex.http.limits import ClientLimits
+from cortex.http.opaque_request import body_limit
 from cortex.http.request import Request, loggable
 from cortex.http.server.exchange import Exchange
+from cortex.http.server.parser import Spooled
 from cortex.http.server.server import Response, Server
 from cortex.http.ticker import Ticker
 from cortex.neuron.api import responses
@@ -20,6 +22,7 @@ from cortex.neuron.api.access import NodeAccess, NodeKeys
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.departures import Departures
+from cortex.neuron.api.inference.opaque import OpaqueRoutes
 from cortex.neuron.api.inference.pooling import PoolingRoutes
 from cortex.neuron.api.inference.routes import Inference
 from cortex.neuron.api.inference.usage import UsageRecords
@@ -36,6 +39,7 @@ from cortex.telemetry.tracing import NoTracer
 from cortex.wire.dialects.registry import ROUTES
 from cortex.wire.errors import Family
 from cortex.wire.node import headers as our_headers
+from cortex.wire.opaque.routes import is_opaque
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +87,7 @@ class NodeApi:
             [
                 *(Route("POST", path, inference.handler(name)) for path, name in ROUTES.items()),
                 *PoolingRoutes(inference).routes(),
+                *OpaqueRoutes(inference).routes(),
                 *Tokens(backend, strip_billing_header, self._parser).routes(),
                 *ModelRoutes(backend).routes(),
                 *OllamaRoutes(backend, drain_gate, ticker, keepalive_s, self._parser, self._by_path).routes(),
@@ -102,11 +107,14 @@ class NodeApi:
         await self._departures.close()
         await self._parser.close()
 
-    def _admit_head(self, request: Request) -> int:
+    def _admit_head(self, request: Request) -> int | Spooled:
         """Reject a request before its body is read."""
         self._access.check(request)
         self._router.find(request)
-        return self.server.limits.body_bytes
+        limits = self.server.limits
+        if not is_opaque(request.path.decode("latin-1")):
+            return limits.body_bytes
+        return body_limit(request, body_bytes=limits.body_bytes, upload_bytes=limits.upload_bytes)
 
     def _handle(self, exchange: Exchange) -> None:
         task = asyncio.get_running_loop().create_task(self._serve(exchange))

@@ -10,6 +10,7 @@ from cortex.neuron.node.generation import Fail, Receive
 from cortex.neuron.node.harness.upstream import Upstream
 from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.status import ServedModel
+from cortex.neuron.picture_process.client import Pictures
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
@@ -69,6 +70,9 @@ class Backend(Protocol):
 
     @property
     def texts(self) -> TextBackend: ...
+
+    @property
+    def pictures(self) -> Pictures: ...
 
     def health(self) -> Health: ...
     def models(self) -> tuple[ModelStatus, ...]: ...

@@ -125,6 +125,8 @@ def client_limits(config: NeuronConfig, num_files: int) -> ClientLimits:
         num_connections_per_client=connections.per_client,
         buffered_bytes=max(_BUFFERED_BYTES, 2 * body_bytes),
         body_bytes=body_bytes,
+        upload_bytes=config.max_upload_mb << 20,
+        spooled_bytes=(config.max_upload_mb << 20) * 4,
         head_s=limits.head_timeout_s,
     )
 

@@ -49,7 +49,7 @@ class DraftFiles:
         try:
             check_draft(architecture)
             _check_tokenizers(path, model)
-            return cls(checkpoint, architecture, layouts(checkpoint.tensors))
+            return cls(checkpoint, architecture.without_tower(), layouts(checkpoint.tensors))
         except UnsupportedModel as error:
             checkpoint.close()
             raise LoadError(str(error)) from error

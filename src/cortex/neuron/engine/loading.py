@@ -37,7 +37,7 @@ from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.draft_model import DraftModel
 from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.packing import MatrixDevice, choose_layouts
+from cortex.neuron.models.packing import MatrixDevice, choose_layouts, draft_output, with_draft_output
 from cortex.neuron.models.pooling.model import PooledModel
 from cortex.neuron.models.proposer import Proposer
 from cortex.neuron.models.registry import open_model, read_architecture
@@ -65,6 +65,7 @@ class LoadedModel:
     dtype: torch.dtype
     context_tokens: int
     weight_bytes: int
+    """With the tables of positions."""
     memory: SequenceMemory
     notes: tuple[str, ...]
     proposal_cost: float = 0.0
@@ -181,7 +182,7 @@ def matrix_layouts(
             f"weights cannot be quantised as {recipe.name} at load here: that takes a GPU that computes in bfloat16, "
             "or for formats of GGUF files the dtype auto on a CPU whose products with codes are faster than dense ones"
         )
-    return layouts
+    return with_draft_output(place, layouts) if spec.speculation == "mtp" else layouts
 
 
 def build_model(
@@ -266,11 +267,12 @@ def build_model(
         small = None if drafting is None else drafting.model
         memory = SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device, kv_dtype, small)
     draft_bytes = 0 if drafting is None else drafting.model.parameters.num_bytes
+    table_bytes = model.ropes.num_bytes + (0 if drafting is None else drafting.model.ropes.num_bytes)
     return LoadedModel(
         body=model,
         dtype=dtype,
         context_tokens=plan.context_tokens,
-        weight_bytes=num_bytes + draft_bytes,
+        weight_bytes=num_bytes + draft_bytes + table_bytes,
         memory=memory,
         notes=(*architecture.notes, *plan.notes, *((DETERMINISTIC_NOTE,) if spec.deterministic else ())),
         proposal_cost=draft_bytes / max(1, parameters.num_bytes) or _proposal_cost(architecture, storage),
@@ -287,8 +289,9 @@ def _proposal_cost(architecture: Architecture, storage: WeightStorage) -> float:
     """A small step takes as long as its weights take to be read: those of the head and the output matrix, here."""
     if architecture.head is None:
         return 0.0
-    config = architecture.config
-    own = head_bytes(architecture, storage) + storage.linear_bytes(config.hidden, {"lm_head": config.vocab})
+    config, own = architecture.config, head_bytes(architecture, storage)
+    if draft_output(storage.packing, architecture.output, config.hidden) is None:
+        own += storage.linear_bytes(config.hidden, {"lm_head": config.vocab})
     return own / max(1, weight_bytes(architecture, storage))
 
 

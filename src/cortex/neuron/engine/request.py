@@ -244,6 +244,7 @@ class EngineInfo:
     """Longest sequence that this engine accepts: the model's own limit, or less if its pages hold less."""
     vocab_size: int
     weight_bytes: int
+    """With the tables of positions."""
     kv_bytes: int
     """Memory of sequences: KV pages, and recurrent states if the model has them."""
     page_tokens: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import subprocess
@@ -25,11 +26,16 @@ class HubProcess:
 
     def __init__(self, environment: Mapping[str, str], cancelled: Callable[[], bool]) -> None:
         """`environment` has the variables of the hub's tools: HF_TOKEN, HF_ENDPOINT, … Raises HubError for a token that
-        no header can carry, and when no process can be started."""
+        no header can carry, without the package of the hub, and when no process can be started."""
         token = environment.get("HF_TOKEN", "").strip()
         if not token.isascii() or not (token.isprintable() or token == ""):
             raise HubError(
                 "the token of the hub has a line break or another wrong character; set HF_TOKEN to one token"
+            )
+        if importlib.util.find_spec("huggingface_hub") is None:
+            raise HubError(
+                "downloads need the package huggingface-hub: run `pip install '.[hub]'` in a checkout of cortex, or "
+                "name files on this node as the source of the model"
             )
         self.endpoint = endpoint_of(environment)
         self._cancelled = cancelled

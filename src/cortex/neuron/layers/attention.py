@@ -14,7 +14,7 @@ from cortex.neuron.kernels.attention.rotate import Rotation
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.attention.varlen import varlen_attention
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.layers.configs import AttentionConfig, LatentAttentionConfig, QueryGrowth
+from cortex.neuron.layers.configs import AttentionConfig, LatentAttentionConfig
 from cortex.neuron.layers.linear import Linear, RowParallelLinear
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
@@ -97,9 +97,7 @@ class Attention:
             sinks=parameters.load(f"{prefix}.sinks", config.heads, dtype=torch.float32) if config.sinks else None,
         )
         self._has_softplus = config.gate is not None and config.gate.activation == "softplus"
-        self._growth = None
-        if config.query_growth is not None and ropes.num_positions > config.query_growth.trained_tokens:
-            self._growth = query_growth(config.query_growth, ropes.num_positions, parameters.device)
+        self._growth = None if config.query_growth is None else ropes.growth(config.query_growth)
 
     def __call__(self, x: Tensor, norm: RMSNorm | None, batch: Batch, residual: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden] → residual + attention(norm(x)). `residual` may be overwritten: use the result."""
@@ -144,9 +142,3 @@ class Attention:
                 for norm, row, mean in zip(self._wide_norms, rows, means.unbind(1), strict=True)
             )
         return q_row.view_as(q), k_row.view_as(k)
-
-
-def query_growth(growth: QueryGrowth, num_positions: int, device: torch.device) -> Tensor:
-    """[positions, 1, 1] float32: what queries are multiplied by."""
-    spans = torch.arange(num_positions, device=device) // growth.trained_tokens
-    return (1 + growth.beta * torch.log1p(spans.float()))[:, None, None]

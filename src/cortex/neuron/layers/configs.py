@@ -73,6 +73,14 @@ class RopeConfig:
         axis = pair % 3
         return axis if self.sections and axis and pair < 3 * self.sections[axis] else 0
 
+    @property
+    def table_width(self) -> int:
+        """Cosines and sines of one position: two for each pair of dimensions that turns."""
+        pairs = -(-self.dims // 2)
+        if self.scaling == "proportional":
+            pairs = max(1, int(self.settings.get("partial_rotary_factor", 1.0) * pairs))
+        return 2 * pairs
+
 
 @dataclass(frozen=True, slots=True)
 class NormConfig:

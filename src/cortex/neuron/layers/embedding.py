@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cortex.neuron.kernels.matrix import Matrix
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.layers.linear import Linear
 from cortex.neuron.layers.norm import RMSNorm
@@ -40,10 +41,10 @@ class Embedding:
 
 
 class Head(Linear):
-    """The output matrix. With `tied` it shares the memory of the embedding. A rank of a divided model has the rows of
-    its share of the vocabulary; `logits` are those of all tokens."""
+    """The output matrix. `tied`: a matrix that it is, such as that of the embedding. A rank of a divided model has the
+    rows of its share of the vocabulary; `logits` are those of all tokens."""
 
-    def __init__(self, parameters: Parameters, vocab: int, size: int, source: str, tied: Embedding | None) -> None:
+    def __init__(self, parameters: Parameters, vocab: int, size: int, source: str, tied: Matrix | None) -> None:
         self._vocab = vocab
         self._group = parameters.group
         self._held = self._group.shard.part(vocab)
@@ -51,7 +52,7 @@ class Head(Linear):
         if tied is None:
             super().__init__(parameters, size, {source: rows})
         else:
-            self.inputs, self.splits, self.matrix, self.bias = size, [rows], tied.matrix, None
+            self.inputs, self.splits, self.matrix, self.bias = size, [rows], tied, None
 
     def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden: [rows, hidden] → [rows, vocab]

@@ -72,7 +72,7 @@ class Parameters:
         self.bindings: list[Binding] = []
         self.packed_bindings: list[PackedBinding] = []
         self.num_bytes = 0
-        self._packing = {} if packing is None else packing
+        self.packing = {} if packing is None else packing
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory for a parameter, contents undefined until its bindings are loaded."""
@@ -103,7 +103,7 @@ class Parameters:
 
     def matrix(self, sources: Mapping[str, int], inputs: int) -> Matrix:
         """A matrix for the rows of `sources` (name → rows), in order. It is quantised if all of them are."""
-        layouts = [self._packing.get(source) for source in sources]
+        layouts = [self.packing.get(source) for source in sources]
         if None in layouts:
             return self._dense(sources, inputs)
         parts: list[Matrix] = []
@@ -114,14 +114,18 @@ class Parameters:
             parts += [self._quantised(layout, part, inputs) for part in ([run] if is_whole else zip(run))]
         return parts[0] if len(parts) == 1 else StackedMatrix(parts)
 
+    def quantised_copy(self, layout: MatrixLayout, source: str, rows: int, inputs: int) -> Matrix:
+        """Another matrix of the rows of `source`, in `layout`."""
+        return self._quantised(layout, [(source, rows)], inputs)
+
     def can_stack(self, sources: Collection[str]) -> bool:
         """Whether all of `sources` are quantised in the same layout, in which matrices may hold experts."""
-        layouts = {self._packing.get(source) for source in sources}
+        layouts = {self.packing.get(source) for source in sources}
         return len(layouts) == 1 and isinstance(layouts.pop(), DeviceLayout)
 
     def expert_matrix(self, sources: Mapping[str, int], inputs: int) -> ExpertMatrix:
         """One matrix for the rows of all experts (name → rows), in order. Requires `can_stack(sources)`."""
-        layout = self._packing[next(iter(sources))]
+        layout = self.packing[next(iter(sources))]
         assert isinstance(layout, DeviceLayout)
         matrix = empty_device_matrix(layout, sum(sources.values()), inputs, self.device)
         self._bind_rows(matrix, sources.items())

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.layers.configs import RopeConfig
+from cortex.neuron.layers.configs import QueryGrowth, RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, num_positions: int = 0) -> tuple[Tensor, float]:
@@ -101,14 +101,20 @@ def rope_table(rope: RopeConfig | None, num_positions: int, device: torch.device
         return torch.tensor((1.0, 0.0), device=device).repeat(num_positions, 1)
     frequencies, scale = inverse_frequencies(rope, num_positions)
     if rope.scaling == "proportional":
-        frequencies = frequencies[: max(1, int(frequencies.count_nonzero()))]
+        frequencies = frequencies[: rope.table_width // 2]
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     table = torch.cat((angles.cos(), angles.sin()), dim=1) * scale
     return table.to(device)
 
 
+def query_growth(growth: QueryGrowth, num_positions: int, device: torch.device) -> Tensor:
+    """[positions, 1, 1] float32: what queries are multiplied by."""
+    spans = torch.arange(num_positions, device=device) // growth.trained_tokens
+    return (1 + growth.beta * torch.log1p(spans.float()))[:, None, None]
+
+
 class RopeTables:
-    """The tables of a model. Layers that rotate in the same way share one."""
+    """The tables of a model with a row for each position. Layers that use positions in the same way share one."""
 
     def __init__(self, num_positions: int, device: torch.device, num_placed: int = 0) -> None:
         """`num_placed`: rows after those of positions, for tokens whose position has several axes."""
@@ -116,6 +122,7 @@ class RopeTables:
         self._num_placed = num_placed
         self._device = device
         self._tables: dict[RopeConfig | None, Tensor] = {}
+        self._growths: dict[QueryGrowth, Tensor] = {}
 
     def __getitem__(self, rope: RopeConfig | None) -> Tensor:
         """[positions, dims]: see `rope_table`"""
@@ -123,6 +130,20 @@ class RopeTables:
             table = rope_table(rope, self.num_positions, self._device)
             self._tables[rope] = F.pad(table, (0, 0, 0, self._num_placed)) if self._num_placed else table
         return self._tables[rope]
+
+    def growth(self, growth: QueryGrowth) -> Tensor | None:
+        """[positions, 1, 1]: see `query_growth`; None if no position is long enough."""
+        if self.num_positions <= growth.trained_tokens:
+            return None
+        if growth not in self._growths:
+            self._growths[growth] = query_growth(growth, self.num_positions, self._device)
+        return self._growths[growth]
+
+    @property
+    def num_bytes(self) -> int:
+        """The rows of positions."""
+        tables = (*self._tables.values(), *self._growths.values())
+        return sum(table[: self.num_positions].nbytes for table in tables)
 
     def place(self, axes: Tensor) -> None:
         """Fills the rows after those of positions: row `num_positions + i` turns each pair by its axis of `axes[:, i]`.
@@ -136,4 +157,4 @@ class RopeTables:
                 table[first:end] = table.gather(0, by_pair.repeat(1, 2))
 
     def storages(self) -> list[torch.UntypedStorage]:
-        return [table.untyped_storage() for table in self._tables.values()]
+        return [table.untyped_storage() for table in (*self._tables.values(), *self._growths.values())]

@@ -165,8 +165,8 @@ class Architecture(ABC):
         return part
 
     def with_head(self, names: Container[str] | None) -> Architecture:
-        """The whole model with the head that predicts further tokens. `names`: the tensors of its checkpoint; None:
-        they are not known. Raises UnsupportedModel if there is none."""
+        """The model, or its share of a rank, with the head that predicts further tokens. `names`: the tensors of its
+        checkpoint; None: they are not known. Raises UnsupportedModel if there is none."""
         head = self.read_head()
         if head is None or (names is not None and not head.is_in(names)):
             missing = "the model's family has" if head is None else "the checkpoint has"
@@ -175,7 +175,7 @@ class Architecture(ABC):
                 'use "lookup", a model that is published with one, or a GGUF file that was converted with it'
             )
         whole = copy.copy(self)
-        whole.head = head
+        whole.head = head if self.shard.is_whole else head.sharded(self.shard)
         return whole
 
     def _reject_division(self) -> None:
@@ -201,6 +201,11 @@ class Architecture(ABC):
     @property
     def is_divided(self) -> bool:
         return not self.shard.is_whole or self.stage is not None
+
+    @property
+    def output(self) -> str:
+        """The tensor of the output matrix."""
+        return f"{self.prefix}.embed_tokens.weight" if self.config.tied else "lm_head.weight"
 
     @property
     def has_ends(self) -> bool:

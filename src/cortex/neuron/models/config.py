@@ -156,7 +156,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, settings: Mapping[str, A
         scaling=scaling,
         settings={} if scaling == "default" else settings,
         trained_tokens=int(config.get("max_position_embeddings") or 0),
-        sections=tuple(settings.get("mrope_section") or ()),
+        sections=tuple(settings.get("mrope_section") or config.get("mrope_section") or ()),
     )
 
 

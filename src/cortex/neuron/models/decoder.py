@@ -29,6 +29,7 @@ from cortex.neuron.layers.rope import RopeTables
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.layer import EXPERT_NORMS, LayerConfig
+from cortex.neuron.models.packing import draft_output
 from cortex.neuron.models.prediction_head import PredictionHead
 from cortex.neuron.models.towers.tower import Tower
 
@@ -135,12 +136,24 @@ class Decoder:
         for name, layer in architecture.named_layers():
             self.layers.append(DecoderLayer(self, layer, name))
         if architecture.has_ends:
-            tied = self.embedding if config.tied else None
+            tied = self.embedding.matrix if config.tied else None
             self.norm = self.new_norm(architecture.ends.norm, f"{prefix}.norm.weight")
             self.head = Head(parameters, config.vocab, config.hidden, "lm_head", tied)
         if architecture.head is not None:
             self._head_layer = DecoderLayer(self, architecture.head.layer, architecture.head.layer_name)
-            self.prediction = PredictionHead(self, architecture.head, config.hidden, self._head_layer)
+            self.prediction = PredictionHead(
+                self, architecture.head, config.hidden, self._head_layer, self._draft_output(architecture)
+            )
+
+    def _draft_output(self, architecture: Architecture) -> Head:
+        """The output matrix as the prediction head has it: a copy in few bits, or the model's own."""
+        parameters, vocab, hidden = self.parameters, self.config.vocab, self.config.hidden
+        layout = draft_output(parameters.packing, architecture.output, hidden)
+        if layout is None:
+            return self.head
+        rows = len(parameters.group.shard.part(vocab))
+        copied = parameters.quantised_copy(layout, architecture.output, rows, hidden)
+        return Head(parameters, vocab, hidden, "lm_head", copied)
 
     def new_norm(self, norm: NormConfig, source: str) -> RMSNorm:
         """Allocates a norm over the residual stream."""
@@ -225,9 +238,5 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden] → [rows, vocab]"""
-        return self.logits_after(self.norm, hidden)
-
-    def logits_after(self, norm: RMSNorm, hidden: Tensor) -> Tensor:
-        """With another last norm. hidden: [rows, hidden] → [rows, vocab]"""
-        logits, cap = self.head.logits(norm.centred(hidden), norm), self.architecture.ends.logit_cap
+        logits, cap = self.head.logits(self.norm.centred(hidden), self.norm), self.architecture.ends.logit_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

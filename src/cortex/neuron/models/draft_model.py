@@ -37,4 +37,6 @@ class DraftModel:
         return self.model.logits(carried)[:, : self._vocab].contiguous()
 
     def _computed(self, tokens: Tensor, batch: Batch) -> Tensor:
-        return self.model(replace(batch, tokens=tokens.clamp(max=self.model.config.vocab - 1)))
+        """It sees no pictures: the tokens in their places are as many."""
+        known = tokens.clamp(max=self.model.config.vocab - 1)
+        return self.model(replace(batch, tokens=known, rope=None, pictures=None, reach=None))

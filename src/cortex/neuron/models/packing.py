@@ -10,7 +10,7 @@ from typing import Final
 from cortex.neuron.kernels.cpu.layout import CpuForm, CpuLayout, cpu_layout
 from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS, float8_layout
 from cortex.neuron.kernels.layouts import DeviceLayout, MatrixLayout
-from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS, PUBLISHED_LAYOUTS, Q8, SCALED_COLUMNS, Layout
+from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS, PUBLISHED_LAYOUTS, Q4, Q8, SCALED_COLUMNS, Layout
 from cortex.neuron.kernels.quantised.recipes import Recipe
 from cortex.neuron.weights.safetensors.arranged import expert_infos
 from cortex.neuron.weights.stored import TensorInfo
@@ -50,6 +50,24 @@ def choose_layouts(
         matrices |= expert_infos(name, info)
     chosen = ((name, choose_layout(device, name, info, recipe)) for name, info in matrices.items())
     return {name: layout for name, layout in chosen if layout is not None}
+
+
+DRAFT_OUTPUT: Final = "draft_output.weight"
+"""A name for the output matrix as a prediction head has it, which is no tensor of a checkpoint."""
+
+
+def with_draft_output(device: MatrixDevice, layouts: Mapping[str, MatrixLayout]) -> Mapping[str, MatrixLayout]:
+    """For a model with a prediction head: on a GPU, the head has a copy of a dense output matrix in four bits. It reads
+    the matrix once for each token that it proposes, and a near tie that falls otherwise is a rejected draft."""
+    is_used = device.kind == "cuda" and device.dtype == "bfloat16"
+    return {**layouts, DRAFT_OUTPUT: Q4} if is_used else layouts
+
+
+def draft_output(layouts: Mapping[str, MatrixLayout], output: str, hidden: int) -> MatrixLayout | None:
+    """The layout of that copy, if there is one. `output`: the tensor of the output matrix."""
+    if output in layouts or DRAFT_OUTPUT not in layouts or hidden % SCALED_COLUMNS:
+        return None
+    return layouts[DRAFT_OUTPUT]
 
 
 def choose_layout(device: MatrixDevice, name: str, info: TensorInfo, recipe: Recipe | None) -> MatrixLayout | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.layers.configs import NormConfig
+from cortex.neuron.layers.embedding import Head
 from cortex.neuron.layers.linear import Linear
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
@@ -24,7 +25,6 @@ class Trunk(Protocol):
 
     def new_norm(self, norm: NormConfig, source: str) -> RMSNorm: ...
     def embedded(self, tokens: Tensor) -> Tensor: ...
-    def logits_after(self, norm: RMSNorm, hidden: Tensor) -> Tensor: ...
 
 
 class PredictionHead:
@@ -37,9 +37,15 @@ class PredictionHead:
     starts_from_hidden = True
 
     def __init__(
-        self, model: Trunk, config: PredictionConfig, hidden: int, layer: Callable[[Tensor, Batch], Tensor]
+        self,
+        model: Trunk,
+        config: PredictionConfig,
+        hidden: int,
+        layer: Callable[[Tensor, Batch], Tensor],
+        output: Head,
     ) -> None:
-        """`layer`: the one that `config` describes. `hidden`: the size of hidden states."""
+        """`layer`: the one that `config` describes. `hidden`: the size of hidden states. `output`: to logits."""
+        self._output = output
         self.carried_size = hidden
         self.group = model.parameters.group
         self._layer = layer
@@ -58,7 +64,7 @@ class PredictionHead:
         return self._through(tokens, self._norm(carried) if self._carries_norm else carried, batch)
 
     def logits(self, carried: Tensor) -> Tensor:
-        return self._model.logits_after(self._norm, carried)
+        return self._output.logits(self._norm.centred(carried), self._norm)
 
     def _through(self, tokens: Tensor, hidden: Tensor, batch: Batch) -> Tensor:
         embedded = self._embedding_norm(self._model.embedded(tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -158,9 +159,11 @@ def _check_library(config: Mapping[str, Any]) -> None:
             return
         except UnsupportedModel as error:
             reason = f"{error}{'; the code of its repository is never run' if config.get('auto_map') else ''}"
+    near = difflib.get_close_matches(str(model_type)[:80], (*FAMILIES, *ENCODERS), n=3)
+    nearest = f"The nearest native families are {', '.join(near)}; docs" if near else "docs"
     raise UnsupportedModel(
-        f"model_type {model_type!r:.80} is not supported: {reason}. Native families are {', '.join(FAMILIES)} "
-        "(docs/adding-a-model.md shows how to add one)"
+        f"model_type {model_type!r:.80} is not supported: {reason}. {nearest}/models.md lists all families, and "
+        "docs/adding-a-model.md shows how to add one"
     )
 
 

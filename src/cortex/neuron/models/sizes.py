@@ -20,11 +20,14 @@ from cortex.neuron.layers.configs import (
     NormConfig,
     PerLayerInputConfig,
     PerLayerInputsConfig,
+    QueryGrowth,
+    RopeConfig,
     halves,
 )
 from cortex.neuron.layers.recurrent.configs import RecurrentConfig
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.layer import EXPERT_NORMS, LayerConfig
+from cortex.neuron.models.packing import draft_output
 from cortex.neuron.models.pooling.config import DenseStep, NormStep, Step
 from cortex.neuron.models.towers.config import PASS_PATCHES, tower_room_bytes, tower_weight_bytes
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
@@ -138,6 +141,8 @@ def head_bytes(architecture: Architecture, storage: WeightStorage) -> int:
     if head is None:
         return 0
     total = storage.linear_bytes(2 * hidden, {head.projection: hidden})
+    if (layout := draft_output(storage.packing, architecture.output, hidden)) is not None:
+        total += layout.num_bytes(len(architecture.shard.part(architecture.config.vocab)), hidden)
     total += len(head.norms) * _norm_bytes(head.norm, hidden, storage)
     return total + sum(_layer_bytes(name, layer, hidden, storage) for name, layer in head.named_layers())
 
@@ -203,6 +208,25 @@ def kv_bytes_by_window(architecture: Architecture, item_bytes: int) -> dict[int 
 def kv_bytes_per_token(architecture: Architecture, item_bytes: int) -> int:
     """Keys and values of one token over all layers that keep them."""
     return sum(kv_bytes_by_window(architecture, item_bytes).values())
+
+
+def position_bytes(architecture: Architecture, num_positions: int) -> int:
+    """The tables with a row for each position of a sequence: rotations, which layers share, and growing queries."""
+    tables: set[RopeConfig | None] = set()
+    growths: set[QueryGrowth] = set()
+    if isinstance(architecture, TransformersArchitecture):
+        tables.add(None)
+    for layer in architecture.layers:
+        if isinstance(layer.mixer, KV_MIXERS):
+            tables.add(layer.mixer.rope)
+        if isinstance(layer.mixer, AttentionConfig):
+            if layer.mixer.qk_norm is not None and layer.mixer.qk_norm.after_rope:
+                tables.add(None)
+            growth = layer.mixer.query_growth
+            if growth is not None and num_positions > growth.trained_tokens:
+                growths.add(growth)
+    width = sum(2 if rope is None else rope.table_width for rope in tables) + len(growths)
+    return num_positions * width * _FLOAT32_BYTES
 
 
 def state_bytes(architecture: Architecture, item_bytes: int) -> int:

@@ -8,13 +8,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from cortex.neuron.config import DeviceEntry
+from cortex.engine_packages import missing_packages
+from cortex.neuron.config import DeviceEntry, NeuronConfig
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.node.memory.ceilings import Ceilings
 from cortex.neuron.node.replicas.extras import ExtraReplicas
 from cortex.neuron.worker.device_claims import DeviceClaim, DeviceClaims
-from cortex.neuron.worker.discovery import DeviceReading, Inventory
+from cortex.neuron.worker.discovery import DeviceReading, Inventory, discover, divided, with_amd_cards
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.hosts.all_of import AllOf
 from cortex.neuron.worker.hosts.device import DeviceHost
@@ -137,6 +138,15 @@ class NodeDevices:
 def backend_of(devices: Sequence[Device]) -> Backend:
     """What the ranks of a model on these devices exchange their messages with."""
     return "nccl" if all(device.kind == "cuda" for device in devices) else "tcp"
+
+
+def inventory_of(config: NeuronConfig, look: Callable[[], Inventory] = discover) -> Inventory:
+    """The devices that a node with this configuration uses. AMD's cards are of use to servers only: they take the place
+    of the CPU where the node has a command as harness, or where nothing else could run. Blocks."""
+    inventory = look()
+    if config.commands or missing_packages():
+        inventory = with_amd_cards(inventory)
+    return divided(inventory, config.cpu_devices)
 
 
 def warn_of_unknown_devices(entries: Sequence[DeviceEntry], inventory: Inventory) -> None:

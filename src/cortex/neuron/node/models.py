@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from cortex.neuron.engine.request import EngineStats
 from cortex.neuron.node.controller import ModelController
@@ -106,6 +106,14 @@ class Models:
         """Whether the model is loaded or asleep, or about to be."""
         controller = self._controllers.get(model_id)
         return controller is not None and controller.life.state not in (ModelState.COLD, ModelState.FAILED)
+
+    def forget(self, model_ids: Iterable[str]) -> None:
+        """Stop listing models whose files are gone, unless they are in memory."""
+        for model_id in model_ids:
+            if not self.is_in_memory(model_id):
+                self._controllers.pop(model_id, None)
+                self._library.forget(model_id)
+                self._loader.forget(model_id)
 
     def holdings(self) -> list[ModelHolding]:
         """What the models hold of the devices. A sleeping one may hold a part still."""

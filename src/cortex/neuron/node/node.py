@@ -18,7 +18,7 @@ from typing import Any
 from cortex.neuron.config import Limits, NeuronConfig
 from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.engine.request import EngineRequest, EngineStats
-from cortex.neuron.node.devices import NodeDevices, ReadDevices, warn_of_unknown_devices
+from cortex.neuron.node.devices import NodeDevices, ReadDevices, inventory_of, warn_of_unknown_devices
 from cortex.neuron.node.event_feed import EventFeed
 from cortex.neuron.node.generation import Generation
 from cortex.neuron.node.harness.command.harness import CommandHarness
@@ -31,6 +31,7 @@ from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import Fetch, Library, scan_cache
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
+from cortex.neuron.node.loading.model_folders import scan_folders
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings, ModelHolding, equal_parts
 from cortex.neuron.node.memory.sleep_budget import SleepBudget, sleep_budget_bytes
 from cortex.neuron.node.models import Models
@@ -44,9 +45,11 @@ from cortex.neuron.node.status import ServedModel, describe_node
 from cortex.neuron.node.survey_process.client import SurveyProcess, Surveys
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.node.text.work import TextSource
+from cortex.neuron.picture_process.client import Pictures
+from cortex.neuron.servers.ready_made import installed
 from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.backoff import BackoffPolicy
-from cortex.neuron.worker.discovery import Inventory, discover, divided, read_devices
+from cortex.neuron.worker.discovery import Inventory, discover, read_devices
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.quant_names import is_same_quant
@@ -93,16 +96,19 @@ class Node:
         )
         self._surveys = (parts.surveys or partial(_survey_process, limits))()
         lead = Lead(config, self.devices, forecast, parts.connect_peer)
-        engine = EngineHarness(config, self.devices, forecast, self._surveys, lead)
-        commands = [CommandHarness(entry, config, parts.read_devices) for entry in config.commands]
+        self._library = Library(config)
+        engine = self._engine = EngineHarness(config, self.devices, forecast, self._surveys, lead, self._library)
+        servers = {entry.name: entry for entry in (*installed(), *config.commands)}
+        commands = [CommandHarness(entry, config, parts.read_devices) for entry in servers.values()]
         self._harnesses = Harnesses(engine, *commands, *parts.harnesses)
-        self.discovery = describe_node(inventory, limits.sleep_mb, self._harnesses.names)
+        usable = [name for name in self._harnesses.names if engine.is_usable or name not in engine.names]
+        self.discovery = describe_node(inventory, limits.sleep_mb, tuple(usable))
         self._config = config
         self._started_s = time.monotonic()
-        self._library = Library(config)
         open_text = parts.open_text or partial(
             TokenizerClient, memory_bytes=config.text.memory_mb << 20, read_s=config.text.timeout_s
         )
+        self.pictures = Pictures(config.pictures)
         self.texts = Texts(
             open_text,
             config.text,
@@ -163,11 +169,12 @@ class Node:
     async def start(cls, config: NeuronConfig, parts: Parts | None = None) -> Node:
         """Returns a node that serves at once; default models load in the background."""
         parts = parts or Parts()
-        inventory = divided(await asyncio.to_thread(parts.discover), config.cpu_devices)
+        inventory = await asyncio.to_thread(inventory_of, config, parts.discover)
         node = cls(config, inventory, parts)
         warn_of_unknown_devices(config.devices, inventory)
-        node._run_in_background(node.devices.warm(), "import the engine")
-        await node._scan_cache()
+        if node._engine.is_usable:
+            node._run_in_background(node.devices.warm(), "import the engine")
+        await node.scan_library()
         node._regular = [
             node._tasks.start("sample devices", node._keep_sampling),
             node._tasks.start("survey models", node._keep_surveying),
@@ -310,6 +317,7 @@ class Node:
         await self.shares.close()
         await self._harnesses.close()
         await self.texts.close()
+        await self.pictures.close()
         await self.files.close()
         await self._surveys.close()
         await self._models.closed()
@@ -367,6 +375,7 @@ class Node:
         while True:
             await self.devices.sample()
             await self.texts.rest_idle(self._models.is_in_memory)
+            await self.pictures.rest_idle()
             await self._surveys.rest_idle()
             await asyncio.sleep(_SAMPLE_S)
 
@@ -375,10 +384,14 @@ class Node:
         while True:
             await self._loader.survey_library()
             await asyncio.sleep(_SCAN_S)
-            await self._scan_cache()
+            await self.scan_library()
 
-    async def _scan_cache(self) -> None:
-        self._library.discovered(await asyncio.to_thread(scan_cache, self._library.cache))
+    async def scan_library(self) -> None:
+        """Lists the models whose files have come, and no longer those whose files are gone."""
+        if self._engine.is_usable:  # nothing else runs models that no entry names
+            self._library.discovered(await asyncio.to_thread(scan_cache, self._library.cache))
+        found = await asyncio.to_thread(scan_folders, self._library.folders)
+        self._models.forget(self._library.found_in_folders(found))
         await self.files.scan()
 
 

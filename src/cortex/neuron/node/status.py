@@ -103,6 +103,8 @@ def describe_model(
         family=facts.family if facts is not None else None,
         backend=facts.backend if facts is not None else None,
         quant=facts.quant if facts is not None else model.quant,
+        stored=facts.stored if facts is not None else None,
+        digest=facts.digest if facts is not None else None,
         requested_quant=survey.requested_quant if survey is not None else model.quant,
         source=model.source,
         estimate_bytes=estimate.footprint.expected_bytes if estimate is not None else None,
@@ -142,5 +144,6 @@ def _capabilities(survey: Survey | None, engine_notes: tuple[str, ...]) -> Capab
         reasoning=template.reasoning,
         vision=template.vision,
         embeddings=template.embeddings,
+        insert=template.insert,
         notes=(*template.notes, *engine_notes),
     )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from cortex.neuron.text.errors import TextFileMalformed
 from cortex.neuron.vision.reading import PROCESSOR_FILES, image_processor_in, read_picture_spec
 from cortex.neuron.vision.spec import PictureSpec
+from cortex.neuron.weights.gguf.metadata import read_metadata
+from cortex.neuron.weights.gguf.projector import WHOLE_TYPES, processor_config, projector_beside, vision_config
 
 MAX_JSON_BYTES: Final = 16 << 20
 MAX_TEMPLATE_BYTES: Final = 1 << 20
+MAX_TOKENIZER_BYTES: Final = 128 << 20
 
 
 def gguf_file(path: Path) -> Path | None:
@@ -20,7 +24,8 @@ def gguf_file(path: Path) -> Path | None:
         return path
     if (path / "tokenizer.json").exists():
         return None
-    return min(path.glob("*.gguf"), default=None)
+    models = (file for file in path.glob("*.gguf") if "mmproj" not in file.name.lower())
+    return min(models, default=None)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -45,10 +50,38 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
     return content
 
 
+def _gguf_picture_spec(model: Path) -> PictureSpec | None:
+    """Raises CheckpointError, or TextFileMalformed."""
+    if (beside := projector_beside(model)) is None:
+        return None
+    file = read_metadata(beside)
+    projector = file.metadata.get("clip.projector_type")
+    whole = next((whole for whole, kind in WHOLE_TYPES.values() if kind == projector), None)
+    if whole is None:
+        return None
+    try:
+        return read_picture_spec({"model_type": whole, "vision_config": vision_config(file)}, processor_config(file))
+    except ValueError as error:
+        raise TextFileMalformed(f"the image processor of {beside} cannot be used: {error}") from error
+
+
+def token_search(directory: Path) -> Callable[[str], bool]:
+    """Whether a text is a token of its own, without a tokenizer: it stands in quotes in the file that has them."""
+    try:
+        content = read_limited(directory / "tokenizer.json", MAX_TOKENIZER_BYTES)
+    except FileNotFoundError:
+        return lambda _: False
+
+    def is_token(text: str) -> bool:
+        return json.dumps(text).encode() in content or json.dumps(text, ensure_ascii=False).encode() in content
+
+    return is_token
+
+
 def picture_spec(directory: Path) -> PictureSpec | None:
     """How the model in `directory` takes pictures, None if it does not; raises TextFileMalformed."""
-    if not directory.is_dir():
-        return None
+    if (gguf := gguf_file(directory)) is not None:
+        return _gguf_picture_spec(gguf)
     processors = {name: read_json(directory / name) for name in PROCESSOR_FILES}
     try:
         return read_picture_spec(read_json(directory / "config.json"), image_processor_in(processors))

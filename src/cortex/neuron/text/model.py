@@ -34,7 +34,7 @@ from cortex.neuron.text.output.reasoning import (
 )
 from cortex.neuron.text.template import template_source
 from cortex.neuron.text.template.chat_template import CHATML, ChatTemplate
-from cortex.neuron.text.template.fill_in import fill_in_prompt, markers
+from cortex.neuron.text.template.fill_in import fill_in_prompt, has_markers, markers
 from cortex.neuron.text.template.literal_content import LiteralContent
 from cortex.neuron.text.template.pictures import images_in
 from cortex.neuron.text.template.prompt import (
@@ -247,7 +247,7 @@ class TextModel:
 
     @cached_property
     def _tool_syntax(self) -> ToolSyntax:
-        return tool_syntax(self.tools_template)
+        return tool_syntax(self.tools_template, self.tokenizer.has_whole)
 
     @cached_property
     def _is_harmony(self) -> bool:
@@ -304,14 +304,17 @@ def survey_text(path: Path) -> TextSurvey:
     if gguf is not None:
         metadata = read_metadata(gguf).metadata
         sources, generation = template_source.from_gguf(metadata), defaults.from_gguf(metadata)
-        has_vision = False
+        has_vision = files.picture_spec(gguf) is not None
+        insert = has_markers(frozenset(metadata.get("tokenizer.ggml.tokens") or ()).__contains__)
     else:
         sources, has_vision = template_source.from_directory(path), files.picture_spec(path) is not None
         generation = defaults.from_generation_config(files.read_json(path / "generation_config.json"))
+        insert = has_markers(files.token_search(path))
     template, tools_template = _templates(sources)
     for each in {template, tools_template}:
         _try_out(each)
-    return TextSurvey(_capabilities(template, _notes(sources, tools_template), vision=has_vision), generation)
+    found = _capabilities(template, _notes(sources, tools_template), vision=has_vision)
+    return TextSurvey(msgspec.structs.replace(found, insert=insert), generation)
 
 
 def _has_calls(request: GenerateRequest) -> bool:

@@ -54,7 +54,7 @@ def adapter_scale(folder: Path) -> float:
     """The factor of the changes. Raises CheckpointError."""
     options = read_json(folder, "adapter_config.json")
     rank, alpha = options.get("r"), options.get("lora_alpha")
-    if type(rank) is not int or type(alpha) not in (int, float) or rank < 1:
+    if type(rank) is not int or isinstance(alpha, bool) or not isinstance(alpha, int | float) or rank < 1:
         raise Malformed(f"{folder} has an adapter of rank {str(rank)[:80]} and lora_alpha {str(alpha)[:80]}")
     for name, plain in _PLAIN.items():
         if options.get(name) and options[name] != plain:

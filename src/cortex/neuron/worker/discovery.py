@@ -1,4 +1,4 @@
-"""The devices of this host and their current state: GPUs through NVML, otherwise the CPU.
+"""The devices of this host and their current state: GPUs through NVML, AMD's for harnesses, otherwise the CPU.
 
 Nothing here creates a CUDA context or imports torch. NVML calls may block on a failing GPU, so the daemon makes them on
 a thread and serves the last readings.
@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +19,7 @@ import pynvml
 from pynvml import NVMLError
 
 from cortex.neuron.engine.memory.host import read_host_memory
+from cortex.neuron.worker import amd
 from cortex.wire.node.protocol import Device
 
 _library: Any = pynvml
@@ -69,6 +71,29 @@ def discover(env: Mapping[str, str] = os.environ) -> Inventory:
     return replace(inventory, devices=visible, driver_problem=problem, readings=readings)
 
 
+def with_amd_cards(inventory: Inventory, env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Inventory:
+    """The inventory with AMD's cards in place of the CPU, if there are any: servers of harnesses use them."""
+    if inventory.devices[0].kind != "cpu":
+        return inventory
+    cards = amd.cards(root)
+    devices = tuple(
+        Device(
+            index=card.index,
+            kind="rocm",
+            name=card.name,
+            total_bytes=card.total_bytes,
+            uuid=f"GPU-{card.unique_id}" if card.unique_id else None,
+        )
+        for card in cards
+    )
+    settings = (env[name] for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if name in env)
+    visible = visible_devices(devices, next(settings, None))
+    if not visible:
+        return replace(inventory, driver_problem="ROCR_VISIBLE_DEVICES hides every GPU") if devices else inventory
+    readings = _amd_readings(visible, root)
+    return Inventory(visible, amd.driver_version(root), inventory.driver_problem, readings)
+
+
 def divided(inventory: Inventory, cpu_devices: int) -> Inventory:
     """The inventory with the CPU as `cpu_devices` devices of equal size. GPUs are not divided."""
     cpu = inventory.devices[0]
@@ -91,6 +116,8 @@ def read_devices(devices: tuple[Device, ...]) -> dict[int, DeviceReading]:
     """Current readings of `devices`, which are all of this host, without those that do not respond."""
     if devices and devices[0].kind == "cpu":
         return _shares(_cpu_inventory().readings[0], len(devices))
+    if devices and devices[0].kind == "rocm":
+        return _amd_readings(devices)
     readings: dict[int, DeviceReading] = {}
     with contextlib.suppress(NVMLError), _Nvml() as nvml:
         for gpu in devices:
@@ -100,7 +127,7 @@ def read_devices(devices: tuple[Device, ...]) -> dict[int, DeviceReading]:
 
 
 def visible_devices(devices: tuple[Device, ...], setting: str | None) -> tuple[Device, ...]:
-    """The devices in `setting`, a CUDA_VISIBLE_DEVICES: indices or UUID prefixes up to the first unknown one."""
+    """The devices in `setting`, as of CUDA_VISIBLE_DEVICES: indices or UUID prefixes up to the first unknown one."""
     if setting is None:
         return devices
     visible: list[Device] = []
@@ -114,6 +141,18 @@ def visible_devices(devices: tuple[Device, ...], setting: str | None) -> tuple[D
             break
         visible.extend(found)
     return tuple(visible)
+
+
+def _amd_readings(devices: tuple[Device, ...], root: Path = Path("/")) -> dict[int, DeviceReading]:
+    wanted = {device.index for device in devices}
+    readings = {}
+    for card in amd.cards(root):
+        if card.index in wanted:
+            free_bytes = max(0, card.total_bytes - card.used_bytes)
+            if card.is_integrated:  # programs of the host use the same memory
+                free_bytes = min(free_bytes, card.set_aside_bytes + read_host_memory(root).free_bytes)
+            readings[card.index] = DeviceReading(card.total_bytes, free_bytes, card.utilisation, card.temperature_c)
+    return readings
 
 
 class _Nvml:

@@ -212,8 +212,7 @@ def _num_characters(token: TokenLogprob) -> int:
 
 
 def _top_body(token: TokenLogprob) -> dict[str, float | None] | None:
-    """The top tokens; for a token of the prompt also itself."""
+    """The top tokens and the token itself, so one more than were asked for if it is none of them."""
     if token.logprob is None:
         return None
-    own = {} if token.rank is None else {token.token: token.logprob}
-    return {**own, **{other.token: other.logprob for other in token.top}}
+    return {**{other.token: other.logprob for other in token.top}, token.token: token.logprob}

@@ -30,6 +30,9 @@ WAITED = "x-cortex-waited-ms"
 PROMPT_TOKENS = "x-cortex-prompt-tokens"
 """The tokens of a prompt that is larger than `TOKEN_LIMIT`, in the error of the node."""
 
+RELAYED = "x-cortex-relayed"
+"""In a response of the server that runs the model, which the node has not read: its usage is in the body."""
+
 RECOVERS = "x-cortex-recovers"
 """In the error of a node that loads the model again after a fault: the request can wait for that, or go elsewhere."""
 

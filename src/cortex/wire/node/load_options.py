@@ -42,6 +42,15 @@ def draft_of(speculation: str) -> str | None:
     return speculation.removeprefix(_DRAFT).strip() if speculation.startswith(_DRAFT) else None
 
 
+def drafts_from(speculation: str) -> Literal["off", "lookup", "mtp", "draft"]:
+    """What a checked setting asks for, without the name of a draft model."""
+    match speculation:
+        case "off" | "lookup" | "mtp":
+            return speculation
+        case _:
+            return "draft"
+
+
 Options = TypeVar("Options", bound="LoadOptions")
 
 

@@ -29,7 +29,8 @@ Dialect = Literal[
     "ollama_generate",
     "llama_cpp_infill",
 ]
-DeviceKind = Literal["cuda", "cpu"]
+DeviceKind = Literal["cuda", "rocm", "cpu"]
+"""`rocm`: an AMD card, for harnesses only."""
 Stage = Literal["resolve", "download", "read", "place", "warm"]
 
 
@@ -115,6 +116,16 @@ class Progress(NodeValue, frozen=True):
     eta_s: float | None = None
 
 
+class StoredForm(NodeValue, frozen=True):
+    """The form of a model's files."""
+
+    file_format: Literal["gguf", "safetensors"]
+    dtype: str
+    """The format of most of its weights, as the files name it: `BF16`, `Q4_K`, …"""
+    num_parameters: int | None = None
+    """The values that its weights stand for. Absent for a model that is divided among devices."""
+
+
 class ModelLoad(NodeValue, frozen=True):
     """Load of a resident model, as its engine reports it."""
 
@@ -173,6 +184,10 @@ class ModelStatus(NodeValue, frozen=True):
     """What runs it: `native`, or the library whose modules do. Absent: its files are not known."""
     quant: str | None = None
     """The format of most of its weights; absent: they are dense, or its files are not known."""
+    stored: StoredForm | None = None
+    """Absent: its files are not known, or only a server knows them."""
+    digest: str | None = None
+    """Equal for the same model on different nodes. Absent: its files are not known."""
     requested_quant: str | None = None
     """The `quant` for which the sizes hold; absent: its files as they are."""
     source: str | None = None

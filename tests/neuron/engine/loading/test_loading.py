@@ -76,7 +76,8 @@ def test_loaded_engine_reports_its_info(checkpoint: Path) -> None:
     info = engine.info
     assert (info.family, info.dtype, info.vocab_size, info.context_tokens) == ("llama", "float32", VOCAB, CONTEXT)
     stored = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-    assert 0 <= stored - info.weight_bytes < 10_000
+    table_bytes = CONTEXT * 12 * 4
+    assert 0 <= stored + table_bytes - info.weight_bytes < 10_000
     assert info.kv_bytes == (info.num_pages + 1) * info.page_tokens * 2 * 2 * 2 * 12 * 4
     assert info.notes == ()
     assert not is_mapped(checkpoint), "the files are still mapped"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,7 +36,8 @@ ALL_WINDOWED = WINDOWED | {"layer_types": ["sliding_attention"] * 36}
 
 
 def sizes_of(changes: dict[str, Any]) -> ModelSizes:
-    return ModelSizes.of(read_architecture(LARGE | changes), WeightStorage(2))
+    """Without the tables of positions, of which the last test is."""
+    return replace(ModelSizes.of(read_architecture(LARGE | changes), WeightStorage(2)), table_bytes=0)
 
 
 @pytest.mark.parametrize("kv_gb", [2, 8, 40])
@@ -97,7 +99,8 @@ def test_stage_without_a_group_leaves_its_size_to_the_others(stage: range, absen
     assert list(plan.num_pages) == [None, 1024]
     assert plan.num_pages[absent] == UNLIMITED
     agreed = plan.limited(sizes, {None: 100, 1024: 50}, 4, 0)
-    assert agreed.num_bytes == sizes.weight_bytes + sizes.bytes_of({None: 100, 1024: 50}) < plan.num_bytes
+    fixed_bytes = sizes.fixed_bytes(agreed.context_tokens)
+    assert agreed.num_bytes == fixed_bytes + sizes.bytes_of({None: 100, 1024: 50}) < plan.num_bytes
 
 
 def test_bytes_of_a_group_follow_the_heads_of_its_layers() -> None:
@@ -107,3 +110,17 @@ def test_bytes_of_a_group_follow_the_heads_of_its_layers() -> None:
     architecture = read_architecture({"model_type": "qwen3", **config, **changes})
     assert architecture.windows == (None, 40)
     assert kv_bytes_by_window(architecture, 2) == {None: 2 * 2 * 16 * 2, 40: 3 * 2 * 2 * 16 * 2}
+
+
+def test_tables_of_positions_are_counted_for_the_context_that_fits() -> None:
+    plain = sizes_of({})
+    sizes = ModelSizes.of(read_architecture(LARGE), WeightStorage(2))
+    assert sizes.table_bytes == sizes.context_tokens * 4 * LARGE["head_dim"]
+    enough = 4 * sizes.ceiling_bytes
+    pages = [plan_memory(each, enough, max_rows=4, device_kind="cuda").num_pages[None] for each in (plain, sizes)]
+    assert pages[0] - pages[1] == pytest.approx(sizes.table_bytes / sizes.page_bytes, abs=1)
+    have = sizes.weight_bytes + 20 * sizes.page_bytes
+    plan = plan_memory(sizes, have, max_rows=4, device_kind="cuda")
+    assert plan.fits
+    assert plan.context_tokens == (plan.num_pages[None] - 1) * PAGE_TOKENS
+    assert plan.num_bytes <= have

@@ -146,7 +146,8 @@ class Adapted(Renamed):
         folder = directory / "adapters" / "retrieval"
         folder.mkdir(parents=True)
         (folder / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8, "bias": "none"}))
-        tensors, generator = {}, torch.Generator().manual_seed(5)
+        tensors: dict[str, torch.Tensor] = {}
+        generator = torch.Generator().manual_seed(5)
         for name, module in reference.named_modules():
             if name.startswith("layers.") and isinstance(module, torch.nn.Linear):
                 up = torch.randn(module.out_features, 4, generator=generator) * 0.2

@@ -212,7 +212,7 @@ def test_responses_with_a_prediction_head_are_those_without_drafts(folder: Path,
     plain = make_engine(folder, HEADS[family], seed=None, weights=counting)
     expected = responses(plain, requests)
     plain.close()
-    options = {"speculation": "mtp", "weights": counting}
+    options: dict[str, Any] = {"speculation": "mtp", "weights": counting}
     engine = make_engine(folder, HEADS[family], seed=seed, late=seed % 2 == 1, **options)
     assert responses(engine, requests) == expected
     if seed % 2:
@@ -249,16 +249,17 @@ def save_llama(path: Path, folder: Path, noise: float, num_layers: int = 2) -> P
 def test_responses_with_a_draft_model_are_those_without_drafts(folder: Path, tmp_path: Path) -> None:
     large, small = (save_llama(tmp_path / name, folder, noise) for name, noise in (("large", 0.0), ("small", 0.02)))
     requests = [replace(request, prompt=_counted(request.prompt)) for request in some_requests(7)]
-    options = {"dtype": "float32", "context_tokens": 128, "deterministic": True, "max_num_seqs": 4}
+    options: dict[str, Any] = {"dtype": "float32", "context_tokens": 128, "deterministic": True, "max_num_seqs": 4}
     specs = [
         LoadSpec(str(large), speculation="off", **options),
         LoadSpec(str(large), speculation="draft", draft_path=str(small), **options),
     ]
+    rule = AnyWidths(random.Random(7))
     plain, engine = (
         Engine(
             load_model(spec, CPU, lambda *_: None, lambda: False), spec, width_rule=lambda _: rule, moves_weights=True
         )
-        for spec, rule in zip(specs, [AnyWidths(random.Random(seed)) for seed in range(2)], strict=True)
+        for spec in specs
     )
     expected = responses(plain, requests)
     assert responses(engine, requests) == expected

@@ -18,7 +18,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 64
 
 @pytest.mark.parametrize(
     ("count", "length"),
-    [(1024, 1024), (1025, 1152), (2048, 2048), (2049, 2304), (8192, 8192), (8193, 9216), (16384, 16384)],
+    [(1, 128), (1024, 1024), (1025, 1152), (2048, 2048), (2049, 2304), (8192, 8192), (8193, 9216), (16384, 16384)],
 )
 def test_pads_a_prompt_to_the_next_length(count: int, length: int) -> None:
     assert planned_length(count) == length

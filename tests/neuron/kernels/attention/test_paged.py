@@ -256,3 +256,28 @@ def test_tokens_of_one_sequence_attend_to_each_other_as_decode_rows(
     expected = attention_reference(q.float(), k.float(), v.float(), rules, batch, *expected_kept)
     assert_close(attention(q, k, v, rules, as_decode_rows(batch), *kept), expected)
     assert_close(kept, expected_kept)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_pictures_match_the_reference(
+    window: int | None, device: torch.device, dtype: torch.dtype, assert_close: AssertClose
+) -> None:
+    """Rotations of other rows than positions, and tokens that see later ones of their picture, across tiles of keys."""
+    batch, num_pages = make_batch([3, 70], [(0, 9), (33, PREFILL_TILE + 40)], device)
+    tokens = len(batch.positions)
+    reach = (batch.positions + 1).int()
+    reach[13:100] = 33 + 100 - 11  # the last row begins at token 11
+    rope_positions = torch.randint(0, 400, (tokens,), device=device)
+    q, k, v = torch.randn(tokens, 8, 32, device=device, dtype=dtype).split([4, 2, 2], dim=1)
+    pages = torch.randn(2, num_pages, PAGE_TOKENS, 2, 32, device=device, dtype=dtype)
+    angles = torch.randn(400, 16, device=device)
+    rules = AttentionRules(0.3, torch.cat((angles.cos(), angles.sin()), dim=1), window=window, whole_pictures=True)
+    seen = replace(batch, reach=reach, rope=rope_positions)
+
+    def run(function: Callable[..., torch.Tensor], kind: torch.dtype, batch: Batch) -> torch.Tensor:
+        return function(q.to(kind), k.to(kind), v.to(kind), rules, batch, *pages.to(kind, copy=True))
+
+    expected = run(attention_reference, torch.float32, seen)
+    assert_close(run(attention, dtype, seen), expected)
+    for other in (replace(seen, reach=None, _shared={}), replace(seen, rope=None, _shared={})):
+        assert (run(attention_reference, torch.float32, other) - expected).abs().max() > 0.1

@@ -56,7 +56,7 @@ def test_norm_activation_and_residual_are_computed_in_the_same_pass(
         expected += residual.float()
     y = matrix.product(x, Prologue(norm, 1e-5, activation), Epilogue(residual=residual))
     assert (y.shape, y.dtype) == (expected.shape, dtype)
-    assert (y.float() - expected).norm() < 0.015 * expected.norm()
+    assert (y.float() - expected).norm() < (2e-4 if dtype == torch.float32 else 5e-3) * expected.norm()
 
 
 def test_norm_weights_are_not_rounded_to_the_dtype_of_the_input(matrix: NativeMatrix) -> None:
@@ -154,7 +154,7 @@ def test_multiples_of_a_unit_are_looked_up_exactly(inputs: int, sign: int) -> No
     expected = (code.view(OUTPUTS, -1, 16) * scale[..., None] - minimum[..., None]).flatten(1)
     assert torch.equal(matrix.values(), expected)
     x = torch.randn(5, inputs, generator=generator)
-    assert (matrix.product(x) - x @ expected.T).norm() < 0.015 * (x @ expected.T).norm()
+    assert (matrix.product(x) - x @ expected.T).norm() < 2e-4 * (x @ expected.T).norm()
 
 
 @pytest.mark.usefixtures("matrix")

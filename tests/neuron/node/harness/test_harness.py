@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from faulty_models import running_node, write_model
 
-from cortex.neuron.config import ENGINE_NAMES, NeuronConfig
+from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.memory.limits import NodeLimits
+from cortex.neuron.servers.entry import ENGINE_NAMES
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.hosts.any_of import LockDevices
 from cortex.neuron.worker.model_host import ModelHost

@@ -100,7 +100,9 @@ def test_demo_model_takes_the_forecast_bytes() -> None:
     # The engine measures at load which form is fastest; the forecast goes by the processor.
     dtype = str(loaded.dtype).removeprefix("torch.")
     dense_bytes, *packed_bytes = (
-        ModelSizes.of(facts.architecture, facts.storage(MatrixDevice("cpu", dtype, form))).weight_bytes
+        ModelSizes.of(facts.architecture, facts.storage(MatrixDevice("cpu", dtype, form))).fixed_bytes(
+            loaded.context_tokens
+        )
         for form in (None, *CpuForm)
     )
     assert loaded.weight_bytes in (dense_bytes, *packed_bytes)

@@ -66,6 +66,7 @@ EVERY_OPTION: dict[str, Any] = {
     "kv_dtype": "fp8",
     "deterministic": True,
     "speculation": "off",
+    "vision": "cpu",
     "memory_mb": 100,
     "tensor_parallel": 2,
     "devices": (1, 2, 3, 4),
@@ -81,9 +82,23 @@ INSTEAD: dict[str, Any] = {
 """Those that cannot be combined with the others."""
 
 
+def test_a_draft_model_may_be_named_alone() -> None:
+    entries = (ModelEntry(id="a", draft="org/small"), ModelEntry(id="b", speculation="draft:org/small"))
+    a, b = Library(NeuronConfig(models=entries), {})
+    assert a.speculation == b.speculation == "draft:org/small"
+    wrong: tuple[dict[str, Any], ...] = (
+        {"draft": "x", "speculation": "mtp"},
+        {"speculation": "lookups"},
+        {"speculation": "draft:"},
+    )
+    for given in wrong:
+        with pytest.raises(ValueError, match="speculation is"):
+            ModelEntry(id="a", **given)
+
+
 @pytest.mark.parametrize("given", [EVERY_OPTION, *({name: value} for name, value in INSTEAD.items())])
 def test_default_model_inherits_every_option_that_it_does_not_give(given: dict[str, Any]) -> None:
-    assert {*EVERY_OPTION, *INSTEAD, "id"} == set(ModelEntry.__struct_fields__)
+    assert {*EVERY_OPTION, *INSTEAD, "id", "draft"} == set(ModelEntry.__struct_fields__)
     peers = (PeerEntry(name="there", endpoint="http://there"),)
     known = {
         Library(NeuronConfig(peers=peers, models=models, default_models=defaults), {}).find("a")

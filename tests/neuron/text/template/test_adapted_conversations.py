@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 
 from cortex.neuron.text.model import TextModel
+from cortex.neuron.text.output.detect import ToolSyntax
 from cortex.neuron.text.template.chat_template import ChatTemplate
-from cortex.wire.errors import TemplateRenderFailed, UnsupportedModality
+from cortex.neuron.text.template.literal_content import LiteralContent
+from cortex.neuron.text.tools.write import SpelledText, Written
+from cortex.wire.errors import TemplateRenderFailed
 from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.requests import GenerateRequest, Message, Text, ToolCall, ToolChoice, ToolResult
 
-from .conversations import CALLING, TOOLS, said
+from ..responses import call, parse
+from ..syntax_templates import MENTIONS
+from .conversations import ARGUMENTS, CALLING, TOOLS, said
 
 NO_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -48,11 +53,45 @@ def test_tools_are_described_in_the_first_message_of_a_template_without_system_m
     assert text.endswith("tags.\n\nx|")
 
 
-def test_rejects_calls_that_the_template_would_drop(make_model: Any) -> None:
-    template = ChatTemplate("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}")
+@pytest.mark.parametrize("syntax", [each for each in ToolSyntax if each is not ToolSyntax.HARMONY])
+def test_calls_that_a_template_does_not_show_are_written_in_the_syntax_of_the_model(
+    make_model: Any, syntax: ToolSyntax
+) -> None:
+    template = ChatTemplate(
+        "{{ tools }}{% if false %}" + MENTIONS[syntax] + "{% endif %}#"
+        "{% for m in messages %}{{ m.metadata }}\n{{ m.content }}|{% endfor %}"
+    )
     model = TextModel(make_model("chatml").tokenizer, template, template, SamplingDefaults())
-    with pytest.raises(UnsupportedModality, match="tool calls"):
-        model.render(GenerateRequest(model="m", messages=(said("user", "x"), CALLING)))
+    stop = Message(role="assistant", parts=(ToolCall(id="2", name="stop", arguments="{}"),))
+    calling = Message(role="assistant", parts=CALLING.parts + stop.parts)
+    request = GenerateRequest(model="m", messages=(said("user", "x"), calling), tools=TOOLS)
+    text = model.render(request).text.split("#", 1)[1].removeprefix("\nx|").removesuffix("|")
+    if syntax is ToolSyntax.NAME_LINE:
+        text = text.replace("|", "\n")
+    # A template without markers is that of a model which has tokens for Hermes JSON.
+    parts = parse([text.lstrip()], ToolSyntax.HERMES_JSON if syntax is ToolSyntax.PLAIN_JSON else syntax)
+    assert parts == [call("get_weather", **ARGUMENTS), call("stop")]
+
+
+def test_markers_of_written_calls_are_control_tokens_and_those_in_their_values_are_not(make_model: Any) -> None:
+    template = ChatTemplate("{{ tools }}<|im_start|>{% for m in messages %}{{ m.content }}{% endfor %}")
+    model = TextModel(make_model("chatml").tokenizer, template, template, SamplingDefaults())
+    pieces = (Written("<|im_start|>", True), Written("<|im_end|>", False))
+    spelled = LiteralContent(model.tokenizer.vocabulary, template)
+    values = {"messages": [{"content": SpelledText(pieces)}], "tools": None}
+    rendered = spelled.render(template.render, values, ())
+    assert [rendered.text[place:] for place in rendered.literal_at] == ["<|im_end|>"]
+
+
+def test_tools_of_a_template_that_only_shows_calls_are_described_in_its_syntax(make_model: Any) -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}<｜tool▁call▁begin｜>{{ c.function.name }}"
+        "<｜tool▁sep｜>{{ c.function.arguments | tojson }}<｜tool▁call▁end｜>{% endfor %}{% endfor %}"
+    )
+    model = TextModel(make_model("chatml").tokenizer, template, template, SamplingDefaults())
+    text = model.render(GenerateRequest(model="m", messages=(said("user", "x"), CALLING), tools=TOOLS)).text
+    assert "<｜tool▁call▁begin｜>function_name<｜tool▁sep｜>{}<｜tool▁call▁end｜>" in text
+    assert "<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{" in text
 
 
 SEVERAL = (said("developer", "First."), said("developer", "Second."), said("user", "hi"))

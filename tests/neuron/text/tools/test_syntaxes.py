@@ -32,6 +32,14 @@ ATEM = INVOKE.replace("<", "<atem:").replace("<atem:/", "</atem:")
 PYTHON = 'get_weather(city="Zürich\\n", days=3)'
 COHERE = f'{{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {CITY}}}'
 GEMMA = '<|tool_call>call:get_weather{city:<|"|>Zürich\n<|"|>,days:3}<tool_call|>'
+DSML = (
+    '<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Zürich\n</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>'
+)
+DEEPSEEK = f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{CITY}<｜tool▁call▁end｜>"
+BLOCK = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{CITY}\n```<｜tool▁call▁end｜>"
+KIMI = f"<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{CITY}<|tool_call_end|>"
+SOLAR = f"<|tool_call:begin|>ab12<|tool_call:name|>get_weather<|tool_call:args|>{CITY}<|tool_call:end|>"
 HARMONY = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{CITY}<|call|>"
 IN_ROLE = f"<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{CITY}<|call|>"
 
@@ -68,6 +76,19 @@ WELL_WRITTEN: list[tuple[ToolSyntax, str, int]] = [
     (S.HERMES_JSON, f"<tool_call>[{ITEM}]</tool_call>", 1),
     (S.GEMMA, GEMMA, 1),
     (S.GEMMA, GEMMA + GEMMA, 2),
+    (S.DSML, f"<｜DSML｜function_calls>\n{DSML}\n{DSML}\n</｜DSML｜function_calls>", 2),
+    (S.DSML_CALLS, f"<｜DSML｜tool_calls>\n{DSML}\n</｜DSML｜tool_calls>", 1),
+    (S.DSML, DSML, 1),
+    (S.DEEPSEEK, f"<｜tool▁calls▁begin｜>{DEEPSEEK}{DEEPSEEK}<｜tool▁calls▁end｜>", 2),
+    (S.DEEPSEEK, f"<｜tool▁calls▁begin｜>{BLOCK}\n{DEEPSEEK}<｜tool▁calls▁end｜>", 2),
+    (S.DEEPSEEK, DEEPSEEK, 1),
+    (S.DEEPSEEK_BLOCK, f"<｜tool▁calls▁begin｜>{BLOCK}\n{BLOCK}<｜tool▁calls▁end｜>", 2),
+    (S.DEEPSEEK_BLOCK, f"<｜tool▁calls▁begin｜>{BLOCK.removeprefix('<｜tool▁call▁begin｜>')}", 1),
+    (S.KIMI, f"<|tool_calls_section_begin|>{KIMI}{KIMI.replace(':0', ':1')}<|tool_calls_section_end|>", 2),
+    (S.KIMI, KIMI.replace("functions.", "").replace(":0", ""), 1),
+    (S.SOLAR, f"<|tool_calls|>{SOLAR}{SOLAR}<|calls|>", 2),
+    (S.NEMOTRON_JSON, f"<TOOLCALL>[{ITEM}, {ITEM}]</TOOLCALL>", 2),
+    (S.GIGACHAT_JSON, f"<|function_call|>{ITEM}", 1),
     (S.HARMONY, HARMONY, 1),
     (S.HARMONY, IN_ROLE, 1),
     (S.HARMONY, IN_ROLE + IN_ROLE, 2),
@@ -92,7 +113,7 @@ def test_calls_are_read_with_and_without_text_before_them(syntax: ToolSyntax, te
 
 @pytest.mark.parametrize(("syntax", "text", "num_calls"), WELL_WRITTEN)
 def test_call_cut_off_anywhere_never_shows_markup(syntax: ToolSyntax, text: str, num_calls: int) -> None:
-    for cut in range(1, len(text)):
+    for cut in range(1, len(text), 1 + len(text) // 80):
         parts = parse([text[:cut]], syntax, is_cut=True)
         assert parts == parse(list(text[:cut]), syntax, is_cut=True)
         assert not [part for part in parts if part[0] in ("text", "malformed")], text[:cut]
@@ -148,6 +169,21 @@ def test_call_cut_off_anywhere_never_shows_markup(syntax: ToolSyntax, text: str,
         (S.HERMES_JSON, '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "stop"}</tool_call>', None),
         (S.HERMES_JSON, '<tool_call>{"arguments": {"a": 1e999}, "name": "stop"}</tool_call>', None),
         (S.GEMMA, "<|tool_call>call:stop{}", [STOP]),
+        (S.NAME_LINE, f"get_weather\n{CITY}", [CALL]),
+        (S.NAME_LINE, f"get_weather\n{CITY}\nstop\n{{}}", [CALL, STOP]),
+        (S.NAME_LINE, "stop\nis a word", [("text", "stop\nis a word")]),
+        (S.NAME_LINE, f"Use get_weather\n{CITY}", [("text", f"Use get_weather\n{CITY}")]),
+        *((kind, f"[{PYTHON}]", [CALL]) for kind in (S.LLAMA_JSON, S.PLAIN_JSON)),
+        (S.LLAMA_JSON, f"[{PYTHON}, stop()]\n", [CALL, STOP]),
+        (S.LLAMA_JSON, "[1, 2]", [("text", "[1, 2]")]),
+        (S.LLAMA_JSON, "[other(a=1)]", [("text", "[other(a=1)]")]),
+        (S.LLAMA_JSON, "See [stop()]", [("text", "See [stop()]")]),
+        (S.DEEPSEEK, "<｜tool▁calls▁begin｜>I would call stop.", [("text", "I would call stop.")]),
+        (S.DEEPSEEK, "<｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}Done.<｜tool▁calls▁end｜>", [STOP, ("text", "Done.")]),
+        (S.KIMI, "<|tool_call_begin|>functions.stop:12<|tool_call_argument_begin|>{}", [STOP]),
+        (S.KIMI, "Hi<|tool_calls_section_end|>", [("text", "Hi")]),
+        (S.DSML, "<｜DSML｜function_calls>none", [("text", "<function_calls>none")]),
+        (S.DSML, "a <｜DSML｜", [("text", "a <")]),
         (S.GEMMA, "<|tool_call>call:stop{a:[1,{b:true}]}<tool_call|>", [call("stop", a=[1, {"b": True}])]),
         (S.GEMMA, "<|tool_call>call:stop{a:}<tool_call|>", [("text", "call:stop{a:}")]),
     ],

@@ -73,8 +73,8 @@ def test_parses_a_conversation_with_every_kind_of_block() -> None:
             role="user",
             parts=(
                 Text(text="look"),
-                Image(url="data:image/png;base64,AA==", param="messages[0].content[1].source"),
-                Image(url="https://example.org/x.png", param="messages[0].content[2].source"),
+                Image(data=b"\0", media_type="image/png", param="messages[0].content[1]"),
+                Image(url="https://example.org/x.png", param="messages[0].content[2]"),
                 Text(text="a text"),
             ),
         ),

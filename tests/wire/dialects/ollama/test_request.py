@@ -154,10 +154,10 @@ def test_images_are_parts_of_their_message() -> None:
     request = parse_chat(messages=[{"role": "user", "content": "What?", "images": ["/9j/4AAQ", "iVBORw0K"]}])
     assert request.messages[0].parts == (
         Text(text="What?"),
-        Image(url="data:image/jpeg;base64,/9j/4AAQ"),
-        Image(url="data:image/png;base64,iVBORw0K"),
+        Image(data=b"\xff\xd8\xff\xe0\0\x10", param="messages[0].images[0]"),
+        Image(data=b"\x89PNG\r\n", param="messages[0].images[1]"),
     )
-    assert parse_generate(images=["UklGRg=="]).messages[0].parts[1] == Image(url="data:image/webp;base64,UklGRg==")
+    assert parse_generate(images=["UklGRg=="]).messages[0].parts[1] == Image(data=b"RIFF", param="images[0]")
 
 
 def test_generate_is_a_turn_or_a_raw_prompt() -> None:

@@ -63,8 +63,8 @@ def test_parses_a_conversation_with_tools_reasoning_and_images() -> None:
             role="user",
             parts=(
                 Text(text="what is this"),
-                Image(url="data:image/png;base64,AA==", param="messages[2].content[1].image_url"),
-                Image(url="https://example.org/cat.png", param="messages[2].content[2].image_url"),
+                Image(data=b"\0", media_type="image/png", param="messages[2].content[1]"),
+                Image(url="https://example.org/cat.png", param="messages[2].content[2]"),
             ),
         ),
         Message(
@@ -277,7 +277,10 @@ def test_upstream_request_parses_back_to_the_same_request() -> None:
     request = read(
         messages=[
             {"role": "system", "content": "be brief"},
-            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "u"}]},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "https://u"}],
+            },
             {
                 "role": "assistant",
                 "reasoning": "hm",

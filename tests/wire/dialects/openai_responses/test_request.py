@@ -57,8 +57,7 @@ def test_joins_items_of_one_assistant_turn() -> None:
     assert request.messages == (
         Message(role="developer", parts=(Text(text="rules"),)),
         Message(
-            role="user",
-            parts=(Text(text="hi"), Image(url="https://example.org/x.png", param="input[1].content[1].image_url")),
+            role="user", parts=(Text(text="hi"), Image(url="https://example.org/x.png", param="input[1].content[1]"))
         ),
         Message(
             role="assistant",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -24,6 +23,7 @@ from cortex.cli.failures import CommandError
 from cortex.cli.output import size
 from cortex.cli.up.demo import SMOLLM2
 from cortex.cli.up.plan import reachable
+from cortex.engine_packages import REMEDY, missing_packages
 from cortex.settings import Listen, SettingsError
 from cortex.tls import client_context
 from cortex.wire.node.protocol import Discovery
@@ -55,12 +55,10 @@ def versions() -> Iterator[Finding]:
 
 
 def engine() -> Iterator[Finding]:
-    """Whether this machine can run a neuron."""
-    missing = [name for name in ("torch", "tokenizers", "jinja2") if importlib.util.find_spec(name) is None]
-    if missing:
-        what = f"gateway only: {', '.join(missing)} not installed"
-        remedy = "to serve models on this machine: run `pip install '.[neuron]'` in a checkout of cortex"
-        yield Finding("engine", Severity.NOTE, what, remedy)
+    """Whether this machine can run models natively."""
+    if missing := missing_packages():
+        what = f"{', '.join(missing)} not installed: a gateway, or a node whose models all have a command as harness"
+        yield Finding("engine", Severity.NOTE, what, f"to run models natively on this machine: {REMEDY}")
         return
     yield Finding("engine", Severity.FINE, f"torch {importlib.metadata.version('torch')}")
     # Here, because a gateway-only installation lacks it.
@@ -134,25 +132,10 @@ class NodeEndpoint:
             what = f"{self.name} runs version {discovery.version}, this is {__version__}"
             yield Finding(self.topic, Severity.NOTE, what, "install the same version on both")
         if discovery.driver_problem:
-            yield Finding(self.topic, Severity.NOTE, f"{self.name}: {discovery.driver_problem}", _driver_remedy())
+            yield Finding(self.topic, Severity.NOTE, f"{self.name}: {discovery.driver_problem}", driver_remedy())
 
 
-def devices(cpu_devices: int = 1) -> Iterator[Finding]:
-    """The devices of this machine, as a neuron sees them."""
-    if importlib.util.find_spec("pynvml") is None:
-        return  # the engine is not installed; `engine` reports it
-    from cortex.neuron.worker.discovery import discover, divided
-
-    inventory = divided(discover(), cpu_devices)
-    for device in inventory.devices:
-        reading = inventory.readings.get(device.index)
-        free = f", {size(reading.free_bytes)} free" if reading else ""
-        yield Finding("devices", Severity.FINE, f"{device.name}: {size(device.total_bytes)}{free}")
-    if inventory.driver_problem and Path("/dev/nvidiactl").exists():
-        yield Finding("devices", Severity.PROBLEM, inventory.driver_problem, _driver_remedy())
-
-
-def _driver_remedy() -> str:
+def driver_remedy() -> str:
     return "see `nvidia-smi`; after a driver update, reboot or reload the module"
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from cortex.cli.client import DEFAULT_URL, GatewayClient, gateway_options
 from cortex.cli.commands.doctor import checks, configuration_checks
 from cortex.cli.commands.doctor.checks import Finding, Severity
+from cortex.cli.commands.doctor.device_checks import devices
 from cortex.cli.failures import Command, ExitCode
 from cortex.cli.output import console, json_option, print_json
 from cortex.wire.words import plural
@@ -29,8 +30,10 @@ def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
 
     Checks versions, configuration, databases, gateway, nodes, devices, ports, disk and cache. Exit code 1 when there is
     a problem.
-    With --config, the gateway is expected at the address in that file, unless --url names another.
+    With --config, the gateway is expected at the address in that file, unless --url names another. Variables come also
+    from the file next to it that the systemd unit reads: cortex.env for cortex.toml.
     """
+    environment = list(configuration_checks.environment(config))
     listens = configuration_checks.addresses(config)
     expected = config if gateway.url == DEFAULT_URL else None
     if expected is not None:
@@ -39,13 +42,14 @@ def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
     findings = [
         *checks.versions(),
         *checks.engine(),
+        *environment,
         *configuration_checks.config(config),
         *configuration_checks.discovery(config),
         *configuration_checks.references(config),
         *configuration_checks.database(config),
         *checks.gateway(gateway, expected),
         *configuration_checks.nodes(config),
-        *checks.devices(),
+        *devices(),
         *checks.ports(listens),
         *checks.disk(),
         *checks.cache(),

@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from cortex.cli.commands.doctor.checks import Finding, NodeEndpoint, Severity
+from cortex.cli.service_environment import use_environment_file
 from cortex.cli.up.plan import reachable
 from cortex.gateway.config import Config, GatewaySection, NeuronSection, load
 from cortex.gateway.configuration_files import catalogue_path, load_catalogue, unknown_nodes
@@ -21,6 +22,16 @@ from cortex.settings import Listen, SettingsError
 from cortex.telemetry.tracing import open_tracer
 from cortex.tls import own_context
 from cortex.wire.words import plural
+
+
+def environment(path: Path | None) -> Iterator[Finding]:
+    """The environment file of the service, whose variables the other checks use."""
+    try:
+        if (file := use_environment_file(path)) is not None:
+            yield Finding("config", Severity.FINE, f"{file}: variables of the service")
+    except PermissionError as error:
+        what = f"{error.filename} cannot be read, so the variables of the service are not known here"
+        yield Finding("config", Severity.NOTE, what, "run this command as root")
 
 
 def config(path: Path | None) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cortex.fleet.catalogue import ModelSpec, is_pattern
-from cortex.fleet.topology import Fleet, Residency
+from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.gateway.api.models import MayUse, offered
 from cortex.wire.dialects.ollama.models import OllamaModel, from_status
 from cortex.wire.node.protocol import Capabilities, ModelState
@@ -30,8 +30,10 @@ def described(fleet: Fleet, spec: ModelSpec, created: float, name: str | None = 
     """One model under `name`: as a node that has it ready reports it, else as any node does, else as the catalogue
     says."""
     name = name or spec.id
-    held = [node.residencies[spec.id] for node in fleet.nodes if spec.id in node.residencies]
+    places = [(node, node.residencies[spec.id]) for node in fleet.nodes if spec.id in node.residencies]
+    held = [residency for _, residency in places]
     ready = [residency for residency in held if residency.state is ModelState.READY]
+    on_gpus = (each for node, each in places if each in ready and not _is_cpu(node))
     capabilities = _capabilities(spec)
     best = next(iter(ready or held), None)
     if best is None:
@@ -47,6 +49,7 @@ def described(fleet: Fleet, spec: ModelSpec, created: float, name: str | None = 
         created,
         name=name,
         device_bytes=sum(map(_bytes, ready)),
+        vram_bytes=sum(map(_bytes, on_gpus)),
         capabilities=capabilities,
         context_tokens=spec.context,
     )
@@ -65,6 +68,10 @@ def _capabilities(spec: ModelSpec) -> Capabilities | None:
         embeddings="embeddings" in has,
         insert="insert" in has,
     )
+
+
+def _is_cpu(node: Node) -> bool:
+    return any(device.kind == "cpu" for device in node.devices)
 
 
 def _bytes(residency: Residency) -> int:

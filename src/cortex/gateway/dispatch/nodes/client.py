@@ -22,6 +22,7 @@ from cortex.http.upstream.pool import Pool
 from cortex.tls import client_context
 from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, UpstreamUnavailable, from_code
 from cortex.wire.events import Usage
+from cortex.wire.node.model_log import ModelLog
 from cortex.wire.node.protocol import (
     DeletedFiles,
     Discovery,
@@ -136,6 +137,8 @@ class NodeClient:
         self.pool = Pool(section.endpoint.rstrip("/").removesuffix("/v1"), ticker, limits, tls=tls)
         self.headers: Headers = ((b"authorization", f"Bearer {key}".encode()),) if key else ()
         """Sent with every call to this node."""
+        self.served_needs: set[tuple[str, str]] = set()
+        """What a foreign server has responded to without an error: model and need."""
 
     @classmethod
     def of(
@@ -202,6 +205,10 @@ class NodeClient:
     async def request_usage(self, attempt_id: str) -> Usage:
         """The usage of a request whose client disconnected."""
         return await self._get(f"/requests/{quote(attempt_id, safe='')}/usage".encode(), Usage, USAGE_TIMEOUT_S)
+
+    async def model_log(self, model: str, after: int) -> ModelLog:
+        """What the server that runs the model wrote after its first `after` lines."""
+        return await self._get(f"/models/{quote(model)}/log?after={after}".encode(), ModelLog)
 
     async def recycle(self, device: int, *, timeout_s: float) -> bool:
         """Replace the worker of an empty device; False when the device is not empty after all."""

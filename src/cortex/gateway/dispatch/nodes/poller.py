@@ -95,11 +95,19 @@ class Poller:
         return self._discovery, health
 
     async def _read_foreign(self) -> tuple[Discovery, Health]:
-        """A foreign server counts as a node without devices whose models are always ready."""
+        """A foreign server counts as a node without devices whose models are always ready. It does not say what they
+        can do: embeddings and ranks count once it has made some."""
         models = await self._client.foreign_models()
-        capable = Capabilities(tools=True, embeddings=True, rerank=True)
+        served = self._client.served_needs
         statuses = tuple(
-            ModelStatus(id=model.id, state=ModelState.READY, context_tokens=model.context_tokens, capabilities=capable)
+            ModelStatus(
+                id=model.id,
+                state=ModelState.READY,
+                context_tokens=model.context_tokens,
+                capabilities=Capabilities(
+                    tools=True, embeddings=(model.id, "embeddings") in served, rerank=(model.id, "rerank") in served
+                ),
+            )
             for model in models
         )
         discovery = Discovery(

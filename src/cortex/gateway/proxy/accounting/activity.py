@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -87,6 +88,8 @@ class ActivityLog:
     def __init__(self, section: ActivitySection, wall_clock: Callable[[], float] = time.time) -> None:
         self._wall_clock = wall_clock
         self._num_requests = 0
+        self.version = 0
+        """Changes with the records."""
         self._subscribers: set[Subscriber] = set()
         self._records: deque[RequestRecord] = deque()
         self.configure(section)
@@ -133,10 +136,21 @@ class ActivityLog:
 
     def append(self, record: RequestRecord) -> None:
         """Record a request that has ended."""
+        self.version += 1
         self._records.append(record)
         if self._subscribers:
             for subscriber in tuple(self._subscribers):
                 subscriber(record)
+
+    def restore(self, records: Sequence[RequestRecord]) -> None:
+        """Begin with the records of an earlier process, oldest first; before the first request."""
+        self.version += 1
+        self._records.extend(records)
+        self._num_requests = max((record.number for record in records), default=0)
+
+    def latest(self, count: int) -> list[RequestRecord]:
+        """The newest `count` records, oldest first."""
+        return list(islice(self._records, max(0, len(self._records) - count), None))
 
     def newest_first(self) -> Iterator[RequestRecord]:
         return reversed(self._records)
@@ -145,6 +159,7 @@ class ActivityLog:
         """Remove the records that match, with what was captured of them; returns how many."""
         kept = [record for record in self._records if not matches(record)]
         num_removed = len(self._records) - len(kept)
+        self.version += 1
         self._records = deque(kept, maxlen=self._section.requests)
         return num_removed
 

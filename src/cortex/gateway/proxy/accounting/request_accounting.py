@@ -10,6 +10,7 @@ from functools import partial
 
 from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.proxy.accounting.activity import Capture, RequestRecord
+from cortex.gateway.proxy.accounting.running import Phase, RunningRequest
 from cortex.gateway.proxy.admission import AdmittedRequest
 from cortex.gateway.proxy.routes import Route
 from cortex.gateway.proxy.services import Services
@@ -23,7 +24,7 @@ log = logging.getLogger("cortex.access")
 budget_log = logging.getLogger(__name__)
 
 # A module global is looked up faster than a member of its class.
-_COMPLETE, _DISCONNECTED = Outcome.COMPLETE, Outcome.CLIENT_DISCONNECTED
+_COMPLETE, _DISCONNECTED, _CANCELLED = Outcome.COMPLETE, Outcome.CLIENT_DISCONNECTED, Outcome.CANCELLED
 
 _GATEWAY_ID = os.urandom(8).hex().encode()
 _attempt_numbers = itertools.count(1)
@@ -110,7 +111,8 @@ class RequestAccounting:
         has_response = self.first_data_at is not None and self.status < 400 and self.route.uses_tokens
         usage = reported if has_response else None
         estimate = self._estimate(num_response_bytes) if has_response and usage is None else None
-        if disconnected and usage is None and lease is not None and lease.has_lifecycle and self.route.runs_model:
+        is_cut_off = disconnected or outcome is _CANCELLED
+        if is_cut_off and usage is None and lease is not None and lease.has_lifecycle and self.route.runs_model:
             services.disconnected_usage.fetch(
                 services.nodes.get(node), self.attempt_id.decode(), estimate, partial(self._settle, lease, outcome, now)
             )
@@ -136,6 +138,10 @@ class RequestAccounting:
     def _estimate(self, num_response_bytes: int) -> Usage:
         """A rough estimate by size, for a response that reports no usage: it must not be free. No node uses more tokens
         than the request reserved."""
+        if self.route.need == "relay":
+            spec = self.services.dispatcher.fleet.catalogue.spec(self.admitted.model)
+            minutes = (self.services.clock() - self.sent_at) / 60
+            return Usage(prompt_tokens=spec.tokens_per_request + round(spec.tokens_per_minute * minutes))
         bytes_per_token = BYTES_PER_STREAMED_TOKEN if self.stream else BYTES_PER_TOKEN
         prompt = self.num_request_bytes // BYTES_PER_TOKEN
         completion = num_response_bytes // bytes_per_token if self.route.generates else 0
@@ -202,7 +208,23 @@ class RequestAccounting:
             return "sent to no node" if not self.num_attempts else f"failed on {', '.join(self.failed_nodes)}"
         return f"{lease.reason}, after {', '.join(self.failed_nodes)} failed" if self.failed_nodes else lease.reason
 
-    def _phase(self) -> str:
+    def running(self, lease: Lease | None) -> RunningRequest:
+        """The request at this moment."""
+        return RunningRequest(
+            id=self.id,
+            key_id=self.admitted.key.id if self.admitted.key is not None else None,
+            key_name=self.admitted.reservation.principal,
+            model=self.admitted.model,
+            node=lease.node if lease is not None else "",
+            dialect=self.route.dialect,
+            path=self.route.path,
+            stream=self.stream,
+            phase=self._phase(),
+            duration_s=self.services.clock() - self.started_at,
+            num_attempts=self.num_attempts,
+        )
+
+    def _phase(self) -> Phase:
         if self.first_data_at is not None:
             return "decode"
         return "prefill" if self.num_attempts else "wait"

@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
+from cortex.neuron.vision.picture import Picture
 from cortex.wire.errors import InsufficientQuota, InvalidValue
 from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.requests import GenerateRequest, Sampling
@@ -52,6 +53,7 @@ def engine_requests(
     turn_ends: tuple[int, ...] = (),
     grammar: str | None = None,
     prediction: tuple[int, ...] = (),
+    pictures: tuple[Picture, ...] = (),
     principal: str = "",
 ) -> tuple[EngineRequest, ...]:
     """One per choice, numbered from `first_index`.
@@ -78,6 +80,7 @@ def engine_requests(
             checkpoint_at=turn_ends,
             prompt_logprobs=_num_prompt_logprobs(request),
             prediction=prediction,
+            pictures=pictures,
             speculates=sampling.speculation != "off",
         )
         for index in range(sampling.n)

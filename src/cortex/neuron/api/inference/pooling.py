@@ -23,6 +23,7 @@ from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.wire.errors import CortexError, InsufficientQuota, LoadFailed
 from cortex.wire.events import Usage
 from cortex.wire.fields.body import check_content_type
+from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node import headers as our_headers
 from cortex.wire.node import usage_report
 from cortex.wire.pooling.parse import ROUTES
@@ -47,7 +48,7 @@ class PoolingRoutes:
     def handler(self, path: str) -> Handler:
         """The handler of one route."""
 
-        async def handle(call: ApiCall) -> Response:
+        async def handle(call: ApiCall) -> Response | None:
             shared, http = self.inference, call.request
             dialect = "embeddings" if "embed" in path else "rerank"
             with shared.drain_gate.enter(), shared.metrics.watch(dialect) as watch, traced(shared.tracer, http, watch):
@@ -55,6 +56,12 @@ class PoolingRoutes:
                 request = await shared.parser.parse_pooling(path, http.body, bodies.client_of(http))
                 served = shared.backend.served(request.model)  # raises ModelNotFound
                 watch.model = request.model
+                if (upstream := shared.backend.upstream(request.model)) is not None:
+                    upstream.check_route(path)
+                    _check_limit(len(http.body), bodies.token_limit_of(http))
+                    body = replace_fields(http.body, upstream.fields, without=upstream.stripped_fields)
+                    await shared.opaque.pass_on(call, request.model, http.path, body, upstream, watch)
+                    return None
                 is_of_gateway = bool(bodies.principal_of(http))
                 check_task(shared.backend, request.model, served, request.task, is_of_gateway=is_of_gateway)
                 try:
@@ -72,12 +79,7 @@ class PoolingRoutes:
         id = f"{'embd' if request.task == 'embed' else 'score'}-{uuid.uuid4().hex}"
         pooling, texts = await self._tokens(request, principal, watch)
         num_tokens = sum(texts.lengths)
-        if limit is not None and num_tokens > limit:
-            raise InsufficientQuota(
-                f"The texts have {num_tokens} tokens, and the budget of the key has {limit} left for this request; "
-                "send fewer texts, or ask the operator for a larger budget.",
-                details={"prompt_tokens": num_tokens},
-            )
+        _check_limit(num_tokens, limit)
         usage = Usage(prompt_tokens=num_tokens)
         watch.usage = lambda: usage
         watch.phase = lambda: "prefill"
@@ -144,6 +146,16 @@ def _activated(score: float, request: PoolingRequest, pooling: PoolingConfig) ->
     if pooling.activation != "sigmoid" or request.raw_scores:
         return score
     return 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))
+
+
+def _check_limit(num_tokens: int, limit: int | None) -> None:
+    """At a server whose tokens nobody knows, each byte counts as one."""
+    if limit is not None and num_tokens > limit:
+        raise InsufficientQuota(
+            f"The texts have {num_tokens} tokens, and the budget of the key has {limit} left for this request; "
+            "send fewer texts, or ask the operator for a larger budget.",
+            details={"prompt_tokens": num_tokens},
+        )
 
 
 async def _joined(parts: Iterable[bytes]) -> bytes:

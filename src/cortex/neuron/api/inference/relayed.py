@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import msgspec
 
 from cortex.http.request import Headers
 from cortex.http.upstream.call import UpstreamCall
-from cortex.http.upstream.faults import UpstreamFault
+from cortex.http.upstream.faults import UpstreamFault, UpstreamSilent
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.choice import Stopwatch
 from cortex.neuron.api.inference.engine_requests import within_limit
 from cortex.neuron.api.inference.media_urls import check_media
+from cortex.neuron.api.inference.server_slot import ServerSlot
 from cortex.neuron.api.inference.session import Deliver, Phase, ready
-from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.node.harness.upstream import Upstream
 from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
@@ -26,6 +27,7 @@ from cortex.wire.errors import CortexError, InvalidValue, ModelNotFound, Upstrea
 from cortex.wire.events import AnyEvent, Finish, ReasoningDelta, TextDelta, ToolCallDelta, Usage
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.packed_request import PackedRequest, unpack
+from cortex.wire.pictures.files import with_files
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.response import total_usage
 
@@ -34,8 +36,6 @@ _EVENT_STREAM = b"text/event-stream"
 _JSON: Headers = ((b"content-type", b"application/json"),)
 _MAX_BODY_BYTES = 32 << 20
 """The longest response that is not streamed."""
-_LOSS_S = 1.0
-"""A server that closes a connection may have died, which is noticed a moment later."""
 _LIMITS = ("max_tokens", "max_completion_tokens", "n_predict")
 """Fields that servers may read as the limit of a response."""
 
@@ -87,25 +87,12 @@ class RelayedSession:
     async def run(self, deliver: Deliver) -> None:
         """As `Session.run`."""
         arrived_s = time.monotonic()
+        self._upstream.check_route(_PATH.decode())
         body = await asyncio.to_thread(self._body)
         model = self._packed.head.model
         await self._drain_gate.wait_for(ready(self._backend, model))
         self.phase = "prefill"
-        loop = asyncio.get_running_loop()
-        has_slot: asyncio.Future[None] = loop.create_future()
-        response = _Response(self._packed.head.stream, loop.create_future())
-
-        def receive(_: Sequence[StepOutput]) -> None:
-            if not has_slot.done():
-                has_slot.set_result(None)
-
-        lost: asyncio.Future[CortexError] = loop.create_future()
-
-        def fail(error: CortexError) -> None:
-            lost.set_result(error)
-            waiting = response.ended if has_slot.done() else has_slot
-            if not waiting.done():
-                waiting.set_exception(error.with_traceback(None))
+        response = _Response(self._packed.head.stream, asyncio.get_running_loop().create_future())
 
         def receive_events(events: list[AnyEvent]) -> None:
             if self.phase == "prefill":
@@ -114,20 +101,20 @@ class RelayedSession:
                 self._upstream.produced(self._id)
             deliver([self._observed(event) for event in events])
 
-        generation = self._backend.generate(model, EngineRequest(self._id, (), 1, principal=self._principal))
+        slot = ServerSlot(self._backend, model, self._id, self._principal)
         try:
-            generation.follow(receive, fail)
-            await has_slot
+            await slot.wait()
+            slot.on_lost = response.fail
             self._stopwatch = Stopwatch(arrived_s, time.monotonic(), self._gateway_s)
             response.deliver = receive_events
-            self._call = self._upstream.send(_PATH, _JSON, body, response)
+            self._call = self._upstream.pool().send(b"POST", _PATH, _JSON, body, response)
             self._num_sent_bytes = len(body)
             try:
                 await response.ended
             except UpstreamFault as fault:
-                await asyncio.wait({lost}, timeout=_LOSS_S)
-                if lost.done():
-                    raise lost.result() from None
+                if isinstance(fault, UpstreamSilent):
+                    self._upstream.hangs(str(fault))
+                await slot.check_lost()
                 raise UpstreamInterrupted(f"The model's server failed: {fault}; try again.") from fault
             except CortexError:
                 if response.is_rejected:
@@ -138,7 +125,7 @@ class RelayedSession:
         finally:
             if self._call is not None:
                 self._call.abort()
-            generation.cancel()
+            slot.release()
 
     def pause(self) -> None:
         """Deliver nothing until `resume`: the client does not keep up."""
@@ -161,35 +148,42 @@ class RelayedSession:
         """A chat request as the client sent it, with the operator's fields; others as a chat request. Raises
         InvalidValue or InsufficientQuota."""
         head = self._packed.head
-        fields, without = self._upstream.fields, self._upstream.stripped_fields
-        if self._token_limit is not None:
-            num_bytes = len(self._packed.whole if self._chat is None else self._chat)
-            num_choices = fields.get("n")  # the operator's, in place of the client's
-            if isinstance(num_choices, int) and num_choices > 0:
-                head = msgspec.structs.replace(head, sampling=msgspec.structs.replace(head.sampling, n=num_choices))
-            limited = within_limit(head, num_bytes, self._token_limit)
-            set_limits = [limit for name in _LIMITS if isinstance(limit := fields.get(name), int) and limit >= 0]
-            dropped = (*_LIMITS, "best_of")  # which has more candidates than the budget knows of
-            fields = {name: value for name, value in fields.items() if name not in dropped}
-            fields["max_tokens"] = min(
-                limit for limit in (limited.sampling.max_tokens, *set_limits) if limit is not None
-            )
-            without = (*without, *dropped)
+        num_bytes = len(self._packed.whole if self._chat is None else self._chat)
+        fields, without = operator_fields(self._upstream, head, num_bytes, self._token_limit)
         if head.prompt is not None:
             raise InvalidValue(
-                f"{head.model} is run by the server of the harness {self._upstream.harness}, which takes conversations "
-                "only; send them to /v1/chat/completions, /v1/responses, /v1/messages or /api/chat",
+                f"{head.model} is run by the server of the harness {self._upstream.harness}, which takes a prompt at "
+                "/v1/completions only; send conversations to /v1/chat/completions, /v1/responses, /v1/messages or "
+                "/api/chat",
                 param="prompt",
             )
         if self._chat is None:
-            request: GenerateRequest = unpack(self._packed.whole)
-            chat = openai_chat.build(request)
+            chat = openai_chat.build(with_files(unpack(self._packed.whole), self._packed.files))
         else:
             chat = self._chat
             if head.stream:
                 fields = {"stream_options": {"include_usage": True}, **fields}
         check_media(chat)
         return replace_fields(chat, fields, without=without)
+
+
+def operator_fields(
+    upstream: Upstream, head: GenerateRequest, num_bytes: int, token_limit: int | None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The fields that a request gets in place of the client's, and those that it loses. With a budget, among them the
+    limit that is left for each choice where the prompt takes a token for each byte. Raises InsufficientQuota."""
+    fields, without = upstream.fields, upstream.stripped_fields
+    if token_limit is None:
+        return fields, without
+    num_choices = fields.get("n")  # the operator's, in place of the client's
+    if isinstance(num_choices, int) and num_choices > 0:
+        head = msgspec.structs.replace(head, sampling=msgspec.structs.replace(head.sampling, n=num_choices))
+    limited = within_limit(head, num_bytes, token_limit)
+    set_limits = [limit for name in _LIMITS if isinstance(limit := fields.get(name), int) and limit >= 0]
+    dropped = (*_LIMITS, "best_of")  # which has more candidates than the budget knows of
+    fields = {name: value for name, value in fields.items() if name not in dropped}
+    fields["max_tokens"] = min(limit for limit in (limited.sampling.max_tokens, *set_limits) if limit is not None)
+    return fields, (*without, *dropped)
 
 
 class _Response:
@@ -222,13 +216,13 @@ class _Response:
             return
         self._body += data
         if len(self._body) > _MAX_BODY_BYTES:
-            self._fail(UpstreamInterrupted(f"The model's server sent a response of over {_MAX_BODY_BYTES} bytes."))
+            self.fail(UpstreamInterrupted(f"The model's server sent a response of over {_MAX_BODY_BYTES} bytes."))
 
     def on_end(self) -> None:
         if self._status >= 400:
             error = foreign_error(self._status, bytes(self._body))
             # The model exists; the path does not, or the name that the server knows it by is another one.
-            self._fail(UpstreamUnavailable(error.message) if isinstance(error, ModelNotFound) else error)
+            self.fail(UpstreamUnavailable(error.message) if isinstance(error, ModelNotFound) else error)
             return
         decoder, body = self._decoder, bytes(self._body)
         self._guarded(decoder.finish if decoder is not None else lambda: openai_chat.unfold(body))
@@ -236,7 +230,7 @@ class _Response:
             self.ended.set_result(None)
 
     def on_fault(self, fault: UpstreamFault) -> None:
-        self._fail(fault)
+        self.fail(fault)
 
     def _guarded(self, decode: Callable[[], list[AnyEvent]]) -> None:
         """Never raises: the connection would be blamed."""
@@ -246,8 +240,8 @@ class _Response:
             if events := decode():
                 self.deliver(events)
         except Exception as problem:  # noqa: BLE001 - `run` raises it
-            self._fail(problem)
+            self.fail(problem)
 
-    def _fail(self, problem: Exception) -> None:
+    def fail(self, problem: Exception) -> None:
         if not self.ended.done():
             self.ended.set_exception(problem.with_traceback(None))

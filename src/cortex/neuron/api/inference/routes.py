@@ -14,9 +14,10 @@ from cortex.neuron.api import bodies, responses
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.departures import Departures
-from cortex.neuron.api.inference.relayed import RelayedSession
+from cortex.neuron.api.inference.opaque_relay import OpaqueRelay
+from cortex.neuron.api.inference.relayed import RelayedSession, operator_fields
 from cortex.neuron.api.inference.session import Session
-from cortex.neuron.api.inference.tasks import check_task
+from cortex.neuron.api.inference.tasks import check_pictures, check_task
 from cortex.neuron.api.inference.tracing import traced
 from cortex.neuron.api.inference.usage import MeteredEncoder, UsageRecords
 from cortex.neuron.api.log_context import stream_failure
@@ -32,6 +33,7 @@ from cortex.wire.dialects.registry import DIALECTS, EventEncoder
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure
 from cortex.wire.fields.body import check_content_type
+from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node import headers as our_headers
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import Dialect as DialectName
@@ -42,6 +44,10 @@ _ATTEMPT_ID = our_headers.ATTEMPT_ID.encode()
 _ERROR_DETAILS = our_headers.ERROR_DETAILS.encode()
 _KEPT = kept.HEADER.encode()
 _USAGE = usage_report.HEADER.encode()
+
+
+_OPAQUE_DIALECTS: tuple[DialectName, ...] = ("openai_completions", "llama_cpp_infill")
+"""Which the server of a harness may have itself. Others reach it as chat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,10 @@ class Inference:
     parser: BodyParser
     departures: Departures
 
+    @property
+    def opaque(self) -> OpaqueRelay:
+        return OpaqueRelay(self.backend, self.drain_gate, self.ticker)
+
     def handler(self, name: DialectName) -> Handler:
         """The handler of one dialect's route."""
 
@@ -73,6 +83,7 @@ class Inference:
                 watch.model = packed.head.model
                 is_of_gateway = bool(bodies.principal_of(http))
                 check_task(self.backend, packed.head.model, served, "chat", is_of_gateway=is_of_gateway)
+                check_pictures(self.backend, packed.head, is_of_gateway=is_of_gateway)
                 try:
                     with self.departures.request(packed.head, is_of_gateway=is_of_gateway):
                         return await self._respond(call, name, packed, watch)
@@ -115,6 +126,15 @@ class Inference:
         self, call: ApiCall, name: DialectName, packed: PackedRequest, watch: RequestWatch
     ) -> Response | None:
         http, request, dialect = call.request, packed.head, DIALECTS[name]
+        if name in _OPAQUE_DIALECTS and (upstream := self.backend.upstream(request.model)) is not None:
+            upstream.check_route(http.path.decode())
+            limit = bodies.token_limit_of(http)
+            fields, without = operator_fields(upstream, request, len(http.body), limit)
+            if request.stream and name == "openai_completions":
+                fields = {"stream_options": {"include_usage": True}, **fields}
+            body = replace_fields(http.body, fields, without=without)
+            await self.opaque.pass_on(call, request.model, http.path, body, upstream, watch)
+            return None
         id = dialect.ID_PREFIX + uuid.uuid4().hex
         if dialect is openai_responses and (stored := kept.from_header(http.text(_KEPT) or "")):
             id, request = stored.id, stored.described(request)

@@ -92,10 +92,17 @@ class Session:
             raise prompt_too_long(num_prompt_tokens, cap)
         if self._token_limit is not None:
             request = within_limit(request, num_prompt_tokens, self._token_limit)
+        prepare_pictures = self._backend.pictures.prepare
+        pictures = [
+            await self._drain_gate.wait_for(prepare_pictures(self._packed, text.pictures, rendered.places))
+            if text.pictures is not None and rendered.places
+            else ()
+            for rendered in prepared.prompts
+        ]
         self.phase = "prefill"
         jobs: list[EngineRequest] = []
         choices = self._choices
-        for single, rendered in zip(request.one_per_prompt, prepared.prompts, strict=True):
+        for single, rendered, shown_pictures in zip(request.one_per_prompt, prepared.prompts, pictures, strict=True):
             continuations = engine_requests(
                 single,
                 id=self._id,
@@ -109,6 +116,7 @@ class Session:
                 turn_ends=rendered.turn_ends,
                 grammar=prepared.grammar,
                 prediction=prepared.prediction,
+                pictures=shown_pictures,
                 principal=self._principal,
             )
             stops, num_predicted = continuations[0].stop_token_ids, len(prepared.prediction)

@@ -8,6 +8,8 @@ from cortex.neuron.api.backend import Backend
 from cortex.neuron.node.status import ServedModel
 from cortex.wire.errors import UnsupportedModality
 from cortex.wire.node.protocol import Capabilities
+from cortex.wire.pictures.rejection import reads_text_only
+from cortex.wire.requests import GenerateRequest
 
 Task = Literal["chat", "embed", "score"]
 _KINDS: dict[Task, str] = {"chat": "a chat model", "embed": "an embedding model", "score": "a rerank model"}
@@ -29,6 +31,19 @@ def check_task(backend: Backend, model_id: str, served: ServedModel, task: Task,
     others = [status.id for status in backend.models() if _can(status.capabilities, task)]
     advice = f"use {others[0]}" if others else f"no model of this node can: load {_KINDS[task]}"
     raise UnsupportedModality(f"{problem}; {advice}.", details={"models": others[:8]})
+
+
+def check_pictures(backend: Backend, request: GenerateRequest, *, is_of_gateway: bool) -> None:
+    """Raises InvalidValue for a picture that exceeds a limit, and UnsupportedModality for a model that reads text
+    only; it names no other models to a gateway. `request`: the head is enough."""
+    if not request.images:
+        return
+    backend.pictures.limits.check(request.images)
+    status = backend.model(request.model)
+    if status.capabilities.vision or status.context_tokens is None or backend.upstream(request.model) is not None:
+        return  # a model that is not known yet is checked when its prompt is written
+    others = [] if is_of_gateway else [each.id for each in backend.models() if each.capabilities.vision]
+    raise reads_text_only(request.model, others, request.images[0].param)
 
 
 def _can(capabilities: Capabilities, task: Task) -> bool:

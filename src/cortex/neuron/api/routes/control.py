@@ -64,6 +64,7 @@ class Control:
             Route("POST", "/files/delete", self.delete_files),
             Route("GET", "/hub/(?P<source>.+)", self.offer),
             Route("GET", "/models/(?P<id>.+)/endpoint", self.endpoint),
+            Route("GET", "/models/(?P<id>.+)/log", self.log),
             Route("GET", "/models/(?P<id>.+)", self.model),
         ]
 
@@ -110,6 +111,18 @@ class Control:
         dialects = self.backend.discovery.dialects
         base_url = f"{self.scheme}://{call.request.text(b'host') or ''}/v1"
         return responses.json(Endpoint(model_id=model.id, base_url=base_url, dialects=dialects))
+
+    async def log(self, call: ApiCall) -> Response:
+        """The output of the server that runs a model; with `?after=N`, what followed its first N lines."""
+        upstream = self.backend.upstream(call.values["id"])
+        if upstream is None:
+            raise InvalidValue(
+                f"{shorten(call.values['id'])} is run by the built-in engine, which writes to the log of the node."
+            )
+        after = call.query("after") or "0"
+        if not (after.isascii() and after.isdigit() and len(after) <= 18):
+            raise InvalidValue("Invalid value for 'after': use a number.", param="after")
+        return responses.json(upstream.log(int(after)))
 
     async def load(self, call: ApiCall) -> Response:
         """Responds when the model is ready. With `?wait=false`, responds at once: 202 while the model loads."""

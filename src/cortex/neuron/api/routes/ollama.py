@@ -24,7 +24,7 @@ from cortex.wire.dialects.ollama import embeddings, lines, models
 from cortex.wire.errors import LoadFailed, NotImplementedHere, from_code
 from cortex.wire.fields import body as wire_body
 from cortex.wire.model_names import split_quant
-from cortex.wire.node.protocol import FilesRequest, PullStatus
+from cortex.wire.node.protocol import FilesRequest, ModelStatus, PullStatus
 
 POLL_S = 0.25
 
@@ -69,7 +69,7 @@ class OllamaRoutes:
 
     async def show(self, call: ApiCall) -> Response:
         status = self.backend.model(models.read_name(call.request.body))
-        return responses.json(models.show(models.from_status(status, self.created)))
+        return responses.json(models.show(self._described(status)))
 
     async def absent(self, call: ApiCall) -> Response:
         raise NotImplementedHere(models.absence(call.request.path.decode("latin-1")))
@@ -132,7 +132,11 @@ class OllamaRoutes:
         return status
 
     def _models(self) -> list[models.OllamaModel]:
-        return [models.from_status(status, self.created) for status in self.backend.models()]
+        return [self._described(status) for status in self.backend.models()]
+
+    def _described(self, status: ModelStatus) -> models.OllamaModel:
+        is_on_cpu = self.backend.discovery.devices[0].kind == "cpu"
+        return models.from_status(status, self.created, vram_bytes=0 if is_on_cpu else None)
 
 
 def _error(status: PullStatus) -> LoadFailed | None:

@@ -9,6 +9,7 @@ from cortex.http.server.server import Response
 from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.bodies import client_of, principal_of, strips_billing
+from cortex.neuron.api.inference.tasks import check_pictures
 from cortex.neuron.api.routing import ApiCall, Route
 from cortex.parsing.cost import is_parsed_elsewhere
 from cortex.parsing.parser import BodyParser
@@ -44,12 +45,14 @@ class Tokens:
         counted = await self.parser.parse(
             "anthropic_messages", request.body, client_of(request), strip_billing=strip_billing
         )
+        check_pictures(self.backend, counted.head, is_of_gateway=bool(principal_of(request)))
         num_tokens = await self.backend.texts.count_tokens(counted, principal=principal_of(request))
         return responses.json({"input_tokens": num_tokens})
 
     async def count_responses(self, call: ApiCall) -> Response:
         request = call.request
         counted = await self.parser.parse("openai_responses", request.body, client_of(request))
+        check_pictures(self.backend, counted.head, is_of_gateway=bool(principal_of(request)))
         num_tokens = await self.backend.texts.count_tokens(counted, principal=principal_of(request))
         return responses.json({"object": "response.input_tokens", "input_tokens": num_tokens})
 
@@ -61,6 +64,7 @@ class Tokens:
         principal = principal_of(request)
         if isinstance(parsed, PackedRequest):
             model = parsed.head.model
+            check_pictures(self.backend, parsed.head, is_of_gateway=bool(principal))
             prepared = await self.backend.texts.prepare(parsed, principal=principal, in_context=False)
             ids = prepared.prompts[0].ids
         else:

@@ -20,13 +20,19 @@ class PictureEncoder:
     again when they are needed."""
 
     def __init__(
-        self, tower: Tower, pass_patches: int, device: torch.device, *, is_batch_invariant: bool = False
+        self,
+        tower: Tower,
+        pass_patches: int,
+        device: torch.device,
+        *,
+        is_batch_invariant: bool = False,
+        max_vectors: int | None = None,
     ) -> None:
         """`device`: where steps need the vectors. `is_batch_invariant`: a picture is computed alone, so that its
-        vectors do not depend on others."""
+        vectors do not depend on others. `max_vectors`: that are kept; None: as many as a load counts memory for."""
         self._tower = tower
         self._pass_patches = 0 if is_batch_invariant else pass_patches
-        self._max_vectors = num_cached_vectors(pass_patches)
+        self._max_vectors = num_cached_vectors(pass_patches) if max_vectors is None else max_vectors
         self._device = device
         self._pictures: dict[bytes, Picture] = {}
         self._users: Counter[bytes] = Counter()

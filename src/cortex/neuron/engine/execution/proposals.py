@@ -42,22 +42,26 @@ class Proposals:
         hidden: tuple[int, torch.dtype],
         upload: Upload,
         capture: Capture | None,
+        *,
+        has_axes: bool = False,
     ) -> None:
-        """`page_table`: of the first KV group. `hidden`: the size and dtype of the model's hidden states. `capture`: how
-        passes are captured as graphs; None: they are not."""
+        """`page_table`: of the first KV group. `hidden`: the size and dtype of the model's hidden states. `capture`:
+        how passes are captured as graphs; None: they are not. `has_axes`: whether rotations follow the axes of
+        pictures."""
         self._proposer = proposer
         self._page_table = page_table
         self._page_tokens = page_tokens
         self._context_tokens = context_tokens
         self._upload = upload
+        self._has_axes = has_axes and proposer.starts_from_hidden
         self._absorbing: _Graphs | None = None
         self._extending: _Graphs | None = None
         if capture is not None:
             size, dtype = hidden
             absorbed, extended = (GraphSizes(sizes[-1], sizes) for sizes in (ABSORB_SIZES, EXTEND_SIZES))
             shared = (dtype, page_table, capture, proposer.group)
-            self._absorbing = _Graphs(self._absorb_step, 5, absorbed, size, *shared)
-            self._extending = _Graphs(self._extend_step, 4, extended, proposer.carried_size, *shared)
+            self._absorbing = _Graphs(self._absorb_step, 6, absorbed, size, *shared)
+            self._extending = _Graphs(self._extend_step, 5, extended, proposer.carried_size, *shared)
 
     @property
     def graphs(self) -> list[SizedGraphs]:
@@ -84,7 +88,8 @@ class Proposals:
         proposed: Tensor | None = None
         if self._absorbing is not None and plan.only_decodes and self._absorbing.fits(len(tokens)):
             owners = np.repeat(inputs.rows, np.diff(inputs.offsets))
-            given = self._upload(np.stack((owners, inputs.positions, inputs.slots[0])))
+            rotated = inputs.positions if inputs.rope is None else inputs.rope
+            given = self._upload(np.stack((owners, inputs.positions, inputs.slots[0], rotated)))
             carried, proposed = self._absorbing.replay(torch.cat((given, tokens[None], following[None])), hidden)
         else:
             carried = self._proposer.absorb(following, hidden, replace(batch(), tokens=tokens, groups=()))
@@ -93,6 +98,7 @@ class Proposals:
         rows, picked, draws = self._accepted(plan, inputs, tokens, drawn)
         limits = self._upload(page_ends[rows])
         positions = self._upload(inputs.positions)[picked] + 1
+        rope = positions if inputs.rope is None else self._upload(inputs.rope)[picked] + 1
         row_ids, latest = self._upload(rows), drawn[draws]
         carried = carried[picked]
         found: list[Tensor] = []
@@ -100,13 +106,13 @@ class Proposals:
             latest = argmax(self._proposer.logits(carried))[0] if proposed is None else proposed[picked]
             found.append(latest)
         while len(found) < count:
-            integers = torch.stack((row_ids, positions, limits, latest))
+            integers = torch.stack((row_ids, positions, limits, rope, latest))
             if self._extending is not None and self._extending.fits(len(rows)):
                 carried, latest = (output.clone() for output in self._extending.replay(integers, carried))
             else:
                 carried, latest = self._extend_step(integers, carried)
             found.append(latest)
-            positions = positions + 1
+            positions, rope = positions + 1, rope + 1
         return torch.stack(found, dim=1)
 
     def _accepted(
@@ -128,25 +134,26 @@ class Proposals:
         return rows, last[draws], draws
 
     def _absorb_step(self, integers: Tensor, hidden: Tensor) -> Outputs:
-        """In graphs. integers: rows, positions, slots, tokens and following tokens."""
-        rows, positions, slots, tokens, following = integers.unbind()
-        batch = self._batch(tokens, rows, positions, slots, shares_rows=True)
+        """In graphs. integers: rows, positions, slots, positions of the rotation, tokens and following tokens."""
+        rows, positions, slots, rope, tokens, following = integers.unbind()
+        batch = self._batch(tokens, rows, positions, slots, rope, shares_rows=True)
         carried = self._proposer.absorb(following, hidden, batch)
         if not self._proposer.starts_from_hidden:
             return carried, following
         return carried, argmax(self._proposer.logits(carried))[0]
 
     def _extend_step(self, integers: Tensor, carried: Tensor) -> Outputs:
-        """integers: rows, positions, the ends of the rows' pages, and tokens. What has no page is not kept."""
-        rows, positions, limits, tokens = integers.unbind()
-        positions = positions.clamp(max=self._context_tokens - 1)
+        """integers: rows, positions, the ends of the rows' pages, positions of the rotation, and tokens. What has no
+        page is not kept."""
+        rows, positions, limits, rope, tokens = integers.unbind()
+        positions, rope = (each.clamp(max=self._context_tokens - 1) for each in (positions, rope))
         pages = self._page_table[rows, positions // self._page_tokens].long()
         slots = torch.where(positions < limits, pages * self._page_tokens + positions % self._page_tokens, PADDING_PAGE)
-        carried = self._proposer.extend(tokens, carried, self._batch(tokens, rows, positions, slots))
+        carried = self._proposer.extend(tokens, carried, self._batch(tokens, rows, positions, slots, rope))
         return carried, argmax(self._proposer.logits(carried))[0]
 
     def _batch(
-        self, tokens: Tensor, rows: Tensor, positions: Tensor, slots: Tensor, *, shares_rows: bool = False
+        self, tokens: Tensor, rows: Tensor, positions: Tensor, slots: Tensor, rope: Tensor, *, shares_rows: bool = False
     ) -> Batch:
         return Batch(
             tokens=tokens,
@@ -158,6 +165,7 @@ class Proposals:
             num_decodes=len(rows),
             max_length=self._context_tokens,
             shares_rows=shares_rows,
+            rope=rope if self._has_axes else None,
         )
 
 

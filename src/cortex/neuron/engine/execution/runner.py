@@ -135,11 +135,11 @@ class Runner:
             # Ranks capture the same graphs in the same order, and a draft model is on the first one alone.
             is_captured = isinstance(capture, CudaCapture) and not is_batch_invariant
             is_captured &= self._draws_alone or proposer.group is group
-            tables = (self._page_tables[0], page_tokens, context_tokens)
-            hidden = (model.config.hidden, model.parameters.dtype)
+            table, hidden = self._page_tables[0], (model.config.hidden, model.parameters.dtype)
             # With memory of its own: its passes run between a step and the reading of the step's results.
             own = CudaCapture(may_fail=True) if is_captured else None
-            self._proposals = Proposals(proposer, *tables, hidden, self._upload, own)
+            arguments = (table, page_tokens, context_tokens, hidden, self._upload, own)
+            self._proposals = Proposals(proposer, *arguments, has_axes=self._num_rope_positions is not None)
         self._prompt_plans = PromptPlans(model, 0 if is_batch_invariant else min(step_tokens, context_tokens))
 
     def prepare(self) -> bool:
@@ -197,18 +197,21 @@ class Runner:
                 whole_pictures=self.model.architecture.pictures.is_whole,
             )
             scores: list[PromptScores] = []
-            # The draw replaces the rows' latest tokens.
             proposes = self._proposals is not None and plan.num_proposals is not None
-            tokens = self._tokens(inputs) if proposes else None
+            # The draw replaces the rows' latest tokens. Otherwise the device should not wait for these.
+            tokens = self._tokens(inputs) if proposes and len(inputs.drawn_before) else None
             is_single, num_tokens = plan.num_singles == len(plan.rows), plan.num_tokens
             is_scored = any(row.outputs.scores is not None for row in plan.rows)
             is_small = not is_scored and (is_single or plan.only_decodes)
             graphs = None if not is_small else self._graphs if is_single else self._draft_graphs
+            hidden: Tensor | None
             with self._threads.decoding(num_tokens) if self._threads and is_small else nullcontext():
                 if graphs is not None and graphs.fits(num_tokens):
                     drawn, hidden = self._replay(graphs, plan, inputs, draws, mask)
                 else:
                     drawn, hidden = self._forward(plan, inputs, draws, mask, scores)
+                if proposes and tokens is None:
+                    tokens = self._tokens(inputs)
                 proposed = self._propose(plan, inputs, tokens, drawn, hidden)
             launched = Launched(self.device, plan.rows, drawn, scores, proposed)
             if self._states is not None:

@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 
 from cortex.neuron.engine.kv_pages import Window, window_pages
 from cortex.neuron.models.architecture import Architecture
-from cortex.neuron.models.sizes import WeightStorage, kv_bytes_by_window, state_bytes, tower_room, weight_bytes
+from cortex.neuron.models.sizes import (
+    WeightStorage,
+    kv_bytes_by_window,
+    position_bytes,
+    state_bytes,
+    tower_room,
+    weight_bytes,
+)
 from cortex.neuron.models.towers.config import WHOLE_PICTURE_TOKENS
 
 PAGE_TOKENS = 32
@@ -44,12 +51,15 @@ class ModelSizes:
     """0 for a model that draws no tokens."""
     context_tokens: int
     """The longest sequence that is asked for, at most the model's own limit."""
+    table_bytes: int = 0
+    """Tables with a row for each position of the context."""
     whole_tokens: int = 0
     """Positions that one step must be able to compute together: those of a picture, where they see each other."""
 
     @classmethod
     def of(cls, architecture: Architecture, storage: WeightStorage, context_tokens: int | None = None) -> ModelSizes:
         config = architecture.config
+        context_tokens = min(context_tokens or config.context_tokens, config.context_tokens)
         if architecture.pooling is not None:  # texts are computed in one pass: nothing is kept of them
             token_bytes: dict[Window, int] = {None: 0}
         else:
@@ -59,7 +69,8 @@ class ModelSizes:
             group_bytes={window: PAGE_TOKENS * num_bytes for window, num_bytes in token_bytes.items()},
             slot_bytes=state_bytes(architecture, storage.item_bytes),
             vocab=config.vocab if architecture.pooling is None else 0,
-            context_tokens=min(context_tokens or config.context_tokens, config.context_tokens),
+            context_tokens=context_tokens,
+            table_bytes=position_bytes(architecture, context_tokens),
             whole_tokens=WHOLE_PICTURE_TOKENS if architecture.pictures.is_whole else 0,
         )
 
@@ -67,7 +78,19 @@ class ModelSizes:
         """Together with a draft model, whose layers have pages under the ids of the first group."""
         first, *others = self.group_bytes
         pages = {first: self.group_bytes[first] + draft.page_bytes, **{each: self.group_bytes[each] for each in others}}
-        return replace(self, weight_bytes=self.weight_bytes + draft.weight_bytes, group_bytes=pages)
+        return replace(
+            self,
+            weight_bytes=self.weight_bytes + draft.weight_bytes,
+            group_bytes=pages,
+            table_bytes=self.table_bytes + draft.table_bytes,
+        )
+
+    def fixed_bytes(self, num_tokens: int) -> int:
+        """Weights, and tables for sequences of `num_tokens`."""
+        return self.weight_bytes + self.tables_of(num_tokens)
+
+    def tables_of(self, num_tokens: int) -> int:
+        return -(-self.table_bytes * num_tokens // max(1, self.context_tokens))
 
     @property
     def page_bytes(self) -> int:
@@ -84,7 +107,12 @@ class ModelSizes:
 
         Windows take at most as much as the layers without."""
         first, *others = (CACHED_CONTEXTS * self.num_context_pages * page for page in self.group_bytes.values())
-        return int(self.weight_bytes * 1.02) + first + (min(first, sum(others)) if first else sum(others))
+        return (
+            int(self.weight_bytes * 1.02)
+            + self.table_bytes
+            + first
+            + (min(first, sum(others)) if first else sum(others))
+        )
 
     def bytes_of(self, num_pages: Mapping[Window, int]) -> int:
         """What this many pages of each group take."""
@@ -188,11 +216,15 @@ class MemoryPlan:
         if sizes.bytes_of(num_pages) < sizes.bytes_of(self.num_pages):
             pages = ", ".join(f"{count} of {self.num_pages[window]}" for window, count in num_pages.items())
             notes = (*notes, f"{pages} pages of KV cache: another device of the model has less memory")
+        context_tokens = min(self.context_tokens, sizes.held_tokens(num_pages))
         return MemoryPlan(
-            context_tokens=min(self.context_tokens, sizes.held_tokens(num_pages)),
+            context_tokens=context_tokens,
             num_pages=num_pages,
             slots=slots,
-            num_bytes=sizes.weight_bytes + slots.num_bytes + sizes.bytes_of(num_pages),
+            num_bytes=sizes.weight_bytes
+            + sizes.tables_of(context_tokens)
+            + slots.num_bytes
+            + sizes.bytes_of(num_pages),
             notes=notes,
         )
 
@@ -203,7 +235,17 @@ def penalty_bytes(max_rows: int, vocab: int, context_tokens: int) -> int:
 
 
 def plan_memory(sizes: ModelSizes, have_bytes: int, *, max_rows: int, device_kind: str) -> MemoryPlan:
-    """Weights come first, then states, and pages take the rest."""
+    """Weights and tables come first, then states, and pages take the rest."""
+    plan = _plan(sizes, have_bytes - sizes.table_bytes, max_rows, device_kind)
+    if plan.fits and plan.context_tokens == sizes.context_tokens:
+        return plan
+    # The context is shorter than asked for, and so are its tables: no longer than without any.
+    most_tokens = max(0, _plan(sizes, have_bytes, max_rows, device_kind).context_tokens)
+    return _plan(sizes, have_bytes - sizes.tables_of(most_tokens), max_rows, device_kind)
+
+
+def _plan(sizes: ModelSizes, have_bytes: int, max_rows: int, device_kind: str) -> MemoryPlan:
+    """`have_bytes`: without those of the tables."""
     spare_bytes = have_bytes - sizes.weight_bytes
     slots = StateSlots.plan(sizes.slot_bytes, max_rows, spare_bytes, device_kind)
     num_pages = sizes.divide_pages(spare_bytes - slots.num_bytes, slots.rows, device_kind)
@@ -211,10 +253,14 @@ def plan_memory(sizes: ModelSizes, have_bytes: int, *, max_rows: int, device_kin
     notes: tuple[str, ...] = ()
     if held_tokens < sizes.context_tokens:
         notes = (f"context limited to {held_tokens} of {sizes.context_tokens} tokens by memory",)
+    context_tokens = min(held_tokens, sizes.context_tokens)
     return MemoryPlan(
-        context_tokens=min(held_tokens, sizes.context_tokens),
+        context_tokens=context_tokens,
         num_pages=num_pages,
         slots=slots,
-        num_bytes=sizes.weight_bytes + slots.num_bytes + sizes.bytes_of(num_pages),
+        num_bytes=sizes.weight_bytes
+        + sizes.tables_of(max(0, context_tokens))
+        + slots.num_bytes
+        + sizes.bytes_of(num_pages),
         notes=(*slots.notes, *notes),
     )

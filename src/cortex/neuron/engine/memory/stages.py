@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from cortex.neuron.engine.kv_pages import Window
@@ -123,14 +123,22 @@ def divide_model(
     limit_bytes: int | None,
     max_rows: int,
     device_kind: str,
+    draft: ModelSizes | None = None,
 ) -> tuple[StagePlan, ...] | None:
-    """`divide_layers` for a model. `limit_bytes`: the most that all stages together should take.
+    """`divide_layers` for a model. `limit_bytes`: the most that all stages together should take. `draft`: of its draft
+    model, which the first stage has.
 
     Memory for penalties is counted on the first stage, which draws the tokens. None also if it has no stages.
     """
     if not architecture.has_stages:
         return None
-    sizes = ModelSizes.of(architecture, storage, context_tokens)
+    sizes, layers = ModelSizes.of(architecture, storage, context_tokens), layer_sizes(architecture, storage)
+    # Every stage has the tables of its own layers: at most those of the model.
+    capacities = [capacity - sizes.table_bytes for capacity in capacities]
+    sizes = replace(sizes, table_bytes=0)
+    if draft is not None:
+        sizes = sizes.with_draft(draft)
+        layers[0] = replace(layers[0], page_bytes=layers[0].page_bytes + draft.page_bytes)
     penalties = penalty_bytes(max_rows + 1, sizes.vocab, sizes.context_tokens)
     have_bytes = sum(capacities) - penalties
     if limit_bytes is not None:
@@ -142,7 +150,8 @@ def divide_model(
         max(MIN_SLOTS, whole.slots.num_slots),
     )
     first_bytes = end_bytes(architecture, storage) + tower_bytes(architecture, storage) + penalties
-    return divide_layers(layer_sizes(architecture, storage), first_bytes, capacities, least, most)
+    first_bytes += 0 if draft is None else draft.weight_bytes + draft.table_bytes
+    return divide_layers(layers, first_bytes, capacities, least, most)
 
 
 def layer_sizes(architecture: Architecture, storage: WeightStorage) -> list[LayerSizes]:

@@ -62,7 +62,7 @@ def is_faster_on(device: torch.device) -> bool:
 
 def planned_length(count: int) -> int:
     """The length that a prompt of `count` tokens is padded to."""
-    step = max(SHORTEST, 1 << (count - 1).bit_length() - 1) // STEPS_PER_DOUBLING
+    step = max(SHORTEST, 1 << max(0, (count - 1).bit_length() - 1)) // STEPS_PER_DOUBLING
     return -(-count // step) * step
 
 

@@ -5,7 +5,7 @@ row and group, then the minimums, if groups have them; `tile_bytes` describes sh
 [8 steps, 16 rows, 4 columns]. Those of eight bits are bytes. Others are divided into their lowest four bits, two steps
 per byte, then two bits, four steps per byte, then one bit, eight steps per byte; whichever of them make up the width.
 
-Inputs are quantised to eight bits with one scale per tile.
+Inputs are quantised to sixteen bits with one scale per tile, as two planes of eight bits.
 """
 
 from __future__ import annotations

@@ -25,6 +25,27 @@ INLINE Ints dot(Ints sums, Bytes codes, int32_t inputs, int wide) {
 #endif
 }
 
+// sums + a · b, rounded once: the same in every function, as compilers do not make it by themselves here.
+INLINE Floats added(Floats sums, Floats a, Floats b) {
+#if WIDTH == 16
+    return (Floats)vfmaq_f32((float32x4_t)sums, (float32x4_t)a, (float32x4_t)b);
+#elif WIDTH == 64
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sums);
+#else
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sums);
+#endif
+}
+
+INLINE Floats repeated(float number) {
+#if WIDTH == 16
+    return (Floats)vdupq_n_f32(number);
+#elif WIDTH == 64
+    return (Floats)_mm512_set1_ps(number);
+#else
+    return (Floats)_mm256_set1_ps(number);
+#endif
+}
+
 // What a table of 16 bytes has for each code.
 INLINE Bytes looked_up(const uint8_t *table, Bytes codes) {
 #if WIDTH == 16
@@ -117,11 +138,14 @@ INLINE Floats units_at(const uint8_t *tile, int64_t number, int part, int of_min
     return halves_at(tile + (of_minimums - number % 2) * size + codes_bytes(2) + 2 * ROWS + part * WIDTH / 2);
 }
 
-// Inputs, quantised to eight bits: each tile's 32 columns have one scale, which includes UNIT.
+// Inputs, quantised to sixteen bits, 256 · high + low, with one scale per tile. The second dot product of codes costs little
+// next to their load and unpacking; with inputs of eight bits the answers of a small model change.
+enum { MOST_ROWS = WIDTH == 64 ? 4 : 2, PLANES = 2, LARGEST = 127 * 256 };
+
 typedef struct {
-    int8_t *values;
-    float *scales;
-    int32_t *sums;  // of 16 values each
+    int8_t *values;  // per tile the high halves of its columns, then the low ones
+    float *scales;   // include UNIT
+    float *shifts;   // what a group's zero, or its minimum, is multiplied by: the sum of its columns with their scale
 } Inputs;
 
 typedef struct {
@@ -158,26 +182,48 @@ INLINE void prepare(const Product *call, int64_t row, int64_t tile, float factor
     for (int i = 0; i < COLUMNS; i++) out[i] *= factor * other[i];
 }
 
+// Whether the groups of a tile have 16 columns.
+INLINE int is_split(const Matrix *m) { return m->bits == 2 || m->group == 16; }
+
+// The code that stands for 0, as codes are multiplied.
+INLINE int stored_zero(const Matrix *m) { return m->zero - (m->bits == 8 || m->bits == CODEBOOK ? FLIP : 0); }
+
 // One tile of inputs, the number of which is `at`.
-INLINE void quantise(const float *x, Inputs inputs, int64_t at) {
-    int8_t *values = inputs.values + at * COLUMNS;
+INLINE void quantise(const float *x, Inputs inputs, int64_t at, const Matrix *m) {
+    int8_t *high = inputs.values + at * PLANES * COLUMNS, *low = high + COLUMNS;
     float largest = 0, doubt = 0;  // NaN, if one of the inputs is not finite
     for (int i = 0; i < COLUMNS; i++) {
         float size = __builtin_fabsf(x[i]);
         largest = size > largest ? size : largest;
         doubt += x[i] * 0;
     }
-    const float factor = largest > 1e-30f ? 127 / largest : 0;  // of smaller ones it would not be finite
-    inputs.scales[at] = largest / 127 * UNIT + doubt;
-    for (int half = 0; half < 2; half++) {
-        int32_t sum = 0;
-        for (int i = 16 * half; i < 16 * half + 16; i++) {
-            int32_t number = (int32_t)__builtin_rintf(x[i] * factor);
-            values[i] = (int8_t)number;
-            sum += number;
-        }
-        inputs.sums[2 * at + half] = sum;
+    const float factor = largest > 1e-30f ? LARGEST / largest : 0;  // of smaller ones it would not be finite
+    const float scale = largest / LARGEST * UNIT + doubt;
+    int32_t sums[2] = {0};
+    for (int i = 0; i < COLUMNS; i++) {
+        const int32_t number = (int32_t)__builtin_rintf(x[i] * factor);
+        high[i] = (int8_t)((number + 128) >> 8);
+        low[i] = (int8_t)number;
+        sums[i / 16] += number;
     }
+    const float factor_of_sum = m->has_minimums ? scale : -scale * (float)stored_zero(m);
+    inputs.scales[at] = scale;
+    inputs.shifts[2 * at] = (float)(is_split(m) ? sums[0] : sums[0] + sums[1]) * factor_of_sum;
+    inputs.shifts[2 * at + 1] = (float)sums[1] * factor_of_sum;
+}
+
+// The scales of a group, and its minimums where it has them.
+INLINE void scales_of(const Matrix *m, const uint8_t *tile, int64_t number, int bits, int group, int part, Floats *scale,
+                      Floats *minimum) {
+    if (bits == 2) {
+        const Ints shorts = shorts_at(tile, group, part);
+        *scale = __builtin_convertvector(shorts & 15, Floats) * units_at(tile, number, part, 0);
+        *minimum = __builtin_convertvector(shorts >> 4, Floats) * -units_at(tile, number, part, 1);
+        return;
+    }
+    const uint8_t *scales = tile + codes_bytes(bits) + group * ROWS * 2 + part * WIDTH / 2;
+    *scale = halves_at(scales);
+    if (m->has_minimums) *minimum = halves_at(scales + (is_split(m) ? 2 : 1) * ROWS * 2) - *scale * (float)stored_zero(m);
 }
 
 // 16 rows of the matrix times `count` inputs, the first of which is `row`.
@@ -186,56 +232,47 @@ INLINE void block_product(const Job *job, int64_t block, int64_t row, const int 
     const Matrix *m = call->matrix;
     const int64_t tiles = m->tiles, size = tile_bytes(m);
     const uint8_t *tile = m->packed + block * block_bytes(m);
-    const int is_split = bits == 2 || m->group == 16, has_minimums = m->has_minimums;
-    const int zero = m->zero - (bits == 8 || bits == CODEBOOK ? FLIP : 0);
-    const uint8_t *table = m->table;
-    Floats totals[4][PARTS] = {0};
+    const int has_minimums = bits == 2 || m->has_minimums, last = is_split(m) ? STEPS / 2 - 1 : STEPS - 1;
+    Floats totals[MOST_ROWS][PARTS] = {0};
     for (int64_t t = 0; t < tiles; t++, tile += size) {
         if (FETCHED_AHEAD)
             for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(tile + FETCHED_AHEAD + line);
-        const uint8_t *scales = tile + codes_bytes(bits), *minimums = scales + (is_split ? 2 : 1) * ROWS * 2;
-        Ints sums[4][PARTS] = {0}, scaled[4][PARTS] = {0}, lowered[4][PARTS] = {0};
+        Ints highs[MOST_ROWS][PARTS] = {0}, lows[MOST_ROWS][PARTS] = {0};
 #pragma GCC unroll 8
         for (int step = 0; step < STEPS; step++) {
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++) {
-                Bytes codes = codes_of(tile, bits, step, part, table);
+                const Bytes codes = codes_of(tile, bits, step, part, m->table);
 #pragma GCC unroll 4
                 for (int i = 0; i < count; i++) {
-                    int32_t four;
-                    memcpy(&four, job->inputs.values + ((row + i) * tiles + t) * COLUMNS + 4 * step, 4);
-                    sums[i][part] = dot(sums[i][part], codes, four, bits == 8 || bits == CODEBOOK);
+                    const int8_t *from = job->inputs.values + ((row + i) * tiles + t) * PLANES * COLUMNS + 4 * step;
+                    int32_t high, low;
+                    memcpy(&high, from, 4);
+                    memcpy(&low, from + COLUMNS, 4);
+                    highs[i][part] = dot(highs[i][part], codes, high, bits == 8 || bits == CODEBOOK);
+                    lows[i][part] = dot(lows[i][part], codes, low, bits == 8 || bits == CODEBOOK);
                 }
             }
-            if (step == STEPS - 1 || (step == STEPS / 2 - 1 && is_split)) {
-                const int group = is_split && step == STEPS - 1;
+            if (step != STEPS - 1 && step != last) continue;
+#pragma GCC unroll 4
+            for (int part = 0; part < PARTS; part++) {
+                const int group = step != last;
+                Floats scale, minimum = {0};
+                scales_of(m, tile, t, bits, group, part, &scale, &minimum);
 #pragma GCC unroll 4
                 for (int i = 0; i < count; i++) {
                     const int64_t at = (row + i) * tiles + t;
-                    const float unit = job->inputs.scales[at];
-                    const int32_t *halves = job->inputs.sums + 2 * at;
-                    const int32_t sum = is_split ? halves[group] : halves[0] + halves[1];
-#pragma GCC unroll 4
-                    for (int part = 0; part < PARTS; part++) {
-                        if (bits == 2) {
-                            const Ints shorts = shorts_at(tile, group, part);
-                            scaled[i][part] += (shorts & 15) * sums[i][part];
-                            lowered[i][part] += (shorts >> 4) * sum;
-                        } else {
-                            const int offset = group * ROWS * 2 + part * WIDTH / 2;
-                            Floats exact = __builtin_convertvector(sums[i][part] - zero * sum, Floats);
-                            Floats value = exact * halves_at(scales + offset);
-                            if (has_minimums) value += halves_at(minimums + offset) * (float)sum;
-                            totals[i][part] += value * unit;
-                        }
-                        sums[i][part] = (Ints){0};
-                        if (bits == 2 && group) {
-                            Floats value = __builtin_convertvector(scaled[i][part], Floats) * units_at(tile, t, part, 0);
-                            value -= __builtin_convertvector(lowered[i][part], Floats) * units_at(tile, t, part, 1);
-                            totals[i][part] += value * unit;
-                            scaled[i][part] = lowered[i][part] = (Ints){0};
-                        }
+                    const Ints whole = (highs[i][part] << 8) + lows[i][part];
+                    const Floats shift = repeated(job->inputs.shifts[2 * at + group]);
+                    Floats value = repeated(job->inputs.scales[at]);
+                    if (has_minimums) {
+                        value *= __builtin_convertvector(whole, Floats);
+                        totals[i][part] = added(totals[i][part], minimum, shift);
+                    } else {
+                        value = added(shift, __builtin_convertvector(whole, Floats), value);
                     }
+                    totals[i][part] = added(totals[i][part], value, scale);
+                    highs[i][part] = lows[i][part] = (Ints){0};
                 }
             }
         }
@@ -245,10 +282,10 @@ INLINE void block_product(const Job *job, int64_t block, int64_t row, const int 
     if (call->bias) widen(call->bias, first, rows, call->is_bias_half, bias);
     for (int i = 0; i < count; i++) {
         const int64_t at = (row + i) * call->stride + first;
-        float sums[ROWS], added[ROWS] = {0};
+        float sums[ROWS], residual[ROWS] = {0};
         memcpy(sums, totals[i], sizeof sums);
-        if (call->residual) widen(call->residual, at, rows, call->is_half, added);
-        for (int lane = 0; lane < ROWS; lane++) sums[lane] += bias[lane] + added[lane];
+        if (call->residual) widen(call->residual, at, rows, call->is_half, residual);
+        for (int lane = 0; lane < ROWS; lane++) sums[lane] += bias[lane] + residual[lane];
         narrow(sums, rows, call->out, at, call->is_half);
     }
 }
@@ -256,7 +293,8 @@ INLINE void block_product(const Job *job, int64_t block, int64_t row, const int 
 #define KERNEL(BITS)                                                                     \
     static void block_of_##BITS(const Job *job, int64_t block) {                         \
         int64_t row = 0;                                                                 \
-        for (; row + 4 <= job->rows; row += 4) block_product(job, block, row, 4, BITS);  \
+        for (; row + MOST_ROWS <= job->rows; row += MOST_ROWS)                           \
+            block_product(job, block, row, MOST_ROWS, BITS);                             \
         for (; row < job->rows; row++) block_product(job, block, row, 1, BITS);          \
     }
 KERNEL(0)
@@ -267,7 +305,7 @@ KERNEL(5)
 KERNEL(6)
 KERNEL(8)
 
-int64_t product_room(const Product *call, int64_t rows) { return rows * call->matrix->tiles * (COLUMNS + 3 * 4); }
+int64_t product_room(const Product *call, int64_t rows) { return rows * call->matrix->tiles * (PLANES * COLUMNS + 3 * 4); }
 
 void run_product(const Product *call, const Member *member) {
     static void (*const kernels[])(const Job *, int64_t) = {
@@ -276,7 +314,8 @@ void run_product(const Product *call, const Member *member) {
     Team *team = member->team;
     const int64_t tiles = call->matrix->tiles, all = team->rows * tiles;
     uint8_t *room = team->room;
-    const Inputs inputs = {(int8_t *)room, (float *)(room + all * COLUMNS), (int32_t *)(room + all * (COLUMNS + 4))};
+    const Inputs inputs = {(int8_t *)room, (float *)(room + all * PLANES * COLUMNS),
+                           (float *)(room + all * (PLANES * COLUMNS + 4))};
     const int64_t stop = all * (member->number + 1) / member->threads;
     float factor = 0, values[COLUMNS];
     for (int64_t at = all * member->number / member->threads, row = -1; at < stop; at++) {
@@ -285,7 +324,7 @@ void run_product(const Product *call, const Member *member) {
             if (call->norm) factor = norm_factor(call, row, tiles * COLUMNS);
         }
         prepare(call, row, at % tiles, factor, values);
-        quantise(values, inputs, at);
+        quantise(values, inputs, at, call->matrix);
     }
     await_barrier(member);
     const Job job = {call, team->rows, inputs};

@@ -13,7 +13,7 @@
 #include <immintrin.h>
 #define WIDTH 64
 #define FLIP 0
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 #define WIDTH 32
 #define FLIP 0

@@ -54,6 +54,7 @@ class NemotronH(Architecture):
     implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "use_bias": (False, None),
         "mlp_bias": (False, None),
+        "time_step_min": (0.001, None),
         "mlp_hidden_act": ("relu2",),
         "mamba_hidden_act": ("silu",),
         "sliding_window": (None,),

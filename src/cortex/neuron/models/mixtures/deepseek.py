@@ -104,6 +104,7 @@ class DeepseekV2(DeepseekV3):
     }
     implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "moe_layer_freq": (1, None),
+        "mlp_bias": (False, None),
         "norm_topk_prob": (False, None),
         "scoring_func": ("softmax", None),
         "topk_method": ("greedy", "group_limited_greedy"),

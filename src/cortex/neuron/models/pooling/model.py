@@ -95,9 +95,13 @@ class PooledModel:
         """The length of a text's vector; 1 for a score."""
         return self._pooling.width(self.config.hidden)
 
+    @property
+    def ropes(self) -> RopeTables:
+        return self._body.ropes
+
     def storages(self) -> list[torch.UntypedStorage]:
         """The device memory that the model holds for as long as it is loaded: weights and tables, each piece once."""
-        return [*self.parameters.storages(), *self._body.ropes.storages()]
+        return [*self.parameters.storages(), *self.ropes.storages()]
 
     def begin(self, batch: Batch, segments: Tensor) -> Tensor:
         """The residual stream before the first layer: [tokens, hidden]"""

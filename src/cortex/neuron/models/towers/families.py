@@ -24,11 +24,19 @@ class QwenTowerConfig(TowerConfig):
     table_side: int = 0
     """Of the table of places, which is stretched over each picture."""
     frames: int = 2
+    has_split_frames: bool = False
+    """Whether the patches of each frame have a tensor of their own, as in GGUF files."""
 
     def ends(self) -> Iterator[tuple[str, TowerTensor]]:
-        shape = (self.hidden, 3, self.frames, self.patch, self.patch)
         name = f"{self.prefix}.patch_embed.proj"
-        yield "patch", TowerTensor({f"{name}.weight": self.hidden}, self.patch_values, shape, self.frames)
+        if self.has_split_frames:
+            shape: tuple[int, ...] = (self.hidden, 3, self.patch, self.patch)
+            yield "patch", TowerTensor({f"{name}.weight": self.hidden}, self.patch_values, shape)
+            if self.frames > 1:
+                yield "patch_later", TowerTensor({f"{name}.weight.1": self.hidden}, self.patch_values, shape)
+        else:
+            shape = (self.hidden, 3, self.frames, self.patch, self.patch)
+            yield "patch", TowerTensor({f"{name}.weight": self.hidden}, self.patch_values, shape, self.frames)
         yield "patch.bias", TowerTensor({f"{name}.bias": self.hidden})
         yield "places", TowerTensor({f"{self.prefix}.pos_embed.weight": self.table_side**2}, self.hidden)
         yield from self._merger("merger", f"{self.prefix}.merger", self.hidden)
@@ -66,6 +74,7 @@ def _qwen(vision: Json, whole: Json, hidden: int) -> TowerConfig:
         rules=PictureRules(has_axes=True),
         table_side=_side(count_in(vision, "num_position_embeddings", 2304)),
         frames=count_in(vision, "temporal_patch_size", 2),
+        has_split_frames=bool(vision.get("has_split_frames")),
     )
 
 

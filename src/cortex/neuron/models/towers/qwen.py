@@ -30,7 +30,10 @@ class QwenTower(Tower):
     def embedded(self, pictures: Sequence[PixelGrid]) -> Tensor:
         merge = self.config.merge
         values = torch.cat([self.patches(picture, merge=merge) for picture in pictures])
-        x = F.linear(values, self.weights["patch"], self.weights["patch.bias"])
+        weight = self.weights["patch"]
+        if "patch_later" in self.weights:
+            weight = weight + self.weights["patch_later"]
+        x = F.linear(values, weight, self.weights["patch.bias"])
         return x + torch.cat([self._stretched(picture) for picture in pictures])
 
     def _stretched(self, picture: PixelGrid) -> Tensor:

@@ -6,7 +6,8 @@ import asyncio
 from functools import partial
 from pathlib import Path
 
-from cortex.neuron.config import ENGINE_NAMES, NeuronConfig
+from cortex.engine_packages import REMEDY, missing_packages
+from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.recipes import Recipe
@@ -14,16 +15,18 @@ from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.forecast import Forecast
-from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.node.spanning.lead import Lead
 from cortex.neuron.node.survey_process.client import Surveys
 from cortex.neuron.node.survey_process.protocol import Read
+from cortex.neuron.servers.entry import ENGINE_NAMES
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.hosts.any_of import AnyOf, LockDevices
 from cortex.neuron.worker.model_host import ModelHost
-from cortex.wire.errors import ModelUnsupported
+from cortex.wire.errors import ModelUnsupported, shorten
+from cortex.wire.node.load_options import drafts_from
 
 
 class EngineHarness:
@@ -33,16 +36,31 @@ class EngineHarness:
     restarts = True
 
     def __init__(
-        self, config: NeuronConfig, devices: NodeDevices, forecast: Forecast, surveys: Surveys, lead: Lead
+        self,
+        config: NeuronConfig,
+        devices: NodeDevices,
+        forecast: Forecast,
+        surveys: Surveys,
+        lead: Lead,
+        library: Library,
     ) -> None:
+        self._library = library
         self.estimates = forecast
         self.max_num_seqs = config.limits.max_num_seqs
         self._surveys = surveys
         self._config = config
         self._devices = devices
         self._lead = lead
+        self._objection = _objection(devices)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can run models on this node at all."""
+        return self._objection is None
 
     def check(self, model: KnownModel) -> None:
+        if self._objection is not None:
+            raise ModelUnsupported(f"{shorten(model.id)}: {self._objection}")
         self._lead.reject_unsupported(model)
 
     def needs_files(self, model: KnownModel) -> bool:  # noqa: ARG002 - as Harness has it
@@ -51,6 +69,7 @@ class EngineHarness:
     async def read(self, model: KnownModel, path: Path) -> tuple[ModelFacts, dict[str, Footprint]]:
         """Raises LoadFailed for damaged files, and ModelUnsupported for a family that the engine does not have or a
         quantisation that the files are not in, or that the devices do not support at load."""
+        self.check(model)
         facts = await self.inspect(model, path)
         devices = self._devices.all
         if facts.recipe is not None and not all(self.estimates.quantises(each, facts.recipe) for each in devices):
@@ -61,8 +80,17 @@ class EngineHarness:
         return await self._surveys.read_text(path, model.id)
 
     async def inspect(self, model: KnownModel, path: Path) -> ModelFacts:
-        """What the config and the headers say. Raises LoadFailed."""
-        return await self._surveys.read(Read(str(path), model.id, model.quant, model.tensor_parallel))
+        """What the config and the headers say, also those of its draft model if that is on disk. Raises LoadFailed."""
+        facts = await self._surveys.read(Read(str(path), model.id, model.quant, model.tensor_parallel))
+        if model.speculation == "mtp":
+            return facts.with_head(model.id)
+        draft = self._library.draft_of(model)
+        draft_path = None
+        if draft is not None:
+            draft_path = await self._surveys.find_local(draft.source, self._library.cache, draft.quant)
+        if draft is None or draft_path is None:
+            return facts
+        return facts.with_draft(await self._surveys.read(Read(str(draft_path), draft.id, None, 1)), model.id)
 
     def spec(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> LoadSpec:
         """What each of the devices loads, of which the one with the least to give decides; a stage has a limit of its
@@ -76,7 +104,8 @@ class EngineHarness:
             context_tokens=model.context_tokens,
             kv_dtype=model.kv_dtype,
             deterministic=model.deterministic,
-            speculation=model.speculation,
+            speculation=drafts_from(model.speculation),
+            draft_path="" if facts.draft is None else str(facts.draft.path),
             vision=model.vision,
             max_num_seqs=limits.max_num_seqs,
             prefill_chunk_tokens=limits.prefill_chunk_tokens,
@@ -120,6 +149,22 @@ class EngineHarness:
 
     async def close(self) -> None:
         await self._devices.close()
+
+
+def _objection(devices: NodeDevices) -> str | None:
+    """Why the engine cannot run models on this node, and what to do."""
+    through = "or name one of the node's [[harnesses]] as the `harness` of the model"
+    if missing := missing_packages():
+        return (
+            f"the engine is not installed on this node ({', '.join(missing)} missing), so it runs models through "
+            f"harnesses only; {REMEDY} there, {through}"
+        )
+    if devices.all[0].kind == "rocm":
+        return (
+            f"the engine does not run on {devices.all[0].name}, only harnesses do; {through.removeprefix('or ')}, or "
+            "start the node with ROCR_VISIBLE_DEVICES set to nothing to run models on its CPU"
+        )
+    return None
 
 
 def _not_quantised(model: KnownModel, recipe: Recipe) -> ModelUnsupported:

@@ -11,7 +11,7 @@ from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.wire.node.protocol import Device
+from cortex.wire.node.protocol import Device, StoredForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,10 @@ class FileFacts(Protocol):
     @property
     def num_ranks(self) -> int:
         """Number of devices that the model is divided among. If it is more than one, these are the facts of one."""
+
+    @property
+    def stored(self) -> StoredForm | None:
+        """The form of its files; None where only a server knows it."""
 
     @property
     def digest(self) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from cortex.http.request import Headers
-from cortex.http.upstream.call import Sink, UpstreamCall
+from cortex.http.upstream.pool import Pool
+from cortex.wire.node.model_log import ModelLog
 
 
 class Upstream(Protocol):
-    """Speaks OpenAI chat."""
+    """Speaks OpenAI chat, or whatever its routes say."""
 
     @property
     def harness(self) -> str: ...
@@ -22,8 +22,17 @@ class Upstream(Protocol):
     def stripped_fields(self) -> tuple[str, ...]:
         """Fields that no request has."""
 
-    def send(self, path: bytes, headers: Headers, body: bytes, sink: Sink) -> UpstreamCall:
-        """For a request with a slot (`Node.generate`). Raises Recovering where the server has just ended."""
+    def log(self, after: int) -> ModelLog:
+        """The lines that its servers wrote after the first `after` ones, as far as they are kept."""
+
+    def pool(self) -> Pool:
+        """Takes requests that have a slot (`Node.generate`). Raises Recovering where the server has just ended."""
+
+    def check_route(self, path: str) -> None:
+        """Raises UnsupportedModality for a path that the server does not have."""
+
+    def hangs(self, reason: str) -> None:
+        """A response is overdue: the server is ended, as one that has crashed."""
 
     def produced(self, request_id: str) -> None:
         """The response has begun."""

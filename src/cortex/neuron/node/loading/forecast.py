@@ -115,7 +115,7 @@ class Forecast(NodeLimits):
     ) -> tuple[StageSpec, ...] | None:
         """The layers for each of several devices like `device`, of which each can give one of `capacities`; None if
         they cannot hold the model. `ceilings`: the operator's, for each of them."""
-        storage = self._storage(model, facts, device)
+        storage, draft = self._storage(model, facts, device), self._draft_sizes(model, facts, device)
         plans = divide_model(
             _architecture(model, facts),
             storage,
@@ -124,6 +124,7 @@ class Forecast(NodeLimits):
             limit_bytes=self._limit_bytes(model, facts, device),
             max_rows=self.config.limits.max_num_seqs,
             device_kind=device.kind,
+            draft=draft,
         )
         if plans is None:
             return None
@@ -135,7 +136,10 @@ class Forecast(NodeLimits):
                 limit_bytes = model.memory_bytes * plan.num_bytes // total_bytes
             elif device.kind != "cpu":
                 part = _architecture(model, facts).staged(plan.layers)
-                limit_bytes = ModelSizes.of(part, storage, model.context_tokens).ceiling_bytes
+                sizes = ModelSizes.of(part, storage, model.context_tokens)
+                if draft is not None and not plan.layers.start:
+                    sizes = sizes.with_draft(draft)
+                limit_bytes = sizes.ceiling_bytes
             stages.append(StageSpec(plan.layers.start, len(plan.layers), smallest(limit_bytes, ceiling_bytes)))
         return tuple(stages)
 
@@ -155,7 +159,15 @@ class Forecast(NodeLimits):
         return usable_bytes if ceiling_bytes is None else min(usable_bytes, ceiling_bytes)
 
     def _sizes(self, model: KnownModel, facts: ModelFacts, device: Device) -> ModelSizes:
-        return ModelSizes.of(_architecture(model, facts), self._storage(model, facts, device), model.context_tokens)
+        sizes = ModelSizes.of(_architecture(model, facts), self._storage(model, facts, device), model.context_tokens)
+        draft = self._draft_sizes(model, facts, device)
+        return sizes if draft is None else sizes.with_draft(draft)
+
+    def _draft_sizes(self, model: KnownModel, facts: ModelFacts, device: Device) -> ModelSizes | None:
+        """Of the draft model that is loaded with it; None: there is none."""
+        if facts.draft is None:
+            return None
+        return ModelSizes.of(facts.draft.architecture.without_tower(), self._storage(model, facts.draft, device))
 
     def _storage(self, model: KnownModel, facts: ModelFacts, device: Device) -> WeightStorage:
         pass_patches = PASS_PATCHES[device.kind] if model.vision == "device" else 0

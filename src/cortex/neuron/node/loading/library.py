@@ -1,7 +1,7 @@
 """The models that this node knows, and where their files are.
 
-These are the models of `neuron.toml`, every model in the hub cache, and those that load requests have named since
-the start. A model's source is a hub id, a directory or a GGUF file.
+These are the models of `neuron.toml`, every model in the hub cache and in the folders of `model_dirs`, and those that
+load requests have named since the start. A model's source is a hub id, a directory or a GGUF file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directo
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
 from cortex.wire.errors import LoadFailed, ModelNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
-from cortex.wire.node.load_options import KVDtype, LoadOptions, Speculation, Vision
+from cortex.wire.node.load_options import KVDtype, LoadOptions, Speculation, Vision, draft_of
 from cortex.wire.node.protocol import LoadRequest
 
 _CACHE_PREFIX = "models--"
@@ -88,8 +88,13 @@ class Library:
         self._models = {model.id: _with_own_quant(model) for model in _configured(config)}
         self._configured = frozenset(self._models)
         configured = (Path(model.source) for model in self._models.values() if model.source.startswith(_PATH_PREFIXES))
-        self._roots = tuple(_resolved(path) for path in (self.cache, *config.model_roots, *configured))
+        self._roots = tuple(
+            _resolved(path) for path in (self.cache, *config.model_roots, *config.model_dirs, *configured)
+        )
         """Where the paths of load requests must be. The operator's own sources are among them."""
+        self.folders = config.model_dirs
+        self._in_folders: frozenset[str] = frozenset()
+        """Models that were found there."""
         self._adopted: set[str] = set()
         """Models that load requests have named."""
 
@@ -104,6 +109,13 @@ class Library:
         near = difflib.get_close_matches(model_id, self._models, n=3) if len(model_id) <= MAX_MODEL_NAME else []
         hint = f"did you mean {', '.join(near)}?" if near else "GET /models lists the models"
         raise ModelNotFound(f"this node knows no model {shorten(model_id)!r}; {hint}", param="model")
+
+    def draft_of(self, model: KnownModel) -> KnownModel | None:
+        """The model that drafts tokens for `model`, by the id or the source of a model; None: none does."""
+        name = draft_of(model.speculation)
+        if name is None:
+            return None
+        return self._models.get(name) or KnownModel(id=name, source=name)
 
     def is_adopted(self, model_id: str) -> bool:
         """Whether only load requests have named it."""
@@ -162,7 +174,16 @@ class Library:
         """The model's files are gone. A configured model stays: it can be downloaded again."""
         if model_id not in self._configured:
             self._models.pop(model_id, None)
+            self._in_folders -= {model_id}
             self._adopted.discard(model_id)
+
+    def found_in_folders(self, found: Mapping[str, Path]) -> list[str]:
+        """Adds models found in the folders of `model_dirs`. Returns the ids of those that are gone from there."""
+        new = {model_id for model_id in found if model_id not in self._models}
+        self._models.update({model_id: KnownModel(id=model_id, source=str(found[model_id])) for model_id in new})
+        gone = sorted(self._in_folders - found.keys())
+        self._in_folders |= new
+        return gone
 
     def _check_source(self, source: str) -> None:
         """Raises LoadFailed for a path that load requests may not name."""

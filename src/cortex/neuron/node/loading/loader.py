@@ -63,6 +63,7 @@ class Survey:
     """They describe the whole model, or one rank of a divided one."""
     text: TextSurvey
     requested_quant: str | None
+    speculation: str
     quantised: Mapping[str, Footprint]
     """The memory of dense weights with each recipe; empty if they are quantised, or cannot be here."""
 
@@ -114,6 +115,8 @@ class ModelLoader:
         harness.check(model)
         check_devices(model, self._devices)
         path = await self.find_local(model) or await self.download(model, callbacks.on_progress)
+        if (draft := self._library.draft_of(model)) is not None and not await self.find_local(draft):
+            await self.download(draft, callbacks.on_progress)
         callbacks.on_files_ready()
         survey = await self.survey(model, path)
         try:
@@ -215,9 +218,11 @@ class ModelLoader:
     async def survey(self, model: KnownModel, path: Path) -> Survey:
         """Reads the model's headers and chat template, once. Raises LoadFailed."""
         known = self.surveys.get(model.id)
-        wanted = (path, model.quant, model.tensor_parallel)
-        if known is not None and (known.facts.path, known.requested_quant, known.facts.num_ranks) == wanted:
-            return known
+        wanted = (path, model.quant, model.tensor_parallel, model.speculation)
+        if known is not None and self._library.draft_of(model) is None:  # a draft model's files may have come since
+            found = (known.facts.path, known.requested_quant, known.facts.num_ranks, known.speculation)
+            if found == wanted:
+                return known
         survey = self.surveys[model.id] = await self.read(model, path)
         self.damaged.pop(model.id, None)
         return survey
@@ -227,7 +232,7 @@ class ModelLoader:
         LoadFailed."""
         harness = self._harnesses.of(model)
         facts, quantised = await harness.read(model, path)
-        return Survey(facts, await harness.read_text(model, path), model.quant, quantised)
+        return Survey(facts, await harness.read_text(model, path), model.quant, model.speculation, quantised)
 
     def forget(self, model_id: str) -> None:
         """The model's files are gone."""

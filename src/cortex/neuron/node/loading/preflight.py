@@ -9,7 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,8 +20,9 @@ from cortex.neuron.kernels.quantised.layout import PUBLISHED_LAYOUTS
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.drafting import check_draft
 from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.packing import MatrixDevice, choose_layouts
+from cortex.neuron.models.packing import MatrixDevice, choose_layouts, with_draft_output
 from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.models.registry import open_model
 from cortex.neuron.models.sizes import WeightStorage
@@ -35,7 +36,7 @@ from cortex.neuron.worker.discovery import DeviceReading
 from cortex.quant_names import plain
 from cortex.units import gib
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
-from cortex.wire.node.protocol import Device
+from cortex.wire.node.protocol import Device, StoredForm
 
 _DENSE_FORMATS = frozenset({"F64", "F32", "F16", "BF16"})
 
@@ -55,10 +56,14 @@ class ModelFacts:
     """Number of devices that the model is divided among. If it is more than one, these are the facts of one rank."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """What `architecture` was read from."""
+    draft: ModelFacts | None = None
+    """Those of the draft model that is loaded with it."""
     _layouts: dict[MatrixDevice, Mapping[str, MatrixLayout]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     """What `storage` has chosen: to choose takes milliseconds."""
+    _described: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """`digest` and `stored`, which every poll of a node asks for."""
 
     @property
     def family(self) -> str:
@@ -87,9 +92,40 @@ class ModelFacts:
     @property
     def digest(self) -> str:
         """Equal for the same model on different nodes: its configuration and how its tensors are stored."""
-        formats = sorted((name, info.dtype) for name, info in self.tensors.items() if info.dtype not in _DENSE_FORMATS)
-        described = json.dumps([self.architecture.raw, formats], sort_keys=True, default=str)
-        return hashlib.sha256(described.encode()).hexdigest()
+        if "digest" not in self._described:
+            stored = ((name, info.dtype) for name, info in self.tensors.items())
+            formats = sorted((name, dtype) for name, dtype in stored if dtype not in _DENSE_FORMATS)
+            described = json.dumps([self.architecture.raw, formats], sort_keys=True, default=str)
+            self._described["digest"] = hashlib.sha256(described.encode()).hexdigest()
+        return str(self._described["digest"])
+
+    @property
+    def stored(self) -> StoredForm:
+        """The form of its files."""
+        if "stored" not in self._described:
+            elements = _elements(self.tensors)
+            self._described["stored"] = StoredForm(
+                file_format="gguf" if self.path.suffix == ".gguf" else "safetensors",
+                dtype=_most(elements),
+                num_parameters=sum(elements.values()) if self.num_ranks == 1 else None,
+            )
+        form: StoredForm = self._described["stored"]
+        return form
+
+    def with_head(self, name: str) -> ModelFacts:
+        """With the head that predicts further tokens. Raises ModelUnsupported if there is none."""
+        try:
+            return replace(self, architecture=self.architecture.with_head(self.tensors))
+        except UnsupportedModel as error:
+            raise ModelUnsupported(f"{name} cannot be loaded: {error}") from error
+
+    def with_draft(self, draft: ModelFacts, name: str) -> ModelFacts:
+        """With a draft model. Raises ModelUnsupported for one that cannot be one."""
+        try:
+            check_draft(draft.architecture)
+        except UnsupportedModel as error:
+            raise ModelUnsupported(f"{name} cannot be loaded with its draft model: {error}") from error
+        return replace(self, draft=draft)
 
     def storage(
         self,
@@ -99,7 +135,8 @@ class ModelFacts:
     ) -> WeightStorage:
         """How the weights are kept on a device. `pass_patches`: of pictures, as its vision tower computes them."""
         if device not in self._layouts:
-            self._layouts[device] = choose_layouts(device, self.tensors, self.recipe)
+            chosen: Mapping[str, MatrixLayout] = choose_layouts(device, self.tensors, self.recipe)
+            self._layouts[device] = chosen if self.architecture.head is None else with_draft_output(device, chosen)
         layouts = self._layouts[device]
         return WeightStorage(ITEM_BYTES[device.dtype], layouts, kv_item_bytes, self.tensors, pass_patches)
 
@@ -172,14 +209,23 @@ def _read_facts(
 ) -> ModelFacts:
     """Raises ModelUnsupported for weights that are not and cannot be quantised as `quant`."""
     tensors = checkpoint.tensors
-    elements: Counter[str] = Counter()
-    for tensor in tensors.values():
-        elements[tensor.dtype] += math.prod(tensor.shape)
-    most = max(elements, key=lambda stored: elements[stored], default="F32")
+    most = _most(_elements(tensors))
     recipe = recipe_for(path, most, name, quant) if quant is not None else None
     found = most.lower() if most not in _DENSE_FORMATS else recipe.name if recipe is not None else None
     num_ranks = architecture.shard.size
     return ModelFacts(path, architecture, found, tensors, recipe, num_ranks, checkpoint.config)
+
+
+def _elements(tensors: Mapping[str, TensorInfo]) -> Counter[str]:
+    """The number of values in each stored format."""
+    elements: Counter[str] = Counter()
+    for tensor in tensors.values():
+        elements[tensor.dtype] += math.prod(tensor.shape)
+    return elements
+
+
+def _most(elements: Counter[str]) -> str:
+    return max(elements, key=lambda stored: elements[stored], default="F32")
 
 
 def choose_devices(

@@ -11,6 +11,11 @@ The first row of this table that applies decides:
 | `<seed:tool_call>` | Seed XML: `<seed:tool_call><function=f><parameter=p>…` |
 | `<arg_key>` | GLM XML: `<tool_call>f<arg_key>p</arg_key><arg_value>…` |
 | `<function=` | Qwen XML: `<tool_call><function=f><parameter=p>…` |
+| `｜DSML｜`, with `function_calls>` or without | DeepSeek V3.2, V4: `<｜DSML｜invoke name="f"><｜DSML｜parameter …` |
+| `<｜tool▁sep｜>` and a block of JSON | DeepSeek V3, R1: `<｜tool▁call▁begin｜>function<｜tool▁sep｜>f`, the block |
+| `<｜tool▁sep｜>` | DeepSeek V3.1: `<｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}<｜tool▁call▁end｜>` |
+| `<|tool_call_argument_begin|>` | Kimi: `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}` |
+| `<|tool_call:args|>` | Solar: `<|tool_call:begin|>id<|tool_call:name|>f<|tool_call:args|>{…}<|tool_call:end|>` |
 | `[TOOL_CALLS]` and `[ARGS]` | Mistral: `[TOOL_CALLS]f[ARGS]{…}` |
 | `[TOOL_CALLS]` | Mistral JSON: `[TOOL_CALLS][{"name": …, "arguments": …}]` |
 | `<|tool_call_start|>` or `<|tool_list_start|>` | LFM2: `<|tool_call_start|>[f(p=1)]<|tool_call_end|>` |
@@ -21,17 +26,22 @@ The first row of this table that applies decides:
 | `<|START_ACTION|>` | Cohere JSON: `<|START_ACTION|>[{"tool_name": …, "parameters": …}]<|END_ACTION|>` |
 | `<tool_calls>` | Hunyuan JSON: `<tool_calls>[{"name": …, "arguments": …}]</tool_calls>` |
 | `<tool_call>` | Hermes JSON: `<tool_call>{"name": …, "arguments": …}</tool_call>` |
-| `<|python_tag|>`, or both `"name"` and `"parameters"` spelled out | Llama JSON: `{"name": …, "parameters": …}` |
-| the variable `tools`, and none of these | plain JSON: `{"name": …, "arguments": …}` |
-| no variable `tools` | Hermes JSON, as `template/generic_tools.py` describes it to the model |
+| `<TOOLCALL>` | Nemotron JSON: `<TOOLCALL>[{"name": …, "arguments": …}]</TOOLCALL>` |
+| `<|function_call|>` | GigaChat JSON: `<|function_call|>{"name": …, "arguments": …}` |
+| `<|observation|>` and `metadata` | GLM-4: `f` in a line of its own, then `{…}` |
+| `<|python_tag|>`, or `"name"` and `"parameters"` spelled out | Llama: `{"name": …, "parameters": …}`, or `[f(p=1)]` |
+| the variable `tools`, and none of these | what it has tokens for; else plain: `{"name": …, "arguments": …}` |
+| no variable `tools`, and no calls | Hermes JSON, as `template/generic_tools.py` describes it to the model |
 
 A model whose template contains one of the pairs in `REASONING_MARKERS` writes its reasoning between them.
+With one of `RESPONSE_TAGS`, its response may be between tags as well.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -45,6 +55,12 @@ class ToolSyntax(StrEnum):
     SEED_XML = "seed_xml"
     GLM_XML = "glm_xml"
     QWEN_XML = "qwen_xml"
+    DSML = "dsml"
+    DSML_CALLS = "dsml_calls"
+    DEEPSEEK_BLOCK = "deepseek_block"
+    DEEPSEEK = "deepseek"
+    KIMI = "kimi"
+    SOLAR = "solar"
     MISTRAL = "mistral"
     MISTRAL_JSON = "mistral_json"
     LFM2 = "lfm2"
@@ -55,6 +71,9 @@ class ToolSyntax(StrEnum):
     COHERE_JSON = "cohere_json"
     HUNYUAN_JSON = "hunyuan_json"
     HERMES_JSON = "hermes_json"
+    NEMOTRON_JSON = "nemotron_json"
+    GIGACHAT_JSON = "gigachat_json"
+    NAME_LINE = "name_line"
     LLAMA_JSON = "llama_json"
     PLAIN_JSON = "plain_json"
 
@@ -67,6 +86,8 @@ class ReasoningMarkers:
     close: str
     follow: str = "\n\n"
     """What the model writes between its reasoning and its response."""
+    response_tags: tuple[str, str] | None = None
+    """Tags around the response (`output/response_tags.py`)."""
 
 
 ADDRESSED: Final = ReasoningMarkers("to=self<|message|>", "<|eom|>", "<|start|>assistant")
@@ -84,6 +105,9 @@ REASONING_MARKERS: Final = (
     ADDRESSED,
 )
 
+RESPONSE_TAGS: Final = (("<response>", "</response>"), ("<answer>", "</answer>"))
+"""Tags around the response. `<response>` is also a tag around results of tools."""
+
 PYTHON_TAG: Final = "<|python_tag|>"
 TOOL_CALL_OPEN: Final = "<tool_call>"
 TOOL_CALL_CLOSE: Final = "</tool_call>"
@@ -99,6 +123,12 @@ MARKERS: Final = (
     (("<seed:tool_call>",), ToolSyntax.SEED_XML),
     (("<arg_key>",), ToolSyntax.GLM_XML),
     (("<function=",), ToolSyntax.QWEN_XML),
+    (("｜DSML｜", "function_calls>"), ToolSyntax.DSML),
+    (("｜DSML｜",), ToolSyntax.DSML_CALLS),
+    (("<｜tool▁sep｜>", "```json"), ToolSyntax.DEEPSEEK_BLOCK),
+    (("<｜tool▁sep｜>",), ToolSyntax.DEEPSEEK),
+    (("<|tool_call_argument_begin|>",), ToolSyntax.KIMI),
+    (("<|tool_call:args|>",), ToolSyntax.SOLAR),
     (("[TOOL_CALLS]", "[ARGS]"), ToolSyntax.MISTRAL),
     (("[TOOL_CALLS]",), ToolSyntax.MISTRAL_JSON),
     (("<|tool_call_start|>",), ToolSyntax.LFM2),
@@ -110,24 +140,36 @@ MARKERS: Final = (
     (("<|START_ACTION|>",), ToolSyntax.COHERE_JSON),
     (("<tool_calls>",), ToolSyntax.HUNYUAN_JSON),
     ((TOOL_CALL_OPEN,), ToolSyntax.HERMES_JSON),
+    (("<TOOLCALL>",), ToolSyntax.NEMOTRON_JSON),
+    (("<|function_call|>",), ToolSyntax.GIGACHAT_JSON),
+    (("<|observation|>", "metadata"), ToolSyntax.NAME_LINE),
     ((PYTHON_TAG,), ToolSyntax.LLAMA_JSON),
 )
 """What a template contains, and the syntax that this means."""
 
 
-def tool_syntax(template: ChatTemplate) -> ToolSyntax:
+def tool_syntax(template: ChatTemplate, has_token: Callable[[str], bool] = lambda _: False) -> ToolSyntax:
+    """`has_token`: whether a text is one token of the model. It decides where the template has a place for tools and
+    shows no calls."""
+    if not template.takes_tools and not template.shows_calls:
+        return ToolSyntax.HERMES_JSON
+    if (syntax := _marked(template.mentions)) is not None:
+        return syntax
     if not template.takes_tools:
         return ToolSyntax.HERMES_JSON
-    for markers, syntax in MARKERS:
-        if all(map(template.mentions, markers)):
-            return syntax
     if _SPELLS_NAME.search(template.source) and _SPELLS_PARAMETERS.search(template.source):
         return ToolSyntax.LLAMA_JSON
-    return ToolSyntax.PLAIN_JSON
+    return _marked(has_token) or ToolSyntax.PLAIN_JSON
+
+
+def _marked(has: Callable[[str], bool]) -> ToolSyntax | None:
+    return next((syntax for markers, syntax in MARKERS if all(map(has, markers))), None)
 
 
 def reasoning_markers(template: ChatTemplate) -> ReasoningMarkers | None:
     # The closing marker decides: a template that strips old reasoning contains it.
-    return next((markers for markers in REASONING_MARKERS if template.mentions(markers.close)), None) or next(
+    found = next((markers for markers in REASONING_MARKERS if template.mentions(markers.close)), None) or next(
         (markers for markers in REASONING_MARKERS if template.mentions(markers.open)), None
     )
+    response_tags = next((tags for tags in RESPONSE_TAGS if all(map(template.mentions, tags))), None)
+    return found if found is None or response_tags is None else replace(found, response_tags=response_tags)

@@ -10,6 +10,7 @@ from enum import Enum, auto
 from typing import Final, NamedTuple, Protocol
 
 from cortex.neuron.text.output.detect import ReasoningMarkers
+from cortex.neuron.text.output.response_tags import ResponseTags
 from cortex.neuron.text.output.stops import held_suffix
 from cortex.neuron.text.tokenizer.detokenizer import Detokenizer
 
@@ -42,6 +43,7 @@ class ReasoningSplitter:
 
     def __init__(self, markers: ReasoningMarkers, *, starts_in_reasoning: bool) -> None:
         self._markers = markers
+        self._response_tags = None if markers.response_tags is None else ResponseTags(markers.response_tags)
         self._state = _State.OPENED if starts_in_reasoning else _State.BEGINNING
         self._held = ""
 
@@ -73,6 +75,8 @@ class ReasoningSplitter:
                 held = held.rstrip(_BREAKS)
             case _:
                 pass
+        if self._response_tags is not None and not self.is_thinking:
+            held = self._response_tags.push(held) + self._response_tags.finish()
         return [OutputPiece(self.is_thinking, held)] if held else []
 
     def _step(self, pieces: list[OutputPiece]) -> bool:
@@ -91,9 +95,11 @@ class ReasoningSplitter:
                 self._state = _State.RESPONDING
                 return True
             case _State.RESPONDING:
-                if self._held:
-                    pieces.append(OutputPiece(False, self._held))
-                    self._held = ""
+                text, self._held = self._held, ""
+                if self._response_tags is not None:
+                    text = self._response_tags.push(text)
+                if text:
+                    pieces.append(OutputPiece(False, text))
                 return False
 
     def _begin(self, opened: _State, *, otherwise: _State, layout: str | None) -> bool:

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
+from cortex.neuron.text.output.detect import ToolSyntax
 from cortex.neuron.text.template import generic_tools
 from cortex.neuron.text.template.call_form import CallForm, call_form
 from cortex.neuron.text.template.chat_template import ChatTemplate
@@ -43,16 +44,16 @@ def variables(
     request: GenerateRequest,
     template: ChatTemplate,
     named_tokens: Mapping[str, str],
+    syntax: ToolSyntax,
     pictures: PictureText | None = None,
 ) -> dict[str, Any]:
-    """The variables for the template; raises UnsupportedModality, or InvalidValue for template arguments. `pictures`:
-    how the model's prompts have them; None: it reads text only."""
+    """The variables for the template; raises UnsupportedModality, or InvalidValue for template arguments. `syntax`: of
+    the model's calls. `pictures`: how the model's prompts have them; None: it reads text only."""
     if reserved := _RESERVED & request.template_args.keys():
         raise InvalidValue(
             f"chat_template_kwargs may not set {', '.join(sorted(reserved))}; use the request's own fields",
             param="chat_template_kwargs",
         )
-    _reject_hidden_calls(request, template)
     tools = [_tool(tool) for tool in request.tools]
     if is_harmony(template):
         reject_built_in_tools(request.template_args)
@@ -61,7 +62,9 @@ def variables(
     if pictures is not None:
         turns = with_shown_pictures(turns, template, pictures)
     if not template.takes_tools:
-        turns = generic_tools.described(turns, tools if request.tool_choice.mode != "none" else [], template)
+        turns = generic_tools.described(turns, tools if request.tool_choice.mode != "none" else [], template, syntax)
+    elif not template.shows_calls:
+        turns = generic_tools.with_spelled_calls(turns, syntax)
     return {
         **named_tokens,
         "documents": None,
@@ -210,13 +213,3 @@ def _thinking(request: GenerateRequest, template: ChatTemplate) -> dict[str, Any
     if budget is not None or effort in EFFORT_TOKENS:
         switch["thinking_budget"] = EFFORT_TOKENS[effort] if budget is None and effort is not None else budget
     return switch
-
-
-def _reject_hidden_calls(request: GenerateRequest, template: ChatTemplate) -> None:
-    """Rejects calls of earlier turns that a template with a place for tools would drop."""
-    called = any(isinstance(part, ToolCall) for message in request.messages for part in message.parts)
-    if called and template.takes_tools and not template.mentions("tool_calls"):
-        raise UnsupportedModality(
-            "the conversation has tool calls, and this model's chat template cannot show them; choose another model",
-            param="messages",
-        )

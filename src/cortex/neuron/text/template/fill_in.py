@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
 from cortex.wire.errors import UnsupportedModality
 
@@ -19,6 +21,11 @@ _MARKERS = (
 def markers(tokenizer: Tokenizer) -> tuple[str, str, str] | None:
     """Those that the vocabulary has; None for a model that was not trained to fill in."""
     return next((three for three in _MARKERS if all(tokenizer.whole_id(each) is not None for each in three)), None)
+
+
+def has_markers(is_token: Callable[[str], bool]) -> bool:
+    """Whether a vocabulary that has not been built has all tokens of one model family."""
+    return any(all(map(is_token, three)) for three in _MARKERS)
 
 
 def fill_in_prompt(prefix: str, suffix: str, tokenizer: Tokenizer) -> str:

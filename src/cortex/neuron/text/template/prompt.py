@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from cortex.neuron.text.output.detect import ReasoningMarkers
+from cortex.neuron.text.output.detect import ReasoningMarkers, tool_syntax
 from cortex.neuron.text.output.reasoning import opens_reasoning
 from cortex.neuron.text.template import conversation
 from cortex.neuron.text.template.chat_template import ChatTemplate
@@ -136,7 +136,8 @@ def prompt_text(
     """Renders the prompt, and finds the turn ends by rendering fewer messages: a prefix of the prompt is stable."""
     if not request.messages:
         raise InvalidValue("messages is empty; send at least one message", param="messages")
-    values = conversation.variables(request, template, tokenizer.named_tokens, picture)
+    syntax = tool_syntax(template, tokenizer.has_whole)
+    values = conversation.variables(request, template, tokenizer.named_tokens, syntax, picture)
     continues = bool(values.pop(_CONTINUE, False))
     render = partial(_continuation, template) if continues else template.render
     literal_at: tuple[int, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def read_text(path: Path) -> tuple[TextFacts, LocalEncoder]:
     """Reads a model directory or a .gguf file; raises TextModelError, or CheckpointError for a bad GGUF header."""
     gguf = gguf_file(path)
     if gguf is not None:
-        return text_of_gguf(read_metadata(gguf).metadata)
+        facts, encoder = text_of_gguf(read_metadata(gguf).metadata)
+        return replace(facts, pictures=picture_spec(gguf)), encoder
     tokenizer = LibraryTokenizer.load(path)
     facts = TextFacts(
         tokenizer.vocabulary,

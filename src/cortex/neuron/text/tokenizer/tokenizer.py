@@ -41,6 +41,10 @@ class Tokenizer:
         """The id of the whole token with exactly this text."""
         return self._whole_ids.get(text)
 
+    def has_whole(self, text: str) -> bool:
+        """Whether a whole token has exactly this text."""
+        return text in self._whole_ids
+
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, including control tokens in it; adds no token."""
         return self.encoder.encode(text)

@@ -20,10 +20,17 @@ class CallFrame:
     """Empty if the end of the call says enough."""
     is_control: bool = False
     """Whether the markers are control tokens, which are never text."""
+    section: tuple[str, ...] = ()
+    """The markers before the first call of a turn and after the last."""
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """What begins a call: its own marker, or that of all calls."""
+        return (self.opening, *self.section[:1])
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (self.opening, self.closing) if self.closing else (self.opening,)
+        return (self.opening, *((self.closing,) if self.closing else ()), *self.section)
 
 
 FRAMES: Final[Mapping[ToolSyntax, CallFrame]] = {
@@ -39,7 +46,37 @@ FRAMES: Final[Mapping[ToolSyntax, CallFrame]] = {
     ToolSyntax.GRANITE_JSON: CallFrame("<|tool_call|>", "[", "]", "", is_control=True),
     ToolSyntax.COHERE_JSON: CallFrame("<|START_ACTION|>", "[\n    ", "\n]", "<|END_ACTION|>", is_control=True),
     ToolSyntax.HUNYUAN_JSON: CallFrame("<tool_calls>", "[", "]", "</tool_calls>"),
+    ToolSyntax.NEMOTRON_JSON: CallFrame("<TOOLCALL>", "[", "]", "</TOOLCALL>"),
+    ToolSyntax.GIGACHAT_JSON: CallFrame("<|function_call|>", "", "", "", is_control=True),
+    ToolSyntax.DEEPSEEK: CallFrame(
+        *("<｜tool▁call▁begin｜>", "", "", "<｜tool▁call▁end｜>"),
+        is_control=True,
+        section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ),
+    ToolSyntax.DEEPSEEK_BLOCK: CallFrame(
+        *("<｜tool▁call▁begin｜>", "", "\n```", "<｜tool▁call▁end｜>"),
+        is_control=True,
+        section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ),
+    ToolSyntax.DSML: CallFrame("<｜DSML｜function_calls>", "\n", "\n", "</｜DSML｜function_calls>"),
+    ToolSyntax.DSML_CALLS: CallFrame("<｜DSML｜tool_calls>", "\n", "\n", "</｜DSML｜tool_calls>"),
+    ToolSyntax.KIMI: CallFrame(
+        *("<|tool_call_begin|>", "", "", "<|tool_call_end|>"),
+        is_control=True,
+        section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ),
+    ToolSyntax.SOLAR: CallFrame(
+        *("<|tool_call:begin|>", "", "", "<|tool_call:end|>"),
+        is_control=True,
+        section=("<|tool_calls|>", "<|calls|>"),
+    ),
     ToolSyntax.LFM2: CallFrame("<|tool_call_start|>", "[", "]", "<|tool_call_end|>", is_control=True),
     ToolSyntax.OLMO: CallFrame("<function_calls>", "", "", "</function_calls>"),
     ToolSyntax.GEMMA: CallFrame("<|tool_call>", "", "", "<tool_call|>", is_control=True),
 }
+
+CALL_KEYS: Final[Mapping[ToolSyntax, tuple[str, str]]] = {
+    ToolSyntax.LLAMA_JSON: ("name", "parameters"),
+    ToolSyntax.COHERE_JSON: ("tool_name", "parameters"),
+}
+"""The keys of a JSON call's name and arguments, where they are not the usual ones."""

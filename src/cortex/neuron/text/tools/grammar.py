@@ -7,8 +7,8 @@ from typing import Any
 
 from cortex.neuron.text.grammar.lark import LarkGrammar, literal
 from cortex.neuron.text.output.detect import ToolSyntax
-from cortex.neuron.text.tools.frame import FRAMES
-from cortex.neuron.text.tools.mistral import ARGS
+from cortex.neuron.text.tools.frame import CALL_KEYS, FRAMES
+from cortex.neuron.text.tools.named import NAMED_FORMS, NamedForm
 from cortex.neuron.text.tools.syntaxes import call_syntax
 from cortex.neuron.text.tools.tags import TAG_FORMS, TagForm
 from cortex.wire.requests import Tool
@@ -20,18 +20,17 @@ OPENINGS: Mapping[ToolSyntax, tuple[str, ...]] = {
     kind: openings for kind in _READ_IN_TEXT if (openings := call_syntax(kind, ()).openings)
 }
 """What begins a call anywhere in the response."""
-_KEYS = {ToolSyntax.LLAMA_JSON: ("name", "parameters"), ToolSyntax.COHERE_JSON: ("tool_name", "parameters")}
-"""The keys of a JSON call's name and arguments, where they are not the usual ones."""
 
 
 def add_calls(grammar: LarkGrammar, kind: ToolSyntax, tools: Sequence[Tool], *, parallel: bool) -> str:
     """Adds rules for one call of one of `tools`, or for several in a row; returns the rule's name."""
     calls = [_add_call(grammar, kind, tool) for tool in tools]
     one = grammar.rule("call", " | ".join(calls))
-    # Only with markers is it clear where one call ends and the next begins.
-    if parallel and kind in MARKED:
-        return grammar.rule("calls", f'{one} ("\\n"? {one})*')
-    return one
+    if kind not in MARKED:  # only with markers is it clear where one call ends and the next begins
+        return one
+    several = f'{one} ("\\n"? {one})*' if parallel else one
+    section = [grammar.marker(marker) for marker in FRAMES[kind].section]
+    return grammar.rule("calls", " ".join([*section[:1], several, *section[1:]])) if parallel or section else one
 
 
 def add_free_response(grammar: LarkGrammar, kind: ToolSyntax, tools: Sequence[Tool], *, parallel: bool) -> str:
@@ -67,13 +66,19 @@ def _body(grammar: LarkGrammar, kind: ToolSyntax, tool: Tool) -> str:
     if kind in (ToolSyntax.LFM2, ToolSyntax.OLMO):
         return _python_call(grammar, tool)
     arguments = grammar.json({"type": "object", **tool.parameters}, lenient=True)
-    if kind is ToolSyntax.MISTRAL:
-        return f"{literal(tool.name)} {grammar.marker(ARGS)} {arguments}"
+    if (named := NAMED_FORMS.get(kind)) is not None and kind is not ToolSyntax.MISTRAL_JSON:
+        return " ".join([*_named_head(grammar, named, tool), arguments])
     if kind is ToolSyntax.GEMMA:
         return f"{literal(f'call:{tool.name}')} {arguments}"
-    name_key, arguments_key = _KEYS.get(kind, ("name", "arguments"))
+    name_key, arguments_key = CALL_KEYS.get(kind, ("name", "arguments"))
     name = literal(f'{{"{name_key}": {literal(tool.name)}, "{arguments_key}": ')
     return f"{name} {arguments} {literal('}')}"
+
+
+def _named_head(grammar: LarkGrammar, form: NamedForm, tool: Tool) -> list[str]:
+    """What precedes the arguments."""
+    parts = (*form.before, tool.name, *form.between)
+    return [grammar.marker(part) if part in form.separators else literal(part) for part in parts]
 
 
 def _tagged_function(grammar: LarkGrammar, form: TagForm, tool: Tool) -> str:
@@ -91,18 +96,21 @@ def _tagged_function(grammar: LarkGrammar, form: TagForm, tool: Tool) -> str:
 def _tagged_parameter(
     grammar: LarkGrammar, form: TagForm, name: str, schema: Mapping[str, Any], parameters: Mapping[str, Any]
 ) -> str:
+    choices = schema.get("enum")
+    is_choice = isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices)
+    is_free = schema.get("type", "string") == "string" and not {"anyOf", "oneOf", "allOf", "$ref"} & schema.keys()
+    stated = f' string="{"true" if is_choice or is_free else "false"}"' if form.says_type else ""
     opening = [
-        *(grammar.marker(form.parameter_open), literal(f"{form.quote}{name}{form.quote}")),
+        *(grammar.marker(form.parameter_open), literal(f"{form.quote}{name}{form.quote}{stated}")),
         *map(grammar.marker, form.parameter_name_close),
         *([literal(form.value_break)] if form.value_break else []),
     ]
     closing = grammar.marker(form.parameter_close)
     if form.value_break:
         closing = f"{literal(form.value_break)} {closing}"
-    choices = schema.get("enum")
-    if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
+    if choices and is_choice:
         value = f"({' | '.join(map(literal, choices))}) {closing}"
-    elif schema.get("type", "string") == "string" and not {"anyOf", "oneOf", "allOf", "$ref"} & schema.keys():
+    elif is_free:
         value = grammar.text_until(f"{form.value_break}{form.parameter_close}")
     else:
         value = f"{_json_value(grammar, schema, parameters)} {closing}"

@@ -1,17 +1,19 @@
 """Tool calls as JSON objects: between markers, singly or in a list, or bare as Llama 3 and models without a syntax do.
 
 A bare object is a call only at the start of the response, and only if it names one of the request's tools; other JSON
-is text.
+is text. Models that write bare calls also write a list of Python calls, as Llama 3.2 and 4 do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from cortex.neuron.text.output.detect import PYTHON_TAG
 from cortex.neuron.text.tools.call import CallReader
 from cortex.neuron.text.tools.frame import CallFrame
 from cortex.neuron.text.tools.json_call import JSONCallReader
+from cortex.neuron.text.tools.pythonic import PythonCallReader
 
 
 class MarkedJSON:
@@ -35,20 +37,23 @@ class MarkedJSON:
 
 
 class PlainJSON:
-    """`{"name": "f", "parameters": {…}}`"""
+    """`{"name": "f", "parameters": {…}}`, or `[f(a=1), g()]`"""
 
     openings: tuple[str, ...] = ()
-    bare_openings: tuple[str, ...] = ("{",)
-    next_openings: tuple[str, ...] = ()
     separators = ";,"
     markers: tuple[str, ...] = ()
     never_text: tuple[str, ...] = ()
 
-    def __init__(self, tool_names: Iterable[str]) -> None:
-        self._tool_names = frozenset(tool_names)
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        """`schemas`: each tool's parameters by its name."""
+        self._schemas = schemas
+        self.next_openings = tuple(f"{name}(" for name in schemas)
+        self.bare_openings = ("{", *(f"[{call}" for call in self.next_openings))
 
     def reader(self, opening: str) -> CallReader:
-        return JSONCallReader(names=self._tool_names, closing="", begun=opening if opening == "{" else "")
+        if opening.endswith("("):
+            return PythonCallReader("", self._schemas, opening.removeprefix("["))
+        return JSONCallReader(names=self._schemas.keys(), closing="", begun=opening if opening == "{" else "")
 
 
 class LlamaJSON(PlainJSON):

@@ -46,13 +46,14 @@ class PythonicSyntax:
 
     def reader(self, opening: str) -> CallReader:
         begun = "" if opening == self._frame.opening else opening
-        return _Reader(self._frame.closing, self._schemas, begun)
+        return PythonCallReader(self._frame.closing, self._schemas, begun)
 
 
-class _Reader:
+class PythonCallReader:
     """Owned by one call of one response."""
 
     def __init__(self, closing: str, schemas: Mapping[str, Mapping[str, Any]], begun: str) -> None:
+        """`closing`: the marker after the call or its list. `begun`: its beginning, which was already consumed."""
         self._closing = closing
         self._schemas = schemas
         self._text = begun
@@ -103,7 +104,9 @@ class _Reader:
         rest = self._tail
         if following.startswith("]"):
             rest = following = following[1:].lstrip()
-        if following.startswith(self._closing):
+            if not self._closing:
+                return rest
+        if self._closing and following.startswith(self._closing):
             return following[len(self._closing) :]
         return None if self._closing.startswith(following) else rest
 

@@ -58,7 +58,7 @@ class CallScanner:
                 self._report(reader.finish(), events)
             except NotACall:
                 self._reader = None
-                self._emit(self._gap + self._shown_opening + "".join(self._body), events)
+                self._emit(self._gap + self._shown(self._opening + "".join(self._body)), events)
             if self._reader is not None:
                 self._reader = None
                 self.broke_off = True
@@ -68,7 +68,7 @@ class CallScanner:
         if is_cut and (size := self._held_opening(held)):
             held = held[:-size].rstrip()
         if not (is_cut and self._num_calls and self._may_be_next(held)):
-            self._emit(held, events)
+            self._emit(self._shown(held), events)
         return events
 
     def _take(self, text: str, events: list[CallEvent]) -> None:
@@ -80,6 +80,8 @@ class CallScanner:
         text = self._held + text
         self._held = ""
         start, opening = self._find_opening(text)
+        if opening not in self._call_openings and len(text) - self._held_opening(text) < start:
+            opening = None  # it may be inside of an opening that is not complete yet
         if opening is not None:
             solid = self._solid(text[:start])
             self._emit(solid, events)
@@ -114,7 +116,13 @@ class CallScanner:
     @property
     def _shown_opening(self) -> str:
         """The opening of what is not a call, as text."""
-        return "" if self._opening in self._syntax.never_text else self._opening
+        return self._shown(self._opening)
+
+    def _shown(self, text: str) -> str:
+        """`text` without control tokens."""
+        for marker in self._syntax.never_text:
+            text = text.replace(marker, "")
+        return text
 
     def _solid(self, text: str) -> str:
         """`text` without trailing layout, in case a call follows."""

@@ -1,6 +1,6 @@
 """Calls whose parameters are between tags: as Qwen writes them,
-`<tool_call><function=f><parameter=p>value</parameter></function></tool_call>`, and the forms of Seed, MiniMax, Muse
-and GLM.
+`<tool_call><function=f><parameter=p>value</parameter></function></tool_call>`, and the forms of Seed, MiniMax, Muse,
+GLM and DeepSeek (DSML).
 
 Values are raw text; the tool's schema has their types. Models forget the marker around the function, so `<function=`
 also opens a call, and `</function>` ends one. The arguments are streamed as JSON: text as it is written, other values
@@ -21,6 +21,12 @@ from cortex.neuron.text.tools.frame import FRAMES, CallFrame
 from cortex.neuron.text.tools.values import is_text, schema_of, typed
 
 _NAME_END: Final = re.compile(r"[>\n<]")
+_QUOTED: Final = re.compile(r"""(["'])([^"']+)\1\s*(.*)""", re.DOTALL)
+_STATED: Final[Mapping[str, Mapping[str, Any]]] = {
+    'string="true"': {"type": "string"},
+    'string="false"': {"type": ["object", "array", "number", "boolean", "null", "string"]},
+}
+"""The schema that the attribute of a parameter states."""
 _FIRST_WORD: Final = re.compile(r"\s*([^\s<]+)(?=[\s<])")
 
 
@@ -42,6 +48,10 @@ class TagForm:
     """What the model was trained to write around names."""
     value_break: str = ""
     """A line break next to the value that is layout."""
+    token: str = ""
+    """A control token in the markers."""
+    says_type: bool = False
+    """Whether an attribute of each parameter says if its value is text: ` string="true"`, or JSON."""
 
     @property
     def closing(self) -> str:
@@ -55,6 +65,17 @@ def _equals_form(kind: ToolSyntax, value_break: str) -> TagForm:
         *("<function=", ">", "</function>"),
         *("<parameter=", (">",), "</parameter>"),
         value_break=value_break,
+    )
+
+
+def _dsml_form(kind: ToolSyntax) -> TagForm:
+    return TagForm(
+        FRAMES[kind],
+        *("<｜DSML｜invoke name=", ">", "</｜DSML｜invoke>"),
+        *("<｜DSML｜parameter name=", (">",), "</｜DSML｜parameter>"),
+        quote='"',
+        token="｜DSML｜",
+        says_type=True,
     )
 
 
@@ -73,6 +94,8 @@ TAG_FORMS: Final[Mapping[ToolSyntax, TagForm]] = {
         *("<atem:parameter name=", (">",), "</atem:parameter>"),
         quote='"',
     ),
+    ToolSyntax.DSML: _dsml_form(ToolSyntax.DSML),
+    ToolSyntax.DSML_CALLS: _dsml_form(ToolSyntax.DSML_CALLS),
     ToolSyntax.GLM_XML: TagForm(
         FRAMES[ToolSyntax.GLM_XML],
         *("", "", TOOL_CALL_CLOSE),
@@ -85,7 +108,6 @@ class TagSyntax:
     bare_openings: tuple[str, ...] = ()
     next_openings: tuple[str, ...] = ()
     separators = ""
-    never_text: tuple[str, ...] = ()
 
     def __init__(self, form: TagForm, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         """`schemas`: each tool's parameters by its name."""
@@ -96,7 +118,9 @@ class TagSyntax:
             *form.frame.markers,
             *(form.function_open, form.function_close, form.parameter_open, form.parameter_close),
             *form.parameter_name_close,
+            *filter(None, (form.token,)),
         )
+        self.never_text = tuple(filter(None, (form.token,)))
 
     def reader(self, opening: str) -> CallReader:
         return _Reader(self._form, self._schemas, is_wrapped=opening == self._form.frame.opening)
@@ -158,12 +182,12 @@ class _Reader:
         element = self._next_element(self._waiting)
         if element is None:
             return False
-        parameter, self._waiting = element
+        (parameter, attributes), self._waiting = _attributes(element.text), element.rest
         if not parameter:
             self._ready.append("}" if self._begun else "{}")
             self._begun = self._closed = True
             return True
-        schema = schema_of(self._schemas.get(self._name), parameter)
+        schema = _STATED.get(attributes) or schema_of(self._schemas.get(self._name), parameter)
         layout = self._form.value_break
         self._value = _TextValue(layout) if is_text(schema) else _WholeValue(layout, schema)
         key = json_text(parameter)
@@ -258,6 +282,13 @@ class _Found(NamedTuple):
     rest: str
 
 
+def _attributes(name: str) -> tuple[str, str]:
+    """The name of a parameter, and the attributes after it where the name is quoted."""
+    if quoted := _QUOTED.fullmatch(name):
+        return quoted.group(2), quoted.group(3)
+    return name.strip("\"'"), ""
+
+
 def _marker(text: str, *markers: str) -> _Found | None:
     """One of `markers` after white space; None while it is incomplete; raises NotACall."""
     text = text.lstrip()
@@ -274,8 +305,8 @@ def _name(text: str, *closings: str) -> _Found | None:
     found = _NAME_END.search(text)
     if found is None:
         return None
-    name, rest = text[: found.start()].strip().strip("\"'"), text[found.start() :]
-    if not name:
+    name, rest = text[: found.start()].strip(), text[found.start() :]
+    if not name.strip("\"'"):
         raise NotACall
     for closing in closings:
         marker = _marker(rest, closing)

@@ -29,6 +29,7 @@ from cortex.neuron.weights.gguf.names import (
     is_expert_stack,
     layer_part,
 )
+from cortex.neuron.weights.gguf.projector import projector_beside, tower_tensors, whole_config
 from cortex.neuron.weights.gguf.recurrent import recurrent_tensor
 from cortex.neuron.weights.gguf.types import READABLE
 from cortex.neuron.weights.mapping import MappedFile
@@ -68,6 +69,8 @@ class GGUFCheckpoint:
                 for tensor in file.tensors.values():
                     self._register(mapped, tensor)
             self._stored = arranged(self.config, self._stored)
+            if (beside := projector_beside(path)) is not None:
+                self._add_tower(self._open(beside, budget), self._mapped[-1])
         except BaseException:
             self.close()
             raise
@@ -93,6 +96,18 @@ class GGUFCheckpoint:
         mapped = MappedFile(path)
         self._mapped.append(mapped)
         return parse_header(mapped, budget)
+
+    def _add_tower(self, file: GGUFFile, mapped: MappedFile) -> None:
+        """Makes this the checkpoint of the model with its tower, if the file has the tower of such a model."""
+        config = whole_config(self.config, file)
+        if config is None:
+            return
+        self.config = config
+        self._stored = {_with_tower(name): stored for name, stored in self._stored.items()}
+        self._stacks = {_with_tower(name): stored for name, stored in self._stacks.items()}
+        for name, tensor in tower_tensors(file):
+            kind = tensor.type.name
+            self._add(name, StoredTensor(mapped, tensor.offset, tensor.shape, kind, tensor.num_bytes, name=tensor.name))
 
     def _register(self, mapped: MappedFile, tensor: GGUFTensor) -> None:
         if tensor.name in ROPE_TABLES:
@@ -173,6 +188,11 @@ class GGUFCheckpoint:
                 f"{self.path}: {tensor.name} cannot be split into heads of {head_dim} rows; convert the model again"
             )
         return head_dim
+
+
+def _with_tower(name: str) -> str:
+    """The name of a tensor of the language model in a checkpoint that also has a tower."""
+    return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
 
 def _following_parts(head: GGUFFile) -> list[Path]:

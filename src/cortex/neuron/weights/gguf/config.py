@@ -47,13 +47,22 @@ ARCHITECTURES: Final = {
     "qwen3next": ("qwen3_next", "Qwen3NextForCausalLM"),
     "qwen35": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
     "qwen35moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+    "qwen3vl": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3vlmoe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "seed_oss": ("seed_oss", "SeedOssForCausalLM"),
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
 }
+ALSO_READ: Final[Mapping[str, tuple[str, ...]]] = {
+    "deepseek2": ("deepseek_v2", "glm4_moe_lite", "kimi_k2"),
+    "mistral3": ("ministral3",),
+    "olmo2": ("olmo3",),
+}
+"""Other families whose models have files of an architecture: the options in a file say what differs."""
 INTERLEAVED: Final = frozenset({"granite", "granitehybrid", "llama", "mistral3", "muse-glimmer", "smollm3"})
 """Architectures whose converters interleave the rotary halves of queries and keys."""
 _MIXTURES: Final = frozenset(
     {"deepseek2", "ernie4_5-moe", "glm4moe", "gpt-oss", "laguna", "minimax-m2", "qwen3moe", "qwen3next", "qwen35moe"}
+    | {"qwen3vlmoe"}
 )
 _HYBRIDS: Final = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 """Architectures with gated delta nets in most layers."""
@@ -139,6 +148,8 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         config |= _mixture(keys)
     elif architecture not in _RECURRENT or architecture == "lfm2":
         config["intermediate_size"] = _of_first_layer(keys, architecture, "feed_forward_length")
+    if sections := file.metadata.get(f"{architecture}.rope.dimension_sections"):
+        config["mrope_section"] = list(sections)[:3]
     if architecture in _PARTIAL:
         config["partial_rotary_factor"] = rotary_dim / head_dim
     if is_hybrid:

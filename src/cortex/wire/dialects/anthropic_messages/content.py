@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from cortex.wire.errors import UnsupportedModality, shorten
 from cortex.wire.fields.body import Fields
 from cortex.wire.fields.tools import read_arguments
+from cortex.wire.pictures.parts import from_base64, from_url
 from cortex.wire.requests import Image, Part, Reasoning, Text, ToolCall, ToolResult
 
 
@@ -77,12 +78,13 @@ def _read_image(block: Fields) -> Image:
         raise block.invalid("source", "an image block needs one")
     match source.text("type"):
         case "base64":
-            url = f"data:{source.required_text('media_type')};base64,{source.required_text('data')}"
+            return from_base64(source.required_text("data"), source.text("media_type") or "", block.path)
         case "url":
-            url = source.required_text("url")
+            return from_url(source.required_text("url"), block.path)
+        case "file":
+            raise source.invalid("type", "no files are stored here; send the image as base64")
         case other:
             raise source.invalid("type", f"'{shorten(other or '')}' is not known; send the image as base64 or url")
-    return Image(url=url, param=block.param("source"))
 
 
 def _read_document(block: Fields) -> Iterator[Text | Image]:

@@ -67,7 +67,7 @@ def response_body(
     except (msgspec.MsgspecError, UnicodeDecodeError) as problem:
         raise UpstreamInterrupted(f"The response of /v1/embeddings could not be read: {problem}") from problem
     vectors = [item.embedding for item in sorted(found.data, key=lambda item: item.index)]
-    if not all(bytes(vector[:1]) == b"[" for vector in map(memoryview, vectors)):
+    if not all(bytes(memoryview(vector)[:1]) == b"[" for vector in vectors):
         raise UpstreamInterrupted("The response of /v1/embeddings has a vector that is no array.")
     usage = Usage(prompt_tokens=found.usage.prompt_tokens)
     if path == OLD_PATH:

@@ -15,7 +15,7 @@ from cortex.wire.errors import BodyTooLarge, CortexError, InvalidValue, MissingM
 from cortex.wire.fields import body as wire_body
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.model_names import plain_name
-from cortex.wire.node.protocol import Capabilities, ModelState, ModelStatus, Progress
+from cortex.wire.node.protocol import Capabilities, ModelState, ModelStatus, Progress, StoredForm
 
 VERSION = "0.33.0"
 """The version of Ollama whose API this is. Clients ask for a minimum."""
@@ -45,9 +45,15 @@ class OllamaModel:
     """On disk where that is known, else in memory."""
     device_bytes: int = 0
     """On devices now."""
+    vram_bytes: int = 0
+    """The part of `device_bytes` that is not the host's memory."""
     is_loaded: bool = False
     family: str = ""
     quant: str | None = None
+    """In memory, unless it is dense."""
+    stored: StoredForm | None = None
+    """None: its files are not known."""
+    files_digest: str | None = None
     context_tokens: int | None = None
     capabilities: Capabilities = field(default_factory=Capabilities)
     parameters: tuple[tuple[str, float], ...] = ()
@@ -55,7 +61,9 @@ class OllamaModel:
 
     @property
     def digest(self) -> str:
-        return digest(self.name, self.quant)
+        """That of its files, where they are known: equal for the same model under several names, and on several
+        nodes."""
+        return digest(self.files_digest or self.name, self.quant)
 
 
 def is_for_ollama(host: str | None) -> bool:
@@ -64,7 +72,7 @@ def is_for_ollama(host: str | None) -> bool:
 
 
 def digest(name: str, quant: str | None) -> str:
-    """Names a model and its form. Ollama's is the hash of a manifest, of which there is none here."""
+    """Identifies a model and its form. Ollama's is the hash of a manifest, of which there is none here."""
     return hashlib.sha256(f"{name}\n{quant}".encode()).hexdigest()
 
 
@@ -98,21 +106,26 @@ def from_status(
     *,
     name: str | None = None,
     device_bytes: int | None = None,
+    vram_bytes: int | None = None,
     capabilities: Capabilities | None = None,
     context_tokens: int | None = None,
 ) -> OllamaModel:
     """A model as its node describes it. What else is given takes precedence; `context_tokens` where the node reports
-    none."""
+    none. `vram_bytes`: all of `device_bytes` if absent."""
     sampling = ((field, getattr(status.sampling, field)) for field in status.sampling.__struct_fields__)
     in_memory = status.measured_bytes or status.estimate_bytes or 0
+    device_bytes = in_memory if device_bytes is None else device_bytes
     return OllamaModel(
         name=name or status.id,
         created=created,
         num_bytes=status.disk_bytes or in_memory,
-        device_bytes=in_memory if device_bytes is None else device_bytes,
+        device_bytes=device_bytes,
+        vram_bytes=device_bytes if vram_bytes is None else vram_bytes,
         is_loaded=status.state is ModelState.READY,
         family=status.family or "",
         quant=status.quant,
+        stored=status.stored,
+        files_digest=status.digest,
         context_tokens=status.context_tokens or context_tokens,
         capabilities=capabilities or status.capabilities,
         parameters=tuple((field, value) for field, value in sampling if value is not None),
@@ -130,7 +143,7 @@ def loaded(models: Iterable[OllamaModel]) -> dict[str, Any]:
             {name: value for name, value in _entry(model).items() if name != "modified_at"}
             | {
                 "size": model.device_bytes,
-                "size_vram": model.device_bytes,
+                "size_vram": model.vram_bytes,
                 "expires_at": NEVER,
                 "context_length": model.context_tokens or 0,
             }
@@ -145,6 +158,8 @@ def show(model: OllamaModel) -> dict[str, Any]:
     information: dict[str, Any] = {"general.architecture": architecture, "general.basename": model.name}
     if model.context_tokens is not None:
         information[f"{architecture}.context_length"] = model.context_tokens
+    if model.stored is not None and model.stored.num_parameters is not None:
+        information["general.parameter_count"] = model.stored.num_parameters
     return {
         "license": "",
         "modelfile": f"# {model.name} is served by cortex; it has no Modelfile.\nFROM {model.name}\n",
@@ -186,15 +201,23 @@ def _entry(model: OllamaModel) -> dict[str, Any]:
 
 
 def _details(model: OllamaModel) -> dict[str, Any]:
-    sizes = _PARAMETERS.findall(model.name)
     return {
         "parent_model": "",
-        "format": "safetensors" if model.quant is None else "gguf",
+        "format": model.stored.file_format if model.stored is not None else "",
         "family": model.family,
         "families": [model.family] if model.family else [],
-        "parameter_size": f"{sizes[0][0]}{sizes[0][1].upper()}" if sizes else "",
-        "quantization_level": (model.quant or "BF16").upper(),
+        "parameter_size": _parameter_size(model),
+        "quantization_level": (model.quant or (model.stored.dtype if model.stored is not None else "")).upper(),
     }
+
+
+def _parameter_size(model: OllamaModel) -> str:
+    """As its files say, else as its name does, else empty."""
+    if model.stored is not None and model.stored.num_parameters:
+        number = model.stored.num_parameters
+        return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
+    found = _PARAMETERS.findall(model.name)
+    return f"{found[0][0]}{found[0][1].upper()}" if found else ""
 
 
 def _capabilities(model: OllamaModel) -> list[str]:

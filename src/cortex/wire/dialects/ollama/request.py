@@ -11,6 +11,7 @@ from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.sampling import MAX_TOP_LOGPROBS, read_effort, read_sampling
 from cortex.wire.fields.tables.ollama import OPTIONS
 from cortex.wire.model_names import plain_name
+from cortex.wire.pictures.parts import from_base64, from_url
 from cortex.wire.requests import GenerateRequest, Image, OutputFormat, Sampling, Thinking
 
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "max": "high"}
@@ -19,7 +20,6 @@ _DURATION = re.compile(r"[+-]?(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+")
 _PART = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h)")
 _NUMBER = re.compile(r"[+-]?\d{1,12}(?:\.\d{1,12})?")
 _MAX_DURATION_CHARACTERS = 64
-_IMAGE_TYPES = {"/9j/": "image/jpeg", "iVBOR": "image/png", "R0lG": "image/gif", "UklG": "image/webp"}
 
 
 def read_request(fields: Fields) -> GenerateRequest:
@@ -103,12 +103,10 @@ def duration_s(text: str) -> float | None:
 
 
 def read_images(fields: Fields) -> tuple[Image, ...]:
-    """The base64 texts of `images` as inline images."""
-    return tuple(Image(url=_data_url(text)) for text in fields.texts("images"))
+    """The pictures of `images`, which are base64 texts."""
+    name = fields.param("images")
+    return tuple(_image(text, f"{name}[{number}]") for number, text in enumerate(fields.texts("images")))
 
 
-def _data_url(text: str) -> str:
-    if text.startswith("data:"):
-        return text
-    kind = next((kind for start, kind in _IMAGE_TYPES.items() if text.startswith(start)), "image/png")
-    return f"data:{kind};base64,{text}"
+def _image(text: str, param: str) -> Image:
+    return from_url(text, param) if ":" in text[:16] else from_base64(text, "", param)

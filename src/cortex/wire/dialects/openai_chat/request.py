@@ -22,6 +22,7 @@ from cortex.wire.fields.sampling import (
 )
 from cortex.wire.fields.tables.openai_chat import FIELDS
 from cortex.wire.fields.tools import ToolList, read_arguments, read_function
+from cortex.wire.pictures.parts import read_url_part
 from cortex.wire.requests import (
     GenerateRequest,
     Image,
@@ -151,10 +152,7 @@ def _read_content(fields: Fields) -> Iterator[Text | Image | Reasoning]:
 def _read_part(part: Fields) -> Text | Image | Reasoning:
     match part.text("type"):
         case "image_url" | "input_image":
-            holder = part.raw("image_url")
-            image = part.object("image_url") if isinstance(holder, dict) else None
-            url = image.required_text("url") if image else part.required_text("image_url")
-            return Image(url=url, param=part.param("image_url"))
+            return read_url_part(part)
         case "refusal":
             return Text(text=part.required_text("refusal"))
         case "thinking" | "reasoning":

@@ -8,6 +8,7 @@ import msgspec
 
 from cortex.wire.dialects.openai_chat.request import CONTINUE, TEMPLATE_SWITCHES
 from cortex.wire.dialects.openai_chat.stream import tool_call_body
+from cortex.wire.pictures.files import data_url
 from cortex.wire.requests import (
     GenerateRequest,
     Image,
@@ -132,9 +133,16 @@ def _content_body(parts: tuple[Part, ...] | tuple[Text | Image, ...]) -> str | l
         if isinstance(part, Text):
             content.append({"type": "text", "text": part.text})
         elif isinstance(part, Image):
-            content.append({"type": "image_url", "image_url": {"url": part.url}})
+            content.append({"type": "image_url", "image_url": _image_body(part)})
     if not content:
         return ""
     if len(content) == 1 and content[0]["type"] == "text":
         return str(content[0]["text"])
     return content
+
+
+def _image_body(image: Image) -> dict[str, str]:
+    body = {"url": image.url or data_url(image)}
+    if image.detail != "auto":
+        body["detail"] = image.detail
+    return body

@@ -15,6 +15,7 @@ from cortex.wire.fields.custom_tools import arguments_of
 from cortex.wire.fields.tables.openai_responses import ITEMS
 from cortex.wire.fields.tables.table import Treatment
 from cortex.wire.fields.tools import read_arguments
+from cortex.wire.pictures.parts import read_url_part
 from cortex.wire.requests import Image, Message, Part, Reasoning, Role, Text, ToolCall, ToolResult
 
 _ROLES: dict[str, Role] = {"system": "system", "developer": "developer", "assistant": "assistant"}
@@ -139,9 +140,7 @@ def _read_content(item: Fields, name: str, *, as_json: bool = False) -> Iterator
 def _read_part(part: Fields) -> Text | Image:
     match part.text("type"):
         case "input_image" | "image_url":
-            image = part.object("image_url") if isinstance(part.raw("image_url"), dict) else None
-            url = image.required_text("url") if image else part.required_text("image_url")
-            return Image(url=url, param=part.param("image_url"))
+            return read_url_part(part)
         case "refusal":
             return Text(text=part.required_text("refusal"))
         case "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text" | None:

@@ -45,7 +45,7 @@ TOOLS = (
 
 BLOCKS = (
     Kind("text", Treatment.HONOURED),
-    Kind("image", Treatment.HONOURED, "rejected by models that read text only"),
+    Kind("image", Treatment.HONOURED, "base64, also in results of tools; see Pictures"),
     Kind("document", Treatment.HONOURED, "text only; PDF is rejected"),
     Kind("search_result", Treatment.HONOURED),
     Kind("tool_use", Treatment.HONOURED),

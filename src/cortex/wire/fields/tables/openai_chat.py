@@ -43,7 +43,7 @@ FIELDS = FieldTable(
         rejected("echo", True, "the prompt is not repeated; remove it", False),
         rejected("separate_reasoning", False, "reasoning is always separate from the content", True),
         rejected("reasoning_format", "none", "reasoning is always separate from the content", "auto", "deepseek"),
-        rejected("mm_processor_kwargs", {"a": 1}, "this server reads text only; remove it", {}),
+        rejected("mm_processor_kwargs", {"a": 1}, "pictures are processed as the model's files say; remove it", {}),
     ),
     STREAM,
     SAMPLING,

@@ -65,6 +65,24 @@ message, one JSON object per line between `<tools>` tags, and the model is asked
 constrained to that form. `/v1/models` has a note for such models.
 """
 
+PICTURES = """\
+## Pictures
+
+A picture is a part of a message, or of the result of a tool: `image_url` of `/v1/chat/completions` and `input_image` of
+`/v1/responses` with a `data:` URL in base64, an `image` block of `/v1/messages` with base64, `images` of Ollama's
+routes. JPEG, PNG, WebP and GIF are read, by their content and whatever type is declared; of an animated file the first
+frame, and what is transparent shows a white ground. Pictures are turned upright as their EXIF data say.
+
+`detail` is `low` (at most about 256 tokens), `high` or `original` (the most that the model was made for) or `auto`. How
+many tokens a picture takes follows from its size; `/v1/messages/count_tokens` and `/v1/responses/input_tokens` count it
+as the prompt would. The settings under `[pictures]` in `neuron.toml` limit bytes, pixels, number and aspect ratio; the
+error names the picture (`messages[2].content[1]`). A model that reads text only rejects pictures, and the error names
+models that the key may use and that read them.
+
+An https address instead of a file is rejected, unless the operator lets the gateway fetch pictures (`pictures.urls` in
+`cortex.toml`). Files of a vendor (`file_id`) are rejected.
+"""
+
 SCHEMAS = f"""\
 ## Schemas
 
@@ -105,6 +123,7 @@ def fields_page() -> str:
             "Blocks of other types are rejected: the model would not see them.\n",
             *_kinds_table(messages=anthropic_messages.BLOCKS),
             "",
+            PICTURES,
             SCHEMAS,
             POOLED,
             *_table(["field", *POOLING_TABLES, "note"], _rows(POOLING_TABLES)),

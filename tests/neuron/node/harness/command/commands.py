@@ -5,11 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.rules import EvictionRules
+from cortex.gateway.config import Config, GatewaySection, NeuronSection
+from cortex.gateway.ledger.keys import KeySection
+from cortex.gateway.server import Gateway
 from cortex.neuron.node.harness.command import guard
 from cortex.neuron.node.harness.command.process_memory import descendants
+from cortex.settings import Listen
 
 SERVER = str(Path(__file__).with_name("fake_server.py"))
 START = (sys.executable, "-S", SERVER, "--port", "${PORT}")
@@ -18,6 +26,26 @@ START = (sys.executable, "-S", SERVER, "--port", "${PORT}")
 def config(*arguments: str, model: dict[str, Any] | None = None, **entry: Any) -> dict[str, Any]:
     harness = {"name": "fake", "cmd": [*START, *arguments], "memory_mb": 16, **entry}
     return {"harnesses": [harness], "models": [{"id": "m", "harness": "fake", **(model or {})}]}
+
+
+@asynccontextmanager
+async def through_gateway(
+    node_url: str, tmp_path: Path, *keys: KeySection, models: tuple[ModelSpec, ...] = ()
+) -> AsyncIterator[str]:
+    """The URL of a gateway over one node."""
+    settings = Config(
+        gateway=GatewaySection(listen=Listen("127.0.0.1:0"), metrics_listen=None, poll_interval_s=0.05),
+        neurons=(NeuronSection(name="box", endpoint=node_url),),
+        eviction=EvictionRules(min_residency_s=0),
+        keys=keys,
+    )
+    (tmp_path / "gateway").mkdir()
+    gateway = Gateway(settings, Catalogue(models=models), tmp_path / "gateway")
+    _, port = await gateway.start()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        await gateway.close()
 
 
 async def until(condition: Any) -> None:

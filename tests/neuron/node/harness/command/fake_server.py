@@ -1,8 +1,9 @@
-"""A server that speaks OpenAI chat, and fails as it is told to. Imports only what starts fast."""
+"""A server that speaks OpenAI chat and takes files, and fails as it is told to. Imports only what starts fast."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--port", type=int, default=int(os.environ.get("SERVER_PORT", "0")))
+parser.add_argument("--port", "--listen-port", type=int, default=int(os.environ.get("SERVER_PORT", "0")))
 parser.add_argument("--log", default="", help="a file that gets a line for each response whose client left")
 parser.add_argument("--say", default="ready")
 parser.add_argument("--exits", type=int)
@@ -21,7 +22,8 @@ parser.add_argument("--is-never-healthy", action="store_true")
 parser.add_argument("--ignores-sigterm", action="store_true")
 parser.add_argument("--holds-mb", type=int, default=0)
 parser.add_argument("--forks", action="store_true")
-options = parser.parse_args()
+options, others = parser.parse_known_args()
+state = "awake"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -30,11 +32,27 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *arguments: Any) -> None: ...
 
     def do_GET(self) -> None:
-        self._json(503 if options.is_never_healthy else 200, {"pid": os.getpid()})
+        if self.path.startswith("/v1/"):
+            self._echo()
+            return
+        facts = {"pid": os.getpid(), "argv": sys.argv[1:], "state": state, "env": dict(os.environ)}
+        self._json(503 if options.is_never_healthy else 200, facts)
 
     def do_POST(self) -> None:
+        global state
+        if self.path.split("?")[0] in ("/sleep", "/wake_up"):
+            refuses = "refuses" in self.path
+            state = state if refuses else self.path.strip("/")
+            self.rfile.read(int(self.headers["content-length"]))
+            self._json(500 if refuses else 200, {})
+            return
+        if self.path != "/v1/chat/completions":
+            self._echo()
+            return
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         text = body["messages"][-1]["content"]
+        if text == "hang":
+            time.sleep(600)
         if text == "crash":
             print("it is time to crash", flush=True)
             os._exit(3)
@@ -47,6 +65,34 @@ class Handler(BaseHTTPRequestHandler):
             message = {"role": "assistant", "content": json.dumps(body)}
             choice = {"index": 0, "message": message, "finish_reason": "stop"}
             self._json(200, {"id": "x", "model": "y", "created": 1, "choices": [choice], "usage": usage})
+
+    def do_PUT(self) -> None:
+        self._echo()
+
+    def _echo(self) -> None:
+        """What arrived, as JSON; of a body only its length, its hash and its ends, so that files may be large."""
+        num_bytes, digest, first, last = int(self.headers.get("content-length", 0)), hashlib.sha256(), b"", b""
+        remaining = num_bytes
+        while remaining:
+            data = self.rfile.read(min(remaining, 1 << 16))
+            remaining -= len(data)
+            digest.update(data)
+            first, last = (first + data)[:4096], (last + data)[-4096:]
+        if b"crash" in first:
+            os._exit(3)
+        if self.path == "/v1/audio/speech" and b"large" in first:
+            self.send_response(200)
+            self.send_header("content-type", "audio/wav")
+            self.end_headers()
+            for _ in range(256):
+                self.wfile.write(b"\0" * (1 << 16))
+            self.close_connection = True
+            return
+        received = {"method": self.command, "path": self.path, "headers": dict(self.headers.items())}
+        ends = {"first": first.decode("latin-1"), "last": last.decode("latin-1")}
+        facts = {**received, **ends, "num_bytes": num_bytes, "sha256": digest.hexdigest()}
+        usage = {"usage": {"prompt_tokens": 7, "total_tokens": 7}} if "embeddings" in self.path else {}
+        self._json(404 if "absent" in self.path else 200, facts | usage)
 
     def _stream(self, body: Any, text: str) -> None:
         self.send_response(200)

@@ -17,12 +17,13 @@ from faulty_models import running_node, write_model
 
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.pool import Pool
-from cortex.neuron.config import HarnessEntry, NeuronConfig
+from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.harness.command import host
 from cortex.neuron.node.harness.command.harness import CommandEstimates, CommandHarness, ServedFiles
 from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, ServerMemory, free_port, server_info
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.node import Node
+from cortex.neuron.servers.entry import HarnessEntry
 from cortex.neuron.worker.discovery import read_devices
 from cortex.wire.errors import InsufficientCapacity, InvalidValue, LoadFailed
 from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
@@ -109,6 +110,10 @@ async def test_placed_by_bytes(tmp_path: Path, where: dict[str, Any]) -> None:
         (
             {"cmd": [*START, "--is-never-healthy", "--ignores-sigterm"], "health": {"timeout_s": 1.5}},
             "not healthy within 1.5 s .health.path /health.*ready",
+        ),
+        (
+            {"cmd": ["/bin/sh", "-c", 'ulimit -v 90000; exec "$@"', "sh", *START, "--holds-mb", "200"]},
+            "ended with status 1; the end of its log: .*MemoryError",
         ),
         ({"cmd": [*START, "${CONTEXT}"]}, "needs \\$\\{CONTEXT\\}; set `context_tokens`"),
         ({"cmd": [*START, "${NOPE}"]}, "uses \\$\\{NOPE\\}, which does not exist; there are \\$\\{PORT\\}"),
@@ -301,7 +306,7 @@ def test_the_servers_group_ends_where_children_are_not_listed(ends_by_itself: bo
         "sys.exit(guard.main(sys.argv[1:]))\n"
     )
     script = f"sleep 600 & echo $$ $!; {'exit 3' if ends_by_itself else 'wait'}"
-    command = [sys.executable, "-c", program, "/bin/sh", "-c", script]
+    command = [sys.executable, "-c", program, "0", "/bin/sh", "-c", script]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdin is not None
         assert parent.stdout is not None
@@ -318,9 +323,10 @@ def test_the_server_dies_with_the_node(tmp_path: Path) -> None:
     log = tmp_path / "log"
     program = (
         "import asyncio, sys\n"
+        "from cortex.neuron.node.harness.command.server_log import ServerLog\n"
         "from cortex.neuron.node.harness.command.server_process import ServerProcess\n"
         "async def main():\n"
-        "    server = await ServerProcess.start('m', sys.argv[1:], {})\n"
+        "    server = await ServerProcess.start('m', sys.argv[1:], {}, ServerLog())\n"
         "    while server.pid is None: await asyncio.sleep(0.01)\n"
         "    print(server.pid, flush=True)\n"
         "    await server.ended()\n"

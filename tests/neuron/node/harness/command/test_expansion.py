@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cortex.neuron.config import HarnessEntry
 from cortex.neuron.node.harness.command.expansion import Expansion, uses
+from cortex.neuron.servers.entry import HarnessEntry
 from cortex.wire.errors import LoadFailed
 
 EXPANSION = Expansion({"PORT": "80", "MODEL_ID": "a b ${PORT}", "CONTEXT": None}, {"HOME": "/h o"}, "fake")
@@ -24,7 +24,7 @@ EXPANSION = Expansion({"PORT": "80", "MODEL_ID": "a b ${PORT}", "CONTEXT": None}
     ],
 )
 def test_a_value_stays_within_its_argument(command: str | tuple[str, ...], expected: list[str]) -> None:
-    assert EXPANSION.command(command) == expected
+    assert EXPANSION.command(HarnessEntry(name="x", cmd=command).commands["cmd"]) == expected
 
 
 @pytest.mark.parametrize(

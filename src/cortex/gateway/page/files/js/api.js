@@ -57,6 +57,7 @@ const json = async (response) => (await response).json();
 export const get = (path, options) => json(request("GET", path, undefined, options));
 export const post = (path, body, options) => json(request("POST", path, body ?? {}, options));
 export const patch = (path, body, options) => json(request("PATCH", path, body, options));
+export const put = (path, body, options) => json(request("PUT", path, body, options));
 export const remove = (path, options) => json(request("DELETE", path, undefined, options));
 
 /**

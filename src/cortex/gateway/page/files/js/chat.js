@@ -77,11 +77,19 @@ export const emptyReply = (model) => ({ model, text: "", reasoning: "", calls: [
 export function messagesFor(conversation, column, last) {
   const messages = conversation.system.trim() ? [{ role: "system", content: conversation.system }] : [];
   for (const turn of conversation.turns.slice(0, last + 1)) {
-    messages.push({ role: "user", content: turn.user });
+    messages.push({ role: "user", content: contentOf(turn) });
     const reply = turn.replies[column];
     if (turn !== conversation.turns[last] && reply?.text) messages.push({ role: "assistant", content: reply.text });
   }
   return messages;
+}
+
+/** Pictures come first, as models are trained. One that the browser could not keep is left out. */
+function contentOf(turn) {
+  const pictures = (turn.pictures ?? []).filter((picture) => picture.url);
+  if (!pictures.length) return turn.user;
+  const parts = pictures.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  return turn.user.trim() ? [...parts, { type: "text", text: turn.user }] : parts;
 }
 
 /** The body of a request, with only those settings that were changed. Throws when the tools are not JSON. */
@@ -115,19 +123,35 @@ export function readConversations(who) {
   }
 }
 
-/** Returns whether there was room; the oldest conversations make room for the newest. */
+/**
+ * Returns whether there was room. Where there is none, pictures are left out first, those of older conversations before
+ * those of the newest; then the oldest conversations.
+ */
 export function writeConversations(who, conversations) {
   let kept = conversations.filter((each) => each.turns.length).slice(0, KEPT);
-  while (true) {
-    try {
-      localStorage.setItem(storageKey(who), JSON.stringify(kept));
-      return true;
-    } catch {
-      if (kept.length <= 1) return false;
-      kept = kept.slice(0, Math.ceil(kept.length / 2));
-    }
+  for (const first of [Infinity, 1, 0]) {
+    if (wrote(who, kept.map((each, index) => (index < first ? each : withoutPictures(each))))) return true;
+  }
+  while (kept.length > 1) {
+    kept = kept.slice(0, Math.ceil(kept.length / 2));
+    if (wrote(who, kept.map(withoutPictures))) return true;
+  }
+  return false;
+}
+
+function wrote(who, conversations) {
+  try {
+    localStorage.setItem(storageKey(who), JSON.stringify(conversations));
+    return true;
+  } catch {
+    return false;
   }
 }
+
+const withoutPictures = (conversation) => ({
+  ...conversation,
+  turns: conversation.turns.map((turn) => (turn.pictures?.length ? { ...turn, pictures: turn.pictures.map(({ name }) => ({ name })) } : turn)),
+});
 
 export const newConversation = (models) => ({
   id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`,

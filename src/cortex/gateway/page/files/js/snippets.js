@@ -2,6 +2,10 @@
 
 const KEY = "CORTEX_API_KEY";
 
+/** The body without the files of pictures, which nobody wants to copy. */
+export const shortened = (body) => JSON.parse(JSON.stringify(body), (_, value) =>
+  (typeof value === "string" && value.startsWith("data:") && value.length > 100 ? `${value.slice(0, value.indexOf(",") + 1)}...` : value));
+
 /** A word that a shell takes literally. */
 const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cortex.neuron.config import HarnessEntry, arguments
+from cortex.neuron.servers.entry import HarnessEntry
 from cortex.wire.errors import LoadFailed
 
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")
@@ -14,7 +14,7 @@ _VARIABLE = re.compile(r"\$\{([^}]*)\}")
 
 def expanded_texts(entry: HarnessEntry) -> tuple[str, ...]:
     """Where the variables of a server are replaced."""
-    return (*arguments(entry.cmd), *arguments(entry.cmd_stop), *entry.env.values())
+    return (*(text for command in entry.commands.values() for text in command), *entry.env.values())
 
 
 def uses(entry: HarnessEntry, variable: str) -> bool:
@@ -32,9 +32,9 @@ class Expansion:
     harness: str
     """For messages."""
 
-    def command(self, command: str | tuple[str, ...]) -> list[str]:
+    def command(self, command: Sequence[str]) -> list[str]:
         """Raises LoadFailed for a variable that does not exist, or has no value for this model."""
-        return [self.text(argument) for argument in arguments(command)]
+        return [self.text(argument) for argument in command]
 
     def text(self, text: str) -> str:
         """Raises LoadFailed."""

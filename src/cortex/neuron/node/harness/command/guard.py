@@ -1,9 +1,10 @@
 """The parent of a server: a program that starts it and leaves no process of it behind.
 
-The node runs this file by its path, with the server's command as arguments. A byte on stdin asks the server to end
-(SIGTERM to its group); the end of stdin, which also comes when the node is killed, kills everything. When the server
-has ended, so do the processes that it left behind, and this program ends with its status. It imports nothing of this
-package, so that it starts in milliseconds.
+The node runs this file by its path. Its first argument is the number of those that follow as a command which ends what
+is left of the server elsewhere, such as a container; then comes the server's own command. A byte on stdin asks the
+server to end (SIGTERM to its group); the end of stdin, which also comes when the node is killed, kills everything. When
+the server has ended, so do the processes that it left behind, and this program ends with its status. It imports nothing
+of this package, so that it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,21 @@ NOT_STARTED = 127
 """The status of a command that cannot be started, as shells have it."""
 
 
-def main(command: list[str]) -> int:
+_CLEAN_S = 60.0
+
+
+def main(arguments: list[str]) -> int:
+    num_cleaning = int(arguments[0])
+    cleaning, command = arguments[1 : 1 + num_cleaning], arguments[1 + num_cleaning :]
+    code = _run(command)
+    if cleaning and code != NOT_STARTED:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            nothing = subprocess.DEVNULL
+            subprocess.run(cleaning, stdin=nothing, stdout=nothing, stderr=nothing, timeout=_CLEAN_S, check=False)
+    return code
+
+
+def _run(command: list[str]) -> int:
     if _prctl is not None:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what the server leaves behind becomes a child of this process
     child_ended, waker = os.pipe()

@@ -10,24 +10,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cortex.http.request import Headers
+from msgspec.structs import replace
+
 from cortex.http.ticker import Ticker
-from cortex.http.upstream.call import Sink, UpstreamCall
-from cortex.neuron.config import HarnessEntry, NeuronConfig
+from cortex.http.upstream.pool import Pool
+from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.devices import ReadDevices
 from cortex.neuron.node.harness.command.expansion import Expansion, expanded_texts, uses
 from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, ServerMemory, free_port, server_info
+from cortex.neuron.node.harness.command.server_log import ServerLog
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.memory.limits import NodeLimits
+from cortex.neuron.servers.entry import HarnessEntry
 from cortex.neuron.text.model import TextSurvey
+from cortex.neuron.worker import amd, gpu_processes
 from cortex.neuron.worker.hosts.any_of import LockDevices
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.tasks import finish_all
-from cortex.wire.errors import LoadFailed, Recovering, shorten
+from cortex.wire.errors import LoadFailed, Recovering, UnsupportedModality, shorten
+from cortex.wire.node.model_log import ModelLog
 from cortex.wire.node.protocol import Capabilities, Device
 from cortex.wire.node.sampling import SamplingDefaults
+
+CHAT = "/v1/chat/completions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,7 @@ class ServedFiles:
     num_layers: ClassVar[int] = 0
     has_stages: ClassVar[bool] = False
     pooling: ClassVar[None] = None
+    stored: ClassVar[None] = None
 
     @property
     def backend(self) -> str:
@@ -68,12 +76,20 @@ class CommandEstimates(NodeLimits):
 
     def whole_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
         measured = self.measured.get(model.id, 0)
+        if (configured := self._configured_bytes(model)) is not None:
+            return max(measured, configured)
+        return measured if measured and measured >= facts.num_bytes else _unmeasured(facts)
+
+    def first_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
+        """Without measurements: a server that is told its size takes a little more than that."""
+        configured = self._configured_bytes(model)
+        return _unmeasured(facts) if configured is None else configured
+
+    def _configured_bytes(self, model: KnownModel) -> int | None:
         # Not `model.memory_bytes`, which may be no more than the ceiling of a gateway.
         own = (entry.memory_mb for entry in (*self.config.models, *self.config.default_models) if entry.id == model.id)
         expected_mb = next((size for size in own if size is not None), self.entry.memory_mb)
-        if expected_mb is not None:
-            return max(measured, expected_mb << 20)
-        return measured if measured and measured >= facts.num_bytes else facts.num_bytes * 5 // 4
+        return None if expected_mb is None else expected_mb << 20
 
     def footprint(self, model: KnownModel, facts: ServedFiles, devices: Sequence[Device]) -> Footprint:  # noqa: ARG002
         whole = self.whole_bytes(model, facts)
@@ -95,6 +111,10 @@ class ServerOfModel:
     model_id: str
     entry: HarnessEntry
     hosts: Mapping[str, CommandHost]
+    server_log: ServerLog
+
+    def log(self, after: int) -> ModelLog:
+        return self.server_log.since(after)
 
     @property
     def harness(self) -> str:
@@ -108,11 +128,22 @@ class ServerOfModel:
     def stripped_fields(self) -> tuple[str, ...]:
         return self.entry.strip_params
 
-    def send(self, path: bytes, headers: Headers, body: bytes, sink: Sink) -> UpstreamCall:
+    def pool(self) -> Pool:
         host = self.hosts.get(self.model_id)
         if host is None or host.pool is None:
             raise Recovering(f"the server of {self.model_id} has ended and is being started; try again")
-        return host.pool.send(b"POST", path, headers, body, sink)
+        return host.pool
+
+    def check_route(self, path: str) -> None:
+        if (routes := self.entry.routes) and path not in routes:
+            raise UnsupportedModality(
+                f"{self.model_id} is run by the server of the harness {self.entry.name}, which has no {path}; it has "
+                f"{', '.join(routes)}."
+            )
+
+    def hangs(self, reason: str) -> None:
+        if (host := self.hosts.get(self.model_id)) is not None:
+            host.kill(reason)
 
     def produced(self, request_id: str) -> None:
         if (host := self.hosts.get(self.model_id)) is not None:
@@ -145,6 +176,7 @@ class CommandHarness:
         self._ticker = Ticker(asyncio.get_running_loop())
         self._hosts: dict[str, CommandHost] = {}
         """The latest load of each model."""
+        self._logs: dict[str, ServerLog] = {}
 
     def check(self, model: KnownModel) -> None:
         for name, is_given in (
@@ -157,22 +189,33 @@ class CommandHarness:
         if model.id.startswith("-"):
             raise LoadFailed(f"{shorten(model.id)} could be taken for an option of a command; choose another id")
         expansion = self._expansion(model, Path(), (), 0)  # before anything is downloaded, or a server is to be ended
-        for text in expanded_texts(self._entry):
+        has_context = model.context_tokens is not None
+        entry = self._entry if has_context else replace(self._entry, context_args=())
+        for text in expanded_texts(entry):
             expansion.text(text)
 
     def needs_files(self, model: KnownModel) -> bool:  # noqa: ARG002 - as Harness has it
-        return uses(self._entry, "MODEL_PATH")
+        return uses(self._entry, "MODEL_PATH") or uses(self._entry, "MODEL_DIRECTORY")
 
     async def read(self, model: KnownModel, path: Path) -> tuple[ServedFiles, dict[str, Footprint]]:
         num_bytes = await asyncio.to_thread(_size, path) if self.needs_files(model) else 0
-        described = f"{self._entry.name} {self._entry.cmd} {model.source} {model.quant}"
+        argv = self._entry.argv(has_gpus=True, has_context=True)
+        described = f"{self._entry.name} {argv} {model.source} {model.quant}"
         digest = hashlib.sha256(described.encode()).hexdigest()
         context_tokens, ranks = model.context_tokens or 0, model.tensor_parallel
         return ServedFiles(path, self._entry.name, digest, num_bytes, context_tokens, ranks), {}
 
     async def read_text(self, model: KnownModel, path: Path) -> TextSurvey:  # noqa: ARG002 - as Harness has it
         """What a server can do with a template is its own affair: it rejects what it cannot."""
-        return TextSurvey(Capabilities(chat=True, tools=True), SamplingDefaults())
+        routes = self._entry.routes
+
+        def has(path: str) -> bool:
+            return not routes or path in routes
+
+        chats, inserts = has(CHAT), has("/infill")
+        embeds, ranks = has("/v1/embeddings"), has("/v1/rerank")
+        capabilities = Capabilities(chat=chats, tools=chats, embeddings=embeds, rerank=ranks, insert=inserts)
+        return TextSurvey(capabilities, SamplingDefaults())
 
     async def host(
         self,
@@ -182,9 +225,16 @@ class CommandHarness:
         lock_devices: LockDevices,  # noqa: ARG002 - as Harness has it
     ) -> tuple[ModelHost, ChosenDevices]:
         entry, devices = self._entry, chosen.devices
+        is_on_gpus = devices[0].kind != "cpu"
+        argv = entry.argv(has_gpus=is_on_gpus, has_context=model.context_tokens is not None)
+        commands = entry.commands
+        part = self.estimates.first_bytes(model, facts) / facts.num_ranks / max(1, devices[0].total_bytes)
+        free_ports: dict[int, int] = {}
 
         def expansion(port: int, pid: int = 0) -> Expansion:
-            return self._expansion(model, facts.path, devices, port, pid)
+            if port not in free_ports:
+                free_ports[port] = free_port()
+            return self._expansion(model, facts.path, devices, port, pid, free_ports[port], part)
 
         def environment(port: int) -> dict[str, str]:
             own = {name: expansion(port).text(value) for name, value in entry.env.items()}
@@ -195,14 +245,17 @@ class CommandHarness:
             return sum(reading.free_bytes for reading in readings.values())
 
         command = ServerCommand(
-            argv=lambda port: expansion(port).command(entry.cmd),
-            stop=lambda port, pid: expansion(port, pid).command(entry.cmd_stop),
+            argv=lambda port: expansion(port).command(argv),
+            stop=lambda port, pid: expansion(port, pid).command(commands["cmd_stop"]),
             env=environment,
+            kill=lambda port: expansion(port).command(commands["cmd_kill"]),
+            find_pid=lambda port: expansion(port).command(commands["cmd_pid"]),
         )
         memory = ServerMemory(
             chosen.indices,
-            free_bytes if devices[0].kind == "cuda" else None,
+            free_bytes if is_on_gpus else None,
             self.estimates.whole_bytes(model, facts),
+            lambda processes: _used_bytes(devices, processes),
         )
         host = CommandHost(
             model.id,
@@ -213,6 +266,7 @@ class CommandHarness:
             self._ticker,
             self._choose_port,
             lambda num_bytes: self.estimates.measured.update({model.id: num_bytes}),
+            self._logs.setdefault(model.id, ServerLog()),
         )
         self._hosts[model.id] = host
         return host, chosen
@@ -221,21 +275,33 @@ class CommandHarness:
         raise AssertionError("such models have no replicas")
 
     def upstream(self, model: KnownModel) -> ServerOfModel:
-        return ServerOfModel(model.id, self._entry, self._hosts)
+        return ServerOfModel(model.id, self._entry, self._hosts, self._logs.setdefault(model.id, ServerLog()))
 
     async def close(self) -> None:
         await finish_all("unloading at the end", *(host.unload() for host in self._hosts.values()))
 
     def _expansion(
-        self, model: KnownModel, path: Path, devices: Sequence[Device], port: int, pid: int = 0
+        self,
+        model: KnownModel,
+        path: Path,
+        devices: Sequence[Device],
+        port: int,
+        pid: int = 0,
+        free_port: int = 0,
+        part: float = 1.0,
     ) -> Expansion:
+        """`part`: of the memory of a device that the model is expected to take."""
         values = {
             "PORT": str(port),
+            "FREE_PORT": str(free_port),
             "MODEL_PATH": str(path),
+            "MODEL_DIRECTORY": str(_directory(path)),
             "MODEL_ID": model.id,
             "CONTEXT": None if model.context_tokens is None else str(model.context_tokens),
             "DEVICES": ",".join(str(device.index) for device in devices),
-            "GPU_COUNT": str(sum(device.kind == "cuda" for device in devices)),
+            "GPU_IDS": _gpu_ids(devices),
+            "GPU_COUNT": str(sum(device.kind != "cpu" for device in devices)),
+            "MEMORY_FRACTION": f"{min(max(part, 0.01), 0.95):.2f}",
             "PID": str(pid),
         }
         return Expansion(values, self._env, self._entry.name)
@@ -243,9 +309,35 @@ class CommandHarness:
 
 def _visible(devices: Sequence[Device]) -> dict[str, str]:
     """The server sees no other GPUs. Their ids are the same whatever the node itself sees."""
-    if devices[0].kind != "cuda":
-        return {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(device.uuid or str(device.index) for device in devices)}
+    match devices[0].kind:
+        case "cuda":
+            return {"CUDA_VISIBLE_DEVICES": _gpu_ids(devices)}
+        case "rocm":  # HIP counts what ROCr leaves visible
+            visible = ",".join(map(str, range(len(devices))))
+            return {"ROCR_VISIBLE_DEVICES": _gpu_ids(devices), "HIP_VISIBLE_DEVICES": visible}
+        case "cpu":
+            return {}
+
+
+def _used_bytes(devices: Sequence[Device], processes: list[int]) -> int | None:
+    """The memory of these processes on the devices, where their driver tells it."""
+    if devices[0].kind == "rocm":
+        return amd.memory_of(processes) or None
+    return gpu_processes.used_bytes(devices, processes)
+
+
+def _gpu_ids(devices: Sequence[Device]) -> str:
+    return ",".join(device.uuid or str(device.index) for device in devices if device.kind != "cpu")
+
+
+def _directory(path: Path) -> Path:
+    """The directory with the files, and with what they are links to in the hub's cache."""
+    of_hub = next((parent for parent in path.parents if parent.name.startswith("models--")), None)
+    return of_hub or (path.parent if path.is_file() else path)
+
+
+def _unmeasured(facts: ServedFiles) -> int:
+    return facts.num_bytes * 5 // 4
 
 
 def _size(path: Path) -> int:

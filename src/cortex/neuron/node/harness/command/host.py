@@ -9,15 +9,19 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
+from cortex.http.limits import UpstreamLimits
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.http.upstream.pool import Pool
-from cortex.neuron.config import HarnessEntry
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, StepOutput
+from cortex.neuron.node.harness.command.server_log import ServerLog
 from cortex.neuron.node.harness.command.server_process import ServerProcess
+from cortex.neuron.servers.entry import HarnessEntry, StateRequest
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
-from cortex.neuron.worker.model_host import LoadRejected, ModelSink, Resident, SleepRejected
+from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelSink, Resident, SleepRejected
 from cortex.tasks import run_once
 from cortex.wire.errors import LoadFailed
 
@@ -40,6 +44,10 @@ class ServerCommand:
     stop: Callable[[int, int], list[str]]
     """On a port, with a process id; empty: SIGTERM."""
     env: Callable[[int], Mapping[str, str]]
+    kill: Callable[[int], list[str]] = lambda _: []
+    """For what is left when its processes are killed."""
+    find_pid: Callable[[int], list[str]] = lambda _: []
+    """Prints the process id of a server that a daemon started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,8 @@ class ServerMemory:
     free_bytes: Callable[[], int] | None
     """Free memory of GPUs, all together; blocks. None: the server takes memory of the host, and its processes tell."""
     expected_bytes: int
+    process_bytes: Callable[[list[int]], int | None] = lambda _: None
+    """Memory of these processes on the GPUs; None: the driver does not know them, as in a container. Blocks."""
 
 
 @dataclass(eq=False, slots=True)
@@ -65,6 +75,7 @@ class CommandHost:
     ticker: Ticker
     choose_port: Callable[[], int]
     on_measured: Callable[[int], None]
+    log: ServerLog = field(default_factory=ServerLog)
     resident: Resident | None = None
     pool: Pool | None = None
     """Requests to the server, while it is healthy."""
@@ -72,6 +83,7 @@ class CommandHost:
     _server: ServerProcess | None = None
     _sink: ModelSink | None = None
     _port: int = 0
+    _kill_reason: str | None = None
     _watch: asyncio.Task[None] | None = None
     _live: set[str] = field(default_factory=set)
     _stats: EngineStats = EngineStats()  # noqa: RUF009 - immutable
@@ -107,8 +119,11 @@ class CommandHost:
         """Returns when the server is healthy; False: another program took its port first. Raises LoadRejected."""
         port = self._port = self.choose_port()
         name = f"{self.model_id} ({self.entry.name})"
-        server = self._server = await ServerProcess.start(name, self.command.argv(port), self.command.env(port))
-        pool = Pool(f"http://127.0.0.1:{port}", self.ticker)
+        server = self._server = await ServerProcess.start(
+            name, self.command.argv(port), self.command.env(port), self.log, self.command.kill(port)
+        )
+        limits = UpstreamLimits(silence_s=self.entry.silence_timeout_s)
+        pool = Pool(f"http://127.0.0.1:{port}", self.ticker, limits)
         health = self.entry.health
         healthy = asyncio.create_task(self._wait_until_healthy(pool, server, sink))
         ended = asyncio.create_task(server.ended())
@@ -127,6 +142,8 @@ class CommandHost:
                     f"(health.path {health.path}, health.timeout_s){server.last_lines}",
                 )
             healthy.result()
+            if find_pid := self.command.find_pid(port):
+                await server.find_outside(find_pid, self.command.env(port))
             self.pool = pool
             return True
         finally:
@@ -154,23 +171,61 @@ class CommandHost:
         return 0 if self.memory.free_bytes is None else await asyncio.to_thread(self.memory.free_bytes)
 
     async def _measured(self, free_before: int) -> int:
-        if self.memory.free_bytes is not None:
-            return max(0, free_before - await self._free_bytes())
-        server = self._server
-        return 0 if server is None else await asyncio.to_thread(lambda: server.num_bytes)
+        """What the server holds of its devices: by its processes, or else what is less free than `free_before`."""
+        server, memory = self._server, self.memory
+        if server is None:
+            return 0
+        if memory.free_bytes is None:
+            return await asyncio.to_thread(lambda: server.num_bytes)
+        by_process = await asyncio.to_thread(lambda: memory.process_bytes(server.processes))
+        return by_process or max(0, free_before - await self._free_bytes())
 
     async def _watch_end(self) -> None:
         assert self._server is not None
         how = await self._server.ended()
+        if self._kill_reason is not None:
+            how = f"was killed: {self._kill_reason}"
         self._gone()
         if self._sink is not None:
             self._sink.on_lost(f"its server ({self.entry.name}) {how}{self._server.last_lines}")
 
     async def sleep(self) -> Resident:
-        raise SleepRejected(f"the harness {self.entry.name} has no sleep")
+        server, resident = self._server, self.resident
+        if not self.entry.sleep.path or self.memory.free_bytes is None:
+            where = "" if self.memory.free_bytes is not None else " on a CPU, where it would free nothing"
+            raise SleepRejected(f"the harness {self.entry.name} has no sleep{where}")
+        assert server is not None
+        assert resident is not None
+        host_before, free_before = await asyncio.to_thread(lambda: server.num_bytes), await self._free_bytes()
+        if problem := await self._ask(self.entry.sleep):
+            raise SleepRejected(f"its server ({self.entry.name}) was asked to sleep and {problem}")
+        freed = (await self._reclaimed(resident.process_bytes, free_before)).freed_bytes
+        if freed < resident.process_bytes // 2:
+            raise SleepRejected(f"the sleep of its server ({self.entry.name}) freed {freed >> 20} MiB only")
+        host_bytes = await asyncio.to_thread(lambda: server.num_bytes) - host_before
+        left = max(0, resident.process_bytes - freed)
+        self.resident = replace(resident, process_bytes=left, host_bytes=max(1, host_bytes))
+        return self.resident
 
     async def wake(self) -> Resident:
-        raise AssertionError("it never sleeps")
+        resident = self.resident
+        assert resident is not None
+        if problem := await self._ask(self.entry.wake):
+            await self.unload()
+            raise Damaged(f"its server ({self.entry.name}) was asked to wake and {problem}")
+        self.resident = replace(resident, process_bytes=resident.measured_bytes, host_bytes=0)
+        return self.resident
+
+    async def _ask(self, request: StateRequest) -> str | None:
+        """Sends a request for another state; returns why it has failed."""
+        if self.pool is None:
+            return "has ended"
+        body, headers = msgspec.json.encode(request.body), ((b"content-type", b"application/json"),)
+        try:
+            response = await self.pool.fetch(b"POST", request.path.encode(), headers, body, timeout_s=request.timeout_s)
+        except UpstreamFault as fault:
+            return f"failed: {fault}"
+        return None if response.status < 300 else f"responded with status {response.status}"
 
     async def unload(self) -> Reclaimed:
         server, resident = self._server, self.resident
@@ -213,8 +268,9 @@ class CommandHost:
             self.pool.close()
             self.pool = None
 
-    def kill(self, reason: str) -> None:  # noqa: ARG002 - as ModelPart has it
+    def kill(self, reason: str) -> None:
         if self._server is not None:
+            self._kill_reason = reason
             self._server.kill()
 
     def stop_reloads(self) -> None:

@@ -5,42 +5,53 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
+import signal
 import sys
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cortex.neuron.node.harness.command import guard
 from cortex.neuron.node.harness.command.process_memory import descendants, resident_bytes
+from cortex.neuron.node.harness.command.server_log import ServerLog
 
 log = logging.getLogger(__name__)
 
 _GUARD = str(Path(guard.__file__).resolve())
-_LINE_END = re.compile(rb"[\r\n]+")  # progress bars return to the begin of their line
-_KEPT_LINES = 500
-_LINE_BYTES = 2000
-_ERROR_LINES = 12
+_PID_S = 10.0
+"""How long the command that prints a process id may take."""
 
 
 class ServerProcess:
     """Belongs to the loop that started it."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: ServerLog) -> None:
         self._name = name
         self._process = process
-        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._log = log
+        self._outside: int | None = None
+        """The server's process where a daemon started it."""
         self._reader = asyncio.create_task(self._read_output(), name=f"log of {name}")
         self._waiter = asyncio.create_task(self._wait(), name=f"end of {name}")
 
     @classmethod
-    async def start(cls, name: str, command: Sequence[str], env: Mapping[str, str]) -> ServerProcess:
-        """`name`: for the log. A command that cannot be started ends at once, and its log says why."""
+    async def start(
+        cls,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log: ServerLog,
+        cleaning: Sequence[str] = (),
+    ) -> ServerProcess:
+        """`name`: for the node's own log. `cleaning`: a command that runs when all processes have ended. A command that
+        cannot be started ends at once, and its log says why."""
+        log.begin(f"--- {name} starts: {command[0]}")
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-I",
             "-S",
             _GUARD,
+            str(len(cleaning)),
+            *cleaning,
             *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -48,7 +59,7 @@ class ServerProcess:
             env=dict(env),
             start_new_session=True,
         )
-        return cls(name, process)
+        return cls(name, process, log)
 
     @property
     def pid(self) -> int | None:
@@ -61,20 +72,47 @@ class ServerProcess:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all its processes."""
-        return resident_bytes(descendants(self._process.pid))
+        """The host's memory of all its processes. Blocks for the time of a few small reads."""
+        return resident_bytes(self.processes)
+
+    @property
+    def processes(self) -> list[int]:
+        """Blocks for the time of a few small reads."""
+        outside = [] if self._outside is None else [self._outside, *descendants(self._outside)]
+        return list(dict.fromkeys([*descendants(self._process.pid), *outside]))
+
+    async def find_outside(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Count the process whose id `command` prints, with all below it, as the server's."""
+        try:
+            async with asyncio.timeout(_PID_S):
+                finder = await asyncio.create_subprocess_exec(
+                    *command,
+                    env=dict(env),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.DEVNULL,
+                )
+                try:
+                    output, _ = await finder.communicate()
+                finally:
+                    with contextlib.suppress(ProcessLookupError):
+                        finder.kill()
+            self._outside = int(output)
+        except (OSError, ValueError, TimeoutError) as error:
+            log.warning("%s: cmd_pid printed no process id (%s); its memory is not measured", self._name, error)
 
     @property
     def last_lines(self) -> str:
         """The end of its output, for an error."""
-        lines = " | ".join(list(self._lines)[-_ERROR_LINES:])
-        return f"; the end of its log: {lines}" if lines else "; it wrote nothing"
+        return self._log.last_lines
 
     async def ended(self) -> str:
         """How it ended, once it has, and all of its output is read. May be cancelled and called again."""
         code = await asyncio.shield(self._waiter)
         if code == guard.NOT_STARTED:
             return "could not be started"
+        if code == 128 + signal.SIGKILL:
+            return "was ended by signal 9 (by the system where it had no memory left)"
         return f"was ended by signal {code - 128}" if code > 128 else f"ended with status {code}"
 
     async def stop(self, timeout_s: float, command: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
@@ -124,15 +162,10 @@ class ServerProcess:
 
     async def _read_output(self) -> None:
         assert self._process.stdout is not None
-        rest = b""
         while data := await self._process.stdout.read(1 << 14):
-            *lines, rest = _LINE_END.split(rest + data)
-            self._keep(*lines)
-            rest = rest[-_LINE_BYTES:]
-        self._keep(rest)
+            self._keep(data)
+        self._keep(b"")
 
-    def _keep(self, *lines: bytes) -> None:
-        for line in lines:
-            if text := line[:_LINE_BYTES].decode("utf-8", "replace").strip():
-                self._lines.append(text)
-                log.debug("%s: %s", self._name, text)
+    def _keep(self, data: bytes) -> None:
+        for text in self._log.feed(data):
+            log.debug("%s: %s", self._name, text)

@@ -5,6 +5,7 @@ import { html, useEffect, useState } from "../html.js";
 import { Explanation, sentence } from "../orders.js";
 import { Badge, CopyButton, Dialog, Empty, Loading, Problem, notify, useLoaded } from "../parts.js";
 import { events, session } from "../state.js";
+import { Running } from "./running.js";
 
 const KEPT = 300;
 const APIS = {
@@ -36,6 +37,8 @@ function Requests({ operator }) {
   const [rows, setRows] = useState(null);
   const [error, setError] = useState(null);
   const [chosen, setChosen] = useState(null);
+  const [days, setDays] = useState(0); // 0: the latest, live
+  const [loggedDays, setLoggedDays] = useState(0);
   const query = new URLSearchParams(Object.entries(filter).map(([name, value]) => [name, value.trim()]).filter(([, value]) => value)).toString();
   useEffect(() => {
     let newest = 0;
@@ -47,7 +50,14 @@ function Requests({ operator }) {
     };
     const load = async () => {
       try {
-        add((await get(`fleet/activity?limit=${KEPT}&after=${newest}&${query}`, { signal: controller.signal })).requests);
+        const page = days
+          ? await get(`fleet/activity?limit=1000&since=${Math.floor(Date.now() / 1000 - days * 86400)}&${query}`, { signal: controller.signal })
+          : await get(`fleet/activity?limit=${KEPT}&after=${newest}&${query}`, { signal: controller.signal });
+        if (days) setRows(page.requests);
+        else {
+          add(page.requests);
+          setLoggedDays(page.log_retention_days);
+        }
         setError(null);
       } catch (problem) {
         if (problem.name !== "AbortError") setError(problem);
@@ -55,13 +65,13 @@ function Requests({ operator }) {
     };
     setRows(null);
     // After every connection: what ended while there was none.
-    const stop = follow(`fleet/activity/events?${query}`, { request: (row) => add([row]) }, (state) => state === "live" && load());
+    const stop = days ? () => {} : follow(`fleet/activity/events?${query}`, { request: (row) => add([row]) }, (state) => state === "live" && load());
     load();
     return () => {
       controller.abort();
       stop();
     };
-  }, [query]);
+  }, [query, days]);
   const set = (name) => (event) => setFilter({ ...filter, [name]: event.target.value });
   return html`
     <div class="filters">
@@ -70,7 +80,12 @@ function Requests({ operator }) {
       <select aria-label="Status" value=${filter.status} onChange=${set("status")}>
         <option value="">Every status</option><option value="ok">Complete</option><option value="error">Errors</option>
       </select>
+      ${loggedDays > 0 && html`<select aria-label="Time" value=${days} onChange=${(event) => setDays(Number(event.target.value))}>
+        <option value="0">Latest, live</option>
+        ${[1, 7, 30].filter((each) => each === 1 || each <= loggedDays).map((each) => html`<option key=${each} value=${each}>${each === 1 ? "Last day" : `Last ${each} days`}</option>`)}
+      </select>`}
     </div>
+    <${Running} operator=${operator} />
     ${error && html`<${Problem} error=${error} />`}
     ${!rows && !error && html`<${Loading} what="the latest requests" />`}
     ${rows?.length === 0 && html`<${Empty} title=${query ? "No request matches the filter" : "No requests yet"}>${query ? "" : "They appear here as they end, from every client."}<//>`}
@@ -80,7 +95,7 @@ function Requests({ operator }) {
         <th class="number">Queue</th><th class="number">Load</th><th class="number" title="Time to first token">TTFT</th><th class="number">Total</th><th class="number">tok/s</th>
         <th class="number">In</th><th class="number">Cached</th><th class="number">Out</th>
       </tr></thead>
-      <tbody>${rows.map((row) => html`<${Row} key=${row.number} row=${row} operator=${operator} onChoose=${() => setChosen(row)} />`)}</tbody>
+      <tbody>${rows.map((row) => html`<${Row} key=${`${row.number} ${row.id}`} row=${row} operator=${operator} dated=${days > 0} onChoose=${() => setChosen(row)} />`)}</tbody>
     </table></div>`}
     ${chosen && html`<${Detail} row=${chosen} onClose=${() => setChosen(null)} onForgotten=${() => {
       setRows(rows.filter((row) => row.number !== chosen.number));
@@ -89,14 +104,14 @@ function Requests({ operator }) {
 }
 
 const statusKind = (row) => (row.status >= 400 || row.error ? "bad" : row.outcome === "complete" ? "good" : "warn");
-const statusText = (row) => (row.status >= 400 || row.outcome === "complete" ? String(row.status) : words(row.outcome));
+const statusText = (row) => ((row.status >= 400 && row.outcome !== "cancelled") || row.outcome === "complete" ? String(row.status) : words(row.outcome));
 const pools = (row) => /embed|rerank|score/.test(row.path); // vectors and scores, no text
 const words = (outcome) => outcome.replaceAll("_", " ");
 
-function Row({ row, operator, onChoose }) {
+function Row({ row, operator, onChoose, dated }) {
   return html`
     <tr class="choosable" onClick=${onChoose}>
-      <td class="nowrap"><button class="link" onClick=${onChoose} aria-label=${`Request at ${clock(row.time)} in full`}>${clock(row.time)}</button></td>
+      <td class="nowrap"><button class="link" onClick=${onChoose} aria-label=${`Request at ${clock(row.time)} in full`}>${(dated ? dayAndClock : clock)(row.time)}</button></td>
       <td><${Badge} kind=${statusKind(row)} title=${row.error ?? row.outcome}>${statusText(row)}<//></td>
       <td class="name-cell" title=${row.model}>${row.model || "–"}</td>
       ${operator && html`<td class="name-cell narrow" title=${row.reason ?? ""}>${row.node || "–"}</td><td class="name-cell narrow">${row.key}</td>`}

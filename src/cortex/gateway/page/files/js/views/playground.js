@@ -1,10 +1,11 @@
 // Chat with one model, or with two side by side. A response goes on while another view is open.
-import { baseUrl, get } from "../api.js";
+import { baseUrl, get, put, remove } from "../api.js";
 import { bodyFor, emptyReply, newConversation, readConversations, streamChat, writeConversations } from "../chat.js";
 import { html, signal, useEffect, useLayoutEffect, useRef, useState } from "../html.js";
 import { CopyButton, Dialog, Empty, Menu, MenuItem, Problem, notify, useLoaded } from "../parts.js";
-import { asClaudeCode, asCurl, asPython } from "../snippets.js";
+import { asClaudeCode, asCurl, asPython, shortened } from "../snippets.js";
 import { session } from "../state.js";
+import { Attached, ChoosePictures, Shown, attachedTo, receivesPictures, takeAttached } from "./pictures.js";
 import { Reply } from "./reply.js";
 
 const REDRAW_MS = 60;
@@ -29,8 +30,28 @@ function redraw() {
   }, REDRAW_MS);
 }
 
+const pathOf = (conversation) => `session/conversations/${encodeURIComponent(conversation.id)}`;
+
+/** Where the gateway keeps conversations, this browser adds those of others, newest first. */
+async function fetchConversations(who) {
+  try {
+    const { conversations: kept } = await get("session/conversations");
+    if (owner !== who) return;
+    const known = new Map(kept.filter((each) => Array.isArray(each?.turns)).map((each) => [each.id, each]));
+    for (const each of conversations.value) {
+      if (each === current.value || !(known.get(each.id)?.changed > each.changed)) known.set(each.id, each);
+    }
+    conversations.value = [...known.values()].sort((one, other) => other.changed - one.changed);
+  } catch (problem) {
+    notify(`Conversations of other browsers could not be loaded: ${problem.message}`, "bad");
+  }
+}
+
 function save() {
   current.value.changed = Date.now();
+  if (session.value?.conversations && current.value.turns.length) {
+    put(pathOf(current.value), current.value).catch((problem) => notify(`The conversation stays in this browser: ${problem.message}`, "bad"));
+  }
   const others = conversations.value.filter((each) => each !== current.value);
   conversations.value = current.value.turns.length ? [current.value, ...others] : others;
   if (!writeConversations(session.value?.name, conversations.value)) {
@@ -66,10 +87,10 @@ async function generate(conversation, index, column) {
   }
 }
 
-function ask(text) {
+function ask(text, pictures = []) {
   const conversation = current.value;
-  conversation.title ||= text.trim().slice(0, 80);
-  conversation.turns.push({ user: text, replies: [] });
+  conversation.title ||= text.trim().slice(0, 80) || "Picture";
+  conversation.turns.push({ user: text, pictures, replies: [] });
   save();
   conversation.models.forEach((_, column) => generate(conversation, conversation.turns.length - 1, column));
 }
@@ -90,6 +111,7 @@ export default function Playground() {
     owner = who;
     conversations.value = readConversations(who);
     current.value = null;
+    if (session.value?.conversations) fetchConversations(who);
   }
   const models = (list?.data ?? []).filter((model) => model.capabilities.chat);
   useEffect(() => {
@@ -106,10 +128,10 @@ export default function Playground() {
   return html`
     <div class="playground">
       <${History} models=${models} />
-      <section class="chat" aria-label="Conversation">
+      <section class="chat" aria-label="Conversation" ...${receivesPictures(conversation)}>
         <${Head} conversation=${conversation} models=${models} reload=${reload} />
         <${Transcript} key=${conversation.id} conversation=${conversation} />
-        <${Composer} key=${`composer ${conversation.id}`} conversation=${conversation} />
+        <${Composer} key=${`composer ${conversation.id}`} conversation=${conversation} models=${models} />
       </section>
     </div>`;
 }
@@ -120,6 +142,7 @@ function History({ models }) {
     event.stopPropagation();
     conversations.value = conversations.value.filter((other) => other !== each);
     writeConversations(session.value?.name, conversations.value);
+    if (session.value?.conversations) remove(pathOf(each)).catch(() => {});
     if (current.value === each) begin(each.models);
   };
   const choose = (each) => {
@@ -159,7 +182,7 @@ function Head({ conversation, models, reload }) {
     const { turns } = conversation;
     const draft = turns.length ? conversation : { ...conversation, turns: [{ user: "Hello!", replies: [] }] };
     try {
-      setSnippet([name, SNIPPETS[name](baseUrl(), bodyFor(draft, 0, draft.turns.length - 1), !session.value.open)]);
+      setSnippet([name, SNIPPETS[name](baseUrl(), shortened(bodyFor(draft, 0, draft.turns.length - 1)), !session.value.open)]);
     } catch (problem) {
       notify(problem.message, "bad");
     }
@@ -235,10 +258,11 @@ function Transcript({ conversation }) {
     follows.current = scrollHeight - scrollTop - clientHeight < 60;
   };
   const edit = (index, text) => {
+    const { pictures } = conversation.turns[index];
     stop();
     conversation.turns.length = index;
     follows.current = true;
-    ask(text);
+    ask(text, pictures);
   };
   const last = conversation.turns.length - 1;
   return html`
@@ -261,7 +285,7 @@ function Transcript({ conversation }) {
 function Question({ turn, onEdit }) {
   const [draft, setDraft] = useState(null);
   if (draft === null) {
-    return html`<div class="question"><p>${turn.user}</p><div class="tools">
+    return html`<div class="question"><${Shown} pictures=${turn.pictures} />${turn.user && html`<p>${turn.user}</p>`}<div class="tools">
       <button class="ghost small" onClick=${() => setDraft(turn.user)}>Edit</button><${CopyButton} text=${turn.user} /></div></div>`;
   }
   return html`
@@ -272,27 +296,30 @@ function Question({ turn, onEdit }) {
     </form>`;
 }
 
-function Composer({ conversation }) {
+function Composer({ conversation, models }) {
   version.value;
   const [text, setText] = useState("");
   const element = useRef(null);
   const busy = isRunning(conversation);
   useEffect(() => element.current.focus({ preventScroll: true }), []);
+  const isEmpty = !text.trim() && !attachedTo(conversation).length;
   const send = (event) => {
     event?.preventDefault();
-    if (busy || !text.trim()) return;
-    ask(text);
+    if (busy || isEmpty) return;
+    ask(text, takeAttached(conversation));
     setText("");
   };
   const onKeyDown = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
   };
   return html`
+    <${Attached} conversation=${conversation} models=${models} />
     <form class="composer" onSubmit=${send}>
+      <${ChoosePictures} conversation=${conversation} />
       <textarea ref=${element} rows="2" aria-label="Message" placeholder="Message (Enter sends, Shift+Enter starts a new line)" value=${text}
         onInput=${(event) => setText(event.target.value)} onKeyDown=${onKeyDown}></textarea>
       ${busy
         ? html`<button type="button" class="danger" onClick=${stop}>Stop</button>`
-        : html`<button class="primary" disabled=${!text.trim()}>Send</button>`}
+        : html`<button class="primary" disabled=${isEmpty}>Send</button>`}
     </form>`;
 }

@@ -1,0 +1,70 @@
+"""The devices of this machine: what each can do natively, and what through a harness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cortex.cli.commands.doctor.checks import Finding, Severity, driver_remedy
+from cortex.cli.output import size
+from cortex.engine_packages import missing_packages
+from cortex.wire.node.protocol import Device
+
+if TYPE_CHECKING:
+    from cortex.neuron.config import NeuronConfig
+    from cortex.neuron.worker.discovery import Inventory
+
+_OTHER_DRIVERS = {"i915": "Intel", "xe": "Intel", "asahi": "Apple", "nouveau": "NVIDIA (nouveau)", "msm": "Qualcomm"}
+
+
+def devices(config: NeuronConfig | None = None, root: Path = Path("/")) -> Iterator[Finding]:
+    """As a neuron with this configuration sees them. None: of a machine that may be no node. `root`: of the files that
+    drivers write, for tests."""
+    from cortex.neuron.config import NeuronConfig  # here: it imports much of a node
+    from cortex.neuron.node.devices import inventory_of
+
+    inventory = inventory_of(config or NeuronConfig())
+    yield from findings(inventory, config or NeuronConfig(), missing_packages(), root)
+    if config is not None and not config.commands and (missing_packages() or inventory.devices[0].kind == "rocm"):
+        remedy = "add a server under [[harnesses]] of neuron.toml, or install the engine"
+        yield Finding("devices", Severity.PROBLEM, "nothing runs models here: no engine and no harness", remedy)
+    if inventory.driver_problem and Path("/dev/nvidiactl").exists():
+        yield Finding("devices", Severity.PROBLEM, inventory.driver_problem, driver_remedy())
+
+
+def findings(
+    inventory: Inventory, config: NeuronConfig, missing: tuple[str, ...], root: Path = Path("/")
+) -> Iterator[Finding]:
+    from cortex.neuron.worker.discovery import with_amd_cards
+
+    for device in inventory.devices:
+        reading = inventory.readings.get(device.index)
+        free = f", {size(reading.free_bytes)} free" if reading else ""
+        what = f"{device.name}: {size(device.total_bytes)}{free}; {_abilities(device, config, missing)}"
+        yield Finding("devices", Severity.FINE, what)
+    if inventory.devices[0].kind == "cpu":
+        amd = [device.name for device in with_amd_cards(inventory, root=root).devices if device.kind == "rocm"]
+        for name in (*amd, *_other_gpus(root)):
+            remedy = "add a server that supports it under [[harnesses]] of neuron.toml"
+            if name not in amd:
+                remedy += "; the memory of its models counts as the host's"
+            yield Finding("devices", Severity.NOTE, f"{name}: not used natively", remedy)
+
+
+def _abilities(device: Device, config: NeuronConfig, missing: tuple[str, ...]) -> str:
+    harnesses = ", ".join(entry.name for entry in config.commands) or "any server of [[harnesses]]"
+    if device.kind == "rocm":
+        return f"natively: nothing; through a harness: {harnesses}"
+    if missing:
+        return f"natively: nothing ({', '.join(missing)} not installed); through a harness: {harnesses}"
+    natively = "every supported model" if device.kind == "cuda" else "every supported model, at the speed of a CPU"
+    return f"natively: {natively}; through a harness: {harnesses}"
+
+
+def _other_gpus(root: Path) -> Iterator[str]:
+    """Those whose memory no driver here reports."""
+    for card in sorted((root / "sys/class/drm").glob("card[0-9]")):
+        driver = (card / "device" / "driver").resolve().name
+        if driver in _OTHER_DRIVERS:
+            yield f"{_OTHER_DRIVERS[driver]} GPU ({card.name}, driver {driver})"

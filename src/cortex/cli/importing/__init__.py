@@ -1,0 +1,1 @@
+"""Configurations of other programs as files of ours."""

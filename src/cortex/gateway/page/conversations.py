@@ -1,0 +1,106 @@
+"""`/session/conversations`: the conversations of people who signed in to the page, if the operator allows it.
+
+Each belongs to one key or user, and only they can read it. They are kept in the database of the ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+
+from cortex.gateway.database import Database, Execute, StoreError, driver_of
+from cortex.gateway.ledger.keys import KeySection
+from cortex.gateway.proxy.listener import CONVERSATIONS_PATH
+from cortex.gateway.proxy.routes import json_response
+from cortex.http.request import Request
+from cortex.http.server.server import Response
+from cortex.wire.errors import CortexError, InvalidValue, MethodNotAllowed, RouteNotFound
+
+T = TypeVar("T")
+MAX_KEPT = 60
+"""Conversations of one person, as many as the page shows. The oldest ones beyond it are deleted."""
+_MAX_ID = 100
+
+SCHEMA = (
+    """CREATE TABLE IF NOT EXISTS conversation (
+        owner TEXT NOT NULL,
+        id TEXT NOT NULL,
+        changed_ms BIGINT NOT NULL,
+        content TEXT NOT NULL,
+        PRIMARY KEY (owner, id)
+    )""",
+)
+_LIST = "SELECT content FROM conversation WHERE owner = ? ORDER BY changed_ms DESC, id"
+_PUT = """
+    INSERT INTO conversation (owner, id, changed_ms, content) VALUES (?, ?, ?, ?)
+    ON CONFLICT (owner, id) DO UPDATE SET changed_ms = excluded.changed_ms, content = excluded.content
+"""
+_TRIM = """
+    DELETE FROM conversation WHERE owner = ? AND id NOT IN
+        (SELECT id FROM conversation WHERE owner = ? ORDER BY changed_ms DESC, id LIMIT ?)
+"""
+_DELETE = "DELETE FROM conversation WHERE owner = ? AND id = ? RETURNING id"
+
+
+class _Conversation(msgspec.Struct, frozen=True):
+    """What is read of a conversation; the page knows the rest."""
+
+    id: str
+    changed: int
+    turns: list[Any]
+
+
+class Conversations:
+    """Used on the loop's thread; only its own thread uses the database."""
+
+    def __init__(self, location: str) -> None:
+        """`location`: a file path or URL, which is opened by the first request."""
+        self._database = Database(driver_of(location), SCHEMA, "database of conversations")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="conversations")
+        self._is_closed = False
+
+    async def respond(self, request: Request, key: KeySection) -> Response:
+        """Raises CortexError."""
+        name = request.path.removeprefix(CONVERSATIONS_PATH).removeprefix(b"/").decode("latin-1")
+        try:
+            if not name and request.method in (b"GET", b"HEAD"):
+                rows = await self._run(lambda execute: execute(_LIST, (key.id,)))
+                return json_response({"conversations": [msgspec.Raw(str(row[0]).encode()) for row in rows]})
+            if name and request.method == b"PUT":
+                return await self._put(name, request.body, key)
+            if name and request.method == b"DELETE":
+                if not await self._run(lambda execute: execute(_DELETE, (key.id, name))):
+                    raise RouteNotFound("There is no such conversation.")
+                return json_response({"deleted": name})
+        except StoreError as error:
+            raise CortexError("Conversations cannot be stored now; the gateway's log has the reason.") from error
+        raise MethodNotAllowed("Conversations are listed with GET, and changed one by one with PUT and DELETE.")
+
+    async def _put(self, name: str, body: bytes, key: KeySection) -> Response:
+        try:
+            found = msgspec.json.decode(body, type=_Conversation)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+            raise InvalidValue(f"The body is no conversation: {problem}") from problem
+        if found.id != name or len(name) > _MAX_ID:
+            raise InvalidValue("The id in the body is not the one in the path.", param="id")
+
+        def work(execute: Execute) -> None:
+            execute(_PUT, (key.id, name, min(max(found.changed, 0), 2**53), body.decode()))
+            execute(_TRIM, (key.id, key.id, MAX_KEPT))
+
+        await self._run(work)
+        return json_response({"stored": name})
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._database.close)
+            self._thread.shutdown(wait=False)
+
+    async def _run(self, work: Callable[[Execute], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._database.run, work)

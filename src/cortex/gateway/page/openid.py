@@ -1,0 +1,233 @@
+"""Sign-in through OpenID Connect: the authorisation code flow with PKCE.
+
+PyJWT verifies the tokens of the provider. What the flow has to remember is in a signed cookie, so that the gateway
+stores nothing until somebody has signed in. Calls of the provider block, on a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from urllib.parse import parse_qs, urlencode
+
+import msgspec
+
+from cortex.gateway.ledger.users import MAX_NAME, SignInSection, User
+from cortex.settings import SettingsError
+from cortex.wire.errors import CortexError, InvalidAPIKey, UpstreamUnavailable
+
+if TYPE_CHECKING:
+    import jwt
+
+T = TypeVar("T")
+FLOW_S = 600
+"""How long somebody may take to sign in at the provider."""
+_TIMEOUT_S = 10.0
+_CACHED_S = 3600.0
+_LEEWAY_S = 60
+_MAX_BYTES = 1 << 20
+_ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
+"""Signatures with the provider's private key. Those with a shared secret are not accepted."""
+
+
+class Flow(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sign-in must remember until its callback."""
+
+    state: str
+    nonce: str
+    verifier: str
+    """Of PKCE."""
+    expires: int
+
+
+class _Provider(msgspec.Struct, frozen=True, kw_only=True):
+    """What the provider says about itself."""
+
+    issuer: str
+    authorization_endpoint: str
+    token_endpoint: str
+    jwks_uri: str
+    id_token_signing_alg_values_supported: tuple[str, ...] = ("RS256",)
+    token_endpoint_auth_methods_supported: tuple[str, ...] = ("client_secret_basic",)
+
+
+class _Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    id_token: Annotated[str, msgspec.Meta(max_length=1 << 16)]
+
+
+def check_library(section: SignInSection) -> None:
+    """Raises SettingsError where the extra is missing that `section` needs."""
+    if section.issuer is None:
+        return
+    try:
+        import jwt  # noqa: F401
+    except ImportError as problem:
+        raise SettingsError(
+            "sign_in.issuer needs a library: run `pip install '.[oidc]'` in a checkout of cortex"
+        ) from problem
+
+
+class OpenIDClient:
+    """Begins and completes sign-ins. Belongs to the loop."""
+
+    def __init__(self, section: SignInSection, env: Mapping[str, str] = os.environ) -> None:
+        """`section` has an issuer."""
+        self._section = section
+        self._env = env
+        self._provider: _Provider | None = None
+        self._keys: jwt.PyJWKClient | None = None
+        self._read_at = 0.0
+
+    @property
+    def _redirect_url(self) -> str:
+        return f"{(self._section.public_url or '').rstrip('/')}/session/callback"
+
+    async def begin(self) -> tuple[str, Flow]:
+        """The address at the provider, and what its callback needs. Raises UpstreamUnavailable."""
+        provider = await asyncio.to_thread(self._known_provider)
+        flow = Flow(
+            state=secrets.token_urlsafe(32),
+            nonce=secrets.token_urlsafe(32),
+            verifier=secrets.token_urlsafe(48),
+            expires=int(time.time()) + FLOW_S,
+        )
+        challenge = base64.urlsafe_b64encode(hashlib.sha256(flow.verifier.encode()).digest()).rstrip(b"=").decode()
+        query = urlencode(
+            {
+                "response_type": "code",
+                "client_id": self._section.client_id,
+                "redirect_uri": self._redirect_url,
+                "scope": " ".join(self._section.scopes),
+                "state": flow.state,
+                "nonce": flow.nonce,
+                "code_challenge": challenge,
+                "code_challenge_method": "S256",
+            }
+        )
+        joint = "&" if "?" in provider.authorization_endpoint else "?"
+        return f"{provider.authorization_endpoint}{joint}{query}", flow
+
+    async def complete(self, query: bytes, flow: Flow | None) -> User:
+        """The user whom the provider sent back. Raises InvalidAPIKey or UpstreamUnavailable."""
+        fields = {name: values[0] for name, values in parse_qs(query.decode("latin-1")).items()}
+        if flow is None or flow.expires <= time.time():
+            raise InvalidAPIKey("This sign-in took too long or began elsewhere; sign in again.")
+        if not hmac.compare_digest(fields.get("state", "").encode(), flow.state.encode()):
+            raise InvalidAPIKey("This sign-in was not begun in this browser; sign in again.")
+        if "code" not in fields:
+            reason = fields.get("error_description") or fields.get("error") or "no code"
+            raise InvalidAPIKey(f"The provider did not sign you in: {reason[:200]}")
+        claims = await asyncio.to_thread(self._claims, fields["code"], flow)
+        name = claims.get(self._section.name_claim) or claims["sub"]
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_NAME:
+            raise InvalidAPIKey(f"The provider names you in a form that cannot be used: {str(name)[:60]!r}")
+        return User(name=name, roles=roles_in(claims, self._section.roles_claim))
+
+    def _claims(self, code: str, flow: Flow) -> dict[str, Any]:
+        """The verified claims of the id token for `code`. Blocking."""
+        import jwt
+
+        provider, section = self._known_provider(), self._section
+        body = {
+            "grant_type": "authorization_code",
+            "code": code,
+            "redirect_uri": self._redirect_url,
+            "code_verifier": flow.verifier,
+        }
+        headers = {"accept": "application/json"}
+        variable = section.client_secret_env
+        secret = self._env.get(variable, "").strip() if variable is not None else ""
+        if not secret:
+            body["client_id"] = section.client_id or ""
+        elif "client_secret_basic" in provider.token_endpoint_auth_methods_supported:
+            pair = f"{section.client_id}:{secret}".encode()
+            headers["authorization"] = f"Basic {base64.b64encode(pair).decode()}"
+        else:
+            body |= {"client_id": section.client_id or "", "client_secret": secret}
+        tokens = _decoded(_fetch(provider.token_endpoint, urlencode(body).encode(), headers), _Tokens)
+        algorithms = [name for name in provider.id_token_signing_alg_values_supported if name in _ALGORITHMS]
+        try:
+            assert self._keys is not None
+            key = self._keys.get_signing_key_from_jwt(tokens.id_token)
+            claims: dict[str, Any] = jwt.decode(
+                tokens.id_token,
+                key,
+                algorithms=algorithms,
+                audience=section.client_id,
+                issuer=provider.issuer,
+                leeway=_LEEWAY_S,
+                options={"require": ["exp", "iat", "iss", "aud", "sub"]},
+            )
+        except jwt.PyJWTError as problem:
+            raise InvalidAPIKey(f"The token of the provider is not valid: {problem}") from problem
+        if not hmac.compare_digest(str(claims.get("nonce", "")).encode(), flow.nonce.encode()):
+            raise InvalidAPIKey("The token of the provider belongs to another sign-in; sign in again.")
+        if isinstance(claims["aud"], list) and len(claims["aud"]) > 1 and claims.get("azp") != section.client_id:
+            raise InvalidAPIKey("The token of the provider was made for another program.")
+        return claims
+
+    def _known_provider(self) -> _Provider:
+        """What the provider says about itself, read again once in an hour. Blocking."""
+        import jwt
+
+        if self._provider is None or time.monotonic() - self._read_at > _CACHED_S:
+            issuer = self._section.issuer or ""
+            found = _decoded(_fetch(f"{issuer.rstrip('/')}/.well-known/openid-configuration"), _Provider)
+            if found.issuer != issuer:
+                raise UpstreamUnavailable(
+                    f"The provider calls itself {found.issuer}, not {issuer}: correct sign_in.issuer"
+                )
+            self._provider, self._read_at = found, time.monotonic()
+            self._keys = jwt.PyJWKClient(found.jwks_uri, cache_keys=True, timeout=_TIMEOUT_S)
+        return self._provider
+
+
+def roles_in(claims: Mapping[str, Any], path: str) -> tuple[str, ...]:
+    """The texts in the claim at `path`, whose dots lead into objects."""
+    found: Any = claims
+    for name in [path] if path in claims else path.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    if isinstance(found, str):
+        return (found,)
+    return tuple(role for role in found if isinstance(role, str)) if isinstance(found, list) else ()
+
+
+def _fetch(url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
+    """Raises UpstreamUnavailable, without what the provider sent: it may contain secrets."""
+    try:
+        request = urllib.request.Request(url, body, dict(headers or {}))
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            content: bytes = response.read(_MAX_BYTES)
+            return content
+    except urllib.error.HTTPError as problem:
+        with problem:
+            raise _rejected(problem) from problem
+    except (OSError, ValueError) as problem:
+        raise UpstreamUnavailable(f"The sign-in provider does not respond: {problem}") from problem
+
+
+def _rejected(problem: urllib.error.HTTPError) -> CortexError:
+    try:
+        reason = json.loads(problem.read(4096)).get("error", "")
+    except (ValueError, AttributeError):
+        reason = ""
+    if reason == "invalid_grant":
+        return InvalidAPIKey("The provider does not accept this sign-in any more; sign in again.")
+    return UpstreamUnavailable(f"The sign-in provider responded {problem.code} {str(reason)[:60]}".rstrip())
+
+
+def _decoded(content: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise UpstreamUnavailable(f"The sign-in provider sent something unexpected: {problem}") from problem

@@ -1,0 +1,116 @@
+"""`/session/…`: which ways to sign in to the page there are, the two steps of OpenID Connect in the browser, and the
+conversations of people who signed in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from cortex.gateway.ledger.meter import Metering
+from cortex.gateway.ledger.sessions import COOKIE, LIFETIME_S
+from cortex.gateway.ledger.users import SignInSection, User
+from cortex.gateway.page.conversations import Conversations
+from cortex.gateway.page.openid import FLOW_S, Flow, OpenIDClient, check_library
+from cortex.gateway.proxy.listener import CONVERSATIONS_PATH, SIGN_IN_CALLBACK, SIGN_IN_METHODS, SIGN_IN_START
+from cortex.gateway.proxy.routes import error_response, json_response
+from cortex.http.request import Request
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import Response
+from cortex.wire.errors import CortexError, Family, MethodNotAllowed, RouteNotFound
+
+log = logging.getLogger(__name__)
+
+FLOW_COOKIE = b"cortex_sign_in"
+
+
+class SigningIn:
+    """Used on the loop's thread."""
+
+    def __init__(self, metering: Metering, conversations: Conversations) -> None:
+        self._metering = metering
+        self._conversations = conversations
+        self._section = SignInSection()
+        self._client: OpenIDClient | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def use(self, section: SignInSection) -> None:
+        """Use a new configuration. Raises SettingsError."""
+        check_library(section)
+        if section != self._section:
+            self._client = OpenIDClient(section) if section.issuer is not None else None
+        self._section = section
+
+    @property
+    def has_conversations(self) -> bool:
+        return self._section.conversations
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._conversations.close()
+
+    def handle(self, exchange: Exchange) -> None:
+        task = asyncio.create_task(self._respond(exchange))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _respond(self, exchange: Exchange) -> None:
+        try:
+            response = await self._response(exchange.request)
+        except CortexError as error:
+            if exchange.request.path == SIGN_IN_CALLBACK:
+                log.warning("sign-in failed: %s", error.message)
+            response = error_response(error, Family.OPENAI)
+        except Exception:
+            log.exception("sign-in failed unexpectedly")
+            response = error_response(CortexError("The sign-in failed; the log has the reason."), Family.OPENAI)
+        if not exchange.closed:
+            exchange.respond(*response)
+
+    async def _response(self, request: Request) -> Response:
+        if request.path.startswith(CONVERSATIONS_PATH):
+            key = self._metering.meter.key(request)
+            if key is None or not self._section.conversations:
+                raise RouteNotFound("This gateway keeps no conversations; they stay in the browser.")
+            return await self._conversations.respond(request, key)
+        if request.method not in (b"GET", b"HEAD"):
+            raise MethodNotAllowed(f"{request.path.decode()} takes GET only.")
+        if request.path == SIGN_IN_METHODS:
+            return json_response({"openid": self._client is not None, "key": not self._metering.is_open})
+        sessions = self._metering.sessions
+        if self._client is None or sessions is None or self._section.public_url is None:
+            raise RouteNotFound("This gateway has no sign-in provider; sign in with a key.")
+        home = f"{self._section.public_url.rstrip('/')}/"
+        if request.path == SIGN_IN_START:
+            location, flow = await self._client.begin()
+            return _redirect(location, self._cookie(FLOW_COOKIE, sessions.sealed(flow), FLOW_S, "Lax"))
+        assert request.path == SIGN_IN_CALLBACK
+        user = await self._client.complete(request.query, sessions.unsealed(_flow_of(request), Flow))
+        key = self._section.key_of(user)
+        kept = User(name=user.name, roles=self._section.relevant(user.roles))
+        log.info("signed in: %s, operator: %s", key.name, key.operator)
+        return _redirect(
+            home,
+            self._cookie(FLOW_COOKIE, "", 0, "Lax"),
+            self._cookie(COOKIE, sessions.issue_user(kept), LIFETIME_S, "Strict"),
+        )
+
+    def _cookie(self, name: bytes, value: str, lifetime_s: int, same_site: str) -> tuple[bytes, bytes]:
+        """The cookie of the flow comes back with a redirect of the provider, which a strict one would not. Both are for
+        the folder of the page, whose cookie `Page` sets in the same way."""
+        path = "/" + (self._section.public_url or "").partition("://")[2].partition("/")[2].strip("/")
+        secure = "; Secure" if (self._section.public_url or "").startswith("https:") else ""
+        text = f"{name.decode()}={value}; Path={path}; HttpOnly; SameSite={same_site}; Max-Age={lifetime_s}{secure}"
+        return b"set-cookie", text.encode()
+
+
+def _flow_of(request: Request) -> str:
+    for part in (request.header(b"cookie") or b"").split(b";"):
+        name, _, value = part.strip().partition(b"=")
+        if name == FLOW_COOKIE:
+            return value.decode("latin-1")
+    return ""
+
+
+def _redirect(location: str, *cookies: tuple[bytes, bytes]) -> Response:
+    headers = ((b"location", location.encode("latin-1", "replace")), (b"cache-control", b"no-store"), *cookies)
+    return Response(302, headers, b"")

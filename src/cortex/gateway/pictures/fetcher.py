@@ -1,0 +1,92 @@
+"""Fetches pictures from addresses that clients send."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from urllib.parse import urljoin
+
+from cortex.gateway.config import PicturesSection
+from cortex.gateway.pictures.addresses import ForbiddenAddress, PictureAddress, chosen, read_address
+from cortex.http.limits import UpstreamLimits
+from cortex.http.ticker import Ticker
+from cortex.http.upstream.faults import ResponseTooLarge, UpstreamFault
+from cortex.http.upstream.pool import Pool, UpstreamResponse
+
+Resolve = Callable[[str], Awaitable[list[str]]]
+Place = tuple[str, int]
+_MAX_REDIRECTS = 3
+_REDIRECTS = frozenset((301, 302, 303, 307, 308))
+_MAX_AT_ONCE = 16
+"""Fetches of all clients together."""
+
+
+class NotFetched(Exception):
+    """The picture could not be fetched. The message says nothing about hosts that a client cannot see itself."""
+
+
+async def resolve_host(host: str) -> list[str]:
+    """The addresses that the resolver of the system has for `host`. Raises OSError."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
+
+
+class PictureFetcher:
+    """Belongs to one loop. Each host is resolved once, and the connection goes to the address that was checked."""
+
+    def __init__(
+        self,
+        ticker: Ticker,
+        *,
+        resolve: Resolve = resolve_host,
+        reach: Callable[[Place], Place] = lambda place: place,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`reach`: where the connection to a place really goes; tests have no public servers. `tls` verifies
+        certificates; absent: against the authorities of the system."""
+        self._ticker = ticker
+        self._resolve = resolve
+        self._reach = reach
+        self._tls = tls
+        self._turns = asyncio.Semaphore(_MAX_AT_ONCE)
+
+    async def fetch(self, url: str, section: PicturesSection) -> bytes:
+        """The file at `url`. Raises NotFetched, also when it takes too long or is too large."""
+        try:
+            async with asyncio.timeout(section.timeout_s), self._turns:
+                return await self._follow(url, section)
+        except TimeoutError:
+            raise NotFetched(f"it took longer than {section.timeout_s:g} s") from None
+        except ForbiddenAddress as problem:
+            raise NotFetched(str(problem)) from None
+        except ResponseTooLarge:
+            raise NotFetched(f"it has more than {section.max_mb} MB") from None
+        except (UpstreamFault, OSError, UnicodeError):
+            # What failed would tell a client which hosts and ports there are.
+            raise NotFetched("its server cannot be reached, or does not respond as it should") from None
+
+    async def _follow(self, url: str, section: PicturesSection) -> bytes:
+        for _ in range(_MAX_REDIRECTS + 1):
+            address = read_address(url, section.hosts)
+            response = await self._get(address, chosen(await self._resolve(address.host)), section)
+            if response.status == 200:
+                return response.body
+            location = next((value for name, value in response.headers if name == b"location"), None)
+            if response.status not in _REDIRECTS or location is None:
+                raise NotFetched(f"its server responded with status {response.status}")
+            url = urljoin(url, location.decode("latin-1"))
+        raise NotFetched(f"its server redirects more than {_MAX_REDIRECTS} times")
+
+    async def _get(self, address: PictureAddress, resolved: str, section: PicturesSection) -> UpstreamResponse:
+        limits = UpstreamLimits(fetch_body_bytes=section.max_mb * 1_000_000, num_kept=0)
+        place = self._reach((resolved, address.port))
+        pool = Pool(address.origin, self._ticker, limits, tls=self._tls, place=place)
+        try:
+            headers = ((b"accept", b"image/*"), (b"user-agent", b"cortex"))
+            return await pool.fetch(b"GET", address.target.encode(), headers, timeout_s=section.timeout_s)
+        except ValueError:
+            raise ForbiddenAddress("it is no valid address") from None
+        finally:
+            pool.close()

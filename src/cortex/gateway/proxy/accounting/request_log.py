@@ -1,0 +1,148 @@
+"""The request log: every request without its texts, in the database, for as many days as configured.
+
+Requests that end are written in batches, off the loop. While the database is unavailable, the latest ones wait in
+memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import msgspec
+
+from cortex.gateway.database import Database, Execute, StoreError, driver_of
+from cortex.gateway.proxy.accounting.activity import ActivityLog, RequestRecord
+
+log = logging.getLogger(__name__)
+
+DAY_S = 86400
+FLUSH_S = 1.0
+EXPIRE_S = 600.0
+"""How often requests that are too old are deleted."""
+MAX_WAITING = 20_000
+"""Requests that wait in memory for the database; the oldest ones beyond it are lost."""
+_PAGE = 500
+_MANY = 2**53
+_NEVER_S = 1e11
+
+SCHEMA = (
+    """CREATE TABLE IF NOT EXISTS request_log (
+        ended_ms BIGINT NOT NULL,
+        request_id TEXT NOT NULL,
+        key_id TEXT NOT NULL,
+        record TEXT NOT NULL
+    )""",
+    "CREATE INDEX IF NOT EXISTS request_log_ended ON request_log (ended_ms)",
+)
+_ADD = "INSERT INTO request_log (ended_ms, request_id, key_id, record) VALUES (?, ?, ?, ?)"
+_EXPIRE = "DELETE FROM request_log WHERE ended_ms < ?"
+_READ = """
+    SELECT ended_ms, record FROM request_log WHERE ended_ms >= ? AND ended_ms < ?
+    ORDER BY ended_ms DESC LIMIT ? OFFSET ?
+"""
+_FORGET = "DELETE FROM request_log WHERE request_id = ? RETURNING request_id"
+
+T = TypeVar("T")
+Matches = Callable[[RequestRecord], bool]
+
+
+class RequestLog:
+    """Belongs to the loop; only its own thread uses the database."""
+
+    def __init__(self, activity: ActivityLog, location: str, clock: Callable[[], float] = time.time) -> None:
+        """`location`: a file path or URL, which is opened when there is something to write or to read."""
+        self._database = Database(driver_of(location), SCHEMA, "request log")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="request log")
+        self._clock = clock
+        self._waiting: deque[RequestRecord] = deque(maxlen=MAX_WAITING)
+        self._expired_at = 0.0
+        self._is_closed = False
+        self.retention_days = 0
+        """0: nothing is written."""
+        self.is_failing = False
+        """Whether the database could not be used."""
+        activity.subscribe(self._ended)
+
+    def _ended(self, record: RequestRecord) -> None:
+        if self.retention_days:
+            self._waiting.append(record)
+
+    async def run(self) -> None:
+        """Write regularly, until cancelled."""
+        while True:
+            await asyncio.sleep(FLUSH_S)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Write what has ended, and delete what is too old. Never raises: a failure is logged once."""
+        is_due = self.retention_days > 0 and self._clock() - self._expired_at >= EXPIRE_S
+        if not self._waiting and not is_due:
+            return
+        batch = list(self._waiting)
+        self._waiting.clear()
+        oldest_ms = int((self._clock() - self.retention_days * DAY_S) * 1000) if is_due else None
+        try:
+            await self._in_thread(lambda execute: _write(execute, batch, oldest_ms))
+        except StoreError as error:
+            self._waiting.extendleft(reversed(batch[-(MAX_WAITING - len(self._waiting)) :]))
+            if not self.is_failing:
+                log.error("the request log waits in memory until the database is available: %s", error)
+            self.is_failing = True
+            return
+        self.is_failing = False
+        if is_due:
+            self._expired_at = self._clock()
+
+    async def read(self, since: float, until: float, limit: int, matches: Matches) -> list[RequestRecord]:
+        """The newest `limit` requests that ended in [since, until) and match, newest first. Raises StoreError."""
+        await self.flush()
+        return await self._in_thread(lambda execute: _read(execute, since, until, limit, matches))
+
+    async def forget(self, matches: Matches) -> int:
+        """Delete the requests that match; returns how many. Raises StoreError."""
+        await self.flush()
+        return await self._in_thread(lambda execute: _forget(execute, matches))
+
+    async def close(self) -> None:
+        """Write what is not written yet. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        await self.flush()
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._database.close)
+        self._thread.shutdown(wait=False)
+
+    async def _in_thread(self, work: Callable[[Execute], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._database.run, work)
+
+
+def _write(execute: Execute, batch: list[RequestRecord], oldest_ms: int | None) -> None:
+    for record in batch:
+        text = msgspec.json.encode(msgspec.structs.replace(record, capture=None)).decode()
+        execute(_ADD, (int(record.ended_at * 1000), record.id.decode(), record.key_id or "", text))
+    if oldest_ms is not None:
+        execute(_EXPIRE, (oldest_ms,))
+
+
+def _forget(execute: Execute, matches: Matches) -> int:
+    ids = {record.id.decode() for record in _read(execute, 0, _NEVER_S, _MANY, matches)}
+    return sum(len(execute(_FORGET, (each,))) for each in ids)
+
+
+def _read(execute: Execute, since: float, until: float, limit: int, matches: Matches) -> list[RequestRecord]:
+    found: list[RequestRecord] = []
+    offset = 0
+    while len(found) < limit:
+        rows = execute(_READ, (int(since * 1000), int(until * 1000), _PAGE, offset))
+        records = (msgspec.json.decode(row[1], type=RequestRecord) for row in rows)
+        found += [record for record in records if matches(record)]
+        offset += _PAGE
+        if len(rows) < _PAGE:
+            break
+    return found[:limit]

@@ -1,0 +1,95 @@
+"""The handler of opaque requests that are not JSON: forms with files, queries, and all that is below `/upstream/`."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from cortex.gateway.ledger.keys import KeySection, check_operator
+from cortex.gateway.proxy.inference import Inference, ReceivedRequest, request_id_of
+from cortex.gateway.proxy.opaque.body import OpaqueBody
+from cortex.gateway.proxy.routes import Route
+from cortex.http.cross_site import CrossSiteCheck
+from cortex.http.opaque_request import read_fields
+from cortex.http.request import Request
+from cortex.http.server.exchange import Exchange
+from cortex.parsing.envelope import Envelope, Facts
+from cortex.tasks import run_once
+from cortex.telemetry.spans import Span
+from cortex.wire.errors import CortexError, ModelNotFound, ShuttingDown
+from cortex.wire.opaque.fields import OpaqueFields
+from cortex.wire.opaque.routes import split_upstream
+
+
+class OpaqueInference:
+    """Reads no more of a request than its model, and has `Inference` do the rest."""
+
+    def __init__(self, inference: Inference) -> None:
+        self.cross_site = CrossSiteCheck()
+        """Replaced by a reload."""
+        self._inference = inference
+
+    def begin(self, exchange: Exchange, route: Route) -> None:
+        """Take over an exchange: it gets a response in every case."""
+        services, request = self._inference.services, exchange.request
+        received_at = services.clock()
+        id = request_id_of(request.header(b"x-request-id"))
+        span = services.tracer.begin(route.span_name, request.header(b"traceparent"))
+        key: KeySection | None = None
+        try:
+            if self._inference.closing:
+                raise ShuttingDown("This gateway is shutting down; try again in a moment.", retry_after_s=5.0)
+            key = services.admission.authenticate(request)
+            if route.is_upstream and key is not None:
+                check_operator(key)  # a server may show what others have sent, and change itself
+            if key is None or not _sends_key(request):
+                # Browsers ask nobody before they send a form or follow a link, also with the session of the page.
+                origin, host = request.text(b"origin"), request.text(b"host")
+                self.cross_site.check_origin(origin, host, request.text(b"sec-fetch-site"))
+        except CortexError as error:
+            self._inference.reject_unread(exchange, route, key, id, span, error)
+            return
+        task = run_once(self._receive(exchange, route, key, id, span, received_at), "read an opaque request")
+        exchange.on_disconnect(partial(_cancel, task))
+
+    async def _receive(
+        self, exchange: Exchange, route: Route, key: KeySection | None, id: bytes, span: Span, received_at: float
+    ) -> None:
+        request, services = exchange.request, self._inference.services
+        try:
+            found: OpaqueFields | str
+            if route.is_upstream:
+                name, found = self._split(request)
+            else:
+                found = await read_fields(request)
+                name = found.model
+        except CortexError as error:
+            self._inference.reject_unread(exchange, route, key, id, span, error)
+            return
+        except asyncio.CancelledError:
+            services.metrics.disconnects.labels("wait").inc()
+            span.end({}, error="client_disconnected")
+            raise
+        envelope = Envelope(Facts(name, stream=False, completion_limit=0, num_choices=1), ())
+        received = ReceivedRequest(exchange, route, b"", envelope, key, id, span, received_at)
+        self._inference.serve(received, make_body=lambda model: OpaqueBody(request, model, found))
+
+    def _split(self, request: Request) -> tuple[str, str]:
+        """The model in the path, and the path of its server. Raises MalformedHTTP or ModelNotFound."""
+        problem: CortexError = ModelNotFound("There is no model in the path; use /upstream/MODEL/PATH.")
+        for name, path in split_upstream(request.path.decode("latin-1")):
+            try:
+                self._inference.services.dispatcher.resolve(name)
+            except ModelNotFound as error:
+                problem = error
+            else:
+                return name, path
+        raise problem
+
+
+def _sends_key(request: Request) -> bool:
+    return (request.header(b"authorization") or request.header(b"x-api-key")) is not None
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()

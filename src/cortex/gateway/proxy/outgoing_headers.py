@@ -1,0 +1,68 @@
+"""The headers of a request to a node, and those that the gateway adds to its response."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from urllib.parse import quote
+
+from cortex.gateway.dispatch.leases import Lease
+from cortex.gateway.proxy.accounting.request_accounting import RequestAccounting
+from cortex.gateway.proxy.admission import AdmittedRequest
+from cortex.gateway.proxy.redaction import hides_details
+from cortex.gateway.proxy.response_keeper import ResponseKeeper
+from cortex.gateway.proxy.routes import Route
+from cortex.http.request import Headers
+from cortex.wire.dialects.openai_responses import kept
+from cortex.wire.node.headers import ATTEMPT_ID, BUDGET, ERROR_DETAILS, NO_DETAILS, NODE, PRINCIPAL, TOKEN_LIMIT, WAITED
+from cortex.wire.opaque.routes import SAFE_HEADERS
+
+_PRINCIPAL = PRINCIPAL.encode()
+_ATTEMPT = ATTEMPT_ID.encode()
+_NODE = NODE.encode()
+_NO_DETAILS = (ERROR_DETAILS.encode(), NO_DETAILS.encode())
+_KEPT = kept.HEADER.encode()
+_WAITED = WAITED.encode()
+_TOKEN_LIMIT = TOKEN_LIMIT.encode()
+_BUDGET = BUDGET.encode()
+_SAFE: Headers = tuple((name.encode(), value.encode()) for name, value in SAFE_HEADERS.items())
+
+
+def for_node(
+    lease: Lease,
+    route: Route,
+    admitted: AdmittedRequest,
+    accounting: RequestAccounting,
+    keeper: ResponseKeeper | None,
+    traceparent: bytes | None,
+) -> Headers:
+    """What a node learns about a request beside its body."""
+    reservation = admitted.reservation
+    headers: Headers = (
+        (b"x-request-id", accounting.id),
+        (_ATTEMPT, accounting.attempt_id),
+        (_PRINCIPAL, header_value(reservation.principal)),
+    )
+    if keeper is not None and keeper.kept is not None:
+        headers = (*headers, (_KEPT, keeper.kept.header_value.encode()))
+    if route.reports_durations:
+        headers = (*headers, (_WAITED, b"%d" % (1000 * accounting.held_s)))
+    if reservation.token_limit is not None and lease.has_lifecycle:
+        headers = (*headers, (_TOKEN_LIMIT, b"%d" % reservation.token_limit))
+    if hides_details(admitted.key):
+        headers = (*headers, _NO_DETAILS)
+    return headers if traceparent is None else (*headers, (b"traceparent", traceparent))
+
+
+def for_client(lease: Lease, route: Route, admitted: AdmittedRequest, *, names_node: bool) -> Headers:
+    """What is added to the response of a node."""
+    ours: Headers = ((_NODE, header_value(lease.node)),) if names_node else ()
+    reservation = admitted.reservation
+    if reservation.token_limit is not None and reservation.is_tight:
+        ours = (*ours, (_BUDGET, b"%d tokens" % reservation.token_limit))
+    return (*ours, *_SAFE) if route.need == "relay" else ours
+
+
+@lru_cache(maxsize=4096)
+def header_value(text: str) -> bytes:
+    """`text`, any name that an operator chose, as a safe header value."""
+    return quote(text, safe=" @._-").encode()

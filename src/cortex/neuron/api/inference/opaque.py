@@ -1,0 +1,70 @@
+"""Requests that only the server of a model understands: speech, images, and everything below `/upstream/{model}/`.
+
+They pass through unread but for the model's name, with the queue, the load on demand and the limits of every request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cortex.http.composed_body import Body
+from cortex.http.opaque_request import read_fields, target_of, with_fields
+from cortex.neuron.api.inference.opaque_relay import OpaqueRelay
+from cortex.neuron.api.inference.routes import Inference
+from cortex.neuron.api.inference.tracing import traced
+from cortex.neuron.api.routes.metrics import RequestWatch
+from cortex.neuron.api.routing import ApiCall, Route
+from cortex.neuron.node.harness.upstream import Upstream
+from cortex.wire.errors import UnsupportedModality
+from cortex.wire.opaque.routes import PATHS, UPSTREAM, UPSTREAM_METHODS, split_upstream
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueRoutes:
+    inference: Inference
+
+    @property
+    def _relay(self) -> OpaqueRelay:
+        return self.inference.opaque
+
+    def routes(self) -> list[Route]:
+        return [
+            *(Route(method, path, self.by_field) for path, method in PATHS.items()),
+            *(Route(method, f"{UPSTREAM}(?P<target>.+)", self.by_path) for method in UPSTREAM_METHODS),
+        ]
+
+    async def by_field(self, call: ApiCall) -> None:
+        """The model stands in the body or in the query."""
+        http, shared = call.request, self.inference
+        with shared.drain_gate.enter(), shared.metrics.watch("opaque") as watch, traced(shared.tracer, http, watch):
+            fields = await read_fields(http)
+            upstream = self._upstream(fields.model, http.path.decode(), watch)
+            query, body = with_fields(http, fields, upstream.fields, upstream.stripped_fields)
+            await self._relay.pass_on(call, fields.model, target_of(http.path, query), body, upstream, watch)
+
+    async def by_path(self, call: ApiCall) -> None:
+        """Everything but the path's beginning reaches the server as it is."""
+        http, shared = call.request, self.inference
+        with shared.drain_gate.enter(), shared.metrics.watch("opaque") as watch, traced(shared.tracer, http, watch):
+            ways = list(split_upstream(http.path.decode("latin-1")))
+            known = {status.id for status in shared.backend.models()}
+            model, path = next((way for way in ways if way[0] in known), ways[0])
+            upstream = self._upstream(model, None, watch)
+            body: Body = http.body if http.upload is None else http.upload
+            target = target_of(path.encode("latin-1"), http.query)
+            await self._relay.pass_on(call, model, target, body, upstream, watch)
+
+    def _upstream(self, model: str, path: str | None, watch: RequestWatch) -> Upstream:
+        """Raises ModelNotFound, or UnsupportedModality for a model that does not take such requests."""
+        backend = self.inference.backend
+        backend.served(model)  # raises ModelNotFound
+        watch.model = model
+        upstream = backend.upstream(model)
+        if upstream is None:
+            raise UnsupportedModality(
+                f"{model} is run by the built-in engine, which has no {path or UPSTREAM}; use a model of a "
+                "harness with a server for it."
+            )
+        if path is not None:
+            upstream.check_route(path)
+        return upstream

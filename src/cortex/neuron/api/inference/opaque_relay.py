@@ -1,0 +1,101 @@
+"""Passes a request that has a model on to the server of that model, and the response back, unread."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass
+
+from cortex.http.composed_body import Body
+from cortex.http.observer import ObservedRelay, Outcome
+from cortex.http.opaque_request import passed_headers
+from cortex.http.relay import Relay
+from cortex.http.request import Headers
+from cortex.http.ticker import Ticker
+from cortex.http.upstream.faults import UpstreamFault, UpstreamSilent
+from cortex.neuron.api import bodies
+from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.inference.server_slot import ServerSlot
+from cortex.neuron.api.inference.session import ready
+from cortex.neuron.api.routes.metrics import RequestWatch
+from cortex.neuron.api.routing import ApiCall
+from cortex.neuron.node.harness.upstream import Upstream
+from cortex.wire.dialects.registry import DIALECTS
+from cortex.wire.errors import CortexError, MethodNotAllowed, UpstreamInterrupted
+from cortex.wire.node import headers as our_headers
+
+_RELAYED: Headers = ((our_headers.RELAYED.encode(), b"1"),)
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueRelay:
+    """What such requests share."""
+
+    backend: Backend
+    drain_gate: DrainGate
+    ticker: Ticker
+
+    async def pass_on(
+        self, call: ApiCall, model: str, target: bytes, body: Body, upstream: Upstream, watch: RequestWatch
+    ) -> None:
+        """Loads the model, waits for a slot, and passes request and response on."""
+        http = call.request
+        if http.method == b"HEAD":
+            raise MethodNotAllowed("A server is not asked for heads; use GET.", details={"allowed_methods": ["GET"]})
+        watch.phase = lambda: "load"
+        await self.drain_gate.wait_for(ready(self.backend, model))
+        watch.phase = lambda: "prefill"
+        id = f"opaque-{uuid.uuid4().hex}"
+        slot = ServerSlot(self.backend, model, id, bodies.principal_of(http))
+        response = _Response(asyncio.get_running_loop().create_future())
+        relay = Relay(call.exchange, response, self.ticker, None, _RELAYED)
+        try:
+            await slot.wait()
+            slot.on_lost = response.fail
+            relay.send(upstream.pool(), http.method, target, passed_headers(http), body)
+            try:
+                await response.ended
+            except UpstreamFault as fault:
+                if isinstance(fault, UpstreamSilent):
+                    upstream.hangs(str(fault))
+                await slot.check_lost()
+                raise UpstreamInterrupted(f"The model's server failed: {fault}; try again.") from fault
+            if response.error is not None:
+                watch.failed(response.error)
+            upstream.finished(id, 0, 0)
+        finally:
+            relay.drop()
+            slot.release()
+
+
+class _Response:
+    """The observer of one relay. Its end is a future."""
+
+    def __init__(self, ended: asyncio.Future[None]) -> None:
+        self.ended = ended
+        self.error: CortexError | None = None
+        """What ended a response that had begun."""
+
+    def fail(self, problem: Exception) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(problem.with_traceback(None))
+
+    def on_head(self, relay: ObservedRelay, status: int, headers: Headers) -> bool:  # noqa: ARG002 - as Observer
+        return True
+
+    def on_first_data(self, relay: ObservedRelay) -> None: ...
+
+    def on_fault(self, relay: ObservedRelay, fault: UpstreamFault) -> None:  # noqa: ARG002 - as Observer
+        self.fail(fault)
+
+    def late_response(self, relay: ObservedRelay, status: int, body: bytes) -> bytes:  # noqa: ARG002 - as Observer
+        return b""
+
+    def interruption(self, relay: ObservedRelay, fault: UpstreamFault) -> bytes:  # noqa: ARG002 - as Observer
+        self.error = UpstreamInterrupted(f"The model's server failed in the middle of its response: {fault}.")
+        return DIALECTS["openai_chat"].stream_error(self.error)
+
+    def on_done(self, relay: ObservedRelay, outcome: Outcome) -> None:  # noqa: ARG002 - as Observer
+        if not self.ended.done():
+            self.ended.set_result(None)

@@ -1,0 +1,63 @@
+"""The limits on the pictures of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from msgspec import Meta
+
+from cortex.settings.section import Section
+from cortex.wire.node.load_options import Count
+from cortex.wire.pictures.files import MAX_PICTURES
+from cortex.wire.pictures.parts import invalid
+from cortex.wire.requests import Image
+
+
+class PictureLimits(Section, frozen=True):
+    """Pictures in requests. Their size is known from the headers of their files, before anything is decoded. Decoding
+    runs in processes of its own, which are killed when they exceed a limit."""
+
+    max_pictures: Annotated[int, Meta(ge=0, le=MAX_PICTURES)] = 100
+    """In one request; more are rejected with 400. 0: no pictures."""
+    max_mb: Count = 20
+    """Files of more million bytes are rejected with 400."""
+    max_megapixels: Count = 50
+    """Pictures of more million pixels are rejected with 400."""
+    max_aspect: Count = 200
+    """So are those whose longer side is more than this many times the shorter one."""
+    workers: Count = 2
+    """Pictures that are decoded at once."""
+    timeout_s: Annotated[float, Meta(gt=0)] = 20.0
+    """A picture that takes longer to decode is rejected with 400."""
+    memory_mb: Count = 1024
+    """Memory that decoding one picture may take."""
+    cache_mb: Annotated[int, Meta(ge=0)] = 256
+    """Memory for decoded pictures: a conversation sends them again with each turn."""
+
+    def check(self, images: Sequence[Image]) -> None:
+        """Raises InvalidValue, which names the first picture that exceeds a limit."""
+        if len(images) > self.max_pictures:
+            raise invalid(
+                images[self.max_pictures].param,
+                f"the request has {len(images)} pictures, at most {self.max_pictures} are allowed on this node "
+                "(pictures.max_pictures in neuron.toml); send fewer",
+            )
+        for image in images:
+            if (problem := self._problem(image)) is not None:
+                raise invalid(image.param, problem)
+
+    def _problem(self, image: Image) -> str | None:
+        longer, shorter = max(image.width, image.height), min(image.width, image.height)
+        size = f"the picture has {image.width} × {image.height} pixels"
+        if image.num_bytes > self.max_mb * 1_000_000:
+            size = f"the picture has {image.num_bytes / 1e6:.1f} MB"
+            return f"{size}, at most {self.max_mb} are allowed (pictures.max_mb); compress it"
+        if image.width * image.height > self.max_megapixels * 1_000_000:
+            return f"{size}, at most {self.max_megapixels} million are allowed (pictures.max_megapixels); shrink it"
+        if longer > self.max_aspect * shorter:
+            return (
+                f"{size}, and no side may be more than {self.max_aspect} times as long as the other "
+                "(pictures.max_aspect); cut it"
+            )
+        return None

@@ -1,0 +1,137 @@
+"""One entry of `[[harnesses]]` in `neuron.toml`."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from cortex.settings import Section
+from cortex.wire.node.load_options import Count
+
+Seconds = Annotated[float, Meta(gt=0)]
+ENGINE_NAMES = ("torch", "candle")
+"""The names of the built-in engine as a harness; `candle` is its old one."""
+Command = str | tuple[str, ...]
+
+
+class HealthCheck(Section, frozen=True):
+    """How a node learns that a server is ready."""
+
+    path: str = "/health"
+    """`GET` on this path responds with a 2xx status once the server can take requests. `none`: it can as soon as it
+    accepts a connection."""
+    timeout_s: Seconds = 300.0
+    """A server that is not ready within this time is ended, and its load fails with the last lines of its log."""
+
+
+class StateRequest(Section, frozen=True):
+    """A request that puts a server to sleep, or wakes it."""
+
+    path: str = ""
+    """Such as `/sleep?level=1` of vLLM. Empty: the server cannot do it."""
+    body: dict[str, Any] = msgspec.field(default_factory=dict)
+    """The fields of the request, which is a `POST`."""
+    timeout_s: Seconds = 60.0
+    """A server that has not responded by then is ended."""
+
+
+class HarnessEntry(Section, frozen=True):
+    """A server that runs models in place of the built-in engine: llama-server, vLLM, whisper.cpp, anything that speaks
+    HTTP. A model names it as its `harness`. The node starts one process for each loaded model, on a port of the
+    loopback address, and ends it with the model. Commands stand in this file only; no request can give one. The
+    ready-made ones need no entry: `llama-server`, `vllm`, `sglang`, `whisper-server`, `sd-server`, `tei`. An entry of
+    such a name, or `like` one, changes what it gives. `docker` and `podman` need the image in `args`."""
+
+    name: str = "torch"
+    """Its name in `harness` of models. `torch`, or its old name `candle`, is the built-in engine, which every node has
+    without an entry."""
+    like: str | None = None
+    """A ready-made harness whose settings hold where this entry gives none. Absent: the one of the same name."""
+    cmd: Command = ()
+    """The program and its arguments: a list, or a text that is divided at spaces outside quotes. No shell is involved.
+    Replaced in every argument: `${PORT}`, which must occur in a command or in `env`, `${MODEL_PATH}` (the model's
+    files, which are downloaded only if this occurs), `${MODEL_DIRECTORY}` (what a container must mount to read them),
+    `${MODEL_ID}`, `${CONTEXT}` (`context_tokens` of the model), `${DEVICES}` (indices, separated by commas),
+    `${GPU_IDS}` (the same as CUDA knows them), `${GPU_COUNT}`, `${MEMORY_FRACTION}` (the part of a device's memory that
+    the model is expected to take, at most 0.95), `${FREE_PORT}` (another port), `${env.NAME}`."""
+    args: Command = ()
+    """Arguments that follow all others."""
+    gpu_args: Command = ()
+    """Arguments that follow those of `cmd` where the model is on GPUs."""
+    context_args: Command = ()
+    """Arguments that follow those of `cmd` where the model has `context_tokens`."""
+    cmd_stop: Command = ()
+    """A command that ends the server, such as `docker stop`; also with `${PID}`. Absent: SIGTERM to all its
+    processes."""
+    cmd_kill: Command = ()
+    """A command that ends what is left of the server when its processes have been killed, such as `docker rm --force`.
+    It also runs after the node itself was killed."""
+    cmd_pid: Command = ()
+    """A command that prints the server's process id, where a daemon starts it, as docker does: the memory of that
+    process counts."""
+    env: dict[str, str] = msgspec.field(default_factory=dict)
+    """Environment variables of the server, in addition to those of the node; values are replaced as in `cmd`.
+    `CUDA_VISIBLE_DEVICES` is set by the node."""
+    health: HealthCheck = HealthCheck()
+    routes: tuple[str, ...] = ()
+    """The paths that the server has, such as `/v1/audio/speech`; a request to another one is rejected. Absent: all."""
+    upstream_model: str | None = None
+    """The name of the model in requests to the server. Absent: the model's id."""
+    set_params: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Fields of every request to the server, in place of those of the client."""
+    strip_params: tuple[str, ...] = ()
+    """Fields that are left out of every request to the server."""
+    memory_mb: Count | None = None
+    """The memory that a model is expected to take before its first load, unless it has a `memory_mb` of its own;
+    afterwards the measured size counts where it is larger. Absent: a quarter more than its files."""
+    max_concurrent: Count | None = None
+    """Requests that a server runs at once; more wait in the queue of the node. Absent: `limits.max_num_seqs`."""
+    stop_timeout_s: Seconds = 10.0
+    """How long a server may take to end; then it is killed."""
+    silence_timeout_s: Seconds = 600.0
+    """A server that sends nothing for this long while a response is due hangs: it is killed, and started again."""
+    restart: bool = True
+    """Start a server that ends by itself again, with a back-off. `false`: the next request does."""
+    sleep: StateRequest = StateRequest()
+    """The server moves the model out of the memory of its GPUs. Absent: the model is unloaded instead."""
+    wake: StateRequest = StateRequest()
+    """The server moves it back."""
+
+    @property
+    def commands(self) -> dict[str, tuple[str, ...]]:
+        """All of them by name, divided. Raises ValueError for an unclosed quote."""
+        names = ("cmd", "gpu_args", "context_args", "args", "cmd_stop", "cmd_kill", "cmd_pid")
+        return {name: _divided(self.name, name, getattr(self, name)) for name in names}
+
+    def argv(self, *, has_gpus: bool, has_context: bool) -> tuple[str, ...]:
+        """The program and its arguments, with variables."""
+        parts = self.commands
+        gpu, context = parts["gpu_args"] * has_gpus, parts["context_args"] * has_context
+        return (*parts["cmd"], *gpu, *context, *parts["args"])
+
+
+def _divided(harness: str, name: str, command: Command) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(command)) if isinstance(command, str) else command
+    except ValueError as error:
+        raise ValueError(f"{name} of the harness `{harness}` cannot be divided: {error}") from error
+
+
+def check_server(entry: HarnessEntry) -> None:
+    """Raises ValueError for a server that cannot run. Its entry must be complete."""
+    if not entry.cmd:
+        raise ValueError(f"the harness `{entry.name}` has no cmd; give the command that starts its server")
+    texts = (text for command in entry.commands.values() for text in command)
+    if not any("${PORT}" in text for text in (*texts, *entry.env.values())):
+        raise ValueError(
+            f"the harness `{entry.name}` has ${{PORT}} neither in cmd nor in env; its server must listen on the "
+            "port that the node chooses"
+        )
+    if bool(entry.sleep.path) != bool(entry.wake.path):
+        raise ValueError(f"the harness `{entry.name}` has one of `sleep` and `wake`; give both or neither")
+    for path in (*entry.routes, entry.sleep.path, entry.wake.path):
+        if path and not path.startswith("/"):
+            raise ValueError(f"the harness `{entry.name}` has the path {path!r}; a path begins with a slash")

@@ -1,0 +1,102 @@
+"""Servers that are known by name: a model of `harness = "vllm"` needs no more than the program."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+
+import msgspec
+
+from cortex.neuron.servers.entry import HarnessEntry, HealthCheck, StateRequest
+
+
+def _container(program: str, *gpu_args: str) -> HarnessEntry:
+    """`args` must give the image and the server's own arguments; it listens on `${PORT}` of all its addresses."""
+    name, volume = "cortex-${PORT}", "${MODEL_DIRECTORY}:${MODEL_DIRECTORY}:ro"
+    return HarnessEntry(
+        name=program,
+        cmd=f"{program} run --rm --init --name {name} --publish 127.0.0.1:${{PORT}}:${{PORT}} --volume {volume}",
+        gpu_args=(*gpu_args, "--env", "CUDA_VISIBLE_DEVICES=${GPU_IDS}"),
+        cmd_stop=(program, "stop", name),
+        cmd_kill=(program, "rm", "--force", name),
+        cmd_pid=(program, "inspect", "--format", "{{.State.Pid}}", name),
+        stop_timeout_s=30.0,
+    )
+
+
+_SLOW = HealthCheck(timeout_s=900.0)
+_SERVERS = (
+    HarnessEntry(
+        name="llama-server",
+        cmd="llama-server --host 127.0.0.1 --port ${PORT} --model ${MODEL_PATH} --alias ${MODEL_ID} --jinja",
+        gpu_args="--n-gpu-layers 999",
+        context_args="--ctx-size ${CONTEXT}",
+        max_concurrent=4,
+    ),
+    HarnessEntry(
+        name="vllm",
+        cmd="vllm serve ${MODEL_PATH} --served-model-name ${MODEL_ID} --host 127.0.0.1 --port ${PORT}",
+        gpu_args="--tensor-parallel-size ${GPU_COUNT} --gpu-memory-utilization ${MEMORY_FRACTION} --enable-sleep-mode",
+        context_args="--max-model-len ${CONTEXT}",
+        env={"VLLM_SERVER_DEV_MODE": "1"},  # without it there is no /sleep
+        health=_SLOW,
+        sleep=StateRequest("/sleep?level=1"),
+        wake=StateRequest("/wake_up"),
+    ),
+    HarnessEntry(
+        name="sglang",
+        cmd="sglang serve --model-path ${MODEL_PATH} --served-model-name ${MODEL_ID} --host 127.0.0.1 --port ${PORT}",
+        gpu_args="--tp-size ${GPU_COUNT} --mem-fraction-static ${MEMORY_FRACTION}",
+        context_args="--context-length ${CONTEXT}",
+        health=_SLOW,
+    ),
+    HarnessEntry(
+        name="whisper-server",
+        cmd="whisper-server --host 127.0.0.1 --port ${PORT} --model ${MODEL_PATH} "
+        "--inference-path /v1/audio/transcriptions",
+        routes=("/v1/audio/transcriptions",),
+        max_concurrent=1,
+    ),
+    HarnessEntry(
+        name="sd-server",
+        cmd="sd-server --listen-ip 127.0.0.1 --listen-port ${PORT} --model ${MODEL_PATH}",
+        health=HealthCheck(path="none"),
+        routes=("/v1/images/generations", "/v1/images/edits"),
+        max_concurrent=1,
+    ),
+    HarnessEntry(
+        name="tei",
+        cmd="text-embeddings-router --hostname 127.0.0.1 --port ${PORT} --prometheus-port ${FREE_PORT} "
+        "--model-id ${MODEL_PATH} --served-model-name ${MODEL_ID}",
+        routes=("/v1/embeddings",),
+    ),
+)
+_CONTAINERS = (_container("docker", "--gpus", "all"), _container("podman", "--device", "nvidia.com/gpu=all"))
+READY_MADE: Mapping[str, HarnessEntry] = {entry.name: entry for entry in (*_SERVERS, *_CONTAINERS)}
+BY_NAME: Mapping[str, HarnessEntry] = {entry.name: entry for entry in _SERVERS}
+"""Those that need no entry of their own."""
+
+
+def completed_server(entry: HarnessEntry) -> HarnessEntry:
+    """The entry with the settings of a ready-made one where it gives none. Raises ValueError for an unknown one."""
+    name = entry.like or entry.name
+    if entry.like is not None and name not in READY_MADE:
+        raise ValueError(
+            f"the harness `{entry.name}` is like `{name}`, which is not ready-made; there are {', '.join(READY_MADE)}"
+        )
+    base = READY_MADE.get(name)
+    if base is None or (entry.cmd and entry.like is None):
+        return entry
+    if base in _CONTAINERS and not (entry.args or entry.cmd):
+        raise ValueError(f"the harness `{entry.name}` needs `args`: the image, and the arguments of its server")
+    default = HarnessEntry()
+    values = {field: getattr(entry, field) for field in entry.__struct_fields__}
+    given = {field: value for field, value in values.items() if value != getattr(default, field)}
+    if "env" in given:
+        given["env"] = {**base.env, **entry.env}
+    return msgspec.structs.replace(base, **given)
+
+
+def installed(path: str | None = None) -> tuple[HarnessEntry, ...]:
+    """Those of `BY_NAME` whose program is on the PATH."""
+    return tuple(entry for entry in _SERVERS if shutil.which(entry.commands["cmd"][0], path=path) is not None)

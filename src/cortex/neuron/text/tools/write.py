@@ -1,0 +1,113 @@
+"""Writes tool calls in each syntax, the way the models were trained to: for templates that do not show calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from cortex.neuron.text.output.detect import ToolSyntax
+from cortex.neuron.text.tools.call import json_text
+from cortex.neuron.text.tools.frame import CALL_KEYS, FRAMES
+from cortex.neuron.text.tools.gemma import QUOTE
+from cortex.neuron.text.tools.named import NAMED_FORMS
+from cortex.neuron.text.tools.tags import TAG_FORMS, TagForm
+
+
+class Written(NamedTuple):
+    """A piece of a call's text."""
+
+    text: str
+    is_markup: bool
+    """Whether it is the syntax, whose control tokens are meant, and not a value."""
+
+
+class SpelledText(str):
+    """Text of which parts are markup: control tokens in those are control tokens."""
+
+    pieces: tuple[Written, ...]
+
+    def __new__(cls, pieces: Sequence[Written]) -> SpelledText:
+        text = super().__new__(cls, "".join(piece.text for piece in pieces))
+        text.pieces = tuple(pieces)
+        return text
+
+
+def written_calls(calls: Sequence[tuple[str, Mapping[str, Any]]], kind: ToolSyntax) -> list[Written]:
+    """Calls of one turn: the name of each and its arguments. Harmony has no such form: its templates show calls."""
+    frame = FRAMES.get(kind)
+    bodies = [list(_body(name, arguments, kind)) for name, arguments in calls]
+    if frame is None:
+        return _joined(bodies, "\n")
+    if frame.before.startswith("["):  # one list for all
+        bodies = [_joined(bodies, ", ")]
+    framed = [[*_markup(frame.opening + frame.before), *body, *_markup(frame.after + frame.closing)] for body in bodies]
+    begin, end = frame.section or ("", "")
+    return [*_markup(begin), *_joined(framed, "\n" if frame.before == "\n" else ""), *_markup(end)]
+
+
+def _body(name: str, arguments: Mapping[str, Any], kind: ToolSyntax) -> Iterator[Written]:
+    if (form := TAG_FORMS.get(kind)) is not None:
+        yield from _tagged(name, arguments, form)
+    elif kind in (ToolSyntax.LFM2, ToolSyntax.OLMO):
+        written = ", ".join(f"{key}={json_text(value)}" for key, value in arguments.items())
+        if not all(map(str.isidentifier, arguments)):
+            written = f"**{json_text(dict(arguments))}"
+        yield Written(f"{name}({written})", False)
+    elif kind is ToolSyntax.GEMMA:
+        yield Written(f"call:{name}", False)
+        yield from _gemma_value(arguments)
+    elif (named := NAMED_FORMS.get(kind)) is not None and kind is not ToolSyntax.MISTRAL_JSON:
+        yield from _markup("".join(named.before))
+        yield Written(name, False)
+        yield from _markup("".join(named.between))
+        yield Written(json_text(dict(arguments)), False)
+    else:
+        name_key, arguments_key = CALL_KEYS.get(kind, ("name", "arguments"))
+        yield Written(json_text({name_key: name, arguments_key: dict(arguments)}), False)
+
+
+def _tagged(name: str, arguments: Mapping[str, Any], form: TagForm) -> Iterator[Written]:
+    yield from _markup(form.function_open + form.quote)
+    yield Written(name, False)
+    yield from _markup(f"{form.quote}{form.function_name_close}\n")
+    for key, value in arguments.items():
+        stated = f' string="{json.dumps(isinstance(value, str))}"' if form.says_type else ""
+        yield from _markup(form.parameter_open + form.quote)
+        yield Written(key, False)
+        yield from _markup(form.quote + stated + "".join(form.parameter_name_close) + form.value_break)
+        yield Written(value if isinstance(value, str) else json_text(value), False)
+        yield from _markup(f"{form.value_break}{form.parameter_close}\n")
+    if form.closing:
+        yield from _markup(form.function_close)
+
+
+def _gemma_value(value: Any) -> Iterator[Written]:
+    match value:
+        case str():
+            yield from (Written(QUOTE, True), Written(value, False), Written(QUOTE, True))
+        case Mapping():
+            yield Written("{", True)
+            for place, (key, item) in enumerate(value.items()):
+                yield Written(f"{',' if place else ''}{key}:", False)
+                yield from _gemma_value(item)
+            yield Written("}", True)
+        case list():
+            yield Written("[", True)
+            for place, item in enumerate(value):
+                yield Written("," if place else "", True)
+                yield from _gemma_value(item)
+            yield Written("]", True)
+        case _:
+            yield Written(json_text(value), False)
+
+
+def _markup(text: str) -> list[Written]:
+    return [Written(text, True)] if text else []
+
+
+def _joined(parts: Sequence[Sequence[Written]], separator: str) -> list[Written]:
+    joined: list[Written] = []
+    for place, part in enumerate(parts):
+        joined += [*(_markup(separator) if place else []), *part]
+    return joined

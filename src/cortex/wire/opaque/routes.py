@@ -1,0 +1,63 @@
+"""The paths of such requests, and their targets below `/upstream/{model}/`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import quote, unquote
+
+from cortex.wire.errors import MalformedHTTP
+
+UPSTREAM = "/upstream/"
+UPSTREAM_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+PATHS: dict[str, str] = {
+    "/v1/audio/transcriptions": "POST",
+    "/v1/audio/translations": "POST",
+    "/v1/audio/speech": "POST",
+    "/v1/audio/voices": "GET",
+    "/v1/images/generations": "POST",
+    "/v1/images/edits": "POST",
+    "/v1/images/variations": "POST",
+}
+"""Path → method. Requests of `/upstream/` name their model in the path, these in their body or query."""
+CLIENT_HEADERS = (
+    "accept",
+    "accept-language",
+    "content-type",
+    "if-modified-since",
+    "if-none-match",
+    "last-event-id",
+    "range",
+)
+"""What the server learns of the client's headers: neither keys nor cookies, nor where the request came from."""
+SAFE_HEADERS = {"content-security-policy": "sandbox allow-scripts allow-forms", "x-content-type-options": "nosniff"}
+"""A page of such a server is shown under the address of this one: it must not act as a page of ours."""
+
+
+def is_opaque(path: str) -> bool:
+    return path in PATHS or path.startswith(UPSTREAM)
+
+
+def split_upstream(path: str) -> Iterator[tuple[str, str]]:
+    """The ways to divide a path below `/upstream/` into a model and a path of its server, the shortest name first: the
+    name may contain slashes. Names are percent-decoded, paths as sent. Raises MalformedHTTP for a path that could be
+    read as another one."""
+    check_path(path)
+    rest = path.removeprefix(UPSTREAM)
+    position = -1
+    while (position := rest.find("/", position + 1)) >= 0:
+        if name := unquote(rest[:position]):
+            yield name, rest[position:]
+    if rest:
+        yield unquote(rest), "/"
+
+
+def upstream_path(model: str, path: str) -> str:
+    """The path of a request to `model`, for a node."""
+    return f"{UPSTREAM}{quote(model, safe='')}{path}"
+
+
+def check_path(path: str) -> None:
+    """Raises MalformedHTTP for dot segments, backslashes and control characters, encoded or not."""
+    decoded = unquote(unquote(path))
+    if not decoded.isprintable() or "\\" in decoded or any(part in (".", "..") for part in decoded.split("/")):
+        raise MalformedHTTP("the path has dot segments, backslashes or control characters; send it without them")

@@ -1,0 +1,74 @@
+"""Reads the pictures in a body: `data:` URLs, base64 texts and addresses."""
+
+from __future__ import annotations
+
+import binascii
+import re
+from typing import Final
+
+from cortex.wire.errors import InvalidValue, shorten
+from cortex.wire.fields.body import Fields
+from cortex.wire.requests import Detail, Image
+
+_DETAILS: Final[dict[str, Detail]] = {"auto": "auto", "low": "low", "high": "high", "original": "high"}
+_DATA_URL = re.compile(r"\s*data:(?P<media_type>[^,;]*)(?P<options>(?:;[^,;]*)*),", re.IGNORECASE)
+_ADDRESS = re.compile(r"\s*https?://", re.IGNORECASE)
+_MAX_DATA_URL_HEAD = 256
+_SPACES = str.maketrans("", "", " \t\r\n")
+
+
+def read_url_part(part: Fields) -> Image:
+    """A part of OpenAI's dialects: `image_url` is a URL, or an object with `url` and `detail`."""
+    if part.raw("file_id") is not None and part.raw("image_url") is None:
+        raise part.invalid("file_id", "no files are stored here; send the picture as a `data:` URL in 'image_url'")
+    holder = part.object("image_url") if isinstance(part.raw("image_url"), dict) else None
+    url = part.required_text("image_url") if holder is None else holder.required_text("url")
+    return _with_detail(from_url(url, part.path), holder if holder is not None and "detail" in holder else part)
+
+
+def from_url(url: str, param: str) -> Image:
+    """The picture of a `data:` URL, or at an address. Raises InvalidValue."""
+    if _ADDRESS.match(url):
+        return Image(url=url.strip(), param=param)
+    head = _DATA_URL.match(url[:_MAX_DATA_URL_HEAD])
+    if head is None:
+        raise invalid(param, f"{shorten(url)!r} is no picture; send a `data:` URL with base64")
+    if ";base64" not in head["options"].lower():
+        raise invalid(param, "the `data:` URL is not in base64; send `data:image/png;base64,…`")
+    return from_base64(url[head.end() :], head["media_type"], param)
+
+
+def from_base64(text: str, media_type: str, param: str) -> Image:
+    """The picture of a file in base64. Its type is found from the file itself, whatever was declared. Raises
+    InvalidValue."""
+    try:
+        # Surrogates and other text that is not ASCII raise ValueError, as malformed base64 does.
+        data = binascii.a2b_base64(_padded(text), strict_mode=True)
+    except ValueError:
+        raise invalid(param, "the picture is not valid base64") from None
+    if not data:
+        raise invalid(param, "the picture is empty")
+    return Image(data=data, media_type=media_type.strip().lower(), param=param)
+
+
+def invalid(param: str, problem: str) -> InvalidValue:
+    return InvalidValue(f"Invalid value for '{shorten(param)}': {problem}.", param=shorten(param))
+
+
+def _padded(text: str) -> str:
+    """Without line breaks, and with the padding that some clients leave out."""
+    if "\n" in text or "\r" in text or " " in text:
+        text = text.translate(_SPACES)
+    if "-" in text or "_" in text:
+        text = text.replace("-", "+").replace("_", "/")  # the alphabet for URLs
+    return text + "=" * (-len(text) % 4)
+
+
+def _with_detail(image: Image, fields: Fields) -> Image:
+    given = fields.text("detail")
+    if given is None:
+        return image
+    detail = _DETAILS.get(given)
+    if detail is None:
+        raise fields.invalid("detail", f"'{shorten(given)}' is not known; choose {', '.join(_DETAILS)}")
+    return Image(data=image.data, media_type=image.media_type, url=image.url, detail=detail, param=image.param)

@@ -1,0 +1,239 @@
+"""Sign-in to the page without a key: through an OpenID Connect provider, and through a proxy that knows the user."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from cortex.gateway.ledger.groups import GroupSection
+from cortex.gateway.ledger.keys import generate
+from cortex.gateway.ledger.users import SignInSection
+from cortex.gateway.page.openid import roles_in
+from cortex.wire.node.protocol import ModelState
+
+from ..fake_neuron import GB
+from ..started_gateway import Client
+
+pytest.importorskip("jwt", reason="needs the extra `oidc`")
+
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from .openid_provider import CLIENT_ID, SECRET, OpenIDProvider
+
+if TYPE_CHECKING:
+    from ..fake_neuron import StartNeuron
+    from ..started_gateway import StartGateway
+
+PUBLIC = "http://127.0.0.1:31313"
+PAGE = {"x-cortex-page": "1", "sec-fetch-site": "same-origin"}
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+async def provider(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OpenIDProvider]:
+    monkeypatch.setenv("OIDC_SECRET", SECRET)
+    found = OpenIDProvider()
+    await found.start()
+    yield found
+    await found.stop()
+
+
+def section(provider: OpenIDProvider, **fields: Any) -> SignInSection:
+    return SignInSection(
+        issuer=provider.issuer,
+        client_id=CLIENT_ID,
+        client_secret_env="OIDC_SECRET",
+        public_url=PUBLIC,
+        operator_roles=("admins",),
+        **fields,
+    )
+
+
+async def visit(client: Client, url: str, cookies: dict[str, str]) -> tuple[int, str, Any]:
+    """One step of a browser; cookies are kept. Returns status, the next address and the body."""
+    headers = {"cookie": "; ".join(f"{name}={value}" for name, value in cookies.items())}
+    async with client.session.get(url, headers=headers, allow_redirects=False) as response:
+        for name, morsel in response.cookies.items():
+            cookies[name] = morsel.value
+            if name == "cortex_session":
+                assert morsel["httponly"]
+                assert morsel["samesite"] == "Strict"
+        body = await response.json() if response.status >= 400 else None
+        return response.status, response.headers.get("location", ""), body
+
+
+async def sign_in(client: Client, cookies: dict[str, str]) -> tuple[int, Any]:
+    _, at_provider, _ = await visit(client, f"{client.url}/session/start", cookies)
+    _, callback, _ = await visit(client, at_provider, {})
+    parts = urlsplit(callback)
+    assert f"{parts.scheme}://{parts.netloc}{parts.path}" == f"{PUBLIC}/session/callback"
+    status, home, body = await visit(client, f"{client.url}{parts.path}?{parts.query}", cookies)
+    assert status >= 400 or home == f"{PUBLIC}/"
+    return status, body
+
+
+def with_session(cookies: dict[str, str]) -> dict[str, str]:
+    return {**PAGE, "cookie": f"cortex_session={cookies['cortex_session']}"}
+
+
+async def test_user_signs_in_with_roles_from_claims_and_is_metered(
+    provider: OpenIDProvider, neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB, "b": GB}, states={"a": ModelState.READY, "b": ModelState.READY})
+    boss = generate("boss", operator=True)
+    lab = GroupSection(name="lab", window_tokens=100_000)
+    wanted = section(provider, models=("a",), group="lab")
+    client = await start_gateway(beast, keys=(boss.section,), groups=(lab,), sign_in=wanted)
+    assert (await client.get("/session/methods"))[1] == {"openid": True, "key": True}
+    cookies: dict[str, str] = {}
+    assert await sign_in(client, cookies) == (302, None)
+    status, who = await client.get("/session", **with_session(cookies))
+    assert (status, who["name"], who["operator"], who["open"]) == (200, "anna", False, False)
+    for model, expected in (("a", 200), ("b", 403)):
+        status, body = await client.post("/v1/chat/completions", {"model": model, **CHAT}, **with_session(cookies))
+        assert status == expected, body
+    status, _ = await client.post("/fleet/models/a/unload", {}, **with_session(cookies))
+    assert status == 403, "not an operator"
+    status, _ = await client.post(
+        "/v1/chat/completions", {"model": "a", **CHAT}, cookie=with_session(cookies)["cookie"]
+    )
+    assert status == 401, "a session is for the page"
+    _, report = await client.get("/fleet/usage?by=key", Authorization=f"Bearer {boss.text}")
+    assert [row["name"] for row in report["rows"]] == ["anna"]
+    provider.claims["groups"] = ["others", "admins"]
+    assert await sign_in(client, cookies) == (302, None)
+    assert (await client.get("/session", **with_session(cookies)))[1]["operator"] is True
+    assert (await client.get("/session", Authorization=f"Bearer {boss.text}"))[1]["name"] == "boss", "keys still work"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"aud": "another"}, "not valid"),
+        ({"iss": "https://elsewhere.example"}, "not valid"),
+        ({"exp": 1}, "not valid"),
+        ({"nonce": "another"}, "another sign-in"),
+        ({"aud": [CLIENT_ID, "another"], "azp": "another"}, "another program"),
+    ],
+)
+async def test_rejects_a_token_that_was_not_made_for_this_sign_in(
+    provider: OpenIDProvider, start_gateway: StartGateway, changes: dict[str, Any], reason: str
+) -> None:
+    client = await start_gateway(sign_in=section(provider))
+    provider.changes = changes
+    cookies: dict[str, str] = {}
+    status, body = await sign_in(client, cookies)
+    assert status == 401
+    assert reason in body["error"]["message"]
+    assert "cortex_session" not in cookies
+
+
+async def test_rejects_what_does_not_belong_together(provider: OpenIDProvider, start_gateway: StartGateway) -> None:
+    client = await start_gateway(sign_in=section(provider, user_roles=("lab",)))
+    mine: dict[str, str] = {}
+    status, body = await sign_in(client, mine)
+    assert (status, "none of the roles" in body["error"]["message"]) == (401, True)
+    assert (await client.get("/v1/models"))[0] == 401, "with a provider and no keys, nobody gets in without signing in"
+    provider.claims["groups"] = ["lab"]
+    _, at_provider, _ = await visit(client, f"{client.url}/session/start", mine)
+    _, callback, _ = await visit(client, at_provider, {})
+    query = urlsplit(callback).query
+    here = f"{client.url}/session/callback?"
+    for cookies, sent, reason in (
+        ({}, query, "took too long or began elsewhere"),
+        ({"cortex_sign_in": mine["cortex_sign_in"][:-1] + "0"}, query, "took too long or began elsewhere"),
+        (dict(mine), query.replace("state=", "state=x"), "not begun in this browser"),
+        (dict(mine), query.replace("code=", "code=x"), "sign in again"),
+    ):
+        status, _, body = await visit(client, here + sent, cookies)
+        assert (status, reason in body["error"]["message"]) == (401, True), body
+        assert "cortex_session" not in cookies
+    assert (await visit(client, here + query, mine))[0] == 302
+    assert (await visit(client, here + query, dict(mine)))[0] == 401, "a code is good once"
+    forged = with_session({"cortex_session": mine["cortex_session"][:-1] + "x"})
+    assert (await client.get("/session", **forged))[0] == 401
+    provider.signing_key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    status, body = await sign_in(client, {})
+    assert (status, "not valid" in body["error"]["message"]) == (401, True), "signed by somebody else"
+
+
+async def test_provider_that_does_not_respond_is_a_502(start_gateway: StartGateway) -> None:
+    wanted = SignInSection(issuer="http://127.0.0.1:9/x", client_id="c", public_url=PUBLIC)
+    client = await start_gateway(sign_in=wanted)
+    status, _, body = await visit(client, f"{client.url}/session/start", {})
+    assert (status, "does not respond" in body["error"]["message"]) == (502, True)
+
+
+async def test_trusted_proxy_names_the_user_and_nobody_else_can(start_gateway: StartGateway) -> None:
+    headers = {"x-forwarded-user": "carl", "x-forwarded-groups": "lab, admins", **PAGE}
+    trusted = SignInSection(proxy_addresses=("127.0.0.0/8",), operator_roles=("admins",))
+    client = await start_gateway(sign_in=trusted)
+    status, who = await client.get("/session", **headers)
+    assert (status, who["name"], who["operator"]) == (200, "carl", True)
+    assert (await client.get("/session", **PAGE))[0] == 401, "the proxy names nobody"
+    status, _ = await client.post("/fleet/models/a/load", {}, **{**headers, "sec-fetch-site": "cross-site"})
+    assert status == 401, "a page of another site makes the browser send it"
+    elsewhere = SignInSection(proxy_addresses=("10.0.0.1",), operator_roles=("admins",))
+    client = await start_gateway(sign_in=elsewhere)
+    assert (await client.get("/session", **headers))[0] == 401
+
+
+@pytest.mark.parametrize(
+    ("claims", "path", "roles"),
+    [
+        ({"groups": ["a", 1, "b"]}, "groups", ("a", "b")),
+        ({"role": "a"}, "role", ("a",)),
+        ({"realm_access": {"roles": ["a"]}}, "realm_access.roles", ("a",)),
+        ({"https://x.example/roles": ["a"]}, "https://x.example/roles", ("a",)),
+        ({"groups": None}, "groups", ()),
+        ({}, "a.b", ()),
+    ],
+)
+def test_roles_are_found_in_claims(claims: dict[str, Any], path: str, roles: tuple[str, ...]) -> None:
+    assert roles_in(claims, path) == roles
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"issuer": "http://login.example", "client_id": "c", "public_url": PUBLIC},
+        {"issuer": "https://login.example", "client_id": "c"},
+        {"issuer": "https://login.example", "public_url": PUBLIC},
+        {"proxy_addresses": ("beast",)},
+    ],
+)
+def test_invalid_section_is_rejected(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"issuer|public_url|client_id|proxy_addresses"):
+        SignInSection(**fields)
+
+
+async def test_conversations_are_kept_for_their_owner_if_the_operator_allows_it(start_gateway: StartGateway) -> None:
+    trusted = SignInSection(proxy_addresses=("127.0.0.0/8",), conversations=True)
+    client = await start_gateway(sign_in=trusted)
+    anna, bert = ({"x-forwarded-user": name, **PAGE} for name in ("anna", "bert"))
+    assert (await client.get("/session", **anna))[1]["conversations"] is True
+    url = f"{client.url}/session/conversations"
+
+    async def put(number: int, headers: dict[str, str], path: str | None = None) -> int:
+        body = {"id": f"c{number}", "changed": number, "turns": [{"user": "x" * 100_000}]}
+        async with client.session.put(f"{url}/{path or body['id']}", json=body, headers=headers) as response:
+            return response.status
+
+    async def listed(headers: dict[str, str]) -> list[str]:
+        _, body = await client.get("/session/conversations", **headers)
+        return [each["id"] for each in body["conversations"]]
+
+    assert [await put(number, anna) for number in range(62)] == [200] * 62
+    assert await put(1, anna, "another") == 400
+    assert await listed(anna) == [f"c{number}" for number in range(61, 1, -1)], "the latest ones"
+    assert await listed(bert) == []
+    for headers, expected in ((bert, 404), (anna, 200)):
+        async with client.session.delete(f"{url}/c61", headers=headers) as response:
+            assert response.status == expected
+    assert (await listed(anna))[0] == "c60"
+    without = await start_gateway(sign_in=SignInSection(proxy_addresses=("127.0.0.0/8",)))
+    assert (await without.get("/session/conversations", **anna))[0] == 404
+    assert (await without.get("/session", **anna))[1]["conversations"] is False

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cortex.gateway.config import ActivitySection
+from cortex.gateway.ledger.keys import generate
+from cortex.gateway.proxy.accounting.activity import ActivityLog, Capture, RequestRecord
+from cortex.gateway.proxy.accounting.request_log import DAY_S, RequestLog
+from cortex.wire.events import Usage
+from cortex.wire.node.protocol import ModelState
+
+from ...fake_neuron import GB
+
+if TYPE_CHECKING:
+    from ...fake_neuron import StartNeuron
+    from ...started_gateway import StartGateway
+
+NOW = 1_800_000_000.0
+
+
+def record(number: int, ended_at: float) -> RequestRecord:
+    return RequestRecord(
+        number=number,
+        id=b"r%d" % number,
+        ended_at=ended_at,
+        key_id="abcdefgh",
+        key_name="anna",
+        model="m",
+        node="beast",
+        dialect="openai_chat",
+        path=b"/v1/chat/completions",
+        status=200,
+        outcome="complete",
+        error_code=None,
+        error_message=None,
+        reason="",
+        usage=Usage(prompt_tokens=3),
+        capture=Capture(b"secret", 6, b"secret"),
+    )
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return str(tmp_path / "log.db")
+    url: str = request.getfixturevalue("postgres_url")
+    return url
+
+
+async def test_keeps_requests_without_texts_until_they_are_too_old(location: str) -> None:
+    now = NOW
+    activity = ActivityLog(ActivitySection())
+    kept = RequestLog(activity, location, lambda: now)
+    activity.append(record(1, NOW))
+    await kept.flush()
+    assert await kept.read(0, NOW + 1, 10, lambda _: True) == [], "it is off"
+    kept.retention_days = 2
+    for number, age_s in ((2, 3 * DAY_S), (3, 100), (4, 0)):
+        activity.append(record(number, NOW - age_s))
+    found = await kept.read(NOW - 5 * DAY_S, NOW + 1, 10, lambda _: True)
+    assert [each.number for each in found] == [4, 3], "one is too old"
+    assert {each.capture for each in found} == {None}
+    assert found[0].usage == Usage(prompt_tokens=3)
+    assert [each.number for each in await kept.read(NOW - 50, NOW + 1, 10, lambda _: True)] == [4]
+    assert [each.number for each in await kept.read(0, NOW + 1, 1, lambda each: each.number < 4)] == [3]
+    assert await kept.forget(lambda each: each.number == 3) == 1
+    now += 3 * DAY_S
+    await kept.flush()
+    assert await kept.read(0, now, 10, lambda _: True) == []
+    await kept.close()
+
+
+async def test_waits_in_memory_while_the_database_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "folder").write_text("in the way")
+    activity = ActivityLog(ActivitySection())
+    kept = RequestLog(activity, str(tmp_path / "folder" / "log.db"), lambda: NOW)
+    kept.retention_days = 1
+    activity.append(record(1, NOW))
+    await kept.flush()
+    await kept.flush()
+    was_failing = kept.is_failing
+    assert was_failing
+    assert caplog.text.count("waits in memory") == 1
+    (tmp_path / "folder").unlink()
+    assert [each.number for each in await kept.read(0, NOW + 1, 9, lambda _: True)] == [1]
+    assert not kept.is_failing
+    await kept.close()
+
+
+async def test_is_served_to_operators_and_to_owners_of_keys_after_a_restart(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    anna, boss = generate("anna"), generate("boss", operator=True)
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
+    section = ActivitySection(requests=0, log_retention_days=7)
+    keys = (anna.section, boss.section)
+    client = await start_gateway(beast, keys=keys, activity=section)
+    for key in (anna, boss):
+        body = {"model": "a", "messages": [{"role": "user", "content": "private words"}]}
+        status, _ = await client.post("/v1/chat/completions", body, Authorization=f"Bearer {key.text}")
+        assert status == 200
+    while (await client.get("/fleet/activity?since=0", Authorization=f"Bearer {boss.text}"))[1]["requests"] == []:
+        await asyncio.sleep(0.01)
+    await client.gateway.close()
+    client = await start_gateway(beast, keys=keys, activity=section)
+
+    async def listed(key_text: str, path: str = "/fleet/activity?since=2020-01-01") -> list[str]:
+        status, page = await client.get(path, Authorization=f"Bearer {key_text}")
+        assert status == 200, page
+        assert "private" not in str(page)
+        return [each["key"] for each in page["requests"]]
+
+    assert await listed(boss.text) == ["boss", "anna"]
+    assert await listed(anna.text) == ["anna"]
+    assert await listed(boss.text, "/fleet/activity?since=2020-01-01&key=anna") == ["anna"]
+    assert await listed(boss.text, "/fleet/activity?until=2020-01-01") == []
+    _, page = await client.get("/fleet/activity?since=0", Authorization=f"Bearer {boss.text}")
+    path = f"/fleet/activity/{page['requests'][0]['id']}"
+    assert (await client.get(path, Authorization=f"Bearer {boss.text}"))[0] == 200
+    async with client.session.delete(client.url + path, headers={"Authorization": f"Bearer {boss.text}"}) as gone:
+        assert gone.status == 200
+    assert await listed(boss.text) == ["anna"]
+
+
+async def test_says_what_to_set_where_there_is_none(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    client = await start_gateway(await neurons("beast"))
+    status, body = await client.get("/fleet/activity?since=0")
+    assert status == 400
+    assert "log_retention_days" in body["error"]["message"]

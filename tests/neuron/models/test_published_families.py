@@ -1,0 +1,124 @@
+"""Families from checkpoints whose matrices are quantised as they are published, against the same values in dense
+form: names of tensors, joined projections, experts and reordered rows must be those of the dense checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..weights.safetensors.test_published import compressed_config, words
+from .family_models import TABLE, VOCAB
+from .reference_models import randomised
+from .test_parity import Driver, load
+
+GROUP = 32
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+FITTING = {"granitemoehybrid": {"mamba_n_heads": 8}}
+Stored = tuple[dict[str, Tensor], Tensor]
+"""The parts of a matrix, and the values that they mean."""
+MATRIX = re.compile(r"(proj|projs?|self_attn\.\w+|mlp\.\w+|experts\.\d+\.\w+|feed_forward\.\w+)\.weight")
+DENSE = re.compile(r"embed|lm_head|router|\bgate\.weight|norm|vision|multi_modal|per_layer_model|conv1d|\.conv\.conv")
+
+
+def float8_blocks(matrix: Tensor) -> Stored:
+    rows, columns = matrix.shape
+    scale = torch.rand(-(-rows // 16), -(-columns // 16)) * 0.02 + 0.01
+    spread = scale.repeat_interleave(16, 0)[:rows].repeat_interleave(16, 1)[:, :columns]
+    codes = (matrix / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale_inv": scale}, codes.float() * spread
+
+
+def float8_rows(matrix: Tensor) -> Stored:
+    scale = torch.rand(len(matrix), 1) * 0.02 + 0.01
+    codes = (matrix / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+
+
+def _integers(matrix: Tensor, zero: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, scales and zeros, and the values that they mean."""
+    rows, columns = matrix.shape
+    scale = (torch.rand(rows, columns // GROUP) * 0.03 + 0.02).half()
+    zero = torch.randint(6, 10, scale.shape) if zero is None else zero.expand(scale.shape)
+    spread, shift = (part.float().repeat_interleave(GROUP, 1) for part in (scale, zero))
+    codes = (matrix / spread + shift).round().clamp(0, 15)
+    return codes.to(torch.int64), scale, zero, (codes - shift) * spread
+
+
+def awq(matrix: Tensor) -> Stored:
+    codes, scale, zero, values = _integers(matrix)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def packed(rows: Tensor) -> Tensor:
+        return words(rows.reshape(len(rows), -1, 8)[..., order].flatten(1), 4)
+
+    return {"qweight": packed(codes.t()), "qzeros": packed(zero.t()), "scales": scale.t()}, values
+
+
+def gptq(matrix: Tensor) -> Stored:
+    codes, scale, zero, values = _integers(matrix)
+    parts = {"qweight": words(codes, 4).t(), "qzeros": words((zero - 1).t(), 4), "scales": scale.t()}
+    return {**parts, "g_idx": (torch.arange(matrix.shape[1]) // GROUP).int()}, values
+
+
+def compressed(matrix: Tensor) -> Stored:
+    codes, scale, _, values = _integers(matrix, torch.tensor(8))
+    shape = torch.tensor(matrix.shape)
+    return {"weight_packed": words(codes, 4), "weight_scale": scale, "weight_shape": shape}, values
+
+
+FLOATS: list[tuple[Callable[[Tensor], Stored], dict[str, Any]]] = [
+    (float8_blocks, {"quant_method": "fp8", "weight_block_size": [16, 16]}),
+    (float8_rows, compressed_config(8)),
+]
+INTEGERS: list[tuple[Callable[[Tensor], Stored], dict[str, Any]]] = [
+    (awq, {"quant_method": "awq", "bits": 4, "version": "gemm", "group_size": GROUP}),
+    (gptq, {"quant_method": "gptq", "bits": 4, "desc_act": False, "checkpoint_format": "gptq", "group_size": GROUP}),
+    (compressed, compressed_config(4)),
+]
+
+
+FAMILIES = [
+    *("qwen2", "mistral3", "phi3", "gemma3", "gemma4", "granite", "glm4", "glm4_moe", "glm4_moe_lite"),
+    *("ernie4_5", "cohere2", "muse_glimmer", "minimax_m2", "lfm2", "granitemoehybrid", "nemotron_h"),
+]
+"""Each has names, joined tensors or an order of rows that others lack."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_quantised_checkpoint_gives_the_logits_of_its_values(family: str, tmp_path: Path) -> None:
+    """In one format of 8 and one of 4 bits; every format occurs with several families."""
+    place, entry = FAMILIES.index(family), TABLE[family]
+    name = list(entry.changes)[-1 if family != "phi3" else 0]  # whose last one lists a factor for each dimension
+    wide = replace(entry, changes={name: SIZES | entry.changes[name] | FITTING.get(family, {})})
+    randomised(lambda: entry.model(wide.config_of(name)), std=0.15, vector_std=0.5).save_pretrained(tmp_path / "whole")
+    tensors = load_file(tmp_path / "whole" / "model.safetensors")
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    tokens = torch.randint(0, VOCAB, (12,), generator=torch.Generator().manual_seed(0))
+    for store, described in (FLOATS[place % len(FLOATS)], INTEGERS[place % len(INTEGERS)]):
+        dense, packed = dict(tensors), dict(tensors)
+        for matrix, values in tensors.items():
+            is_matrix = MATRIX.search(matrix) and not DENSE.search(matrix) and values.dim() == 2
+            if is_matrix and not values.shape[0] % 8 and not values.shape[1] % GROUP:
+                parts, dense[matrix] = store(packed.pop(matrix).float())
+                packed |= {f"{matrix.removesuffix('weight')}{part}": stored for part, stored in parts.items()}
+        assert len(packed) > len(tensors)
+        logits = []
+        for label, stored, quantised in (("dense", dense, None), ("packed", packed, described)):
+            path = tmp_path / f"{store.__name__} {label}"
+            path.mkdir()
+            save_file({key: value.contiguous() for key, value in stored.items()}, path / "model.safetensors")
+            (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+            logits += Driver(load(path), 1).logits([tokens], [[len(tokens)]])
+        # Products with 4-bit matrices round activations. A wrong row or scale changes everything.
+        error = (logits[1] - logits[0]).abs().max() / logits[0].abs().max()
+        assert error < (1e-3 if described in [each for _, each in FLOATS] else 0.03)

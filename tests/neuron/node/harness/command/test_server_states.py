@@ -1,0 +1,125 @@
+"""A server on GPUs: measured by its processes, put to sleep and woken by requests, and its memory verified."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from cortex.http.ticker import Ticker
+from cortex.neuron.node.harness.command import host as host_module
+from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, ServerMemory, free_port, server_info
+from cortex.neuron.servers.entry import HarnessEntry, StateRequest
+from cortex.neuron.worker.model_host import Damaged, SleepRejected
+
+from .commands import START, servers
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def short_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "_RECLAIM_S", 0.5)
+
+
+@dataclass
+class Card:
+    """A GPU whose free memory the test decides."""
+
+    free_bytes: int = 80 * GIB
+    process_bytes: int | None = None
+
+
+class Sink:
+    def on_progress(self, *_: Any) -> None: ...
+
+
+def host_on(card: Card, measured: list[int], **entry: Any) -> CommandHost:
+    fake = HarnessEntry(name="fake", cmd=START, **entry)
+    start = list(START[:-1])
+    return CommandHost(
+        "m",
+        fake,
+        ServerCommand(lambda port: [*start, str(port)], lambda *_: [], lambda _: {}),
+        ServerMemory((0,), lambda: card.free_bytes, GIB, lambda _: card.process_bytes),
+        server_info("fake", None),
+        Ticker(asyncio.get_running_loop()),
+        free_port,
+        measured.append,
+    )
+
+
+async def state_of(host: CommandHost) -> str:
+    assert host.pool is not None
+    response = await host.pool.fetch(b"GET", b"/health", timeout_s=30)
+    return str(json.loads(response.body)["state"])
+
+
+STATES = {"sleep": StateRequest("/sleep?level=1"), "wake": StateRequest("/wake_up")}
+
+
+async def test_sleeps_and_wakes_by_requests() -> None:
+    card, measured = Card(process_bytes=20 * GIB), list[int]()
+    host = host_on(card, measured, **STATES)
+    sink: Any = Sink()
+    resident = await host.load(sink)
+    assert (resident.measured_bytes, measured) == (20 * GIB, [20 * GIB])
+    card.free_bytes = 60 * GIB
+    sleeping = asyncio.create_task(host.sleep())
+    while await state_of(host) == "awake":
+        await asyncio.sleep(0.01)
+    card.free_bytes = 79 * GIB  # the driver frees it a moment later
+    asleep = await sleeping
+    assert (asleep.measured_bytes, asleep.process_bytes) == (20 * GIB, GIB)
+    assert asleep.host_bytes > 0
+    awake = await host.wake()
+    assert (awake.process_bytes, awake.host_bytes, await state_of(host)) == (20 * GIB, 0, "wake_up")
+    card.free_bytes = 80 * GIB
+    await host.unload()
+    assert not servers()
+
+
+@pytest.mark.parametrize(
+    ("states", "reason"),
+    [
+        ({}, "the harness fake has no sleep"),
+        ({**STATES, "sleep": StateRequest("/sleep?refuses")}, "asked to sleep and responded with status 500"),
+        (STATES, "freed 0 MiB only"),
+    ],
+)
+async def test_a_sleep_that_frees_nothing_is_rejected(states: dict[str, Any], reason: str) -> None:
+    host = host_on(Card(process_bytes=20 * GIB), [], **states)
+    sink: Any = Sink()
+    await host.load(sink)
+    with pytest.raises(SleepRejected, match=reason):
+        await host.sleep()
+    await host.unload()
+
+
+async def test_a_server_that_does_not_wake_is_ended() -> None:
+    card = Card(process_bytes=GIB)
+    host = host_on(card, [], **{**STATES, "wake": StateRequest("/wake_up?refuses")})
+    sink: Any = Sink()
+    await host.load(sink)
+    sleeping = asyncio.create_task(host.sleep())
+    while await state_of(host) == "awake":
+        await asyncio.sleep(0.01)
+    card.free_bytes += GIB
+    await sleeping
+    with pytest.raises(Damaged, match="asked to wake and responded with status 500"):
+        await host.wake()
+    assert not servers()
+
+
+async def test_free_memory_counts_where_the_driver_does_not_know_the_processes() -> None:
+    card, measured = Card(), list[int]()
+    host = host_on(card, measured)
+    readings = iter([80 * GIB, 73 * GIB])
+    memory = ServerMemory((0,), lambda: next(readings, 80 * GIB), GIB)
+    host.memory = memory
+    sink: Any = Sink()
+    assert (await host.load(sink)).measured_bytes == 7 * GIB
+    await host.unload()

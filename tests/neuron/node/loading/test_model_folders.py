@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from faulty_models import running_node, write_model
+
+from cortex.neuron.config import NeuronConfig
+from cortex.neuron.node.loading.library import Library
+from cortex.neuron.node.loading.model_folders import scan_folders
+from cortex.wire.node.protocol import ModelState, UnloadRequest
+
+from ..node_calls import load
+
+
+def put(path: Path, *, age_s: float = 60) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("x")
+    put_back(path, age_s=age_s)
+
+
+def put_back(path: Path, *, age_s: float = 60) -> None:
+    at = time.time() - age_s
+    os.utime(path, (at, at))
+
+
+def test_finds_gguf_files_and_checkpoints_by_their_paths(tmp_path: Path) -> None:
+    for name in (
+        "small-q4.gguf",
+        "qwen/large-00001-of-00002.gguf",
+        "qwen/large-00002-of-00002.gguf",
+        "qwen/mmproj-large.gguf",
+        "org/dense/config.json",
+        "org/dense/model-00001-of-00002.safetensors",
+        "org/dense/model-00002-of-00002.safetensors",
+        "org/adapter/weights.safetensors",
+        ".hidden/x.gguf",
+        "a/b/c/d/e/deep.gguf",
+        "readme.md",
+    ):
+        put(tmp_path / name)
+    put(tmp_path / "copying.gguf", age_s=0)
+    put(tmp_path / "org" / "arriving" / "config.json")
+    put(tmp_path / "org" / "arriving" / "model.safetensors", age_s=0)
+    assert scan_folders([tmp_path, tmp_path / "none"]) == {
+        "small-q4": tmp_path / "small-q4.gguf",
+        "qwen/large": tmp_path / "qwen" / "large-00001-of-00002.gguf",
+        "org/dense": tmp_path / "org" / "dense",
+    }
+    assert scan_folders([tmp_path / "org" / "dense"]) == {"dense": tmp_path / "org" / "dense"}
+
+
+def test_models_come_and_go_with_their_files_and_configured_ones_stay(tmp_path: Path) -> None:
+    library = Library(NeuronConfig(model_dirs=(tmp_path,)), {"HF_HOME": str(tmp_path / "hub")})
+    assert library.found_in_folders({"a": tmp_path / "a.gguf", "b": tmp_path / "b.gguf"}) == []
+    assert {model.id: model.source for model in library} == {
+        "a": str(tmp_path / "a.gguf"),
+        "b": str(tmp_path / "b.gguf"),
+    }
+    assert library.found_in_folders({"a": tmp_path / "a.gguf"}) == ["b"]
+    library.forget("b")
+    assert [model.id for model in library] == ["a"]
+    assert library.found_in_folders({"a": tmp_path / "a.gguf"}) == []
+
+
+async def test_node_serves_models_of_its_folders_and_forgets_those_that_are_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    for file in write_model(folder / "org" / "m", bytes=1 << 20).iterdir():
+        put_back(file)
+    put(folder / "gone.gguf")
+    async with running_node(tmp_path, {"model_dirs": [str(folder)]}) as node:
+        assert {status.id for status in node.models()} == {"org/m", "gone"}
+        assert (await load(node, "org/m")).state is ModelState.READY
+        (folder / "gone.gguf").unlink()
+        (folder / "org" / "m" / "config.json").unlink()
+        await node.scan_library()
+        assert {status.id for status in node.models()} == {"org/m"}, "it is in memory"
+        await node.unload(UnloadRequest(model_id="org/m"))
+        await node.scan_library()
+        assert node.models() == ()

@@ -1,0 +1,113 @@
+"""A real decode process and its client: files that exceed a limit or crash it fail alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from PIL import Image as Files
+
+from cortex.neuron.picture_process.client import Pictures
+from cortex.neuron.picture_process.limits import PictureLimits
+from cortex.neuron.vision.picture import Picture, PictureGrid, PicturePlace
+from cortex.neuron.vision.preparing import prepare
+from cortex.neuron.vision.spec import PictureSpec
+from cortex.wire.errors import InvalidValue, Overloaded, PreparationLimitExceeded
+from cortex.wire.packed_request import PackedRequest, pack
+from cortex.wire.requests import GenerateRequest, Image, Message
+
+from ...picture_files import picture, png_of_size, saved
+
+SPEC = PictureSpec("area", patch=16, merge=2, most=1 << 20, least=1 << 10)
+LIMITS = PictureLimits(memory_mb=60, timeout_s=20.0, workers=2)
+
+
+@pytest_asyncio.fixture
+async def pictures() -> AsyncIterator[Pictures]:
+    made = Pictures(LIMITS)
+    yield made
+    await made.close()
+
+
+def request(*files: bytes) -> PackedRequest:
+    parts = tuple(Image(data=file, param=f"messages[0].content[{at}]") for at, file in enumerate(files))
+    return pack(GenerateRequest(model="m", messages=(Message(role="user", parts=parts),)))
+
+
+async def prepared(pictures: Pictures, *files: bytes) -> tuple[Picture, ...]:
+    packed = request(*files)
+    grids = [SPEC.grid(image.width, image.height, image.detail) for image in packed.head.images]
+    places = [PicturePlace(number, 1000 * number, grid) for number, grid in enumerate(grids)]
+    return await pictures.prepare(packed, SPEC, places)
+
+
+async def test_pixels_are_those_of_the_library(pictures: Pictures) -> None:
+    values = np.random.default_rng(0).integers(0, 255, (50, 90, 3), dtype=np.uint8)
+    file = saved(Files.fromarray(values))
+    grid = SPEC.grid(90, 50)
+    expected = prepare(SPEC, grid, Files.fromarray(values))
+    found = await prepared(pictures, file, picture(40, 40), file)
+    assert found[0].pixels == expected.tobytes()
+    assert len(found[0].pixels) == grid.num_bytes
+    assert [picture.at for picture in found] == [0, 1000, 2000]
+    assert found[0].key == found[2].key != found[1].key
+    assert found[0].pixels == found[2].pixels
+
+
+async def test_picture_is_decoded_again_only_if_it_is_not_kept() -> None:
+    for limits in (PictureLimits(), PictureLimits(cache_mb=0)):
+        made = Pictures(limits)
+        first = await prepared(made, picture())
+        await made.close()
+        if limits.cache_mb:
+            assert await prepared(made, picture()) == first
+        else:
+            with pytest.raises(Overloaded):
+                await prepared(made, picture())
+
+
+async def test_file_that_needs_too_much_memory_fails_alone(pictures: Pictures) -> None:
+    bomb = picture(4000, 3000)  # 36 MB of pixels from a few KB, and as much again for a copy
+    others = [asyncio.create_task(prepared(pictures, picture(64 + at, 48))) for at in range(4)]
+    with pytest.raises(PreparationLimitExceeded, match=r"pictures\.memory_mb") as caught:
+        await prepared(pictures, picture(), bomb)
+    assert caught.value.param == "messages[0].content[1]"
+    assert len(await asyncio.gather(*others)) == 4
+
+
+async def test_damaged_file_is_rejected_with_its_place(pictures: Pictures) -> None:
+    with pytest.raises(InvalidValue, match="damaged or cut off") as caught:
+        await prepared(pictures, picture(), png_of_size(400, 400))
+    assert caught.value.param == "messages[0].content[1]"
+
+
+async def test_slow_file_is_ended(pictures: Pictures) -> None:
+    del pictures
+    hurried = Pictures(PictureLimits(timeout_s=0.001))
+    try:
+        with pytest.raises(PreparationLimitExceeded, match="longer than"):
+            await prepared(hurried, picture(3000, 3000))
+    finally:
+        await hurried.close()
+
+
+async def test_pictures_survive_the_end_of_their_process(pictures: Pictures) -> None:
+    await prepared(pictures, picture(32, 32))
+    assert pictures.process_id is not None
+    os.kill(pictures.process_id, signal.SIGKILL)
+    assert len(await prepared(pictures, picture(33, 32), picture(34, 32))) == 2
+
+
+async def test_pixels_of_a_request_fit_one_message(pictures: Pictures) -> None:
+    packed = request(picture(), picture())
+    grid = PictureGrid(100, 100, 10_000, 6400, 6400)
+    places = [PicturePlace(number, 10_000 * number, grid) for number in range(2)]
+    with pytest.raises(InvalidValue, match="81 million pixels") as caught:
+        await pictures.prepare(packed, SPEC, places)
+    assert caught.value.param == "messages[0].content[1]"
+    assert pictures.process_id is None

@@ -1,0 +1,138 @@
+"""The model in a request that nobody here understands, and the same request with another one."""
+
+from __future__ import annotations
+
+import email
+import email.policy
+import random
+from typing import Any
+
+import pytest
+
+from cortex.wire.errors import CortexError, InvalidValue, MalformedHTTP, MissingModel
+from cortex.wire.opaque import fields, multipart
+from cortex.wire.opaque.routes import split_upstream, upstream_path
+
+BOUNDARY = b"b0undary"
+TYPE = "multipart/form-data; boundary=b0undary"
+
+
+def form(*parts: tuple[str, bytes]) -> bytes:
+    lines = [b"--%b\r\n%b\r\n\r\n%b\r\n" % (BOUNDARY, head.encode(), value) for head, value in parts]
+    return b"".join(lines) + b"--%b--\r\n" % BOUNDARY
+
+
+def named(name: str) -> str:
+    return f'Content-Disposition: form-data; name="{name}"'
+
+
+def reads(body: bytes) -> list[tuple[str, bytes]]:
+    """What a reader of somebody else finds."""
+    message = email.message_from_bytes(f"Content-Type: {TYPE}\r\n\r\n".encode() + body, policy=email.policy.HTTP)
+    return [
+        (str(part.get_param("name", header="content-disposition")), part.get_payload(decode=True))  # type: ignore[misc]
+        for part in message.iter_parts()
+    ]
+
+
+def edited(body: bytes, values: dict[str, Any], without: tuple[str, ...] = ()) -> bytes:
+    found = fields.read(TYPE, body, b"")
+    pieces = fields.edited(found, body, values, without, num_bytes=len(body))
+    return b"".join(piece if isinstance(piece, bytes) else body[piece[0] : piece[1]] for piece in pieces)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_fields_of_a_form_are_replaced_and_everything_else_stays(seed: int) -> None:
+    chosen = random.Random(seed)
+    names = [f"f{number}" for number in range(chosen.randrange(6))]
+    values = {name: chosen.randbytes(chosen.randrange(300)).replace(b"\r\n--", b"") for name in names}
+    order = [*names, "model"]
+    chosen.shuffle(order)
+    body = form(*((named(name), values.get(name, b"m")) for name in order))
+    assert fields.read(TYPE, body, b"").model == "m"
+    dropped = tuple(name for name in names if chosen.random() < 0.3)
+    kept = [(name, values[name]) for name in order if name in values and name not in dropped]
+    assert reads(edited(body, {"model": "x y", "top": 3}, dropped)) == [("model", b"x y"), ("top", b"3"), *kept]
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body", "query", "model"),
+    [
+        ("application/json", b'{"a": {"model": "no"}, "model": "m"}', b"model=n", "m"),
+        ("application/json", b"", b"model=org%2Fm%3AQ4", "org/m:Q4"),
+        ("application/x-www-form-urlencoded", b"a=1&model=m+x", b"", "m x"),
+        ("audio/wav", b"\0model=no", b"a=1&model=m", "m"),
+        (TYPE, form((named("model"), b" m\n")), b"", "m"),
+        (TYPE, form(("content-disposition:form-data;name=model", b"m")), b"", "m"),
+        (TYPE, form(('Content-Type: text/plain\r\nContent-Disposition: form-data; name="model"', b"m")), b"", "m"),
+        ('multipart/form-data; charset=utf-8; boundary="b0undary"', form((named("model"), b"m")), b"", "m"),
+        (TYPE, b"preamble\r\n" + form((named("model"), b"m")) + b"epilogue", b"", "m"),
+        (TYPE, form((named("file"), b"\r\n--b0undaryx\r\n\r\n--b0und"), (named("model"), b"m")), b"", "m"),
+        (TYPE, form((f'{named("file")}; filename="model; name=x"', b""), (named("model"), b"m")), b"", "m"),
+    ],
+)
+def test_where_the_model_stands(content_type: str, body: bytes, query: bytes, model: str) -> None:
+    assert fields.read(content_type, body, query).model == model
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body", "error"),
+    [
+        ("application/json", b"{}", MissingModel),
+        ("application/json", b"[]", InvalidValue),
+        ("audio/wav", b"", MissingModel),
+        (TYPE, form((named("model"), b"")), MissingModel),
+        (TYPE, form((named("model"), b"a"), (named("model"), b"b")), InvalidValue),
+        (TYPE, form((named("model"), b"a\x00b")), InvalidValue),
+        (TYPE, form((named("model"), b"a" * 100_000)), InvalidValue),
+        (TYPE, form(("Content-Disposition: form-data; name*=utf-8''model", b"a")), InvalidValue),
+        (TYPE, form((f"{named('a')}\r\n{named('model')}", b"a")), InvalidValue),
+        (TYPE, form((f'{named("a")}; name="model"', b"a")), InvalidValue),
+        (TYPE, form(("Content-Type: text/plain", b"a")), InvalidValue),
+        (TYPE, form(*[(named("a"), b"")] * 1000), InvalidValue),
+        (TYPE, form((named("model"), b"m"))[:-6], InvalidValue),
+        (TYPE, b"", InvalidValue),
+        ("multipart/form-data", b"", InvalidValue),
+    ],
+)
+def test_what_could_be_read_in_two_ways_is_rejected(content_type: str, body: bytes, error: type[CortexError]) -> None:
+    with pytest.raises(error):
+        fields.read(content_type, body, b"")
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_damaged_forms_raise_nothing_else(seed: int) -> None:
+    chosen = random.Random(seed)
+    body = bytearray(form((named("file"), b"x" * 50), (named("model"), b"m"), (named("z"), b"\r\n")))
+    for _ in range(chosen.randrange(1, 12)):
+        body[chosen.randrange(len(body))] = chosen.choice(b'\r\n-"; =\0b')
+    try:
+        fields.read(TYPE, bytes(body), b"")
+    except CortexError:
+        pass
+
+
+def test_a_field_cannot_bring_another_one_in() -> None:
+    with pytest.raises(InvalidValue):
+        multipart.field(BOUNDARY, 'a"; name="b', "x")
+
+
+@pytest.mark.parametrize(
+    ("path", "ways"),
+    [
+        ("/upstream/m/v1/x", [("m", "/v1/x"), ("m/v1", "/x"), ("m/v1/x", "/")]),
+        ("/upstream/org%2Fm/a%20b", [("org/m", "/a%20b"), ("org/m/a b", "/")]),
+        ("/upstream/m", [("m", "/")]),
+        ("/upstream/", []),
+    ],
+)
+def test_the_path_below_upstream(path: str, ways: list[tuple[str, str]]) -> None:
+    assert list(split_upstream(path)) == ways
+    for model, rest in ways:
+        assert next(iter(split_upstream(upstream_path(model, rest)))) == (model, rest)
+
+
+@pytest.mark.parametrize("path", ["/upstream/m/../x", "/upstream/../x", "/upstream/m/%2E%2e/x", "/upstream/m/a\\b"])
+def test_paths_that_could_be_read_as_others_are_rejected(path: str) -> None:
+    with pytest.raises(MalformedHTTP):
+        list(split_upstream(path))

@@ -20,7 +20,7 @@ ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test lint types suite kernels fuzz hostile clients mixed swaps distribution format bench docs locks clean
+.PHONY: help setup up test lint types suite kernels fuzz hostile clients mixed swaps distribution format bench docs locks sbom clean
 
 help: ## Show this table of contents
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 14 | sed 's/^/  make /'
@@ -84,6 +84,9 @@ docs: $(TESTABLE) ## Regenerate the references of configuration, request fields 
 
 locks: $(TESTABLE) ## Pin what the container images install, with hashes: the versions that are tested (needs uv)
 	$(BIN)/python packaging/lock.py
+
+sbom: $(TESTABLE) ## Write the bill of materials of each container image to dist/, in CycloneDX
+	$(BIN)/python packaging/sbom.py dist
 
 clean: ## Remove .venv and everything the tools left behind
 	rm -rf .venv tests/clients/.venv tests/clients/node_modules build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

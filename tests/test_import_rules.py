@@ -29,9 +29,9 @@ TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.tex
 HUB = {"neuron.hub_process", "ipc", "neuron.weights"}
 PICTURES = {"neuron.picture_process", "ipc", "settings", "neuron.vision", "wire"}
 NODE = {"neuron.node", "neuron.config", "neuron.servers", "http", "quant_names", *HUB, *PICTURES, *TOKENIZER, *WORKER}
-API = {"neuron.api", "build", "open_files", "parsing", "http", "settings", "tls", *NODE}
+API = {"neuron.api", "build", "open_files", "service_manager", "parsing", "http", "settings", "tls", *NODE}
 NEURON = {"neuron", "exits", *API}
-LEDGER = {"gateway.ledger", "gateway.database", "gateway.config", "http", "tasks", "wire", "settings"}
+LEDGER = {"gateway.ledger", "gateway.database", "gateway.config", "http", "private_file", "tasks", "wire", "settings"}
 DISPATCH = {
     "gateway.dispatch",
     "gateway.database",
@@ -40,6 +40,8 @@ DISPATCH = {
     "fleet",
     "http",
     "open_files",
+    "private_file",
+    "service_manager",
     "routing",
     "tasks",
     "tls",
@@ -68,6 +70,8 @@ RULES: dict[str, Rule] = {
     "engine_packages": Rule(set(), frozenset()),
     "exits": Rule(set(), frozenset()),
     "open_files": Rule(set(), frozenset()),
+    "private_file": Rule(set(), frozenset()),
+    "service_manager": Rule(set(), frozenset()),
     "quant_names": Rule(set(), frozenset()),
     "tasks": Rule(set(), frozenset()),
     "units": Rule(set(), frozenset()),

@@ -6,9 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
-
-import msgspec
+from typing import Any, Final, TypeVar
 
 from cortex.neuron.weights.directory import parse_json_object
 from cortex.neuron.weights.errors import HubError, Malformed
@@ -17,6 +15,7 @@ MAX_LISTING_BYTES: Final = 64 << 20
 _MAX_FILE_BYTES: Final = 1 << 62
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,43 +38,42 @@ class Listing:
     files: Mapping[str, RemoteFile]
 
 
-class _Large(msgspec.Struct, frozen=True):
-    sha256: str
-    size: int
-
-
-class _Sibling(msgspec.Struct, frozen=True, rename="camel"):
-    rfilename: str
-    blob_id: str | None = None
-    size: int | None = None
-    lfs: _Large | None = None
-
-
-class _Body(msgspec.Struct, frozen=True):
-    sha: str
-    siblings: list[_Sibling]
-
-
 def parse_listing(raw: bytes, endpoint: str) -> Listing:
     """The hub's response as a listing in which every path, size and digest is valid. Raises HubError."""
     if len(raw) > MAX_LISTING_BYTES:
         raise HubError(f"{endpoint} sent a listing of more than {MAX_LISTING_BYTES >> 20} MiB; check HF_ENDPOINT")
     try:
-        body = msgspec.convert(parse_json_object(raw, Path(endpoint)), _Body)
-        if not _COMMIT.fullmatch(body.sha):
-            raise ValueError(f"the commit {body.sha[:80]!r}")
-        files = [_file(sibling) for sibling in body.siblings]
-    except (Malformed, ValueError) as error:  # the latter also for a wrong type, with its place
+        body = parse_json_object(raw, Path(endpoint))
+        commit = _typed(body, "sha", str, "")
+        if not _COMMIT.fullmatch(commit):
+            raise ValueError(f"the commit {commit[:80]!r}")
+        siblings = _typed(body, "siblings", list, "")
+        files = [_file(sibling, f"siblings[{position}]") for position, sibling in enumerate(siblings)]
+    except (Malformed, ValueError) as error:
         raise HubError(f"{endpoint} did not respond like a hub ({error}); check HF_ENDPOINT") from error
-    return Listing(body.sha, {file.path: file for file in files})
+    return Listing(commit, {file.path: file for file in files})
 
 
-def _file(sibling: _Sibling) -> RemoteFile:
-    path, lfs = sibling.rfilename, sibling.lfs
-    digest, num_bytes = (lfs.sha256, lfs.size) if lfs else (sibling.blob_id or "", sibling.size)
-    if not (_SHA256 if lfs else _COMMIT).fullmatch(digest):
+def _typed(values: Any, name: str, kind: type[T], place: str) -> T:
+    """The member `name` of an object. Raises ValueError with its place for a value of another type."""
+    where = f"{place}.{name}".lstrip(".")
+    if not isinstance(values, dict):
+        raise ValueError(f"{place} is no object")
+    value = values.get(name)
+    if type(value) is not kind:  # a bool is no number
+        raise ValueError(f"{where} is {type(value).__name__}, not {kind.__name__}")
+    return value
+
+
+def _file(sibling: Any, place: str) -> RemoteFile:
+    path = _typed(sibling, "rfilename", str, place)
+    is_large = sibling.get("lfs") is not None
+    source, place = (sibling["lfs"], f"{place}.lfs") if is_large else (sibling, place)
+    digest = _typed(source, "sha256" if is_large else "blobId", str, place)
+    num_bytes = _typed(source, "size", int, place)
+    if not (_SHA256 if is_large else _COMMIT).fullmatch(digest):
         raise ValueError(f"the digest {digest[:80]!r} of {path[:80]!r}")
-    if num_bytes is None or not 0 <= num_bytes <= _MAX_FILE_BYTES:
+    if not 0 <= num_bytes <= _MAX_FILE_BYTES:
         raise ValueError(f"the size {str(num_bytes)[:80]} of {path[:80]!r}")
     parts = path.split("/")
     if not all(parts) or ".." in parts or "." in parts or "\\" in path or not path.isprintable():

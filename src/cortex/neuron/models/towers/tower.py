@@ -14,16 +14,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cortex.neuron.kernels.attention.rotate import Rotation
-from cortex.neuron.kernels.attention.turn import turn_
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.towers.config import TowerConfig, TowerTensor
 from cortex.neuron.vision.picture import PictureGrid
 from cortex.neuron.vision.spec import PictureSpec
 
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Of attention, the usually fastest first."""
-MIN_MEASURED_PATCHES = 1024
-"""Of a picture that is large enough to measure attention with."""
+"""Of attention, the fastest first."""
 
 
 Turn = Callable[[Tensor], Tensor]
@@ -62,9 +59,7 @@ class TowerLayer:
         if "q_norm" in weights:
             q, k = (self._head_norm(name, each) for name, each in (("q_norm", q), ("k_norm", k)))
             v = F.rms_norm(v, v.shape[-1:], eps=config.eps)
-        if isinstance(rotation, Rotation) and "q_norm" not in weights:
-            turn_(qkv[:, :2], rotation)
-        elif rotation is not None:
+        if rotation is not None:
             q, k = rotation(q), rotation(k)
         scale = 1.0 if "q_norm" in weights else config.head_dim**-0.5
         added = self._linear("output", attention(q, k, v, counts, scale).flatten(1))
@@ -203,40 +198,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], scale: flo
         number, end = last + 1 - first, start + (last + 1 - first) * counts[first]
         shaped = [each[start:end].unflatten(0, (number, -1)).transpose(1, 2) for each in (q, k, v)]
         if q.is_cuda:
-            with sdpa_kernel([_fastest(shaped, scale), *BACKENDS], set_priority=True):
+            with sdpa_kernel(BACKENDS, set_priority=True):
                 mixed = attend(*shaped)
         else:
             mixed = attend(*shaped)
         parts.append(mixed.transpose(1, 2).flatten(0, 1))
         start, first = end, last + 1
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-_FASTEST: dict[tuple[torch.device, torch.dtype, int], SDPBackend] = {}
-
-
-def _fastest(shaped: Sequence[Tensor], scale: float) -> SDPBackend:
-    """The fastest way to compute attention for heads of this size, which is measured once: which one it is depends on
-    how each pads heads."""
-    q, k, v = shaped
-    key = (q.device, q.dtype, q.shape[-1])
-    if key in _FASTEST or q.shape[-2] < MIN_MEASURED_PATCHES:
-        return _FASTEST.get(key, BACKENDS[0])
-    times = {}
-    for backend in BACKENDS[:2]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        try:
-            with sdpa_kernel(backend):
-                for event in (None, start, end):  # the first run builds its plan
-                    if event is not None:
-                        event.record()
-                    F.scaled_dot_product_attention(q, k, v, scale=scale)
-        except RuntimeError:
-            continue  # not for this size, or not on this device
-        end.synchronize()
-        times[backend] = start.elapsed_time(end)
-    _FASTEST[key] = min(times, key=lambda backend: times[backend], default=BACKENDS[0])
-    return _FASTEST[key]
 
 
 def averaged(x: Tensor, rows: int, columns: int, merge: int) -> Tensor:

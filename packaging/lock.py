@@ -26,7 +26,7 @@ def main() -> int:
     if shutil.which("uv") is None:
         print("make locks needs uv: https://docs.astral.sh/uv", file=sys.stderr)
         return 1
-    gateway = compiled("pyproject.toml", "--extra", "postgres", "--extra", "telemetry")
+    gateway = compiled("pyproject.toml", "--extra", "oidc", "--extra", "postgres", "--extra", "telemetry")
     neuron = compiled("pyproject.toml", "--extra", "neuron", "--extra", "telemetry")
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     with tempfile.NamedTemporaryFile("w", suffix=".in") as requirements:

@@ -54,11 +54,11 @@ async def test_custom_tool_gets_free_text_in_responses(api: Any, openai_client: 
     text = 'line "one"\nzwei ✓ 😀\\'
     api.node.script.text = f"<tool_call>\n{json.dumps({'name': 'patch', 'arguments': {'input': text}})}\n</tool_call>"
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
-    tools: Any = [{"type": "custom", "name": "patch", "format": grammar}, {"type": "shell"}]
+    tools: Any = [{"type": "custom", "name": "patch", "format": grammar}, {"type": "web_search"}]
     request: Any = {"model": "org/tiny", "input": "hi", "tools": tools}
     raw = await openai_client.responses.with_raw_response.create(**request)
     assert raw.headers["x-cortex-unenforced"] == "tools[0].format"
-    assert raw.headers["x-cortex-dropped-tools"] == "shell"
+    assert raw.headers["x-cortex-dropped-tools"] == "web_search"
     whole = raw.parse()
     async with openai_client.responses.stream(**request) as stream:
         deltas = [event.delta async for event in stream if event.type == "response.custom_tool_call_input.delta"]

@@ -10,6 +10,7 @@ import pytest
 
 from cortex.wire.node.protocol import ModelState, Progress, PullStatus
 
+from ....picture_files import base64_of, png_of_size
 from ..conftest import Api, Until
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -111,7 +112,7 @@ async def test_context_option_is_a_cap(api: Api) -> None:
 
 
 async def test_images_are_rejected_by_a_model_without_vision(api: Api) -> None:
-    message = [{"role": "user", "content": "What?", "images": ["iVBORw0KGgo="]}]
+    message = [{"role": "user", "content": "What?", "images": [base64_of(png_of_size(64, 48))]}]
     status, reply, _ = await api.post("/api/chat", chat(messages=message))
     assert (status, reply["code"]) == (400, "unsupported_modality")
 

@@ -47,6 +47,7 @@ class EchoFacts:
     backend = "echo"
     has_stages = False
     digest = ""
+    stored = None
 
 
 class EchoEstimates(NodeLimits):

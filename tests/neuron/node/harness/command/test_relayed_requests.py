@@ -151,11 +151,11 @@ async def test_the_server_is_sent_no_address_to_fetch(caller: Caller) -> None:
     parts = [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}]
     async with caller.post(messages=[{"role": "user", "content": parts}]) as response:
         assert response.status == 400
-        assert "may not fetch http://169.254.169.254/latest" in (await response.json())["error"]["message"]
+        assert "not fetched from addresses" in (await response.json())["error"]["message"]
     image = {"type": "image", "source": {"type": "url", "url": "http://169.254.169.254/latest"}}
     async with caller.post("/v1/messages", messages=[{"role": "user", "content": [image]}]) as response:
         assert response.status == 400
-        assert "may not fetch" in (await response.json())["error"]["message"]
+        assert "not fetched from addresses" in (await response.json())["error"]["message"]
 
 
 async def test_a_client_that_leaves_ends_the_response_and_frees_its_slot(caller: Caller, tmp_path: Path) -> None:
@@ -239,7 +239,8 @@ async def test_models_of_servers_take_turns_in_the_memory_of_a_node(tmp_path: Pa
             assert len(servers()) == 1
             assert 64 << 20 < (node.model(model).measured_bytes or 0) < 120 << 20
             num_files.append(len(os.listdir("/proc/self/fd")))
-        assert max(num_files[4:]) <= max(num_files[:4]), "no swap leaves a descriptor"
+        most = max(num_files[:4])  # connections that ended are closed a little later
+        await until(lambda: len(os.listdir("/proc/self/fd")) <= most)
 
 
 async def _first_piece(response: aiohttp.ClientResponse) -> None:

@@ -120,7 +120,7 @@ def test_responses_survive_preemption(
     monkeypatch.setattr("cortex.neuron.engine.engine.RESERVED_TOKENS", 0)  # so that more sequences start than fit
     sizes = model.sizes()
     num_pages = 13 if model.is_mixed else 7
-    engine = load(late=late, memory_bytes=sizes.weight_bytes + num_pages * sizes.page_bytes, max_num_seqs=6)
+    engine = load(late=late, memory_bytes=sizes.fixed_bytes(1024) + num_pages * sizes.page_bytes, max_num_seqs=6)
     several = [ask(str(number), REQUESTS[4].prompt, 90) for number in range(3)]
     several += [ask(f"other {number}", some_tokens(20, seed=number), 90) for number in range(3)]
     expected = responses(load(), *several)
@@ -155,7 +155,7 @@ def test_windows_report_a_larger_capacity(model: Windowed, load: EngineLoader) -
     """The same weights with windows and without, in the same memory."""
     without = model.sizes(layer_types=["full_attention"] * 4)
     num_pages = 40 if model.is_mixed else 12
-    engine = load(memory_bytes=without.weight_bytes + num_pages * without.page_bytes, max_num_seqs=1)
+    engine = load(memory_bytes=without.fixed_bytes(1024) + num_pages * without.page_bytes, max_num_seqs=1)
     if model.is_mixed:
         assert engine.info.num_pages > 1.4 * num_pages
     else:

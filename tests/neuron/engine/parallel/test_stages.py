@@ -13,7 +13,10 @@ import transformers
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import GroupBroken
+from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StageSpec, StepOutput
+from cortex.neuron.models.registry import open_model
+from cortex.neuron.models.sizes import WeightStorage
 
 from ...rank_threads import RankThreads, run, tokens_of
 from ...tiny_models import tiny_delta, tiny_experts, tiny_sizes
@@ -162,11 +165,14 @@ def test_stages_compute_the_distributions_of_one_device(family: str, tmp_path: P
     whole = load_whole(path)
     expected = run(whole, *requests())
     weight_bytes = whole.info.weight_bytes
+    _, architecture = open_model(path)
+    table_bytes = ModelSizes.of(architecture, WeightStorage(4), whole.info.context_tokens).table_bytes
     whole.close()
     for layers in DIVISIONS[family]:
         group = load_stages(path, layers, tmp_path / f"group {layers}")
         engines = (group.leader, *group.followers.values())
-        assert sum(engine.info.weight_bytes for engine in engines) == weight_bytes
+        doubled = sum(engine.info.weight_bytes for engine in engines) - weight_bytes
+        assert 0 <= doubled <= (len(engines) - 1) * table_bytes  # every stage has the tables of its own layers
         for _ in range(2):  # the second time from the prefix cache
             outputs = run(group.leader, *requests())
             assert_same(outputs, expected)

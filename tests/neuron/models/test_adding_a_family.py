@@ -58,7 +58,7 @@ def test_family_of_the_walk_through_matches_the_reference_library(types: list[st
     spec = LoadSpec(str(tmp_path / "model"), dtype="float32", max_num_seqs=2, prefill_chunk_tokens=20)
     sizes = ModelSizes.of(registry.read_architecture(config.to_dict()), WeightStorage(item_bytes=4))
     engine = Engine.load(spec, torch.device("cpu"), lambda *_: None, lambda: False)
-    assert sizes.weight_bytes == engine.info.weight_bytes
+    assert sizes.weight_bytes + sizes.table_bytes == engine.info.weight_bytes
     engine.submit(EngineRequest("one", PROMPT, 12, SamplingParams(temperature=0.0)))
     drawn = [token for output in _outputs(engine) for token in output]
     with torch.inference_mode():

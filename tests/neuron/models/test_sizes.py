@@ -49,7 +49,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 OWN_OPTIONS: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "deepseek_v2": {"mlp_bias": False, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "deepseek_v3": {"n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24},
     "gemma4": {

@@ -52,7 +52,7 @@ def test_every_logit_matches_the_library(family: str, name: str, tmp_path: Path)
     assert_parity(beside, reference(other[None]).logits[0])
     checkpoint, described = open_model(tmp_path)
     checkpoint.close()
-    assert weight_bytes(described, WeightStorage(4, tensors=checkpoint.tensors)) == loaded.weight_bytes
+    assert weight_bytes(described, WeightStorage(4, tensors=checkpoint.tensors)) == loaded.model.parameters.num_bytes
     windows = dict.fromkeys(loaded.model.architecture.windows, 1)
     assert (
         kv_bytes_per_token(described, 4) == KVCache(loaded.model.attentions, windows, 1, torch.float32, CPU).num_bytes
@@ -163,7 +163,7 @@ def test_linear_layers_stay_quantised(tmp_path: Path) -> None:
     storage = WeightStorage(4, packing=layouts, tensors=checkpoint.tensors)
     assert (
         weight_bytes(architecture, storage)
-        == loaded.weight_bytes
+        == loaded.model.parameters.num_bytes
         < weight_bytes(architecture, WeightStorage(4, tensors=checkpoint.tensors))
     )
 

@@ -121,3 +121,8 @@ class User(msgspec.Struct, frozen=True, kw_only=True):
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
     roles: tuple[str, ...] = ()
+
+
+def is_user(key: KeySection) -> bool:
+    """Whether `key` stands for a user who signed in without one."""
+    return key.id.startswith(_USER)

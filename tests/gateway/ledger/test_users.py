@@ -1,0 +1,42 @@
+"""What people who sign in without a key may do."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from cortex.gateway.ledger.keys import generate
+from cortex.gateway.ledger.meter import KeyedMeter
+from cortex.gateway.ledger.users import SignInSection, User
+from cortex.wire.errors import ModelNotAllowed
+
+from .metered_requests import Limits, opened
+
+ANNA = User(name="anna")
+
+
+async def test_tighter_sign_in_holds_for_users_who_have_an_account(tmp_path: object) -> None:
+    ledger, _ = await opened(f"{tmp_path}/spend.db")
+
+    def admitted(section: SignInSection) -> None:
+        reservation = KeyedMeter(ledger).admit(section.key_of(ANNA), 400, Limits(100))
+        try:
+            reservation.check_model("large")
+        finally:
+            reservation.cancel()
+
+    admitted(SignInSection())
+    with pytest.raises(ModelNotAllowed, match="only `small`"):
+        admitted(SignInSection(models=("small",)))
+    admitted(SignInSection(models=("*",)))
+    await ledger.close()
+
+
+async def test_request_that_began_before_a_reload_does_not_bring_the_old_key_back(tmp_path: object) -> None:
+    key = generate("alice", models=("small",))
+    ledger, meter = await opened(f"{tmp_path}/spend.db", key)
+    reservation = meter.admit(replace(key.section, models=()), 400, Limits(100))
+    with pytest.raises(ModelNotAllowed):
+        reservation.check_model("large")
+    reservation.cancel()
+    await ledger.close()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from msgspec.structs import replace
 
+from cortex.gateway.config import Config
+from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.keys import generate
-from cortex.gateway.ledger.meter import KeyedMeter
+from cortex.gateway.ledger.meter import KeyedMeter, Metering
 from cortex.gateway.ledger.users import SignInSection, User
 from cortex.wire.errors import ModelNotAllowed
 
-from .metered_requests import Limits, opened
+from .metered_requests import Limits, opened, request
 
 ANNA = User(name="anna")
 
 
-async def test_tighter_sign_in_holds_for_users_who_have_an_account(tmp_path: object) -> None:
+async def test_tighter_sign_in_holds_for_users_who_have_an_account(tmp_path: Path) -> None:
     ledger, _ = await opened(f"{tmp_path}/spend.db")
 
     def admitted(section: SignInSection) -> None:
@@ -32,7 +36,7 @@ async def test_tighter_sign_in_holds_for_users_who_have_an_account(tmp_path: obj
     await ledger.close()
 
 
-async def test_request_that_began_before_a_reload_does_not_bring_the_old_key_back(tmp_path: object) -> None:
+async def test_request_that_began_before_a_reload_does_not_bring_the_old_key_back(tmp_path: Path) -> None:
     key = generate("alice", models=("small",))
     ledger, meter = await opened(f"{tmp_path}/spend.db", key)
     reservation = meter.admit(replace(key.section, models=()), 400, Limits(100))
@@ -40,3 +44,16 @@ async def test_request_that_began_before_a_reload_does_not_bring_the_old_key_bac
         reservation.check_model("large")
     reservation.cancel()
     await ledger.close()
+
+
+@pytest.mark.parametrize(("own", "allowed"), [((), ("small",)), (("large",), ("large",))])
+async def test_users_have_the_models_of_their_group_unless_they_have_their_own(
+    tmp_path: Path, own: tuple[str, ...], allowed: tuple[str, ...]
+) -> None:
+    section = SignInSection(proxy_addresses=("127.0.0.1",), models=own, group="lab")
+    metering = Metering(tmp_path)
+    await metering.use(Config(groups=(GroupSection(name="lab", models=("small",)),), sign_in=section))
+    key = metering.meter.key(request((b"x-forwarded-user", b"anna"), (b"x-cortex-page", b"1")))
+    assert key is not None
+    assert key.models == allowed
+    await metering.close()

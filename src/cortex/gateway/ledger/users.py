@@ -45,7 +45,7 @@ class SignInSection(Section, frozen=True):
     user_roles: tuple[str, ...] = ()
     """Roles that may sign in; empty: everybody whom the provider or the proxy knows."""
     models: tuple[str, ...] = ()
-    """Models that users may use, as ids or patterns with `*`; all when empty."""
+    """Models that users may use, as ids or patterns with `*`; when empty, those of `group`, else all."""
     group: str | None = None
     """The group of `[[groups]]` whose limits all users share."""
     conversations: bool = False

@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
 from cortex.gateway.config import ActivitySection
+from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.keys import generate
+from cortex.gateway.proxy.accounting import request_log
 from cortex.gateway.proxy.accounting.activity import ActivityLog, Capture, RequestRecord
 from cortex.gateway.proxy.accounting.request_log import DAY_S, RequestLog
 from cortex.wire.events import Usage
@@ -88,6 +91,39 @@ async def test_waits_in_memory_while_the_database_is_away(tmp_path: Path, caplog
     (tmp_path / "folder").unlink()
     assert [each.number for each in await kept.read(0, NOW + 1, 9, lambda _: True)] == [1]
     assert not kept.is_failing
+    await kept.close()
+
+
+async def test_forgets_only_what_matches_where_clients_chose_the_same_id(tmp_path: Path) -> None:
+    activity = ActivityLog(ActivitySection())
+    kept = RequestLog(activity, str(tmp_path / "log.db"), lambda: NOW)
+    kept.retention_days = 1
+    for number, key_id in ((1, "abcdefgh"), (2, "ijklmnop"), (3, "abcdefgh")):
+        activity.append(replace(record(number, NOW - number), id=b"same", key_id=key_id))
+    assert await kept.forget(lambda each: each.number == 1) == 1
+    assert [each.number for each in await kept.read(0, NOW + 1, 9, lambda _: True)] == [2, 3]
+    await kept.close()
+
+
+async def test_newest_requests_wait_when_there_is_no_room_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_log, "MAX_WAITING", 3)
+    activity = ActivityLog(ActivitySection())
+    kept = RequestLog(activity, str(tmp_path / "log.db"), lambda: NOW)
+    kept.retention_days = 1
+
+    def write(*_: object) -> None:
+        for number in (3, 4, 5):
+            activity.append(record(number, NOW + number))
+        raise StoreError("away")
+
+    with monkeypatch.context() as away:
+        away.setattr(request_log, "_write", write)
+        for number in (1, 2):
+            activity.append(record(number, NOW + number))
+        await kept.flush()
+    assert [each.number for each in await kept.read(0, NOW + 9, 9, lambda _: True)] == [5, 4, 3]
     await kept.close()
 
 

@@ -46,7 +46,7 @@ _READ = """
     SELECT ended_ms, record FROM request_log WHERE ended_ms >= ? AND ended_ms < ?
     ORDER BY ended_ms DESC LIMIT ? OFFSET ?
 """
-_FORGET = "DELETE FROM request_log WHERE request_id = ? RETURNING request_id"
+_FORGET = "DELETE FROM request_log WHERE request_id = ? AND key_id = ? AND ended_ms = ? RETURNING request_id"
 
 T = TypeVar("T")
 Matches = Callable[[RequestRecord], bool]
@@ -90,7 +90,8 @@ class RequestLog:
         try:
             await self._in_thread(lambda execute: _write(execute, batch, oldest_ms))
         except StoreError as error:
-            self._waiting.extendleft(reversed(batch[-(MAX_WAITING - len(self._waiting)) :]))
+            room = MAX_WAITING - len(self._waiting)  # those that have ended meanwhile are newer
+            self._waiting.extendleft(reversed(batch[max(0, len(batch) - room) :]))
             if not self.is_failing:
                 log.error("the request log waits in memory until the database is available: %s", error)
             self.is_failing = True
@@ -125,14 +126,20 @@ class RequestLog:
 def _write(execute: Execute, batch: list[RequestRecord], oldest_ms: int | None) -> None:
     for record in batch:
         text = msgspec.json.encode(msgspec.structs.replace(record, capture=None)).decode()
-        execute(_ADD, (int(record.ended_at * 1000), record.id.decode(), record.key_id or "", text))
+        execute(_ADD, (_ended_ms(record), record.id.decode(), record.key_id or "", text))
     if oldest_ms is not None:
         execute(_EXPIRE, (oldest_ms,))
 
 
 def _forget(execute: Execute, matches: Matches) -> int:
-    ids = {record.id.decode() for record in _read(execute, 0, _NEVER_S, _MANY, matches)}
-    return sum(len(execute(_FORGET, (each,))) for each in ids)
+    found = _read(execute, 0, _NEVER_S, _MANY, matches)
+    # Clients choose ids, so that requests of others may have the same.
+    rows = {(record.id.decode(), record.key_id or "", _ended_ms(record)) for record in found}
+    return sum(len(execute(_FORGET, row)) for row in rows)
+
+
+def _ended_ms(record: RequestRecord) -> int:
+    return int(record.ended_at * 1000)
 
 
 def _read(execute: Execute, since: float, until: float, limit: int, matches: Matches) -> list[RequestRecord]:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from cortex.gateway.config import Config
 from cortex.gateway.ledger.groups import GroupSection
-from cortex.gateway.ledger.keys import generate
+from cortex.gateway.ledger.keys import Keyring, generate
 from cortex.gateway.ledger.meter import KeyedMeter, Metering
-from cortex.gateway.ledger.users import SignInSection, User
-from cortex.wire.errors import ModelNotAllowed
+from cortex.gateway.ledger.sessions import Sessions
+from cortex.gateway.ledger.users import SignInSection, User, openid_id
+from cortex.wire.errors import InvalidAPIKey, ModelNotAllowed
 
 from .metered_requests import Limits, opened, request
 
-ANNA = User(name="anna")
+ANNA = User(name="anna", id=openid_id("https://login.example", "1"))
 
 
 async def test_tighter_sign_in_holds_for_users_who_have_an_account(tmp_path: Path) -> None:
@@ -57,3 +59,33 @@ async def test_users_have_the_models_of_their_group_unless_they_have_their_own(
     assert key is not None
     assert key.models == allowed
     await metering.close()
+
+
+def test_users_are_known_by_what_they_cannot_change() -> None:
+    section = SignInSection(proxy_addresses=("127.0.0.1",))
+    renamed = replace(ANNA, name="boss")
+    other = replace(ANNA, id=openid_id("https://login.example", "2"))
+    elsewhere = replace(ANNA, id=openid_id("https://other.example", "1"))
+    assert section.key_of(renamed).id == section.key_of(ANNA).id
+    assert section.key_of(renamed).name == "boss"
+    proxied = [section.proxied(request((b"x-forwarded-user", name.encode()))) for name in ("anna", ANNA.id)]
+    assert all(proxied)
+    ids = {section.key_of(user).id for user in (ANNA, other, elsewhere, *filter(None, proxied))}
+    assert len(ids) == 5, "all are different people"
+
+
+def test_session_of_a_version_without_ids_has_ended(tmp_path: Path) -> None:
+    class _UserSession(msgspec.Struct, frozen=True):
+        user: dict[str, str]
+        expires: int
+
+    sessions = Sessions(tmp_path)
+    section = SignInSection(issuer="https://login.example", client_id="c", public_url="https://cortex.example")
+
+    def recognised(session: str) -> str:
+        sent = request((b"cookie", b"cortex_session=" + session.encode()), (b"x-cortex-page", b"1"))
+        return sessions.recognise(Keyring(()), sent, section).id
+
+    assert recognised(sessions.issue_user(ANNA)) == section.key_of(ANNA).id
+    with pytest.raises(InvalidAPIKey):
+        recognised(sessions.sealed(_UserSession({"name": "anna"}, 2**40)))

@@ -103,9 +103,13 @@ async def test_user_signs_in_with_roles_from_claims_and_is_metered(
     assert status == 401, "a session is for the page"
     _, report = await client.get("/fleet/usage?by=key", Authorization=f"Bearer {boss.text}")
     assert [row["name"] for row in report["rows"]] == ["anna"]
-    provider.claims["groups"] = ["others", "admins"]
+    provider.claims |= {"groups": ["others", "admins"], "preferred_username": "boss"}
     assert await sign_in(client, cookies) == (302, None)
     assert (await client.get("/session", **with_session(cookies)))[1]["operator"] is True
+    status, _ = await client.post("/v1/chat/completions", {"model": "a", **CHAT}, **with_session(cookies))
+    assert status == 200
+    _, report = await client.get("/fleet/usage?by=key", Authorization=f"Bearer {boss.text}")
+    assert [row["requests"] for row in report["rows"]] == [2], "the same user under another name"
     assert (await client.get("/session", Authorization=f"Bearer {boss.text}"))[1]["name"] == "boss", "keys still work"
 
 

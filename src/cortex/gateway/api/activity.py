@@ -20,7 +20,7 @@ from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.accounting.activity import ActivityLog, Capture, RequestRecord
-from cortex.gateway.proxy.accounting.request_log import Matches, RequestLog
+from cortex.gateway.proxy.accounting.request_log import MAX_SEARCHED, Matches, RequestLog, SearchTooLong
 from cortex.gateway.proxy.accounting.running import RunningRequest, RunningRequests
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
@@ -118,9 +118,17 @@ class ActivityRoutes:
         limit = number_in_query(request, "limit", 100, most=MAX_LISTED)
         matches = _filter(request)
         try:
-            found = await self._log.read(since, until, limit, lambda record: _is_shown(record, key) and matches(record))
+            found = await self._log.read(
+                since, until, limit, lambda record: _is_shown(record, key) and matches(record), key_id=_only_of(key)
+            )
         except StoreError as error:
             raise _unavailable(error) from error
+        except SearchTooLong as error:
+            raise InvalidValue(
+                f"Fewer than {limit} of the newest {MAX_SEARCHED} requests of this time match: ask for a shorter time, "
+                "with 'since' and 'until', or for fewer with 'limit'.",
+                param="since",
+            ) from error
         return json_response({"requests": [_as_json(record, key) for record in found], "next": 0})
 
     async def _one(self, request_id: str, key: KeySection | None) -> Response:
@@ -130,25 +138,28 @@ class ActivityRoutes:
         found = next(filter(matches, self._activity.newest_first()), None)
         if found is None and self._log.retention_days:
             try:
-                found = next(iter(await self._log.read(0, time.time() + 60, 1, matches)), None)
+                logged = await self._log.read(
+                    0, time.time() + 60, 1, matches, key_id=_only_of(key), request_id=request_id
+                )
             except StoreError as error:
                 raise _unavailable(error) from error
+            found = next(iter(logged), None)
         if found is None:
             raise RouteNotFound(f"There is no request {shorten(request_id)}; GET {PATH} lists those that are kept.")
         return json_response(_as_json(found, key, in_full=True))
 
     async def _forget(self, request_id: str) -> Response:
-        response = await self._removed(lambda record: record.id.decode() == request_id)
+        response = await self._removed(lambda record: record.id.decode() == request_id, request_id)
         if response == json_response({"removed": 0}):
             raise RouteNotFound(f"There is no request {shorten(request_id)} among those that are kept.")
         return response
 
-    async def _removed(self, matches: Matches) -> Response:
-        """Forget the requests that match, in memory and in the request log."""
+    async def _removed(self, matches: Matches, request_id: str | None = None) -> Response:
+        """Forget the requests that match, in memory and in the request log, where `request_id` is the one they have."""
         num_removed = self._activity.forget(matches)
         if self._log.retention_days:
             try:
-                num_removed = max(num_removed, await self._log.forget(matches))
+                num_removed = max(num_removed, await self._log.forget(matches, request_id=request_id))
             except StoreError as error:
                 raise _unavailable(error) from error
         return json_response({"removed": num_removed})
@@ -195,6 +206,11 @@ def _is_operator(key: KeySection | None) -> bool:
 
 def _is_shown(record: RequestRecord | RunningRequest, key: KeySection | None) -> bool:
     return key is None or key.operator or record.key_id == key.id
+
+
+def _only_of(key: KeySection | None) -> str | None:
+    """The id of the key whose requests alone are shown to `key`; None: all are."""
+    return None if key is None or key.operator else key.id
 
 
 def _filter(request: Request) -> Matches:

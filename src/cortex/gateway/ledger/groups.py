@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from cortex.gateway.ledger.keys import KeySection, Limit, Money
+from cortex.gateway.ledger.users import SignInSection
 from cortex.settings import Section
 from cortex.wire.events import Usage
 
 NANO = 10**9
 _GROUP, _COST = "group:", "cost:"
+Member = TypeVar("Member", KeySection, SignInSection)
 
 
 class Prices(Protocol):
@@ -45,7 +47,7 @@ class GroupSection(Section, frozen=True):
     name: Annotated[str, msgspec.Meta(min_length=1)]
     """As in `group` of the keys."""
     models: tuple[str, ...] = ()
-    """Models that its keys may use if they name none, as ids or patterns with `*`; all when empty."""
+    """Models that its keys and users may use if they name none, as ids or patterns with `*`; all when empty."""
     requests_per_min: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Requests per minute of all its keys together."""
     window_tokens: Limit | None = None
@@ -126,8 +128,8 @@ def check_groups(keys: Iterable[KeySection], groups: Sequence[GroupSection]) -> 
             )
 
 
-def with_models_of_groups(keys: Iterable[KeySection], groups: Iterable[GroupSection]) -> tuple[KeySection, ...]:
-    """The keys; those that name no models have those of their group."""
+def with_models_of_groups(keys: Iterable[Member], groups: Iterable[GroupSection]) -> tuple[Member, ...]:
+    """The keys, or what holds for users; those that name no models have those of their group."""
     models = {group.name: group.models for group in groups}
     return tuple(
         key if key.models or key.group is None else msgspec.structs.replace(key, models=models[key.group])

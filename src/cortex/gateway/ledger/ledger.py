@@ -31,6 +31,7 @@ from cortex.gateway.ledger.limits import MINUTE_S, Account, Spent
 from cortex.gateway.ledger.store import Store
 from cortex.gateway.ledger.tables import MAX_RESERVED_TOKENS, Claim, Counts, GroupBy, Reserved, Slot, Spend
 from cortex.gateway.ledger.unwritten import UnwrittenUsage
+from cortex.gateway.ledger.users import is_user
 from cortex.tasks import SupervisedTask, Supervisor
 from cortex.wire.events import Usage
 
@@ -159,6 +160,8 @@ class Ledger:
         """The account of a key, or of a user who signed in without one, whose own tokens are not limited."""
         if (account := self._accounts.get(key.id)) is None:
             account = self._accounts[key.id] = Account(key, Spent(), self.monotonic())
+        elif account.key != key and is_user(key):  # `use` knows keys only: what users may do comes with their requests
+            account.change(key, self.monotonic())
         return account
 
     def budgets(self, key: KeySection) -> tuple[tuple[Budget, Account], ...]:

@@ -272,6 +272,7 @@ class Metering:
         removing the last key must not admit everybody.
         """
         keyring = Keyring(with_models_of_groups(config.keys, config.groups))
+        (sign_in,) = with_models_of_groups((config.sign_in,), config.groups)
         budgets = budgets_of(config.keys, config.groups)
         if self._ledger is not None:
             await self._ledger.use(keyring, budgets)
@@ -281,7 +282,7 @@ class Metering:
         if self._sessions is None:
             self._sessions = Sessions(config.state_directory(self._directory))
         self.meter = (
-            OpenMeter() if is_open or self._ledger is None else KeyedMeter(self._ledger, self._sessions, config.sign_in)
+            OpenMeter() if is_open or self._ledger is None else KeyedMeter(self._ledger, self._sessions, sign_in)
         )
 
     async def _had_keys(self, config: Config) -> bool:

@@ -1,9 +1,9 @@
 """Sessions of the page: a browser that signed in with a key sends a cookie instead of the key.
 
 A session is `<key id>.<expiry>.<signature>`. Nothing is stored for it. The signature covers the hash of the key, so a
-session ends when its key is removed or replaced. That of a user who signed in without a key has their name and roles
-instead of the key's id. The signing secret lives in the gateway's state directory, is created
-by the first sign-in, and lets sessions outlive a restart.
+session ends when its key is removed or replaced. That of a user who signed in without a key has their name, id
+and roles instead of the key's id. The signing secret lives in the gateway's state directory, is created by the first
+sign-in, and lets sessions outlive a restart.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ class Sessions:
         expected = self._sign(f"{kind.__name__}.{payload}")
         if mark != _SEALED or not hmac.compare_digest(signature.encode("utf-8", "replace"), expected.encode()):
             return None
-        return msgspec.json.decode(base64.urlsafe_b64decode(payload), type=kind)
+        try:
+            return msgspec.json.decode(base64.urlsafe_b64decode(payload), type=kind)
+        except msgspec.ValidationError:
+            return None  # another version of this gateway made it, with other fields
 
     def recognise(self, keyring: Keyring, request: Request, sign_in: SignInSection) -> KeySection:
         """The key of the session that `request` carries, or what its user may do. Raises InvalidAPIKey."""

@@ -6,6 +6,7 @@ a request comes, by the configuration in force.
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 from collections.abc import Iterable
 from typing import Annotated
@@ -45,7 +46,7 @@ class SignInSection(Section, frozen=True):
     user_roles: tuple[str, ...] = ()
     """Roles that may sign in; empty: everybody whom the provider or the proxy knows."""
     models: tuple[str, ...] = ()
-    """Models that users may use, as ids or patterns with `*`; all when empty."""
+    """Models that users may use, as ids or patterns with `*`; when empty, those of `group`, else all."""
     group: str | None = None
     """The group of `[[groups]]` whose limits all users share."""
     conversations: bool = False
@@ -90,7 +91,7 @@ class SignInSection(Section, frozen=True):
             raise InvalidAPIKey(f"{user.name} has none of the roles that may use this gateway; ask the operator.")
         return KeySection(
             name=user.name,
-            id=f"{_USER}{user.name}",
+            id=f"{_USER}{user.id}",
             sha256="",
             models=self.models,
             group=self.group,
@@ -113,11 +114,26 @@ class SignInSection(Section, frozen=True):
         if not any((mapped or address) in ipaddress.ip_network(each, strict=False) for each in self.proxy_addresses):
             return None
         roles = request.text(self.proxy_roles_header.lower().encode()) or ""
-        return User(name=name, roles=tuple(filter(None, (role.strip() for role in roles.split(",")))))
+        return User(
+            name=name, id=f"proxy:{name}", roles=tuple(filter(None, (role.strip() for role in roles.split(","))))
+        )
 
 
 class User(msgspec.Struct, frozen=True, kw_only=True):
     """Somebody who signed in without a key."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+    """For display: at many providers, people may change it to that of somebody else."""
+    id: str
+    """What they have is kept under it. Users of a provider and of a proxy never have the same."""
     roles: tuple[str, ...] = ()
+
+
+def openid_id(issuer: str, subject: str) -> str:
+    """The id of a user of an OpenID Connect provider, which promises never to give `subject` to another one."""
+    return f"openid:{hashlib.sha256(f'{issuer} {subject}'.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
+
+
+def is_user(key: KeySection) -> bool:
+    """Whether `key` stands for a user who signed in without one."""
+    return key.id.startswith(_USER)

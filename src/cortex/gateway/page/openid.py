@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, urlencode
 
 import msgspec
 
-from cortex.gateway.ledger.users import MAX_NAME, SignInSection, User
+from cortex.gateway.ledger.users import MAX_NAME, SignInSection, User, openid_id
 from cortex.settings import SettingsError
 from cortex.wire.errors import CortexError, InvalidAPIKey, UpstreamUnavailable
 
@@ -131,7 +131,8 @@ class OpenIDClient:
         name = claims.get(self._section.name_claim) or claims["sub"]
         if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_NAME:
             raise InvalidAPIKey(f"The provider names you in a form that cannot be used: {str(name)[:60]!r}")
-        return User(name=name, roles=roles_in(claims, self._section.roles_claim))
+        subject = openid_id(self._section.issuer or "", str(claims["sub"]))
+        return User(name=name, id=subject, roles=roles_in(claims, self._section.roles_claim))
 
     def _claims(self, code: str, flow: Flow) -> dict[str, Any]:
         """The verified claims of the id token for `code`. Blocking."""

@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from msgspec.structs import replace
+
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.ledger.sessions import COOKIE, LIFETIME_S
-from cortex.gateway.ledger.users import SignInSection, User
+from cortex.gateway.ledger.users import SignInSection
 from cortex.gateway.page.conversations import Conversations
 from cortex.gateway.page.openid import FLOW_S, Flow, OpenIDClient, check_library
 from cortex.gateway.proxy.listener import CONVERSATIONS_PATH, SIGN_IN_CALLBACK, SIGN_IN_METHODS, SIGN_IN_START
@@ -86,7 +88,7 @@ class SigningIn:
         assert request.path == SIGN_IN_CALLBACK
         user = await self._client.complete(request.query, sessions.unsealed(_flow_of(request), Flow))
         key = self._section.key_of(user)
-        kept = User(name=user.name, roles=self._section.relevant(user.roles))
+        kept = replace(user, roles=self._section.relevant(user.roles))
         log.info("signed in: %s, operator: %s", key.name, key.operator)
         return _redirect(
             home,

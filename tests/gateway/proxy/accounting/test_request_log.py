@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
 from cortex.gateway.config import ActivitySection
+from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.keys import generate
+from cortex.gateway.proxy.accounting import request_log
 from cortex.gateway.proxy.accounting.activity import ActivityLog, Capture, RequestRecord
-from cortex.gateway.proxy.accounting.request_log import DAY_S, RequestLog
+from cortex.gateway.proxy.accounting.request_log import DAY_S, RequestLog, SearchTooLong
 from cortex.wire.events import Usage
 from cortex.wire.node.protocol import ModelState
 
@@ -88,6 +91,71 @@ async def test_waits_in_memory_while_the_database_is_away(tmp_path: Path, caplog
     (tmp_path / "folder").unlink()
     assert [each.number for each in await kept.read(0, NOW + 1, 9, lambda _: True)] == [1]
     assert not kept.is_failing
+    await kept.close()
+
+
+async def test_reads_pages_of_requests_that_ended_at_the_same_time_and_those_of_one_key_alone(
+    location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_log, "_PAGE", 2)
+    activity = ActivityLog(ActivitySection())
+    kept = RequestLog(activity, location, lambda: NOW)
+    kept.retention_days = 1
+    for number, age_s in ((1, 9), (2, 5), (3, 5), (4, 5), (5, 5), (6, 5), (7, 1)):
+        activity.append(
+            replace(record(number, NOW - age_s), id=b"same", key_id="ijklmnop" if number in (3, 6) else "x")
+        )
+    seen: list[int] = []
+
+    def matches(each: RequestRecord) -> bool:
+        seen.append(each.number)
+        return True
+
+    found = [each.number for each in await kept.read(0, NOW + 1, 99, matches)]
+    assert (found[0], sorted(found[1:6]), found[6]) == (7, [2, 3, 4, 5, 6], 1)
+    assert len(found) == len(seen) == 7, "each once"
+    seen.clear()
+    assert len(await kept.read(0, NOW + 1, 99, matches, key_id="ijklmnop", request_id="same")) == 2
+    assert sorted(seen) == [3, 6], "no others are read"
+    assert await kept.read(0, NOW + 1, 99, matches, request_id="another") == []
+    monkeypatch.setattr(request_log, "MAX_SEARCHED", 4)
+    assert len(await kept.read(0, NOW + 1, 3, matches)) == 3
+    with pytest.raises(SearchTooLong):
+        await kept.read(0, NOW + 1, 3, lambda each: each.number == 1)
+    assert await kept.forget(matches, request_id="same") == 7, "all of them, however many there are"
+    await kept.close()
+
+
+async def test_forgets_only_what_matches_where_clients_chose_the_same_id(tmp_path: Path) -> None:
+    activity = ActivityLog(ActivitySection())
+    kept = RequestLog(activity, str(tmp_path / "log.db"), lambda: NOW)
+    kept.retention_days = 1
+    for number, key_id in ((1, "abcdefgh"), (2, "ijklmnop"), (3, "abcdefgh")):
+        activity.append(replace(record(number, NOW - number), id=b"same", key_id=key_id))
+    assert await kept.forget(lambda each: each.number == 1) == 1
+    assert [each.number for each in await kept.read(0, NOW + 1, 9, lambda _: True)] == [2, 3]
+    await kept.close()
+
+
+async def test_newest_requests_wait_when_there_is_no_room_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_log, "MAX_WAITING", 3)
+    activity = ActivityLog(ActivitySection())
+    kept = RequestLog(activity, str(tmp_path / "log.db"), lambda: NOW)
+    kept.retention_days = 1
+
+    def write(*_: object) -> None:
+        for number in (3, 4, 5):
+            activity.append(record(number, NOW + number))
+        raise StoreError("away")
+
+    with monkeypatch.context() as away:
+        away.setattr(request_log, "_write", write)
+        for number in (1, 2):
+            activity.append(record(number, NOW + number))
+        await kept.flush()
+    assert [each.number for each in await kept.read(0, NOW + 9, 9, lambda _: True)] == [5, 4, 3]
     await kept.close()
 
 

@@ -217,6 +217,25 @@ def test_load_requests_may_not_name_other_paths_whether_or_not_they_exist(
     assert {model.id for model in rooted} == {"own"}
 
 
+def test_draft_models_of_load_requests_are_in_the_model_roots_too(rooted: Library, tmp_path: Path) -> None:
+    for name in (str(tmp_path / "root" / "model"), "org/small", "own"):
+        adopted = rooted.adopt(LoadRequest(model_id="own", speculation=f"draft:{name}"))
+        assert adopted.speculation == f"draft:{name}"
+    for path in ("secret/model", "root/link/model", "secret/absent"):
+        for model_id in ("own", "org/new"):
+            with pytest.raises(LoadFailed, match="model_roots"):
+                rooted.adopt(LoadRequest(model_id=model_id, speculation=f"draft:{tmp_path / path}"))
+            with pytest.raises(LoadFailed, match="model_roots"):
+                rooted.adopt(LoadRequest(model_id=model_id, draft=f" {tmp_path / path}"))
+    assert {model.id for model in rooted} == {"own"}
+
+
+def test_load_request_may_repeat_the_draft_model_that_is_configured() -> None:
+    library = Library(NeuronConfig(models=(ModelEntry(id="a", source="/a", draft="/elsewhere/small"),)), {})
+    adopted = library.adopt(LoadRequest(model_id="a", draft="/elsewhere/small"))
+    assert adopted.speculation == "draft:/elsewhere/small"
+
+
 @pytest.mark.parametrize("source", ["/etc/pass\0wd", "~nobody-such/x", "./", "../x", "/" + "x" * 4000, "~"])
 def test_rejects_paths_that_are_strange_or_relative(rooted: Library, source: str) -> None:
     with pytest.raises(LoadFailed, match="model_roots"):

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -27,6 +27,8 @@ EXPIRE_S = 600.0
 """How often requests that are too old are deleted."""
 MAX_WAITING = 20_000
 """Requests that wait in memory for the database; the oldest ones beyond it are lost."""
+MAX_SEARCHED = 500_000
+"""Requests that one reading looks at, some seconds of its thread."""
 _PAGE = 500
 _MANY = 2**53
 _NEVER_S = 1e11
@@ -39,17 +41,23 @@ SCHEMA = (
         record TEXT NOT NULL
     )""",
     "CREATE INDEX IF NOT EXISTS request_log_ended ON request_log (ended_ms)",
+    "CREATE INDEX IF NOT EXISTS request_log_request ON request_log (request_id, ended_ms)",
+    "CREATE INDEX IF NOT EXISTS request_log_key ON request_log (key_id, ended_ms)",
 )
 _ADD = "INSERT INTO request_log (ended_ms, request_id, key_id, record) VALUES (?, ?, ?, ?)"
 _EXPIRE = "DELETE FROM request_log WHERE ended_ms < ?"
 _READ = """
-    SELECT ended_ms, record FROM request_log WHERE ended_ms >= ? AND ended_ms < ?
-    ORDER BY ended_ms DESC LIMIT ? OFFSET ?
+    SELECT ended_ms, record FROM request_log WHERE ended_ms >= ? AND ended_ms <= ?{where}
+    ORDER BY ended_ms DESC, record LIMIT ? OFFSET ?
 """
-_FORGET = "DELETE FROM request_log WHERE request_id = ? RETURNING request_id"
+_FORGET = "DELETE FROM request_log WHERE request_id = ? AND key_id = ? AND ended_ms = ? RETURNING request_id"
 
 T = TypeVar("T")
 Matches = Callable[[RequestRecord], bool]
+
+
+class SearchTooLong(Exception):
+    """More than `MAX_SEARCHED` requests were read, and too few of them match."""
 
 
 class RequestLog:
@@ -90,7 +98,8 @@ class RequestLog:
         try:
             await self._in_thread(lambda execute: _write(execute, batch, oldest_ms))
         except StoreError as error:
-            self._waiting.extendleft(reversed(batch[-(MAX_WAITING - len(self._waiting)) :]))
+            room = MAX_WAITING - len(self._waiting)  # those that have ended meanwhile are newer
+            self._waiting.extendleft(reversed(batch[max(0, len(batch) - room) :]))
             if not self.is_failing:
                 log.error("the request log waits in memory until the database is available: %s", error)
             self.is_failing = True
@@ -99,15 +108,28 @@ class RequestLog:
         if is_due:
             self._expired_at = self._clock()
 
-    async def read(self, since: float, until: float, limit: int, matches: Matches) -> list[RequestRecord]:
-        """The newest `limit` requests that ended in [since, until) and match, newest first. Raises StoreError."""
+    async def read(
+        self,
+        since: float,
+        until: float,
+        limit: int,
+        matches: Matches,
+        *,
+        key_id: str | None = None,
+        request_id: str | None = None,
+    ) -> list[RequestRecord]:
+        """The newest `limit` requests that ended in [since, until) and match, newest first; only those of one key or
+        id where it is given, without reading the others. Raises StoreError and SearchTooLong."""
         await self.flush()
-        return await self._in_thread(lambda execute: _read(execute, since, until, limit, matches))
+        wanted = {"key_id": key_id, "request_id": request_id}
+        return await self._in_thread(
+            lambda execute: _read(execute, since, until, limit, matches, wanted, most=MAX_SEARCHED)
+        )
 
-    async def forget(self, matches: Matches) -> int:
-        """Delete the requests that match; returns how many. Raises StoreError."""
+    async def forget(self, matches: Matches, *, request_id: str | None = None) -> int:
+        """Delete the requests that match, of one id where it is given; returns how many. Raises StoreError."""
         await self.flush()
-        return await self._in_thread(lambda execute: _forget(execute, matches))
+        return await self._in_thread(lambda execute: _forget(execute, matches, request_id))
 
     async def close(self) -> None:
         """Write what is not written yet. Idempotent."""
@@ -125,24 +147,48 @@ class RequestLog:
 def _write(execute: Execute, batch: list[RequestRecord], oldest_ms: int | None) -> None:
     for record in batch:
         text = msgspec.json.encode(msgspec.structs.replace(record, capture=None)).decode()
-        execute(_ADD, (int(record.ended_at * 1000), record.id.decode(), record.key_id or "", text))
+        execute(_ADD, (_ended_ms(record), record.id.decode(), record.key_id or "", text))
     if oldest_ms is not None:
         execute(_EXPIRE, (oldest_ms,))
 
 
-def _forget(execute: Execute, matches: Matches) -> int:
-    ids = {record.id.decode() for record in _read(execute, 0, _NEVER_S, _MANY, matches)}
-    return sum(len(execute(_FORGET, (each,))) for each in ids)
+def _forget(execute: Execute, matches: Matches, request_id: str | None) -> int:
+    found = _read(execute, 0, _NEVER_S, _MANY, matches, {"request_id": request_id}, most=_MANY)
+    # Clients choose ids, so that requests of others may have the same.
+    rows = {(record.id.decode(), record.key_id or "", _ended_ms(record)) for record in found}
+    return sum(len(execute(_FORGET, row)) for row in rows)
 
 
-def _read(execute: Execute, since: float, until: float, limit: int, matches: Matches) -> list[RequestRecord]:
+def _ended_ms(record: RequestRecord) -> int:
+    return int(record.ended_at * 1000)
+
+
+def _read(
+    execute: Execute,
+    since: float,
+    until: float,
+    limit: int,
+    matches: Matches,
+    wanted: Mapping[str, str | None],
+    *,
+    most: int,
+) -> list[RequestRecord]:
+    """`wanted`: values of columns; None: any. Raises SearchTooLong after `most` requests."""
+    values = {column: value for column, value in wanted.items() if value is not None}
+    statement = _READ.format(where="".join(f" AND {column} = ?" for column in values))
     found: list[RequestRecord] = []
-    offset = 0
+    # A page begins where the last one ended, at a time, so that the database does not read again what it has returned.
+    # Several requests may end in one millisecond: only those are skipped by their number.
+    last_ms, num_at_last, num_read = int(until * 1000) - 1, 0, 0
     while len(found) < limit:
-        rows = execute(_READ, (int(since * 1000), int(until * 1000), _PAGE, offset))
+        if num_read >= most:
+            raise SearchTooLong
+        rows = execute(statement, (int(since * 1000), last_ms, *values.values(), _PAGE, num_at_last))
         records = (msgspec.json.decode(row[1], type=RequestRecord) for row in rows)
         found += [record for record in records if matches(record)]
-        offset += _PAGE
         if len(rows) < _PAGE:
             break
+        oldest_ms = rows[-1][0]
+        num_at_last = sum(row[0] == oldest_ms for row in rows) + (num_at_last if oldest_ms == last_ms else 0)
+        last_ms, num_read = oldest_ms, num_read + len(rows)
     return found[:limit]

@@ -129,12 +129,15 @@ class Library:
         is kept with its source; the other options hold for this load alone (but see `remember_quant`).
 
         Raises ModelNotFound for an id that is neither known, nor a hub id, nor an existing path. Raises LoadFailed for
-        a path outside the model roots, whether or not it exists.
+        a path outside the model roots, whether or not it exists, of the model or of its draft model.
         """
         known = self._models.get(request.model_id)
         source = request.source or (known.source if known is not None else request.model_id)
         if known is None or source != known.source:
             self._check_source(source)
+        draft = draft_of(request.speculation or "")
+        if draft is not None and draft not in self._models and (known is None or draft != draft_of(known.speculation)):
+            self._check_source(draft)  # the name of a draft model that is not known is its source
         if known is None:
             if request.source is None and not _names_a_model(source):
                 return self.find(request.model_id)

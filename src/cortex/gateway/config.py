@@ -79,7 +79,8 @@ class GatewaySection(Section, frozen=True):
     keepalive_s: Seconds = 2.0
     """Interval of keepalives to a streaming client that waits."""
     idle_timeout_s: Seconds = 300.0
-    """A node may be silent this long in the middle of a response. There is no total timeout."""
+    """A node may be silent this long in the middle of a response. There is no total timeout. Speech, images and all
+    that is below `/upstream/` get an hour at least: their servers send nothing until they are done."""
     connect_timeout_s: Seconds = 5.0
     """A node must accept a connection within this time."""
     max_body_mb: Count = 64

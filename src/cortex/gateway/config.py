@@ -87,7 +87,8 @@ class GatewaySection(Section, frozen=True):
     """Larger request bodies are rejected with 413."""
     max_upload_mb: Count = 2048
     """The same for files that are sent to servers (`/v1/audio/transcriptions` and others). From 1 MiB on they are in
-    files without a name while they are relayed, in `TMPDIR` or `/var/tmp`, four times this size at most in all."""
+    files without a name while they are relayed, in `TMPDIR` or `/var/tmp`, four times this size at most in all, and
+    twice for one address."""
     max_wait_s: Seconds = 600.0
     """The longest that a request waits for its model before it is rejected with 503."""
     max_waiting: Count = 512

@@ -79,14 +79,16 @@ class GatewaySection(Section, frozen=True):
     keepalive_s: Seconds = 2.0
     """Interval of keepalives to a streaming client that waits."""
     idle_timeout_s: Seconds = 300.0
-    """A node may be silent this long in the middle of a response. There is no total timeout."""
+    """A node may be silent this long in the middle of a response. There is no total timeout. Speech, images and all
+    that is below `/upstream/` get an hour at least: their servers send nothing until they are done."""
     connect_timeout_s: Seconds = 5.0
     """A node must accept a connection within this time."""
     max_body_mb: Count = 64
     """Larger request bodies are rejected with 413."""
     max_upload_mb: Count = 2048
     """The same for files that are sent to servers (`/v1/audio/transcriptions` and others). From 1 MiB on they are in
-    files without a name while they are relayed, in `TMPDIR` or `/var/tmp`, four times this size at most in all."""
+    files without a name while they are relayed, in `TMPDIR` or `/var/tmp`, four times this size at most in all, and
+    twice for one address."""
     max_wait_s: Seconds = 600.0
     """The longest that a request waits for its model before it is rejected with 503."""
     max_waiting: Count = 512

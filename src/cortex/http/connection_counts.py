@@ -14,12 +14,12 @@ class ConnectionCounts:
         self._max_connections = max_connections
         self._max_per_client = max_per_client
         self._by_network: dict[str, int] = {}
-        """Open connections by `_network`."""
+        """Open connections by `network_of`."""
         self.num_connections = 0
 
     def enter(self, client: str) -> CortexError | None:
         """Count a new connection from an address, or return why it is rejected and not counted."""
-        network = _network(client)
+        network = network_of(client)
         num_from_client = self._by_network.get(network, 0)
         if self.num_connections >= self._max_connections:
             return Overloaded(f"{self.num_connections} connections are open, which is the limit; try again in a moment")
@@ -33,14 +33,14 @@ class ConnectionCounts:
 
     def leave(self, client: str) -> None:
         """A connection that was counted has closed."""
-        network = _network(client)
+        network = network_of(client)
         self.num_connections -= 1
         self._by_network[network] -= 1
         if not self._by_network[network]:
             del self._by_network[network]
 
 
-def _network(address: str) -> str:
+def network_of(address: str) -> str:
     """What counts as one client: an IPv4 address, or the /64 of an IPv6 address, as one host may use all of it."""
     if ":" not in address:
         return address

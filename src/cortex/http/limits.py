@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cortex.http.connection_counts import network_of
+
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
@@ -23,6 +25,8 @@ class ClientLimits:
     """The longest body of a path that spools: it is written to a file as it arrives."""
     spooled_bytes: int = 8 * 1024 * 1024 * 1024
     """Request bytes in files that all connections together may hold."""
+    spooled_bytes_per_client: int | None = None
+    """The same for those from one address, as `num_connections_per_client` has it; None: one may hold all."""
     head_s: float = 10.0
     """From a request's first byte to the end of its head; for the first request, from the connection."""
     body_s: float = 30.0
@@ -52,6 +56,34 @@ class Buffered:
     def has_room(self, num_bytes: int = 0) -> bool:
         """Whether `num_bytes` more are within the limit."""
         return self.num_bytes + num_bytes <= self.max_bytes
+
+
+class ClientShares:
+    """A `Buffered` of which one client may have a part only."""
+
+    __slots__ = ("_by_network", "_max_bytes_each", "_total")
+
+    def __init__(self, max_bytes: int, max_bytes_each: int | None) -> None:
+        self._total = Buffered(max_bytes)
+        self._max_bytes_each = max_bytes if max_bytes_each is None else max_bytes_each
+        self._by_network: dict[str, int] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all clients."""
+        return self._total.num_bytes
+
+    def add(self, client: str, num_bytes: int) -> None:
+        """A negative number is subtracted."""
+        self._total.num_bytes += num_bytes
+        network = network_of(client)
+        if held := self._by_network.pop(network, 0) + num_bytes:
+            self._by_network[network] = held
+
+    def has_room(self, client: str, num_bytes: int = 0) -> bool:
+        """Whether `num_bytes` more of this client are within both limits."""
+        held = self._by_network.get(network_of(client), 0)
+        return self._total.has_room(num_bytes) and held + num_bytes <= self._max_bytes_each
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,16 @@ async def test_rejects_an_unknown_key_before_the_body_is_sent(client: Client, ke
     assert client.gateway.server.buffered.num_bytes == 0
 
 
+async def test_rejects_an_upload_to_a_server_before_it_is_sent_unless_it_is_an_operators(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    operator = generate("operator", operator=True)
+    client = await start_gateway(await neurons("beast"), keys=(KEY.section, operator.section))
+    path = "/upstream/a/v1/files"
+    assert (await first_response(client.port, head(path, 60_000_000, key=KEY.text, expect=True)))[0] == 403
+    assert (await first_response(client.port, head(path, 60_000_000, key=operator.text, expect=True)))[0] == 100
+
+
 async def test_rejects_in_the_dialect_of_the_path(client: Client) -> None:
     status, body = await first_response(client.port, head("/v1/messages", 60_000_000))
     assert (status, body["error"]["type"]) == (401, "authentication_error")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -105,6 +106,30 @@ async def test_silent_stream_ends_after_the_idle_timeout(neurons: StartNeuron, s
     client = await start_gateway(bad, idle_timeout_s=0.5, keepalive_s=0.2)
     text = await client.stream("/v1/chat/completions", {"model": "a", "messages": [], "stream": True})
     assert b'"upstream_interrupted"' in text
+
+
+async def test_slow_work_that_only_its_server_understands_is_neither_sent_again_nor_held_against_its_node(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if body["input"] == "endless":
+            await hang()
+        await asyncio.sleep(0.6)
+        return web.Response(body=b"sound")
+
+    monkeypatch.setattr("cortex.gateway.proxy.request.OPAQUE_SILENCE_S", 1.5)
+    nodes = [await neurons(name, sizes={"a": GB}, states={"a": READY}, respond=work) for name in ("one", "two")]
+    client = await start_gateway(foreign=tuple(nodes), idle_timeout_s=0.2)
+    events: list[dict[str, Any]] = []
+    client.gateway.event_log.subscribe(events.append)
+    headers = {"content-type": "application/json"}
+    data = msgspec.json.encode({"model": "a", "input": "long"})
+    async with client.session.post(f"{client.url}/v1/audio/speech", data=data, headers=headers) as response:
+        assert (response.status, await response.read()) == (200, b"sound")
+    status, body = await client.post("/v1/audio/speech", {"model": "a", "input": "endless"}, **headers)
+    assert (status, body["error"]["code"]) == (502, "upstream_unavailable")
+    assert sum(len(node.seen) for node in nodes) == 2
+    assert not [event for event in events if event["kind"] == "node_suspected"]
 
 
 async def _hang_with(node: FakeNeuron) -> NoReturn:

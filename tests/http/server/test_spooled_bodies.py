@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cortex.http.composed_body import ComposedBody, FileRange, new_spool
-from cortex.http.limits import ClientLimits
+from cortex.http.limits import ClientLimits, ClientShares
 from cortex.http.request import Headers
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.parser import Spooled
@@ -133,13 +133,29 @@ async def test_a_body_of_pieces_is_sent_as_one() -> None:
 
 @pytest.mark.parametrize(
     ("limits", "status", "reason"),
-    [({"upload_bytes": 3 * MIB}, 413, b"send less"), ({"spooled_bytes": 3 * MIB}, 503, b"on disk")],
+    [
+        ({"upload_bytes": 3 * MIB}, 413, b"send less"),
+        ({"spooled_bytes": 3 * MIB}, 503, b"on disk"),
+        ({"spooled_bytes_per_client": 3 * MIB}, 503, b"on disk"),
+    ],
 )
 async def test_disk_is_bounded(limits: dict[str, int], status: int, reason: bytes) -> None:
     async with Site(**limits) as site:
         found, message = await site.send(bytes(4 * MIB))
         assert (found, reason in message) == (status, True), message
         assert await site.send(bytes(2 * MIB)) == (200, b"file")
+
+
+def test_one_client_leaves_room_for_others() -> None:
+    shares = ClientShares(100, 60)
+    shares.add("2001:db8::1", 50)
+    assert [shares.has_room(client, 20) for client in ("2001:db8::2", "10.0.0.1")] == [False, True]
+    shares.add("10.0.0.1", 40)
+    assert not shares.has_room("10.0.0.1", 20)  # there is no more in all
+    shares.add("2001:db8::2", -50)
+    shares.add("10.0.0.1", -40)
+    assert shares.num_bytes == 0
+    assert shares.has_room("2001:db8::1", 60)
 
 
 async def test_a_client_that_leaves_leaves_no_file() -> None:

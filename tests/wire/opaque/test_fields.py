@@ -58,7 +58,7 @@ def test_fields_of_a_form_are_replaced_and_everything_else_stays(seed: int) -> N
 @pytest.mark.parametrize(
     ("content_type", "body", "query", "model"),
     [
-        ("application/json", b'{"a": {"model": "no"}, "model": "m"}', b"model=n", "m"),
+        ("application/json", b'{"a": {"model": "no"}, "model": "m"}', b"model=m", "m"),
         ("application/json", b"", b"model=org%2Fm%3AQ4", "org/m:Q4"),
         ("application/x-www-form-urlencoded", b"a=1&model=m+x", b"", "m x"),
         ("audio/wav", b"\0model=no", b"a=1&model=m", "m"),
@@ -67,7 +67,8 @@ def test_fields_of_a_form_are_replaced_and_everything_else_stays(seed: int) -> N
         (TYPE, form(('Content-Type: text/plain\r\nContent-Disposition: form-data; name="model"', b"m")), b"", "m"),
         ('multipart/form-data; charset=utf-8; boundary="b0undary"', form((named("model"), b"m")), b"", "m"),
         (TYPE, b"preamble\r\n" + form((named("model"), b"m")) + b"epilogue", b"", "m"),
-        (TYPE, form((named("file"), b"\r\n--b0undaryx\r\n\r\n--b0und"), (named("model"), b"m")), b"", "m"),
+        (TYPE, form((named("file"), b"x--b0undaryx\r\n\r\n--b0und"), (named("model"), b"m")), b"", "m"),
+        (TYPE, form((f"{named('file')}; filename*=utf-8''a", b""), (named("model"), b"m")), b"", "m"),
         (TYPE, form((f'{named("file")}; filename="model; name=x"', b""), (named("model"), b"m")), b"", "m"),
     ],
 )
@@ -86,11 +87,16 @@ def test_where_the_model_stands(content_type: str, body: bytes, query: bytes, mo
         (TYPE, form((named("model"), b"a\x00b")), InvalidValue),
         (TYPE, form((named("model"), b"a" * 100_000)), InvalidValue),
         (TYPE, form(("Content-Disposition: form-data; name*=utf-8''model", b"a")), InvalidValue),
+        (TYPE, form((f"{named('a')}; name*=utf-8''model", b"a"), (named("model"), b"m")), InvalidValue),
+        (TYPE, form((f"{named('a')}; NAME*0*=utf-8''model", b"a"), (named("model"), b"m")), InvalidValue),
         (TYPE, form((f"{named('a')}\r\n{named('model')}", b"a")), InvalidValue),
         (TYPE, form((f'{named("a")}; name="model"', b"a")), InvalidValue),
         (TYPE, form(("Content-Type: text/plain", b"a")), InvalidValue),
         (TYPE, form(*[(named("a"), b"")] * 1000), InvalidValue),
         (TYPE, form((named("model"), b"m"))[:-6], InvalidValue),
+        (TYPE, form((named("file"), b"\r\n--b0undaryx\r\n"), (named("model"), b"m")), InvalidValue),
+        (TYPE, form((named("file"), b"\r\n--b0undary \r\n"), (named("model"), b"m")), InvalidValue),
+        (TYPE, b"--b0undaryx\r\n" + form((named("model"), b"m")), InvalidValue),
         (TYPE, b"", InvalidValue),
         ("multipart/form-data", b"", InvalidValue),
     ],
@@ -98,6 +104,29 @@ def test_where_the_model_stands(content_type: str, body: bytes, query: bytes, mo
 def test_what_could_be_read_in_two_ways_is_rejected(content_type: str, body: bytes, error: type[CortexError]) -> None:
     with pytest.raises(error):
         fields.read(content_type, body, b"")
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "application/x-www-form-urlencoded", TYPE])
+def test_query_and_body_must_not_name_two_models(content_type: str) -> None:
+    bodies = {"application/json": b'{"model": "m"}', TYPE: form((named("model"), b"m"))}
+    body = bodies.get(content_type, b"model=m")
+    assert fields.read(content_type, body, b"model=m").model == "m"
+    with pytest.raises(InvalidValue):
+        fields.read(content_type, body, b"model=n")
+
+
+def test_delimiters_with_something_behind_them_are_not_searched_on() -> None:
+    class Counted(bytes):
+        num_searches = 0
+
+        def find(self, *args: Any) -> int:
+            self.num_searches += 1
+            return super().find(*args)
+
+    body = Counted(form((named("model"), b"m"), (named("file"), b"\r\n--b0undaryx" * 10_000)))
+    with pytest.raises(InvalidValue):
+        multipart.parts(body, BOUNDARY)
+    assert body.num_searches < 10
 
 
 @pytest.mark.parametrize("seed", range(30))

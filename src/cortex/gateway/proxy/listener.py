@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from cortex import open_files
 from cortex.gateway.config import Config
+from cortex.gateway.ledger.keys import KeySection, check_operator
 from cortex.gateway.metrics import Metrics
 from cortex.gateway.proxy.cors import CrossOrigin
 from cortex.gateway.proxy.routes import ROUTES, opaque_route, rejection_response
@@ -36,8 +37,8 @@ CONVERSATION_BYTES = 1024 * 1024
 CONTROL_BODY_BYTES = 64 * 1024
 """The longest body of a request that is not inference."""
 
-Authenticate = Callable[[Request], object]
-"""Checks the key of a request. Raises InvalidAPIKey."""
+Authenticate = Callable[[Request], KeySection | None]
+"""The key of a request, once it is checked; None on an open gateway. Raises InvalidAPIKey."""
 
 
 def paths_without_key(config: Config) -> tuple[bytes, ...]:
@@ -62,6 +63,7 @@ def client_limits(config: Config, num_files: int) -> ClientLimits:
         body_bytes=config.gateway.max_body_mb * 1024 * 1024,
         upload_bytes=config.gateway.max_upload_mb << 20,
         spooled_bytes=(config.gateway.max_upload_mb << 20) * 4,
+        spooled_bytes_per_client=(config.gateway.max_upload_mb << 20) * 2,
         head_s=limits.head_timeout_s,
         body_s=limits.body_timeout_s,
         body_bytes_per_s=limits.min_body_kb_per_s * 1024,
@@ -85,9 +87,10 @@ def api_server(
     def admit_head(request: Request) -> int | Spooled:
         is_preflight = cross_origin is not None and cross_origin.is_preflight(request)
         is_open = request.path in open_paths or request.path.startswith(PAGE_FILES)
-        if not is_open and not is_preflight:
-            authenticate(request)
-        if opaque_route(request.path) is not None:
+        key = authenticate(request) if not is_open and not is_preflight else None
+        if (opaque := opaque_route(request.path)) is not None:
+            if opaque.is_upstream and key is not None:
+                check_operator(key)  # before gigabytes of others are on the disk
             return body_limit(request, body_bytes=limits.body_bytes, upload_bytes=limits.upload_bytes)
         is_inference = request.method == b"POST" and request.path in ROUTES
         if request.path.startswith(CONVERSATIONS_PATH):

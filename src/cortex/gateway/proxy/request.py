@@ -33,7 +33,7 @@ from cortex.http.observer import ObservedRelay, Outcome
 from cortex.http.relay import Relay
 from cortex.http.request import Headers
 from cortex.http.server.exchange import Exchange
-from cortex.http.upstream.faults import NotAdmitted, ResponseTooLarge, UpstreamFault
+from cortex.http.upstream.faults import NotAdmitted, ResponseTooLarge, UpstreamFault, UpstreamSilent
 from cortex.parsing.envelope import Envelope
 from cortex.routing.prefixes import MAX_PREFIX_BYTES
 from cortex.tasks import run_once
@@ -54,6 +54,9 @@ _OVERLOADED = (503, 529)
 
 MAX_ATTEMPTS = 3
 """How often one request may be sent before it is rejected."""
+OPAQUE_SILENCE_S = 3600.0
+"""How long a node may be silent in an opaque request, at least: servers of speech and images send nothing until all of
+it is done."""
 
 
 class ProxyRequest:
@@ -190,6 +193,8 @@ class ProxyRequest:
         names_node = services.config.node_header
         for_client = outgoing_headers.for_client(lease, self.route, self.admitted, names_node=names_node)
         silence_s = services.config.idle_timeout_s
+        if self.route.need == "relay":
+            silence_s = max(silence_s, OPAQUE_SILENCE_S)
         self._relay.send(node.pool, self._body.method, target, headers, body, self._translation, for_client, silence_s)
 
     def _reply_loaded(self) -> None:
@@ -311,7 +316,7 @@ class ProxyRequest:
         """The client has nothing yet: try another node, or this one again once it is back."""
         assert self._lease is not None
         node = self._lease.node
-        is_final = isinstance(fault, ResponseTooLarge)
+        is_final = isinstance(fault, ResponseTooLarge) or self._is_slow(node, fault)
         if not is_final:
             self.services.dispatcher.request_failed(node, str(fault))
         self._accounting.failed_at(self._lease)
@@ -324,6 +329,14 @@ class ProxyRequest:
             return
         self._excluded |= {node}
         self.go()
+
+    def _is_slow(self, node: str, fault: UpstreamFault) -> bool:
+        """Whether an opaque request took too long at a node that still responds to polls: the request may be the
+        reason, so the node is not blamed, and no other one begins the same work."""
+        if self.route.need != "relay" or not isinstance(fault, UpstreamSilent):
+            return False
+        client = self.services.nodes.get(node)
+        return client is not None and not client.pool.is_down
 
     def late_response(self, relay: ObservedRelay, status: int, body: bytes) -> bytes:  # noqa: ARG002
         """Report an error that came after the first keepalive inside the stream."""
@@ -338,7 +351,7 @@ class ProxyRequest:
     def interruption(self, relay: ObservedRelay, fault: UpstreamFault) -> bytes:  # noqa: ARG002
         """The node failed after its first byte."""
         node = self._lease.node if self._lease else ""
-        if self._lease is not None:
+        if self._lease is not None and not self._is_slow(node, fault):
             self.services.dispatcher.request_failed(node, str(fault))
         error = UpstreamInterrupted(
             f"Node {node} failed in the middle of its response: {fault}. Send the request again."

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol, cast
 
 from cortex.http.head import date_line, encode_head, status_line
-from cortex.http.limits import Buffered, ClientLimits
+from cortex.http.limits import Buffered, ClientLimits, ClientShares
 from cortex.http.request import Headers, Request, loggable
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.parser import AdmitHead, RequestParser
@@ -73,7 +73,7 @@ class ServerContext(Protocol):
     limits: ClientLimits
     ticker: Ticker
     buffered: Buffered
-    spooled: Buffered
+    spooled: ClientShares
     num_exchanges: int
 
     def enter(self, connection: CountedConnection) -> CortexError | None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import httptools
 
-from cortex.http.limits import Buffered, ClientLimits
+from cortex.http.limits import Buffered, ClientLimits, ClientShares
 from cortex.http.request import Headers, Request
 from cortex.http.server.framing import body_too_large, check_head, split_target
 from cortex.http.server.spool import BodySpool, cannot_spool, no_room
@@ -102,11 +102,11 @@ class RequestParser:
         buffered: Buffered,
         admit_head: AdmitHead | None,
         client: str,
-        spooled: Buffered | None = None,
+        spooled: ClientShares | None = None,
     ) -> None:
         """`spooled`: counts the bytes of bodies in files, as `buffered` does for those in memory."""
         self._limits = limits
-        self._spooled = spooled or Buffered(limits.spooled_bytes)
+        self._spooled = spooled or ClientShares(limits.spooled_bytes, limits.spooled_bytes_per_client)
         self._buffered = buffered
         self._admit_head = admit_head
         self._client = client
@@ -180,7 +180,7 @@ class RequestParser:
 
     def release_upload(self, num_bytes: int) -> None:
         """So is the file of one."""
-        self._spooled.num_bytes -= num_bytes
+        self._spooled.add(self._client, -num_bytes)
 
     def close(self) -> None:
         """Drop all bytes held; nothing can be parsed afterwards."""
@@ -267,7 +267,7 @@ class RequestParser:
         num_bytes = self.num_body_bytes
         self._drop_body()
         try:
-            self._spool = BodySpool(self._spooled)
+            self._spool = BodySpool(self._spooled, self._client)
         except OSError as error:
             self.rejection = cannot_spool(error)
             return
@@ -358,7 +358,7 @@ class RequestParser:
         if max(self._content_length, self.num_body_bytes) > self._body_limit:
             return self._body_too_large()
         if self._spools and self._num_due_bytes() > _SPOOL_BYTES:
-            return None if self._spooled.has_room(self._num_due_bytes()) else no_room("on disk")
+            return None if self._spooled.has_room(self._client, self._num_due_bytes()) else no_room("on disk")
         return None if self._buffered.has_room(self._num_due_bytes()) else no_room()
 
     def _num_due_bytes(self) -> int:

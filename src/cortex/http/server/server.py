@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Sequence
 
 from cortex.http.connection_counts import ConnectionCounts
-from cortex.http.limits import Buffered, ClientLimits
+from cortex.http.limits import Buffered, ClientLimits, ClientShares
 from cortex.http.server.connection import (
     CountedConnection,
     Handler,
@@ -58,7 +58,7 @@ class Server:
         self.connections: set[CountedConnection] = set()
         self.buffered = buffered or Buffered(self.limits.buffered_bytes)
         """Updated by the connections."""
-        self.spooled = Buffered(self.limits.spooled_bytes)
+        self.spooled = ClientShares(self.limits.spooled_bytes, self.limits.spooled_bytes_per_client)
         """Request bytes in files; updated by the connections."""
         self.num_exchanges = 0
         """Requests being served now; updated by the connections."""

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from cortex.http.composed_body import ComposedBody, FileRange, new_spool
-from cortex.http.limits import Buffered
+from cortex.http.limits import ClientShares
 from cortex.wire.errors import CortexError, Overloaded
 
 
 class BodySpool:
-    """Adds its bytes to `spooled`; who takes the body, or drops it, subtracts them."""
+    """Adds its bytes to those that `client` has in `spooled`; who takes the body, or drops it, subtracts them."""
 
-    __slots__ = ("_file", "_num_bytes", "_spooled")
+    __slots__ = ("_client", "_file", "_num_bytes", "_spooled")
 
-    def __init__(self, spooled: Buffered) -> None:
+    def __init__(self, spooled: ClientShares, client: str) -> None:
         """Raises OSError."""
         self._spooled = spooled
+        self._client = client
         self._num_bytes = 0
         self._file = new_spool()
 
     def write(self, data: bytes) -> CortexError | None:
         """Returns why the body is rejected."""
         self._num_bytes += len(data)
-        self._spooled.num_bytes += len(data)
-        if not self._spooled.has_room():
+        self._spooled.add(self._client, len(data))
+        if not self._spooled.has_room(self._client):
             return no_room("on disk")
         view = memoryview(data)
         try:
@@ -38,7 +39,7 @@ class BodySpool:
 
     def drop(self) -> None:
         self._file.close()
-        self._spooled.num_bytes -= self._num_bytes
+        self._spooled.add(self._client, -self._num_bytes)
 
 
 def no_room(where: str = "in memory") -> Overloaded:

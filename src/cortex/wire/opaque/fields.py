@@ -48,7 +48,8 @@ def form_of(content_type: str) -> Form:
 
 
 def read(content_type: str, body: BodyBytes, query: bytes) -> OpaqueFields:
-    """Finds the model in the body, or else in the query. Raises MissingModel, InvalidValue or MalformedJSON."""
+    """Finds the model in the body or in the query: which of the two the server takes is not known, so they must not
+    differ. Raises MissingModel, InvalidValue or MalformedJSON."""
     form = form_of(content_type)
     boundary, names = b"", list[str]()
     parts: tuple[FormPart, ...] = ()
@@ -60,7 +61,7 @@ def read(content_type: str, body: BodyBytes, query: bytes) -> OpaqueFields:
         names = [_text(body[part.value_start : part.value_end]) for part in parts if part.name == "model"]
     elif form == "urlencoded":
         names = [value for name, value in _pairs(body[:]) if name == "model"]
-    names = names or [value for name, value in _pairs(query) if name == "model"]
+    names += [value for name, value in _pairs(query) if name == "model"]
     if not names or not names[0]:
         raise MissingModel("This request names no model; send `model` in its body or query.")
     if len(set(names)) > 1:

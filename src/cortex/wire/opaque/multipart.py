@@ -1,7 +1,7 @@
 """Finds the fields of a `multipart/form-data` body, and writes such fields. Nothing is copied: a part is two positions.
 
 What could be read in two ways is rejected, because the server may read it the other
-way: a field without a plain name, or more than one `model`.
+way: a field without a plain name, more than one `model`, or a delimiter with something else behind it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ _MAX_PARTS = 512
 _MAX_HEAD_BYTES = 16 * 1024
 _BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,70})"|([^\s;,"]{1,70}))\s*(?:;|$)', re.IGNORECASE)
 _DISPOSITION = re.compile(rb"^content-disposition[ \t]*:[ \t]*form-data[ \t]*;(.*)$", re.IGNORECASE | re.MULTILINE)
+_ENCODED_NAME = re.compile(rb"(?:^|;)[ \t]*name[ \t]*\*", re.IGNORECASE)
+"""Also `name*0`: some servers take it instead of `name`."""
 _NAME = re.compile(rb'(?:^|;)[ \t]*name[ \t]*=[ \t]*(?:"([^"\\]*)"|([^\s;"\\]+))[ \t]*(?=;|\r|$)', re.IGNORECASE)
 
 
@@ -50,12 +52,12 @@ def boundary_of(content_type: str) -> bytes:
 def parts(data: BodyBytes, boundary: bytes) -> tuple[FormPart, ...]:
     """The fields, in order. Raises InvalidValue for a body that is not whole."""
     delimiter = b"--" + boundary
-    start = 0 if data[: len(delimiter)] == delimiter else _next(data, delimiter, 0)
+    start = _checked(data, delimiter, 0) if data[: len(delimiter)] == delimiter else _next(data, delimiter, 0)
     found: list[FormPart] = []
     while data[start + len(delimiter) : start + len(delimiter) + 2] != b"--":
         if len(found) >= _MAX_PARTS:
             raise InvalidValue(f"The multipart body has over {_MAX_PARTS} fields; send fewer.")
-        head_start = data.find(b"\r\n", start)
+        head_start = start + len(delimiter)
         head_end = data.find(b"\r\n\r\n", head_start, head_start + _MAX_HEAD_BYTES)
         if head_end < 0:
             raise _broken("a field has no end of its headers")
@@ -77,19 +79,25 @@ def field(boundary: bytes, name: str, value: Any) -> bytes:
 
 def _next(data: BodyBytes, delimiter: bytes, position: int) -> int:
     """Where the next delimiter begins that starts a line."""
-    while (position := data.find(b"\r\n" + delimiter, position)) >= 0:
-        start = position + 2
-        follows = data[start + len(delimiter) : start + len(delimiter) + 2]
-        if follows in (b"--", b"\r\n"):
-            return start
-        position = start
-    raise _broken("its last delimiter is missing")
+    position = data.find(b"\r\n" + delimiter, position)
+    if position < 0:
+        raise _broken("its last delimiter is missing")
+    return _checked(data, delimiter, position + 2)
+
+
+def _checked(data: BodyBytes, delimiter: bytes, start: int) -> int:
+    """The delimiter at `start` must end there. Such bytes cannot be those of a file: no boundary is in what it bounds.
+    To search on instead would read a window for each, and a body can have millions."""
+    end = start + len(delimiter)
+    if data[end : end + 2] not in (b"--", b"\r\n"):
+        raise _broken("something follows a delimiter in its line")
+    return start
 
 
 def _name(head: bytes) -> str:
     dispositions = _DISPOSITION.findall(head)
     names = _NAME.findall(dispositions[0].rstrip(b"\r")) if len(dispositions) == 1 else []
-    if len(names) != 1:
+    if len(names) != 1 or _ENCODED_NAME.search(dispositions[0]):
         raise _broken("a field has no plain name")
     try:
         return bytes(names[0][0] or names[0][1]).decode()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import ClientResponse, web
 
+from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.wire.events import Usage
 from cortex.wire.node.headers import TOKEN_LIMIT
@@ -107,6 +108,24 @@ async def test_estimates_usage_by_size_when_the_node_does_not_know_it(start_call
     await caller.disconnect_early(stream=True)
     await until(lambda: caller.counted("prompt"))
     assert not await caller.has_reservation()
+
+
+async def test_speech_is_not_free_for_who_disconnects_before_its_first_byte(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    key = generate("alice", balance_tokens=BALANCE)
+    node = await neurons("beast", sizes={"a": GB}, respond=silent)
+    catalogue = Catalogue(models=(ModelSpec(id="a", tokens_per_request=70),))
+    client = await start_gateway(foreign=(node,), keys=(key.section,), catalogue=catalogue)
+    caller = Caller(client, node, key)
+    url = client.url + "/v1/audio/speech"
+    request = asyncio.create_task(client.session.post(url, json={"model": "a"}, headers=caller.headers))
+    await until(lambda: client.gateway.dispatcher.in_flight)
+    request.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await request
+    await until(lambda: "cortex_client_disconnects_total{phase=" in client.metrics())
+    assert caller.counted("prompt") == 70
 
 
 async def test_estimates_usage_by_size_when_the_node_died(start_caller: StartCaller) -> None:

@@ -110,8 +110,13 @@ class RequestAccounting:
         disconnected = outcome is _DISCONNECTED
         has_response = self.first_data_at is not None and self.status < 400 and self.route.uses_tokens
         usage = reported if has_response else None
-        estimate = self._estimate(num_response_bytes) if has_response and usage is None else None
         is_cut_off = disconnected or outcome is _CANCELLED
+        # A server of speech or images has done most of its work before its first byte. A cancelled request has the
+        # status of its cancellation.
+        is_unpaid_work = is_cut_off and lease is not None and self.route.need == "relay" and self.num_attempts > 0
+        is_unpaid_work = is_unpaid_work and (self.status < 400 or outcome is _CANCELLED)
+        is_estimated = usage is None and (has_response or is_unpaid_work)
+        estimate = self._estimate(num_response_bytes) if is_estimated else None
         if is_cut_off and usage is None and lease is not None and lease.has_lifecycle and self.route.runs_model:
             services.disconnected_usage.fetch(
                 services.nodes.get(node), self.attempt_id.decode(), estimate, partial(self._settle, lease, outcome, now)

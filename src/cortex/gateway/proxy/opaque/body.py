@@ -14,7 +14,7 @@ from cortex.wire.opaque.routes import upstream_path
 class OpaqueBody:
     """The same for every attempt, but for the path below `/upstream/`: a foreign server is the upstream itself."""
 
-    __slots__ = ("_body", "_path", "_query", "_upstream", "headers", "method")
+    __slots__ = ("_body", "_own_path", "_path", "_query", "_upstream", "headers", "method")
 
     def __init__(self, request: Request, model: str, found: OpaqueFields | str) -> None:
         """`found`: what is known of its fields; or, for a request below `/upstream/`, the path of the server."""
@@ -29,8 +29,10 @@ class OpaqueBody:
             self._upstream = upstream_path(model, found).encode("latin-1")
         elif found.model != model:  # the client named it by an alias
             self._query, self._body = with_fields(request, found, {"model": model})
+        self._own_path = self._path
 
     def choose(self, lease: Lease) -> bool:
+        self._path = self._own_path  # the attempt before may have been at a node of the other kind
         if self._upstream is not None and lease.has_lifecycle:
             self._path = self._upstream
         return True

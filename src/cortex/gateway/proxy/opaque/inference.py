@@ -75,16 +75,22 @@ class OpaqueInference:
         self._inference.serve(received, make_body=lambda model: OpaqueBody(request, model, found))
 
     def _split(self, request: Request) -> tuple[str, str]:
-        """The model in the path, and the path of its server. Raises MalformedHTTP or ModelNotFound."""
+        """The model in the path, and the path of its server. Exact names win over patterns, also over those that match
+        a shorter part of the path. Raises MalformedHTTP or ModelNotFound."""
         problem: CortexError = ModelNotFound("There is no model in the path; use /upstream/MODEL/PATH.")
+        matched: tuple[str, str] | None = None
         for name, path in split_upstream(request.path.decode("latin-1")):
             try:
-                self._inference.services.dispatcher.resolve(name)
+                resolution = self._inference.services.dispatcher.resolve(name)
             except ModelNotFound as error:
                 problem = error
-            else:
+                continue
+            if name in (resolution.model_id, resolution.alias):
                 return name, path
-        raise problem
+            matched = matched or (name, path)
+        if matched is None:
+            raise problem
+        return matched
 
 
 def _sends_key(request: Request) -> bool:

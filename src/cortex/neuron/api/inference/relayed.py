@@ -17,7 +17,6 @@ from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.choice import Stopwatch
 from cortex.neuron.api.inference.engine_requests import within_limit
-from cortex.neuron.api.inference.media_urls import check_media
 from cortex.neuron.api.inference.server_slot import ServerSlot
 from cortex.neuron.api.inference.session import Deliver, Phase, ready
 from cortex.neuron.node.harness.upstream import Upstream
@@ -28,6 +27,7 @@ from cortex.wire.events import AnyEvent, Finish, ReasoningDelta, TextDelta, Tool
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.packed_request import PackedRequest, unpack
 from cortex.wire.pictures.files import with_files
+from cortex.wire.pictures.media_urls import check_media
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.response import total_usage
 

@@ -60,6 +60,8 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
                 await asyncio.sleep(60)
             case "/hop":
                 raise web.HTTPFound("/x.png")
+            case "/broken":
+                return web.Response(status=302, headers={"Location": "https://["})
             case "/loop":
                 raise web.HTTPFound("/loop")
             case "/inside":
@@ -112,6 +114,8 @@ async def test_redirects_are_followed_to_public_places_only(site: Site) -> None:
     ):
         with pytest.raises(NotFetched, match=r"public internet|only https"):
             await site.fetcher.fetch(f"https://pics.test/inside?to={to}", ALLOWED)
+    with pytest.raises(NotFetched, match="redirects to an invalid address"):
+        await site.fetcher.fetch("https://pics.test/broken", ALLOWED)
     with pytest.raises(NotFetched, match="redirects more than 3 times"):
         await site.fetcher.fetch("https://pics.test/loop", ALLOWED)
     assert {place for place, _ in site.reached} == {PUBLIC}
@@ -185,6 +189,20 @@ async def test_node_gets_files_in_place_of_addresses(
     source = {"type": "base64", "media_type": "image/png", "data": base64_of(FILE)}
     assert result["content"] == [{"type": "image", "source": source}] * 2
     assert site.requests.count("pics.test/x.png") == 2, "once for each request"
+
+
+async def test_unforeseen_error_is_a_response(
+    site: Site, neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(url: str, section: PicturesSection) -> bytes:
+        raise RuntimeError("unforeseen")
+
+    beast = await seeing_node(neurons)
+    client = await start_gateway(beast, pictures=ALLOWED, fetcher=site.fetcher)
+    monkeypatch.setattr(site.fetcher, "fetch", fail)
+    status, reply = await client.post("/v1/chat/completions", chat("https://pics.test/x.png"))
+    assert status == 500, reply
+    assert not beast.seen
 
 
 async def test_error_names_the_picture(site: Site, neurons: StartNeuron, start_gateway: StartGateway) -> None:

@@ -76,7 +76,10 @@ class PictureFetcher:
             location = next((value for name, value in response.headers if name == b"location"), None)
             if response.status not in _REDIRECTS or location is None:
                 raise NotFetched(f"its server responded with status {response.status}")
-            url = urljoin(url, location.decode("latin-1"))
+            try:
+                url = urljoin(url, location.decode("latin-1"))
+            except ValueError:  # of a host such as `[`
+                raise ForbiddenAddress("its server redirects to an invalid address") from None
         raise NotFetched(f"its server redirects more than {_MAX_REDIRECTS} times")
 
     async def _get(self, address: PictureAddress, resolved: str, section: PicturesSection) -> UpstreamResponse:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,6 +143,29 @@ async def test_certificate_must_be_that_of_the_host(site: Site) -> None:
     with pytest.raises(NotFetched, match="cannot be reached"):
         await site.fetcher.fetch("https://other.test/x.png", ALLOWED)
     assert not site.requests
+
+
+async def test_authorities_are_read_once_and_not_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    made = ssl.create_default_context()
+
+    def make() -> ssl.SSLContext:
+        threads.append(threading.get_ident())
+        return made
+
+    async def resolve(host: str) -> list[str]:
+        return [PUBLIC]
+
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    monkeypatch.setattr(ssl, "create_default_context", make)
+    ticker = Ticker(asyncio.get_running_loop())
+    fetcher = PictureFetcher(ticker, resolve=resolve, reach=lambda _: ("127.0.0.1", port))
+    urls = [f"https://pics.test/{number}" for number in range(3)]
+    found = await asyncio.gather(*(fetcher.fetch(url, ALLOWED) for url in urls), return_exceptions=True)
+    assert all(isinstance(each, NotFetched) for each in found)
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
 
 
 async def test_slow_server_is_left(site: Site) -> None:

@@ -117,6 +117,10 @@ class BodyParser:
         assert isinstance(reply, protocol.Edited)
         return reply.body
 
+    async def check_media(self, body: bytes, client: str) -> None:
+        """Checks that all media of a chat request are in it."""
+        await self._run(protocol.CheckMedia(body), client, is_parsed_elsewhere(body))
+
     async def find_references(self, body: bytes, client: str, *, generates: bool) -> References:
         """What the items of a request of the Responses API refer to."""
         reply = await self._run(protocol.FindReferences(generates, body), client, is_parsed_elsewhere(body))

@@ -22,7 +22,8 @@ from cortex.wire.fields.body import parse
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import encode_head
-from cortex.wire.pictures.files import take_files
+from cortex.wire.pictures.files import check_files, take_files
+from cortex.wire.pictures.media_urls import check_media
 from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
 from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.rejection import Rejected
@@ -101,6 +102,12 @@ class InlinePictures(ChannelMessage, frozen=True):
     body: bytes
 
 
+class CheckMedia(ChannelMessage, frozen=True):
+    """A chat request for a server that would fetch media by their addresses."""
+
+    body: bytes
+
+
 class FindReferences(ChannelMessage, frozen=True):
     """A request of the Responses API."""
 
@@ -163,6 +170,10 @@ class FoundPictureUrls(ChannelMessage, frozen=True):
     found: tuple[PictureUrl, ...]
 
 
+class CheckedMedia(ChannelMessage, frozen=True):
+    """All media of the request are in it."""
+
+
 class FoundReferences(ChannelMessage, frozen=True):
     are_any: bool
     response_ids: tuple[str, ...]
@@ -190,6 +201,7 @@ Job = (
     | ParsePooling
     | FindPictureUrls
     | InlinePictures
+    | CheckMedia
     | FindReferences
     | CompleteConversation
     | ListItems
@@ -202,6 +214,7 @@ Result = (
     | Edited
     | ReadRelayedBody
     | FoundPictureUrls
+    | CheckedMedia
     | FoundReferences
     | CompletedBody
     | ListedItems
@@ -211,9 +224,11 @@ Reply = Result | Rejected
 
 def translated(request: GenerateRequest, model: str, max_tokens: int | None) -> bytes:
     """`request` for `model` in OpenAI chat, with its limit of tokens lowered to `max_tokens`. Raises InvalidValue for
-    what chat cannot express."""
+    what chat cannot express, and for pictures that are only addresses: the server would fetch them from inside its
+    own network."""
     if request.prompt is not None:
         raise InvalidValue("A raw prompt cannot be sent to this server; send it to /v1/completions.", param="raw")
+    check_files(request)
     limits = [limit for limit in (request.sampling.max_tokens, max_tokens) if limit is not None]
     sampling = msgspec.structs.replace(request.sampling, max_tokens=min(limits, default=None))
     return openai_chat.build(msgspec.structs.replace(request, model=model, sampling=sampling))
@@ -251,6 +266,9 @@ def run(job: Job) -> Result:
             ends = list(itertools.accumulate(sizes, initial=len(body) - sum(sizes)))
             files = {url: body[start:end] for url, (start, end) in zip(urls, itertools.pairwise(ends), strict=True)}
             return Edited(picture_urls.inline(body[: ends[0]], files))
+        case CheckMedia(body):
+            check_media(body)
+            return CheckedMedia()
         case FindReferences(generates, body):
             return FoundReferences(*conversations.references_in(body, generates=generates))
         case CompleteConversation(completion, num_earlier, sizes, body):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +62,8 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
                 await asyncio.sleep(60)
             case "/hop":
                 raise web.HTTPFound("/x.png")
+            case "/broken":
+                return web.Response(status=302, headers={"Location": "https://["})
             case "/loop":
                 raise web.HTTPFound("/loop")
             case "/inside":
@@ -112,6 +116,8 @@ async def test_redirects_are_followed_to_public_places_only(site: Site) -> None:
     ):
         with pytest.raises(NotFetched, match=r"public internet|only https"):
             await site.fetcher.fetch(f"https://pics.test/inside?to={to}", ALLOWED)
+    with pytest.raises(NotFetched, match="redirects to an invalid address"):
+        await site.fetcher.fetch("https://pics.test/broken", ALLOWED)
     with pytest.raises(NotFetched, match="redirects more than 3 times"):
         await site.fetcher.fetch("https://pics.test/loop", ALLOWED)
     assert {place for place, _ in site.reached} == {PUBLIC}
@@ -137,6 +143,29 @@ async def test_certificate_must_be_that_of_the_host(site: Site) -> None:
     with pytest.raises(NotFetched, match="cannot be reached"):
         await site.fetcher.fetch("https://other.test/x.png", ALLOWED)
     assert not site.requests
+
+
+async def test_authorities_are_read_once_and_not_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    made = ssl.create_default_context()
+
+    def make() -> ssl.SSLContext:
+        threads.append(threading.get_ident())
+        return made
+
+    async def resolve(host: str) -> list[str]:
+        return [PUBLIC]
+
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    monkeypatch.setattr(ssl, "create_default_context", make)
+    ticker = Ticker(asyncio.get_running_loop())
+    fetcher = PictureFetcher(ticker, resolve=resolve, reach=lambda _: ("127.0.0.1", port))
+    urls = [f"https://pics.test/{number}" for number in range(3)]
+    found = await asyncio.gather(*(fetcher.fetch(url, ALLOWED) for url in urls), return_exceptions=True)
+    assert all(isinstance(each, NotFetched) for each in found)
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
 
 
 async def test_slow_server_is_left(site: Site) -> None:
@@ -185,6 +214,20 @@ async def test_node_gets_files_in_place_of_addresses(
     source = {"type": "base64", "media_type": "image/png", "data": base64_of(FILE)}
     assert result["content"] == [{"type": "image", "source": source}] * 2
     assert site.requests.count("pics.test/x.png") == 2, "once for each request"
+
+
+async def test_unforeseen_error_is_a_response(
+    site: Site, neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(url: str, section: PicturesSection) -> bytes:
+        raise RuntimeError("unforeseen")
+
+    beast = await seeing_node(neurons)
+    client = await start_gateway(beast, pictures=ALLOWED, fetcher=site.fetcher)
+    monkeypatch.setattr(site.fetcher, "fetch", fail)
+    status, reply = await client.post("/v1/chat/completions", chat("https://pics.test/x.png"))
+    assert status == 500, reply
+    assert not beast.seen
 
 
 async def test_error_names_the_picture(site: Site, neurons: StartNeuron, start_gateway: StartGateway) -> None:

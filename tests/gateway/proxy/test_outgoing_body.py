@@ -1,15 +1,24 @@
-"""What a foreign server gets of a request whose key has a budget: the client's body with the limit of the budget."""
+"""What a foreign server gets of a request: the client's body with the limit of a budget, and no addresses of media."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import pytest
 
+from cortex.gateway.dispatch.leases import Lease
+from cortex.gateway.dispatch.nodes.poller import FOREIGN_DIALECTS
 from cortex.gateway.ledger.keys import generate
-from cortex.gateway.proxy.outgoing_body import MOST_UNASKED_TOKENS, choice_limit
+from cortex.gateway.proxy.admission import AdmittedRequest
+from cortex.gateway.proxy.outgoing_body import MOST_UNASKED_TOKENS, OutgoingBody, choice_limit
+from cortex.gateway.proxy.routes import CHAT, MESSAGES, Route
+from cortex.parsing import relayed
 from cortex.parsing.envelope import Facts
+from cortex.parsing.parser import BodyParser
+from cortex.wire.errors import InvalidValue
 
 from ..fake_neuron import GB
 from ..ledger.metered_requests import bearer, opened
@@ -87,3 +96,52 @@ async def test_choice_without_a_limit_gets_no_more_than_servers_accept(tmp_path:
     assert choice_limit(reservation, facts) == MOST_UNASKED_TOKENS
     reservation.cancel()
     await ledger.close()
+
+
+def outgoing(route: Route, body: bytes) -> OutgoingBody:
+    admitted = SimpleNamespace(
+        model="m", key=None, reservation=SimpleNamespace(max_prompt_tokens=0, extend=lambda _: None)
+    )
+    envelope = relayed.read(body, route.dialect, generates=True, strip_billing=False).envelope
+    return OutgoingBody(route, body, envelope, cast("AdmittedRequest", admitted), b"req_1", None, "alice")
+
+
+def lease(*, has_lifecycle: bool) -> Lease:
+    return Lease(
+        "n", "m", (*FOREIGN_DIALECTS, "anthropic_messages") if has_lifecycle else FOREIGN_DIALECTS, has_lifecycle
+    )
+
+
+def picture_body(route: Route, url: str, num_padding: int = 0) -> bytes:
+    if route is CHAT:
+        part: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
+    else:
+        part = {"type": "image", "source": {"type": "url", "url": url}}
+    content = [{"type": "text", "text": "see https://example.com" + "x" * num_padding}, part]
+    return msgspec.json.encode({"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": content}]})
+
+
+@pytest.mark.parametrize("route", [CHAT, MESSAGES], ids=["relayed", "translated"])
+def test_foreign_server_gets_no_address_of_a_picture(route: Route) -> None:
+    body = outgoing(route, picture_body(route, "https://10.0.0.1/x.png"))
+    assert body.choose(lease(has_lifecycle=True))
+    assert body.made()[1] == picture_body(route, "https://10.0.0.1/x.png"), "our own nodes reject it themselves"
+    assert body.choose(lease(has_lifecycle=False))
+    with pytest.raises(InvalidValue, match=r"address|may not fetch"):
+        body.made()
+
+
+async def test_large_body_is_checked_before_it_is_sent() -> None:
+    class Checking(BodyParser):
+        checked: tuple[bytes, ...] = ()
+
+        async def check_media(self, body: bytes, client: str) -> None:
+            self.checked += (body,)
+
+    parser, sent = Checking(), picture_body(CHAT, "data:image/png;base64,AAAA", 200_000)
+    body = outgoing(CHAT, sent)
+    assert not body.choose(lease(has_lifecycle=False))
+    await body.prepare(parser)
+    assert parser.checked == (sent,)
+    assert body.choose(lease(has_lifecycle=False))
+    assert body.made()[1] == sent

@@ -7,6 +7,7 @@ from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.sequence import Sequence
 from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.vision.picture import PictureRules
 
 PAGE = 4
 
@@ -19,9 +20,10 @@ def scheduler_of(
     mixed: int = 16,
     context: int | None = None,
     reserved: int = 0,
+    pictures: PictureRules | None = None,
 ) -> Scheduler:
     limits = SchedulerLimits(rows, step_tokens, mixed, context or pages * PAGE, reserved)
-    return Scheduler(KVPages({None: pages + 1}, PAGE), limits)
+    return Scheduler(KVPages({None: pages + 1}, PAGE), limits, pictures=pictures)
 
 
 def request(name: str, prompt: int | tuple[int, ...], max_tokens: int = 4, principal: str = "") -> EngineRequest:

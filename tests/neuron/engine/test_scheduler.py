@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.scheduler import SchedulerLimits
 from cortex.neuron.engine.step_plan import DRAW_ONE, LATEST_TOKEN, NO_OUTPUT, RowInputs, RowOutputs, RowPlan
+from cortex.neuron.vision.picture import Picture, PictureGrid, PictureRules
 
 from .planned_steps import PAGE, collect, other, planned, request, run_to_the_end, scheduler_of, spans
 
@@ -207,3 +210,33 @@ def test_prompt_that_lacks_pages_takes_no_share_of_the_one_that_has_them() -> No
     planned(scheduler)
     assert [row.count for row in planned(scheduler).rows] == [128]
     run_to_the_end(scheduler)
+
+
+@pytest.mark.parametrize("is_decoding", [False, True])
+def test_whole_pictures_of_several_principals_stay_within_a_step(is_decoding: bool) -> None:
+    """Each exceeds the share of its principal."""
+    scheduler = scheduler_of(step_tokens=20, mixed=16, pictures=PictureRules(is_whole=True))
+    if is_decoding:
+        scheduler.submit(request("old", 4, max_tokens=30))
+        collect(scheduler, planned(scheduler))
+    for number, principal in enumerate(("a", "b", "c")):
+        picture = Picture(1, PictureGrid(3, 4, 12, 0, 0), bytes([number]), b"")
+        seen = other(principal, 14, 100 * (number + 1), max_tokens=1, principal=principal)
+        scheduler.submit(replace(seen, pictures=(picture,)))
+    pending = {sequence.request.id for sequence in scheduler.waiting}
+    for _ in range(20):
+        plan = planned(scheduler)
+        assert plan.num_tokens <= 20
+        collect(scheduler, plan)
+        if not pending & {each.request.id for each in (*scheduler.waiting, *scheduler.running)}:
+            return
+    pytest.fail("a picture was never computed")
+
+
+def test_picture_larger_than_a_step_is_computed_alone() -> None:
+    scheduler = scheduler_of(step_tokens=8, pictures=PictureRules(is_whole=True))
+    picture = Picture(0, PictureGrid(3, 4, 12, 0, 0), b"0", b"")
+    for number, principal in enumerate("ab"):
+        seen = other(principal, 12, 100 * (number + 1), max_tokens=1, principal=principal)
+        scheduler.submit(replace(seen, pictures=(picture,)))
+    assert [plan.num_tokens for plan in run_to_the_end(scheduler)] == [12, 12]

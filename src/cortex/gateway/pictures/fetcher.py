@@ -50,6 +50,7 @@ class PictureFetcher:
         self._resolve = resolve
         self._reach = reach
         self._tls = tls
+        self._making_tls = asyncio.Lock()
         self._turns = asyncio.Semaphore(_MAX_AT_ONCE)
 
     async def fetch(self, url: str, section: PicturesSection) -> bytes:
@@ -76,13 +77,16 @@ class PictureFetcher:
             location = next((value for name, value in response.headers if name == b"location"), None)
             if response.status not in _REDIRECTS or location is None:
                 raise NotFetched(f"its server responded with status {response.status}")
-            url = urljoin(url, location.decode("latin-1"))
+            try:
+                url = urljoin(url, location.decode("latin-1"))
+            except ValueError:  # of a host such as `[`
+                raise ForbiddenAddress("its server redirects to an invalid address") from None
         raise NotFetched(f"its server redirects more than {_MAX_REDIRECTS} times")
 
     async def _get(self, address: PictureAddress, resolved: str, section: PicturesSection) -> UpstreamResponse:
         limits = UpstreamLimits(fetch_body_bytes=section.max_mb * 1_000_000, num_kept=0)
         place = self._reach((resolved, address.port))
-        pool = Pool(address.origin, self._ticker, limits, tls=self._tls, place=place)
+        pool = Pool(address.origin, self._ticker, limits, tls=await self._trusted(), place=place)
         try:
             headers = ((b"accept", b"image/*"), (b"user-agent", b"cortex"))
             return await pool.fetch(b"GET", address.target.encode(), headers, timeout_s=section.timeout_s)
@@ -90,3 +94,10 @@ class PictureFetcher:
             raise ForbiddenAddress("it is no valid address") from None
         finally:
             pool.close()
+
+    async def _trusted(self) -> ssl.SSLContext:
+        """Reading the authorities of the system takes tens of milliseconds: once, and not on the loop."""
+        async with self._making_tls:
+            if self._tls is None:
+                self._tls = await asyncio.to_thread(ssl.create_default_context)
+        return self._tls

@@ -224,10 +224,14 @@ class Inference:
         except CortexError as error:
             admitted.reservation.cancel()
             self.reject(received, error)
-        except BaseException:  # the client disconnected
+        except asyncio.CancelledError:  # the client disconnected
             admitted.reservation.cancel()
             received.span.end({}, error="client_disconnected")
             raise
+        except Exception:
+            admitted.reservation.cancel()
+            self.reject(received, CortexError("Internal error of the gateway; its log has the details."))
+            raise  # to the log
         else:
             self._send(msgspec.structs.replace(received, body=read.body, envelope=read.envelope), admitted, keeper)
 

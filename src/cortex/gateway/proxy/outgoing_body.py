@@ -1,7 +1,8 @@
 """The body that a node gets: the client's bytes, the same with other values for a few fields, or a translation of it.
 
 Our own nodes learn the tokens that a request may use from a header. Foreign servers do not know it: for them the limit
-of one choice is written into the body.
+of one choice is written into the body. They would also fetch media that the body names by address, from inside their
+own network: such a body is rejected.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
+from cortex.wire.pictures.media_urls import check_media, may_have_addresses
 from cortex.wire.requests import GenerateRequest
 
 _LIMITS: dict[Dialect, tuple[str, tuple[str, ...]]] = {
@@ -51,11 +53,13 @@ class OutgoingBody:
         "_edited",
         "_envelope",
         "_form",
+        "_is_checked",
         "_keeper",
         "_received",
         "_request_id",
         "_route",
         "_translated",
+        "_unchecked",
     )
 
     def __init__(
@@ -80,6 +84,10 @@ class OutgoingBody:
         """The limit for foreign servers, once it is known."""
         self._form: tuple[bool, int | None] = (False, None)
         """Whether the body is translated, and the limit that is written into it."""
+        self._is_checked = False
+        """Whether the media of the body are known to be in it."""
+        self._unchecked = False
+        """Whether that must be known before the body is sent."""
         self._edited: bytes | None = None
         self._translated: tuple[GenerateRequest, bytes] | None = None
 
@@ -104,6 +112,9 @@ class OutgoingBody:
             self._form, self._edited, self._translated = form, None, None
         if form[0]:
             return self._translated is not None or not is_parsed_elsewhere(self._received)
+        self._unchecked = not lease.has_lifecycle and not self._is_checked and may_have_addresses(self._received)
+        if self._unchecked and is_parsed_elsewhere(self._received):
+            return False
         return self._edited is not None or not is_edited_elsewhere(self._received) or not self._edits
 
     async def prepare(self, parser: BodyParser) -> None:
@@ -115,7 +126,11 @@ class OutgoingBody:
             dialect, model = self._route.dialect, self._admitted.model
             self._translated = await parser.translate(dialect, self._received, model, self._client, max_tokens=limit)
         else:
-            self._edited = await parser.edit(self._received, self._edits, self._client, without=self._without)
+            if self._unchecked:
+                await parser.check_media(self._received, self._client)
+                self._is_checked = True
+            if self._edits:
+                self._edited = await parser.edit(self._received, self._edits, self._client, without=self._without)
 
     def made(self) -> tuple[bytes, bytes, ChatTranslation | EmbeddingTranslation | None]:
         """The path, the body, and the translation of the response. Raises CortexError on an invalid body."""
@@ -126,6 +141,9 @@ class OutgoingBody:
         translates, limit = self._form
         if translates:
             return CHAT.path, *self._translation(limit)
+        if self._unchecked:
+            check_media(self._received)
+            self._is_checked, self._unchecked = True, False
         if self._edited is None:
             edits = self._edits
             self._edited = replace_fields(self._received, edits, without=self._without) if edits else self._received

@@ -235,7 +235,7 @@ class Scheduler:
             if shares.get(first.request.principal, 0) <= 0:
                 continue
             cached = self._cached_pages(first, draft)
-            if cached is None:
+            if cached is None or not self._has_room(first, self._start(first, cached), draft, shares):
                 return
             if not self._try_admit(first, cached, draft):
                 self._is_blocked = True
@@ -265,8 +265,7 @@ class Scheduler:
 
     def _try_admit(self, sequence: Sequence, cached: int, draft: StepDraft) -> bool:
         others = [(other.pages, self._length_ahead(other)) for other in self.running]
-        # The last token is computed even if it is cached: the next token is drawn from its logits.
-        start = min(cached * self.pages.page_tokens, len(sequence.tokens) - 1)
+        start = self._start(sequence, cached)
         if not self.pages.fits(sequence.digests, cached, start, self._length_ahead(sequence), others):
             return False
         self.waiting.remove(sequence)
@@ -285,18 +284,46 @@ class Scheduler:
         self._states.admit(sequence, draft)
         return True
 
+    def _start(self, sequence: Sequence, cached: int) -> int:
+        """The first position that a waiting sequence computes if `cached` pages are. The last token is computed even if
+        it is cached: the next token is drawn from its logits."""
+        return min(cached * self.pages.page_tokens, len(sequence.tokens) - 1)
+
+    def _room(self, draft: StepDraft) -> int | None:
+        """The tokens that the step can still have; None: the shares are the bound. A picture that must be whole may
+        exceed a share, so that shares alone do not keep a step within the memory that was planned for it. The first row
+        of a step has no bound: a picture that is larger than a step could never be computed."""
+        if self._pictures is None or not self._pictures.is_whole or not draft.rows:
+            return None
+        return self.limits.step_tokens - draft.num_tokens
+
+    def _has_room(self, sequence: Sequence, start: int, draft: StepDraft, shares: dict[str, int]) -> bool:
+        """Whether the step can have the first chunk of a waiting sequence. A sequence is not admitted without one."""
+        room = self._room(draft)
+        if room is None:
+            return True
+        end = start + min(shares[sequence.request.principal], len(sequence.tokens) - start, room)
+        return room > 0 and sequence.pictures.cut(start, end) - start <= room
+
     def _length_ahead(self, sequence: Sequence) -> int:
         """The positions that admission counts for a sequence: its prompt and the reserved part of its response."""
         allowed = sequence.request.max_tokens - sequence.num_drawn
         return sequence.length + max(1, min(self.limits.reserved_tokens, allowed))
 
     def _prefill(self, sequence: Sequence, draft: StepDraft, budget: int) -> int:
-        """Adds the next chunk of `sequence` to the draft; returns its number of tokens (0 if there is no page)."""
-        start = sequence.scheduled
+        """Adds the next chunk of `sequence` to the draft; returns its number of tokens (0 if there is no page, or no
+        room in the step)."""
+        start, room = sequence.scheduled, self._room(draft)
+        if room is not None:
+            if room <= 0:
+                return 0
+            budget = min(budget, room)
         end = start + min(budget, sequence.remaining)
         end = next((cut for cut in sequence.checkpoints if start < cut < end), end)
         end = max(start + 1, self.pages.reach(sequence.pages, end))
         end = sequence.pictures.cut(start, end)
+        if room is not None and end - start > room:
+            return 0  # a later step has it, with fewer other rows
         if not self._make_room(sequence, end, draft):
             return 0
         self._add_row(sequence, end, draft)

@@ -42,6 +42,15 @@ def with_files(request: GenerateRequest, files: Sequence[bytes]) -> GenerateRequ
     return msgspec.structs.replace(changed, images=())
 
 
+def check_files(request: GenerateRequest) -> None:
+    """Raises InvalidValue for a picture that is only an address."""
+    for message in request.messages:
+        for part in message.parts:
+            for each in part.parts if isinstance(part, ToolResult) else (part,):
+                if isinstance(each, Image):
+                    _check_is_file(each)
+
+
 def data_url(image: Image) -> str:
     """The file as a URL, with the type that it has rather than the declared one."""
     found = format_of(image.data)
@@ -49,7 +58,7 @@ def data_url(image: Image) -> str:
     return f"data:{media_type};base64,{binascii.b2a_base64(image.data, newline=False).decode()}"
 
 
-def _taken(image: Image, number: int) -> Image:
+def _check_is_file(image: Image) -> None:
     if image.url:
         raise InvalidValue(
             f"Invalid value for '{image.param}': pictures are not fetched from addresses here; send the picture "
@@ -57,6 +66,10 @@ def _taken(image: Image, number: int) -> Image:
             "cortex.toml).",
             param=image.param,
         )
+
+
+def _taken(image: Image, number: int) -> Image:
+    _check_is_file(image)
     try:
         header = read_header(image.data)
     except UnreadablePicture as problem:

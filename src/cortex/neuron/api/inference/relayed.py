@@ -17,10 +17,10 @@ from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.choice import Stopwatch
 from cortex.neuron.api.inference.engine_requests import within_limit
-from cortex.neuron.api.inference.media_urls import check_media
 from cortex.neuron.api.inference.server_slot import ServerSlot
 from cortex.neuron.api.inference.session import Deliver, Phase, ready
 from cortex.neuron.node.harness.upstream import Upstream
+from cortex.parsing.picture_scan import find_pictures
 from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.errors import CortexError, InvalidValue, ModelNotFound, UpstreamInterrupted, UpstreamUnavailable
@@ -28,6 +28,7 @@ from cortex.wire.events import AnyEvent, Finish, ReasoningDelta, TextDelta, Tool
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.packed_request import PackedRequest, unpack
 from cortex.wire.pictures.files import with_files
+from cortex.wire.pictures.media_urls import check_media
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.response import total_usage
 
@@ -58,7 +59,7 @@ class RelayedSession:
     ) -> None:
         """`chat`: the body of a chat request as the client sent it; None: the request is translated. `token_limit` and
         `gateway_s`: as `Session` has them; the prompt counts as one token per byte, because that is the most that it
-        can have."""
+        can have, but pictures by their size: their files have far more bytes than tokens."""
         self.phase: Phase = "load"
         """The current phase; after the end, the last one."""
         self._backend = backend
@@ -70,7 +71,8 @@ class RelayedSession:
         self._principal = principal
         self._token_limit = token_limit
         self._call: UpstreamCall | None = None
-        self._num_sent_bytes = 0
+        self._num_sent_tokens = 0
+        """The most that the prompt can have, once it was sent."""
         self._num_deltas = 0
         self._gateway_s = gateway_s
         self._stopwatch: Stopwatch
@@ -78,17 +80,17 @@ class RelayedSession:
 
     @property
     def usage(self) -> Usage:
-        """What the server reported; until then, and where it reports nothing, the bytes that it was sent and the pieces
-        of its response count."""
+        """What the server reported; until then, and where it reports nothing, what it was sent counts, and the
+        pieces of its response."""
         total = total_usage(self._finishes)
         is_reported = total.prompt_tokens or total.completion_tokens
-        return total if is_reported else Usage(prompt_tokens=self._num_sent_bytes, completion_tokens=self._num_deltas)
+        return total if is_reported else Usage(prompt_tokens=self._num_sent_tokens, completion_tokens=self._num_deltas)
 
     async def run(self, deliver: Deliver) -> None:
         """As `Session.run`."""
         arrived_s = time.monotonic()
         self._upstream.check_route(_PATH.decode())
-        body = await asyncio.to_thread(self._body)
+        body, num_prompt_tokens = await asyncio.to_thread(self.make_body)
         model = self._packed.head.model
         await self._drain_gate.wait_for(ready(self._backend, model))
         self.phase = "prefill"
@@ -108,7 +110,7 @@ class RelayedSession:
             self._stopwatch = Stopwatch(arrived_s, time.monotonic(), self._gateway_s)
             response.deliver = receive_events
             self._call = self._upstream.pool().send(b"POST", _PATH, _JSON, body, response)
-            self._num_sent_bytes = len(body)
+            self._num_sent_tokens = num_prompt_tokens
             try:
                 await response.ended
             except UpstreamFault as fault:
@@ -118,7 +120,7 @@ class RelayedSession:
                 raise UpstreamInterrupted(f"The model's server failed: {fault}; try again.") from fault
             except CortexError:
                 if response.is_rejected:
-                    self._num_sent_bytes = 0
+                    self._num_sent_tokens = 0
                 raise
             used = self.usage
             self._upstream.finished(self._id, used.prompt_tokens, used.completion_tokens)
@@ -144,12 +146,10 @@ class RelayedSession:
             self._finishes.append(event)
         return event
 
-    def _body(self) -> bytes:
-        """A chat request as the client sent it, with the operator's fields; others as a chat request. Raises
-        InvalidValue or InsufficientQuota."""
+    def make_body(self) -> tuple[bytes, int]:
+        """A chat request as the client sent it, with the operator's fields; others as a chat request. And the most
+        tokens that its prompt can have. Raises InvalidValue or InsufficientQuota."""
         head = self._packed.head
-        num_bytes = len(self._packed.whole if self._chat is None else self._chat)
-        fields, without = operator_fields(self._upstream, head, num_bytes, self._token_limit)
         if head.prompt is not None:
             raise InvalidValue(
                 f"{head.model} is run by the server of the harness {self._upstream.harness}, which takes a prompt at "
@@ -159,26 +159,30 @@ class RelayedSession:
             )
         if self._chat is None:
             chat = openai_chat.build(with_files(unpack(self._packed.whole), self._packed.files))
+            num_bytes, pictures = len(self._packed.whole), find_pictures(chat, "openai_chat")  # files are packed apart
         else:
-            chat = self._chat
-            if head.stream:
-                fields = {"stream_options": {"include_usage": True}, **fields}
+            chat, pictures = self._chat, find_pictures(self._chat, "openai_chat")
+            num_bytes = len(chat) - pictures.num_bytes
+        fields, without = operator_fields(self._upstream, head, num_bytes + pictures.num_tokens, self._token_limit)
+        if self._chat is not None and head.stream:
+            fields = {"stream_options": {"include_usage": True}, **fields}
         check_media(chat)
-        return replace_fields(chat, fields, without=without)
+        body = replace_fields(chat, fields, without=without)
+        return body, len(body) - pictures.num_bytes + pictures.num_tokens
 
 
 def operator_fields(
-    upstream: Upstream, head: GenerateRequest, num_bytes: int, token_limit: int | None
+    upstream: Upstream, head: GenerateRequest, num_prompt_tokens: int, token_limit: int | None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The fields that a request gets in place of the client's, and those that it loses. With a budget, among them the
-    limit that is left for each choice where the prompt takes a token for each byte. Raises InsufficientQuota."""
+    limit that is left for each choice where the prompt has `num_prompt_tokens`. Raises InsufficientQuota."""
     fields, without = upstream.fields, upstream.stripped_fields
     if token_limit is None:
         return fields, without
     num_choices = fields.get("n")  # the operator's, in place of the client's
     if isinstance(num_choices, int) and num_choices > 0:
         head = msgspec.structs.replace(head, sampling=msgspec.structs.replace(head.sampling, n=num_choices))
-    limited = within_limit(head, num_bytes, token_limit)
+    limited = within_limit(head, num_prompt_tokens, token_limit)
     set_limits = [limit for name in _LIMITS if isinstance(limit := fields.get(name), int) and limit >= 0]
     dropped = (*_LIMITS, "best_of")  # which has more candidates than the budget knows of
     fields = {name: value for name, value in fields.items() if name not in dropped}

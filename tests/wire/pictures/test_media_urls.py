@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cortex.neuron.api.inference.media_urls import check_media
-from cortex.wire.errors import InvalidValue
+from cortex.wire.errors import InvalidValue, MalformedJSON
+from cortex.wire.pictures.media_urls import check_media, may_have_addresses
 
 
 def chat(content: Any) -> bytes:
@@ -44,5 +44,32 @@ def test_what_is_in_the_request_passes(content: Any) -> None:
     ],
 )
 def test_what_would_be_fetched_is_rejected(part: Any) -> None:
+    body = chat([{"type": "text", "text": "what is it?"}, part])
+    assert may_have_addresses(body)
     with pytest.raises(InvalidValue, match=r"may not fetch .*`data:` URL"):
-        check_media(chat([{"type": "text", "text": "what is it?"}, part]))
+        check_media(body)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        rb'{"type": "image_url", "image_url": {"\u0075rl": "/etc/passwd"}}',
+        rb'{"type": "image", "image": " \u0068ttps://10.0.0.1/a"}',
+        rb'{"type": "image", "image": "http:/\/10.0.0.1/a"}',
+        rb'{"type": "image", "image": "http:\/\/10.0.0.1/a"}',
+        rb'{"type": "image", "image": "FiLe:etc"}',
+    ],
+)
+def test_escapes_hide_no_address(part: bytes) -> None:
+    body = b'{"messages": [{"role": "user", "content": [%s]}]}' % part
+    assert may_have_addresses(body)
+    with pytest.raises(InvalidValue, match="may not fetch"):
+        check_media(body)
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"messages": [}', b'{"messages": [{"content": ' + b"[" * 9000 + b"]" * 9000 + b"}]}"]
+)
+def test_body_that_cannot_be_checked_is_rejected(body: bytes) -> None:
+    with pytest.raises(MalformedJSON):
+        check_media(body)

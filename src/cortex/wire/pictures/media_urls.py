@@ -7,21 +7,32 @@ from typing import Any
 
 import msgspec
 
-from cortex.wire.errors import InvalidValue, shorten
+from cortex.wire.errors import InvalidValue, MalformedJSON, shorten
 
 _ADDRESS = re.compile(r"\s*([a-z][a-z0-9+.-]*://|file:)", re.IGNORECASE)
 _TEXTS = frozenset({"text", "refusal", "thinking", "reasoning"})
 """Fields of a part that are never an address, whatever they hold."""
+_MARKS = re.compile(rb'url"|:\\?/|file:|\\u', re.IGNORECASE)
+"""One of these is in every body that `check_media` rejects: any character may also be written as an escape."""
+
+
+def may_have_addresses(chat: bytes) -> bool:
+    """Whether it is worth parsing `chat` for `check_media`."""
+    return _MARKS.search(chat) is not None
 
 
 def check_media(chat: bytes) -> None:
     """Raises InvalidValue for media in a chat request that are not in it: the model's server would fetch them from
-    inside the node's network, or from its files, for a client that may reach neither."""
-    messages = msgspec.json.decode(chat).get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list | dict):
-            _check("", content)
+    inside its own network, or from its files, for a client that may reach neither. Raises MalformedJSON."""
+    try:
+        raw = msgspec.json.decode(chat, type=dict[str, msgspec.Raw]).get("messages")
+        messages = None if raw is None else msgspec.json.decode(raw)
+        for message in messages if isinstance(messages, list) else ():
+            content = message.get("content") if isinstance(message, dict) else None
+            if isinstance(content, list | dict):
+                _check("", content)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as problem:
+        raise MalformedJSON(f"The body is not valid JSON: {str(problem)[:200]}") from None
 
 
 def _check(name: str, value: Any) -> None:

@@ -1,0 +1,49 @@
+"""What the server of a model gets of a request, and what that may cost."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from cortex.neuron.api.inference.relayed import RelayedSession
+from cortex.parsing.parser import BodyParser
+from cortex.wire.errors import InsufficientQuota
+
+from ....picture_files import base64_of, data_url, picture
+
+FILE = picture(64, 48) + bytes(40_000)
+LIMIT = 2000
+"""Fewer tokens than the file has bytes."""
+
+
+async def session(dialect: Any, content: list[dict[str, Any]], token_limit: int) -> RelayedSession:
+    body = msgspec.json.encode({"model": "m", "max_tokens": 100, "messages": [{"role": "user", "content": content}]})
+    packed = await BodyParser().parse(dialect, body, "alice")
+    upstream = SimpleNamespace(fields={}, stripped_fields=(), harness="vllm")
+    chat = body if dialect == "openai_chat" else None
+    unused = cast("Any", None)
+    return RelayedSession(
+        unused, unused, packed, cast("Any", upstream), chat, id="r", principal="alice", token_limit=token_limit
+    )
+
+
+CHAT = {"type": "image_url", "image_url": {"url": data_url(FILE)}}
+MESSAGES = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": base64_of(FILE)}}
+
+
+@pytest.mark.parametrize(("dialect", "part"), [("openai_chat", CHAT), ("anthropic_messages", MESSAGES)])
+async def test_pictures_count_by_their_size_against_a_budget(dialect: str, part: dict[str, Any]) -> None:
+    body, num_prompt_tokens = (await session(dialect, [part], LIMIT)).make_body()
+    assert len(body) > 40_000
+    assert 256 <= num_prompt_tokens <= 1000
+    assert msgspec.json.decode(body)["max_tokens"] == 100
+    with pytest.raises(InsufficientQuota):
+        (await session(dialect, [part], 200)).make_body()
+
+
+async def test_text_counts_by_its_bytes() -> None:
+    with pytest.raises(InsufficientQuota):
+        (await session("openai_chat", [{"type": "text", "text": "x" * 40_000}], LIMIT)).make_body()

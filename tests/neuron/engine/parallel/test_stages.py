@@ -165,7 +165,7 @@ def test_stages_compute_the_distributions_of_one_device(family: str, tmp_path: P
     whole = load_whole(path)
     expected = run(whole, *requests())
     weight_bytes = whole.info.weight_bytes
-    _, architecture = open_model(path)
+    _, architecture = open_model(Path(path))
     table_bytes = ModelSizes.of(architecture, WeightStorage(4), whole.info.context_tokens).table_bytes
     whole.close()
     for layers in DIVISIONS[family]:

@@ -12,13 +12,14 @@ from cortex.wire.errors import InvalidValue, MalformedJSON, shorten
 _ADDRESS = re.compile(r"\s*([a-z][a-z0-9+.-]*://|file:)", re.IGNORECASE)
 _TEXTS = frozenset({"text", "refusal", "thinking", "reasoning"})
 """Fields of a part that are never an address, whatever they hold."""
-_MARKS = re.compile(rb'url"|:\\?/|file:|\\u', re.IGNORECASE)
+_MARKS = (b'url"', b":/", rb":\/", b"file:", rb"\u")
 """One of these is in every body that `check_media` rejects: any character may also be written as an escape."""
 
 
 def may_have_addresses(chat: bytes) -> bool:
     """Whether it is worth parsing `chat` for `check_media`."""
-    return _MARKS.search(chat) is not None
+    lowered = chat.lower()  # a pattern that ignores case takes ten times as long, on the loop
+    return any(mark in lowered for mark in _MARKS)
 
 
 def check_media(chat: bytes) -> None:

@@ -173,8 +173,9 @@ async def test_stream_of_a_node_that_is_down_goes_on_while_it_sends(
     async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin_stream(request)
         node.silent = True
-        await response.write(chunk(body["model"], {"content": "first"}))
-        await until(lambda: "bad" in down)
+        while "bad" not in down:
+            await response.write(chunk(body["model"], {"content": "more"}))
+            await asyncio.sleep(0.05)
         await response.write(chunk(body["model"], {"content": "last"}, "stop"))
         await response.write_eof(b"data: [DONE]\n\n")
         return response

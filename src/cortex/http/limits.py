@@ -70,7 +70,7 @@ class ClientShares:
 
     @property
     def num_bytes(self) -> int:
-        """Of all clients."""
+        """The total over all clients."""
         return self._total.num_bytes
 
     def add(self, client: str, num_bytes: int) -> None:

@@ -41,7 +41,7 @@ _MARKS: Final[dict[Dialect, tuple[bytes, ...]]] = {
 
 class FoundPictures(NamedTuple):
     num_bytes: int
-    """Of the body."""
+    """The bytes of the body that are files."""
     num_tokens: int
     """About the most that they take in a prompt. The node counts them for its model."""
 

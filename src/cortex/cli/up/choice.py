@@ -10,7 +10,7 @@ from cortex.fleet.known_models import KnownModel
 _FORMATS: Final = (("Q8_0", 1.07), ("Q6_K", 0.83), ("Q5_K_M", 0.72), ("Q4_K_M", 0.61))
 """The formats of quantised weights, the best first, and bytes per weight with embeddings and scales."""
 _SHARE_OF_WEIGHTS: Final = 0.8
-"""Of the free memory; the rest is for the KV cache and buffers."""
+"""The share of free memory that weights may take; the rest is for the KV cache and buffers."""
 
 
 def chosen(model: KnownModel, quant: str | None, free_bytes: int) -> ModelSource:

@@ -34,7 +34,7 @@ class Prices(Protocol):
 
 
 class NoPrices(NamedTuple):
-    """Of a model without prices."""
+    """The prices of a model that has none."""
 
     input: float = 0.0
     cached_input: float = 0.0

@@ -46,7 +46,7 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     nonce: str
     verifier: str
-    """Of PKCE."""
+    """The code verifier of PKCE (RFC 7636)."""
     expires: int
 
 

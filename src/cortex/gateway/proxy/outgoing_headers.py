@@ -35,7 +35,7 @@ def for_node(
     keeper: ResponseKeeper | None,
     traceparent: bytes | None,
 ) -> Headers:
-    """What a node learns about a request beside its body."""
+    """What a node learns about a request in addition to its body."""
     reservation = admitted.reservation
     headers: Headers = (
         (b"x-request-id", accounting.id),

@@ -27,7 +27,11 @@ def run(name: str, folder: Path) -> None:
     found = re.search(rf"<!-- {name} -->\n```sh\n(.*?)```", GUIDE.read_text(), re.S)
     assert found is not None
     script = re.sub(r"^systemctl .*$", "", found[1], flags=re.M)
-    places = {"/var/backups/cortex": folder / "backup", "/var/lib/cortex": folder, "/opt/cortex/bin/python": sys.executable}
+    places = {
+        "/var/backups/cortex": folder / "backup",
+        "/var/lib/cortex": folder,
+        "/opt/cortex/bin/python": sys.executable,
+    }
     for place, here in places.items():
         script = script.replace(place, str(here))
     subprocess.run(["sh", "-euc", script], check=True)

@@ -139,7 +139,7 @@ def opaque_route(path: bytes) -> Route | None:
 
 
 def methods_of(route: Route) -> tuple[str, ...]:
-    """What an opaque route needs."""
+    """The HTTP methods of an opaque route."""
     return UPSTREAM_METHODS if route.is_upstream else (OPAQUE_PATHS[route.path.decode()],)
 
 

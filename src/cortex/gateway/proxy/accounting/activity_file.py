@@ -32,7 +32,7 @@ class ActivityFile:
         self._path = directory / FILE_NAME
         self._activity = activity
         self._inode: int | None = None
-        """The state of the file after this process last wrote it."""
+        """The inode of the file that this process wrote last."""
         self._written = 0
         """The version of the activity that it has."""
         self._failing = False

@@ -72,6 +72,8 @@ class Engine:
     ) -> None:
         """`overlaps`: see `StepLoop`; `moves_weights`: see `ModelSleep`. By default, a GPU does both. `width_rule`: how
         many draft tokens are checked; None: as many as make the model fastest. `new_drafter`: where they come from."""
+        self.shares_device = False
+        """Other models computed on the device just now, so steps should be short. Set by the worker."""
         self._width_rule = width_rule or self._fastest_widths
         self._new_drafter = new_drafter
         device = loaded.body.parameters.device

@@ -27,6 +27,8 @@ from shapes import SHAPES
 
 STEPS = 20
 PROMPT_TOKENS = 512
+MEMORY_BYTES = 40 << 30
+"""The weights of the largest shape and the KV of some streams."""
 
 
 @dataclass(slots=True)
@@ -83,7 +85,7 @@ def main() -> None:
     bytes_per_s = read_limit(device)
     if arguments.layers:
         SHAPES[arguments.model] |= {"num_hidden_layers": arguments.layers}
-    spec = LoadSpec("", max_num_seqs=max(8, arguments.streams), speculation="off")
+    spec = LoadSpec("", max_num_seqs=max(8, arguments.streams), speculation="off", memory_bytes=MEMORY_BYTES)
     engine = random_engine(arguments.model, device, spec, arguments.quant)
     engine.warm_up()
     while engine.prepare():

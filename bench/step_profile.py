@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from engine import random_engine, read_limit
 from shapes import SHAPES
 
 STEPS = 20
+TIMED_STEPS = 200
 PROMPT_TOKENS = 512
 MEMORY_BYTES = 40 << 30
 """The weights of the largest shape and the KV of some streams."""
@@ -39,14 +41,19 @@ class Launches:
     adds_us: list[float] = field(default_factory=list)
 
 
-def profiled(engine: Engine, streams: int) -> list[dict[str, Any]]:
-    """The kernels of STEPS decode steps, by start."""
+def profiled(engine: Engine, streams: int) -> tuple[list[dict[str, Any]], float]:
+    """The kernels of STEPS decode steps, by start, and the microseconds of a step that is not profiled."""
     for number in range(streams):
         prompt = tuple(1000 + (number * 7919 + place) % 30_000 for place in range(PROMPT_TOKENS))
-        engine.submit(EngineRequest(str(number), prompt, STEPS + 40, SamplingParams(temperature=0.0)))
+        engine.submit(EngineRequest(str(number), prompt, STEPS + TIMED_STEPS + 40, SamplingParams(temperature=0.0)))
     for _ in range(20):
         engine.step()
     torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(TIMED_STEPS):
+        engine.step()
+    torch.cuda.synchronize()
+    step_us = (time.perf_counter() - start) / TIMED_STEPS * 1e6
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(STEPS):
             engine.step()
@@ -57,7 +64,8 @@ def profiled(engine: Engine, streams: int) -> list[dict[str, Any]]:
         file = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
-    return sorted((event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"])
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    return sorted(kernels, key=lambda event: event["ts"]), step_us
 
 
 def by_kernel(events: Sequence[dict[str, Any]]) -> dict[tuple[str, str], Launches]:
@@ -90,10 +98,13 @@ def main() -> None:
     engine.warm_up()
     while engine.prepare():
         pass
-    events = profiled(engine, arguments.streams)
+    events, step_us = profiled(engine, arguments.streams)
     launches = by_kernel(events)
     adds_us = sum(sum(own.adds_us) for own in launches.values()) / STEPS
-    print(f"{len(events) / STEPS:.0f} launches, {adds_us:.0f} us a step, limit {bytes_per_s / 1e12:.2f} TB/s")
+    print(
+        f"{len(events) / STEPS:.0f} launches; a step takes {step_us:.0f} us, profiled {adds_us:.0f} us; "
+        f"limit {bytes_per_s / 1e12:.2f} TB/s"
+    )
     print(f"{'kernel':46} {'grid':12} {'a step':>7} {'us':>6} {'adds':>6} {'of step':>7}")
     for (name, grid), own in sorted(launches.items(), key=lambda item: -sum(item[1].adds_us)):
         count, total_us = len(own.us), sum(own.adds_us)

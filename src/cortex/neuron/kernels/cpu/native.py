@@ -32,10 +32,8 @@ from cortex.neuron.kernels.native.operations import Lookup, Product, compute, op
 _DTYPES = (torch.float32, torch.bfloat16)
 _MIN_PARALLEL_WEIGHTS = 1 << 18
 """Smaller GEMMs take less time than waking threads."""
-_KERNELS = frozenset(
-    [(2, 16, True), (3, 16, False), (4, 32, False), (4, 32, True), (5, 32, False), (5, 32, True)]
-    + [(6, 16, False), (8, 32, False), (8, 32, True)]
-)
+_FINE, _COARSE = {(2, 16, True), (3, 16, False), (6, 16, False)}, {(bits, 32) for bits in (4, 5, 8)}
+_KERNELS = _FINE | {(*each, has_minimums) for each in _COARSE for has_minimums in (False, True)}
 """Bits, columns of a group, and whether groups have minimums: a function of products.c exists for each."""
 _STEPS = 8
 _UNIT = 2.0**-8

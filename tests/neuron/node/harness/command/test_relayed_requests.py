@@ -198,9 +198,7 @@ async def test_a_response_that_hangs_fails_alone_while_the_server_is_healthy(cal
 
 
 @pytest.mark.parametrize("caller", [{"silence_timeout_s": 0.5}], indirect=True)
-async def test_a_server_that_hangs_is_killed_and_started_again(
-    caller: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_hangs_is_killed_and_started_again(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     assert await _status(caller) == 200
     monkeypatch.setattr("cortex.neuron.node.harness.command.host._HEALTH_S", 0.5)
     async with caller.post(text="freeze") as response:

@@ -30,6 +30,7 @@ from cortex.neuron.engine.execution.graphs import (
 )
 from cortex.neuron.engine.execution.inputs import PictureInputs, StepInputs
 from cortex.neuron.engine.execution.picture_encoder import PictureEncoder
+from cortex.neuron.engine.execution.prompt_graphs import PromptGraphs, prompt_sizes
 from cortex.neuron.engine.execution.prompt_plans import PromptPlans
 from cortex.neuron.engine.execution.prompt_scores import PromptScores, score_prompts
 from cortex.neuron.engine.execution.proposals import Proposals
@@ -40,6 +41,7 @@ from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn, Sampler
 from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.kernels.batch import Batch, PictureVectors, PrefillRow, prefill_tiles
+from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.proposer import Proposer
 from cortex.neuron.models.towers.config import PASS_PATCHES
@@ -107,6 +109,7 @@ class Runner:
         self._threads = StepThreads() if self.device.type == "cpu" and not is_batch_invariant else None
         self._graphs: StepGraphs | None = None
         self._draft_graphs: StepGraphs | None = None
+        self._prompt_graphs: PromptGraphs | None = None
         if capture is None:
             capture = default_capture(model, is_batch_invariant=is_batch_invariant)
         group = model.parameters.group
@@ -128,6 +131,10 @@ class Runner:
                 if capture is native_capture:
                     draft_sizes = GraphSizes(MAX_NATIVE_ROWS, sizes=())
                 self._draft_graphs = StepGraphs(model, *tables, draft_sizes, *shared, checks_drafts=True)
+            if has_kernels(self._last_tokens) and not is_batch_invariant:
+                most = max_captured_rows(step_tokens, model.config.hidden, group.max_captured_bytes)
+                if prompts := prompt_sizes(min(step_tokens, context_tokens), most):
+                    self._prompt_graphs = PromptGraphs(model, self._page_tables, max_rows, prompts, capture)
         self._page_ends = np.zeros(max_rows + 1, dtype=np.int64)
         """The positions that the pages of each row reach in the first KV group."""
         self._proposals: Proposals | None = None
@@ -157,7 +164,7 @@ class Runner:
         proposing = [] if self._proposals is None else self._proposals.graphs
         missing = [
             (graphs.next_missing, graphs)
-            for graphs in (self._graphs, self._draft_graphs, *proposing)
+            for graphs in (self._graphs, self._draft_graphs, self._prompt_graphs, *proposing)
             if graphs is not None and graphs.next_missing is not None
         ]
         return min(missing, key=lambda pair: pair[0], default=(0, None))[1]
@@ -275,8 +282,8 @@ class Runner:
         mask: Tensor | None,
         scores: list[PromptScores],
     ) -> tuple[Drawn | None, Tensor | None]:
-        """Runs any step, one launch per operation. Adds the scores of prompts to `scores`. Returns what `_replay`
-        does."""
+        """Runs any step, one launch per operation except for the layers of short prompts. Adds the scores of prompts
+        to `scores`. Returns what `_replay` does."""
         hidden = self._hidden(plan, inputs)
         scores += score_prompts(self._logits, hidden, plan, inputs, self._upload)
         if not draws:
@@ -290,6 +297,8 @@ class Runner:
 
     def _hidden(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         """The residual stream after the last layer, of the tokens that are drawn after or scored: [tokens, hidden]"""
+        if self._prompt_graphs is not None and self._prompt_graphs.take(plan, inputs):
+            return self._prompt_graphs.replay(inputs)
         if self._block_tokens is None:
             return self.model(self._batch(plan, inputs))
         tokens, pictures = self._tokens(inputs), self._placed(inputs)

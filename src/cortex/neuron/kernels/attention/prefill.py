@@ -1,8 +1,9 @@
 """Prefill attention: many query tokens per row, causal, over paged KV. Bound by arithmetic for long prompts.
 
 Each program takes one tile of the tokens of one row, and one head. Rows of different lengths share a launch: the host
-lists the tiles. The few tokens after a long cached prefix are few tiles with many keys: then several programs divide
-the keys of a tile, and another kernel combines their parts. Reference: `paged.attention_reference`.
+lists the tiles. Where there are few tokens, maybe after a long cached prefix, the heads that share keys are packed into
+one tile, several programs divide the keys of the tile, and another kernel combines their parts. Reference:
+`paged.attention_reference`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from cortex.neuron.kernels.attention.decode import LOG2_E, WIDE, WIDE_WARPS, capped
 from cortex.neuron.kernels.attention.rules import AttentionRules
+from cortex.neuron.kernels.attention.split_keys import MAX_COMBINED_ROWS, SPLIT_KEYS, combine, keys_of, num_splits
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch
 from cortex.neuron.kernels.jit import (
     constant,
@@ -28,9 +30,6 @@ from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 _LOG2_E = constant(LOG2_E)
 TILES = ((128, 128, 8), (128, 64, 8), (64, 32, 4), (32, 16, 4))
 """Queries and keys per tile, and warps: the fastest on Hopper first."""
-MAX_SPLITS = 16
-SPLIT_KEYS = 512
-"""Programs divide the keys of a tile only where each gets this many."""
 
 
 def prefill_attention(
@@ -43,48 +42,51 @@ def prefill_attention(
     assert batch.prefill_tiles is not None
     dim_block = triton.next_power_of_2(dim)
     queries, keys, warps = fitting_tiles(dim_block, q.element_size(), shared_memory(q.device))
-    parts = PREFILL_TILE // queries
+    tokens, group = len(q), heads // kv_heads
     reach = batch.reach if rules.whole_pictures else None
     # The number of tokens alone decides: a captured graph serves rows of any length.
-    splits = 1 if batch.batch_invariant else num_splits(len(q), heads, queries, q.device)
+    packed = group if queries % group == 0 else 1
+    splits = num_splits(tokens, queries // packed, heads // packed, num_processors(q.device))
+    if batch.batch_invariant or batch.num_prefills > MAX_COMBINED_ROWS:
+        splits = 1
+    packed = packed if splits > 1 else 1
     partial = shares = None
     if splits > 1:
-        partial = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
-        shares = torch.empty((splits, *q.shape[:2], 2), dtype=torch.float32, device=q.device)
+        partial = torch.empty((tokens, heads, splits, dim), dtype=torch.float32, device=q.device)
+        shares = torch.empty((tokens, heads, splits, 2), dtype=torch.float32, device=q.device)
     common = (
         batch.lengths[batch.num_decodes :],
         batch.prefill_offsets,
-        batch.prefill_tiles,
         None if reach is None else reach[batch.num_decodes :],
         partial,
         shares,
         out,
     )
+    parts = triton.cdiv(min(PREFILL_TILE, tokens) if splits > 1 else PREFILL_TILE, queries // packed)
     options = {
         "HEADS": heads,
         "DIM": dim,
         "DIM_BLOCK": dim_block,
-        "QUERY_TILE": queries,
+        "TOKENS": queries // packed,
         "KEY_TILE": keys,
-        "PARTS": parts,
         "WINDOWED": rules.window is not None,
         "REACHES": reach is not None,
         "SPLIT_KEYS": SPLIT_KEYS,
-        "num_warps": warps,
         **launch_options(q.device),
     }
-    programs = (len(batch.prefill_tiles) * parts, heads)
-    _prefill_kernel[(*programs, splits)](
+    _prefill_kernel[(len(batch.prefill_tiles) * parts, heads // packed, splits)](
         q,
         key_pages,
         value_pages,
         batch.page_table,
         rules.sinks,
+        batch.prefill_tiles,
         batch.rows[batch.num_decodes :],
         *common,
         rules.scale * LOG2_E,
         (rules.softcap or 0.0) * LOG2_E,
         batch.page_table.stride(0),
+        parts,
         splits,
         rules.window or 0,
         KV_HEADS=kv_heads,
@@ -93,17 +95,13 @@ def prefill_attention(
         CAPPED=rules.softcap is not None,
         MASKED=batch.batch_invariant or rules.window is not None or reach is not None,
         SPLIT=splits > 1,
+        PACKED=packed,
+        num_warps=warps,
         num_stages=2,
         **options,
     )
     if splits > 1:
-        _combine_kernel[programs](*common, splits, rules.window or 0, **options)
-
-
-def num_splits(tokens: int, heads: int, queries: int, device: torch.device) -> int:
-    """The programs that may divide the keys of a tile: two for each processor in all, where tiles are few."""
-    tiles = -(-tokens // queries)
-    return max(1, min(MAX_SPLITS, 2 * num_processors(device) // (tiles * heads)))
+        combine(*common, splits, rules.window or 0, batch.num_prefills, kv_heads, **options)
 
 
 def fitting_tiles(dim_block: int, element_bytes: int, shared: SharedMemory) -> tuple[int, int, int]:
@@ -115,44 +113,18 @@ def fitting_tiles(dim_block: int, element_bytes: int, shared: SharedMemory) -> t
     return TILES[-1]
 
 
-@jit
-def _tile_of(tiles, offsets, lengths, reach, splits, window, QUERY_TILE: tl.constexpr,
-             KEY_TILE: tl.constexpr, PARTS: tl.constexpr, WINDOWED: tl.constexpr, REACHES: tl.constexpr,
-             SPLIT_KEYS: tl.constexpr):  # fmt: skip
-    """What one program computes: its row, the row's first token in the step and number of tokens, this program's first
-    in the row; the last position that each query sees; the keys that they see, and how many of them a program takes."""
-    tile = tl.program_id(0) // PARTS
-    prefill = tl.load(tiles + tile * 2)
-    first = tl.load(tiles + tile * 2 + 1) + tl.program_id(0) % PARTS * QUERY_TILE
-    offset = tl.load(offsets + prefill)
-    count = tl.load(offsets + prefill + 1) - offset
-    length = tl.load(lengths + prefill)
-    token = first + tl.arange(0, QUERY_TILE)
-    last = length - count + token
-    oldest = length - count + first
-    begin = 0
-    if WINDOWED:
-        begin = tl.maximum(0, oldest - window + 1) // KEY_TILE * KEY_TILE
-    end = tl.minimum(length, oldest + QUERY_TILE)
-    if REACHES:
-        last = tl.load(reach + offset + token, mask=token < count, other=1) - 1
-        end = tl.minimum(length, tl.maximum(end, tl.max(last, 0) + 1))
-    share = tl.maximum(tl.cdiv(tl.cdiv(end - begin, KEY_TILE), splits) * KEY_TILE, SPLIT_KEYS)
-    return prefill, offset, count, first, last, begin, end, share
-
-
 # Slices after the decode rows have any alignment: do not compile a variant for each.
-@jit(do_not_specialize=["splits", "window"], do_not_specialize_on_alignment=["rows", "lengths", "reach"])
+@jit(do_not_specialize=["parts", "splits", "window"], do_not_specialize_on_alignment=["rows", "lengths", "reach"])
 def _prefill_kernel(
     q,
     key_pages,
     value_pages,
     table,
     sinks,
+    tiles,
     rows,
     lengths,
     offsets,
-    tiles,
     reach,
     partial,
     shares,
@@ -160,6 +132,7 @@ def _prefill_kernel(
     scale,
     cap,
     table_stride,
+    parts,
     splits,
     window,
     HEADS: tl.constexpr,
@@ -167,46 +140,56 @@ def _prefill_kernel(
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
-    QUERY_TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
     KEY_TILE: tl.constexpr,
-    PARTS: tl.constexpr,
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
     CAPPED: tl.constexpr,
     REACHES: tl.constexpr,
     MASKED: tl.constexpr,
     SPLIT: tl.constexpr,
+    PACKED: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """MASKED: every tile goes through the same code, whichever of its keys the queries see."""
+    """MASKED: every tile goes through the same code, whichever of its keys the queries see. PACKED: this many heads of
+    a token are consecutive queries of a tile."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    prefill, offset, count, first, last, begin, end, share = _tile_of(
-        tiles, offsets, lengths, reach, splits, window, QUERY_TILE, KEY_TILE, PARTS, WINDOWED, REACHES, SPLIT_KEYS
-    )
-    head = tl.program_id(1)
-    kv_head = head // (HEADS // KV_HEADS)
-    if PARTS > 1:  # noqa: SIM102 - the first is decided at compile time, the second at run time
-        if first >= count:
-            return
+    QUERY_TILE: tl.constexpr = TOKENS * PACKED
+    tile = tl.program_id(0) // parts
+    prefill = tl.load(tiles + tile * 2)
+    first = tl.load(tiles + tile * 2 + 1) + tl.program_id(0) % parts * TOKENS  # token of this program in its row
+    offset = tl.load(offsets + prefill)
+    count = tl.load(offsets + prefill + 1) - offset
+    if first >= count:
+        return
+    length = tl.load(lengths + prefill)
+    begin, end, share = keys_of(
+        first, count, length, reach + offset if REACHES else reach, splits, window, TOKENS, KEY_TILE, WINDOWED,
+        REACHES, SPLIT_KEYS,
+    )  # fmt: skip
     own = begin  # the first key of this program
     if SPLIT:
         own = begin + tl.program_id(2) * share
-        if (own >= end) & (tl.program_id(2) > 0):
+        if own >= end:
             return
-    length = tl.load(lengths + prefill)
+    query_index = tl.arange(0, QUERY_TILE)
+    token = first + query_index // PACKED
+    head = tl.program_id(1) * PACKED + query_index % PACKED
+    kv_head = tl.program_id(1) * PACKED // (HEADS // KV_HEADS)
     table_row = table + tl.load(rows + prefill) * table_stride
 
-    token = first + tl.arange(0, QUERY_TILE)
     dim = tl.arange(0, DIM_BLOCK)
-    dim_inside = dim < DIM
-    inside = (token < count)[:, None] & dim_inside[None, :]
+    inside = (token < count)[:, None] & (dim < DIM)[None, :]
     line = (offset + token).to(tl.int64) * HEADS + head
     where = line[:, None] * DIM + dim[None, :]
     query = tl.load(q + where, mask=inside, other=0.0)
     position = length - count + token  # of each query in its sequence
+    last = position  # the last that it sees
+    if REACHES:
+        last = tl.load(reach + offset + token, mask=token < count, other=1) - 1
 
     highest = tl.full((QUERY_TILE,), -float("inf"), tl.float32)
     total = tl.zeros((QUERY_TILE,), tl.float32)
@@ -240,59 +223,6 @@ def _prefill_kernel(
             tl.store(out + where, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
     else:
         tl.store(out + where, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
-
-
-@jit(do_not_specialize=["splits", "window"], do_not_specialize_on_alignment=["lengths", "reach"])
-def _combine_kernel(
-    lengths,
-    offsets,
-    tiles,
-    reach,
-    partial,
-    shares,
-    out,
-    splits,
-    window,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    QUERY_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    PARTS: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    REACHES: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """The tiles whose keys several programs have divided: one softmax over all of them."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
-    _, offset, count, first, _, begin, end, share = _tile_of(
-        tiles, offsets, lengths, reach, splits, window, QUERY_TILE, KEY_TILE, PARTS, WINDOWED, REACHES, SPLIT_KEYS
-    )
-    if (begin + share >= end) | (first >= count):
-        return
-    token = first + tl.arange(0, QUERY_TILE)
-    dim = tl.arange(0, DIM_BLOCK)
-    is_token = token < count
-    inside = is_token[:, None] & (dim < DIM)[None, :]
-    line = (offset + token).to(tl.int64) * HEADS + tl.program_id(1)
-    highest = tl.full((QUERY_TILE,), -float("inf"), tl.float32)
-    total = tl.zeros((QUERY_TILE,), tl.float32)
-    mixed = tl.zeros((QUERY_TILE, DIM_BLOCK), tl.float32)
-    for split in range(0, tl.cdiv(end - begin, share)):
-        part = line * splits + split
-        own = tl.load(shares + part * 2, mask=is_token, other=0.0)
-        higher = tl.maximum(highest, own)
-        base = tl.where(higher == -float("inf"), 0.0, higher)  # these queries see none of the keys so far
-        shrink, gain = tl.exp2(highest - base), tl.exp2(own - base)
-        total = total * shrink + tl.load(shares + part * 2 + 1, mask=is_token, other=1.0) * gain
-        added = tl.load(partial + part[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
-        mixed = mixed * shrink[:, None] + added * gain[:, None]
-        highest = higher
-    where = line[:, None] * DIM + dim[None, :]
-    tl.store(out + where, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 @jit

@@ -119,6 +119,7 @@ class Engine:
     def start(cls, loaded: LoadedModel, spec: LoadSpec, progress: Progress) -> Engine:
         """An engine that is warm."""
         engine = cls(loaded, spec)
+        loaded.compiled(progress)
         progress("warm", 0, 0)
         engine.warm_up()
         return engine
@@ -286,6 +287,8 @@ class Engine:
         self._loop = None
         if self._asleep is not None:
             self._asleep.release()
+        if self._loaded.kernels is not None:
+            self._loaded.kernels.close()
         del self._loaded, self._asleep
         self._free_caches()
 

@@ -228,6 +228,9 @@ class PoolingLoop:
         """Nothing is built ahead."""
         return False
 
+    def prepare_first(self) -> None:
+        """Nothing is."""
+
     def self_test(self) -> tuple[int, ...]:
         """The vector of a fixed short text, bit by bit; not counted."""
         token = min(1, self._model.config.vocab - 1)

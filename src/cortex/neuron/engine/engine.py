@@ -252,7 +252,8 @@ class Engine:
     def sleep(self) -> int:
         """Frees the device memory and keeps the weights in host memory; returns the bytes of host memory.
 
-        Graphs are lost, and so are prefix cache and states unless `keep_pages` gave host memory for them. A sleeping model accepts no requests.
+        Graphs are lost, and so are prefix cache and states unless `keep_pages` gave host memory for them. A sleeping
+        model accepts no requests.
         Does nothing if the model is asleep. Raises SleepError, and the model stays awake.
         """
         if self._asleep is not None:

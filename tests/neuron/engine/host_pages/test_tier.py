@@ -135,7 +135,8 @@ def test_pages_under_pressure_are_copied_before_they_are_overwritten(make_engine
     options = {"context_tokens": 256}
     engine = make_engine(DENSE, host, **options)
     loop = engine._loop  # noqa: SLF001 - a CPU copies only before a sleep
-    assert isinstance(loop, StepLoop) and loop.host is not None
+    assert isinstance(loop, StepLoop)
+    assert loop.host is not None
     loop.host._copies_ahead = True  # noqa: SLF001
     prompts = [tuple((index * 5 + seed) % 83 + 3 for index in range(200)) for seed in range(8)]
     plain = make_engine(DENSE, None, **options)
@@ -153,7 +154,8 @@ def test_copies_are_bit_equal_in_any_order_of_places() -> None:
     before = [tensor.clone() for tensor in tensors]
     blocks, slabs = BlockTensors(tensors), HostSlabs(CPU)
     assert blocks.num_bytes == 4 * 15 * 2 + 2 * 7 * 4
-    assert slabs.allocate(0, 4 * blocks.num_bytes) and slabs.allocate(1, 2 * blocks.num_bytes)
+    assert slabs.allocate(0, 4 * blocks.num_bytes)
+    assert slabs.allocate(1, 2 * blocks.num_bytes)
     places = [Place(0, 1), Place(0, 2), Place(1, 1), Place(0, 0), Place(1, 0)]
     assert consecutive(places) == [(0, 2), (2, 1), (3, 1), (4, 1)]
     copies, ids = BlockCopies(slabs, CPU), [8, 1, 5, 2, 3]

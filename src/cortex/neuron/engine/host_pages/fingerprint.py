@@ -1,8 +1,8 @@
-"""Names a loaded model by its content, so that blocks of other weights or of another layout are never taken for its own.
+"""Names a loaded model by its content, so that blocks of other weights or of another layout are never found for it.
 
 The sum of each row of words is weighted by position, and the sums of all rows are hashed: on a GPU it takes a few
-milliseconds per 10 GB. Files are not consulted: the same weights at another path match, and other bytes at the same path
-do not.
+milliseconds per 10 GB. Files are not consulted: the same weights at another path match, and other bytes at the same
+path do not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which blocks are in host memory, and where. Pure: the memory belongs to `SlabMemory`.
 
 A block is one KV page over the layers of a group, or one recurrent state. It is found by its kind and by the digest of
-its prefix (`pages.page_digests`): a chain of 128-bit hashes over every token from the first on. A kind names the weights
-by their content, so blocks of other weights are never found.
+its prefix (`pages.page_digests`): a chain of 128-bit hashes over every token from the first on. A kind names the
+weights by their content, so blocks of other weights are never found.
 
 Memory comes in slabs of blocks of one kind, which are filled in order and dropped as a whole, the least recently used
 first. Blocks of one conversation are written together, so little is lost with a slab that was not used for long.

@@ -41,8 +41,8 @@ class SequenceMemory:
         self.states: StateMemory | None = None
         """None for a model without recurrent layers."""
         self.blocks: list[list[Tensor]] = []
-        """All of the memory, as [parts, blocks, ...]: the pages of each KV group, then the slots of states. The pages of
-        a draft model are in the first group, whose page ids they have."""
+        """All of the memory, as [parts, blocks, ...]: the pages of each KV group, then the slots of states. The pages
+        of a draft model are in the first group, whose page ids they have."""
         self._model = model
         self._dtype = dtype
         self._kv_dtype = kv_dtype or dtype

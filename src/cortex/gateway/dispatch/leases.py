@@ -270,19 +270,19 @@ class LeasePool:
             )
 
     def observed(self, name: str) -> None:
-        """`name` has reported: take over its load, and forget the cached prefixes of models that it reloaded."""
+        """`name` has reported: take over its load, and where the cached prefixes of models that it reloaded are."""
         node = self._fleet_state.reported(name)
         ready = {model: held for model, held in node.residencies.items() if held.state is ModelState.READY}
         for target in [each for each in self._ready_since if each.node == name and each.model not in ready]:
             self._ready_since.pop(target)
             self._loads.forget(target)
-            self.forget_cache(name, target.model)
+            self.left_device(name, target.model)
         for model, held in ready.items():
             target = ModelOnNode(name, model)
             before = self._ready_since.setdefault(target, held.state_since)
             if node.has_lifecycle and held.state_since > before + RELOAD_TOLERANCE_S:
                 self._ready_since[target] = held.state_since
-                self.forget_cache(name, model)
+                self.left_device(name, model)
             self._loads.observed(target, held, self._in_flight.get(target, 0))
 
     def forget_cache(self, node: str, model: str | None = None) -> None:
@@ -290,6 +290,14 @@ class LeasePool:
         for name, prefixes in self._prefixes.items():
             if model in (None, name):
                 prefixes.forget(node)
+
+    def left_device(self, node: str, model: str) -> None:
+        """The model slept or was unloaded: its cached prefixes are in the node's host memory, if it keeps any there."""
+        keeps = any(device.kv_host_bytes for device in self._fleet_state.reported(node).devices)
+        if not keeps:
+            self.forget_cache(node, model)
+        elif model in self._prefixes:
+            self._prefixes[model].moved_to_host(node)
 
     def _take(
         self,

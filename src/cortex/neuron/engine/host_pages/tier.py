@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
+import torch
+
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
 from cortex.neuron.engine.host_pages.memory import HostSlabs
 from cortex.neuron.engine.host_pages.store import BlockKind, HostPages, Place
@@ -35,6 +37,12 @@ class DeviceHostMemory:
 
     store: HostPages
     slabs: HostSlabs
+
+    @classmethod
+    def on(cls, device: str) -> DeviceHostMemory:
+        """Memory for the worker of a device, without a budget."""
+        slabs = HostSlabs(torch.device(device))
+        return cls(HostPages(slabs), slabs)
 
     def yield_to_host(self) -> None:
         """Gives memory back if the host runs short of it."""

@@ -24,7 +24,8 @@ from cortex.neuron.engine.sampling.constraints import Constraints
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.sleep import ModelSleep
 from cortex.neuron.engine.speculation.drafter import Drafter, ProposalKind
-from cortex.neuron.engine.speculation.speculation import FastestWidths, Speculation, WidthRule
+from cortex.neuron.engine.speculation.speculation import Speculation
+from cortex.neuron.engine.speculation.width_rule import FastestWidths, WidthRule
 from cortex.neuron.engine.step_loop import Counters, StepLoop
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.towers.config import PASS_PATCHES

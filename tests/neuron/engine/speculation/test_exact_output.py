@@ -21,6 +21,7 @@ from cortex.neuron.engine.errors import LoadError
 from cortex.neuron.engine.loading import build_model, load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.speculation.drafter import Draft
+from cortex.neuron.engine.speculation.width_rule import StepTime
 from cortex.neuron.layers.parameters import Parameters
 
 from ...tiny_models import llama_config, llama_weights, tiny_delta, tiny_experts, tiny_sizes
@@ -66,11 +67,14 @@ class AnyWidths:
         del num_tokens, is_mixed
         return [self.draw.randint(0, min(12, len(draft.tokens))) for draft in drafts]
 
-    def num_proposals(self, odds: Sequence[Sequence[float]], num_tokens: int) -> int:
-        del odds, num_tokens
+    def num_proposals(self, odds: Sequence[Sequence[float]], num_rows: int) -> int:
+        del odds, num_rows
         return self.draw.choice((0, 1, 2, 3, 5))
 
-    def record(self, num_tokens: int, seconds: float, *, checks_drafts: bool, num_proposals: int = 0) -> None:
+    def record(self, step: StepTime) -> None:
+        pass
+
+    def forget(self) -> None:
         pass
 
 

@@ -12,9 +12,9 @@ from typing import Final
 
 MIN_GAIN: Final = 1.03
 """Drafts are checked only if they are expected to give this many times as many tokens per second."""
-_PACE: Final = 0.2
+PACE: Final = 0.2
 """The weight of the latest step in the time of steps of its size."""
-_RECOVERY: Final = 0.002
+RECOVERY: Final = 0.002
 """How fast the time of steps that are not made returns to the assumed one, so that they are tried again."""
 
 
@@ -30,21 +30,21 @@ class StepCosts:
         self._checking: dict[int, float] = {}
 
     def record(self, num_tokens: int, seconds: float, *, checks_drafts: bool) -> None:
-        times, size = (self._checking if checks_drafts else self._plain), self._size(num_tokens)
+        times, size = (self._checking if checks_drafts else self._plain), self.size(num_tokens)
         known = times.get(size, seconds)
         # A pause of the machine says little about the next step.
-        times[size] = known + (min(seconds, 3 * known) - known) * _PACE
+        times[size] = known + (min(seconds, 3 * known) - known) * PACE
         if not checks_drafts:
             for other, time in self._checking.items():
-                self._checking[other] = time + (self._assumed(other) - time) * _RECOVERY
+                self._checking[other] = time + (self._assumed(other) - time) * RECOVERY
 
     def plain(self, num_tokens: int) -> float | None:
         """Of a step without drafts; None if there was no such step yet."""
-        return self._plain.get(self._size(num_tokens))
+        return self._plain.get(self.size(num_tokens))
 
     def checking(self, num_tokens: int) -> float:
         """Of a step that checks drafts."""
-        size = self._size(num_tokens)
+        size = self.size(num_tokens)
         return self._checking[size] if size in self._checking else self._assumed(size)
 
     def _assumed(self, size: int) -> float:
@@ -54,7 +54,8 @@ class StepCosts:
         near = max((one for one in self._plain if one <= size), default=min(self._plain))
         return self._plain[near] * (1 + self._growth * max(0, size - near))
 
-    def _size(self, num_tokens: int) -> int:
+    def size(self, num_tokens: int) -> int:
+        """The one of the sizes whose steps those of `num_tokens` are like."""
         place = bisect_left(self._sizes, num_tokens)
         return self._sizes[place] if place < len(self._sizes) else num_tokens
 

@@ -1,0 +1,70 @@
+"""How long steps take that check draft tokens of the device and compute the next ones. Pure.
+
+Such a step pays once for being planned after the step before it was read, and once for the pass of the proposer over
+its tokens; then for each draft token. So its time is measured as a whole, for one draft token first and then for one
+more at a time: what fewer take is known, what one more takes is known roughly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from cortex.neuron.engine.speculation.widths import MIN_GAIN, PACE, RECOVERY, StepCosts
+
+
+class ProposalCosts:
+    """Seconds of steps that check drafts and propose, by their rows and how many tokens they propose for each."""
+
+    def __init__(self, steps: StepCosts, proposal_cost: float) -> None:
+        """`steps`: the times of other steps. `proposal_cost`: what one proposed token for each row adds to the time of
+        a step, in proportion to a step without drafts, until it is measured."""
+        self._steps = steps
+        self._proposal_cost = proposal_cost
+        self._times: dict[int, dict[int, float]] = {}
+
+    def record(self, num_rows: int, count: int, seconds: float) -> None:
+        times = self._times.setdefault(self._steps.size(num_rows), {})
+        known = times.get(count, seconds)
+        change = (min(seconds, 3 * known) - known) * PACE
+        times[count] = known + change
+        for other, time in times.items():
+            if other != count:
+                # What makes one of them slower, as a longer context does, makes all of them slower.
+                assumed = times[count] + self._assumed(num_rows, other) - self._assumed(num_rows, count)
+                times[other] = time + change + min(0.0, assumed - time) * RECOVERY
+
+    def plain_recorded(self, num_rows: int) -> None:
+        """After a step without drafts: the times return to the assumed ones, so that such steps are tried again."""
+        for count, time in (times := self._times.get(self._steps.size(num_rows), {})).items():
+            times[count] = time + (self._assumed(num_rows, count) - time) * RECOVERY
+
+    def seconds(self, num_rows: int, count: int) -> float:
+        times = self._times.get(self._steps.size(num_rows), {})
+        fewer = max((one for one in times if one <= count), default=None)
+        if fewer is None:
+            return self._assumed(num_rows, count)
+        more = self._assumed(num_rows, count) - self._assumed(num_rows, fewer)
+        return times[fewer] + max(0.0, more)
+
+    def most(self, num_rows: int) -> int:
+        """One more than was measured: the next may take much longer than it is assumed to."""
+        return 1 + max(self._times.get(self._steps.size(num_rows), {}), default=0)
+
+    def _assumed(self, num_rows: int, count: int) -> float:
+        plain_s = self._steps.plain(num_rows) or 0.0
+        return self._steps.checking(num_rows * (1 + count)) + count * self._proposal_cost * plain_s
+
+
+def choose_proposals(
+    odds: Sequence[Sequence[float]], num_rows: int, most: int, plain_s: float, seconds: Callable[[int], float]
+) -> int:
+    """How many draft tokens are proposed for each row of a batch of `num_rows`: at most `most`, and none if they do not
+    pay. `odds`: of the tokens that may be proposed, for each row that would have use for them, each together with those
+    before it. `plain_s`: the time of a step without drafts; `seconds`: of one that proposes this many."""
+    best, found, gain = MIN_GAIN * num_rows / plain_s, 0, 0.0
+    for count in range(1, 1 + most):
+        gain += sum(each[count - 1] for each in odds)
+        rate = (num_rows + gain) / seconds(count)
+        if rate > best:
+            best, found = rate, count
+    return found

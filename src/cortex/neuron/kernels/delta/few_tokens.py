@@ -1,8 +1,7 @@
-"""Rows of a few tokens of a gated delta net: steps that check draft tokens.
+"""Rows of a few tokens of a gated delta net: steps that check draft tokens (`recurrent/few_tokens.py`).
 
-Each token is a row of the batch; the tokens of one sequence follow each other. A program takes some columns of one
-value head of one sequence: it reads their memory once, takes in the tokens one after the other, and writes the memory
-once. Reference: `gated_delta.gated_delta_reference`.
+A program takes some columns of one value head of one sequence: it reads their memory once, takes in the tokens one
+after the other, and writes the memory once. Reference: `gated_delta.gated_delta_reference`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,12 @@ from cortex.neuron.kernels.delta.norm import gated_norm
 from cortex.neuron.kernels.delta.rules import L2_EPS, DeltaRules, DeltaState
 from cortex.neuron.kernels.delta.step import log_decay_of
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
-from cortex.neuron.kernels.recurrent.causal_conv import CHANNEL_BLOCK
+from cortex.neuron.kernels.recurrent.few_tokens import (
+    convolution_in_sequence,
+    follows_another,
+    keep_recent,
+    sequence_length,
+)
 
 COLUMNS = 32
 
@@ -25,11 +29,10 @@ def delta_few_tokens(projected: Tensor, rules: DeltaRules, batch: Batch, state: 
     tokens, taps = len(projected), len(rules.conv_weight)
     columns = min(COLUMNS, triton.next_power_of_2(rules.value_dim))
     mixed = torch.empty((tokens, rules.value_size), dtype=torch.float32, device=projected.device)
-    options = launch_options(projected.device)
-    sequences = (batch.rows, batch.positions)
     _tokens_kernel[(tokens, rules.value_heads, triton.cdiv(rules.value_dim, columns))](
         projected,
-        *sequences,
+        batch.rows,
+        batch.positions,
         rules.conv_weight,
         rules.decay_rate,
         rules.decay_bias,
@@ -51,22 +54,9 @@ def delta_few_tokens(projected: Tensor, rules: DeltaRules, batch: Batch, state: 
         TAPS=taps,
         L2_EPS=L2_EPS,
         num_warps=4,
-        **options,
+        **launch_options(projected.device),
     )
-    # A separate launch, because the programs of a sequence read what this overwrites.
-    _keep_kernel[(tokens, triton.cdiv(rules.channels, CHANNEL_BLOCK))](
-        projected,
-        *sequences,
-        state.recent,
-        projected.stride(0),
-        state.recent.stride(0),
-        tokens,
-        CHANNELS=rules.channels,
-        TAPS=taps,
-        CHANNEL_BLOCK=CHANNEL_BLOCK,
-        num_warps=1,
-        **options,
-    )
+    keep_recent(projected[:, : rules.channels], batch, state.recent)
     gated_norm(mixed, projected[:, rules.channels : rules.channels + rules.value_size], rules, out)
 
 
@@ -74,18 +64,7 @@ def delta_few_tokens(projected: Tensor, rules: DeltaRules, batch: Batch, state: 
 def _convolved(
     token, ring, weight, channel, inside, position, first, stride, CHANNELS: tl.constexpr, TAPS: tl.constexpr
 ):
-    """silu of the convolution of a token at `channel`, float32. `first`: the position of the sequence's first token in
-    this step; earlier ones are in the ring."""
-    total = tl.load(token + channel, mask=inside, other=0.0).to(tl.float32)
-    total *= tl.load(weight + (TAPS - 1) * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
-    for tap in tl.static_range(TAPS - 1):
-        before = position - (TAPS - 1 - tap)
-        new = inside & (channel < tl.where(before >= first, CHANNELS, 0))
-        here = tl.load(token - (TAPS - 1 - tap) * stride + channel, mask=new, other=0.0).to(tl.float32)
-        kept = inside & (channel < tl.where((before < first) & (before >= 0), CHANNELS, 0))
-        there = tl.load(ring + ((before + TAPS) % TAPS) * CHANNELS + channel, mask=kept, other=0.0).to(tl.float32)
-        gain = tl.load(weight + tap * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
-        total += (here + there) * gain
+    total = convolution_in_sequence(token, ring, weight, channel, inside, position, first, stride, CHANNELS, TAPS)
     return total * tl.sigmoid(total)
 
 
@@ -124,14 +103,9 @@ def _tokens_kernel(
     head = tl.program_id(1)
     row = tl.load(rows + index)
     first = tl.load(positions + index)
-    before = tl.maximum(index - 1, 0)  # the first token is not the one before itself: its position would differ
-    if (tl.load(rows + before) == row) & (tl.load(positions + before) + 1 == first):
-        return  # computed with the sequence's first token
-    offset = tl.arange(0, MOST)
-    is_token = index + offset < tokens
-    theirs = tl.load(rows + index + offset, mask=is_token, other=-1)
-    places = tl.load(positions + index + offset, mask=is_token, other=-1)
-    count = tl.min(tl.where((theirs == row) & (places == first + offset), MOST, offset), 0)
+    if follows_another(rows, positions, index):
+        return
+    count = sequence_length(rows, positions, index, tokens, MOST)
 
     key_dim = tl.arange(0, KEY_BLOCK)
     key_inside = key_dim < KEY_DIM
@@ -171,31 +145,3 @@ def _tokens_kernel(
         target = mixed + (index + number) * VALUE_SIZE + head * VALUE_DIM + column
         tl.store(target, tl.sum(known * q[:, None], 0), mask=column_inside)
     tl.store(where, known, mask=inside)
-
-
-@jit(do_not_specialize=["tokens"])
-def _keep_kernel(
-    projected,
-    rows,
-    positions,
-    recent,
-    projected_stride,
-    recent_stride,
-    tokens,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    CHANNEL_BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Stores the latest tokens of each sequence in its ring: those whose place no later token of this step takes."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
-    index = tl.program_id(0).to(tl.int64)
-    row, position = tl.load(rows + index), tl.load(positions + index)
-    later = tl.minimum(index + TAPS, tokens - 1)  # if it is nearer, its position is another one
-    is_taken = (tl.load(rows + later) == row) & (tl.load(positions + later) == position + TAPS)
-    channel = tl.program_id(1) * CHANNEL_BLOCK + tl.arange(0, CHANNEL_BLOCK)
-    inside = channel < tl.where(is_taken, 0, CHANNELS)
-    value = tl.load(projected + index * projected_stride + channel, mask=inside, other=0.0)
-    tl.store(recent + row * recent_stride + (position % TAPS) * CHANNELS + channel, value, mask=inside)

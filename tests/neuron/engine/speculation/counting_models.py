@@ -28,13 +28,15 @@ GRAMMAR = '{"grammars": [{"json_schema": {"type": "object", "properties": {"kind
 
 @dataclass(frozen=True, slots=True)
 class AnyWidths:
-    """Checks as many draft tokens as chance says, in every kind of step."""
+    """Checks as many draft tokens as chance says, in every kind of step, and in some steps none."""
 
     draw: random.Random
     max_tokens: int = 64
 
     def widths(self, drafts: Sequence[Draft], num_tokens: int, *, is_mixed: bool) -> list[int]:
         del num_tokens, is_mixed
+        if self.draw.random() < 0.25:
+            return [0] * len(drafts)
         return [self.draw.randint(0, min(12, len(draft.tokens))) for draft in drafts]
 
     def num_proposals(self, odds: Sequence[Sequence[float]], num_rows: int) -> int:
@@ -69,7 +71,7 @@ def counting(parameters: Parameters) -> None:
 
 
 def save_counting(config: dict[str, Any], path: Path, folder: Path, speculation: str = "off") -> Path:
-    """A checkpoint of the counting model, with the prediction head if it is for "mtp", and the tokenizer in `folder`."""
+    """A checkpoint of the counting model, with the prediction head if it is for "mtp". `folder` has a tokenizer."""
     tensors: dict[str, torch.Tensor] = {}
 
     def save(parameters: Parameters) -> None:

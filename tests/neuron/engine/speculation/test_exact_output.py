@@ -22,6 +22,7 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec
 from cortex.neuron.layers.parameters import Parameters
 
 from ...tiny_models import llama_config, llama_weights, tiny_delta, tiny_experts, tiny_sizes
+from ..execution.replays import ReplayOnCpu
 from .counting_models import CPU, VOCAB, AnyWidths, Response, counted, counting, responses, some_requests
 
 DENSE: dict[str, Any] = {"model_type": "qwen3", **tiny_sizes(vocab_size=VOCAB, hidden_size=32)}
@@ -66,7 +67,8 @@ def make_engine(
     **options: Any,
 ) -> Engine:
     """`seed`: of the widths; None: no drafts."""
-    spec = LoadSpec(str(folder), dtype="float32", context_tokens=128, deterministic=True, max_num_seqs=4, **options)
+    defaults: dict[str, Any] = {"dtype": "float32", "context_tokens": 128, "deterministic": True, "max_num_seqs": 4}
+    spec = LoadSpec(str(folder), **(defaults | options))
     if seed is None:
         spec = replace(spec, speculation="off")
     rule = AnyWidths(random.Random(seed))
@@ -102,6 +104,27 @@ def test_responses_are_those_without_drafts(folder: Path, family: str) -> None:
     assert all(stats.accepted_tokens.values())
     assert stats.accepted_tokens["prediction"] < stats.drafted_tokens["prediction"], "no draft was wrong"
     assert stats.completion_tokens == 2 * sum(len(tokens) for tokens, _, _ in expected.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_responses_through_graphs_are_those_without_drafts(
+    folder: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs in which each token is a row, as on a GPU."""
+    monkeypatch.setattr("cortex.neuron.engine.execution.runner.default_capture", lambda *_, **__: ReplayOnCpu())
+    requests = [replace(request, prompt=counted(request.prompt)) for request in some_requests(3)]
+    requests = [replace(request, sampling=replace(request.sampling, top_logprobs=None)) for request in requests]
+    options: dict[str, Any] = {"weights": counting, "deterministic": False}
+    plain = make_engine(folder, FAMILIES[family], seed=None, **options)
+    expected = responses(plain, requests)
+    plain.close()
+    engine = make_engine(folder, FAMILIES[family], seed=3, late=True, **options)
+    while engine.prepare():
+        pass
+    predicted = with_predictions(requests, expected, 3)
+    mixed = [request if number % 3 else replace(request, speculates=False) for number, request in enumerate(predicted)]
+    assert responses(engine, mixed) == expected
+    engine.close()
 
 
 @pytest.mark.parametrize("family", HEADS)

@@ -33,7 +33,7 @@ from cortex.neuron.models.towers.config import PASS_PATCHES
 MIXED_PREFILL_TOKENS = {"cuda": 2_048, "cpu": 128}
 RESERVED_TOKENS = 512
 """Responses up to this length do not preempt each other."""
-STEP_GROWTH = {"cuda": 0.03, "cpu": 0.15}
+STEP_GROWTH = {"cuda": 0.015, "cpu": 0.15}
 """What a token more adds to the time of a decode step, until it is measured."""
 CHECKPOINT_SPACING_TOKENS = {"cuda": 256, "cpu": 32}
 """A checkpoint costs a step of its own, about as much time as it takes to compute this many tokens."""

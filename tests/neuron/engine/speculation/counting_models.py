@@ -70,8 +70,8 @@ def counting(parameters: Parameters) -> None:
         count_into(binding.source, binding.destination)
 
 
-def save_counting(config: dict[str, Any], path: Path, folder: Path, speculation: str = "off") -> Path:
-    """A checkpoint of the counting model, with the prediction head if it is for "mtp". `folder` has a tokenizer."""
+def save_counting(config: dict[str, Any], path: Path, folder: Path, *, has_head: bool = False) -> Path:
+    """A checkpoint of the counting model. `folder` has a tokenizer."""
     tensors: dict[str, torch.Tensor] = {}
 
     def save(parameters: Parameters) -> None:
@@ -81,7 +81,9 @@ def save_counting(config: dict[str, Any], path: Path, folder: Path, speculation:
             count_into(binding.source, tensors[binding.source])
 
     shutil.copytree(folder, path)
-    build_model(config, LoadSpec("", dtype="float32", context_tokens=64, speculation=speculation), CPU, save)
+    build_model(
+        config, LoadSpec("", dtype="float32", context_tokens=64, speculation="mtp" if has_head else "off"), CPU, save
+    )
     (path / "config.json").write_text(json.dumps(config))
     save_file(tensors, path / "model.safetensors")
     return path

@@ -63,13 +63,13 @@ class FastestWidths:
     ) -> None:
         """`sizes` and `growth`: see `StepCosts`. `max_tokens`: of a step that checks drafts, if it is to be fast.
         `proposal_cost`: see `ProposalCosts`."""
-        self._new_costs = lambda: StepCosts(sizes, growth)
+        self._sizes, self._growth = sizes, growth
         self._max_tokens = max_tokens
         self._proposal_cost = proposal_cost
         self.forget()
 
     def forget(self) -> None:
-        self._costs = self._new_costs()
+        self._costs = StepCosts(self._sizes, self._growth)
         self._proposing = ProposalCosts(self._costs, self._proposal_cost)
         self._since_plain: dict[int, int] = {}
         """Steps of each size that proposed since the latest one without drafts."""

@@ -42,7 +42,7 @@ def test_preempted_sequences_continue_as_without_drafts(folder: Path, monkeypatc
     requests = [replace(each, stop_token_ids=(), prediction=expected_after(each.prompt)) for each in requests]
     found = []
     for options in ({"speculation": "off"}, {"speculation": "mtp"}):
-        spec = LoadSpec(str(folder), **OPTIONS, **options)
+        spec = LoadSpec(str(folder), **(OPTIONS | options))
         loaded = build_model(HYBRID, spec, CPU, counting)
         loaded.memory.num_pages = dict.fromkeys(loaded.memory.num_pages, 6)
         engine = Engine(loaded, spec, width_rule=lambda _: AnyWidths(random.Random(5)))

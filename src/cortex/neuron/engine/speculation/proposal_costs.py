@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from cortex.neuron.engine.speculation.widths import MIN_GAIN, PACE, RECOVERY, StepCosts
+from cortex.neuron.engine.speculation.widths import MIN_GAIN, RECOVERY, MeasuredTimes, StepCosts
 
 NEXT_GAIN: Final = 1.01
 """More tokens are proposed only if they are expected to give this many times as many tokens per second."""
@@ -24,35 +24,39 @@ class ProposalCosts:
         a step, in proportion to a step without drafts, until it is measured."""
         self._steps = steps
         self._proposal_cost = proposal_cost
-        self._times: dict[int, dict[int, float]] = {}
+        self._times: dict[int, MeasuredTimes] = {}
+
+    def _of(self, num_rows: int) -> MeasuredTimes:
+        return self._times.setdefault(self._steps.size(num_rows), MeasuredTimes())
 
     def record(self, num_rows: int, count: int, seconds: float) -> None:
-        times = self._times.setdefault(self._steps.size(num_rows), {})
-        known = times.get(count, seconds)
-        change = (min(seconds, 3 * known) - known) * PACE
-        times[count] = known + change
-        for other, time in times.items():
+        times = self._of(num_rows)
+        change = times.record(count, seconds)
+        here = times.known(count) or 0.0
+        for other in times.kinds:
             if other != count:
                 # What makes one of them slower, as a longer context does, makes all of them slower.
-                assumed = times[count] + self._assumed(num_rows, other) - self._assumed(num_rows, count)
-                times[other] = time + change + min(0.0, assumed - time) * RECOVERY
+                assumed = here + self._assumed(num_rows, other) - self._assumed(num_rows, count)
+                times.move(other, change + min(0.0, assumed - (times.known(other) or 0.0)) * RECOVERY)
 
     def plain_recorded(self, num_rows: int) -> None:
         """After a step without drafts: the times return to the assumed ones, so that such steps are tried again."""
-        for count, time in (times := self._times.get(self._steps.size(num_rows), {})).items():
-            times[count] = time + (self._assumed(num_rows, count) - time) * RECOVERY
+        times = self._of(num_rows)
+        for count in times.kinds:
+            times.move(count, (self._assumed(num_rows, count) - (times.known(count) or 0.0)) * RECOVERY)
 
     def seconds(self, num_rows: int, count: int) -> float:
-        times = self._times.get(self._steps.size(num_rows), {})
-        fewer = max((one for one in times if one <= count), default=None)
-        if fewer is None:
-            return self._assumed(num_rows, count)
-        more = self._assumed(num_rows, count) - self._assumed(num_rows, fewer)
-        return times[fewer] + max(0.0, more)
+        times = self._of(num_rows)
+        for fewer in range(count, 0, -1):
+            if (tried := times.tried(fewer)) is not None:
+                more = self._assumed(num_rows, count) - self._assumed(num_rows, fewer)
+                return tried + max(0.0, more)
+        return self._assumed(num_rows, count)
 
     def most(self, num_rows: int) -> int:
         """One more than was measured: the next may take much longer than it is assumed to."""
-        return 1 + max(self._times.get(self._steps.size(num_rows), {}), default=0)
+        times = self._of(num_rows)
+        return 1 + max((count for count in times.kinds if times.tried(count) is not None), default=0)
 
     def _assumed(self, num_rows: int, count: int) -> float:
         plain_s = self._steps.plain(num_rows) or 0.0

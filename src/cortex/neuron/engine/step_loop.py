@@ -168,6 +168,10 @@ class StepLoop:
             self._speculation.rule.forget()
         return has_built
 
+    def prepare_first(self) -> None:
+        """Builds what a short prompt and its response use."""
+        self._runner.prepare_first()
+
     def self_test(self) -> tuple[int, ...]:
         """The greedy response to a fixed short prompt; not counted. There must be no work."""
         counters = replace(self._counters)

@@ -42,6 +42,18 @@ def follows_another(rows, positions, index):
 
 
 @jit
+def first_of_convolution(rows, positions, index, TAPS: tl.constexpr):
+    """The first position of the token's sequence in this step, as far back as its convolution reaches."""
+    row, position = tl.load(rows + index), tl.load(positions + index)
+    first = position
+    for number in tl.static_range(1, TAPS):
+        there = tl.maximum(index - number, 0)
+        is_same = (tl.load(rows + there) == row) & (tl.load(positions + there) == position - number)
+        first = tl.where(is_same & (first == position - number + 1), position - number, first)
+    return first
+
+
+@jit
 def sequence_length(rows, positions, index, tokens, MOST: tl.constexpr):
     """How many tokens the sequence has of which `index` is the first."""
     offset = tl.arange(0, MOST)

@@ -34,7 +34,7 @@ def advance_rows(
     decodes = batch.num_decodes
     if decodes:
         step(projected, batch, out)
-    if batch.prefills:
+    if batch.num_prefills:
         chunks(projected[decodes:], batch, out[decodes:])
     return out
 

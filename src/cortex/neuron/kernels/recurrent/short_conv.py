@@ -16,7 +16,7 @@ from cortex.neuron.kernels.recurrent.causal_conv import (
     conv_rows_reference,
     weighted_earlier,
 )
-from cortex.neuron.kernels.recurrent.few_tokens import convolution_in_sequence, keep_recent
+from cortex.neuron.kernels.recurrent.few_tokens import convolution_in_sequence, first_of_convolution, keep_recent
 from cortex.neuron.kernels.recurrent.rows import advance_rows, one_by_one
 
 CHANNEL_BLOCK = 256
@@ -130,11 +130,7 @@ def _few_tokens_kernel(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
     row, position = tl.load(rows + index), tl.load(positions + index)
-    first = position
-    for number in tl.static_range(1, TAPS):
-        there = tl.maximum(index - number, 0)
-        is_same = (tl.load(rows + there) == row) & (tl.load(positions + there) == position - number)
-        first = tl.where(is_same & (first == position - number + 1), position - number, first)
+    first = first_of_convolution(rows, positions, index, TAPS)
     ring, token = recent + row * recent_stride, x + index * CHANNELS
     total = convolution_in_sequence(token, ring, weight, channel, inside, position, first, CHANNELS, CHANNELS, TAPS)
     gate = tl.load(after + index * after_stride + channel, mask=inside, other=0.0).to(tl.float32)

@@ -31,9 +31,9 @@ def delta_few_tokens(projected: Tensor, rules: DeltaRules, batch: Batch, state: 
     """projected: [tokens, projected size], out: [tokens, value size], contiguous. Advances the state of the rows."""
     tokens = len(projected)
     columns = min(COLUMNS, triton.next_power_of_2(rules.value_dim))
-    kind = {"dtype": torch.float32, "device": projected.device}
-    convolved = torch.empty((tokens, rules.channels + 2 * rules.value_heads), **kind)
-    mixed = torch.empty((tokens, rules.value_size), **kind)
+    size = rules.channels + 2 * rules.value_heads
+    convolved = torch.empty((tokens, size), dtype=torch.float32, device=projected.device)
+    mixed = torch.empty((tokens, rules.value_size), dtype=torch.float32, device=projected.device)
     sizes = {
         "KEY_HEADS": rules.key_heads,
         "VALUE_HEADS": rules.value_heads,

@@ -47,6 +47,7 @@ class SequenceStates:
             len(sequence.tokens),
             self._page_tokens,
             checkpoints.spacing_tokens,
+            max((picture.end for picture in sequence.request.pictures), default=0),
         )
         sequence.checkpoints = tuple(
             position for position in positions if checkpoints.lacks(sequence.digests[position // self._page_tokens - 1])

@@ -145,7 +145,7 @@ def _gemma4_unified(source: str, values: Tensor, config: Any) -> Converted:
     part, _, kind = source.removeprefix("embed_vision.").rpartition(".")
 
     def by_colour(tensor: Tensor) -> Tensor:
-        return tensor.unflatten(-1, (patch, patch, 3)).movedim(-1, -3).flatten(-3)
+        return tensor.view(*tensor.shape[:-1], patch, patch, 3).movedim(-1, -3).flatten(-3)
 
     if source.endswith("pos_embedding"):
         yield "v.position_embd.weight", values.permute(1, 0, 2)

@@ -16,7 +16,9 @@ from aiohttp import web
 
 from cortex.gateway.config import PicturesSection
 from cortex.gateway.pictures.fetcher import NotFetched, PictureFetcher
+from cortex.http.limits import Buffered, HeldBytes
 from cortex.http.ticker import Ticker
+from cortex.wire.errors import Overloaded
 from cortex.wire.node.protocol import Capabilities, ModelState
 
 from ...certificates import Authority
@@ -27,6 +29,10 @@ from ..started_gateway import StartGateway
 FILE = picture(64, 48)
 PUBLIC = "93.184.216.34"
 ALLOWED = PicturesSection(urls=True, max_mb=1, timeout_s=5.0, max_urls=2)
+
+
+def held(max_mb: int = 1000) -> HeldBytes:
+    return HeldBytes(Buffered(max_mb * 1_000_000))
 
 
 @dataclass
@@ -99,14 +105,14 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
 
 
 async def test_file_is_fetched_from_the_address_that_was_checked(site: Site) -> None:
-    assert await site.fetcher.fetch("https://pics.test/x.png?size=1", ALLOWED) == FILE
+    assert await site.fetcher.fetch("https://pics.test/x.png?size=1", ALLOWED, "client", held()) == FILE
     assert site.reached == [(PUBLIC, 443)]
     assert site.requests == ["pics.test/x.png?size=1"]
     assert site.lookups == ["pics.test"], "resolved once: a second lookup could have another result"
 
 
 async def test_redirects_are_followed_to_public_places_only(site: Site) -> None:
-    assert await site.fetcher.fetch("https://pics.test/hop", ALLOWED) == FILE
+    assert await site.fetcher.fetch("https://pics.test/hop", ALLOWED, "client", held()) == FILE
     for to in (
         "https://inside.test/x.png",
         "https://127.0.0.1/x.png",
@@ -115,11 +121,11 @@ async def test_redirects_are_followed_to_public_places_only(site: Site) -> None:
         "file:///etc/passwd",
     ):
         with pytest.raises(NotFetched, match=r"public internet|only https"):
-            await site.fetcher.fetch(f"https://pics.test/inside?to={to}", ALLOWED)
+            await site.fetcher.fetch(f"https://pics.test/inside?to={to}", ALLOWED, "client", held())
     with pytest.raises(NotFetched, match="redirects to an invalid address"):
-        await site.fetcher.fetch("https://pics.test/broken", ALLOWED)
+        await site.fetcher.fetch("https://pics.test/broken", ALLOWED, "client", held())
     with pytest.raises(NotFetched, match="redirects more than 3 times"):
-        await site.fetcher.fetch("https://pics.test/loop", ALLOWED)
+        await site.fetcher.fetch("https://pics.test/loop", ALLOWED, "client", held())
     assert {place for place, _ in site.reached} == {PUBLIC}
 
 
@@ -135,13 +141,13 @@ async def test_redirects_are_followed_to_public_places_only(site: Site) -> None:
 )
 async def test_reason_is_reported_without_details_of_the_network(site: Site, url: str, problem: str) -> None:
     with pytest.raises(NotFetched, match=problem):
-        await site.fetcher.fetch(url, ALLOWED)
+        await site.fetcher.fetch(url, ALLOWED, "client", held())
 
 
 async def test_certificate_must_be_that_of_the_host(site: Site) -> None:
     site.names["other.test"] = [PUBLIC]
     with pytest.raises(NotFetched, match="cannot be reached"):
-        await site.fetcher.fetch("https://other.test/x.png", ALLOWED)
+        await site.fetcher.fetch("https://other.test/x.png", ALLOWED, "client", held())
     assert not site.requests
 
 
@@ -162,7 +168,8 @@ async def test_authorities_are_read_once_and_not_on_the_loop(monkeypatch: pytest
     ticker = Ticker(asyncio.get_running_loop())
     fetcher = PictureFetcher(ticker, resolve=resolve, reach=lambda _: ("127.0.0.1", port))
     urls = [f"https://pics.test/{number}" for number in range(3)]
-    found = await asyncio.gather(*(fetcher.fetch(url, ALLOWED) for url in urls), return_exceptions=True)
+    fetches = (fetcher.fetch(url, ALLOWED, "client", held()) for url in urls)
+    found = await asyncio.gather(*fetches, return_exceptions=True)
     assert all(isinstance(each, NotFetched) for each in found)
     assert len(threads) == 1
     assert threads[0] != threading.get_ident()
@@ -171,7 +178,20 @@ async def test_authorities_are_read_once_and_not_on_the_loop(monkeypatch: pytest
 async def test_slow_server_is_left(site: Site) -> None:
     hurried = PicturesSection(urls=True, timeout_s=0.2)
     with pytest.raises(NotFetched, match=r"longer than 0\.2 s"):
-        await site.fetcher.fetch("https://pics.test/slow.png", hurried)
+        await site.fetcher.fetch("https://pics.test/slow.png", hurried, "client", held())
+
+
+async def test_fetched_files_count_as_buffered(site: Site) -> None:
+    own = held(2)
+    await site.fetcher.fetch("https://pics.test/x.png", ALLOWED, "client", own)
+    assert own.num_bytes == len(FILE)
+    scarce = HeldBytes(Buffered(ALLOWED.max_mb * 1_000_000 - 1))
+    with pytest.raises(Overloaded):
+        await site.fetcher.fetch("https://pics.test/x.png", ALLOWED, "client", scarce)
+    own.release()
+    assert own.num_bytes == scarce.num_bytes == 0
+    own.add(5)
+    assert own.num_bytes == 0, "after the end of its request"
 
 
 def chat(*urls: str) -> dict[str, Any]:
@@ -214,12 +234,13 @@ async def test_node_gets_files_in_place_of_addresses(
     source = {"type": "base64", "media_type": "image/png", "data": base64_of(FILE)}
     assert result["content"] == [{"type": "image", "source": source}] * 2
     assert site.requests.count("pics.test/x.png") == 2, "once for each request"
+    assert client.gateway.server.buffered.num_bytes == 0
 
 
 async def test_unforeseen_error_is_a_response(
     site: Site, neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(url: str, section: PicturesSection) -> bytes:
+    async def fail(*_: object) -> bytes:
         raise RuntimeError("unforeseen")
 
     beast = await seeing_node(neurons)

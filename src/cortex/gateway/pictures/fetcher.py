@@ -10,7 +10,9 @@ from urllib.parse import urljoin
 
 from cortex.gateway.config import PicturesSection
 from cortex.gateway.pictures.addresses import ForbiddenAddress, PictureAddress, chosen, read_address
-from cortex.http.limits import UpstreamLimits
+from cortex.gateway.pictures.turns import FetchTurns
+from cortex.http.limits import HeldBytes, UpstreamLimits
+from cortex.http.server.spool import no_room
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.faults import ResponseTooLarge, UpstreamFault
 from cortex.http.upstream.pool import Pool, UpstreamResponse
@@ -19,8 +21,6 @@ Resolve = Callable[[str], Awaitable[list[str]]]
 Place = tuple[str, int]
 _MAX_REDIRECTS = 3
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
-_MAX_AT_ONCE = 16
-"""Fetches of all clients together."""
 
 
 class NotFetched(Exception):
@@ -51,13 +51,19 @@ class PictureFetcher:
         self._reach = reach
         self._tls = tls
         self._making_tls = asyncio.Lock()
-        self._turns = asyncio.Semaphore(_MAX_AT_ONCE)
+        self._turns = FetchTurns()
 
-    async def fetch(self, url: str, section: PicturesSection) -> bytes:
-        """The file at `url`. Raises NotFetched, also when it takes too long or is too large."""
+    async def fetch(self, url: str, section: PicturesSection, client: str, held: HeldBytes) -> bytes:
+        """The file at `url`, for a request of `client` that holds it in memory. Raises NotFetched, also when it takes
+        too long or is too large, and Overloaded where there is no room for it."""
+        max_bytes = section.max_mb * 1_000_000
         try:
-            async with asyncio.timeout(section.timeout_s), self._turns:
-                return await self._follow(url, section)
+            async with asyncio.timeout(section.timeout_s), self._turns.of(client):
+                if not held.add(max_bytes):
+                    raise no_room()
+                file = await self._follow(url, section)
+                held.add(len(file) - max_bytes)
+                return file
         except TimeoutError:
             raise NotFetched(f"it took longer than {section.timeout_s:g} s") from None
         except ForbiddenAddress as problem:

@@ -21,6 +21,7 @@ from cortex.gateway.proxy.request import ProxyRequest
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import MESSAGES, Route, error_response
 from cortex.gateway.proxy.services import Services
+from cortex.http.limits import HeldBytes
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.parsing import relayed
@@ -212,9 +213,11 @@ class Inference:
         """Sends a request with the pictures that it names by address."""
         parser, route = self.services.parser, received.route
         client = client_of(received.key, received.exchange.request)
+        held = HeldBytes(self.services.buffered)
+        received.exchange.on_end(held.release)
         try:
             body = await self.services.pictures.inlined(
-                received.body, client, self.services.config.max_body_mb * 1024 * 1024
+                received.body, client, self.services.config.max_body_mb * 1024 * 1024, held
             )
             read = await parser.read_relayed(
                 route.dialect, body, client, generates=route.generates, strip_billing=False

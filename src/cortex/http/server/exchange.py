@@ -68,6 +68,7 @@ class Exchange:
         "_listener",
         "_num_bytes_due",
         "_on_disconnect",
+        "_on_end",
         "added_headers",
         "closed",
         "disconnected",
@@ -93,6 +94,7 @@ class Exchange:
         self._body = _NONE
         self._num_bytes_due = 0
         self._on_disconnect: Callable[[], None] | None = None
+        self._on_end: Callable[[], None] | None = None
         self._listener: ExchangeListener | None = None
 
     def respond(self, status: int, headers: Headers, body: bytes) -> None:
@@ -210,6 +212,13 @@ class Exchange:
         if self.disconnected:
             callback()
 
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once when the response is complete or aborted, or the client has disconnected; immediately if
+        that has happened. A later callback replaces an earlier one."""
+        self._on_end = callback
+        if self.closed:
+            self._end()
+
     def listen(self, listener: ExchangeListener) -> None:
         """Report to `listener` what the client does, until the response ends.
 
@@ -249,3 +258,6 @@ class Exchange:
     def _end(self) -> None:
         self.closed = True
         self._on_disconnect = self._listener = None
+        if (callback := self._on_end) is not None:
+            self._on_end = None
+            callback()

@@ -58,31 +58,6 @@ class Buffered:
         return self.num_bytes + num_bytes <= self.max_bytes
 
 
-class HeldBytes:
-    """What one request holds of a `Buffered` besides its body."""
-
-    __slots__ = ("_buffered", "_is_released", "num_bytes")
-
-    def __init__(self, buffered: Buffered) -> None:
-        self._buffered = buffered
-        self._is_released = False
-        self.num_bytes = 0
-
-    def add(self, num_bytes: int) -> bool:
-        """Whether there is room for `num_bytes` more, which are held then. A negative number is subtracted."""
-        if num_bytes > 0 and not self._buffered.has_room(num_bytes):
-            return False
-        if not self._is_released:
-            self.num_bytes += num_bytes
-            self._buffered.num_bytes += num_bytes
-        return True
-
-    def release(self) -> None:
-        """The request has ended: it holds nothing from now on."""
-        self._buffered.num_bytes -= self.num_bytes
-        self.num_bytes, self._is_released = 0, True
-
-
 class ClientShares:
     """A `Buffered` of which one client may have a part only."""
 

@@ -16,9 +16,8 @@ from aiohttp import web
 
 from cortex.gateway.config import PicturesSection
 from cortex.gateway.pictures.fetcher import NotFetched, PictureFetcher
-from cortex.http.limits import Buffered, HeldBytes
+from cortex.http.limits import Buffered
 from cortex.http.ticker import Ticker
-from cortex.wire.errors import Overloaded
 from cortex.wire.node.protocol import Capabilities, ModelState
 
 from ...certificates import Authority
@@ -29,10 +28,6 @@ from ..started_gateway import StartGateway
 FILE = picture(64, 48)
 PUBLIC = "93.184.216.34"
 ALLOWED = PicturesSection(urls=True, max_mb=1, timeout_s=5.0, max_urls=2)
-
-
-def held(max_mb: int = 1000) -> HeldBytes:
-    return HeldBytes(Buffered(max_mb * 1_000_000))
 
 
 @dataclass
@@ -104,15 +99,19 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
     await runner.cleanup()
 
 
+async def fetch(site: Site, url: str, section: PicturesSection = ALLOWED, client: str = "anna") -> bytes:
+    return await site.fetcher.fetch(url, section, client, Buffered(1 << 30))
+
+
 async def test_file_is_fetched_from_the_address_that_was_checked(site: Site) -> None:
-    assert await site.fetcher.fetch("https://pics.test/x.png?size=1", ALLOWED, "client", held()) == FILE
+    assert await fetch(site, "https://pics.test/x.png?size=1") == FILE
     assert site.reached == [(PUBLIC, 443)]
     assert site.requests == ["pics.test/x.png?size=1"]
     assert site.lookups == ["pics.test"], "resolved once: a second lookup could have another result"
 
 
 async def test_redirects_are_followed_to_public_places_only(site: Site) -> None:
-    assert await site.fetcher.fetch("https://pics.test/hop", ALLOWED, "client", held()) == FILE
+    assert await fetch(site, "https://pics.test/hop") == FILE
     for to in (
         "https://inside.test/x.png",
         "https://127.0.0.1/x.png",
@@ -121,11 +120,11 @@ async def test_redirects_are_followed_to_public_places_only(site: Site) -> None:
         "file:///etc/passwd",
     ):
         with pytest.raises(NotFetched, match=r"public internet|only https"):
-            await site.fetcher.fetch(f"https://pics.test/inside?to={to}", ALLOWED, "client", held())
+            await fetch(site, f"https://pics.test/inside?to={to}")
     with pytest.raises(NotFetched, match="redirects to an invalid address"):
-        await site.fetcher.fetch("https://pics.test/broken", ALLOWED, "client", held())
+        await fetch(site, "https://pics.test/broken")
     with pytest.raises(NotFetched, match="redirects more than 3 times"):
-        await site.fetcher.fetch("https://pics.test/loop", ALLOWED, "client", held())
+        await fetch(site, "https://pics.test/loop")
     assert {place for place, _ in site.reached} == {PUBLIC}
 
 
@@ -141,13 +140,13 @@ async def test_redirects_are_followed_to_public_places_only(site: Site) -> None:
 )
 async def test_reason_is_reported_without_details_of_the_network(site: Site, url: str, problem: str) -> None:
     with pytest.raises(NotFetched, match=problem):
-        await site.fetcher.fetch(url, ALLOWED, "client", held())
+        await fetch(site, url)
 
 
 async def test_certificate_must_be_that_of_the_host(site: Site) -> None:
     site.names["other.test"] = [PUBLIC]
     with pytest.raises(NotFetched, match="cannot be reached"):
-        await site.fetcher.fetch("https://other.test/x.png", ALLOWED, "client", held())
+        await fetch(site, "https://other.test/x.png")
     assert not site.requests
 
 
@@ -168,8 +167,9 @@ async def test_authorities_are_read_once_and_not_on_the_loop(monkeypatch: pytest
     ticker = Ticker(asyncio.get_running_loop())
     fetcher = PictureFetcher(ticker, resolve=resolve, reach=lambda _: ("127.0.0.1", port))
     urls = [f"https://pics.test/{number}" for number in range(3)]
-    fetches = (fetcher.fetch(url, ALLOWED, "client", held()) for url in urls)
-    found = await asyncio.gather(*fetches, return_exceptions=True)
+    found = await asyncio.gather(
+        *(fetcher.fetch(url, ALLOWED, "anna", Buffered(1 << 30)) for url in urls), return_exceptions=True
+    )
     assert all(isinstance(each, NotFetched) for each in found)
     assert len(threads) == 1
     assert threads[0] != threading.get_ident()
@@ -178,20 +178,18 @@ async def test_authorities_are_read_once_and_not_on_the_loop(monkeypatch: pytest
 async def test_slow_server_is_left(site: Site) -> None:
     hurried = PicturesSection(urls=True, timeout_s=0.2)
     with pytest.raises(NotFetched, match=r"longer than 0\.2 s"):
-        await site.fetcher.fetch("https://pics.test/slow.png", hurried, "client", held())
+        await fetch(site, "https://pics.test/slow.png", hurried)
 
 
-async def test_fetched_files_count_as_buffered(site: Site) -> None:
-    own = held(2)
-    await site.fetcher.fetch("https://pics.test/x.png", ALLOWED, "client", own)
-    assert own.num_bytes == len(FILE)
-    scarce = HeldBytes(Buffered(ALLOWED.max_mb * 1_000_000 - 1))
-    with pytest.raises(Overloaded):
-        await site.fetcher.fetch("https://pics.test/x.png", ALLOWED, "client", scarce)
-    own.release()
-    assert own.num_bytes == scarce.num_bytes == 0
-    own.add(5)
-    assert own.num_bytes == 0, "after the end of its request"
+async def test_one_client_does_not_take_the_turns_of_others(site: Site) -> None:
+    slow = [asyncio.create_task(fetch(site, "https://pics.test/slow.png")) for _ in range(40)]
+    try:
+        assert await fetch(site, "https://pics.test/x.png", client="berta") == FILE
+        assert len(site.requests) <= 5
+    finally:
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
 
 
 def chat(*urls: str) -> dict[str, Any]:
@@ -234,7 +232,6 @@ async def test_node_gets_files_in_place_of_addresses(
     source = {"type": "base64", "media_type": "image/png", "data": base64_of(FILE)}
     assert result["content"] == [{"type": "image", "source": source}] * 2
     assert site.requests.count("pics.test/x.png") == 2, "once for each request"
-    assert client.gateway.server.buffered.num_bytes == 0
 
 
 async def test_unforeseen_error_is_a_response(
@@ -262,3 +259,24 @@ async def test_error_names_the_picture(site: Site, neurons: StartNeuron, start_g
     assert status == 400
     assert "pictures.max_urls" in reply["error"]["message"]
     assert not beast.seen
+
+
+async def test_files_count_as_buffered_until_the_response_ends(
+    site: Site, neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await seeing_node(neurons)
+    beast.states["m"] = ModelState.COLD
+    beast.load_gate.clear()
+    client = await start_gateway(beast, pictures=ALLOWED, fetcher=site.fetcher)
+    buffered, body = client.gateway.server.buffered, chat("https://pics.test/x.png")
+    asking = asyncio.create_task(client.post("/v1/chat/completions", body))
+    while not beast.load_requests:
+        await asyncio.sleep(0.01)
+    assert buffered.num_bytes > len(base64_of(FILE))
+    beast.load_gate.set()
+    assert (await asking)[0] == 200
+    assert buffered.num_bytes == 0
+    buffered.max_bytes = 900_000  # less than one file may have
+    status, reply = await client.post("/v1/chat/completions", body)
+    assert (status, reply["error"]["code"]) == (503, "overloaded"), reply
+    assert buffered.num_bytes == 0

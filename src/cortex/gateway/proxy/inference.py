@@ -21,7 +21,6 @@ from cortex.gateway.proxy.request import ProxyRequest
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import MESSAGES, Route, error_response
 from cortex.gateway.proxy.services import Services
-from cortex.http.limits import HeldBytes
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.parsing import relayed
@@ -213,11 +212,9 @@ class Inference:
         """Sends a request with the pictures that it names by address."""
         parser, route = self.services.parser, received.route
         client = client_of(received.key, received.exchange.request)
-        held = HeldBytes(self.services.buffered)
-        received.exchange.on_end(held.release)
         try:
             body = await self.services.pictures.inlined(
-                received.body, client, self.services.config.max_body_mb * 1024 * 1024, held
+                received.body, client, self.services.config.max_body_mb * 1024 * 1024
             )
             read = await parser.read_relayed(
                 route.dialect, body, client, generates=route.generates, strip_billing=False
@@ -236,6 +233,14 @@ class Inference:
             self.reject(received, CortexError("Internal error of the gateway; its log has the details."))
             raise  # to the log
         else:
+            exchange, num_bytes, buffered = received.exchange, len(read.body), self.services.buffered
+
+            def release() -> None:
+                buffered.num_bytes -= num_bytes
+
+            if not exchange.closed:  # the body with the files is held until the response ends
+                buffered.num_bytes += num_bytes
+                exchange.on_end = release
             self._send(msgspec.structs.replace(received, body=read.body, envelope=read.envelope), admitted, keeper)
 
     def reject(self, received: ReceivedRequest, error: CortexError) -> None:

@@ -68,10 +68,10 @@ class Exchange:
         "_listener",
         "_num_bytes_due",
         "_on_disconnect",
-        "_on_end",
         "added_headers",
         "closed",
         "disconnected",
+        "on_end",
         "paused",
         "request",
         "started",
@@ -89,12 +89,13 @@ class Exchange:
         """The client disconnected before the response was complete."""
         self.paused = False
         """The client reads more slowly than we write: write no more until `resume` is called."""
+        self.on_end: Callable[[], None] | None = None
+        """Called once, when the exchange is closed for whatever reason."""
         self._connection = connection
         self._keep_alive = request.keeps_alive
         self._body = _NONE
         self._num_bytes_due = 0
         self._on_disconnect: Callable[[], None] | None = None
-        self._on_end: Callable[[], None] | None = None
         self._listener: ExchangeListener | None = None
 
     def respond(self, status: int, headers: Headers, body: bytes) -> None:
@@ -212,13 +213,6 @@ class Exchange:
         if self.disconnected:
             callback()
 
-    def on_end(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once when the response is complete or aborted, or the client has disconnected; immediately if
-        that has happened. A later callback replaces an earlier one."""
-        self._on_end = callback
-        if self.closed:
-            self._end()
-
     def listen(self, listener: ExchangeListener) -> None:
         """Report to `listener` what the client does, until the response ends.
 
@@ -256,8 +250,8 @@ class Exchange:
             self._listener.on_client_ready()
 
     def _end(self) -> None:
+        on_end = self.on_end
         self.closed = True
-        self._on_disconnect = self._listener = None
-        if (callback := self._on_end) is not None:
-            self._on_end = None
-            callback()
+        self._on_disconnect = self._listener = self.on_end = None
+        if on_end is not None:
+            on_end()

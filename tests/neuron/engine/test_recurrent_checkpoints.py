@@ -50,7 +50,7 @@ def test_states_are_saved_at_least_the_spacing_apart(
     ("turn_ends", "picture_end", "spacing_tokens", "expected"),
     [
         ((), 200, 0, (192, 288)),
-        ((), 200, 100, (192,)),  # the end of the prompt is too near
+        ((), 200, 100, (288,)),  # the end of the prompt is near
         ((40, 250), 200, 64, (192, 288)),
         ((), 300, 0, (288,)),  # the picture is the last of the prompt
     ],
@@ -58,7 +58,23 @@ def test_states_are_saved_at_least_the_spacing_apart(
 def test_a_state_is_saved_after_the_last_picture(
     turn_ends: tuple[int, ...], picture_end: int, spacing_tokens: int, expected: tuple[int, ...]
 ) -> None:
-    assert checkpoint_positions(turn_ends, 0, 300, 32, spacing_tokens, picture_end) == expected
+    assert checkpoint_positions(turn_ends, 0, 300, 32, spacing_tokens, picture_end=picture_end) == expected
+
+
+@pytest.mark.parametrize(
+    ("start", "shared_end", "spacing_tokens", "expected"),
+    [
+        (0, 192, 0, (192, 288)),
+        (0, 192, 100, (192,)),
+        (0, 320, 0, (288,)),  # the earlier prompt was longer
+        (192, 192, 0, (288,)),  # its state is known
+        (160, 192, 64, (288,)),
+    ],
+)
+def test_a_state_is_saved_where_a_prompt_diverges_from_an_earlier_one(
+    start: int, shared_end: int, spacing_tokens: int, expected: tuple[int, ...]
+) -> None:
+    assert checkpoint_positions((), start, 300, 32, spacing_tokens, shared_end=shared_end) == expected
 
 
 @given(
@@ -68,15 +84,17 @@ def test_a_state_is_saved_after_the_last_picture(
     st.integers(1, 64),
     st.integers(0, 100),
     st.integers(0, 400),
+    st.integers(0, 400),
 )
 def test_no_state_is_saved_where_it_could_not_be_used(
-    turn_ends: list[int], start: int, num_tokens: int, page_tokens: int, spacing: int, picture_end: int
+    turn_ends: list[int], start: int, num_tokens: int, page_tokens: int, spacing: int, shared: int, picture: int
 ) -> None:
-    positions = checkpoint_positions(turn_ends, start, num_tokens, page_tokens, spacing, picture_end)
+    branches = {"shared_end": shared, "picture_end": picture}
+    positions = checkpoint_positions(turn_ends, start, num_tokens, page_tokens, spacing, **branches)
     assert all(start < position < num_tokens and position % page_tokens == 0 for position in positions)
     stretches = [end - begin for begin, end in zip((start, *positions), positions, strict=False)]
     assert all(stretch > 0 and stretch >= spacing for stretch in stretches)
-    assert len(positions) <= 5
+    assert len(positions) <= 6
 
 
 def test_knows_the_prefixes_whose_state_it_keeps() -> None:

@@ -45,9 +45,13 @@ def delta_step(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaS
         COLUMNS=columns,
         TAPS=len(rules.conv_weight),
         L2_EPS=L2_EPS,
-        num_warps=4 if fills else 8,
+        num_warps=_num_warps(fills),
         **launch_options(projected.device),
     )
+
+
+def _num_warps(fills: bool) -> int:
+    return 4 if fills else 8
 
 
 @jit

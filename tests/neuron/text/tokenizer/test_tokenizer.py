@@ -396,6 +396,8 @@ def test_texts_in_a_template_yield_no_control_token(gguf_metadata: dict[str, Any
     literal = TextsToEncode((before, text), literal=((), (span,)))
     alone, ids = library.encode_texts(literal).ids
     assert alone == library.encode_texts(TextsToEncode((before,))).ids[0]
+    plain = TextsToEncode((document,), adds_special=False)
+    assert list(library.encode_texts(plain).ids[0]) == library.encode(document)
     assert local(library).decode(ids) == local(library).decode(library.encode_document(text))
     controls = {library.backend.token_to_id(each) for each in ("<|im_start|>", "<|im_end|>")}
     framed = library.encode_document(before + after)

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,7 @@ from cortex.neuron.engine.execution.graphs import Graph, Outputs
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS, STEP_TOKENS, StateSlots
 from cortex.neuron.engine.memory.sequences import SequenceMemory
+from cortex.neuron.engine.meta_shapes import light_shapes
 from cortex.neuron.kernels.compilation import KernelCompiler, Report
 from cortex.neuron.kernels.device_facts import DeviceFacts, facts_of, pretend
 from cortex.neuron.kernels.jit import TRITON, triton
@@ -100,37 +101,6 @@ class _Rank(SingleRank):
         return part.repeat(1, self.shard.size)
 
 
-def _empty_product(left: Tensor, right: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return left.new_empty((*left.shape[:-1], right.shape[-1]), dtype=dtype)
-
-
-META_SHAPES: Mapping[str, Callable[..., Tensor]] = {
-    "mm": _empty_product,
-    "bmm": _empty_product,
-    "addmm": lambda _, left, right, **__: _empty_product(left, right),
-    "addmm_": lambda added, *_, **__: added,
-    "mm.out": lambda *_, out: out,
-    "bmm.out": lambda *_, out: out,
-    "addmm.out": lambda *_, out, **__: out,
-    "index_select": lambda x, dim, index: x.new_empty((*x.shape[:dim], len(index), *x.shape[dim + 1 :])),
-    "index_copy_": lambda x, *_: x,
-    "embedding": lambda weight, ids, *_, **__: weight.new_empty((*ids.shape, weight.shape[1])),
-    "_scaled_mm": lambda left, right, *_, out_dtype=None, **__: _empty_product(left, right, out_dtype),
-}
-
-
-@contextlib.contextmanager
-def _light_shapes() -> Iterator[None]:
-    """These operations follow our rules on the `meta` device: torch's own import a second's worth of modules."""
-    rules = torch.library.Library("aten", "IMPL", "Meta")
-    try:
-        for name, rule in META_SHAPES.items():
-            rules.impl(name, rule, allow_override=True)
-        yield
-    finally:
-        rules._destroy()
-
-
 class _NoGraph:
     def replay(self, rows: int) -> None:
         del rows
@@ -178,7 +148,7 @@ class KernelPass:
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            with torch.inference_mode(), self._compiler.collected(), _light_shapes():
+            with torch.inference_mode(), self._compiler.collected(), light_shapes():
                 runner = self._model.runner()
                 runner.prepare_first()
                 self._is_collected.set()

@@ -39,6 +39,7 @@ from cortex.neuron.models.decoder import Decoder
 log = logging.getLogger(__name__)
 
 META = torch.device("meta")
+_PACKED_ROWS = 256
 _SLOTS = 1
 """Of states: how many there are makes no difference to a kernel."""
 
@@ -124,6 +125,15 @@ def _keep_one_of_each(model: Decoder) -> None:
     model.layers = list(kept.values())
 
 
+def _pack_one_of_each(parameters: Parameters) -> None:
+    """Fills some rows of a matrix in each layout, as a load that quantises does."""
+    bindings = {repr(parameters.packing[binding.source]): binding for binding in parameters.packed_bindings}
+    for binding in bindings.values():
+        rows = min(binding.num_rows, _PACKED_ROWS)
+        values = torch.empty(rows, binding.matrix.inputs, dtype=parameters.dtype, device=META)
+        binding.matrix.put_values(binding.first_row, values)
+
+
 class KernelPass:
     """Compiles the kernels of one model in threads of its own. `ready` returns when those of a short response are
     compiled; the others follow."""
@@ -150,6 +160,7 @@ class KernelPass:
         try:
             with torch.inference_mode(), self._compiler.collected(), light_shapes():
                 runner = self._model.runner()
+                _pack_one_of_each(runner.model.parameters)
                 runner.prepare_first()
                 self._is_collected.set()
                 while not self._is_closed and runner.prepare():

@@ -102,8 +102,12 @@ def _earlier(recent: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
 @jit
 def convolved(token, ring, weight, channel, inside, keeps, position, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
     """silu of the convolution of one token at `channel`, float32. Where `keeps`, stores the token in the row's ring."""
-    total = convolution(token, ring, weight, channel, inside, keeps, position, CHANNELS, TAPS)
-    return total * tl.sigmoid(total)
+    return silu(convolution(token, ring, weight, channel, inside, keeps, position, CHANNELS, TAPS))
+
+
+@jit
+def silu(x):
+    return x * tl.sigmoid(x)
 
 
 @jit

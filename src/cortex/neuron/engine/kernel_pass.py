@@ -60,7 +60,7 @@ class PassedModel:
 
     def digest(self, facts: DeviceFacts) -> str:
         """Differs where kernels may."""
-        layouts = sorted((name, repr(self.packing[name])) for name in self.packing)
+        layouts = sorted((name, repr(self.packing[name])) for name in self.packing) or repr(self.packing)
         parts = (
             sorted((name, repr(value)) for name, value in self.architecture.raw.items()),
             [repr(layer) for _, layer in self.architecture.named_layers()],

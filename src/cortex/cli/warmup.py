@@ -27,7 +27,7 @@ def run(models: tuple[str, ...], card: str | None, options: dict[str, Any], num_
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             outcome = pool.apply(_warm, (str(path), card, options, num_ranks))
         if isinstance(outcome, str):
-            raise CommandError(f"{model}: {outcome}", "see docs/operations.md, Warm-up", ExitCode.CONFIG)
+            raise CommandError(f"{model}: {outcome}", "neuron warmup --help", ExitCode.CONFIG)
         seconds = round(time.monotonic() - start, 1)
         rows.append({"model": model, "card": outcome[0], "kernels": outcome[1], "seconds": seconds})
         if not as_json:

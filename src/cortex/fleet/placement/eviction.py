@@ -13,6 +13,7 @@ import msgspec
 
 from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.holdings import ON_DEVICE, sleep_frees
+from cortex.fleet.index import remembered
 from cortex.fleet.rules import EvictionRules
 from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
 from cortex.wire.node.protocol import ModelState
@@ -156,14 +157,21 @@ def expired(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
     for node in fleet.nodes:
         if not (node.healthy and node.has_lifecycle):
             continue
-        for held in node.residencies.values():
+        for held in _at_rest(node):
             spec = fleet.catalogue.spec(held.model_id)
-            if spec.ttl_s is None or held.state not in (ModelState.READY, ModelState.ASLEEP):
+            if spec.ttl_s is None:
                 continue
             unused_s = now - max(held.last_used, held.state_since)
             if not held.is_busy and not held.pinned and not spec.is_pinned_on(node.name) and unused_s >= spec.ttl_s:
                 found.append(ModelOnNode(node.name, held.model_id))
     return tuple(found)
+
+
+@remembered
+def _at_rest(node: Node) -> tuple[Residency, ...]:
+    """The models that are ready or asleep there."""
+    states = (ModelState.READY, ModelState.ASLEEP)
+    return tuple(held for held in node.residencies.values() if held.state in states)
 
 
 def due_for_recycling(node: Node, rules: EvictionRules) -> bool:

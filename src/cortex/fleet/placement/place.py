@@ -161,9 +161,7 @@ class UnmetPin(NamedTuple):
 def unmet_pins(fleet: Fleet) -> tuple[UnmetPin, ...]:
     """The pinned models that should be loaded and are not."""
     found = []
-    for spec in fleet.catalogue.models:
-        if spec.policy != "pinned":
-            continue
+    for spec in fleet.catalogue.pinned:
         if spec.pinned_on:
             named = (fleet.node(name) for name in spec.pinned_on)
             found += [

@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from cortex.fleet.catalogue import ModelSpec
+from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement import explain
 from cortex.fleet.placement.decision import Assessment, Decision, Origin, Verdict
 from cortex.fleet.placement.eviction import due_for_recycling, expired
 from cortex.fleet.placement.place import Feasibility, UnmetPin, place, place_new, unmet_pins
 from cortex.fleet.queueing import plan
-from cortex.fleet.topology import Fleet, ModelOnNode
+from cortex.fleet.topology import Fleet, ModelOnNode, counted_node
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import DispatchSettings, FleetState, LoadJob, Shortfall
 from cortex.gateway.dispatch.leases import Lease, LeasePool, Need, PendingRequest
@@ -53,6 +53,8 @@ class Dispatcher(StateMachine):
         self._jobs = ModelJobs(self._fleet_state, effects, event_log, clock)
         self._queues = Queues()
         self._waiting = WaitingRequests(self._queues, self._leases, self._jobs, clock)
+        self._counted: Fleet | None = None
+        """The fleet with request counts, as of the last time it was asked for."""
         self._is_closing = False
         self.acquire = self._leases.acquire
         self.check_pictures = self._leases.check_pictures
@@ -62,8 +64,7 @@ class Dispatcher(StateMachine):
         self.reconfigure(settings)
 
     def _rebuild(self) -> None:
-        self._fleet_state.rebuild(self._clock())
-        self._leases.fleet_changed()
+        self._leases.nodes_changed(self._fleet_state.rebuild(self._clock()))
 
     def _advance(self) -> None:
         self._waiting.serve()
@@ -74,7 +75,19 @@ class Dispatcher(StateMachine):
     @property
     def fleet(self) -> Fleet:
         """The current fleet, with this gateway's own request counts."""
-        return self._fleet_state.fleet.with_in_flight(self._leases.in_flight)
+        fleet, counts = self._fleet_state.fleet, self._leases.in_flight
+        if self._counted is None:
+            self._counted = fleet.with_in_flight(counts)
+        else:
+            nodes = (fleet.node(name) for name in self._leases.recount)
+            recounted = [counted_node(node, counts) for node in nodes if node is not None]
+            self._counted = self._counted.with_nodes(recounted, measured=fleet.measured)
+        self._leases.recount.clear()
+        return self._counted
+
+    @property
+    def catalogue(self) -> Catalogue:
+        return self._fleet_state.settings.catalogue
 
     @property
     def queue_depths(self) -> dict[str, int]:
@@ -96,7 +109,7 @@ class Dispatcher(StateMachine):
     @property
     def drained(self) -> frozenset[str]:
         """Nodes that the operator drained."""
-        return frozenset(self._fleet_state.drained)
+        return self._fleet_state.drained
 
     def awaited_victims(self, target: ModelOnNode) -> frozenset[str]:
         """The models that must be unloaded before the load at `target` can begin."""
@@ -110,9 +123,8 @@ class Dispatcher(StateMachine):
 
     def check_node(self, node: str | None) -> None:
         """Raises NodeNotFound for a name that no node has."""
-        names = [here.name for here in self.fleet.nodes]
-        if node is not None and node not in names:
-            known = ", ".join(names) or "none"
+        if node is not None and node not in self._fleet_state:
+            known = ", ".join(self._fleet_state) or "none"
             raise NodeNotFound(f"There is no node {shorten(node)}; the fleet has {known}.", param="node")
 
     def explain_new(self, model: str, num_bytes: int) -> Decision:
@@ -135,7 +147,7 @@ class Dispatcher(StateMachine):
     def spec(self, name: str) -> ModelSpec:
         """The entry of the model that a request names; an empty one where there is no such model."""
         try:
-            return self.fleet.catalogue.spec(self.resolve(name).model_id)
+            return self.catalogue.spec(self.resolve(name).model_id)
         except CortexError:
             return ModelSpec(id=name)
 
@@ -222,6 +234,8 @@ class Dispatcher(StateMachine):
         self._queues.max_waiting = settings.max_waiting
         gone = self._fleet_state.settings.catalogue.ids - settings.catalogue.ids
         self._fleet_state.reconfigure(settings)
+        self._leases.reconfigured()
+        self._counted = None
         for node in self._fleet_state.fleet.nodes if gone else ():
             if node.name in self._fleet_state and node.has_lifecycle and node.healthy:
                 for model in gone & node.residencies.keys():
@@ -355,16 +369,12 @@ class Dispatcher(StateMachine):
     @event
     def change_pins(self, *, added: Iterable[ModelOnNode] = (), removed: Iterable[ModelOnNode] = ()) -> None:
         """By order of the operator."""
-        self._fleet_state.pins |= set(added)
-        self._fleet_state.pins -= set(removed)
+        self._fleet_state.change_pins(added=added, removed=removed)
 
     @event
     def drain(self, node: str, *, drained: bool) -> None:
         """By order of the operator: a drained node gets no new requests and loads."""
-        if drained:
-            self._fleet_state.drained.add(node)
-        else:
-            self._fleet_state.drained.discard(node)
+        self._fleet_state.drain(node, drained=drained)
 
     # --- requests that wait
 

@@ -144,7 +144,7 @@ class RequestAccounting:
         """A rough estimate by size, for a response that reports no usage: it must not be free. No node uses more tokens
         than the request reserved."""
         if self.route.need == "relay":
-            spec = self.services.dispatcher.fleet.catalogue.spec(self.admitted.model)
+            spec = self.services.dispatcher.catalogue.spec(self.admitted.model)
             minutes = (self.services.clock() - self.sent_at) / 60
             return Usage(prompt_tokens=spec.tokens_per_request + round(spec.tokens_per_minute * minutes))
         bytes_per_token = BYTES_PER_STREAMED_TOKEN if self.stream else BYTES_PER_TOKEN

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from cortex.fleet.placement.decision import Decision, Origin
-from cortex.fleet.placement.place import place
+from cortex.fleet.placement.search import search
 from cortex.fleet.topology import Fleet, ModelOnNode, Residency
 from cortex.wire.node.protocol import ModelState
 
@@ -49,7 +49,7 @@ def plan(waiting: Iterable[Waiting], fleet: Fleet, now: float) -> Plan:
     rejections: list[Decision] = []
     closed: set[ModelOnNode] = set()
     for group in turns(waiting, fleet, now):
-        decision = place(group.model_id, fleet, now, origin=group.origin)
+        decision = search(group.model_id, fleet, now, origin=group.origin)
         if decision.action in ("load", "wake"):
             starts.append(decision)
             fleet = _started(fleet, decision)
@@ -81,7 +81,7 @@ def is_overdue(group: Waiting, fleet: Fleet, now: float) -> bool:
 
 def _close_for(group: Waiting, fleet: Fleet, now: float) -> tuple[Fleet, frozenset[ModelOnNode]]:
     """The models to close for an overdue one, and the fleet with their room reserved for it."""
-    later = place(group.model_id, fleet.as_if_idle(), now, origin=group.origin)
+    later = search(group.model_id, fleet.as_if_idle(), now, origin=group.origin)
     if later.action not in ("load", "wake") or later.node is None:
         return fleet, frozenset()
     return _started(fleet, later), frozenset(later.evictions)

@@ -344,7 +344,7 @@ class Dispatcher(StateMachine):
         is_blocked = any(assessment.verdict is Verdict.BLOCKED for assessment in decision.assessments)
         if decision.action in ("load", "wake"):
             self.start_load(decision)
-        elif any(map(explain.waits_for_foreground, decision.assessments)):
+        elif any(assessment.waits_for_foreground for assessment in decision.assessments):
             self._jobs.notify(job.target, "load", error)  # no failure: another request may evict models for it at once
         elif not (is_blocked and model in self._queues):
             self._jobs.give_up(job.target, error)

@@ -17,9 +17,13 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
+_PREFIX = "remembered "
+
+
 def remembered(derive: Callable[[S], T]) -> Callable[[S], T]:
-    """Call `derive` once for each value, which must be immutable and have a `__dict__`: the result is kept there."""
-    key = f"{derive.__module__}.{derive.__qualname__}"
+    """Call `derive` once for each value, which must be immutable and have a `__dict__`: the result is kept there.
+    It must not depend on requests in flight: `carry` takes it over to a node that differs only in those."""
+    key = f"{_PREFIX}{derive.__module__}.{derive.__qualname__}"
 
     @wraps(derive)
     def known(value: S) -> T:
@@ -30,6 +34,11 @@ def remembered(derive: Callable[[S], T]) -> Callable[[S], T]:
         return found
 
     return known
+
+
+def carry(before: object, after: object) -> None:
+    """Let `after` have what is remembered of `before`."""
+    after.__dict__.update({key: kept for key, kept in before.__dict__.items() if key.startswith(_PREFIX)})
 
 
 class IndexedNode(Protocol):

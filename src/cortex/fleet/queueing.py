@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from cortex.fleet.placement.decision import Decision, Origin
+from cortex.fleet.placement.decision import Decision, Origin, Verdict
 from cortex.fleet.placement.search import search
-from cortex.fleet.topology import Fleet, ModelOnNode, Residency
+from cortex.fleet.topology import STARTING, Fleet, ModelOnNode, Residency
 from cortex.wire.node.protocol import ModelState
 
 
@@ -41,6 +41,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     closed: frozenset[ModelOnNode] = frozenset()
     """Ready models that take no new requests until an overdue model is loaded."""
 
+    @property
+    def awaited(self) -> frozenset[str]:
+        """The nodes where requests must end before a model that waits can be loaded."""
+        places = [place for wait in self.waits for each in wait.assessments for place in (each, *each.parts)]
+        blocked = [place for place in places if place.verdict is Verdict.BLOCKED]
+        leads = {occupant.lead for place in blocked for occupant in place.occupants if occupant.lead is not None}
+        return frozenset(leads | {place.node for place in blocked})
+
 
 def plan(waiting: Iterable[Waiting], fleet: Fleet, now: float) -> Plan:
     """Decide for every waiting model. Pure: the same fleet gives the same plan, whatever the order of `waiting`."""
@@ -49,6 +57,8 @@ def plan(waiting: Iterable[Waiting], fleet: Fleet, now: float) -> Plan:
     rejections: list[Decision] = []
     closed: set[ModelOnNode] = set()
     for group in turns(waiting, fleet, now):
+        if is_under_way(group.model_id, fleet):
+            continue
         decision = search(group.model_id, fleet, now, origin=group.origin)
         if decision.action in ("load", "wake"):
             starts.append(decision)
@@ -61,6 +71,17 @@ def plan(waiting: Iterable[Waiting], fleet: Fleet, now: float) -> Plan:
         elif decision.action == "reject":
             rejections.append(decision)
     return Plan(starts=tuple(starts), waits=tuple(waits), rejections=tuple(rejections), closed=frozenset(closed))
+
+
+def is_under_way(model_id: str, fleet: Fleet) -> bool:
+    """Whether a node that takes requests has the model ready, or is loading it: there is nothing to decide."""
+    for node in fleet.listing(model_id):
+        held = node.residencies[model_id]
+        is_coming = held.state in STARTING or any(each.model_id == model_id for each in node.reservations)
+        is_open = node.healthy and not node.draining
+        if is_open and (is_coming or held.state is ModelState.READY) and fleet.draining_part(node, held) is None:
+            return True
+    return False
 
 
 def turns(waiting: Iterable[Waiting], fleet: Fleet, now: float) -> Sequence[Waiting]:

@@ -25,7 +25,7 @@ from cortex.wire.node.protocol import (
 
 from .catalogue import Catalogue, ModelSpec
 from .holdings import as_model, bytes_held
-from .index import FleetIndex
+from .index import FleetIndex, carry
 from .rules import EvictionRules, PlacementRules
 
 STARTING = frozenset({ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING})
@@ -119,6 +119,20 @@ class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
     """By device index."""
 
 
+class PlacementFacts(NamedTuple):
+    """What of a node changes decisions for models that wait, apart from requests and time."""
+
+    is_open: bool
+    is_undecided: bool
+    free_bytes: tuple[int, ...]
+    """In units of 256 MiB."""
+    models: tuple[tuple[str, ModelState], ...]
+    """Those that are not cold."""
+    num_listed: int
+    reservations: tuple[MemoryReservation, ...]
+    shares: tuple[ModelShare, ...]
+
+
 class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One host, or one foreign server, as of its last report. What is `remembered` of it is kept with it."""
 
@@ -178,7 +192,19 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             status is not None and (status.parallel == "pipeline" or bool(status.stage_layers))
         )
 
-    @property
+    @cached_property
+    def placement_facts(self) -> PlacementFacts:
+        return PlacementFacts(
+            self.healthy and not self.draining,
+            not self.healthy and self.problem is None,
+            tuple(device.free_bytes >> 28 for device in self.devices),
+            tuple((id, held.state) for id, held in self.residencies.items() if held.state is not ModelState.COLD),
+            len(self.residencies),
+            self.reservations,
+            self.shares,
+        )
+
+    @cached_property
     def is_idle(self) -> bool:
         """No request runs, and no model loads or unloads there."""
         return not self.reservations and not any(
@@ -323,7 +349,7 @@ def counted_node(node: Node, counts: Mapping[ModelOnNode, int]) -> Node:
         for model_id, held in node.residencies.items()
         if (count := counts.get(ModelOnNode(node.name, model_id), 0)) != held.in_flight
     }
-    return msgspec.structs.replace(node, residencies=node.residencies | changed) if changed else node
+    return _with_requests(node, changed) if changed else node
 
 
 def _quiet(node: Node) -> Node:
@@ -334,4 +360,11 @@ def _quiet(node: Node) -> Node:
         for model_id, held in node.residencies.items()
         if held.is_busy
     }
-    return msgspec.structs.replace(node, residencies=node.residencies | changed) if changed else node
+    return _with_requests(node, changed) if changed else node
+
+
+def _with_requests(node: Node, changed: dict[str, Residency]) -> Node:
+    """`node` with other requests in flight at some of its models."""
+    counted = msgspec.structs.replace(node, residencies=node.residencies | changed)
+    carry(node, counted)
+    return counted

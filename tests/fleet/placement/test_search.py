@@ -41,6 +41,7 @@ fleets = st.integers(0, 2**48).map(lambda seed: WideDrawing(seed).fleet())
 def test_decides_as_an_assessment_of_every_node_does(fleet: Fleet, name: str, origin: Any) -> None:
     whole = place(name, fleet, NOW, origin=origin)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(searching, "SMALL_FLEET", 0)
         patch.setattr(searching, "MIN_ASSESSED", 1)
         found = search(name, fleet, NOW, origin=origin)
     assert (found.action, found.node, found.evictions) == (whole.action, whole.node, whole.evictions)

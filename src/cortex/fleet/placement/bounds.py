@@ -31,8 +31,8 @@ class _Resident(NamedTuple):
     model_id: str
     num_bytes: int
     """On this device."""
-    held: Residency | None
-    """`None`: a part of a model that another node serves."""
+    is_part: bool
+    """A part of a model that another node serves."""
     is_reserved: bool
 
 
@@ -54,10 +54,13 @@ class _NodeRoom(NamedTuple):
     has_ceilings: bool
     may_divide: bool
     """Whether a model may take several devices there."""
+    is_plain: bool
+    """Whether only its memory can keep a model from it."""
 
 
 @remembered
-def _room(node: Node) -> _NodeRoom:
+def node_room(node: Node) -> _NodeRoom:
+    """The memory of `node`, prepared for bounds."""
     devices = eligible_devices(whole_ledger(node))
     reserved = {reservation.model_id for reservation in node.reservations}
     shared = {share.model_id for share in node.shares}
@@ -71,7 +74,7 @@ def _room(node: Node) -> _NodeRoom:
                 _Resident(
                     each.model_id,
                     each.num_bytes,
-                    None if each.model_id in shared else node.residencies.get(each.model_id),
+                    each.model_id in shared,
                     each.model_id in reserved,
                 )
                 for each in device.holdings
@@ -86,7 +89,20 @@ def _room(node: Node) -> _NodeRoom:
         sum(room.capacity_bytes for room in rooms),
         any(each.ceiling_bytes is not None or each.node_left_bytes is not None for each in devices),
         node.max_devices_per_model > 1 and len(rooms) > 1,
+        bool(rooms)
+        and node.healthy
+        and not node.draining
+        and node.has_lifecycle
+        and "torch" in node.harnesses
+        and not (node.reservations or node.shares or node.raised_needs),
     )
+
+
+def is_plain(spec: ModelSpec, fleet: Fleet, origin: Origin) -> bool:
+    """Whether every node may load the model, by the catalogue."""
+    is_held_back = spec.policy == "manual" and origin not in ("operator", "pin")
+    is_free = not (spec.only_on or spec.nodes or spec.pinned_on or is_held_back or _is_divided(spec, None))
+    return is_free and spec.harness in (None, "torch") and fleet.catalogue.has(spec.id)
 
 
 def by_free_memory(spec: ModelSpec, node: Node, need: Need | None, *, packs: bool) -> Bound:
@@ -94,7 +110,7 @@ def by_free_memory(spec: ModelSpec, node: Node, need: Need | None, *, packs: boo
     held = node.residencies.get(spec.id)
     if _may_wake(spec, node, held) or node.nodes_of(spec):
         return (_ASLEEP,)
-    room, is_elsewhere = _room(node), node.name not in spec.pinned_on
+    room, is_elsewhere = node_room(node), node.name not in spec.pinned_on
     fits: Bound = (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0)
     available = room.available_bytes
     if not available:
@@ -123,7 +139,7 @@ def by_residents(
     spec: ModelSpec, node: Node, need: Need | None, fleet: Fleet, now: float, origin: Origin, bound: Bound
 ) -> Bound:
     """`bound` of `by_free_memory`, raised by what the models that hold memory there allow."""
-    room = _room(node)
+    room = node_room(node)
     held = node.residencies.get(spec.id)
     if bound[0] != _EVICTION or need is None or room.has_ceilings or _is_divided(spec, held):
         return bound
@@ -146,14 +162,13 @@ def _by_residents(
     evictable: list[tuple[int, float]] = []
     later_bytes = kept_bytes = 0
     for resident in room.residents:
-        if resident.held is None and not resident.is_reserved:
-            evictable.append((resident.num_bytes, float("-inf")))
-            continue
         kept = None
-        if resident.held is not None and not resident.is_reserved:
-            kept = protected(resident.held, node, spec, fleet, now, background=origin == "background")
+        if not resident.is_reserved:
+            held = None if resident.is_part else node.residencies.get(resident.model_id)
+            if held is not None:
+                kept = protected(held, node, spec, fleet, now, background=origin == "background")
             if kept is None:
-                evictable.append((resident.num_bytes, resident.held.last_used))
+                evictable.append((resident.num_bytes, float("-inf") if held is None else held.last_used))
                 continue
         if kept is None or kept.is_temporary:
             later_bytes += resident.num_bytes

@@ -181,7 +181,7 @@ def expired(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
     for node in fleet.nodes:
         if not (node.healthy and node.has_lifecycle):
             continue
-        for held in _at_rest(node):
+        for held in map(node.residencies.__getitem__, _at_rest(node)):
             spec = fleet.catalogue.spec(held.model_id)
             if spec.ttl_s is None:
                 continue
@@ -192,10 +192,10 @@ def expired(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
 
 
 @remembered
-def _at_rest(node: Node) -> tuple[Residency, ...]:
+def _at_rest(node: Node) -> tuple[str, ...]:
     """The models that are ready or asleep there."""
     states = (ModelState.READY, ModelState.ASLEEP)
-    return tuple(held for held in node.residencies.values() if held.state in states)
+    return tuple(model_id for model_id, held in node.residencies.items() if held.state in states)
 
 
 def due_for_recycling(node: Node, rules: EvictionRules) -> bool:

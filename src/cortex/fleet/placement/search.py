@@ -9,12 +9,14 @@ from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.memory import Need, need_of
 from cortex.fleet.topology import Fleet, Node
 
-from .bounds import RANK, Bound, by_free_memory, by_residents
+from .bounds import RANK, Bound, by_free_memory, by_residents, is_plain, node_room
 from .decision import Assessment, Decision, Origin, Verdict
 from .place import assess, decided, preference, raised_need, without_memory
 
-MIN_ASSESSED = 8
-"""A decision explains at least this many nodes, and every node of a small fleet."""
+SMALL_FLEET = 8
+"""A decision for at most this many nodes explains all of them."""
+MIN_ASSESSED = 3
+"""A decision for more nodes explains at least this many."""
 
 
 def search(model_id: str, fleet: Fleet, now: float, *, origin: Origin = "request") -> Decision:
@@ -25,10 +27,11 @@ def search(model_id: str, fleet: Fleet, now: float, *, origin: Origin = "request
     """
     spec = fleet.catalogue.spec(model_id)
     candidates = _Candidates(spec, fleet, now, origin)
+    num_least = len(fleet.nodes) if len(fleet.nodes) <= SMALL_FLEET else MIN_ASSESSED
     found: list[Assessment] = []
     best: tuple[float | str, ...] = ()
     while (bound := candidates.bound()) is not None:
-        if len(found) >= MIN_ASSESSED and _is_settled(found, best, bound, origin):
+        if len(found) >= num_least and _is_settled(found, best, bound, origin):
             break
         found.append(assess(spec, candidates.pop(), fleet, now, origin=origin))
         key = preference(found[-1], fleet.placement)
@@ -55,10 +58,11 @@ class _Candidates:
         self._packs = fleet.placement.strategy == "pack"
         self._elsewhere = need_of(spec, Node(name=""), fleet)
         """What the model needs on nodes that do not list it."""
+        self._is_plain = is_plain(spec, fleet, origin)
         positions = fleet.index.listing.get(spec.id, ())
         self._queue = [self._entry(position) for position in positions]
         is_running = any(bound[0] <= RANK[Verdict.STARTING] for bound, _, _ in self._queue)
-        if not is_running or len(fleet.nodes) <= MIN_ASSESSED:
+        if not is_running or len(fleet.nodes) <= SMALL_FLEET:
             listing = set(positions)
             self._queue += [self._entry(each) for each in range(len(fleet.nodes)) if each not in listing]
         heapq.heapify(self._queue)
@@ -81,6 +85,9 @@ class _Candidates:
     def _entry(self, position: int) -> tuple[Bound, int, bool]:
         node, spec = self._fleet.nodes[position], self._spec
         held = node.residencies.get(spec.id)
+        if held is None and self._is_plain and node_room(node).is_plain:
+            bound = by_free_memory(spec, node, self._elsewhere, packs=self._packs)
+            return bound, position, bound[0] != RANK[Verdict.FITS_AFTER_EVICTION]
         if (found := without_memory(spec, node, held, self._fleet, self._now, self._origin)) is not None:
             return (RANK[found[0]],), position, True
         bound = by_free_memory(spec, node, self._need(node), packs=self._packs)

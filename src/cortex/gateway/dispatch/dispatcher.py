@@ -14,11 +14,13 @@ from functools import partial
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement import explain
-from cortex.fleet.placement.decision import Assessment, Decision, Origin, Verdict
+from cortex.fleet.placement.decision import Decision, Origin, Verdict
 from cortex.fleet.placement.eviction import due_for_recycling, expired
 from cortex.fleet.placement.place import Feasibility, UnmetPin, place, place_new, unmet_pins
+from cortex.fleet.placement.search import search
 from cortex.fleet.queueing import plan
-from cortex.fleet.topology import Fleet, ModelOnNode, counted_node
+from cortex.fleet.topology import Fleet, ModelOnNode
+from cortex.gateway.dispatch.counted_fleet import CountedFleet
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import DispatchSettings, FleetState, LoadJob, Shortfall
 from cortex.gateway.dispatch.leases import Lease, LeasePool, Need, PendingRequest
@@ -53,8 +55,14 @@ class Dispatcher(StateMachine):
         self._jobs = ModelJobs(self._fleet_state, effects, event_log, clock)
         self._queues = Queues()
         self._waiting = WaitingRequests(self._queues, self._leases, self._jobs, clock)
-        self._counted: Fleet | None = None
-        """The fleet with request counts, as of the last time it was asked for."""
+        self._counted = CountedFleet(self._fleet_state, self._leases)
+        self._awaited: frozenset[str] = frozenset()
+        """Nodes where requests end for which models wait."""
+        self._is_report = False
+        """Whether the change that is applied is only a report."""
+        self._is_undecided = True
+        """Whether something has changed since the last decision that may change it. What only time changes is decided
+        at the next tick."""
         self._is_closing = False
         self.acquire = self._leases.acquire
         self.check_pictures = self._leases.check_pictures
@@ -64,7 +72,13 @@ class Dispatcher(StateMachine):
         self.reconfigure(settings)
 
     def _rebuild(self) -> None:
-        self._leases.nodes_changed(self._fleet_state.rebuild(self._clock()))
+        changed = self._fleet_state.rebuild(self._clock())
+        self._leases.nodes_changed(changed)
+        is_news = not self._is_report or any(
+            node.name in self._awaited or before.placement_facts != node.placement_facts for before, node in changed
+        )
+        self._is_report = False
+        self._is_undecided = self._is_undecided or is_news
 
     def _advance(self) -> None:
         self._waiting.serve()
@@ -75,15 +89,7 @@ class Dispatcher(StateMachine):
     @property
     def fleet(self) -> Fleet:
         """The current fleet, with this gateway's own request counts."""
-        fleet, counts = self._fleet_state.fleet, self._leases.in_flight
-        if self._counted is None:
-            self._counted = fleet.with_in_flight(counts)
-        else:
-            nodes = (fleet.node(name) for name in self._leases.recount)
-            recounted = [counted_node(node, counts) for node in nodes if node is not None]
-            self._counted = self._counted.with_nodes(recounted, measured=fleet.measured)
-        self._leases.recount.clear()
-        return self._counted
+        return self._counted.fleet()
 
     @property
     def catalogue(self) -> Catalogue:
@@ -193,7 +199,7 @@ class Dispatcher(StateMachine):
 
     def release(self, lease: Lease) -> None:
         """The request ended, whatever its outcome."""
-        if self._leases.release(lease) and self._queues:
+        if self._leases.release(lease) and lease.node in self._awaited:
             # The node's last report still shows the model busy.
             self.apply(partial(self._effects.poll_now, lease.node))
 
@@ -235,7 +241,7 @@ class Dispatcher(StateMachine):
         gone = self._fleet_state.settings.catalogue.ids - settings.catalogue.ids
         self._fleet_state.reconfigure(settings)
         self._leases.reconfigured()
-        self._counted = None
+        self._counted.forget()
         for node in self._fleet_state.fleet.nodes if gone else ():
             if node.name in self._fleet_state and node.has_lifecycle and node.healthy:
                 for model in gone & node.residencies.keys():
@@ -245,7 +251,7 @@ class Dispatcher(StateMachine):
     def tick(self) -> None:
         """About once a second: fail overdue requests, recycle workers, unload expired models, load unmet pins."""
         now, fleet = self._clock(), self.fleet
-        self._waiting.fail_overdue(self.explain)
+        self._waiting.fail_overdue(lambda model: search(model, fleet, now))
         for node in fleet.nodes:
             if due_for_recycling(node, fleet.rules):
                 self._jobs.recycle(node)
@@ -258,7 +264,11 @@ class Dispatcher(StateMachine):
     @event
     def _load_pinned(self, pin: UnmetPin) -> None:
         """Decided and started in one event, so that the next pin sees the memory that this one takes."""
-        decision = place(pin.model, self.fleet, self._clock(), origin="pin", only_on=pin.node)
+        fleet, now = self.fleet, self._clock()
+        if pin.node is None:
+            decision = search(pin.model, fleet, now, origin="pin")
+        else:
+            decision = place(pin.model, fleet, now, origin="pin", only_on=pin.node)
         if decision.action in ("load", "wake"):
             self._event_log.decided(decision)
             self._jobs.start(decision)
@@ -271,6 +281,7 @@ class Dispatcher(StateMachine):
         if node not in self._fleet_state:
             return
         was_up = self._fleet_state.is_up(node)
+        self._is_report = was_up
         self._fleet_state.observed(node, discovery, health, self._clock())
         self._leases.observed(node)
         self._leases.suspects.discard(node)
@@ -381,8 +392,13 @@ class Dispatcher(StateMachine):
     def _decide(self) -> None:
         """Decide for every model that requests wait for. What follows from it are further events."""
         if not self._queues and not self._leases.closed:
+            self._awaited = frozenset()
             return
+        if not self._is_undecided:
+            return
+        self._is_undecided = False
         decided = plan(self._queues.waiting(), self.fleet, self._clock())
+        self._awaited = decided.awaited
         if decided.closed != self._leases.closed:
             self._close_models(decided.closed)
         for decision in decided.starts:
@@ -390,9 +406,9 @@ class Dispatcher(StateMachine):
         for decision in (*decided.waits, *decided.rejections):
             self._event_log.decided(decision)
         for decision in decided.rejections:
-            if not any(map(self._is_undecided, decision.assessments)):
-                awaited = any(self._may_return(each, decision.model_id) for each in decision.assessments)
-                until = self._clock() - self.fleet.rules.fair_wait_s if awaited else math.inf
+            if not self._is_any_node_undecided():
+                awaited = self._may_return(decision.model_id)
+                until = self._clock() - self._fleet_state.settings.rules.fair_wait_s if awaited else math.inf
                 self._waiting.fail(decision.model_id, explain.rejection(decision), until)
 
     @event
@@ -400,16 +416,14 @@ class Dispatcher(StateMachine):
         """These ready models, and no others, take no new work."""
         self._leases.closed = models
 
-    def _may_return(self, assessment: Assessment, model: str) -> bool:
-        """The node has the model, and is drained or down: it may be back soon."""
-        node = self._fleet_state.fleet.node(assessment.node)
-        is_away = assessment.verdict in (Verdict.DRAINING, Verdict.UNHEALTHY)
-        return is_away and node is not None and model in node.residencies
+    def _may_return(self, model: str) -> bool:
+        """A node that has the model is drained or down: it may be back soon."""
+        return any(node.draining or not node.healthy for node in self._fleet_state.fleet.listing(model))
 
-    def _is_undecided(self, assessment: Assessment) -> bool:
-        """The node was not observed yet, or missed too few polls to be down: it could still take the model."""
-        node = self._fleet_state.fleet.node(assessment.node)
-        return node is not None and not node.healthy and node.missed_polls < self._fleet_state.settings.missed_polls
+    def _is_any_node_undecided(self) -> bool:
+        """A node was not observed yet, or missed too few polls to be down: it could still take the model."""
+        limit = self._fleet_state.settings.missed_polls
+        return any(not node.healthy and node.missed_polls < limit for node in self._fleet_state.fleet.nodes)
 
 
 def _shutting_down() -> ShuttingDown:

@@ -14,6 +14,7 @@ import msgspec
 
 from cortex.fleet import memory, reports, topology
 from cortex.fleet.catalogue import Catalogue, Resolution
+from cortex.fleet.placement.bounds import node_room
 from cortex.fleet.placement.decision import Origin
 from cortex.fleet.rules import EvictionRules, PlacementRules
 from cortex.fleet.topology import Fleet, MemoryReservation, ModelOnNode, Node, Residency
@@ -233,6 +234,8 @@ class FleetState:
             for name in names
         ]
         self.fleet = before.with_nodes([each.after for each in changed])
+        for _, node in changed:
+            node_room(node)  # now, one by one, instead of for all nodes with the next decision
         if self.fleet.index.listing is not before.index.listing:
             self._resolved.clear()
         measured_anew = {model for each in changed for model in memory.measured_anew(*each)}

@@ -6,7 +6,7 @@ a decision; the node itself is the authority on its state.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from typing import NamedTuple
 
@@ -296,17 +296,19 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return msgspec.structs.replace(self, nodes=(*self.nodes, changed))
         return self.with_nodes((changed,))
 
-    def with_nodes(self, changed: Collection[Node], *, measured: Measured | None = None) -> Fleet:
+    def with_nodes(
+        self, changed: Collection[Node], *, measured: Measured | None = None, index: FleetIndex | None = None
+    ) -> Fleet:
         """This fleet with the nodes of these names replaced, and with these measured sizes. The index is changed, not
-        made again."""
+        made again; `index`: as it will be, where that is known."""
         measured = self.measured if measured is None else measured
         if not changed and measured is self.measured:
             return self
-        nodes, index = list(self.nodes), self.index
+        nodes = list(self.nodes)
         for node in changed:
-            nodes[index.positions[node.name]] = node
+            nodes[self.index.positions[node.name]] = node
         fleet = msgspec.structs.replace(self, nodes=tuple(nodes), measured=measured)
-        fleet.__dict__["index"] = index.changed(self.nodes, changed)
+        fleet.__dict__["index"] = index or self.index.changed(self.nodes, changed)
         return fleet
 
     def without(self, gone: Collection[ModelOnNode]) -> Fleet:
@@ -334,22 +336,32 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         )
 
     def with_in_flight(self, counts: Mapping[ModelOnNode, int]) -> Fleet:
-        """This fleet with the gateway's own request counts."""
-        return self.with_nodes([counted for node in self.nodes if (counted := counted_node(node, counts)) is not node])
+        """This fleet, which has no requests in flight yet, with the gateway's own request counts."""
+        return self.with_nodes(counted_nodes(self.nodes, counts))
 
     def as_if_idle(self) -> Fleet:
         """This fleet if every request had ended: shows what could be evicted once current requests are done."""
         return self.with_nodes([quiet for node in self.nodes if (quiet := _quiet(node)) is not node])
 
 
-def counted_node(node: Node, counts: Mapping[ModelOnNode, int]) -> Node:
-    """`node` with the gateway's own request counts; the same one where they are as before."""
-    changed = {
-        model_id: msgspec.structs.replace(held, in_flight=count)
-        for model_id, held in node.residencies.items()
-        if (count := counts.get(ModelOnNode(node.name, model_id), 0)) != held.in_flight
-    }
-    return _with_requests(node, changed) if changed else node
+def counted_nodes(nodes: Sequence[Node], counts: Mapping[ModelOnNode, int]) -> list[Node]:
+    """`nodes`, which have no requests in flight yet, with those of `counts`."""
+    by_node: dict[str, dict[str, int]] = {node.name: {} for node in nodes}
+    for (name, model_id), count in counts.items():
+        if name in by_node:
+            by_node[name][model_id] = count
+    return [_counted(node, here) if (here := by_node[node.name]) else node for node in nodes]
+
+
+def _counted(node: Node, counts: Mapping[str, int]) -> Node:
+    known = {model_id: count for model_id, count in counts.items() if model_id in node.residencies}
+    return _with_requests(
+        node,
+        {
+            model_id: msgspec.structs.replace(node.residencies[model_id], in_flight=count)
+            for model_id, count in known.items()
+        },
+    )
 
 
 def _quiet(node: Node) -> Node:

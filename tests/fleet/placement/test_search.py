@@ -1,5 +1,7 @@
 """A search over bounds decides as an assessment of every node does."""
 
+# ruff: noqa: SLF001 - what is derived is private
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from cortex.fleet.topology import Fleet, counted_node
+from cortex.fleet.topology import Fleet, counted_nodes
 from cortex.gateway.dispatch.fleet_state import FleetState
 from cortex.gateway.dispatch.leases import LeasePool
 
 
 class CountedFleet:
-    """Derived when it is asked for, where requests or reports changed something since the last time."""
+    """Derived when it is asked for, where requests or reports changed something since the last time. It is asked for
+    after every report, so that a decision finds few nodes to count, and none to release."""
 
     def __init__(self, fleet_state: FleetState, leases: LeasePool) -> None:
         self._fleet_state = fleet_state
@@ -25,7 +26,7 @@ class CountedFleet:
             self._last = fleet.with_in_flight(counts)
         elif recount or fleet.measured is not self._last.measured:
             nodes = [node for name in recount if (node := fleet.node(name)) is not None]
-            counted = [counted_node(node, counts) for node in nodes]
-            self._last = self._last.with_nodes(counted, measured=fleet.measured)
+            counted = counted_nodes(nodes, counts)
+            self._last = self._last.with_nodes(counted, measured=fleet.measured, index=fleet.index)
         recount.clear()
         return self._last

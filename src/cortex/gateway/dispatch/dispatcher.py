@@ -74,6 +74,7 @@ class Dispatcher(StateMachine):
     def _rebuild(self) -> None:
         changed = self._fleet_state.rebuild(self._clock())
         self._leases.nodes_changed(changed)
+        self._counted.fleet()
         is_news = not self._is_report or any(
             node.name in self._awaited or before.placement_facts != node.placement_facts for before, node in changed
         )

@@ -19,7 +19,7 @@ def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -
         before,
         devices=_devices(before, discovery, health),
         ceiling_bytes=_smaller(before.ceilings.node_bytes, health.ceiling_bytes),
-        residencies={status.id: Residency(status=status, seen_at=now) for status in health.models},
+        residencies={status.id: _residency(before, status, now) for status in health.models},
         max_devices_per_model=discovery.max_devices_per_model,
         can_sleep=discovery.can_sleep,
         harnesses=discovery.harnesses,
@@ -32,6 +32,12 @@ def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -
         pulls=health.pulls,
         shares=health.shares,
     )
+
+
+def _residency(before: Node, status: ModelStatus, now: float) -> Residency:
+    """A status that the node did not send again, because nothing has changed, is as old as it was."""
+    known = before.residencies.get(status.id)
+    return known if known is not None and known.status is status else Residency(status=status, seen_at=now)
 
 
 def after_missed_poll(node: Node, reason: str, *, limit: int) -> Node:

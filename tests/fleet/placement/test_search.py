@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.placement import feasibility
 from cortex.fleet.placement import search as searching
 from cortex.fleet.placement.bounds import RANK, by_free_memory, by_residents
+from cortex.fleet.placement.feasibility import Feasibility
 from cortex.fleet.placement.place import assess, place, preference
 from cortex.fleet.placement.search import search
 from cortex.fleet.rules import PlacementRules
@@ -69,6 +71,19 @@ def test_no_assessment_is_better_than_its_bound(fleet: Fleet, name: str, origin:
         if not is_final:
             assert bound == by_free_memory(spec, node, need, packs=packs)
             assert bound <= by_residents(spec, node, need, fleet, NOW, origin, bound) <= key
+
+
+@settings(max_examples=200, deadline=None)
+@given(fleets, wanted)
+def test_a_listing_names_the_nodes_that_could_serve_a_model(fleet: Fleet, name: str) -> None:
+    one_by_one = {
+        node.name
+        for node in fleet.nodes
+        if place(name, fleet, NOW, origin="operator", only_on=node.name).action != "reject"
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feasibility, "SMALL_FLEET", 0)
+        assert set(Feasibility(fleet, NOW).nodes(name)) == one_by_one
 
 
 def test_assesses_few_of_many_nodes(node: Callable[..., Node], model: Callable[..., Any]) -> None:

@@ -17,12 +17,11 @@ from cortex.wire.node.protocol import ModelShare, ModelState, ModelStatus
 from cortex.wire.words import duration, replicas_in_words
 
 from .decision import Action, Assessment, Decision, Origin, Verdict
-from .eviction import occupies
 from .fitting import Fitting, need_and_have
 from .spanning import fit_over_nodes
 
 _ORDER = {verdict: rank for rank, verdict in enumerate(Verdict)}
-_ACTIONS: dict[Verdict, Action] = {
+ACTIONS: dict[Verdict, Action] = {
     Verdict.RESIDENT: "route",
     Verdict.STARTING: "join",
     Verdict.ASLEEP: "wake",
@@ -105,33 +104,6 @@ def raised_need(spec: ModelSpec, node: Node, need: Need | None) -> Need | None:
     if (raised := node.raised_needs.get(spec.id)) is None:
         return need
     return Need(takes_bytes=raised, least_bytes=raised) if need is None else need.at_least(raised)
-
-
-class Feasibility:
-    """Which nodes could serve a model, now or after making room, if the operator loads it.
-
-    For one snapshot of the fleet, and for a catalogue of many models: of those that a node lists, only the ones that
-    hold memory matter for another model, and they are found once.
-    """
-
-    def __init__(self, fleet: Fleet, now: float) -> None:
-        self._fleet = fleet
-        self._now = now
-        self._occupying = [
-            {model_id: held for model_id, held in node.residencies.items() if occupies(held, node)}
-            for node in fleet.nodes
-        ]
-
-    def nodes(self, model_id: str) -> tuple[str, ...]:
-        """The names of the nodes that could serve it."""
-        nodes = tuple(
-            msgspec.structs.replace(node, residencies={**occupying, model_id: node.residencies[model_id]})
-            if model_id in node.residencies
-            else msgspec.structs.replace(node, residencies=occupying)
-            for node, occupying in zip(self._fleet.nodes, self._occupying, strict=True)
-        )
-        decision = place(model_id, msgspec.structs.replace(self._fleet, nodes=nodes), self._now, origin="operator")
-        return tuple(assessment.node for assessment in decision.assessments if assessment.verdict in _ACTIONS)
 
 
 def _layers(node: Node, held: Residency, fleet: Fleet) -> str:
@@ -241,7 +213,7 @@ def _load(held: Residency) -> float:
 
 
 def _action(assessment: Assessment) -> Action:
-    action = _ACTIONS.get(assessment.verdict, "reject")
+    action = ACTIONS.get(assessment.verdict, "reject")
     return "wake" if action == "load" and assessment.asleep else action
 
 

@@ -16,7 +16,8 @@ from cortex.fleet.memory import ledger
 from cortex.fleet.placement import explain
 from cortex.fleet.placement.decision import Decision, Origin, Verdict
 from cortex.fleet.placement.eviction import due_for_recycling, expired
-from cortex.fleet.placement.place import Feasibility, UnmetPin, place, place_new, unmet_pins
+from cortex.fleet.placement.feasibility import Feasibility
+from cortex.fleet.placement.place import UnmetPin, place, place_new, unmet_pins
 from cortex.fleet.placement.search import search
 from cortex.fleet.queueing import plan
 from cortex.fleet.topology import Fleet, ModelOnNode

@@ -8,13 +8,13 @@ are *closed*. They finish their requests and take no new ones until it is loaded
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import msgspec
 
 from cortex.fleet.placement.decision import Decision, Origin, Verdict
-from cortex.fleet.placement.search import search
-from cortex.fleet.topology import STARTING, Fleet, ModelOnNode, Residency
+from cortex.fleet.placement.search import may_have_room, search
+from cortex.fleet.topology import STARTING, Fleet, ModelOnNode, Node, Residency
 from cortex.wire.node.protocol import ModelState
 
 
@@ -41,6 +41,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     closed: frozenset[ModelOnNode] = frozenset()
     """Ready models that take no new requests until an overdue model is loaded."""
 
+    blocked: frozenset[str] = frozenset()
+    """Models for which there is no room now."""
+    is_any_overdue: bool = False
+
     @property
     def awaited(self) -> frozenset[str]:
         """The nodes where requests must end before a model that waits can be loaded."""
@@ -50,27 +54,56 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset(leads | {place.node for place in blocked})
 
 
-def plan(waiting: Iterable[Waiting], fleet: Fleet, now: float) -> Plan:
-    """Decide for every waiting model. Pure: the same fleet gives the same plan, whatever the order of `waiting`."""
+MAX_SEARCHES = 16
+"""Models that one plan looks for room for, the most urgent first; the others have their turn at the next one."""
+
+
+def plan(
+    waiting: Iterable[Waiting], fleet: Fleet, now: float, *, blocked: Set[str] = frozenset(), news: Sequence[Node] = ()
+) -> Plan:
+    """Decide for every waiting model. Pure: the same fleet gives the same plan, whatever the order of `waiting`.
+
+    `blocked`: models for which an earlier plan found no room, and since which only the nodes in `news` have changed.
+    """
     starts: list[Decision] = []
     waits: list[Decision] = []
     rejections: list[Decision] = []
     closed: set[ModelOnNode] = set()
+    still_blocked: set[str] = set()
+    is_any_overdue = False
+    num_searches = 0
     for group in turns(waiting, fleet, now):
         if is_under_way(group.model_id, fleet):
             continue
+        is_any_overdue = is_any_overdue or is_overdue(group, fleet, now)
+        if group.model_id in blocked and not is_overdue(group, fleet, now):
+            origin = group.origin
+            if not any(may_have_room(group.model_id, node, fleet, now, origin=origin) for node in news):
+                still_blocked.add(group.model_id)
+                continue
+        if num_searches == MAX_SEARCHES:
+            break
+        num_searches += 1
         decision = search(group.model_id, fleet, now, origin=group.origin)
         if decision.action in ("load", "wake"):
             starts.append(decision)
             fleet = _started(fleet, decision)
         elif decision.action == "wait":
             waits.append(decision)
+            still_blocked.add(group.model_id)
             if is_overdue(group, fleet, now):
                 fleet, closing = _close_for(group, fleet, now)
                 closed |= closing
         elif decision.action == "reject":
             rejections.append(decision)
-    return Plan(starts=tuple(starts), waits=tuple(waits), rejections=tuple(rejections), closed=frozenset(closed))
+    return Plan(
+        starts=tuple(starts),
+        waits=tuple(waits),
+        rejections=tuple(rejections),
+        closed=frozenset(closed),
+        blocked=frozenset(still_blocked),
+        is_any_overdue=is_any_overdue,
+    )
 
 
 def is_under_way(model_id: str, fleet: Fleet) -> bool:

@@ -39,6 +39,13 @@ def search(model_id: str, fleet: Fleet, now: float, *, origin: Origin = "request
     return decided(spec, fleet, now, origin, found, num_omitted=len(fleet.nodes) - len(found))
 
 
+def may_have_room(model_id: str, node: Node, fleet: Fleet, now: float, *, origin: Origin) -> bool:
+    """Whether it cannot be ruled out that the model can be loaded on `node` now. It takes no assessment."""
+    candidates = _Candidates(fleet.catalogue.spec(model_id), fleet, now, origin, only_on=node)
+    bound = candidates.bound()
+    return bound is not None and bound[0] < RANK[Verdict.BLOCKED]
+
+
 def _is_settled(found: Sequence[Assessment], best: tuple[float | str, ...], bound: Bound, origin: Origin) -> bool:
     """Whether no node with this bound, or a worse one, changes the outcome."""
     rank = RANK[min(found, key=lambda each: RANK[each.verdict]).verdict]
@@ -53,12 +60,17 @@ def _is_settled(found: Sequence[Assessment], best: tuple[float | str, ...], boun
 class _Candidates:
     """The nodes, in the order of their bounds. A bound is raised only when its turn comes."""
 
-    def __init__(self, spec: ModelSpec, fleet: Fleet, now: float, origin: Origin) -> None:
+    def __init__(
+        self, spec: ModelSpec, fleet: Fleet, now: float, origin: Origin, *, only_on: Node | None = None
+    ) -> None:
         self._spec, self._fleet, self._now, self._origin = spec, fleet, now, origin
         self._packs = fleet.placement.strategy == "pack"
         self._elsewhere = need_of(spec, Node(name=""), fleet)
         """What the model needs on nodes that do not list it."""
         self._is_plain = is_plain(spec, fleet, origin)
+        if only_on is not None:
+            self._queue = [self._entry(fleet.index.positions[only_on.name])]
+            return
         positions = fleet.index.listing.get(spec.id, ())
         self._queue = [self._entry(position) for position in positions]
         is_running = any(bound[0] <= RANK[Verdict.STARTING] for bound, _, _ in self._queue)

@@ -19,7 +19,6 @@ from cortex.fleet.placement.eviction import due_for_recycling, expired
 from cortex.fleet.placement.feasibility import Feasibility
 from cortex.fleet.placement.place import UnmetPin, place, place_new, unmet_pins
 from cortex.fleet.placement.search import search
-from cortex.fleet.queueing import plan
 from cortex.fleet.topology import Fleet, ModelOnNode
 from cortex.gateway.dispatch.counted_fleet import CountedFleet
 from cortex.gateway.dispatch.event_log import EventLog
@@ -29,6 +28,7 @@ from cortex.gateway.dispatch.measured_sizes import Measured
 from cortex.gateway.dispatch.model_jobs import Effects, ModelJobs
 from cortex.gateway.dispatch.queues import Queues
 from cortex.gateway.dispatch.state_machine import StateMachine, event
+from cortex.gateway.dispatch.undecided import Undecided
 from cortex.gateway.dispatch.waiting_requests import WaitingRequests
 from cortex.wire.errors import CortexError, InsufficientCapacity, NodeNotFound, ShuttingDown, shorten
 from cortex.wire.node.protocol import Discovery, Health, ModelState, ModelStatus
@@ -61,9 +61,7 @@ class Dispatcher(StateMachine):
         """Nodes where requests end for which models wait."""
         self._is_report = False
         """Whether the change that is applied is only a report."""
-        self._is_undecided = True
-        """Whether something has changed since the last decision that may change it. What only time changes is decided
-        at the next tick."""
+        self._undecided = Undecided()
         self._is_closing = False
         self.acquire = self._leases.acquire
         self.check_pictures = self._leases.check_pictures
@@ -76,11 +74,13 @@ class Dispatcher(StateMachine):
         changed = self._fleet_state.rebuild(self._clock())
         self._leases.nodes_changed(changed)
         self._counted.fleet()
-        is_news = not self._is_report or any(
-            node.name in self._awaited or before.placement_facts != node.placement_facts for before, node in changed
-        )
+        news = {
+            node.name
+            for before, node in changed
+            if node.name in self._awaited or before.placement_facts != node.placement_facts
+        }
+        self._undecided.changed(news, is_all=not self._is_report)
         self._is_report = False
-        self._is_undecided = self._is_undecided or is_news
 
     def _advance(self) -> None:
         self._waiting.serve()
@@ -193,7 +193,9 @@ class Dispatcher(StateMachine):
         elif self._is_closing:
             raise _shutting_down()
         elif self._queues.join(pending):
-            self.apply(lambda: None)  # only the queue has changed
+            self._is_report = True  # only the queue has changed
+            self._undecided.joined.add(pending.model)
+            self.apply(lambda: None)
 
     def cancel(self, pending: PendingRequest) -> None:
         """The client disconnected. A load under way continues: other clients may want it."""
@@ -396,13 +398,12 @@ class Dispatcher(StateMachine):
         if not self._queues and not self._leases.closed:
             self._awaited = frozenset()
             return
-        if not self._is_undecided:
+        if not self._undecided:
             return
-        self._is_undecided = False
-        decided = plan(self._queues.waiting(), self.fleet, self._clock())
-        self._awaited = decided.awaited
-        if decided.closed != self._leases.closed:
-            self._close_models(decided.closed)
+        decided = self._undecided.decide(self._queues.waiting, self.fleet, self._clock())
+        self._awaited = self._undecided.awaited
+        if self._undecided.closed != self._leases.closed:
+            self._close_models(self._undecided.closed)
         for decision in decided.starts:
             self.start_load(decision)
         for decision in (*decided.waits, *decided.rejections):

@@ -59,8 +59,6 @@ class Dispatcher(StateMachine):
         self._counted = CountedFleet(self._fleet_state, self._leases)
         self._awaited: frozenset[str] = frozenset()
         """Nodes where requests end for which models wait."""
-        self._is_report = False
-        """Whether the change that is applied is only a report."""
         self._undecided = Undecided()
         self._is_closing = False
         self.acquire = self._leases.acquire
@@ -79,8 +77,7 @@ class Dispatcher(StateMachine):
             for before, node in changed
             if node.name in self._awaited or before.placement_facts != node.placement_facts
         }
-        self._undecided.changed(news, is_all=not self._is_report)
-        self._is_report = False
+        self._undecided.nodes |= news
 
     def _advance(self) -> None:
         self._waiting.serve()
@@ -193,9 +190,8 @@ class Dispatcher(StateMachine):
         elif self._is_closing:
             raise _shutting_down()
         elif self._queues.join(pending):
-            self._is_report = True  # only the queue has changed
             self._undecided.joined.add(pending.model)
-            self.apply(lambda: None)
+            self.apply(lambda: None)  # only the queue has changed
 
     def cancel(self, pending: PendingRequest) -> None:
         """The client disconnected. A load under way continues: other clients may want it."""
@@ -204,6 +200,7 @@ class Dispatcher(StateMachine):
     def release(self, lease: Lease) -> None:
         """The request ended, whatever its outcome."""
         if self._leases.release(lease) and lease.node in self._awaited:
+            self._undecided.nodes.add(lease.node)
             # The node's last report still shows the model busy.
             self.apply(partial(self._effects.poll_now, lease.node))
 
@@ -240,6 +237,7 @@ class Dispatcher(StateMachine):
         for section in self._fleet_state.settings.neurons:
             if section not in settings.neurons:
                 self._jobs.abandon(section.name, "was changed in the configuration")
+        self._undecided.is_all = True
         self._queues.max_wait_s = settings.max_wait_s
         self._queues.max_waiting = settings.max_waiting
         gone = self._fleet_state.settings.catalogue.ids - settings.catalogue.ids
@@ -254,6 +252,7 @@ class Dispatcher(StateMachine):
     @event
     def tick(self) -> None:
         """About once a second: fail overdue requests, recycle workers, unload expired models, load unmet pins."""
+        self._undecided.is_all = True
         now, fleet = self._clock(), self.fleet
         self._waiting.fail_overdue(lambda model: search(model, fleet, now))
         for node in fleet.nodes:
@@ -285,7 +284,6 @@ class Dispatcher(StateMachine):
         if node not in self._fleet_state:
             return
         was_up = self._fleet_state.is_up(node)
-        self._is_report = was_up
         self._fleet_state.observed(node, discovery, health, self._clock())
         self._leases.observed(node)
         self._leases.suspects.discard(node)
@@ -299,6 +297,7 @@ class Dispatcher(StateMachine):
         """A poll failed. Several in a row make the node down."""
         if node not in self._fleet_state:
             return
+        self._undecided.is_all = True
         was_up = self._fleet_state.is_up(node)
         self._fleet_state.missed(node, why)
         went_down = was_up and not self._fleet_state.is_up(node)

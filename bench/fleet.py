@@ -16,6 +16,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 from fleet_simulation.nodes import SimulatedFleet
 
@@ -34,13 +35,15 @@ def main() -> None:
     drive.add_argument("--models", type=int, default=3000)
     drive.add_argument("--per-second", type=int, default=20_000)
     drive.add_argument("--seconds", type=int, default=60)
-    drive.add_argument("--skew", type=float, default=1.2, help="exponent of the popularity of models (Zipf)")
+    drive.add_argument("--cold-per-second", type=float, default=5.0, help="requests for any model, in addition")
+    drive.add_argument("--skew", type=float, default=1.1, help="exponent of the popularity of models (Zipf)")
     arguments = parser.parse_args()
     if arguments.command == "drive":
         from fleet_simulation.drive import Drive
 
         fleet = SimulatedFleet(arguments.nodes, arguments.models, arguments.seed)
-        Drive(fleet, arguments.per_second, arguments.seconds, arguments.skew, arguments.seed).run()
+        rates = (arguments.per_second, arguments.cold_per_second)
+        Drive(fleet, *rates, arguments.seconds, arguments.skew, arguments.seed).run()
     else:
         _costs(getattr(arguments, "seed", 1))
 
@@ -75,7 +78,7 @@ def _reports(fleet: SimulatedFleet, count: int) -> list[float]:
         fleet.now += 1.0 / len(fleet.names)
         node = fleet.random.choice(fleet.names)
         report = fleet.report(node)
-        found.append(_timed(lambda node=node, report=report: fleet.dispatcher.observed(node, *report)))
+        found.append(_timed(partial(fleet.dispatcher.observed, node, *report)))
     return found
 
 
@@ -86,7 +89,7 @@ def _warm_requests(fleet: SimulatedFleet, count: int) -> list[float]:
         if number % REPORTS_PER_REQUEST == 0:
             _reports(fleet, 1)
         model = fleet.random.choice(ready)
-        found.append(_timed(lambda model=model: fleet.warm(model)))
+        found.append(_timed(partial(fleet.warm, model)))
     return found
 
 
@@ -96,7 +99,7 @@ def _cold_requests(fleet: SimulatedFleet, count: int) -> list[float]:
         fleet.now += 30.0
         for name in fleet.names:  # every node reports between two cold requests
             fleet.dispatcher.observed(name, *fleet.report(name))
-        found.append(_timed(lambda model=model: fleet.request(model)))
+        found.append(_timed(partial(fleet.request, model)))
         fleet.settle()
     return found
 

@@ -30,16 +30,18 @@ ABORTS_PER_REQUEST = 0.02
 
 
 class Drive:
-    def __init__(self, fleet: SimulatedFleet, per_second: int, seconds: int, skew: float, seed: int) -> None:
+    """Requests for ready models are skewed as `skew` says; `cold_per_second` more are for any model."""
+
+    def __init__(
+        self, fleet: SimulatedFleet, per_second: int, cold_per_second: float, seconds: int, skew: float, seed: int
+    ) -> None:
         self.fleet = fleet
+        self.cold_share = cold_per_second / per_second
         self.per_second = per_second
         self.seconds = seconds
         self.random = random.Random(seed)
-        self.weights = list(accumulate((rank + 1) ** -skew for rank in range(len(fleet.models))))
-        self.order = self.random.sample(fleet.models, len(fleet.models))
-        # The most popular models are those that are ready at first, as after a day of such traffic.
-        ready = set(fleet.ready_models())
-        self.order.sort(key=lambda model: model not in ready)
+        self.order = self.random.sample(fleet.ready_models(), len(fleet.ready_models()))
+        self.weights = list(accumulate((rank + 1) ** -skew for rank in range(len(self.order))))
         self._later: list[tuple[float, int, str, object]] = []
         self._number = count()
         self.ended: Counter[str] = Counter()
@@ -107,6 +109,8 @@ class Drive:
     """Failures come this many times as often as they would, so that a short drive has some."""
 
     def _model(self) -> str:
+        if self.random.random() < self.cold_share:
+            return self.random.choice(self.fleet.models)
         return self.order[bisect(self.weights, self.random.random() * self.weights[-1])]
 
     def _request(self) -> None:

@@ -33,8 +33,8 @@ class WideDrawing(Drawing):
 
     def fleet(self) -> Fleet:
         nodes = tuple(self.node(f"node-{index}") for index in range(self.random.randint(1, 7)))
-        strategy = self.random.choice(("pack", "spread"))
-        return msgspec.structs.replace(super().fleet(), nodes=nodes, placement=PlacementRules(strategy=strategy))
+        rules = self.random.choice((PlacementRules(), PlacementRules(strategy="spread")))
+        return msgspec.structs.replace(super().fleet(), nodes=nodes, placement=rules)
 
 
 fleets = st.integers(0, 2**48).map(lambda seed: WideDrawing(seed).fleet())

@@ -42,7 +42,7 @@ class SimulatedFleet:
         self.now = 10_000.0
         self.names = [f"node-{index:03d}" for index in range(num_nodes)]
         self.models = [f"model-{index:04d}" for index in range(num_models)]
-        self.sizes = {model: self.random.randint(10, 38) * GIB for model in self.models}
+        self.sizes = {model: self.random.randint(20, 38) * GIB for model in self.models}
         self.listed: dict[str, list[str]] = {
             name: self.random.sample(self.models, min(MODELS_PER_NODE, num_models)) for name in self.names
         }

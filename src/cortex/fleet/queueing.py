@@ -54,16 +54,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset(leads | {place.node for place in blocked})
 
 
-MAX_SEARCHES = 16
-"""Models that one plan looks for room for, the most urgent first; the others have their turn at the next one."""
+MAX_RECHECKS = 8
+"""Models without room that one plan looks for room for again, the most urgent first."""
 
 
 def plan(
-    waiting: Iterable[Waiting], fleet: Fleet, now: float, *, blocked: Set[str] = frozenset(), news: Sequence[Node] = ()
+    waiting: Iterable[Waiting],
+    fleet: Fleet,
+    now: float,
+    *,
+    blocked: Set[str] = frozenset(),
+    news: Sequence[Node] | None = None,
 ) -> Plan:
     """Decide for every waiting model. Pure: the same fleet gives the same plan, whatever the order of `waiting`.
 
-    `blocked`: models for which an earlier plan found no room, and since which only the nodes in `news` have changed.
+    `blocked`: models for which an earlier plan found no room, and since which only the nodes in `news` have changed, or
+    anything if that is None.
     """
     starts: list[Decision] = []
     waits: list[Decision] = []
@@ -71,19 +77,22 @@ def plan(
     closed: set[ModelOnNode] = set()
     still_blocked: set[str] = set()
     is_any_overdue = False
-    num_searches = 0
+    num_rechecks = 0
     for group in turns(waiting, fleet, now):
         if is_under_way(group.model_id, fleet):
             continue
-        is_any_overdue = is_any_overdue or is_overdue(group, fleet, now)
-        if group.model_id in blocked and not is_overdue(group, fleet, now):
-            origin = group.origin
-            if not any(may_have_room(group.model_id, node, fleet, now, origin=origin) for node in news):
+        is_late = is_overdue(group, fleet, now)
+        is_any_overdue = is_any_overdue or is_late
+        if group.model_id in blocked:
+            if is_late or news is None:
+                has_turn = num_rechecks < MAX_RECHECKS
+                num_rechecks += 1
+            else:
+                origin = group.origin
+                has_turn = any(may_have_room(group.model_id, node, fleet, now, origin=origin) for node in news)
+            if not has_turn:
                 still_blocked.add(group.model_id)
                 continue
-        if num_searches == MAX_SEARCHES:
-            break
-        num_searches += 1
         decision = search(group.model_id, fleet, now, origin=group.origin)
         if decision.action in ("load", "wake"):
             starts.append(decision)
@@ -91,7 +100,7 @@ def plan(
         elif decision.action == "wait":
             waits.append(decision)
             still_blocked.add(group.model_id)
-            if is_overdue(group, fleet, now):
+            if is_late:
                 fleet, closing = _close_for(group, fleet, now)
                 closed |= closing
         elif decision.action == "reject":

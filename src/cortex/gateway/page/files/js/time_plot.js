@@ -6,9 +6,9 @@ const HEIGHT = 180;
 
 const clock = (unix) => new Date(unix * 1000).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
 
-/** `series`: [{label, values, colour}] with one value, or null, per time. `most`: the top of the scale; `steps`: values hold for a whole step;
+/** `series`: [{label, values, colour}] with one value, or null, per time. `most`: the top of the scale; `increments`: what its lines may be apart; `steps`: values hold for a whole step;
  * `points`: mark each value, since many times have none; `stack`: areas on top of each other. */
-export function TimePlot({ times, series, format, label, most = null, steps = false, points = false, stack = false }) {
+export function TimePlot({ times, series, format, label, most = null, increments = null, steps = false, points = false, stack = false }) {
   const element = useRef(null);
   useEffect(() => {
     const holder = element.current;
@@ -20,14 +20,14 @@ export function TimePlot({ times, series, format, label, most = null, steps = fa
     const paths = steps ? uPlot.paths.stepped({ align: 1 }) : uPlot.paths.linear();
     const lines = series.map((each, index) => ({
       label: each.label, stroke: colour(each.colour), width: stack ? 0 : 1.5, fill: stack ? colour(each.colour) : undefined, paths, spanGaps: false,
-      points: { show: points, size: 4 }, value: (_, __, ___, position) => (position == null ? "–" : format(series[index].values[position])),
+      points: { show: points, size: 3 }, value: (_, __, ___, position) => (position == null ? "–" : format(series[index].values[position])),
     }));
     const plot = new uPlot({
       width: holder.clientWidth, height: HEIGHT, cursor: { drag: { x: false, y: false }, points: { show: false } }, legend: { live: true },
       scales: { x: { range: () => [times[0], times.at(-1)] }, y: { range: (_, low, high) => [0, most ?? (high > 0 ? high * 1.05 : 1)] } },
       axes: [
         { ...axis, size: 28, grid: { show: false }, values: (_, splits) => splits.map(clock) },
-        { ...axis, size: 68, values: (_, splits) => splits.map((value) => format(value)) },
+        { ...axis, size: 68, ...(increments && { incrs: increments }), values: (_, splits) => splits.map((value) => format(value)) },
       ],
       // Areas are drawn from the tallest down, so that each covers the part below it.
       series: [{ label: "Time", value: (_, unix) => (unix == null ? "–" : clock(unix)) }, ...(stack ? lines.reverse() : lines)],

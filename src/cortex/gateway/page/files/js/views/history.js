@@ -1,6 +1,6 @@
 // The last hour or day: traffic of this gateway, and what models held of each device.
 import { get } from "../api.js";
-import { bytes, compact, hue, rate, seconds } from "../format.js";
+import { bytes, compact, hue, seconds } from "../format.js";
 import { html, useEffect, useMemo, useState } from "../html.js";
 import { Empty, Loading, Problem, useLoaded } from "../parts.js";
 import { TimePlot } from "../time_plot.js";
@@ -28,11 +28,15 @@ export default function History() {
     ${shown && html`<${Traffic} history=${shown} /><${Devices} history=${shown} />`}`;
 }
 
+const GIB = 2 ** 30;
+const COUNTS = [1, 2, 5].flatMap((digit) => [1, 10, 100, 1000, 10_000].map((scale) => digit * scale)).sort((one, other) => one - other);
+const SIZES = Array.from({ length: 14 }, (_, power) => GIB * 2 ** (power - 3));
+
 const PLOTS = [
-  ["Tokens per second", [["Completion", "completion_tokens_per_s", "--hue-0"], ["Prompt", "prompt_tokens_per_s", "--hue-1"]], (value) => compact(value), {}],
+  ["Tokens per second", [["Completion", "completion_tokens_per_s", "--hue-0"], ["Prompt", "prompt_tokens_per_s", "--hue-1"]], compact, {}],
   ["Time to the first token", [["p50", "first_token_p50_s", "--hue-0"], ["p95", "first_token_p95_s", "--hue-1"]], seconds, { points: true }],
-  ["Waiting requests", [["Most at a time", "waiting", "--hue-0"]], (value) => rate(value).replace(/\.0$/, ""), { steps: true }],
-  ["Loads and evictions", [["Loads", "loads", "--hue-0"], ["Evictions", "evictions", "--hue-1"]], (value) => rate(value).replace(/\.0$/, ""), { steps: true }],
+  ["Waiting requests", [["Most at a time", "waiting", "--hue-0"]], compact, { steps: true, increments: COUNTS }],
+  ["Loads and evictions", [["Loads", "loads", "--hue-0"], ["Evictions", "evictions", "--hue-1"]], compact, { steps: true, increments: COUNTS }],
 ];
 
 function Traffic({ history }) {
@@ -62,7 +66,7 @@ function Device({ device, times }) {
   const title = `${device.node}, device ${device.device}`;
   return html`
     <section class="card plot-card"><h2>${title} <span class="dim">${bytes(device.total_bytes)}</span></h2>
-      <${TimePlot} times=${times} series=${series} format=${bytes} most=${device.total_bytes} steps=${true} stack=${true} label=${`Memory by model: ${title}`} /></section>`;
+      <${TimePlot} times=${times} series=${series} format=${bytes} most=${device.total_bytes} increments=${SIZES} steps=${true} stack=${true} label=${`Memory by model: ${title}`} /></section>`;
 }
 
 /** One series per model: what it held at the end of each step; null before anything was known. */

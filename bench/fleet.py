@@ -1,6 +1,7 @@
 """A large fleet without hardware: simulated nodes drive the gateway's real dispatcher in one process.
 
     python bench/fleet.py                        # what one event costs with 10, 50, 200 and 500 nodes
+    python bench/fleet.py gateways postgresql://…  # the CPU time of one and of four gateways on one database
     python bench/fleet.py drive --nodes 500      # a skewed mix of requests with failures and cold loads, simulated time
 
 A node lists 20 models and has two of them ready; every model is in the catalogue. `report`: one poll result is taken
@@ -37,6 +38,10 @@ def main() -> None:
     drive.add_argument("--seconds", type=int, default=60)
     drive.add_argument("--cold-per-second", type=float, default=5.0, help="requests for any model, in addition")
     drive.add_argument("--skew", type=float, default=1.1, help="exponent of the popularity of models (Zipf)")
+    gateways = commands.add_parser("gateways", help="several gateways on one PostgreSQL")
+    gateways.add_argument("database", help="postgresql://…")
+    gateways.add_argument("--counts", type=int, nargs="+", default=[1, 4])
+    gateways.add_argument("--requests", type=int, default=4000)
     arguments = parser.parse_args()
     if arguments.command == "drive":
         from fleet_simulation.drive import Drive
@@ -44,6 +49,10 @@ def main() -> None:
         fleet = SimulatedFleet(arguments.nodes, arguments.models, arguments.seed)
         rates = (arguments.per_second, arguments.cold_per_second)
         Drive(fleet, *rates, arguments.seconds, arguments.skew, arguments.seed).run()
+    elif arguments.command == "gateways":
+        from fleet_simulation.gateways import measure
+
+        measure(arguments.database, arguments.counts, arguments.requests)
     else:
         _costs(getattr(arguments, "seed", 1))
 

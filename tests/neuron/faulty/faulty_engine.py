@@ -139,7 +139,7 @@ class FaultyEngine:
         self._isolating = True
         return True
 
-    def keep_pages(self, host: object) -> None:
+    def keep_pages(self, host: None) -> None:
         """It has no pages."""
 
     def save_pages(self) -> None:

@@ -294,12 +294,13 @@ class Engine:
         self._asleep = None
         asleep.release()
 
-    def keep_pages(self, host: DeviceHostMemory) -> None:
-        """Keeps pages and states in this host memory when the device has no room for them. A divided model has none:
-        its ranks would have to agree on every copy."""
+    def keep_pages(self, host: DeviceHostMemory | None) -> DeviceHostMemory | None:
+        """Keeps pages and states in this host memory when the device has no room for them, or in a new one, and returns
+        it. A divided model does not: its ranks would have to agree on every copy."""
         if self._spec.rank is None and isinstance(self._loop, StepLoop):
-            self._host_memory = host
+            host = self._host_memory = host or DeviceHostMemory.on(self._device)
             self._loop.keep_pages(partial(self._new_tier, host))
+        return host
 
     def save_pages(self) -> None:
         """Copies to host memory what is not there yet, before the model sleeps or is closed. It must have no work."""

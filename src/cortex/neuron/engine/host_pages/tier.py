@@ -39,9 +39,9 @@ class DeviceHostMemory:
     slabs: HostSlabs
 
     @classmethod
-    def on(cls, device: str) -> DeviceHostMemory:
+    def on(cls, device: torch.device) -> DeviceHostMemory:
         """Memory for the worker of a device, without a budget."""
-        slabs = HostSlabs(torch.device(device))
+        slabs = HostSlabs(device)
         return cls(HostPages(slabs), slabs)
 
     def yield_to_host(self) -> None:

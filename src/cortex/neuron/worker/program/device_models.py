@@ -215,13 +215,9 @@ class DeviceModels(dict[int, DeviceModel]):
 
     def _keep_pages(self, model: DeviceModel, budget_bytes: int) -> None:
         """Pages of the model may be in host memory, together with those of other models."""
-        if budget_bytes and self._host_pages is None:
-            from cortex.neuron.engine.host_pages.tier import DeviceHostMemory  # imports torch, as the engine did
-
-            self._host_pages = DeviceHostMemory.on(self._device.torch_device)
-        if self._host_pages is not None:
-            self._host_pages.store.limit(budget_bytes)
-            model.engine.keep_pages(self._host_pages)
+        if budget_bytes or self._host_pages is not None:
+            self._host_pages = model.engine.keep_pages(self._host_pages)
+        self.limit_host_pages(budget_bytes)
 
     def _save_pages(self, model: DeviceModel) -> None:
         try:

@@ -14,7 +14,6 @@ from cortex.neuron.engine.loading import build_model
 from cortex.neuron.engine.memory.host_weights import HostWeights
 from cortex.neuron.engine.request import LoadSpec, RankSpec, StageSpec
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.layers.configs import WHOLE, Shard
 from cortex.neuron.layers.parallel import SingleRank
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder

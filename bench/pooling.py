@@ -84,7 +84,7 @@ def engine_rates(options: argparse.Namespace) -> dict[str, float]:
     pairs = sum(length * length for length in lengths)
     layers = engine.pooled.architecture.layers
     weights = sum(_layer_weights(layer) for layer in layers)
-    attention = sum(4 * layer.mixer.heads * layer.mixer.head_dim for layer in layers)  # type: ignore[union-attr]
+    attention = sum(int(4 * layer.mixer.heads * layer.mixer.head_dim) for layer in layers)  # type: ignore[union-attr]
     flops = (2 * weights * num_tokens + attention * pairs) / best_s
     result = {"tokens_per_s": num_tokens / best_s, "tflops": flops / 1e12, "longest_step_ms": longest_s * 1e3}
     if device.type == "cuda":

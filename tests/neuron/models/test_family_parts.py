@@ -14,7 +14,7 @@ from cortex.neuron.engine.loading import build_model
 from cortex.neuron.engine.memory.host_weights import HostWeights
 from cortex.neuron.engine.request import LoadSpec, RankSpec, StageSpec
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.layers.parallel import WHOLE, Shard
+from cortex.neuron.layers.parallel import SingleRank
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
@@ -27,14 +27,13 @@ TOKENS = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(
 CHUNKS = [[21, 1, 18]]
 
 
-class AgreedAlready:
+class AgreedAlready(SingleRank):
     """A group of ranks that all have the memory of this one."""
 
     num_bytes = 0
-    shard: Shard = WHOLE
 
-    def smallest(self, counts: Sequence[int]) -> tuple[int, ...]:
-        return tuple(counts)
+    def smallest(self, counts: Sequence[int]) -> list[int]:
+        return list(counts)
 
 
 class InStages:

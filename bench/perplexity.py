@@ -63,7 +63,7 @@ def main() -> None:
         max_num_seqs=1,
         prefill_chunk_tokens=CHUNK_TOKENS,
     )
-    device = torch.device(arguments.device)
+    device = torch.device("cuda:0" if arguments.device == "cuda" else arguments.device)
     rows = {"as stored": spec, "as served": replace(spec, dtype="auto"), "kv fp8": replace(spec, kv_dtype="fp8")}
     rows |= {name: replace(spec, quant=name) for name in reversed(RECIPES)}
     baseline: Tensor | None = None

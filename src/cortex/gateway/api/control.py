@@ -163,7 +163,13 @@ class Control:
                 ],
                 "models": "/v1/models",
                 "ollama": ["/api/version", "/api/tags", "/api/ps", "/api/show", "/api/pull", "/api/delete"],
-                "fleet": ["/fleet/status", "/fleet/decisions", "/fleet/events", "/fleet/explain/{model}"],
+                "fleet": [
+                    "/fleet/status",
+                    "/fleet/decisions",
+                    "/fleet/events",
+                    "/fleet/explain/{model}",
+                    "/fleet/history",
+                ],
                 "activity": ["/fleet/activity", "/fleet/activity/events", "/fleet/activity/{id}"],
                 "usage": ["/fleet/usage", "/fleet/usage.csv", "/keys"],
                 "orders": [

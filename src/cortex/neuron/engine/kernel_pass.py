@@ -34,7 +34,7 @@ from cortex.neuron.layers.configs import Shard
 from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup, SingleRank
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.architecture import Architecture
-from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.decoder import Decoder, DecoderLayer
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def _keep_one_of_each(model: Decoder) -> None:
         for name, _ in model.architecture.named_layers():
             if binding.source.startswith(f"{name}."):
                 stored.setdefault(name, []).append((binding.source.removeprefix(name), layout))
-    kept = {}
+    kept: dict[tuple[object, ...], DecoderLayer] = {}
     for (name, config), layer in zip(model.architecture.named_layers(), model.layers, strict=True):
         kept.setdefault((repr(config), tuple(stored.get(name, ()))), layer)
     model.layers = list(kept.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def _read(path: Path) -> tuple[Architecture, dict[str, TensorInfo]]:
     has_weights = path.is_file() or any(path.glob("*.safetensors")) or any(path.glob("*.gguf"))
     if has_weights:
         checkpoint, architecture = open_model(path)
-        with checkpoint:
+        with closing(checkpoint):
             return architecture, dict(checkpoint.tensors)
     try:
         config: dict[str, Any] = json.loads((path / "config.json").read_text())

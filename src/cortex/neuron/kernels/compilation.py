@@ -35,7 +35,7 @@ class Pointer:
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype = tensor.dtype
-        self._place = tensor.storage_offset() * tensor.element_size() % ALIGNED_BYTES
+        self._place = int(tensor.storage_offset()) * tensor.element_size() % ALIGNED_BYTES
 
     def data_ptr(self) -> int:
         return self._place
@@ -64,7 +64,7 @@ def use_offline(facts: DeviceFacts) -> None:
     """Compiles all kernels of this process for a card that is not there; none can be launched afterwards."""
     from triton.runtime import driver
 
-    driver.set_active(OfflineDriver(facts))
+    driver.set_active(OfflineDriver(facts))  # type: ignore[arg-type]  # as much of one as compiling needs
 
 
 class KernelCompiler:

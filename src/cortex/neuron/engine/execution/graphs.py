@@ -13,6 +13,7 @@ all.
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -176,6 +177,20 @@ class Captured:
     """Which each replay reads."""
 
 
+@dataclass(frozen=True, slots=True)
+class CaptureCosts:
+    """What captures have taken so far."""
+
+    graphs: int = 0
+    graph_bytes: int = 0
+    graph_s: float = 0.0
+
+    def __add__(self, other: CaptureCosts) -> CaptureCosts:
+        return CaptureCosts(
+            self.graphs + other.graphs, self.graph_bytes + other.graph_bytes, self.graph_s + other.graph_s
+        )
+
+
 class SizedGraphs(ABC):
     """Graphs of the same computation, for several numbers of rows. Belongs to the engine thread."""
 
@@ -186,6 +201,7 @@ class SizedGraphs(ABC):
         self._group = group
         self._device = device
         self._captured: dict[int, Captured] = {}
+        self.costs = CaptureCosts()
 
     def prepare(self) -> bool:
         """Captures the next graph; false if none is left."""
@@ -224,6 +240,7 @@ class SizedGraphs(ABC):
         return self._captured[size]
 
     def _add(self, size: int) -> bool:
+        free_bytes, start = self._free_bytes(), time.perf_counter()
         inputs = self._inputs(size)
         captured = None
         try:
@@ -240,7 +257,13 @@ class SizedGraphs(ABC):
         assert captured is not None
         self._captured[size] = captured
         self._sizes.add(size)
+        taken_bytes, seconds = max(0, free_bytes - self._free_bytes()), time.perf_counter() - start
+        self.costs += CaptureCosts(1, taken_bytes, seconds)
+        log.debug("captured a step of %d: %.0f ms, %d MiB", size, seconds * 1e3, taken_bytes >> 20)
         return True
+
+    def _free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
 
     def _all(self, succeeded: bool) -> bool:
         """Whether all ranks succeeded: those with a graph and those without would send messages of different sizes."""
@@ -282,12 +305,13 @@ class StepGraphs(SizedGraphs):
         rows: NDArray[np.int64],
         positions: NDArray[np.int64],
         slots: NDArray[np.int64],
-        tokens: NDArray[np.int64] | None = None,
+        tokens: NDArray[np.int64] | Tensor | None = None,
         rope: NDArray[np.int64] | None = None,
     ) -> Outputs:
         """Runs a step for which `fits` returned true. The outputs are valid until the next replay, in stream order.
 
-        slots: [KV groups, rows]. tokens: of each row, if the graphs check drafts; None: the rows' latest tokens.
+        slots: [KV groups, rows]. tokens: of each row, if the graphs check drafts, from the host or on the device; None:
+        the rows' latest tokens.
         rope: the positions of the rotation; None: the rows' positions."""
         count = len(rows)
         captured = self._serving(count)
@@ -295,10 +319,12 @@ class StepGraphs(SizedGraphs):
         inputs = self._padding(memory.shape[1])
         inputs[0, :count], inputs[1, :count], inputs[4:, :count] = rows, positions, slots
         inputs[3, :count] = positions if rope is None else rope
-        if tokens is not None:
+        if isinstance(tokens, np.ndarray):
             inputs[2, :count] = tokens
         host = torch.from_numpy(inputs)
         memory.copy_(host.pin_memory() if memory.is_cuda else host, non_blocking=True)
+        if isinstance(tokens, Tensor):
+            memory[2, :count] = tokens
         captured.graph.replay(count)
         return tuple(output[:count] for output in captured.outputs)
 

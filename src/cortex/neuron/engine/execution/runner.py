@@ -17,7 +17,14 @@ from torch import Tensor
 
 from cortex.neuron.engine.errors import StepBlamed
 from cortex.neuron.engine.execution import batch_invariant
-from cortex.neuron.engine.execution.graphs import MAX_NATIVE_ROWS, Capture, CudaCapture, SizedGraphs, StepGraphs
+from cortex.neuron.engine.execution.graphs import (
+    MAX_NATIVE_ROWS,
+    Capture,
+    CaptureCosts,
+    CudaCapture,
+    SizedGraphs,
+    StepGraphs,
+)
 from cortex.neuron.engine.execution.inputs import PictureInputs, StepInputs
 from cortex.neuron.engine.execution.model_graphs import ModelGraphs, default_capture
 from cortex.neuron.engine.execution.picture_encoder import PictureEncoder
@@ -117,6 +124,11 @@ class Runner:
         with torch.inference_mode():
             return self._capture_next() or self._prompt_plans.prepare()
 
+    @property
+    def graph_costs(self) -> CaptureCosts:
+        """What the graphs have taken so far."""
+        return self._graphs.costs
+
     def prepare_first(self) -> None:
         """Captures the graphs that a short prompt and its response use."""
         while self._graphs.lacking_first:
@@ -212,7 +224,9 @@ class Runner:
             replayed = graphs.replay(inputs.rows, inputs.positions, inputs.slots, rope=inputs.rope)
         else:
             owners = np.repeat(inputs.rows, np.diff(inputs.offsets))
-            replayed = graphs.replay(owners, inputs.positions, inputs.slots, inputs.tokens, inputs.rope)
+            # A row that computes tokens again may be in a step with rows whose tokens only the device knows.
+            given = self._tokens(inputs) if len(inputs.drawn_before) else inputs.tokens
+            replayed = graphs.replay(owners, inputs.positions, inputs.slots, given, inputs.rope)
         logits, tokens, healthy, hidden = replayed
         if not draws:
             return None, hidden

@@ -216,7 +216,7 @@ class Gateway:
     async def start(self, sockets: ListeningSockets | None = None) -> tuple[str, int]:
         """Open the ledger, poll every node once, then listen; returns the API's address.
 
-        Raises `StoreError` or `CannotListen`.
+        Raises `StoreError`, `SettingsError` or `CannotListen`.
         """
         await self._activity_file.restore()
         self._request_log.retention_days = self.config.activity.log_retention_days

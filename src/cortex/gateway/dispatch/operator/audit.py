@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -46,8 +47,19 @@ _EXPIRE = "DELETE FROM audit WHERE at_ms < ?"
 _NTH = "SELECT at_ms FROM audit ORDER BY at_ms DESC LIMIT 1 OFFSET ?"
 _READ = """
     SELECT at_ms, key_id, key_name, client, action, detail, status FROM audit
-    WHERE at_ms >= ? AND at_ms < ? AND (? = '' OR key_id = ? OR key_name = ?) ORDER BY at_ms DESC LIMIT ?
+    WHERE at_ms >= ? AND at_ms < ?{of_key} ORDER BY at_ms DESC LIMIT ?
 """
+_OF_KEY = " AND (key_id = ? OR key_name = ?)"
+
+
+class NamedKey(Protocol):
+    """What is recorded of a key."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
 
 
 class AuditEntry(msgspec.Struct, frozen=True):
@@ -127,8 +139,9 @@ class AuditLog:
         await self.flush()
         if not self._has_database():
             return []
-        bounds = int(since * 1000), int(until * 1000)
-        rows = await self._in_thread(lambda execute: execute(_READ, (*bounds, key, key, key, limit)))
+        statement = _READ.format(of_key=_OF_KEY if key else "")
+        values = (int(since * 1000), int(until * 1000), *([key, key] if key else []), limit)
+        rows = await self._in_thread(lambda execute: execute(statement, values))
         return [AuditEntry(*row) for row in rows]
 
     async def close(self) -> None:
@@ -138,13 +151,25 @@ class AuditLog:
         self._is_closed = True
         await self.flush()
         await asyncio.get_running_loop().run_in_executor(self._thread, self._database.close)
-        self._thread.shutdown()
+        self._thread.shutdown(wait=False)
 
     def _has_database(self) -> bool:
         return is_url(self._location) or Path(self._location).exists()
 
     async def _in_thread(self, work: Callable[[Execute], list[Sequence[object]]]) -> list[Sequence[object]]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._database.run, work)
+
+
+def record_changed_keys(audit: AuditLog, before: Sequence[NamedKey], after: Sequence[NamedKey]) -> None:
+    """Record the keys that a reload of the configuration file has put in or out of force."""
+    old, new = ({key.id: key for key in keys} for keys in (before, after))
+    for change, ids in (
+        ("added", new.keys() - old.keys()),
+        ("removed", old.keys() - new.keys()),
+        ("changed", [id for id in new.keys() & old.keys() if new[id] != old[id]]),
+    ):
+        for name in sorted((new if change != "removed" else old)[id].name for id in ids):
+            audit.record(f"key {change} in the configuration file", 0, detail=name)
 
 
 def _write(execute: Execute, batch: Sequence[AuditEntry], oldest_ms: int | None) -> list[Sequence[object]]:

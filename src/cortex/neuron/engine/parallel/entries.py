@@ -130,7 +130,7 @@ class ServedEntries(LocalEntries):
         ranks: dict[object, _Calls] = {}
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as ends:
             door = Door(listener, keys, selector)
-            ends.callback(lambda: [calls.connection.close() for calls in ranks.values()])
+            ends.callback(_disconnect, ranks)
             ends.callback(door.close)
             ends.callback(ended.close)
             selector.register(ended, selectors.EVENT_READ)
@@ -147,6 +147,11 @@ class ServedEntries(LocalEntries):
                         selector.register(rank, selectors.EVENT_READ)
                         if not door.is_open:
                             door.close()
+
+
+def _disconnect(ranks: Mapping[object, _Calls]) -> None:
+    for calls in ranks.values():
+        calls.connection.close()
 
 
 def _advanced(door: Door, ready: object) -> socket.socket | None:

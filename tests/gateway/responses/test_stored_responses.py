@@ -87,7 +87,7 @@ async def test_honours_what_the_field_table_says_of_gateways(node: FakeNeuron, s
     _, first = await create(client)
     fields = {"store": True, "previous_response_id": first["id"], "background": True}
     reference = {"type": "item_reference", "id": first["output"][0]["id"]}
-    assert fields.keys() == OF_GATEWAYS.keys()
+    assert {*fields, "conversation"} == OF_GATEWAYS.keys()  # tests of conversations have that one
     assert {reference["type"]} == {kind.name for kind in ITEMS_OF_GATEWAYS}
     status, queued = await create(client, input=[reference], **fields)
     assert (status, {name: queued[name] for name in fields}) == (200, fields)

@@ -184,6 +184,12 @@ class Control:
                     "/v1/responses/{id}/input_items",
                     "/v1/responses/{id}/cancel",
                 ],
+                "conversations": [
+                    "/v1/conversations",
+                    "/v1/conversations/{id}",
+                    "/v1/conversations/{id}/items",
+                    "/v1/conversations/{id}/items/{item}",
+                ],
                 "models": "/v1/models",
                 "ollama": ["/api/version", "/api/tags", "/api/ps", "/api/show", "/api/pull", "/api/delete"],
                 "fleet": ["/fleet/status", "/fleet/decisions", "/fleet/events", "/fleet/explain/{model}"],

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from cortex.gateway.database import Database, Execute, StoreError, driver_of, is_url
+from cortex.gateway.database import Database, Execute, Rows, StoreError, driver_of, is_url
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class AuditLog:
     def _has_database(self) -> bool:
         return is_url(self._location) or Path(self._location).exists()
 
-    async def _in_thread(self, work: Callable[[Execute], list[Sequence[object]]]) -> list[Sequence[object]]:
+    async def _in_thread(self, work: Callable[[Execute], Rows]) -> Rows:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._database.run, work)
 
 
@@ -172,7 +172,7 @@ def record_changed_keys(audit: AuditLog, before: Sequence[NamedKey], after: Sequ
             audit.record(f"key {change} in the configuration file", 0, detail=name)
 
 
-def _write(execute: Execute, batch: Sequence[AuditEntry], oldest_ms: int | None) -> list[Sequence[object]]:
+def _write(execute: Execute, batch: Sequence[AuditEntry], oldest_ms: int | None) -> Rows:
     for entry in batch:
         execute(_ADD, msgspec.structs.astuple(entry))
     if oldest_ms is not None:

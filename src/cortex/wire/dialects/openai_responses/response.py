@@ -25,6 +25,7 @@ def response_body(request: GenerateRequest, *, id: str, created: int, model: str
         "object": "response",
         "created_at": created,
         "status": "in_progress",
+        "conversation": echoed.get("conversation"),
         "error": None,
         "incomplete_details": None,
         "instructions": echoed.get("instructions"),

@@ -20,12 +20,12 @@ def response_body(request: GenerateRequest, *, id: str, created: int, model: str
     """The response object at its start."""
     echoed = request.metadata
     sampling = request.sampling
+    stated = {name: echoed[name] for name in ("background", "conversation") if echoed.get(name)}
     return {
         "id": id,
         "object": "response",
         "created_at": created,
         "status": "in_progress",
-        "conversation": echoed.get("conversation"),
         "error": None,
         "incomplete_details": None,
         "instructions": echoed.get("instructions"),
@@ -50,7 +50,7 @@ def response_body(request: GenerateRequest, *, id: str, created: int, model: str
         "truncation": echoed.get("truncation", "disabled"),
         "usage": None,
         "user": echoed.get("user"),
-    } | ({"background": True} if echoed.get("background") else {})
+    } | stated
 
 
 def finished(response: dict[str, Any], items: Sequence[dict[str, Any]], finish: Finish) -> dict[str, Any]:

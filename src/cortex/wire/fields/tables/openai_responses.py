@@ -43,6 +43,7 @@ FIELDS = FieldTable(
         rejected("conversation", "conv_1", "a gateway stores conversations; send the whole conversation in 'input'"),
         rejected("prompt", {"id": "pmpt_1"}, "prompts are not stored; send the whole conversation in 'input'"),
         rejected("background", True, "only a gateway stores responses; use 'stream' for long ones", False),
+        rejected("return_token_ids", True, "token ids are not returned here; use chat completions", False),
         rejected("n", 2, "this dialect has one response; use chat completions", 1),
     ),
     SAMPLING,

@@ -75,7 +75,7 @@ class RequestRouter:
         elif request.method != b"POST":
             error = MethodNotAllowed(f"{request.path.decode()} takes POST only.", details={"allowed_methods": ["POST"]})
             exchange.respond(*error_response(error, route.family))
-        elif route.dialect == "openai_responses":
+        elif route.dialect in ("openai_responses", "openai_compaction"):
             self._responses.stateful.begin(exchange, route)
         elif route.reports_durations and route.generates:
             self._ollama.begin(exchange, route)

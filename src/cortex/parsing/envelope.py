@@ -256,6 +256,7 @@ _decoders: dict[Dialect, msgspec.json.Decoder[_Fields]] = {
     "ollama_chat": msgspec.json.Decoder[_Fields](_OllamaFields),
     "ollama_generate": msgspec.json.Decoder[_Fields](_OllamaFields),
     "llama_cpp_infill": msgspec.json.Decoder[_Fields](_InfillFields),
+    "openai_compaction": msgspec.json.Decoder[_Fields](_ResponsesFields),
 }
 
 

@@ -53,7 +53,8 @@ class _Referred(NamedTuple):
 
 
 class StatefulInference:
-    """Serves `/v1/responses` and its token counts. Owns a task for each request that waits for the database."""
+    """Serves `/v1/responses`, its token counts and its compaction. Owns a task for each request that waits for the
+    database."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class StatefulInference:
 
     async def _begin_with_state(self, received: ReceivedRequest, facts: Facts) -> None:
         try:
-            in_background = facts.background and received.route.generates
+            in_background = facts.background and _makes_response(received)
             if in_background and facts.store is False:
                 raise InvalidValue("background: it needs a stored response; leave `store` out.", param="background")
             id = new_response_id() if in_background or self._is_stored(received, facts) else None
@@ -121,7 +122,7 @@ class StatefulInference:
     ) -> None:
         (body, envelope, _), stored_input = completed
         whole = msgspec.structs.replace(received, body=body, envelope=envelope)
-        if id is None or stored_input is None or not (facts.background and received.route.generates):
+        if id is None or stored_input is None or not (facts.background and _makes_response(received)):
             self._inference.serve(whole, self._keeper(received, facts, stored_input or ABSENT, id))
             return
         kept = KeptResponse(id, facts.previous_response_id, background=True, conversation_id=facts.conversation_id)
@@ -130,7 +131,7 @@ class StatefulInference:
     def _is_stored(self, received: ReceivedRequest, facts: Facts) -> bool:
         """Whether the client and the operator want the response to be stored."""
         is_wanted = facts.store is not False or facts.conversation_id is not None
-        return received.route.generates and is_wanted and self._store.section.store
+        return _makes_response(received) and is_wanted and self._store.section.store
 
     def _keeper(
         self, received: ReceivedRequest, facts: Facts, input: Raw | bytes, id: str | None = None
@@ -139,7 +140,7 @@ class StatefulInference:
         it to be stored."""
         section = self._store.section
         is_kept = facts.store is not False
-        if not received.route.generates or not (is_kept or facts.conversation_id is not None):
+        if not _makes_response(received) or not (is_kept or facts.conversation_id is not None):
             return None
         if not section.store:
             return NotStored("this gateway stores no responses (responses.store)") if facts.store else None
@@ -198,6 +199,11 @@ class StatefulInference:
                 "the items themselves, or start a new conversation."
             )
         return _Referred(texts, [stored.texts for stored in others])
+
+
+def _makes_response(received: ReceivedRequest) -> bool:
+    """Whether the result is a response object, which can be stored: not a count of tokens, nor a compaction."""
+    return received.route.generates and received.route.dialect == "openai_responses"
 
 
 def _client(received: ReceivedRequest) -> str:

@@ -82,6 +82,7 @@ ITEMS = (
         for shape in ("local_shell", "shell", "apply_patch")
         for end in ("", "_output")
     ),
+    Kind("compaction", Treatment.HONOURED, "of `/v1/responses/compact` here: the model sees the summary"),
     Kind("web_search_call", Treatment.TOLERATED, "the message after it has the result; reported in the header"),
     Kind("mcp_list_tools", Treatment.TOLERATED, "a list without effect; reported in the header"),
 )

@@ -175,7 +175,8 @@ class Bench:
         return idle
 
     def _mixtures(self) -> list[Experts]:
-        blocks = (layer.mlp for layer in self.engine.model.layers)
+        layers = self.engine.model.layers
+        blocks = [layer.mlp for layer in layers] + [layer.beside.experts for layer in layers if layer.beside]
         return [block.experts for block in blocks if isinstance(block, MoE)]
 
     def prefill(self, tokens: int, limit_flops: float) -> dict[str, float]:

@@ -6,7 +6,8 @@
 The limit is the rate of a large bf16 GEMM in the same run; the model's own FLOPs count: two for each weight and token,
 and four for each pair of tokens, dimension and layer in attention. `--http` also starts a node with the same model, and
 compares what clients get as base64 with the engine's rate. `--peer` runs the same texts through Sentence Transformers,
-in turns with the engine. `--profile` prints the kernels that take the most time.
+in turns with the engine. `--mixed` cuts the texts to lengths between an eighth and all of `--tokens`. `--profile`
+prints the kernels that take the most time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from cortex.neuron.engine.loading import build_model
 from cortex.neuron.engine.parallel.ranks import load_engine
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--mixed", action="store_true")
     parser.add_argument("--peer", action="store_true")
     parser.add_argument("--http", action="store_true")
     parser.add_argument("--profile", action="store_true")
@@ -64,8 +67,11 @@ def main() -> None:
 def engine_rates(options: argparse.Namespace) -> dict[str, float]:
     device = torch.device(options.device)
     engine = loaded(options.checkpoint, SHAPES[options.shape], device)
-    ids = np.random.default_rng(0).integers(4, engine.pooled.config.vocab, (options.texts, options.tokens))
-    texts = PooledTexts(ids.astype(np.uint32).tobytes(), (options.tokens,) * options.texts)
+    random = np.random.default_rng(0)
+    shortest = max(1, options.tokens // 8) if options.mixed else options.tokens
+    lengths = random.integers(shortest, options.tokens + 1, options.texts).tolist()
+    ids = [random.integers(4, engine.pooled.config.vocab, length) for length in lengths]
+    texts = PooledTexts(np.concatenate(ids).astype(np.uint32).tobytes(), tuple(lengths))
     peer = Peer(options.checkpoint, ids, device) if options.peer else None
     best_s, longest_s = timed(engine, texts)  # also a warm-up
     best_s = peer_s = float("inf")
@@ -74,11 +80,12 @@ def engine_rates(options: argparse.Namespace) -> dict[str, float]:
         best_s, longest_s = min((best_s, longest_s), (took_s, step_s))
         if peer is not None:
             peer_s = min(peer_s, peer.seconds())
-    num_tokens = options.texts * options.tokens
+    num_tokens = sum(lengths)
+    pairs = sum(length * length for length in lengths)
     layers = engine.pooled.architecture.layers
     weights = sum(_layer_weights(layer) for layer in layers)
-    attention = sum(4 * options.tokens * layer.mixer.heads * layer.mixer.head_dim for layer in layers)  # type: ignore[union-attr]
-    flops = num_tokens * (2 * weights + attention) / best_s
+    attention = sum(4 * layer.mixer.heads * layer.mixer.head_dim for layer in layers)  # type: ignore[union-attr]
+    flops = (2 * weights * num_tokens + attention * pairs) / best_s
     result = {"tokens_per_s": num_tokens / best_s, "tflops": flops / 1e12, "longest_step_ms": longest_s * 1e3}
     if device.type == "cuda":
         limit = matrix_limit(device)
@@ -140,17 +147,22 @@ def print_profile(engine: PoolingEngine, texts: PooledTexts, device: torch.devic
 
 
 class Peer:
-    """The same texts in Sentence Transformers, in its usual batches of 32; on a CPU in float32, which is the fastest
-    dtype of most of them."""
+    """The same texts in Sentence Transformers, in its usual batches of 32 by length; on a CPU in float32, which is the
+    fastest dtype of most of them."""
 
-    def __init__(self, checkpoint: Path, ids: np.ndarray[Any, Any], device: torch.device) -> None:
+    def __init__(self, checkpoint: Path, ids: list[np.ndarray[Any, Any]], device: torch.device) -> None:
         from sentence_transformers import SentenceTransformer
 
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         self._model = SentenceTransformer(str(checkpoint), device=str(device), model_kwargs={"dtype": dtype}).eval()
-        tokens = torch.from_numpy(ids.astype(np.int64)).to(device)
-        self._batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in tokens.split(32)]
+        texts = [torch.from_numpy(text.astype(np.int64)).to(device) for text in sorted(ids, key=len, reverse=True)]
+        self._batches = [self._batch(texts[first : first + 32]) for first in range(0, len(texts), 32)]
         self.seconds()
+
+    @staticmethod
+    def _batch(texts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
+        return {"input_ids": pad_sequence(texts, batch_first=True, padding_value=1), "attention_mask": mask}
 
     def seconds(self) -> float:
         began_s = time.perf_counter()

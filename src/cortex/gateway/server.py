@@ -130,7 +130,7 @@ class Gateway:
         self._tracer = open_tracer(config.telemetry, "cortex")
         self._admission = AdmissionController(self.dispatcher, self._metering.meter)
         limits = client_limits(config, open_files.limit())
-        parser = BodyParser()
+        parser, buffered = BodyParser(), Buffered(limits.buffered_bytes)
         self._services = Services(
             config=config.gateway,
             admission=self._admission,
@@ -143,8 +143,8 @@ class Gateway:
             activity=ActivityLog(config.activity),
             running=RunningRequests(),
             parser=parser,
-            pictures=PictureInlining(config.pictures, fetcher or PictureFetcher(self._ticker), parser),
-            buffered=Buffered(limits.buffered_bytes),
+            pictures=PictureInlining(config.pictures, fetcher or PictureFetcher(self._ticker), parser, buffered),
+            buffered=buffered,
         )
         self._activity_file = ActivityFile(config.state_directory(directory), self._services.activity)
         self._request_log = RequestLog(self._services.activity, config.database(directory))

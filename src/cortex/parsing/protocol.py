@@ -160,6 +160,10 @@ class ReadRelayedBody(ChannelMessage, frozen=True):
 class ParsedText(ChannelMessage, frozen=True):
     model: str
     text: str
+    adds_special: bool = False
+    """With the begin and end tokens of the model."""
+    parses_special: bool = True
+    """Control tokens in the text are such; otherwise they are only text."""
 
 
 class ParsedPooling(ChannelMessage, frozen=True):
@@ -257,7 +261,10 @@ def run(job: Job) -> Result:
             if "messages" in fields:
                 return _packed(openai_chat.parse(body))
             name = next((name for name in ("prompt", "content") if name in fields), "text")
-            return ParsedText(fields.model(), fields.required_text(name))
+            adds = fields.flag("add_special") or fields.flag("add_special_tokens") or False
+            return ParsedText(
+                fields.model(), fields.required_text(name), adds, fields.flag("parse_special") is not False
+            )
         case ParsePooling(path, body):
             return ParsedPooling(POOLING_ROUTES[path](body))
         case FindPictureUrls(body):

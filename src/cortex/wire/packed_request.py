@@ -68,6 +68,8 @@ def head_of(request: GenerateRequest) -> GenerateRequest:
         prompt=None if request.prompt is None else "",
         more_prompts=("",) * len(request.more_prompts),
         suffix=None if request.suffix is None else "",
+        middle="",
+        context_files=(),
         prediction=None,
         dropped_tools=_shown(request.dropped_tools),
         ignored_fields=_shown(request.ignored_fields),

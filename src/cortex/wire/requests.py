@@ -194,6 +194,10 @@ class GenerateRequest(Value, frozen=True):
     """Completions only: further prompts. Each prompt gets its own `n` choices, in the order of the prompts."""
     suffix: str | None = None
     """Text that follows the prompt's continuation: the model fills in between. Only with one prompt, which is text."""
+    middle: str = ""
+    """With a suffix: the beginning of what is filled in."""
+    context_files: tuple[tuple[str, str], ...] = ()
+    """With a suffix: names and texts of other files."""
     echo: bool = False
     """Completions only: return the prompt before the continuation."""
     truncate_prompt_tokens: int | None = None

@@ -20,6 +20,11 @@ CUDA = Inventory((Device(index=0, kind="cuda", name="a card", total_bytes=1 << 3
 WITH_SERVER = NeuronConfig(harnesses=(HarnessEntry(name="llama-server", cmd="llama-server --port ${PORT}"),))
 
 
+@pytest.fixture(autouse=True)
+def no_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+
+
 @pytest.mark.parametrize(
     ("inventory", "config", "missing", "expected"),
     [
@@ -38,6 +43,13 @@ def test_each_device_says_what_it_can_do(
 ) -> None:
     [finding] = findings(inventory, config, missing, tmp_path)
     assert expected in finding.what
+
+
+def test_servers_on_the_path_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    [finding] = findings(CUDA, NeuronConfig(), ("torch",), tmp_path)
+    assert finding.what.endswith("through a harness: vllm")
 
 
 def test_cards_of_amd_run_servers_only(tmp_path: Path) -> None:

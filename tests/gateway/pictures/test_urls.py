@@ -16,6 +16,7 @@ from aiohttp import web
 
 from cortex.gateway.config import PicturesSection
 from cortex.gateway.pictures.fetcher import NotFetched, PictureFetcher
+from cortex.http.limits import Buffered
 from cortex.http.ticker import Ticker
 from cortex.wire.node.protocol import Capabilities, ModelState
 
@@ -98,15 +99,19 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
     await runner.cleanup()
 
 
+async def fetch(site: Site, url: str, section: PicturesSection = ALLOWED, client: str = "anna") -> bytes:
+    return await site.fetcher.fetch(url, section, client, Buffered(1 << 30))
+
+
 async def test_file_is_fetched_from_the_address_that_was_checked(site: Site) -> None:
-    assert await site.fetcher.fetch("https://pics.test/x.png?size=1", ALLOWED) == FILE
+    assert await fetch(site, "https://pics.test/x.png?size=1") == FILE
     assert site.reached == [(PUBLIC, 443)]
     assert site.requests == ["pics.test/x.png?size=1"]
     assert site.lookups == ["pics.test"], "resolved once: a second lookup could have another result"
 
 
 async def test_redirects_are_followed_to_public_places_only(site: Site) -> None:
-    assert await site.fetcher.fetch("https://pics.test/hop", ALLOWED) == FILE
+    assert await fetch(site, "https://pics.test/hop") == FILE
     for to in (
         "https://inside.test/x.png",
         "https://127.0.0.1/x.png",
@@ -115,11 +120,11 @@ async def test_redirects_are_followed_to_public_places_only(site: Site) -> None:
         "file:///etc/passwd",
     ):
         with pytest.raises(NotFetched, match=r"public internet|only https"):
-            await site.fetcher.fetch(f"https://pics.test/inside?to={to}", ALLOWED)
+            await fetch(site, f"https://pics.test/inside?to={to}")
     with pytest.raises(NotFetched, match="redirects to an invalid address"):
-        await site.fetcher.fetch("https://pics.test/broken", ALLOWED)
+        await fetch(site, "https://pics.test/broken")
     with pytest.raises(NotFetched, match="redirects more than 3 times"):
-        await site.fetcher.fetch("https://pics.test/loop", ALLOWED)
+        await fetch(site, "https://pics.test/loop")
     assert {place for place, _ in site.reached} == {PUBLIC}
 
 
@@ -135,13 +140,13 @@ async def test_redirects_are_followed_to_public_places_only(site: Site) -> None:
 )
 async def test_reason_is_reported_without_details_of_the_network(site: Site, url: str, problem: str) -> None:
     with pytest.raises(NotFetched, match=problem):
-        await site.fetcher.fetch(url, ALLOWED)
+        await fetch(site, url)
 
 
 async def test_certificate_must_be_that_of_the_host(site: Site) -> None:
     site.names["other.test"] = [PUBLIC]
     with pytest.raises(NotFetched, match="cannot be reached"):
-        await site.fetcher.fetch("https://other.test/x.png", ALLOWED)
+        await fetch(site, "https://other.test/x.png")
     assert not site.requests
 
 
@@ -162,7 +167,9 @@ async def test_authorities_are_read_once_and_not_on_the_loop(monkeypatch: pytest
     ticker = Ticker(asyncio.get_running_loop())
     fetcher = PictureFetcher(ticker, resolve=resolve, reach=lambda _: ("127.0.0.1", port))
     urls = [f"https://pics.test/{number}" for number in range(3)]
-    found = await asyncio.gather(*(fetcher.fetch(url, ALLOWED) for url in urls), return_exceptions=True)
+    found = await asyncio.gather(
+        *(fetcher.fetch(url, ALLOWED, "anna", Buffered(1 << 30)) for url in urls), return_exceptions=True
+    )
     assert all(isinstance(each, NotFetched) for each in found)
     assert len(threads) == 1
     assert threads[0] != threading.get_ident()
@@ -171,7 +178,18 @@ async def test_authorities_are_read_once_and_not_on_the_loop(monkeypatch: pytest
 async def test_slow_server_is_left(site: Site) -> None:
     hurried = PicturesSection(urls=True, timeout_s=0.2)
     with pytest.raises(NotFetched, match=r"longer than 0\.2 s"):
-        await site.fetcher.fetch("https://pics.test/slow.png", hurried)
+        await fetch(site, "https://pics.test/slow.png", hurried)
+
+
+async def test_one_client_does_not_take_the_turns_of_others(site: Site) -> None:
+    slow = [asyncio.create_task(fetch(site, "https://pics.test/slow.png")) for _ in range(40)]
+    try:
+        assert await fetch(site, "https://pics.test/x.png", client="berta") == FILE
+        assert len(site.requests) <= 5
+    finally:
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
 
 
 def chat(*urls: str) -> dict[str, Any]:
@@ -219,7 +237,7 @@ async def test_node_gets_files_in_place_of_addresses(
 async def test_unforeseen_error_is_a_response(
     site: Site, neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(url: str, section: PicturesSection) -> bytes:
+    async def fail(*_: object) -> bytes:
         raise RuntimeError("unforeseen")
 
     beast = await seeing_node(neurons)
@@ -241,3 +259,24 @@ async def test_error_names_the_picture(site: Site, neurons: StartNeuron, start_g
     assert status == 400
     assert "pictures.max_urls" in reply["error"]["message"]
     assert not beast.seen
+
+
+async def test_files_count_as_buffered_until_the_response_ends(
+    site: Site, neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await seeing_node(neurons)
+    beast.states["m"] = ModelState.COLD
+    beast.load_gate.clear()
+    client = await start_gateway(beast, pictures=ALLOWED, fetcher=site.fetcher)
+    buffered, body = client.gateway.server.buffered, chat("https://pics.test/x.png")
+    asking = asyncio.create_task(client.post("/v1/chat/completions", body))
+    while not beast.load_requests:
+        await asyncio.sleep(0.01)
+    assert buffered.num_bytes > len(base64_of(FILE))
+    beast.load_gate.set()
+    assert (await asking)[0] == 200
+    assert buffered.num_bytes == 0
+    buffered.max_bytes = 900_000  # less than one file may have
+    status, reply = await client.post("/v1/chat/completions", body)
+    assert (status, reply["error"]["code"]) == (503, "overloaded"), reply
+    assert buffered.num_bytes == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from cortex.http.limits import ClientLimits
 from cortex.neuron.api.access import NodeAccess, NodeKeys
 from cortex.neuron.api.drain_gate import DrainGate
-from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput, TokenLogprobs
+from cortex.neuron.engine.request import EngineRequest, EngineStats, PooledTexts, StepOutput, TokenLogprobs
 from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.status import ServedModel
 from cortex.neuron.picture_process.client import Pictures
@@ -24,6 +25,7 @@ from cortex.neuron.picture_process.limits import PictureLimits
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared, prepare
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
+from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.neuron.text.tokenizer.local import read_text
 from cortex.wire.errors import CortexError, ModelInUse, ModelNotFound
 from cortex.wire.node.protocol import (
@@ -269,6 +271,11 @@ class ScriptedNode:
     async def encode(self, model_id: str, text: str, *, principal: str) -> tuple[int, ...]:
         self.model(model_id)
         return tuple(self.text_model.encode(text))
+
+    async def encode_texts(self, model_id: str, texts: TextsToEncode, *, principal: str) -> PooledTexts:
+        self.model(model_id)
+        [ids] = self.text_model.tokenizer.encoder.encode_texts(texts).ids
+        return PooledTexts(array("I", ids).tobytes(), (len(ids),))
 
     async def recycle(self, device: int) -> bool:
         return self.state is ModelState.COLD

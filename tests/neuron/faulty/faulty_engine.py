@@ -43,6 +43,8 @@ class OutOfMemoryError(RuntimeError):
 
 
 class FaultyEngine:
+    shares_device = False
+
     def __init__(self, behaviour: dict[str, Any]) -> None:
         self._behaviour = behaviour
         self._scratch = bytearray(os.urandom(1024) * (behaviour.get("scratch_bytes", 0) // 1024))

@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
+from cortex.neuron.kernels.quantised.layout import Q4, Q8, Layout
 from cortex.neuron.layers.configs import MoEConfig, NormConfig
 from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.norm import RMSNorm
@@ -16,6 +17,7 @@ from cortex.neuron.layers.parameters import Parameters
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, EXPERTS, TOP_K = 40, 24, 6, 3
+PARTS = ("gate", "up", "down")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -93,3 +95,31 @@ def test_router_without_a_shared_expert_scores_only_routed_experts() -> None:
     layer = MoE(Parameters(CPU, torch.float32), MoEConfig(HIDDEN, INNER, EXPERTS, TOP_K, True), "mlp")
     assert layer.experts.router.shape == (EXPERTS, HIDDEN)
     assert layer.experts.slots == TOP_K
+
+
+@pytest.mark.parametrize(
+    ("shared_inner", "shared_layout", "num_shared"), [(128, Q8, 1), (256, Q8, 0), (128, Q4, 0), (128, None, 0)]
+)
+@torch.inference_mode()
+def test_quantised_experts_agree_with_dense_ones_whether_or_not_the_shared_one_is_in_their_stack(
+    shared_inner: int, shared_layout: Layout | None, num_shared: int
+) -> None:
+    torch.manual_seed(0)
+    config = MoEConfig(128, 128, EXPERTS, TOP_K, True, shared_inner)
+    routed = (f"mlp.experts.{expert}.{part}_proj.weight" for expert in range(EXPERTS) for part in PARTS)
+    shared = (f"mlp.shared_expert.{part}_proj.weight" for part in PARTS)
+    packing = dict.fromkeys(routed, Q8) | (dict.fromkeys(shared, shared_layout) if shared_layout else {})
+    parameters, dense_parameters = Parameters(CPU, torch.float32, packing), Parameters(CPU, torch.float32)
+    layer, dense = MoE(parameters, config, "mlp"), MoE(dense_parameters, config, "mlp")
+    assert layer.experts.num_shared == num_shared
+    tensors: Tensors = {"norm": torch.rand(128)}
+    for binding in parameters.bindings:
+        tensors[binding.source] = binding.destination.normal_(std=0.2)
+    for packed in parameters.packed_bindings:
+        packed.matrix.put_values(packed.first_row, torch.randn(packed.num_rows, packed.matrix.inputs) * 0.1)
+        tensors[packed.source] = packed.matrix.values(slice(packed.first_row, packed.first_row + packed.num_rows))
+    fill(dense_parameters, tensors)
+    norm = RMSNorm(dense_parameters, 128, NormConfig(1e-6), "norm")
+    norm.weight.copy_(tensors["norm"])
+    hidden = torch.randn(5, 128)
+    torch.testing.assert_close(layer(hidden, norm, hidden), dense(hidden, norm, hidden), atol=1e-4, rtol=1e-4)

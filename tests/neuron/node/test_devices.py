@@ -3,18 +3,22 @@
 import fcntl
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from cortex.neuron.config import NeuronConfig
-from cortex.neuron.node.devices import NodeDevices
+from cortex.neuron.node import devices as node_devices
+from cortex.neuron.node.devices import NodeDevices, inventory_of
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.memory.ceilings import Ceilings
-from cortex.neuron.worker.discovery import Inventory
+from cortex.neuron.worker.discovery import Inventory, with_amd_cards
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.node.protocol import Device
+
+from ..worker.amd_trees import RADEON, write
 
 
 async def test_locks_of_devices_exclude_each_other_and_are_no_files_on_disk(
@@ -37,3 +41,15 @@ async def test_locks_of_devices_exclude_each_other_and_are_no_files_on_disk(
     await devices.close()
     for lock in (again, other):
         os.close(lock)
+
+
+def test_a_program_on_the_path_makes_amds_cards_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Inventory((Device(index=0, kind="cpu", name="a CPU", total_bytes=1 << 34),))
+    with_cards = partial(with_amd_cards, env={}, root=write(tmp_path / "root", RADEON))
+    monkeypatch.setattr(node_devices, "with_amd_cards", with_cards)
+    monkeypatch.setattr(node_devices, "missing_packages", lambda: ())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    kinds = [inventory_of(NeuronConfig(), lambda: host).devices[0].kind]
+    (tmp_path / "llama-server").touch(mode=0o755)
+    kinds += [inventory_of(NeuronConfig(), lambda: host).devices[0].kind]
+    assert kinds == ["cpu", "rocm"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
 from cortex.neuron.node.node import Node, Parts
 from cortex.neuron.worker.factory import WorkerFactory
-from cortex.wire.node.headers import PRINCIPAL, TOKEN_LIMIT
+from cortex.wire.node.headers import AS_BASE64, PRINCIPAL, TOKEN_LIMIT, VECTORS
 from cortex.wire.node.protocol import ModelState, UnloadRequest
 
 from ..api.served import served
@@ -90,6 +91,9 @@ async def test_openai_client_embeds_texts_in_order_with_the_model_s_tokens_and_p
         status, tei = await api.post("/embed", {"model": "embedder", "inputs": TEXTS})
         assert status == 200
         assert np.allclose(tei, vectors, atol=1e-5)
+        of_gateway = {PRINCIPAL: "alice", VECTORS: AS_BASE64}
+        status, encoded = await api.post("/embed", {"model": "embedder", "inputs": TEXTS}, **of_gateway)
+        assert np.allclose([np.frombuffer(b64decode(each), "<f4") for each in encoded], vectors, atol=1e-5)
 
         pairs = {"model": "embedder", "text_1": TEXTS[0], "text_2": TEXTS[1:]}
         status, scored = await api.post("/score", pairs)

@@ -98,17 +98,14 @@ class LlamaCppRoutes:
     def _list(self, key: KeySection | None) -> dict[str, Any]:
         fleet, may_use = self._dispatcher.fleet, partial(keys.may_use, key)
         return llama_cpp.model_list(
-            llama_cpp.entry(spec.id, self._states(spec.id), self._created)
-            for spec in offered(fleet)
-            if may_use(spec.id)
+            llama_cpp.entry(spec.id, self._held(spec.id), self._created) for spec in offered(fleet) if may_use(spec.id)
         )
 
     def _props(self, name: str, key: KeySection | None) -> dict[str, Any]:
         model = self._resolved(name)
         if not keys.may_use(key, model):
             raise ModelNotFound("There is no such model for this key; GET /models lists those that it may use.")
-        held = [node.residencies[model].status for node in self._dispatcher.fleet.nodes if model in node.residencies]
-        best = max(held, key=lambda status: status.state is ModelState.READY, default=None)
+        best = max(self._held(model), key=lambda status: status.state is ModelState.READY, default=None)
         return llama_cpp.props(best or ModelStatus(id=model, state=ModelState.COLD), name)
 
     def _stream(self, exchange: Exchange, key: KeySection | None) -> None:
@@ -117,10 +114,12 @@ class LlamaCppRoutes:
         def send(event: dict[str, Any]) -> None:
             status, model = _STATUS_AFTER.get(event["kind"]), event.get("model")
             if status is not None and model is not None and keys.may_use(key, model) and not exchange.paused:
-                exchange.write(llama_cpp.status_event(model, status))
+                is_failed = event["kind"] == "load_failed"
+                exchange.write(llama_cpp.status_event(model, status, is_failed=is_failed))
 
         self._streams.begin(exchange)
         self._streams.keep(exchange, self._event_log.subscribe(send))
 
-    def _states(self, model: str) -> list[ModelState]:
-        return [node.residencies[model].state for node in self._dispatcher.fleet.nodes if model in node.residencies]
+    def _held(self, model: str) -> list[ModelStatus]:
+        """The model on each node that has it."""
+        return [node.residencies[model].status for node in self._dispatcher.fleet.nodes if model in node.residencies]

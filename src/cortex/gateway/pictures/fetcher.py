@@ -7,20 +7,25 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from urllib.parse import urljoin
+from weakref import WeakValueDictionary
 
 from cortex.gateway.config import PicturesSection
 from cortex.gateway.pictures.addresses import ForbiddenAddress, PictureAddress, chosen, read_address
-from cortex.http.limits import UpstreamLimits
+from cortex.http.limits import Buffered, UpstreamLimits
+from cortex.http.server.spool import no_room
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.faults import ResponseTooLarge, UpstreamFault
 from cortex.http.upstream.pool import Pool, UpstreamResponse
 
 Resolve = Callable[[str], Awaitable[list[str]]]
 Place = tuple[str, int]
+_MB = 1_000_000
 _MAX_REDIRECTS = 3
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _MAX_AT_ONCE = 16
 """Fetches of all clients together."""
+_MAX_OF_CLIENT = 4
+"""Of these, the fetches of one client."""
 
 
 class NotFetched(Exception):
@@ -52,11 +57,30 @@ class PictureFetcher:
         self._tls = tls
         self._making_tls = asyncio.Lock()
         self._turns = asyncio.Semaphore(_MAX_AT_ONCE)
+        self._turns_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """By client, while it has fetches."""
 
-    async def fetch(self, url: str, section: PicturesSection) -> bytes:
-        """The file at `url`. Raises NotFetched, also when it takes too long or is too large."""
+    async def fetch(self, url: str, section: PicturesSection, client: str, buffered: Buffered) -> bytes:
+        """The file at `url`, which `client` sent. While it is fetched, the largest that it may be counts as buffered.
+
+        Raises NotFetched, also when it takes too long or is too large, and Overloaded.
+        """
+        turns = self._turns_of.get(client)
+        if turns is None:
+            turns = self._turns_of[client] = asyncio.Semaphore(_MAX_OF_CLIENT)
+        num_bytes = section.max_mb * _MB
+        async with turns, self._turns:
+            if not buffered.has_room(num_bytes):
+                raise no_room()
+            buffered.num_bytes += num_bytes
+            try:
+                return await self._fetched(url, section)
+            finally:
+                buffered.num_bytes -= num_bytes
+
+    async def _fetched(self, url: str, section: PicturesSection) -> bytes:
         try:
-            async with asyncio.timeout(section.timeout_s), self._turns:
+            async with asyncio.timeout(section.timeout_s):
                 return await self._follow(url, section)
         except TimeoutError:
             raise NotFetched(f"it took longer than {section.timeout_s:g} s") from None
@@ -84,7 +108,7 @@ class PictureFetcher:
         raise NotFetched(f"its server redirects more than {_MAX_REDIRECTS} times")
 
     async def _get(self, address: PictureAddress, resolved: str, section: PicturesSection) -> UpstreamResponse:
-        limits = UpstreamLimits(fetch_body_bytes=section.max_mb * 1_000_000, num_kept=0)
+        limits = UpstreamLimits(fetch_body_bytes=section.max_mb * _MB, num_kept=0)
         place = self._reach((resolved, address.port))
         pool = Pool(address.origin, self._ticker, limits, tls=await self._trusted(), place=place)
         try:

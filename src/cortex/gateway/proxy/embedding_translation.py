@@ -6,6 +6,7 @@ import time
 
 import msgspec
 
+from cortex.gateway.proxy.float_vectors import FloatVectors, are_encoded
 from cortex.gateway.proxy.redaction import MAX_ERROR_BYTES
 from cortex.gateway.proxy.translation import MAX_BODY_BYTES
 from cortex.http.request import Headers
@@ -32,16 +33,19 @@ class EmbeddingTranslation:
         self._began_at = time.monotonic()
         self._status = 200
         self._body = bytearray()
+        self._vectors: FloatVectors | None = None
+        """Where the node sends vectors as bytes."""
 
     def head(self, status: int, headers: Headers) -> tuple[int, Headers]:
-        del headers  # they describe another body
         self._status = status
+        if are_encoded(headers):
+            self._vectors = FloatVectors(embeddings.TARGET)
         if status >= 400:
             return error_encoding.status(foreign_error(status, b""), Family.OLLAMA), _JSON
         return 200, _JSON
 
     def push(self, data: bytes) -> bytes:
-        self._body += data
+        self._body += data if self._vectors is None else self._vectors.push(data)
         most = MAX_BODY_BYTES if self._status < 400 else MAX_ERROR_BYTES
         if len(self._body) > most:
             raise ResponseTooLarge(f"its response is over {most} bytes, more than is translated as a whole")
@@ -49,6 +53,8 @@ class EmbeddingTranslation:
 
     def finish(self) -> bytes:
         """The whole response. Raises `MalformedResponse` when the node's was not complete."""
+        if self._vectors is not None:
+            self._body += self._vectors.finish()
         body = bytes(self._body)
         if self._status >= 400:
             return msgspec.json.encode(error_encoding.envelope(foreign_error(self._status, body), Family.OLLAMA))

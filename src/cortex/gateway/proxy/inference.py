@@ -233,6 +233,14 @@ class Inference:
             self.reject(received, CortexError("Internal error of the gateway; its log has the details."))
             raise  # to the log
         else:
+            exchange, num_bytes, buffered = received.exchange, len(read.body), self.services.buffered
+
+            def release() -> None:
+                buffered.num_bytes -= num_bytes
+
+            if not exchange.closed:  # the body with the files is held until the response ends
+                buffered.num_bytes += num_bytes
+                exchange.on_end = release
             self._send(msgspec.structs.replace(received, body=read.body, envelope=read.envelope), admitted, keeper)
 
     def reject(self, received: ReceivedRequest, error: CortexError) -> None:

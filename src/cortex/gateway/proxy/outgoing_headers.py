@@ -6,6 +6,7 @@ from functools import lru_cache
 from urllib.parse import quote
 
 from cortex.gateway.dispatch.leases import Lease
+from cortex.gateway.proxy import float_vectors
 from cortex.gateway.proxy.accounting.request_accounting import RequestAccounting
 from cortex.gateway.proxy.admission import AdmittedRequest
 from cortex.gateway.proxy.redaction import hides_details
@@ -48,6 +49,8 @@ def for_node(
         headers = (*headers, (_WAITED, b"%d" % (1000 * accounting.held_s)))
     if reservation.token_limit is not None and lease.has_lifecycle:
         headers = (*headers, (_TOKEN_LIMIT, b"%d" % reservation.token_limit))
+    if route.need == "embeddings" and lease.has_lifecycle:
+        headers = (*headers, *float_vectors.ASKED)
     if hides_details(admitted.key):
         headers = (*headers, _NO_DETAILS)
     return headers if traceparent is None else (*headers, (b"traceparent", traceparent))

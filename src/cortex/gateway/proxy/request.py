@@ -10,7 +10,7 @@ import asyncio
 
 from cortex.gateway.dispatch.leases import NO_NODES, Lease, PendingRequest
 from cortex.gateway.dispatch.nodes.client import NOT_ADMITTED, error_from
-from cortex.gateway.proxy import outgoing_headers
+from cortex.gateway.proxy import float_vectors, outgoing_headers
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE, RequestAccounting
 from cortex.gateway.proxy.accounting.running import RunningRequest
 from cortex.gateway.proxy.accounting.usage import reported_usage
@@ -266,6 +266,8 @@ class ProxyRequest:
             self.services.nodes[lease.node].served_needs.add((lease.model, self.route.need))
         key = self.admitted.key
         if status < 400 or lease is None:
+            if self._translation is None and self.route.need == "embeddings" and float_vectors.are_encoded(headers):
+                relay.translate(float_vectors.FloatVectors(self.route.path.decode()))
             is_foreign = lease is not None and not lease.has_lifecycle and self._translation is None
             if is_foreign and self._accounting.stream and key is not None and not key.operator:
                 relay.translate(StreamRedaction(key, self.route.codec.stream_error))

@@ -72,6 +72,7 @@ class Exchange:
         "added_headers",
         "closed",
         "disconnected",
+        "on_end",
         "paused",
         "request",
         "started",
@@ -89,6 +90,8 @@ class Exchange:
         """The client disconnected before the response was complete."""
         self.paused = False
         """The client reads more slowly than we write: write no more until `resume` is called."""
+        self.on_end: Callable[[], None] | None = None
+        """Called once, when the exchange is closed for whatever reason."""
         self._connection = connection
         self._keep_alive = request.keeps_alive
         self._body = _NONE
@@ -255,5 +258,8 @@ class Exchange:
             self._listener.on_client_ready()
 
     def _end(self) -> None:
+        on_end = self.on_end
         self.closed = True
-        self._on_disconnect = self._listener = None
+        self._on_disconnect = self._listener = self.on_end = None
+        if on_end is not None:
+            on_end()

@@ -328,6 +328,10 @@ class UpstreamConnection(asyncio.Protocol):
         if call is not None:
             call.fail(fault)
 
+    def has_heard_since(self, then: float) -> bool:
+        """Whether some of a response has arrived since the loop's time was `then`."""
+        return self._has_begun and (self._has_received or self._received_at >= then)
+
     def on_tick(self, now: float) -> None:
         """Fail the call of a silent node; close a connection that was idle for too long."""
         if self._has_received:

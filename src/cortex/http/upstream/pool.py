@@ -112,6 +112,10 @@ class Pool:
         finally:
             call.abort()
 
+    def has_heard_since(self, then: float) -> bool:
+        """Whether some of any response has arrived since the loop's time was `then`."""
+        return any(connection.has_heard_since(then) for connection in self.connections)
+
     def close(self) -> None:
         """Close the idle connections and keep none from now on; running calls go on to their end."""
         self._closed = True

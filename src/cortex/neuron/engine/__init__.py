@@ -11,6 +11,7 @@ The contract that the device worker relies on (`engine.Engine`, every method on 
     engine.submit(request)       raises RequestError if the request can never be served
     engine.cancel(request_id)    ignores unknown ids; for known ones a last StepOutput("cancelled") follows
     engine.has_work: bool
+    engine.shares_device: bool   set before a step: other engines of the device had work just now
     engine.step() -> list[StepOutput]
         When it raises (out of memory, a bug), every request is still in the engine and will be computed as if the
         step had not run: the worker cancels the requests at fault and continues. StepBlamed names the one at fault.

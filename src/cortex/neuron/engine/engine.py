@@ -52,6 +52,7 @@ class RequestLoop(Protocol):
     def step(self) -> list[StepOutput]: ...
     def isolate(self) -> bool: ...
     def prepare(self) -> bool: ...
+    def prepare_first(self) -> None: ...
     def self_test(self) -> tuple[int, ...]: ...
     def stats(self) -> EngineStats: ...
     def check_integrity(self) -> None: ...
@@ -72,6 +73,8 @@ class Engine:
     ) -> None:
         """`overlaps`: see `StepLoop`; `moves_weights`: see `ModelSleep`. By default, a GPU does both. `width_rule`: how
         many draft tokens are checked; None: as many as make the model fastest. `new_drafter`: where they come from."""
+        self.shares_device = False
+        """Other models computed on the device just now, so steps should be short. Set by the worker."""
         self._width_rule = width_rule or self._fastest_widths
         self._new_drafter = new_drafter
         device = loaded.body.parameters.device
@@ -118,15 +121,17 @@ class Engine:
     def start(cls, loaded: LoadedModel, spec: LoadSpec, progress: Progress) -> Engine:
         """An engine that is warm."""
         engine = cls(loaded, spec)
+        loaded.compiled(progress)
         progress("warm", 0, 0)
         engine.warm_up()
         return engine
 
     def warm_up(self) -> None:
-        """Runs one short prompt and captures the smallest graph: what the first response needs, and no more."""
+        """Captures the smallest graphs and runs one short prompt through them: what the first response needs, and no
+        more. A wake compares the response with that before the sleep, so both go through graphs."""
         loop = self._awake()
+        loop.prepare_first()
         loop.self_test()
-        loop.prepare()
 
     def _self_test(self) -> tuple[int, ...]:
         return self._awake().self_test()
@@ -284,6 +289,8 @@ class Engine:
         self._loop = None
         if self._asleep is not None:
             self._asleep.release()
+        if self._loaded.kernels is not None:
+            self._loaded.kernels.close()
         del self._loaded, self._asleep
         self._free_caches()
 

@@ -13,6 +13,7 @@ import torch
 from cortex.neuron.engine.draft_files import DraftFiles
 from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
 from cortex.neuron.engine.filling import Progress, fill_from
+from cortex.neuron.engine.kernel_pass import KernelPass, PassedModel, kernel_pass
 from cortex.neuron.engine.memory.device import compute_dtype, device_memory
 from cortex.neuron.engine.memory.dtypes import dtype_name
 from cortex.neuron.engine.memory.plan import (
@@ -71,6 +72,14 @@ class LoadedModel:
     proposal_cost: float = 0.0
     """What a draft token that is computed on the device takes, in proportion to a step: see `FastestWidths`."""
     draft: DraftModel | None = None
+    kernels: KernelPass | None = None
+    """What compiles its kernels; None: nothing does before they are used."""
+
+    def compiled(self, progress: Progress) -> None:
+        """Waits for the kernels that the first response needs."""
+        if self.kernels is not None and not self.kernels.is_cached:
+            progress("compile", 0, 0)
+            self.kernels.ready()
 
     @property
     def proposer(self) -> Proposer | None:
@@ -237,6 +246,9 @@ def build_model(
     if group is not None:
         plan = _agreed(plan, sizes, group, is_recurrent=architecture.is_recurrent)
     within_layers = group if group is not None and spec.stage is None else SINGLE_RANK
+    sequences = (plan.slots.rows, plan.context_tokens, spec.deterministic, spec.speculation != "off")
+    passed = PassedModel(architecture, packing or {}, dtype, kv_dtype, within_layers.shard, *sequences)
+    compiling = kernel_pass(passed, device)
     parameters = Parameters(device, dtype, packing, within_layers)
     model: Decoder | PooledModel
     if network is not None:
@@ -277,6 +289,7 @@ def build_model(
         notes=(*architecture.notes, *plan.notes, *((DETERMINISTIC_NOTE,) if spec.deterministic else ())),
         proposal_cost=draft_bytes / max(1, parameters.num_bytes) or _proposal_cost(architecture, storage),
         draft=drafting,
+        kernels=compiling,
     )
 
 

@@ -162,6 +162,10 @@ class StepLoop:
         """Builds one more graph or plan for later steps; false if nothing is left to build."""
         return self._runner.prepare()
 
+    def prepare_first(self) -> None:
+        """Builds what a short prompt and its response use."""
+        self._runner.prepare_first()
+
     def self_test(self) -> tuple[int, ...]:
         """The greedy response to a fixed short prompt; not counted. There must be no work."""
         counters = replace(self._counters)

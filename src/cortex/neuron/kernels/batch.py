@@ -65,12 +65,15 @@ class Batch:
     """The length of the longest row, or an upper bound of it in a captured graph, which serves many steps."""
     prefills: tuple[PrefillRow, ...] = ()
     prefill_offsets: Tensor | None = None
-    """[prefills + 1] int32: the first token of each prefill row, relative to the first prefill token"""
+    """[prefill rows + 1] int32: the first token of each prefill row, relative to the first prefill token"""
     prefill_tiles: Tensor | None = None
     """[tiles, 2] int32: the prefill row and the first token of each tile of PREFILL_TILE tokens"""
     batch_invariant: bool = False
     """Whether a token's result may depend only on its own sequence: then all rows are prefill rows, and no kernel adds
     in an order that follows the batch. A captured graph gives no `prefills`: its rows have one token each."""
+    is_padded: bool = False
+    """Whether tokens after those of the last row belong to none, in a graph that serves many steps: it gives no
+    `prefills`, and some of its prefill rows and tiles may be empty. The results of such tokens are finite."""
     shares_rows: bool = False
     """Whether several decode rows may be consecutive tokens of one sequence, which attend to each other."""
     has_pages: bool = True
@@ -90,6 +93,16 @@ class Batch:
     def rope_positions(self) -> Tensor:
         """[tokens] int64: the row of the rotations' tables for each token."""
         return self.positions if self.rope is None else self.rope
+
+    @property
+    def num_prefills(self) -> int:
+        """The prefill rows, with those of a graph that are empty."""
+        return 0 if self.prefill_offsets is None else len(self.prefill_offsets) - 1
+
+    def empty(self, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory for values of each token, which kernels fill row by row; zeros where tokens belong to no row."""
+        make = torch.zeros if self.is_padded else torch.empty
+        return make(tuple(shape), dtype=dtype or like.dtype, device=like.device)
 
     def with_groups(self, slots: Sequence[Tensor], page_tables: Sequence[Tensor]) -> Batch:
         """The same step for a model with more KV groups, which have these slots and page tables."""

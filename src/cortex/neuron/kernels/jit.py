@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from cortex.neuron.kernels.device_facts import facts_of
 
 triton: Any = None
 tl: Any = None
@@ -35,7 +37,19 @@ def _identity(function: Any = None, **_: Any) -> Any:
     return function if function is not None else _identity
 
 
-jit: Callable[..., Any] = triton.jit if TRITON else _identity
+class Kernel(triton.JITFunction if TRITON else object):  # type: ignore[misc]
+    """A kernel that is compiled. Its `run` is replaced where launches are only to be compiled (`compilation.py`)."""
+
+    def prepare_cache(self) -> None:
+        """Makes the cache of the current device, which two threads must not do at the same time."""
+        self.device_caches[triton.runtime.driver.active.get_current_device()]
+
+
+def _compiled(function: Any = None, **options: Any) -> Any:
+    return Kernel(function, **options) if function is not None else partial(Kernel, **options)
+
+
+jit: Callable[..., Any] = (triton.jit if INTERPRETED else _compiled) if TRITON else _identity
 
 
 def constant(value: Any) -> Any:
@@ -44,14 +58,15 @@ def constant(value: Any) -> Any:
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether kernels run on the device of `x`: on a GPU, or on any device under Triton's interpreter (in tests)."""
-    return x.is_cuda or INTERPRETED
+    """Whether kernels run on the device of `x`: on a GPU, or on any device under Triton's interpreter (in tests). On
+    the `meta` device they are compiled."""
+    return x.is_cuda or x.is_meta or INTERPRETED
 
 
 @cache
 def overlaps(device: torch.device) -> bool:
     """Whether kernels on this device can start before their predecessor ends."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return facts_of(device).capability >= (9, 0)
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
@@ -62,11 +77,12 @@ def launch_options(device: torch.device) -> dict[str, Any]:
 @cache
 def num_processors(device: torch.device) -> int:
     """The number of streaming multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    return facts_of(device).num_processors
 
 
 __all__ = [
     "TRITON",
+    "Kernel",
     "constant",
     "gdc_launch_dependents",
     "gdc_wait",

@@ -12,6 +12,8 @@ from functools import cache
 
 import torch
 
+from cortex.neuron.kernels.device_facts import CPU, facts_of
+
 SLACK_BYTES = 2 << 10
 """Reserved for what a program keeps besides its tiles: page ids, partial sums."""
 MIN_STAGES = 3
@@ -29,18 +31,15 @@ class SharedMemory:
         return num_bytes + SLACK_BYTES <= self.num_bytes
 
 
-SMALLEST = SharedMemory(99 << 10, copies=1)
+SMALLEST = SharedMemory(CPU.shared_bytes, copies=1)
 """The shared memory of the smallest supported devices."""
 
 
 @cache
 def shared_memory(device: torch.device) -> SharedMemory:
     """The shared memory of `device`. On a CPU, where kernels are interpreted, it is SMALLEST."""
-    if device.type != "cuda":
-        return SMALLEST
-    properties = torch.cuda.get_device_properties(device)
-    num_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # not in the stubs
-    return SharedMemory(num_bytes, copies=2 if properties.major in (9, 10) else 1)
+    facts = facts_of(device)
+    return SharedMemory(facts.shared_bytes, copies=2 if facts.capability[0] in (9, 10) else 1)
 
 
 def loop_over_columns(columns: int, stages: int, column_bytes: int, shared: SharedMemory) -> tuple[int, int]:

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from cortex.neuron.kernels.attention.gate import gate_heads
 from cortex.neuron.kernels.attention.paged import attention
 from cortex.neuron.kernels.attention.rotate import Rotation
 from cortex.neuron.kernels.attention.rules import AttentionRules
@@ -124,9 +124,8 @@ class Attention:
             out = varlen_attention(q, k, v, self.rules, batch)
         if self.gate is not None:
             gate = self.gate(x, norm=norm).unflatten(1, (config.heads, -1))
-        if gate is not None:
-            out = out * (F.softplus(gate) if self._has_softplus else torch.sigmoid(gate))
-        return self.output(out.flatten(1), residual=residual)
+        mixed = out.flatten(1) if gate is None else gate_heads(out, gate, softplus=self._has_softplus)
+        return self.output(mixed, residual=residual)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys, each normalised over all heads of a token, also over those of other ranks."""

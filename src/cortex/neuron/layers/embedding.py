@@ -63,7 +63,7 @@ class Head(Linear):
         if self.matrix.takes_float32:
             hidden = hidden.float()
         logits = self._gathered(self(hidden, norm=norm))
-        if logits.is_cuda or not self.matrix.rounds(hidden.dtype):
+        if not logits.is_cpu or not self.matrix.rounds(hidden.dtype):
             return logits
         logits = logits.float()
         highest = logits.amax(-1, keepdim=True)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.matrix import ExpertMatrix
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture
+from cortex.neuron.kernels.moe.shared_gate import add_gated
 from cortex.neuron.kernels.relu_squared import relu_squared_
 from cortex.neuron.layers.configs import MoEConfig, halves
 from cortex.neuron.layers.linear import GatedLinear, Linear
@@ -23,8 +23,8 @@ from cortex.neuron.layers.parameters import Binding, Parameters
 class MoE:
     """Holds all experts of this rank in one stack. The shared expert is split into parts of a routed expert's width.
 
-    The checkpoint may store routed experts separately or stacked. Where the routed experts stay quantised, the shared
-    one is a block of its own: files keep it in another format.
+    The checkpoint may store routed experts separately or stacked. Where the routed experts stay quantised and the
+    shared one has another format or width, it is a block of its own.
     """
 
     def __init__(self, parameters: Parameters, config: MoEConfig, prefix: str) -> None:
@@ -38,7 +38,7 @@ class MoE:
             num_shared = config.num_shared
             gate_up, down = _dense_experts(parameters, config, prefix)
         else:
-            gate_up, down = quantised
+            gate_up, down, num_shared = quantised
         if config.shared_inner and not num_shared:
             self.shared = SharedExpert(parameters, config, prefix)
         self._latent: tuple[Linear, Linear] | None = None
@@ -74,7 +74,7 @@ class MoE:
         if residual is None or not self._group.shard.is_first:
             residual = torch.zeros_like(x)
         if self.shared is not None:
-            residual = residual + self.shared(x, norm)
+            residual = self.shared(x, norm, residual)
         if self._latent is None:
             return self._group.all_reduce(mixture(x, norm.weight, norm.eps, self.experts, residual))
         into, back = self._latent
@@ -113,17 +113,20 @@ class SharedExpert:
         if config.router.gates_shared:
             self._gate = parameters.load(f"{prefix}.shared_expert_gate.weight", 1, config.hidden)
 
-    def __call__(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
-        """hidden: [tokens, hidden] → sigmoid(gate) · expert(norm(hidden)): [tokens, hidden]"""
+    def __call__(self, hidden: Tensor, norm: RMSNorm, residual: Tensor) -> Tensor:
+        """hidden: [tokens, hidden] → residual + sigmoid(gate) · expert(norm(hidden)): [tokens, hidden]"""
         inner = self._gate_up(hidden, norm=norm)
         out = self._down(inner if self._is_gated else relu_squared_(inner))
-        return out if self._gate is None else out * torch.sigmoid(F.linear(norm(hidden), self._gate))
+        if self._gate is None:
+            return residual + out
+        return add_gated(out, hidden, norm.weight, norm.eps, self._gate, residual)
 
 
 def _quantised_experts(
     parameters: Parameters, config: MoEConfig, prefix: str
-) -> tuple[ExpertMatrix, ExpertMatrix] | None:
-    """Gate and up of the routed experts, and down; None if they are dense or of several formats."""
+) -> tuple[ExpertMatrix, ExpertMatrix, int] | None:
+    """Gate and up of the routed experts, and down; None if they are dense or of several formats. The shared expert
+    follows them where it has their format and width: then the number is 1."""
     names = [f"{prefix}.experts.{expert}" for expert in range(len(config.held))]
     inputs = {f"{name}.{half}_proj.weight": config.inner for name in names for half in halves(config.gated)}
     joint = {f"{name}.gate_up_proj.weight": 2 * config.inner for name in names}
@@ -131,7 +134,14 @@ def _quantised_experts(
     gate_up = joint if parameters.can_stack(joint) else inputs
     if not parameters.can_stack(gate_up) or not parameters.can_stack(downs):
         return None
-    return parameters.expert_matrix(gate_up, config.width), parameters.expert_matrix(downs, config.inner)
+    num_shared = 0
+    if config.num_shared and config.shared_inner == config.inner:
+        name = f"{prefix}.shared_expert"
+        with_shared = gate_up | {f"{name}.{half}_proj.weight": config.inner for half in halves(config.gated)}
+        downs_with_shared = downs | {f"{name}.down_proj.weight": config.width}
+        if parameters.can_stack(with_shared) and parameters.can_stack(downs_with_shared):
+            gate_up, downs, num_shared = with_shared, downs_with_shared, 1
+    return parameters.expert_matrix(gate_up, config.width), parameters.expert_matrix(downs, config.inner), num_shared
 
 
 def _dense_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> tuple[DenseMatrix, DenseMatrix]:

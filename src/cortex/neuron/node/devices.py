@@ -14,6 +14,7 @@ from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.node.memory.ceilings import Ceilings
 from cortex.neuron.node.replicas.extras import ExtraReplicas
+from cortex.neuron.servers.ready_made import usable
 from cortex.neuron.worker.device_claims import DeviceClaim, DeviceClaims
 from cortex.neuron.worker.discovery import DeviceReading, Inventory, discover, divided, with_amd_cards
 from cortex.neuron.worker.factory import WorkerFactory
@@ -142,9 +143,9 @@ def backend_of(devices: Sequence[Device]) -> Backend:
 
 def inventory_of(config: NeuronConfig, look: Callable[[], Inventory] = discover) -> Inventory:
     """The devices that a node with this configuration uses. AMD's cards are of use to servers only: they take the place
-    of the CPU where the node has a command as harness, or where nothing else could run. Blocks."""
+    of the CPU where the node has one, configured or on the PATH, or where nothing else could run. Blocks."""
     inventory = look()
-    if config.commands or missing_packages():
+    if usable(config.commands) or missing_packages():
         inventory = with_amd_cards(inventory)
     return divided(inventory, config.cpu_devices)
 

@@ -46,7 +46,7 @@ from cortex.neuron.node.survey_process.client import SurveyProcess, Surveys
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.node.text.work import TextSource
 from cortex.neuron.picture_process.client import Pictures
-from cortex.neuron.servers.ready_made import installed
+from cortex.neuron.servers.ready_made import usable as usable_servers
 from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.discovery import Inventory, discover, read_devices
@@ -98,8 +98,8 @@ class Node:
         lead = Lead(config, self.devices, forecast, parts.connect_peer)
         self._library = Library(config)
         engine = self._engine = EngineHarness(config, self.devices, forecast, self._surveys, lead, self._library)
-        servers = {entry.name: entry for entry in (*installed(), *config.commands)}
-        commands = [CommandHarness(entry, config, parts.read_devices) for entry in servers.values()]
+        servers = usable_servers(config.commands).values()
+        commands = [CommandHarness(entry, config, parts.read_devices) for entry in servers]
         self._harnesses = Harnesses(engine, *commands, *parts.harnesses)
         usable = [name for name in self._harnesses.names if engine.is_usable or name not in engine.names]
         self.discovery = describe_node(inventory, limits.sleep_mb, tuple(usable))

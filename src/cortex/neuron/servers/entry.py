@@ -92,7 +92,8 @@ class HarnessEntry(Section, frozen=True):
     stop_timeout_s: Seconds = 10.0
     """How long a server may take to end; then it is killed."""
     silence_timeout_s: Seconds = 600.0
-    """A server that sends nothing for this long while a response is due hangs: it is killed, and started again."""
+    """A response of which nothing arrives for this long has failed. If no other response goes on either, and the server
+    does not respond to its health check, it hangs: it is killed, and started again."""
     restart: bool = True
     """Start a server that ends by itself again, with a back-off. `false`: the next request does."""
     sleep: StateRequest = StateRequest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -95,6 +95,11 @@ def completed_server(entry: HarnessEntry) -> HarnessEntry:
     if "env" in given:
         given["env"] = {**base.env, **entry.env}
     return msgspec.structs.replace(base, **given)
+
+
+def usable(commands: Iterable[HarnessEntry], path: str | None = None) -> dict[str, HarnessEntry]:
+    """By name: the ready-made servers on the PATH, and the configured ones."""
+    return {entry.name: entry for entry in (*installed(path), *commands)}
 
 
 def installed(path: str | None = None) -> tuple[HarnessEntry, ...]:

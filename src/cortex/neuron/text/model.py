@@ -136,7 +136,7 @@ class TextModel:
         if request.prompt is not None:
             prompt = request.prompt
             if request.suffix is not None and isinstance(prompt, str):
-                prompt = fill_in_prompt(prompt, request.suffix, self.tokenizer)
+                prompt = fill_in_prompt(prompt, request.suffix, self.tokenizer, request.middle, request.context_files)
             return render_raw(prompt, self.tokenizer, rules)
         template = self._template_for(request)
         # A placeholder in a message must not take the place of a picture.

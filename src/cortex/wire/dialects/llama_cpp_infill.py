@@ -29,11 +29,13 @@ def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel` or `InvalidValue`."""
     fields = FIELDS.read(body)
     limit = fields.integer("n_predict", low=-LARGEST_COUNT, high=LARGEST_COUNT)
-    files = [f"{each.text('filename') or ''}\n{each.required_text('text')}\n" for each in fields.objects("input_extra")]
+    files = [(each.text("filename") or "", each.required_text("text")) for each in fields.objects("input_extra")]
     return GenerateRequest(
         model=fields.model(),
-        prompt="".join((*files, fields.text("input_prefix") or "", fields.text("prompt") or "")),
+        prompt=fields.text("input_prefix") or "",
         suffix=fields.text("input_suffix") or "",
+        middle=fields.text("prompt") or "",
+        context_files=tuple(files),
         sampling=msgspec.structs.replace(read_sampling(fields), max_tokens=limit if limit and limit > 0 else None),
         stream=fields.flag("stream") or False,
         include_usage=True,
@@ -51,7 +53,8 @@ class Encoder:
     def encode(self, event: AnyEvent) -> bytes:
         match event:
             case TextDelta(text=text) | ReasoningDelta(text=text):
-                return frame(msgspec.json.encode({"content": text, "stop": False, "model": self._model}))
+                chunk = {"index": 0, "content": text, "tokens": [], "stop": False, "model": self._model}
+                return frame(msgspec.json.encode(chunk))
             case Finish():
                 return frame(msgspec.json.encode(_end("", event, self._model)))
             case Failure(code=code, message=message):
@@ -70,8 +73,11 @@ def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, creat
 
 def _end(text: str, finish: Finish, model: str) -> dict[str, Any]:
     timing, usage = finish.timing, finish.usage
+    num_read = usage.prompt_tokens - usage.cached_tokens
     return {
+        "index": 0,
         "content": text,
+        "tokens": [],
         "stop": True,
         "stop_type": "limit" if finish.reason == "length" else "word" if finish.stop_sequence else "eos",
         "stopping_word": finish.stop_sequence or "",
@@ -79,10 +85,19 @@ def _end(text: str, finish: Finish, model: str) -> dict[str, Any]:
         "tokens_predicted": usage.completion_tokens,
         "tokens_evaluated": usage.prompt_tokens,
         "tokens_cached": usage.cached_tokens,
+        "truncated": False,
         "timings": {
-            "prompt_n": usage.prompt_tokens - usage.cached_tokens,
-            "prompt_ms": timing.prefill_s * 1000,
-            "predicted_n": usage.completion_tokens,
-            "predicted_ms": timing.decode_s * 1000,
+            "cache_n": usage.cached_tokens,
+            **_timings("prompt", num_read, timing.prefill_s),
+            **_timings("predicted", usage.completion_tokens, timing.decode_s),
         },
+    }
+
+
+def _timings(phase: str, num_tokens: int, seconds: float) -> dict[str, float]:
+    return {
+        f"{phase}_n": num_tokens,
+        f"{phase}_ms": seconds * 1000,
+        f"{phase}_per_token_ms": seconds * 1000 / num_tokens if num_tokens else 0.0,
+        f"{phase}_per_second": num_tokens / seconds if seconds else 0.0,
     }

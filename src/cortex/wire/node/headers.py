@@ -43,6 +43,10 @@ gateway to the client."""
 DIMENSIONS = "x-cortex-dimensions"
 """The length of the vectors in a response with embeddings, from a node."""
 
+VECTORS = "x-cortex-vectors"
+"""`base64`: a gateway reads vectors as bytes and writes them as its client wants them. In the response: they are."""
+AS_BASE64 = "base64"
+
 NODE = "x-cortex-node"
 """The name of the node that served the request, from the gateway to the client."""
 

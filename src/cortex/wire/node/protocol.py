@@ -32,7 +32,7 @@ Dialect = Literal[
 ]
 DeviceKind = Literal["cuda", "rocm", "cpu"]
 """`rocm`: an AMD card, for harnesses only."""
-Stage = Literal["resolve", "download", "read", "place", "warm"]
+Stage = Literal["resolve", "download", "read", "place", "compile", "warm"]
 
 
 class NodeValue(msgspec.Struct, frozen=True, kw_only=True):

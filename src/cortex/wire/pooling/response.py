@@ -12,6 +12,10 @@ import msgspec
 
 from cortex.wire.pooling.request import PoolingRequest
 
+VECTOR_STARTS = {"/v1/embeddings": b'"embedding":"', "/embed": b'"'}
+"""What precedes a vector as base64 in the response of each route. Nothing else in it looks like that: quotes in texts
+are escaped, and TEI's responses have no other strings."""
+
 
 def embeddings_body(request: PoolingRequest, vectors: bytes, num_texts: int, num_tokens: int) -> Iterator[bytes]:
     """The body in parts, one for each vector: a caller may do something else between them."""

@@ -242,7 +242,12 @@ async def test_llama_cpps_routes(api: Any) -> None:
     assert listed["data"][0]["status"] == {"value": "loaded"}
     assert listed["models"][0]["id"] == "org/tiny"
     _, tokens, _ = await api.post("/tokenize", {"model": "org/tiny", "content": "hé", "with_pieces": True})
-    assert tokens["tokens"][0]["piece"] == "h"
+    assert [token["piece"] for token in tokens["tokens"]] == ["h", [195], [169]]
+    marked = {"model": "org/tiny", "content": "<|im_start|>"}
+    assert (await api.post("/tokenize", marked))[1]["count"] == 1
+    assert (await api.post("/tokenize", {**marked, "parse_special": False}))[1]["count"] > 1
+    with_special = (await api.post("/tokenize", {**marked, "add_special": True}))[1]
+    assert with_special["tokens"] == (await api.post("/tokenize", marked))[1]["tokens"], "it has no begin token"
     ids = [token["id"] for token in tokens["tokens"]]
     assert (await api.post("/detokenize", {"model": "org/tiny", "tokens": ids}))[1] == {"content": "hé"}
     status, reply, _ = await api.post("/detokenize", {"model": "org/tiny", "tokens": [10**6]})

@@ -189,7 +189,7 @@ async def test_embeddings_fail_like_those_of_openai(api: Api) -> None:
     [
         ("/api/generate", {"prompt": "a(", "suffix": ")b"}),
         ("/v1/completions", {"prompt": "a(", "suffix": ")b"}),
-        ("/infill", {"input_prefix": "a", "prompt": "(", "input_suffix": ")b"}),
+        ("/infill", {"input_prefix": "a(", "input_suffix": ")b"}),
         ("/infill", {"input_extra": [], "input_prefix": "a(", "input_suffix": ")b", "samplers": []}),
     ],
 )
@@ -198,3 +198,15 @@ async def test_fills_in_between_prefix_and_suffix(api: Api, path: str, fields: d
     assert status == 200
     prompt = api.node.text_model.decode(api.node.submitted[-1].prompt)
     assert prompt == "<|fim_prefix|>a(<|fim_suffix|>)b<|fim_middle|>"
+
+
+async def test_infill_has_llama_cpps_fields(api: Api) -> None:
+    extra = [{"filename": "x.py", "text": "x = 1"}]
+    fields = {"input_extra": extra, "input_prefix": "a", "prompt": "(", "input_suffix": ")b", "n_predict": 3}
+    _, reply, _ = await api.post("/infill", {"model": "org/tiny", "stream": False, **fields})
+    prompt = api.node.text_model.decode(api.node.submitted[-1].prompt)
+    assert prompt == "x = 1\n<|fim_prefix|>a<|fim_suffix|>)b<|fim_middle|>("
+    assert (reply["stop"], reply["truncated"], reply["tokens"]) == (True, False, [])
+    assert {"prompt_n", "prompt_per_second", "predicted_n", "predicted_ms", "predicted_per_second"} <= set(
+        reply["timings"]
+    )

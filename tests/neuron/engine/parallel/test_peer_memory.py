@@ -30,7 +30,7 @@ from torch import Tensor
 
 from cortex.ipc.child import die_with_parent
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.execution import runner
+from cortex.neuron.engine.execution import model_graphs
 from cortex.neuron.engine.execution.graphs import CudaCapture, Graph, Outputs
 from cortex.neuron.engine.parallel import group as group_module
 from cortex.neuron.engine.parallel.group import TorchGroup
@@ -275,7 +275,7 @@ def serve(stage: Stage, directory: str, plans: Any, path: str) -> tuple[int, lis
     stage("has run the whole model")
     spec = replace(SPEC, path=path, rank=RankSpec(rank, NUM_RANKS, directory))
     link = QueueLink(plans[1:]) if rank == 0 else None
-    with mock.patch.object(runner, "CudaCapture", CountedCapture):  # not after a sleep
+    with mock.patch.object(model_graphs, "CudaCapture", CountedCapture):  # not after a sleep
         engine = load_engine(spec, DEVICE, lambda *_: None, lambda: False, link)
     stage("has loaded its share")
     if isinstance(engine, Follower):

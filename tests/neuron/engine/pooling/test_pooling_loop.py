@@ -51,6 +51,18 @@ def test_batch_of_a_slow_device_is_small(layer_token_s: float | None, expected: 
     assert loop.batch_tokens(16_384, layer_token_s) == expected
 
 
+def test_batches_are_small_only_while_other_models_compute(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "SLICE_S", 1e-9)
+    engine = load(checkpoint, prefill_chunk_tokens=256)
+    for shares_device, expected in ((False, 1), (True, 2)):
+        engine.shares_device = shares_device
+        run(engine, request_of("warm", texts_of([8])))
+        before = engine.stats().steps
+        run(engine, request_of("r", texts_of([100, 100])))
+        assert engine.stats().steps - before == expected
+    engine.close()
+
+
 def test_batch_runs_in_slices_of_layers(engine: PoolingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "SLICE_S", 0.0)
     engine.submit(request_of("r", texts_of([8])))

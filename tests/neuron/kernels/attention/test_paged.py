@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.neuron.kernels.conftest import AssertClose
 
+from cortex.neuron.kernels.attention import prefill
 from cortex.neuron.kernels.attention.paged import attention, attention_reference
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
@@ -137,6 +138,26 @@ def test_capped_scores_match_the_reference(
     expected = run(attention_reference, torch.float32, rules)
     assert_close(run(attention, dtype, rules), expected)
     assert (run(attention_reference, torch.float32, replace(rules, softcap=None)) - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, True), (300, False)])
+def test_few_tokens_after_a_long_prefix_divide_its_keys(
+    window: int | None,
+    has_sinks: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    assert_close: AssertClose,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefill, "SPLIT_KEYS", 128)
+    monkeypatch.setattr(prefill, "num_splits", lambda *_: 3)
+    batch, num_pages = make_batch([], [(400, 21), (0, 5), (130, 2), (250, 9)], device)
+    q, k, v = torch.randn(len(batch.positions), 8, 32, device=device, dtype=dtype).split([4, 2, 2], dim=1)
+    pages = torch.randn(2, num_pages, PAGE_TOKENS, 2, 32, device=device, dtype=dtype)
+    sinks = 2 * torch.randn(4, device=device) if has_sinks else None
+    rules = AttentionRules(0.2, torch.randn(450, 32, device=device), window=window, sinks=sinks)
+    expected = attention_reference(q.float(), k.float(), v.float(), rules, batch, *pages.float())
+    assert_close(attention(q, k, v, rules, batch, *pages), expected)
 
 
 def test_a_sink_takes_its_share_of_the_softmax() -> None:

@@ -18,8 +18,11 @@ from cortex.neuron.kernels.layouts import DeviceLayout
 from cortex.neuron.kernels.matrix import ExpertMatrix
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture, mixture_grouped, mixture_of_rows, mixture_reference
+from cortex.neuron.kernels.moe.pairs import ExpertChoice
+from cortex.neuron.kernels.quantised import contract_rows
 from cortex.neuron.kernels.quantised import experts as packed_experts
 from cortex.neuron.kernels.quantised import layout as layouts
+from cortex.neuron.kernels.quantised.contract_rows import ContractTiles
 from cortex.neuron.kernels.quantised.experts import PackedExpertTiles
 from cortex.neuron.kernels.quantised.matrix import PackedMatrix
 from cortex.neuron.kernels.storages import empty_device_matrix
@@ -98,6 +101,44 @@ def test_mixture_agrees_with_dense_experts(
         expected = mixture_reference(x, norm_weight, EPS, dense(experts))
         tolerance = 0.15 if is_rounded and function is mixture_grouped else 0.03
         torch.testing.assert_close(function(x, norm_weight, EPS, experts), expected, rtol=0.02, atol=tolerance)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("layout", "slots", "inner", "tiles"),
+    [
+        (layouts.Q4, 3, 512, ContractTiles(4, 16, 2)),  # chunks of the last slots are beyond the end
+        (layouts.Q4, 3, 160, ContractTiles(8, 8, 1)),  # a chunk of each slot is not full
+        (layouts.Q6, 2, 704, ContractTiles(8, 8, 1)),  # a piece ends within a slot
+        (layouts.Q2, 2, 128, None),
+        (layouts.Q3, 2, 128, None),
+        (layouts.Q5, 3, 256, None),
+        (layouts.Q8, 3, 256, None),
+        (layouts.FP4, 2, 288, None),
+    ],
+)
+def test_contracted_rows_agree_with_dense_experts(
+    layout: DeviceLayout, slots: int, inner: int, tiles: ContractTiles | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tiles is not None:
+        monkeypatch.setattr(contract_rows, "contract_tiles", lambda _: tiles)
+    torch.manual_seed(0)
+    rows, experts, hidden = 3, 5, 36
+    matrix = random_matrix(layout, experts * hidden, inner)
+    chosen = torch.stack([torch.randperm(experts, device=DEVICE)[:slots] for _ in range(rows)]).to(torch.int32)
+    weights = torch.rand(rows, slots, device=DEVICE)
+    residual = torch.randn(rows, hidden, device=DEVICE)
+    bias = torch.randn(experts * hidden, device=DEVICE)
+    x = torch.randn(rows * slots, inner, device=DEVICE)
+    down = matrix.values().unflatten(0, (experts, hidden))[chosen.long()]  # [rows, slots, hidden, inner]
+    for kind in (KIND, torch.bfloat16):
+        for each in (None, bias.to(kind)):
+            out = matrix.contract_rows(x.to(kind), ExpertChoice(chosen, weights), residual.to(kind), each)
+            parts = torch.einsum("rshi,rsi->rsh", down, x.to(kind).float().unflatten(0, (rows, slots)))
+            if each is not None:
+                parts += each.float().unflatten(0, (experts, hidden))[chosen.long()]
+            expected = residual.to(kind).float() + (parts * weights[..., None]).sum(1)
+            torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.03)
 
 
 @needs_kernels

@@ -30,7 +30,8 @@ def library() -> None:
 
 
 def matrix(outputs: int, inputs: int, bits: int = 8) -> NativeMatrix:
-    made = NativeMatrix(CpuLayout(CpuForm.NATIVE, bits, 32, 1 << bits - 1), outputs, inputs, torch.device("cpu"))
+    layout = CpuLayout(CpuForm.NATIVE, bits, 16 if bits == 6 else 32, 1 << bits - 1)
+    made = NativeMatrix(layout, outputs, inputs, torch.device("cpu"))
     made.put_values(0, torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(bits)) * inputs**-0.5)
     return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,6 +139,51 @@ def test_official_template_renders_like_the_reference(backend: Tokenizer, make_m
                 add_generation_prompt=True,
             )
             assert model.render(request).text == expected, (title, with_tools)
+
+
+@pytest.mark.parametrize("name", SYNTAXES)
+def test_final_message_is_continued_like_the_reference(backend: Tokenizer, make_model: Any, name: str) -> None:
+    model = model_of(name, make_model)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=backend, **dict(model.tokenizer.named_tokens))
+    for earlier in (TURNS[:1], (said("system", "Be <brief>."), *TURNS)):
+        messages = (*earlier, said("assistant", "Sure <é>, and"))
+        request = GenerateRequest(model="m", messages=messages, template_args={"continue_final_message": True})
+        turns: list[dict[str, str]] = [plain(message) for message in messages]
+        expected = theirs.apply_chat_template(
+            turns, chat_template=model.template.source, tokenize=False, continue_final_message=True
+        )
+        rendered = model.render(request).text
+        assert rendered == expected
+        assert rendered.endswith("Sure <é>, and")
+
+
+@pytest.mark.parametrize("path", sorted((TEMPLATES / "local").glob("*.jinja")), ids=lambda path: path.stem)
+def test_local_template_renders_like_the_reference(backend: Tokenizer, make_model: Any, path: Path) -> None:
+    """Where the template has a place for what a conversation has: the others are adapted to the template."""
+    base, template = make_model("chatml"), ChatTemplate(path.read_text())
+    model = TextModel(base.tokenizer, template, template, SamplingDefaults())
+    theirs = PreTrainedTokenizerFast(tokenizer_object=backend, **dict(model.tokenizer.named_tokens))
+    num_rendered = 0
+    for title, messages in CONVERSATIONS.items():
+        calls = any(isinstance(part, ToolCall) for message in messages for part in message.parts)
+        if calls and "tool_calls" not in template.source:
+            continue
+        for with_tools in (False, True) if "tools" in template.source else (False,):
+            turns: list[dict[str, str]] = [plain(message) for message in messages]
+            try:
+                expected = theirs.apply_chat_template(
+                    turns,
+                    tools=REFERENCE_TOOLS if with_tools else None,
+                    chat_template=template.source,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                )
+            except Exception:  # noqa: BLE001 - a template raises what it likes
+                continue
+            num_rendered += 1
+            request = GenerateRequest(model="m", messages=messages, tools=TOOLS if with_tools else ())
+            assert model.render(request).text == expected, (title, with_tools)
+    assert num_rendered >= 3
 
 
 @pytest.mark.parametrize("name", SYNTAXES)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER
 
 from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing, TokenizerUnsupported
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
-from cortex.neuron.text.tokenizer.gguf_vocabulary import SPACE
+from cortex.neuron.text.tokenizer.gguf_vocabulary import SPACE, end_ids
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 from cortex.neuron.text.tokenizer.pretokenizers import BY_NAME
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer as TextTokenizer
@@ -190,10 +191,32 @@ def test_rejects_an_unsupported_vocabulary_by_name(
         from_gguf({**gguf_metadata, **change})
 
 
-def test_end_tokens_of_a_gguf_are_the_ones_it_names(gguf_metadata: dict[str, Any]) -> None:
+def test_end_tokens_of_a_gguf_are_the_ones_it_names_and_those_of_its_vocabulary(gguf_metadata: dict[str, Any]) -> None:
     end, turn = gguf_metadata["tokenizer.ggml.eos_token_id"], 7
+    unnamed = [gguf_metadata["tokenizer.ggml.tokens"].index(token) for token in ("<|endoftext|>", "<|eot_id|>")]
     tokenizer = from_gguf({**gguf_metadata, "tokenizer.ggml.eot_token_id": turn})
-    assert tokenizer.eos_ids == (end, turn)
+    assert tokenizer.eos_ids == (end, turn, *unnamed)
+
+
+@pytest.mark.parametrize(
+    ("family", "named", "whole", "expected"),
+    [
+        ("llama", "<|end_of_text|>", ("<|eot_id|>", "<|eom_id|>"), ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")),
+        ("qwen3", "<|im_end|>", ("<|endoftext|>",), ("<|im_end|>", "<|endoftext|>")),
+        ("gemma3", "<eos>", ("<end_of_turn>",), ("<eos>", "<end_of_turn>")),
+        ("phi3", "<|endoftext|>", ("<|end|>", "<|user|>"), ("<|endoftext|>", "<|end|>")),
+        ("gpt-oss", "<|return|>", ("<|end|>", "<|start|>"), ("<|return|>",)),
+        ("command-r", "<EOS_TOKEN>", ("<|END_OF_TURN_TOKEN|>",), ("<EOS_TOKEN>", "<|END_OF_TURN_TOKEN|>")),
+        ("exaone", "<|endoftext|>", ("[|endofturn|]",), ("<|endoftext|>", "[|endofturn|]")),
+    ],
+)
+def test_end_tokens_of_a_familys_gguf(family: str, named: str, whole: Sequence[str], expected: Sequence[str]) -> None:
+    """Of files whose converters wrote the id of only one of them."""
+    tokens = ["a", named, *whole, "<|im_end|>" if family == "gemma3" else "b"]
+    kinds = [1, *[3] * (1 + len(whole)), 1]  # a token of the same spelling that is ordinary text ends nothing
+    metadata = {"tokens": tokens, "token_type": kinds, "eos_token_id": 1, "model": "gpt2"}
+    ids = end_ids({f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
+    assert [tokens[i] for i in ids] == list(expected)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +288,7 @@ def test_demo_models_vocabulary_round_trips(demo_model: Path) -> None:
     tokenizer = load(demo_model)
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert [tokenizer.decode([i]) for i in tokenizer.eos_ids] == ["<|im_end|>"]
+    assert [tokenizer.decode([i]) for i in tokenizer.eos_ids] == ["<|im_end|>", "<|endoftext|>"]
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(backend: Tokenizer) -> None:
@@ -373,6 +396,8 @@ def test_texts_in_a_template_yield_no_control_token(gguf_metadata: dict[str, Any
     literal = TextsToEncode((before, text), literal=((), (span,)))
     alone, ids = library.encode_texts(literal).ids
     assert alone == library.encode_texts(TextsToEncode((before,))).ids[0]
+    plain = TextsToEncode((document,), adds_special=False)
+    assert list(library.encode_texts(plain).ids[0]) == library.encode(document)
     assert local(library).decode(ids) == local(library).decode(library.encode_document(text))
     controls = {library.backend.token_to_id(each) for each in ("<|im_start|>", "<|im_end|>")}
     framed = library.encode_document(before + after)

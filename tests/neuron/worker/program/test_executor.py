@@ -10,7 +10,7 @@ import faulty_engine
 import pytest
 
 from cortex.neuron.engine.errors import RequestError
-from cortex.neuron.engine.request import EngineRequest, FinishReason, LoadSpec
+from cortex.neuron.engine.request import EngineRequest, FinishReason, LoadSpec, StepOutput
 from cortex.neuron.worker.faults import DeviceFault, FaultKind
 from cortex.neuron.worker.program.executor import PREPARE_AFTER_S, Executor
 from cortex.neuron.worker.protocol import (
@@ -182,6 +182,22 @@ def test_device_fault_while_preparing_ends_the_thread(monkeypatch: pytest.Monkey
 
     with pytest.raises(DeviceFault, match="device fault in prepare"):
         run_with_pauses(monkeypatch, prepare, [load(1)], [submit(1, "a")])
+
+
+def test_models_know_whether_others_had_work_just_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, set[bool]] = {}
+    step = faulty_engine.FaultyEngine.step
+
+    def recorded(engine: faulty_engine.FaultyEngine) -> list[StepOutput]:
+        outputs = step(engine)
+        for output in outputs:
+            seen.setdefault(output.request_id, set()).add(engine.shares_device)
+        return outputs
+
+    monkeypatch.setattr(faulty_engine.FaultyEngine, "step", recorded)
+    both: Batch = [submit(1, "with"), submit(2, "other")]
+    run([load(1)], [load(2)], [submit(1, "alone")], [], both, [], [submit(1, "after")], [])
+    assert seen == {"alone": {False}, "with": {True}, "other": {True}, "after": {True}}
 
 
 def test_model_whose_steps_keep_failing_is_closed_alone() -> None:

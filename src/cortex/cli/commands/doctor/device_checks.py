@@ -23,10 +23,15 @@ def devices(config: NeuronConfig | None = None, root: Path = Path("/")) -> Itera
     drivers write, for tests."""
     from cortex.neuron.config import NeuronConfig  # here: it imports much of a node
     from cortex.neuron.node.devices import inventory_of
+    from cortex.neuron.servers.ready_made import usable
 
     inventory = inventory_of(config or NeuronConfig())
     yield from findings(inventory, config or NeuronConfig(), missing_packages(), root)
-    if config is not None and not config.commands and (missing_packages() or inventory.devices[0].kind == "rocm"):
+    if (
+        config is not None
+        and not usable(config.commands)
+        and (missing_packages() or inventory.devices[0].kind == "rocm")
+    ):
         remedy = "add a server under [[harnesses]] of neuron.toml, or install the engine"
         yield Finding("devices", Severity.PROBLEM, "nothing runs models here: no engine and no harness", remedy)
     if inventory.driver_problem and Path("/dev/nvidiactl").exists():
@@ -53,7 +58,9 @@ def findings(
 
 
 def _abilities(device: Device, config: NeuronConfig, missing: tuple[str, ...]) -> str:
-    harnesses = ", ".join(entry.name for entry in config.commands) or "any server of [[harnesses]]"
+    from cortex.neuron.servers.ready_made import usable
+
+    harnesses = ", ".join(usable(config.commands)) or "any server of [[harnesses]]"
     if device.kind == "rocm":
         return f"natively: nothing; through a harness: {harnesses}"
     if missing:

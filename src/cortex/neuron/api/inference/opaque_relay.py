@@ -58,7 +58,7 @@ class OpaqueRelay:
                 await response.ended
             except UpstreamFault as fault:
                 if isinstance(fault, UpstreamSilent):
-                    upstream.hangs(str(fault))
+                    await upstream.end_if_hung(str(fault))
                 await slot.check_lost()
                 raise UpstreamInterrupted(f"The model's server failed: {fault}; try again.") from fault
             if response.error is not None:

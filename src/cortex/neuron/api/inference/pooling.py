@@ -9,6 +9,8 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from cortex.http.server.server import Response
 from cortex.neuron.api import bodies, responses
 from cortex.neuron.api.inference.pooled_texts import check_lengths, engine_texts, texts_to_encode
@@ -33,6 +35,7 @@ from cortex.wire.pooling.response import embeddings_body, floats, scores_body
 _USAGE = usage_report.HEADER.encode()
 _ATTEMPT_ID = our_headers.ATTEMPT_ID.encode()
 _DIMENSIONS = our_headers.DIMENSIONS.encode()
+_VECTORS = (our_headers.VECTORS.encode(), our_headers.AS_BASE64.encode())
 _IGNORED = our_headers.IGNORED_FIELDS.encode()
 _YIELD_BYTES = 1 << 16
 """The loop does other work after it has written this much of a response."""
@@ -88,6 +91,9 @@ class PoolingRoutes:
         if request.task == "embed":
             width = len(vectors) // 4 // len(texts.lengths)
             headers.append((_DIMENSIONS, b"%d" % width))
+            if principal and not request.as_base64 and http.text(_VECTORS[0]) == our_headers.AS_BASE64:
+                request = msgspec.structs.replace(request, as_base64=True)
+                headers.append(_VECTORS)
             body = await _joined(embeddings_body(request, vectors, len(texts.lengths), num_tokens))
         else:
             scores = [_activated(score, request, pooling) for score in floats(vectors)]

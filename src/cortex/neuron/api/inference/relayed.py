@@ -115,7 +115,7 @@ class RelayedSession:
                 await response.ended
             except UpstreamFault as fault:
                 if isinstance(fault, UpstreamSilent):
-                    self._upstream.hangs(str(fault))
+                    await self._upstream.end_if_hung(str(fault))
                 await slot.check_lost()
                 raise UpstreamInterrupted(f"The model's server failed: {fault}; try again.") from fault
             except CortexError:

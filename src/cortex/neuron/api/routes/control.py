@@ -99,7 +99,7 @@ class Control:
     async def models(self, _: ApiCall) -> Response:
         """For gateways, and as llama.cpp lists models."""
         found = self.backend.models()
-        listed = llama_cpp.model_list(llama_cpp.entry(status.id, (status.state,), 0) for status in found)
+        listed = llama_cpp.model_list(llama_cpp.entry(status.id, (status,), 0) for status in found)
         return responses.json(msgspec.to_builtins(ModelList(models=found)) | listed)
 
     async def model(self, call: ApiCall) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,8 +12,10 @@ from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.bodies import client_of, principal_of, strips_billing
 from cortex.neuron.api.inference.tasks import check_pictures
 from cortex.neuron.api.routing import ApiCall, Route
+from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.parsing.cost import is_parsed_elsewhere
 from cortex.parsing.parser import BodyParser
+from cortex.parsing.protocol import ParsedText
 from cortex.wire import llama_cpp
 from cortex.wire.errors import BodyTooLarge
 from cortex.wire.fields import body as wire_body
@@ -58,7 +61,8 @@ class Tokens:
 
     async def tokenize(self, call: ApiCall) -> Response:
         """`prompt` (`text`, or `content` as llama.cpp names it) as it is, or `messages` through the model's
-        template. `with_pieces`: each token with its text, for a body that is not large."""
+        template. `add_special`: with the begin and end tokens of the model; `parse_special: false`: control tokens in
+        it are text. `with_pieces`: each token with its text, for a body that is not large."""
         request = call.request
         parsed = await self.parser.parse_tokenize(request.body, client_of(request))
         principal = principal_of(request)
@@ -69,13 +73,22 @@ class Tokens:
             ids = prepared.prompts[0].ids
         else:
             model = parsed.model
-            ids = await self.backend.texts.encode(model, parsed.text, principal=principal)
+            ids = await self._encoded(parsed, principal)
         served = self.backend.served(model)
         tokens: Sequence[object] = ids
         if not is_parsed_elsewhere(request.body) and wire_body.parse(request.body).flag("with_pieces"):
             text = await self.backend.texts.text(model)
-            tokens = [{"id": id, "piece": text.decode([id])} for id in ids]
+            tokens = [{"id": id, "piece": _piece(text.tokenizer.token_bytes(id))} for id in ids]
         return responses.json({"count": len(ids), "max_model_len": served.context_tokens, "tokens": tokens})
+
+    async def _encoded(self, parsed: ParsedText, principal: str) -> Sequence[int]:
+        model, text = parsed.model, parsed.text
+        if parsed.parses_special and not parsed.adds_special:
+            return await self.backend.texts.encode(model, text, principal=principal)
+        literal = () if parsed.parses_special else (((0, len(text)),),)
+        texts = TextsToEncode((text,), adds_special=parsed.adds_special, literal=literal)
+        found = await self.backend.texts.encode_texts(model, texts, principal=principal)
+        return array("I", found.ids).tolist()
 
     async def detokenize(self, call: ApiCall) -> Response:
         """The text of token ids, as a continuation. Control tokens are spelled out."""
@@ -101,3 +114,11 @@ class Tokens:
         status = self.backend.model(name)
         text = await self.backend.texts.text(name)
         return responses.json(llama_cpp.props(status, template=text.template.source))
+
+
+def _piece(spelling: bytes) -> str | list[int]:
+    """Text, or its bytes where those of one token are not text."""
+    try:
+        return spelling.decode()
+    except UnicodeDecodeError:
+        return list(spelling)

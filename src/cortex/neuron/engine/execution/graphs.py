@@ -51,8 +51,10 @@ row."""
 class GraphSizes:
     """Which batch sizes have a graph, and which get one next. Pure."""
 
-    def __init__(self, max_rows: int, sizes: Sequence[int] = SIZES) -> None:
-        """`max_rows` has a graph, and those of `sizes` below it."""
+    def __init__(self, max_rows: int, sizes: Sequence[int] = SIZES, *, largest_second: bool = False) -> None:
+        """`max_rows` has a graph, and those of `sizes` below it. `largest_second`: graphs take much memory, which they
+        share: all others find room in that of the largest if it is captured before most of them."""
+        self._largest_second = largest_second
         self._missing = sorted({size for size in sizes if size < max_rows} | {max_rows})
         self._captured: list[int] = []
         self._missed: Counter[int] = Counter()
@@ -69,6 +71,12 @@ class GraphSizes:
     @property
     def next_missing(self) -> int | None:
         """The size to capture while idle, the smallest first: small batches come first and most often."""
+        if self._largest_second and self._missing and 0 < self.largest < self._missing[-1]:
+            return self._missing[-1]
+        return self.smallest_missing
+
+    @property
+    def smallest_missing(self) -> int | None:
         return self._missing[0] if self._missing else None
 
     def missed(self, num_rows: int) -> int | None:
@@ -192,9 +200,9 @@ class SizedGraphs(ABC):
         return size is not None and self._add(size)
 
     @property
-    def next_missing(self) -> int | None:
-        """The size that `prepare` captures."""
-        return self._sizes.next_missing
+    def smallest_missing(self) -> int | None:
+        """The smallest size that `prepare` will capture; None: none is left."""
+        return self._sizes.smallest_missing
 
     @property
     def max_rows(self) -> int:

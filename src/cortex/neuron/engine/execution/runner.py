@@ -17,18 +17,9 @@ from torch import Tensor
 
 from cortex.neuron.engine.errors import StepBlamed
 from cortex.neuron.engine.execution import batch_invariant
-from cortex.neuron.engine.execution.graphs import (
-    DRAFT_SIZES,
-    MAX_NATIVE_ROWS,
-    Capture,
-    CudaCapture,
-    GraphSizes,
-    SizedGraphs,
-    StepGraphs,
-    max_captured_rows,
-    native_capture,
-)
+from cortex.neuron.engine.execution.graphs import MAX_NATIVE_ROWS, Capture, CudaCapture, SizedGraphs, StepGraphs
 from cortex.neuron.engine.execution.inputs import PictureInputs, StepInputs
+from cortex.neuron.engine.execution.model_graphs import ModelGraphs, default_capture
 from cortex.neuron.engine.execution.picture_encoder import PictureEncoder
 from cortex.neuron.engine.execution.prompt_plans import PromptPlans
 from cortex.neuron.engine.execution.prompt_scores import PromptScores, score_prompts
@@ -43,19 +34,6 @@ from cortex.neuron.kernels.batch import Batch, PictureVectors, PrefillRow, prefi
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.proposer import Proposer
 from cortex.neuron.models.towers.config import PASS_PATCHES
-
-
-def default_capture(model: Decoder, *, is_batch_invariant: bool) -> Capture | None:
-    """How the single-token steps of a model are captured. Those of a stage are not: its messages are sent between its
-    layers and its draw. Nor are divided or batch-invariant steps on a CPU, or those of another library's modules: their
-    messages, single rows and modules are no operations in C."""
-    architecture = model.architecture
-    if architecture.stage is not None:
-        return None
-    is_native = architecture.backend == "native"
-    if model.parameters.device.type == "cuda":
-        return CudaCapture(may_fail=architecture.is_divided or not is_native)
-    return native_capture if is_native and not architecture.is_divided and not is_batch_invariant else None
 
 
 class Runner:
@@ -105,29 +83,20 @@ class Runner:
         has_axes = model.architecture.pictures.has_axes
         self._num_rope_positions = model.ropes.num_positions if has_axes else None
         self._threads = StepThreads() if self.device.type == "cpu" and not is_batch_invariant else None
-        self._graphs: StepGraphs | None = None
-        self._draft_graphs: StepGraphs | None = None
         if capture is None:
             capture = default_capture(model, is_batch_invariant=is_batch_invariant)
+        self._graphs = ModelGraphs(
+            model,
+            self._page_tables,
+            self._last_tokens,
+            capture,
+            context_tokens=context_tokens,
+            step_tokens=step_tokens,
+            block_tokens=block_tokens,
+            checks_drafts=checks_drafts,
+        )
         group = model.parameters.group
         self._draws_alone = group.shard.is_whole
-        row_elements = max(model.config.hidden, -(-model.config.vocab // group.shard.size))
-        graph_rows = max_captured_rows(max_rows, row_elements, group.max_captured_bytes)
-        if capture is not None and graph_rows > 0:
-            sizes = GraphSizes(graph_rows)
-            if block_tokens is not None:
-                sizes = GraphSizes(block_tokens, sizes=())
-            elif capture is native_capture:
-                sizes = GraphSizes(min(graph_rows, MAX_NATIVE_ROWS), sizes=())
-            shared = (context_tokens, capture)
-            tables = (self._page_tables, self._last_tokens)
-            self._graphs = StepGraphs(model, *tables, sizes, *shared, is_batch_invariant=is_batch_invariant)
-            if checks_drafts and not is_batch_invariant:
-                most = max_captured_rows(DRAFT_SIZES[-1], row_elements, group.max_captured_bytes)
-                draft_sizes = GraphSizes(most, DRAFT_SIZES)
-                if capture is native_capture:
-                    draft_sizes = GraphSizes(MAX_NATIVE_ROWS, sizes=())
-                self._draft_graphs = StepGraphs(model, *tables, draft_sizes, *shared, checks_drafts=True)
         self._page_ends = np.zeros(max_rows + 1, dtype=np.int64)
         """The positions that the pages of each row reach in the first KV group."""
         self._proposals: Proposals | None = None
@@ -148,19 +117,18 @@ class Runner:
         with torch.inference_mode():
             return self._capture_next() or self._prompt_plans.prepare()
 
+    def prepare_first(self) -> None:
+        """Captures the graphs that a short prompt and its response use."""
+        while self._graphs.lacking_first:
+            self.prepare()
+
     def _capture_next(self) -> bool:
         return self._next_graphs is not None and self._next_graphs.prepare()
 
     @property
     def _next_graphs(self) -> SizedGraphs | None:
-        """Those of which one is captured next. Steps that check drafts are for small batches."""
-        proposing = [] if self._proposals is None else self._proposals.graphs
-        missing = [
-            (graphs.next_missing, graphs)
-            for graphs in (self._graphs, self._draft_graphs, *proposing)
-            if graphs is not None and graphs.next_missing is not None
-        ]
-        return min(missing, key=lambda pair: pair[0], default=(0, None))[1]
+        """Those of which one is captured next."""
+        return self._graphs.next_among(() if self._proposals is None else self._proposals.graphs)
 
     @property
     def max_draft_tokens(self) -> int:
@@ -169,7 +137,7 @@ class Runner:
             return 0
         if self.device.type == "cpu":
             return MAX_NATIVE_ROWS  # without a graph, other steps have none either
-        return 0 if self._draft_graphs is None else self._draft_graphs.max_rows
+        return 0 if self._graphs.drafts is None else self._graphs.drafts.max_rows
 
     def launch(self, plan: StepPlan, draws: Sequence[Draw], mask: Tensor | None = None) -> Launched:
         """Starts a step. `draws`: the plan's drawing rows in order; `mask`: the tokens that they may draw.
@@ -203,7 +171,7 @@ class Runner:
             is_single, num_tokens = plan.num_singles == len(plan.rows), plan.num_tokens
             is_scored = any(row.outputs.scores is not None for row in plan.rows)
             is_small = not is_scored and (is_single or plan.only_decodes)
-            graphs = None if not is_small else self._graphs if is_single else self._draft_graphs
+            graphs = None if not is_small else self._graphs.steps if is_single else self._graphs.drafts
             hidden: Tensor | None
             with self._threads.decoding(num_tokens) if self._threads and is_small else nullcontext():
                 if graphs is not None and graphs.fits(num_tokens):
@@ -239,7 +207,7 @@ class Runner:
     ) -> tuple[Drawn | None, Tensor]:
         """Runs a step of single tokens, or of rows that check drafts, through a captured graph. Returns the draws, and
         the residual stream as `_hidden` does."""
-        if graphs is self._graphs:
+        if graphs is self._graphs.steps:
             self._upload_tokens(plan)
             replayed = graphs.replay(inputs.rows, inputs.positions, inputs.slots, rope=inputs.rope)
         else:
@@ -275,8 +243,8 @@ class Runner:
         mask: Tensor | None,
         scores: list[PromptScores],
     ) -> tuple[Drawn | None, Tensor | None]:
-        """Runs any step, one launch per operation. Adds the scores of prompts to `scores`. Returns what `_replay`
-        does."""
+        """Runs any step, one launch per operation except for the layers of short prompts. Adds the scores of prompts
+        to `scores`. Returns what `_replay` does."""
         hidden = self._hidden(plan, inputs)
         scores += score_prompts(self._logits, hidden, plan, inputs, self._upload)
         if not draws:
@@ -290,6 +258,9 @@ class Runner:
 
     def _hidden(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         """The residual stream after the last layer, of the tokens that are drawn after or scored: [tokens, hidden]"""
+        prompts = self._graphs.prompts
+        if prompts is not None and prompts.take(plan, inputs):
+            return prompts.replay(inputs)
         if self._block_tokens is None:
             return self.model(self._batch(plan, inputs))
         tokens, pictures = self._tokens(inputs), self._placed(inputs)

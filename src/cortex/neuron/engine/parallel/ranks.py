@@ -55,6 +55,7 @@ def _load_rank(
     group = TorchGroup.join(rank, device, poll, follow, turn, with_peers=not spec.stages)  # stages send to one another
     try:
         loaded = load_model(spec, device, progress, cancelled, group)
+        loaded.compiled(progress)
         if leading is None:
             group.reached("loaded")
             return Follower(loaded, spec, group)

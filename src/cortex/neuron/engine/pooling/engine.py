@@ -26,7 +26,10 @@ class PoolingEngine(Engine):
 
     def _new_loop(self) -> PoolingLoop:
         batch_tokens = self._spec.prefill_chunk_tokens or BATCH_TOKENS[self._device.type]
-        return PoolingLoop(self.pooled, batch_tokens, self._limits.context_tokens, self._counters)
+        context_tokens = self._limits.context_tokens
+        return PoolingLoop(
+            self.pooled, batch_tokens, context_tokens, self._counters, shares_device=lambda: self.shares_device
+        )
 
     def close(self) -> None:
         del self.pooled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -25,7 +26,8 @@ _SELF_TEST_TOKENS = 4
 
 
 def batch_tokens(most: int, layer_token_s: float | None) -> int:
-    """The tokens of the next batch: so few that one layer takes no longer than a slice, where the device is slow."""
+    """The tokens of the next batch: so few that one layer takes no longer than a slice, where the device is slow.
+    `layer_token_s`: None if nobody waits."""
     if layer_token_s is None:
         return most
     return min(most, max(_MIN_BATCH_TOKENS, int(SLICE_S / max(layer_token_s, 1e-12))))
@@ -73,9 +75,18 @@ class _Running:
 class PoolingLoop:
     """Has the interface of `StepLoop`. Belongs to the engine thread."""
 
-    def __init__(self, model: PooledModel, batch_tokens: int, context_tokens: int, counters: Counters) -> None:
-        """`batch_tokens`: the most tokens of a batch, except that of a single text, which may have `context_tokens`."""
+    def __init__(
+        self,
+        model: PooledModel,
+        batch_tokens: int,
+        context_tokens: int,
+        counters: Counters,
+        shares_device: Callable[[], bool],
+    ) -> None:
+        """`batch_tokens`: the most tokens of a batch, except that of a single text, which may have `context_tokens`.
+        `shares_device`: whether other models compute on the device now."""
         self._model = model
+        self._shares_device = shares_device
         self._batch_tokens = batch_tokens
         self._context_tokens = context_tokens
         self.counters = replace(counters)
@@ -149,7 +160,8 @@ class PoolingLoop:
         while self._suspects and self._suspects[0] not in self._requests:
             self._suspects.popleft()
         only = self._suspects[0] if self._suspects else None
-        return tuple(self._queue.take(batch_tokens(self._batch_tokens, self._layer_token_s), only))
+        layer_token_s = self._layer_token_s if self._shares_device() else None
+        return tuple(self._queue.take(batch_tokens(self._batch_tokens, layer_token_s), only))
 
     def _pass_of(self, texts: tuple[QueuedText, ...]) -> TextPass:
         owners = [self._requests[text.request_id] for text in texts]
@@ -215,6 +227,9 @@ class PoolingLoop:
     def prepare(self) -> bool:
         """Nothing is built ahead."""
         return False
+
+    def prepare_first(self) -> None:
+        """Nothing is."""
 
     def self_test(self) -> tuple[int, ...]:
         """The vector of a fixed short text, bit by bit; not counted."""

@@ -1,17 +1,30 @@
 """Prefill attention: many query tokens per row, causal, over paged KV. Bound by arithmetic for long prompts.
 
 Each program takes one tile of the tokens of one row, and one head. Rows of different lengths share a launch: the host
-lists the tiles. Reference: `paged.attention_reference`.
+lists the tiles. Where there are few tokens, maybe after a long cached prefix, the heads that share keys are packed into
+one tile, several programs divide the keys of the tile, and another kernel combines their parts. Reference:
+`paged.attention_reference`.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.attention.decode import LOG2_E, WIDE, WIDE_WARPS, capped
 from cortex.neuron.kernels.attention.rules import AttentionRules
+from cortex.neuron.kernels.attention.split_keys import MAX_COMBINED_ROWS, SPLIT_KEYS, combine, keys_of, num_splits
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch
-from cortex.neuron.kernels.jit import constant, gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
+from cortex.neuron.kernels.jit import (
+    constant,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    launch_options,
+    num_processors,
+    tl,
+    triton,
+)
 from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 
 _LOG2_E = constant(LOG2_E)
@@ -29,41 +42,66 @@ def prefill_attention(
     assert batch.prefill_tiles is not None
     dim_block = triton.next_power_of_2(dim)
     queries, keys, warps = fitting_tiles(dim_block, q.element_size(), shared_memory(q.device))
-    parts = PREFILL_TILE // queries
+    tokens, group = len(q), heads // kv_heads
     reach = batch.reach if rules.whole_pictures else None
-    _prefill_kernel[(len(batch.prefill_tiles) * parts, heads)](
+    # The number of tokens alone decides: a captured graph serves rows of any length.
+    packed = group if queries % group == 0 else 1
+    splits = num_splits(tokens, queries // packed, heads // packed, num_processors(q.device))
+    if batch.batch_invariant or batch.num_prefills > MAX_COMBINED_ROWS:
+        splits = 1
+    packed = packed if splits > 1 else 1
+    partial = shares = None
+    if splits > 1:
+        partial = torch.empty((tokens, heads, splits, dim), dtype=torch.float32, device=q.device)
+        shares = torch.empty((tokens, heads, splits, 2), dtype=torch.float32, device=q.device)
+    common = (
+        batch.lengths[batch.num_decodes :],
+        batch.prefill_offsets,
+        None if reach is None else reach[batch.num_decodes :],
+        partial,
+        shares,
+        out,
+    )
+    parts = triton.cdiv(min(PREFILL_TILE, tokens) if splits > 1 else PREFILL_TILE, queries // packed)
+    options = {
+        "HEADS": heads,
+        "DIM": dim,
+        "DIM_BLOCK": dim_block,
+        "TOKENS": queries // packed,
+        "KEY_TILE": keys,
+        "WINDOWED": rules.window is not None,
+        "REACHES": reach is not None,
+        "SPLIT_KEYS": SPLIT_KEYS,
+        **launch_options(q.device),
+    }
+    _prefill_kernel[(len(batch.prefill_tiles) * parts, heads // packed, splits)](
         q,
         key_pages,
         value_pages,
         batch.page_table,
-        batch.rows[batch.num_decodes :],
-        batch.lengths[batch.num_decodes :],
-        batch.prefill_offsets,
-        batch.prefill_tiles,
         rules.sinks,
-        None if reach is None else reach[batch.num_decodes :],
-        out,
+        batch.prefill_tiles,
+        batch.rows[batch.num_decodes :],
+        *common,
         rules.scale * LOG2_E,
         (rules.softcap or 0.0) * LOG2_E,
         batch.page_table.stride(0),
+        parts,
+        splits,
         rules.window or 0,
-        HEADS=heads,
         KV_HEADS=kv_heads,
-        DIM=dim,
-        DIM_BLOCK=dim_block,
         PAGE=page_tokens,
-        QUERY_TILE=queries,
-        KEY_TILE=keys,
-        PARTS=parts,
-        WINDOWED=rules.window is not None,
         SINKS=rules.sinks is not None,
         CAPPED=rules.softcap is not None,
-        REACHES=reach is not None,
         MASKED=batch.batch_invariant or rules.window is not None or reach is not None,
+        SPLIT=splits > 1,
+        PACKED=packed,
         num_warps=warps,
         num_stages=2,
-        **launch_options(q.device),
+        **options,
     )
+    if splits > 1:
+        combine(*common, splits, rules.window or 0, batch.num_prefills, kv_heads, **options)
 
 
 def fitting_tiles(dim_block: int, element_bytes: int, shared: SharedMemory) -> tuple[int, int, int]:
@@ -76,90 +114,115 @@ def fitting_tiles(dim_block: int, element_bytes: int, shared: SharedMemory) -> t
 
 
 # Slices after the decode rows have any alignment: do not compile a variant for each.
-@jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["rows", "lengths", "reach"])
+@jit(do_not_specialize=["parts", "splits", "window"], do_not_specialize_on_alignment=["rows", "lengths", "reach"])
 def _prefill_kernel(
     q,
     key_pages,
     value_pages,
     table,
+    sinks,
+    tiles,
     rows,
     lengths,
     offsets,
-    tiles,
-    sinks,
     reach,
+    partial,
+    shares,
     out,
     scale,
     cap,
     table_stride,
+    parts,
+    splits,
     window,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
-    QUERY_TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
     KEY_TILE: tl.constexpr,
-    PARTS: tl.constexpr,
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
     CAPPED: tl.constexpr,
     REACHES: tl.constexpr,
     MASKED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PACKED: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """MASKED: every tile goes through the same code, whichever of its keys the queries see."""
+    """MASKED: every tile goes through the same code, whichever of its keys the queries see. PACKED: this many heads of
+    a token are consecutive queries of a tile."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    tile = tl.program_id(0) // PARTS
+    QUERY_TILE: tl.constexpr = TOKENS * PACKED
+    tile = tl.program_id(0) // parts
     prefill = tl.load(tiles + tile * 2)
-    first = tl.load(tiles + tile * 2 + 1) + tl.program_id(0) % PARTS * QUERY_TILE  # token of this program in its row
-    head = tl.program_id(1)
-    kv_head = head // (HEADS // KV_HEADS)
+    first = tl.load(tiles + tile * 2 + 1) + tl.program_id(0) % parts * TOKENS  # token of this program in its row
     offset = tl.load(offsets + prefill)
     count = tl.load(offsets + prefill + 1) - offset
-    if PARTS > 1:  # noqa: SIM102 - the first is decided at compile time, the second at run time
-        if first >= count:
-            return
+    if first >= count:
+        return
     length = tl.load(lengths + prefill)
+    begin, end, share = keys_of(
+        first, count, length, reach + offset if REACHES else reach, splits, window, TOKENS, KEY_TILE, WINDOWED,
+        REACHES, SPLIT_KEYS,
+    )  # fmt: skip
+    own = begin  # the first key of this program
+    if SPLIT:
+        own = begin + tl.program_id(2) * share
+        if own >= end:
+            return
+    query_index = tl.arange(0, QUERY_TILE)
+    token = first + query_index // PACKED
+    head = tl.program_id(1) * PACKED + query_index % PACKED
+    kv_head = tl.program_id(1) * PACKED // (HEADS // KV_HEADS)
     table_row = table + tl.load(rows + prefill) * table_stride
 
-    token = first + tl.arange(0, QUERY_TILE)
     dim = tl.arange(0, DIM_BLOCK)
-    dim_inside = dim < DIM
-    inside = (token < count)[:, None] & dim_inside[None, :]
-    where = ((offset + token).to(tl.int64)[:, None] * HEADS + head) * DIM + dim[None, :]
+    inside = (token < count)[:, None] & (dim < DIM)[None, :]
+    line = (offset + token).to(tl.int64) * HEADS + head
+    where = line[:, None] * DIM + dim[None, :]
     query = tl.load(q + where, mask=inside, other=0.0)
     position = length - count + token  # of each query in its sequence
     last = position  # the last that it sees
     if REACHES:
         last = tl.load(reach + offset + token, mask=token < count, other=1) - 1
 
-    highest = tl.full((QUERY_TILE,), 0.0 if SINKS else -float("inf"), tl.float32)
+    highest = tl.full((QUERY_TILE,), -float("inf"), tl.float32)
     total = tl.zeros((QUERY_TILE,), tl.float32)
     mixed = tl.zeros((QUERY_TILE, DIM_BLOCK), tl.float32)
     if SINKS:
-        highest += tl.load(sinks + head) * _LOG2_E
-        total += 1.0
+        is_first = tl.program_id(2) == 0
+        highest = tl.where(is_first, tl.load(sinks + head) * _LOG2_E, highest)
+        total += tl.where(is_first, 1.0, 0.0)
     oldest = length - count + first
-    begin = 0
-    if WINDOWED:
-        begin = tl.maximum(0, oldest - window + 1) // KEY_TILE * KEY_TILE
-    end = tl.minimum(length, oldest + QUERY_TILE)
-    if REACHES:
-        end = tl.minimum(length, tl.maximum(end, tl.max(last, 0) + 1))
     # Tiles that all queries see completely need no mask. The last tiles, and all tiles of a window, do.
     unmasked = begin if MASKED else (oldest + 1) // KEY_TILE * KEY_TILE
+    stop = end
+    if SPLIT:
+        stop = tl.minimum(end, own + share)
+        unmasked = tl.minimum(tl.maximum(unmasked, own), stop)
     highest, total, mixed = _attend(
-        query, highest, total, mixed, position, last, begin, unmasked, end, oldest, window, table_row, key_pages,
-        value_pages, kv_head, scale, cap, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, CAPPED, False,
+        query, highest, total, mixed, position, last, own, unmasked, stop, oldest, window, table_row, key_pages,
+        value_pages, kv_head, scale, cap, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, CAPPED, SPLIT, False,
     )  # fmt: skip
     highest, total, mixed = _attend(
-        query, highest, total, mixed, position, last, unmasked, end, end, oldest, window, table_row, key_pages,
-        value_pages, kv_head, scale, cap, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, CAPPED, True,
+        query, highest, total, mixed, position, last, unmasked, stop, stop, oldest, window, table_row, key_pages,
+        value_pages, kv_head, scale, cap, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEY_TILE, WINDOWED, CAPPED, SPLIT, True,
     )  # fmt: skip
-    tl.store(out + where, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    if SPLIT:
+        if begin + share < end:  # other programs have the rest
+            part = line * splits + tl.program_id(2)
+            tl.store(partial + part[:, None] * DIM + dim[None, :], mixed, mask=inside)
+            tl.store(shares + part * 2, highest, mask=token < count)
+            tl.store(shares + part * 2 + 1, total, mask=token < count)
+        else:
+            tl.store(out + where, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + where, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -188,6 +251,7 @@ def _attend(
     KEY_TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    SPLIT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds the positions from `begin` to `stop` to the online softmax. oldest: the position of the first query"""
@@ -219,8 +283,8 @@ def _attend(
             scores = tl.where(visible, scores, -float("inf"))
         higher = tl.maximum(highest, tl.max(scores, 1) * factor)
         base = higher
-        if WINDOWED:
-            base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing of this tile is in the window
+        if WINDOWED or SPLIT:
+            base = tl.where(higher == -float("inf"), 0.0, higher)  # no key of this tile is visible
         shrink = tl.exp2(highest - base)
         weights = tl.exp2(scores * factor - base[:, None])
         total = total * shrink + tl.sum(weights, 1)

@@ -32,6 +32,9 @@ from cortex.neuron.kernels.native.operations import Lookup, Product, compute, op
 _DTYPES = (torch.float32, torch.bfloat16)
 _MIN_PARALLEL_WEIGHTS = 1 << 18
 """Smaller GEMMs take less time than waking threads."""
+_FINE, _COARSE = {(2, 16, True), (3, 16, False), (6, 16, False)}, {(bits, 32) for bits in (4, 5, 8)}
+_KERNELS = _FINE | {(*each, has_minimums) for each in _COARSE for has_minimums in (False, True)}
+"""Bits, columns of a group, and whether groups have minimums: a function of products.c exists for each."""
 _STEPS = 8
 _UNIT = 2.0**-8
 """`UNIT` of products.c"""
@@ -39,6 +42,8 @@ _UNIT = 2.0**-8
 
 class NativeMatrix(CpuMatrix):
     def __init__(self, layout: CpuLayout, outputs: int, inputs: int, device: torch.device) -> None:
+        if (layout.bits, layout.group, layout.zero is None) not in _KERNELS:
+            raise NotImplementedError(f"products.c has no function for {layout}")
         super().__init__(layout, outputs, inputs, device)
         shape = (padded_rows(outputs) // TILE_ROWS, num_tiles(layout, inputs), tile_bytes(layout))
         self._packed = torch.empty(shape, dtype=torch.uint8, device=device)
@@ -49,7 +54,6 @@ class NativeMatrix(CpuMatrix):
             outputs,
             inputs // GROUP,
             0 if table else layout.bits,
-            layout.group,
             layout.zero or 0,
             layout.zero is None,
         )

@@ -71,8 +71,8 @@ def delta_chunks(projected: Tensor, rules: DeltaRules, batch: Batch, state: Delt
     )
     first = batch.num_decodes
     columns = max(16, min(VALUE_COLUMNS, triton.next_power_of_2(value_dim)))
-    carried = torch.empty((tokens, rules.value_size), dtype=kind, device=device)
-    _carry_kernel[(len(batch.prefills), heads, triton.cdiv(value_dim, columns))](
+    carried = batch.empty((tokens, rules.value_size), projected)
+    _carry_kernel[(batch.num_prefills, heads, triton.cdiv(value_dim, columns))](
         decayed_q,
         decayed_k,
         w,

@@ -12,7 +12,7 @@ from torch import Tensor
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.delta.rules import L2_EPS, DeltaRules, DeltaState
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, num_processors, tl, triton
-from cortex.neuron.kernels.recurrent.causal_conv import convolved
+from cortex.neuron.kernels.recurrent.causal_conv import convolved, silu, weighted_earlier
 
 
 def delta_step(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState, out: Tensor) -> None:
@@ -98,45 +98,64 @@ def _step_kernel(
     where = memory + row * memory_stride + head * KEY_DIM * VALUE_DIM
     where = where + key_dim[:, None] * VALUE_DIM + column[None, :]
     known = tl.load(where, mask=key_inside[:, None] & (column < VALUE_DIM)[None, :], other=0.0)  # [key dim, columns]
+    # Whatever does not depend on the projection is on its way before the wait.
+    ring = recent + row * recent_stride
+    channel = head // SHARED * KEY_DIM + key_dim
+    q_earlier = weighted_earlier(ring, conv_weight, channel, key_inside, position, CHANNELS, TAPS)
+    k_earlier = weighted_earlier(ring, conv_weight, KEY_SIZE + channel, key_inside, position, CHANNELS, TAPS)
+    v_channel = 2 * KEY_SIZE + head * VALUE_DIM + column
+    v_inside = column < VALUE_DIM
+    v_earlier = weighted_earlier(ring, conv_weight, v_channel, v_inside, position, CHANNELS, TAPS)
+    own_tap = conv_weight + (TAPS - 1) * CHANNELS
+    q_gain = tl.load(own_tap + channel, mask=key_inside, other=0.0).to(tl.float32)
+    k_gain = tl.load(own_tap + KEY_SIZE + channel, mask=key_inside, other=0.0).to(tl.float32)
+    v_gain = tl.load(own_tap + v_channel, mask=v_inside, other=0.0).to(tl.float32)
+    rate, bias = tl.load(decay_rate + head), tl.load(decay_bias + head)
+    part = tl.arange(0, PARTS)
+    value_dim = part[:, None] * COLUMNS + column[None, :]
+    inside = value_dim < VALUE_DIM
+    norm_gain = tl.load(norm_weight + value_dim, mask=inside, other=0.0).to(tl.float32)
     if OVERLAP:
         gdc_wait()
 
     token = projected + index * projected_stride
-    ring = recent + row * recent_stride
-    channel = head // SHARED * KEY_DIM + key_dim
-    keeps = key_dim < tl.where(head % SHARED == 0, KEY_DIM, 0)  # only one of the value heads that share a key head
-    q = convolved(token, ring, conv_weight, channel, key_inside, keeps, position, CHANNELS, TAPS)
-    k = convolved(token, ring, conv_weight, KEY_SIZE + channel, key_inside, keeps, position, CHANNELS, TAPS)
-    q = q * tl.rsqrt((tl.sum(q * q, 0) + L2_EPS) * KEY_DIM)
-    k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
+    own_q = tl.load(token + channel, mask=key_inside, other=0.0)
+    own_k = tl.load(token + KEY_SIZE + channel, mask=key_inside, other=0.0)
+    own_v = tl.load(token + v_channel, mask=v_inside, other=0.0)
     gates = token + CHANNELS + VALUE_SIZE + head
     strength = tl.sigmoid(tl.load(gates).to(tl.float32))
     decay_input = tl.load(gates + VALUE_HEADS).to(tl.float32)
-    decay = tl.exp(log_decay_of(decay_input, tl.load(decay_rate + head), tl.load(decay_bias + head)))
+    gate = tl.load(token + CHANNELS + head * VALUE_DIM + value_dim, mask=inside, other=0.0).to(tl.float32)
+    keeps = key_dim < tl.where(head % SHARED == 0, KEY_DIM, 0)  # only one of the value heads that share a key head
+    kept = ring + (position % TAPS) * CHANNELS
+    tl.store(kept + channel, own_q, mask=keeps)
+    tl.store(kept + KEY_SIZE + channel, own_k, mask=keeps)
+    tl.store(kept + v_channel, own_v, mask=v_inside)
+    q, k = silu(q_earlier + own_q.to(tl.float32) * q_gain), silu(k_earlier + own_k.to(tl.float32) * k_gain)
+    v = silu(v_earlier + own_v.to(tl.float32) * v_gain)
+    q = q * tl.rsqrt((tl.sum(q * q, 0) + L2_EPS) * KEY_DIM)
+    k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
+    decay = tl.exp(log_decay_of(decay_input, rate, bias))
 
-    part = tl.arange(0, PARTS)
     mixed = tl.zeros((PARTS, COLUMNS), tl.float32)
     for number in tl.static_range(PARTS):
         here = number * COLUMNS + column
+        here_inside = here < VALUE_DIM
         if number + 1 < PARTS:
             there = key_inside[:, None] & (here + COLUMNS < VALUE_DIM)[None, :]
             upcoming = tl.load(where + (number + 1) * COLUMNS, mask=there, other=0.0)
-        inside = here < VALUE_DIM
-        channel = 2 * KEY_SIZE + head * VALUE_DIM + here
-        v = convolved(token, ring, conv_weight, channel, inside, inside, position, CHANNELS, TAPS)
+        if number > 0:
+            channel = 2 * KEY_SIZE + head * VALUE_DIM + here
+            v = convolved(token, ring, conv_weight, channel, here_inside, here_inside, position, CHANNELS, TAPS)
         known = tl.where(position > 0, known, 0.0) * decay
         correction = (v - tl.sum(known * k[:, None], 0)) * strength
         known += k[:, None] * correction[None, :]
-        tl.store(where + number * COLUMNS, known, mask=key_inside[:, None] & inside[None, :])
+        tl.store(where + number * COLUMNS, known, mask=key_inside[:, None] & here_inside[None, :])
         mixed = tl.where((part == number)[:, None], tl.sum(known * q[:, None], 0)[None, :], mixed)
         if number + 1 < PARTS:
             known = upcoming
 
-    value_dim = part[:, None] * COLUMNS + column[None, :]
-    inside = value_dim < VALUE_DIM
     mixed *= tl.rsqrt(tl.sum(tl.sum(mixed * mixed, 1), 0) / VALUE_DIM + eps)
-    mixed *= tl.load(norm_weight + value_dim, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(token + CHANNELS + head * VALUE_DIM + value_dim, mask=inside, other=0.0).to(tl.float32)
-    mixed *= gate * tl.sigmoid(gate)
+    mixed *= norm_gain * gate * tl.sigmoid(gate)
     target = out + index * VALUE_SIZE + head * VALUE_DIM + value_dim
     tl.store(target, mixed.to(out.dtype.element_ty), mask=inside)

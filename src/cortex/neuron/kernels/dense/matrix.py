@@ -58,7 +58,7 @@ class DenseMatrix(ExpertMatrix):
 
     def _library_product(self, x: Tensor, epilogue: Epilogue) -> Tensor:
         bias, residual = epilogue.bias, epilogue.residual
-        if x.is_cuda:
+        if not x.is_cpu:
             if residual is not None and bias is None:
                 return residual.addmm_(x, self.weight.t())
             y = F.linear(x, self.weight, bias)

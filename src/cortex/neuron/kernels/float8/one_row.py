@@ -18,7 +18,7 @@ from cortex.neuron.kernels.float8.support import has_float8_products
 from cortex.neuron.kernels.jit import constant, gdc_launch_dependents, gdc_wait, jit, tl, triton
 from cortex.neuron.kernels.matrix import Epilogue, Prologue
 from cortex.neuron.kernels.moe.pairs import ExpertPairs
-from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
+from cortex.neuron.kernels.norm import rms_norm_reference
 from cortex.neuron.kernels.products.one_row import OneRowTiles, added_to_row, launch_one_row, store_row
 
 
@@ -48,8 +48,6 @@ def one_row_float8_product(
     x: [pairs / pairs.per_row, inputs]; out: [pairs, outputs of an expert]
     """
     norm = prologue.norm
-    if norm is not None and norm.dtype != x.dtype:  # zero-centred norms are kept in float32
-        x, norm = rms_norm(x, norm, prologue.eps), None
     tiles = one_row_tiles(codes.inputs)
     launch_one_row(
         _one_row_kernel,

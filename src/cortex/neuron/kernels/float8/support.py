@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
+from cortex.neuron.kernels.device_facts import facts_of
 from cortex.neuron.kernels.float8.layout import Float8Layout
 
 _LIBRARY_GROUPS = 4
@@ -13,9 +12,8 @@ _LIBRARY_GROUPS = 4
 _CUDA = tuple(map(int, (torch.version.cuda or "0").split(".")))
 
 
-@cache
 def capability_of(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return facts_of(device).capability
 
 
 def has_float8_products(device: torch.device) -> bool:

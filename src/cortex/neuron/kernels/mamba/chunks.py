@@ -28,7 +28,7 @@ def mamba_chunks(projected: Tensor, rules: MambaRules, batch: Batch, state: Mamb
     mixed = conv_chunks(x, rules.conv_weight, state.recent, batch, rules.conv_bias)
     columns = max(16, min(COLUMNS, triton.next_power_of_2(rules.head_dim)))
     state_block = max(16, triton.next_power_of_2(rules.state_dim))
-    _carry_kernel[(len(batch.prefills), rules.heads, triton.cdiv(rules.head_dim, columns))](
+    _carry_kernel[(batch.num_prefills, rules.heads, triton.cdiv(rules.head_dim, columns))](
         projected,
         mixed,
         rules.decay_rate,

@@ -32,7 +32,7 @@ def mamba(projected: Tensor, rules: MambaRules, batch: Batch, state: MambaState)
     def chunks(projected: Tensor, batch: Batch, out: Tensor) -> None:
         mamba_chunks(projected, rules, batch, state, out)
 
-    out = torch.empty((len(projected), rules.inner), dtype=torch.float32, device=projected.device)
+    out = batch.empty((len(projected), rules.inner), projected, torch.float32)
     return advance_rows(projected, batch, out, step, chunks)
 
 

@@ -20,7 +20,8 @@ from cortex.neuron.kernels.norm import rms_norm_reference
 
 MAX_ROWS = 1024
 """Largest number of rows of `choose_rows`."""
-ROUTER_BLOCK = 2
+ROUTER_BLOCK = 1
+"""Scores of one program of `choose_rows`."""
 
 
 def choose_reference(logits: Tensor, experts: Experts) -> ExpertChoice:
@@ -77,11 +78,16 @@ def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Expert
         ADDED=experts.router_bias is not None,
         BLOCK_IN=triton.next_power_of_2(size),
         BLOCK_OUT=ROUTER_BLOCK,
-        num_warps=4,
+        num_warps=_router_warps(size),
         **_choice_constants(experts),
         **launch_options(hidden.device),
     )
     return ExpertChoice(chosen, weights)
+
+
+def _router_warps(hidden: int) -> int:
+    """As few as hold a row of the router in registers: within one warp the choice needs no barriers."""
+    return 1 if hidden <= 2048 else 2 if hidden <= 4096 else 4
 
 
 def choose_rows_reference(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts) -> ExpertChoice:
@@ -235,8 +241,7 @@ def _choose(
     chosen = tl.zeros((SLOTS_BLOCK,), tl.int32)
     weight = tl.zeros((SLOTS_BLOCK,), tl.float32)
     for rank in tl.static_range(TOP_K):
-        best = tl.max(score, 0)
-        index = tl.min(tl.where(score == best, expert, ROUTED_BLOCK), 0)
+        best, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
         chosen = tl.where(slot == rank, index, chosen)
         if BIASED:
             own = tl.sum(tl.where(expert == index, every, 0.0), 0)

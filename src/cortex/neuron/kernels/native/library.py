@@ -17,7 +17,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-_NAMES = ("values.h", "operations.h", "products.c", "attention.c", "steps.c")
+_NAMES = ("values.h", "operations.h", "tiles.h", "products.c", "lookups.c", "attention.c", "steps.c")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _COMPILE_TIMEOUT_S = 120
 _LOGGED_LINES = 3
@@ -35,7 +35,6 @@ class NativeMemory(ctypes.Structure):
         ("outputs", ctypes.c_int64),
         ("tiles", ctypes.c_int64),
         ("bits", ctypes.c_int32),
-        ("group", ctypes.c_int32),
         ("zero", ctypes.c_int32),
         ("has_minimums", ctypes.c_int32),
     )

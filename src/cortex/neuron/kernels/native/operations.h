@@ -31,7 +31,7 @@ void await_barrier(const Member *member);
 typedef struct {
     const uint8_t *packed, *table;
     int64_t outputs, tiles;
-    int32_t bits, group, zero, has_minimums;
+    int32_t bits, zero, has_minimums;
 } Matrix;
 
 // out = f(x) Wᵀ + bias + residual. f divides by the length and multiplies with `norm` if that is given; with an `activation`, it is

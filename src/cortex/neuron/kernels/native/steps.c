@@ -47,8 +47,7 @@ static void run_argmax(const Argmax *argmax, const Member *member) {
         int64_t i = 0, first = 0;
         for (; i + LANES <= count; i += LANES) {
             const Floats some = floats_at(logits + i);
-            const Ints is_higher = some > most;
-            most = (Floats)(((Ints)some & is_higher) | ((Ints)most & ~is_higher));
+            most = larger(some, most);
             doubt |= some != some;
         }
         for (; i < count; i++) highest = logits[i] > highest || logits[i] != logits[i] ? logits[i] : highest;

@@ -130,6 +130,23 @@ INLINE float sum_of_lanes(Floats floats) {
 #endif
 }
 
+INLINE Floats larger(Floats a, Floats b) {
+    const Ints is_larger = a > b;
+    return (Floats)(((Ints)a & is_larger) | ((Ints)b & ~is_larger));
+}
+
+INLINE float largest_of_lanes(Floats floats) {
+#if WIDTH == 16
+    return vmaxvq_f32((float32x4_t)floats);
+#elif WIDTH == 64
+    return _mm512_reduce_max_ps((__m512)floats);
+#else
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128((__m256)floats), _mm256_extractf128_ps((__m256)floats, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+#endif
+}
+
 // The sum of products. Several sums at a time, because compilers may not change the order of a sum.
 INLINE float dot_product(const float *a, const float *b, int64_t count) {
     enum { SUMS = 4 };

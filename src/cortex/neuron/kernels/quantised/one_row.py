@@ -12,11 +12,10 @@ from torch import Tensor
 from cortex.neuron.kernels.jit import INTERPRETED, gdc_launch_dependents, gdc_wait, jit, tl, triton
 from cortex.neuron.kernels.matrix import Epilogue, Prologue
 from cortex.neuron.kernels.moe.pairs import ExpertPairs
-from cortex.neuron.kernels.norm import rms_norm
 from cortex.neuron.kernels.products.one_row import OneRowTiles, added_to_row, launch_one_row, store_row
 from cortex.neuron.kernels.quantised.codes import PackedCodes
 from cortex.neuron.kernels.quantised.unpack import layout_options
-from cortex.neuron.kernels.quantised.vector import prepared_vector, times_vector
+from cortex.neuron.kernels.quantised.vector import norm_gains, prepared_vector, times_vector
 
 
 def one_row_tiles(chunks: int, bits: int) -> OneRowTiles:
@@ -47,15 +46,16 @@ def one_row_product(
     """
     chunks, norm = codes.low.shape[1] // 16, prologue.norm
     low, high = codes.low.view(torch.int32), codes.high.view(torch.int32) if codes.high.numel() else None
-    if norm is not None and norm.dtype != x.dtype:  # zero-centred norms are kept in float32
-        x, norm = rms_norm(x, norm, prologue.eps), None
     is_paired = x.dtype == torch.bfloat16
+    has_wide_norm = is_paired and norm is not None and norm.dtype == torch.float32  # zero-centred norms
+    if norm is not None and is_paired:
+        norm = norm.view(torch.int64 if has_wide_norm else torch.int32)
     tiles = one_row_tiles(chunks, codes.layout.bits)
     launch_one_row(
         _one_row_kernel,
         x.view(torch.int32) if is_paired else x,
         (low, high, codes.scales),
-        norm if norm is None or not is_paired else norm.view(torch.int32),
+        norm,
         prologue.eps,
         epilogue,
         out,
@@ -64,6 +64,7 @@ def one_row_product(
         INPUTS=codes.inputs,
         CHUNKS=chunks,
         PAIRED=is_paired,
+        WIDE_NORM=has_wide_norm,
         LOW_WORDS=low.shape[1] // chunks,
         HIGH_WORDS=0 if high is None else high.shape[1] // chunks,
         BLOCK_CHUNKS=tiles.width,
@@ -89,6 +90,7 @@ def _one_row_kernel(
     INPUTS: tl.constexpr,
     CHUNKS: tl.constexpr,
     PAIRED: tl.constexpr,
+    WIDE_NORM: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -119,11 +121,12 @@ def _one_row_kernel(
     LOW_WORDS, HIGH_WORDS: of a chunk, in either plane.
     PAIRS_PER_ROW: the second coordinate is a pair, whose expert's rows begin further down; 0: there are no pairs.
     """
-    if OVERLAP:
+    if OVERLAP and PAIRS_PER_ROW == 0:
         gdc_launch_dependents()
     if PAIRS_PER_ROW > 0:
         if OVERLAP:
             gdc_wait()  # the kernel before chose the experts
+            gdc_launch_dependents()  # the next one reads their ids at once
         pair = tl.program_id(1).to(tl.int64)
         expert_row = tl.load(chosen + pair).to(tl.int64) * (outputs * (2 if ACTIVATION else 1))
         low += expert_row * (CHUNKS * LOW_WORDS)
@@ -139,9 +142,10 @@ def _one_row_kernel(
         low, high, scales, block, num_blocks, outputs, 0,
         CHUNKS, LOW_WORDS, HIGH_WORDS, SCALE_WORDS, ACTIVATION, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
     )  # fmt: skip
+    gains = norm_gains(norm_weight, 0, INPUTS, PAIRED, NORM, WIDE_NORM, BLOCK_CHUNKS)
     if OVERLAP and PAIRS_PER_ROW == 0:
         gdc_wait()
-    vector, squares = prepared_vector(x, norm_weight, 0, INPUTS, PAIRED, NORM, GROUP, ZERO, BLOCK_CHUNKS, PTX)
+    vector, squares = prepared_vector(x, gains, 0, INPUTS, PAIRED, NORM, GROUP, ZERO, BLOCK_CHUNKS, PTX)
     share = 1.0
     if WEIGHTED:
         share = tl.load(weights + tl.program_id(1))
@@ -169,8 +173,9 @@ def _one_row_kernel(
             )  # fmt: skip
             product = times_vector(words, vector, LOW_BITS, HIGH_BITS, GROUP, ZERO, CODEBOOK, PTX)
             total += tl.sum(tl.reshape(product, (BLOCK_OUT, BLOCK_CHUNKS * 4, 4)), 2)  # of the four units of a thread
+            gains = norm_gains(norm_weight, start + BLOCK_CHUNKS, INPUTS, PAIRED, NORM, WIDE_NORM, BLOCK_CHUNKS)
             vector, more = prepared_vector(
-                x, norm_weight, start + BLOCK_CHUNKS, INPUTS, PAIRED, NORM, GROUP, ZERO, BLOCK_CHUNKS, PTX
+                x, gains, start + BLOCK_CHUNKS, INPUTS, PAIRED, NORM, GROUP, ZERO, BLOCK_CHUNKS, PTX
             )
             squares += more
             words = next_words

@@ -26,7 +26,7 @@ from cortex.neuron.kernels.quantised.unpack import high_half, low_half
 @jit
 def prepared_vector(
     x,
-    norm_weight,
+    gains,
     start,
     INPUTS: tl.constexpr,
     PAIRED: tl.constexpr,
@@ -36,14 +36,45 @@ def prepared_vector(
     BLOCK_CHUNKS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """BLOCK_CHUNKS chunks of x times the norm's weights, as `times_vector` takes them; and sums of squares of x."""
+    """BLOCK_CHUNKS chunks of x times `gains`, as `times_vector` takes them; and sums of squares of x."""
     squares = tl.zeros((BLOCK_CHUNKS * 16,), tl.float32)
-    a0, a1, a2, a3, b0, b1, b2, b3 = _values(x, start, INPUTS, PAIRED, BLOCK_CHUNKS)
+    values = vector_values(x, start, INPUTS, PAIRED, BLOCK_CHUNKS)
     if NORM:
+        a0, a1, a2, a3, b0, b1, b2, b3 = values
         squares += a0 * a0 + a1 * a1 + a2 * a2 + a3 * a3 + b0 * b0 + b1 * b1 + b2 * b2 + b3 * b3
-        w0, w1, w2, w3, v0, v1, v2, v3 = _values(norm_weight, start, INPUTS, PAIRED, BLOCK_CHUNKS)
-        a0, a1, a2, a3 = a0 * w0, a1 * w1, a2 * w2, a3 * w3
-        b0, b1, b2, b3 = b0 * v0, b1 * v1, b2 * v2, b3 * v3
+        w0, w1, w2, w3, v0, v1, v2, v3 = gains
+        values = (a0 * w0, a1 * w1, a2 * w2, a3 * w3, b0 * v0, b1 * v1, b2 * v2, b3 * v3)
+    return as_integers(values, GROUP, ZERO, PTX), squares
+
+
+@jit
+def norm_gains(
+    norm_weight,
+    start,
+    INPUTS: tl.constexpr,
+    PAIRED: tl.constexpr,
+    NORM: tl.constexpr,
+    WIDE_NORM: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+):
+    """The norm's weights by slots, as the vector's values. WIDE_NORM: they are float32 pairs in words of 64 bits."""
+    if WIDE_NORM:
+        pair = start * 64 + tl.arange(0, BLOCK_CHUNKS * 64)
+        words = tl.load(norm_weight + pair, mask=pair < INPUTS // 2, other=0)
+        a0, a1, a2, a3 = by_slot(words.to(tl.int32).to(tl.float32, bitcast=True), BLOCK_CHUNKS)
+        b0, b1, b2, b3 = by_slot((words >> 32).to(tl.int32).to(tl.float32, bitcast=True), BLOCK_CHUNKS)
+        gains = (a0, a1, a2, a3, b0, b1, b2, b3)
+    elif NORM:
+        gains = vector_values(norm_weight, start, INPUTS, PAIRED, BLOCK_CHUNKS)
+    else:
+        gains = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    return gains
+
+
+@jit
+def as_integers(values, GROUP: tl.constexpr, ZERO: tl.constexpr, PTX: tl.constexpr):
+    """Values by slots, as `times_vector` takes them."""
+    a0, a1, a2, a3, b0, b1, b2, b3 = values
     sum_0, sum_1 = a0 + b0 + a1 + b1, a2 + b2 + a3 + b3
     factor, step = power_of_two(a0, a1, a2, a3, b0, b1, b2, b3)
     offset_0, offset_1 = step * EXACT, step * EXACT
@@ -56,26 +87,26 @@ def prepared_vector(
         high_1, low_1 = split_bytes(a2, a3, b2, b3, factor, PTX)
     if ZERO >= 0:
         offset_0, offset_1 = offset_0 + sum_0 * ZERO, offset_1 + sum_1 * ZERO
-    return (high_0, low_0, high_1, low_1, step, offset_0, offset_1, sum_0, sum_1), squares
+    return high_0, low_0, high_1, low_1, step, offset_0, offset_1, sum_0, sum_1
 
 
 @jit
-def _values(x, start, INPUTS: tl.constexpr, PAIRED: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
+def vector_values(x, start, INPUTS: tl.constexpr, PAIRED: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
     """A vector's values by the slots of the units they are multiplied with. → a_j (h = 0), b_j (h = 1): [units]"""
     pair = start * 64 + tl.arange(0, BLOCK_CHUNKS * 64)
     if PAIRED:
-        p0, p1, p2, p3 = _by_slot(tl.load(x + pair, mask=pair < INPUTS // 2, other=0), BLOCK_CHUNKS)
+        p0, p1, p2, p3 = by_slot(tl.load(x + pair, mask=pair < INPUTS // 2, other=0), BLOCK_CHUNKS)
         a0, a1, a2, a3 = low_half(p0), low_half(p1), low_half(p2), low_half(p3)
         b0, b1, b2, b3 = high_half(p0), high_half(p1), high_half(p2), high_half(p3)
     else:
         inside = pair < INPUTS // 2
-        a0, a1, a2, a3 = _by_slot(tl.load(x + pair * 2, mask=inside, other=0.0).to(tl.float32), BLOCK_CHUNKS)
-        b0, b1, b2, b3 = _by_slot(tl.load(x + pair * 2 + 1, mask=inside, other=0.0).to(tl.float32), BLOCK_CHUNKS)
+        a0, a1, a2, a3 = by_slot(tl.load(x + pair * 2, mask=inside, other=0.0).to(tl.float32), BLOCK_CHUNKS)
+        b0, b1, b2, b3 = by_slot(tl.load(x + pair * 2 + 1, mask=inside, other=0.0).to(tl.float32), BLOCK_CHUNKS)
     return a0, a1, a2, a3, b0, b1, b2, b3
 
 
 @jit
-def _by_slot(pairs, BLOCK_CHUNKS: tl.constexpr):
+def by_slot(pairs, BLOCK_CHUNKS: tl.constexpr):
     """[chunks · (v, j, t)] → for each j: [chunks · (t, v)]"""
     pairs = tl.permute(tl.reshape(pairs, (BLOCK_CHUNKS, 4, 4, 4)), (0, 3, 1, 2))
     even, odd = tl.split(tl.reshape(pairs, (BLOCK_CHUNKS * 16, 2, 2)))

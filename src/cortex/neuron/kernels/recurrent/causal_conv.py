@@ -23,7 +23,7 @@ def conv_chunks(
     taps, channels = weight.shape
     assert batch.prefill_tiles is not None
     first = batch.num_decodes
-    out = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
+    out = batch.empty((len(x), channels), x)
     rows = (batch.rows[first:], batch.lengths[first:], batch.prefill_offsets)
     strides = (x.stride(0), recent.stride(0))
     shared = {
@@ -51,7 +51,7 @@ def conv_chunks(
         **shared,
     )
     # A separate launch, because the tiles of a row read what this overwrites.
-    _store_recent_kernel[(len(batch.prefills), blocks)](x, recent, *rows, *strides, **shared)
+    _store_recent_kernel[(batch.num_prefills, blocks)](x, recent, *rows, *strides, **shared)
     return out
 
 
@@ -102,8 +102,12 @@ def _earlier(recent: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
 @jit
 def convolved(token, ring, weight, channel, inside, keeps, position, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
     """silu of the convolution of one token at `channel`, float32. Where `keeps`, stores the token in the row's ring."""
-    total = convolution(token, ring, weight, channel, inside, keeps, position, CHANNELS, TAPS)
-    return total * tl.sigmoid(total)
+    return silu(convolution(token, ring, weight, channel, inside, keeps, position, CHANNELS, TAPS))
+
+
+@jit
+def silu(x):
+    return x * tl.sigmoid(x)
 
 
 @jit

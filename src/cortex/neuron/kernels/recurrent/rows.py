@@ -37,7 +37,7 @@ def advance_rows(projected: Tensor, batch: Batch, out: Tensor, step: Advance, ch
     decodes = batch.num_decodes
     if decodes:
         step(projected, batch, out)
-    if batch.prefills:
+    if batch.num_prefills:
         chunks(projected[decodes:], batch, out[decodes:])
     return out
 

@@ -31,8 +31,9 @@ class Upstream(Protocol):
     def check_route(self, path: str) -> None:
         """Raises UnsupportedModality for a path that the server does not have."""
 
-    def hangs(self, reason: str) -> None:
-        """A response is overdue: the server is ended, as one that has crashed."""
+    async def end_if_hung(self, reason: str) -> None:
+        """A response is overdue. Unless another one goes on, or the server responds to a health check, it is ended, as
+        one that has crashed."""
 
     def produced(self, request_id: str) -> None:
         """The response has begun."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
 from cortex.wire.errors import UnsupportedModality
@@ -17,6 +17,11 @@ _MARKERS = (
 )
 """The control tokens before prefix, suffix and middle: Qwen, StarCoder, SantaCoder, GLM, DeepSeek, CodeLlama."""
 
+_REPOSITORY_MARKERS = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"), ("<reponame>", "<filename>"))
+"""The control tokens before the name of a repository and of each of its files: Qwen, StarCoder 2, StarCoder."""
+_PROJECT, _FILE = "myproject", "filename"
+"""Names for the repository and the file of the gap, which clients do not send; those of llama.cpp."""
+
 
 def markers(tokenizer: Tokenizer) -> tuple[str, str, str] | None:
     """Those that the vocabulary has; None for a model that was not trained to fill in."""
@@ -28,12 +33,29 @@ def has_markers(is_token: Callable[[str], bool]) -> bool:
     return any(all(map(is_token, three)) for three in _MARKERS)
 
 
-def fill_in_prompt(prefix: str, suffix: str, tokenizer: Tokenizer) -> str:
-    """Raises UnsupportedModality for a model without the tokens."""
+def fill_in_prompt(
+    prefix: str, suffix: str, tokenizer: Tokenizer, middle: str = "", files: Sequence[tuple[str, str]] = ()
+) -> str:
+    """`middle`: the beginning of what is filled in. `files`: names and texts of others, which come first; where the
+    vocabulary has tokens for repositories, as models were trained with them.
+
+    Raises UnsupportedModality for a model without the tokens.
+    """
     found = markers(tokenizer)
     if found is None:
         raise UnsupportedModality(
             "This model has no tokens for filling in; choose one with the capability `insert` in /v1/models.",
             param="suffix",
         )
-    return f"{found[0]}{prefix}{found[1]}{suffix}{found[2]}"
+    return f"{_before(files, tokenizer)}{found[0]}{prefix}{found[1]}{suffix}{found[2]}{middle}"
+
+
+def _before(files: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> str:
+    if not files:
+        return ""
+    for repository, separator in _REPOSITORY_MARKERS:
+        if tokenizer.whole_id(separator) is not None:
+            begin = f"{repository}{_PROJECT}\n" if tokenizer.whole_id(repository) is not None else ""
+            parts = "".join(f"{separator}{name}\n{text}" for name, text in files)
+            return f"{begin}{parts}{separator}{_FILE}\n"
+    return "".join(f"{text}\n" for _, text in files)

@@ -32,6 +32,8 @@ class TextsToEncode:
     max_tokens: int | None = None
     """Longer texts are cut off; of a pair, the longer part. None: nothing is cut off."""
     from_left: bool = False
+    adds_special: bool = True
+    """With the begin and end tokens that the model was trained with."""
     literal: tuple[tuple[tuple[int, int], ...], ...] = ()
     """For each text, its parts in which no control token begins: their first characters and their ends. Empty: texts
     and pairs are read with their control tokens."""

@@ -28,6 +28,14 @@ _SENTENCEPIECE: Final = frozenset({"llama", "gemma4"})
 _END_TOKENS: Final = {"gemma4": ("<eos>", "<turn|>", "<|tool_response>")}
 """Kind of a tokenizer → tokens that end a generation, which its files do not name."""
 
+_TURN_ENDS: Final = frozenset(
+    {
+        *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end|>", "<end_of_turn>", "[|endofturn|]"),
+        *("<|END_OF_TURN_TOKEN|>", "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>"),
+    }
+)
+"""Whole tokens that end a turn in any vocabulary that has them. Many files name only one of their end tokens."""
+
 
 class TokenType(IntEnum):
     NORMAL = 1
@@ -70,11 +78,15 @@ def named_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ids that end a generation, according to the file."""
+    """The ids that end a generation: those that the file names first."""
     found = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_IDS]
-    unnamed = _END_TOKENS.get(str(metadata.get("tokenizer.ggml.model")), ())
+    unnamed = {*_TURN_ENDS, *_END_TOKENS.get(str(metadata.get("tokenizer.ggml.model")), ())}
     tokens = metadata.get("tokenizer.ggml.tokens") or ()
-    found += [i for i, token in enumerate(tokens) if token in unnamed] if unnamed else []
+    if "<|return|>" in tokens:  # in harmony a message ends so, and the turn goes on
+        unnamed -= {"<|end|>"}
+    kinds = metadata.get("tokenizer.ggml.token_type") or ()
+    whole = {i for i, kind in enumerate(kinds) if kind in (TokenType.CONTROL, TokenType.USER_DEFINED)}
+    found += [i for i, token in enumerate(tokens) if token in unnamed and i in whole]
     return tuple(dict.fromkeys(i for i in found if isinstance(i, int)))
 
 

@@ -107,9 +107,9 @@ class LibraryTokenizer:
             direction = "left" if texts.from_left else "right"
             self.backend.enable_truncation(max(texts.max_tokens, least), direction=direction)
         try:
-            found = self.backend.encode_batch(inputs, add_special_tokens=True)
+            found = self.backend.encode_batch(inputs, add_special_tokens=texts.adds_special)
             for index, encoding in in_pieces.items():
-                found[index] = self.backend.post_process(encoding, add_special_tokens=True)
+                found[index] = self.backend.post_process(encoding, add_special_tokens=texts.adds_special)
         finally:
             self.backend.no_truncation()
         segments = [each.type_ids.index(1) if 1 in each.type_ids else 0 for each in found] if texts.queries else []

@@ -27,6 +27,8 @@ from cortex.neuron.worker.protocol import Activity, Command, DeviceAddress, Even
 log = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.25
+SHARED_FOR_S = 2.0
+"""For so long after two models had work, each of them takes short steps: the other's next request is likely."""
 PREPARE_AFTER_S = 0.2
 """Idle time before models prepare: a request that waited for its model to load arrives sooner than that."""
 
@@ -57,6 +59,8 @@ class Executor:
         self._commands: deque[Work] = deque()
         self._stats: dict[int, EngineStats] = {}
         self._stats_at_s = 0.0
+        self._shared_at_s = float("-inf")
+        """When two models had work last."""
         self._is_exiting = False
         self._grammars = GrammarCompiler(lambda compiled: self.inbox.put([compiled]))
         thread = EngineThread(
@@ -190,8 +194,13 @@ class Executor:
         self._emit(protocol.Outputs(handle, (StepOutput(request_id, finish="cancelled"),)))
 
     def _step_all(self) -> None:
-        for model in list(self._models.values()):
+        now_s = time.monotonic()
+        working = [model for model in self._models.values() if model.engine.has_work]
+        if len(working) > 1:
+            self._shared_at_s = now_s
+        for model in working:
             if model.engine.has_work:
+                model.engine.shares_device = now_s - self._shared_at_s < SHARED_FOR_S
                 self.activity = "step"
                 self._step(model)
         if time.monotonic() - self._stats_at_s >= STATS_INTERVAL_S:

@@ -53,6 +53,8 @@ class Handler(BaseHTTPRequestHandler):
         text = body["messages"][-1]["content"]
         if text == "hang":
             time.sleep(600)
+        if text == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if text == "crash":
             print("it is time to crash", flush=True)
             os._exit(3)

@@ -188,9 +188,22 @@ async def test_a_crash_in_a_response_is_a_retryable_error_and_the_next_one_is_se
 
 
 @pytest.mark.parametrize("caller", [{"silence_timeout_s": 0.5}], indirect=True)
-async def test_a_server_that_hangs_is_killed_and_started_again(caller: Caller) -> None:
+async def test_a_response_that_hangs_fails_alone_while_the_server_is_healthy(caller: Caller) -> None:
+    assert await _status(caller) == 200
+    before = servers()
     async with caller.post(text="hang") as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (502, "upstream_interrupted")
+    assert await _status(caller) == 200
+    assert servers() == before
+
+
+@pytest.mark.parametrize("caller", [{"silence_timeout_s": 0.5}], indirect=True)
+async def test_a_server_that_hangs_is_killed_and_started_again(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await _status(caller) == 200
+    monkeypatch.setattr("cortex.neuron.node.harness.command.host._HEALTH_S", 0.5)
+    async with caller.post(text="freeze") as response:
         assert response.status == 503, await response.text()
+    monkeypatch.undo()
     await until(lambda: caller.node.model("m").state is ModelState.READY)
     async with caller.post() as response:
         assert response.status == 200, await response.text()

@@ -141,9 +141,9 @@ class ServerOfModel:
                 f"{', '.join(routes)}."
             )
 
-    def hangs(self, reason: str) -> None:
+    async def end_if_hung(self, reason: str) -> None:
         if (host := self.hosts.get(self.model_id)) is not None:
-            host.kill(reason)
+            await host.end_if_hung(reason)
 
     def produced(self, request_id: str) -> None:
         if (host := self.hosts.get(self.model_id)) is not None:

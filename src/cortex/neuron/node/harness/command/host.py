@@ -162,10 +162,13 @@ class CommandHost:
     async def _is_healthy(self, pool: Pool) -> bool:
         if self.entry.health.path == "none":
             return not _is_free(self._port)
+        return 200 <= (await self._health_status(pool) or 0) < 300
+
+    async def _health_status(self, pool: Pool) -> int | None:
+        """The status of a health check; None: there is no response."""
         with contextlib.suppress(UpstreamFault):
-            response = await pool.fetch(b"GET", self.entry.health.path.encode(), timeout_s=_HEALTH_S)
-            return 200 <= response.status < 300
-        return False
+            return (await pool.fetch(b"GET", self.entry.health.path.encode(), timeout_s=_HEALTH_S)).status
+        return None
 
     async def _free_bytes(self) -> int:
         return 0 if self.memory.free_bytes is None else await asyncio.to_thread(self.memory.free_bytes)
@@ -267,6 +270,20 @@ class CommandHost:
         if self.pool is not None:
             self.pool.close()
             self.pool = None
+
+    async def end_if_hung(self, reason: str) -> None:
+        """Called when a response is overdue. A server that sends others, or responds to its health check with any
+        status, serves other clients: it stays."""
+        pool = self.pool
+        if pool is None:
+            return
+        is_alive = pool.has_heard_since(asyncio.get_running_loop().time() - self.entry.silence_timeout_s)
+        if not is_alive and self.entry.health.path != "none":
+            is_alive = await self._health_status(pool) is not None
+        if is_alive:
+            log.warning("%s: a response is overdue, but the server responds to others: %s", self.model_id, reason)
+        elif self.pool is pool:
+            self.kill(reason)
 
     def kill(self, reason: str) -> None:
         if self._server is not None:

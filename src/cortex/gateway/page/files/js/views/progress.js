@@ -3,7 +3,8 @@ import { bytes, seconds } from "../format.js";
 import { html } from "../html.js";
 
 const STAGES = {
-  resolve: "Finding files", download: "Downloading", read: "Reading weights", place: "Placing weights", warm: "Warming up",
+  resolve: "Finding files", download: "Downloading", read: "Reading weights", place: "Placing weights",
+  compile: "Compiling kernels", warm: "Warming up",
 };
 
 export function Progress({ progress }) {

@@ -124,11 +124,11 @@ function Keys() {
         <thead><tr><th>Name</th><th>Models</th><th class="number">Requests/min</th><th>Window left</th><th>Balance left</th><th>Expires</th><th></th></tr></thead>
         <tbody>${value.keys.map((key) => html`
           <tr key=${key.id}>
-            <td class="nowrap">${key.name} ${key.operator && html`<${Badge}>operator<//>`}<div class="dim mono small-text">ck-${key.id}-…</div></td>
+            <td class="nowrap">${key.name} ${key.operator && html`<${Badge}>operator<//>`} ${key.group && html`<${Badge}>${key.group}<//>`}<div class="dim mono small-text">ck-${key.id}-…</div></td>
             <td>${key.models.length ? key.models.join(", ") : html`<span class="dim">all</span>`}</td>
             <td class="number">${key.requests_per_min ?? html`<span class="dim">no limit</span>`}</td>
-            <td><${Left} left=${key.window_left_tokens} of=${key.window_tokens} per=${key.window_s} /></td>
-            <td><${Left} left=${key.balance_left_tokens} of=${key.balance_tokens} /></td>
+            <td><${Limits} tokens=${[key.window_left_tokens, key.window_tokens]} cost=${[key.window_left_cost, key.window_cost]} per=${key.window_s} /></td>
+            <td><${Limits} tokens=${[key.balance_left_tokens, key.balance_tokens]} cost=${[key.balance_left_cost, key.balance_cost]} /></td>
             <td class="nowrap">${key.is_expired ? html`<${Badge} kind="bad">expired<//>` : (key.expires ?? html`<span class="dim">never</span>`)}</td>
             <td>${mayEdit && html`<${Menu} label=${`Actions for key ${key.name}`}>
               <${MenuItem} onClick=${() => setDialog({ kind: "change", key })}>Limits and expiry…<//>
@@ -141,10 +141,11 @@ function Keys() {
     ${(dialog?.kind === "make" || dialog?.kind === "change") && html`<${KeyForm} keyInfo=${dialog.key} onDone=${reload} onClose=${() => setDialog(null)} />`}`;
 }
 
-function Left({ left, of, per }) {
-  if (of == null) return html`<span class="dim">no limit</span>`;
+function Limits({ tokens, cost, per }) {
+  if (tokens[1] == null && cost[1] == null) return html`<span class="dim">no limit</span>`;
   const hours = per ? ` in ${per % 3600 ? `${per / 60} min` : `${per / 3600} h`}` : "";
-  return html`<div class="left"><meter min="0" max=${of || 1} low=${of * 0.1} optimum=${of} value=${left} aria-label="Tokens left"></meter><span class="nowrap">${compact(left)} of ${compact(of)}${hours}</span></div>`;
+  const left = (label, [value, of], text) => of != null && html`<div class="left"><meter min="0" max=${of || 1} low=${of * 0.1} optimum=${of} value=${value} aria-label=${label}></meter><span class="nowrap">${text(value)} of ${text(of)}${hours}</span></div>`;
+  return html`${left("Tokens left", tokens, compact)}${left("Cost left", cost, money)}`;
 }
 
 function Revoke({ keyInfo, onDone, onClose }) {
@@ -162,23 +163,28 @@ const number = (text) => (text.trim() === "" ? null : Number(text));
 
 function KeyForm({ keyInfo, onDone, onClose }) {
   const isNew = !keyInfo;
-  const [fields, setFields] = useState({
-    name: keyInfo?.name ?? "", models: keyInfo?.models.join(", ") ?? "", requests_per_min: String(keyInfo?.requests_per_min ?? ""),
-    window_tokens: String(keyInfo?.window_tokens ?? ""), window_h: String((keyInfo?.window_s ?? DAY_S) / 3600),
-    balance_tokens: String(keyInfo?.balance_tokens ?? ""), expires: keyInfo?.expires?.slice(0, 10) ?? "", operator: keyInfo?.operator ?? false,
-  });
+  const text = (name) => String(keyInfo?.[name] ?? "");
+  const before = {
+    name: text("name"), models: keyInfo?.models.join(", ") ?? "", group: text("group"), requests_per_min: text("requests_per_min"),
+    window_tokens: text("window_tokens"), window_cost: text("window_cost"), window_h: String((keyInfo?.window_s ?? DAY_S) / 3600),
+    balance_tokens: text("balance_tokens"), balance_cost: text("balance_cost"), expires: keyInfo?.expires?.slice(0, 10) ?? "", operator: keyInfo?.operator ?? false,
+  };
+  const [fields, setFields] = useState(before);
   const [error, setError] = useState(null);
   const [made, setMade] = useState(null);
   const set = (name) => (event) => setFields({ ...fields, [name]: event.target.type === "checkbox" ? event.target.checked : event.target.value });
   const field = (name, label, more = {}) => html`<label>${label}<input value=${fields[name]} onInput=${set(name)} ...${more} /></label>`;
   async function submit(event) {
     event.preventDefault();
-    const values = {
-      models: fields.models.split(",").map((text) => text.trim()).filter(Boolean), requests_per_min: number(fields.requests_per_min),
-      window_tokens: number(fields.window_tokens), window_s: Math.round((number(fields.window_h) ?? 24) * 3600), balance_tokens: number(fields.balance_tokens),
-    };
-    if (isNew || fields.expires !== (keyInfo.expires?.slice(0, 10) ?? "")) values.expires = fields.expires || null;
-    if (isNew || fields.operator !== keyInfo.operator) values.operator = fields.operator;
+    const given = (fields) => ({
+      models: fields.models.split(",").map((text) => text.trim()).filter(Boolean), group: fields.group.trim() || null, requests_per_min: number(fields.requests_per_min),
+      window_tokens: number(fields.window_tokens), window_cost: number(fields.window_cost), window_s: Math.round((number(fields.window_h) ?? 24) * 3600),
+      balance_tokens: number(fields.balance_tokens), balance_cost: number(fields.balance_cost), expires: fields.expires || null, operator: fields.operator,
+    });
+    // Only what was changed: the models that are shown may be those of its group.
+    const old = given(before);
+    const isChanged = ([name, value]) => isNew || JSON.stringify(value) !== JSON.stringify(old[name]);
+    const values = Object.fromEntries(Object.entries(given(fields)).filter(isChanged));
     try {
       if (isNew) setMade((await post("keys", { name: fields.name.trim(), ...values })).key);
       else await patch(`keys/${inPath(keyInfo.name)}`, values);
@@ -202,14 +208,21 @@ function KeyForm({ keyInfo, onDone, onClose }) {
         ${isNew && html`<div class="fields">${field("name", "Name of its owner", { required: true, maxlength: 100 })}</div>`}
         <div class="fields">${field("models", "Models, separated by commas; * matches anything", { placeholder: "All" })}</div>
         <div class="fields">
+          ${field("group", "Group, whose models and budget it shares", { placeholder: "None" })}
           ${field("requests_per_min", "Requests per minute", { type: "number", min: 1, placeholder: "No limit" })}
-          ${field("balance_tokens", "Tokens in its whole life", { type: "number", min: 0, placeholder: "No limit" })}
         </div>
         <div class="fields">
           ${field("window_tokens", "Tokens per window", { type: "number", min: 0, placeholder: "No limit" })}
-          ${field("window_h", "Window in hours", { type: "number", min: 0.05, step: "any" })}
+          ${field("window_cost", "Cost per window", { type: "number", min: 0, step: "any", placeholder: "No limit" })}
         </div>
-        <div class="fields">${field("expires", "Expires at the start of", { type: "date" })}</div>
+        <div class="fields">
+          ${field("balance_tokens", "Tokens in its whole life", { type: "number", min: 0, placeholder: "No limit" })}
+          ${field("balance_cost", "Cost in its whole life", { type: "number", min: 0, step: "any", placeholder: "No limit" })}
+        </div>
+        <div class="fields">
+          ${field("window_h", "Window in hours", { type: "number", min: 0.05, step: "any" })}
+          ${field("expires", "Expires at the start of", { type: "date" })}
+        </div>
         <label class="check"><input type="checkbox" checked=${fields.operator} onChange=${set("operator")} /> Operator: may also change the fleet and keys</label>
         ${error && html`<${Problem} error=${error} />`}
         <footer><button type="button" onClick=${onClose}>Cancel</button><button class="primary">${isNew ? "Make the key" : "Save"}</button></footer>

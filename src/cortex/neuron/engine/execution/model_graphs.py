@@ -1,0 +1,99 @@
+"""All graphs of one model's steps: of single tokens, of drafts that are checked, and of short prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from cortex.neuron.engine.execution.graphs import (
+    DRAFT_SIZES,
+    MAX_NATIVE_ROWS,
+    Capture,
+    CudaCapture,
+    GraphSizes,
+    SizedGraphs,
+    StepGraphs,
+    max_captured_rows,
+    native_capture,
+)
+from cortex.neuron.engine.execution.prompt_graphs import PromptGraphs, prompt_sizes
+from cortex.neuron.kernels.jit import has_kernels
+from cortex.neuron.models.decoder import Decoder
+
+
+def default_capture(model: Decoder, *, is_batch_invariant: bool) -> Capture | None:
+    """How the steps of a model are captured. Those of a stage are not: its messages are sent between its layers and its
+    draw. Nor are divided or batch-invariant steps on a CPU, or those of another library's modules: their messages,
+    single rows and modules are no operations in C."""
+    architecture = model.architecture
+    if architecture.stage is not None:
+        return None
+    is_native = architecture.backend == "native"
+    if model.parameters.device.type == "cuda":
+        return CudaCapture(may_fail=architecture.is_divided or not is_native)
+    return native_capture if is_native and not architecture.is_divided and not is_batch_invariant else None
+
+
+class ModelGraphs:
+    """Belongs to the engine thread."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        page_tables: Sequence[Tensor],
+        last_tokens: Tensor,
+        capture: Capture | None,
+        *,
+        context_tokens: int,
+        step_tokens: int,
+        block_tokens: int | None = None,
+        checks_drafts: bool = False,
+    ) -> None:
+        """`page_tables` and `last_tokens`: of the rows, the last of which is the padding row. `block_tokens`: of a
+        batch-invariant step. `checks_drafts`: whether steps check draft tokens."""
+        self.steps: StepGraphs | None = None
+        self.drafts: StepGraphs | None = None
+        self.prompts: PromptGraphs | None = None
+        group, config, max_rows = model.parameters.group, model.config, len(last_tokens) - 1
+        row_elements, max_bytes = max(config.hidden, -(-config.vocab // group.shard.size)), group.max_captured_bytes
+        graph_rows = max_captured_rows(max_rows, row_elements, max_bytes)
+        if capture is None or graph_rows == 0:
+            return
+        is_native, arguments = capture is native_capture, (model, page_tables, last_tokens)
+        sizes = GraphSizes(graph_rows)
+        if block_tokens is not None:
+            sizes = GraphSizes(block_tokens, sizes=())
+        elif is_native:
+            sizes = GraphSizes(min(graph_rows, MAX_NATIVE_ROWS), sizes=())
+        shared = (context_tokens, capture)
+        self.steps = StepGraphs(*arguments, sizes, *shared, is_batch_invariant=block_tokens is not None)
+        if block_tokens is not None:
+            return
+        if checks_drafts:
+            sizes = GraphSizes(max_captured_rows(DRAFT_SIZES[-1], row_elements, max_bytes), DRAFT_SIZES)
+            if is_native:
+                sizes = GraphSizes(MAX_NATIVE_ROWS, sizes=())
+            self.drafts = StepGraphs(*arguments, sizes, *shared, checks_drafts=True)
+        most = max_captured_rows(step_tokens, config.hidden, max_bytes)
+        prompts = prompt_sizes(min(step_tokens, context_tokens), most) if has_kernels(last_tokens) else ()
+        if prompts:
+            self.prompts = PromptGraphs(model, page_tables, max_rows, prompts, capture)
+
+    def next_among(self, others: Iterable[SizedGraphs]) -> SizedGraphs | None:
+        """Those of which one is captured next, of these and `others`: the first ones of prompts and of single tokens,
+        then the smallest. Steps that check drafts are for small batches."""
+        if self.lacking_first:
+            return self.lacking_first[0]
+        missing = [
+            (graphs.smallest_missing, graphs)
+            for graphs in (self.steps, self.drafts, self.prompts, *others)
+            if graphs is not None and graphs.smallest_missing is not None
+        ]
+        return min(missing, key=lambda pair: pair[0], default=(0, None))[1]
+
+    @property
+    def lacking_first(self) -> list[SizedGraphs]:
+        """The graphs that a short prompt and its response use, as far as none of them is captured."""
+        first = (self.steps, self.prompts)
+        return [each for each in first if each is not None and not each.max_rows and each.smallest_missing is not None]

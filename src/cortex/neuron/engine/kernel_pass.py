@@ -1,0 +1,245 @@
+"""The kernels of a model, compiled before its first step: while its weights are read, or without any.
+
+The steps of the model run on torch's `meta` device, with one layer of each kind, and compute nothing: their launches
+are the kernels to compile (`kernels/compilation.py`). What the first response needs comes first. A note in Triton's
+cache says that all of a model's kernels are there, so that later loads do not look for them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cortex.neuron import kernels
+from cortex.neuron.engine.execution.batch_invariant import BLOCK_TOKENS
+from cortex.neuron.engine.execution.graphs import Graph, Outputs
+from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.memory.plan import PAGE_TOKENS, STEP_TOKENS, StateSlots
+from cortex.neuron.engine.memory.sequences import SequenceMemory
+from cortex.neuron.kernels.compilation import KernelCompiler, Report
+from cortex.neuron.kernels.device_facts import DeviceFacts, facts_of, pretend
+from cortex.neuron.kernels.jit import TRITON, triton
+from cortex.neuron.kernels.layouts import MatrixLayout
+from cortex.neuron.layers.configs import Shard
+from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup, SingleRank
+from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.decoder import Decoder
+
+log = logging.getLogger(__name__)
+
+META = torch.device("meta")
+_SLOTS = 1
+"""Of states: how many there are makes no difference to a kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassedModel:
+    """A model as far as its kernels depend on it."""
+
+    architecture: Architecture
+    packing: Mapping[str, MatrixLayout]
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    shard: Shard
+    max_rows: int
+    context_tokens: int
+    deterministic: bool = False
+    checks_drafts: bool = True
+
+    def digest(self, facts: DeviceFacts) -> str:
+        """Differs where kernels may."""
+        layouts = sorted((name, repr(self.packing[name])) for name in self.packing)
+        parts = (
+            sorted((name, repr(value)) for name, value in self.architecture.raw.items()),
+            [repr(layer) for _, layer in self.architecture.named_layers()],
+            layouts,
+            (self.dtype, self.kv_dtype, self.shard, self.max_rows, self.context_tokens),
+            (self.deterministic, self.checks_drafts),
+            (facts, triton.__version__, torch.__version__, _sources()),
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def runner(self) -> Runner:
+        """Its steps on the `meta` device."""
+        group: ParallelGroup = SINGLE_RANK if self.shard.is_whole else _Rank(self.shard)
+        parameters = Parameters(META, self.dtype, self.packing, group)
+        model = Decoder(self.architecture, parameters, self.context_tokens, STEP_TOKENS["cuda"])
+        _keep_one_of_each(model)
+        num_pages = dict.fromkeys(self.architecture.windows, 2)
+        memory = SequenceMemory(model, num_pages, PAGE_TOKENS, StateSlots(_SLOTS), self.dtype, META, self.kv_dtype)
+        return Runner(
+            model,
+            PAGE_TOKENS,
+            self.max_rows,
+            self.context_tokens,
+            STEP_TOKENS["cuda"],
+            memory.states,
+            capture=_passed,
+            block_tokens=BLOCK_TOKENS if self.deterministic else None,
+            checks_drafts=self.checks_drafts,
+        )
+
+
+class _Rank(SingleRank):
+    """One rank of a model on the `meta` device: the shapes are right, and nobody is asked."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        return part.repeat(1, self.shard.size)
+
+
+def _empty_product(left: Tensor, right: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return left.new_empty((*left.shape[:-1], right.shape[-1]), dtype=dtype)
+
+
+META_SHAPES: Mapping[str, Callable[..., Tensor]] = {
+    "mm": _empty_product,
+    "bmm": _empty_product,
+    "addmm": lambda _, left, right, **__: _empty_product(left, right),
+    "addmm_": lambda added, *_, **__: added,
+    "mm.out": lambda *_, out: out,
+    "bmm.out": lambda *_, out: out,
+    "addmm.out": lambda *_, out, **__: out,
+    "index_select": lambda x, dim, index: x.new_empty((*x.shape[:dim], len(index), *x.shape[dim + 1 :])),
+    "index_copy_": lambda x, *_: x,
+    "embedding": lambda weight, ids, *_, **__: weight.new_empty((*ids.shape, weight.shape[1])),
+    "_scaled_mm": lambda left, right, *_, out_dtype=None, **__: _empty_product(left, right, out_dtype),
+}
+
+
+@contextlib.contextmanager
+def _light_shapes() -> Iterator[None]:
+    """These operations follow our rules on the `meta` device: torch's own import a second's worth of modules."""
+    rules = torch.library.Library("aten", "IMPL", "Meta")
+    try:
+        for name, rule in META_SHAPES.items():
+            rules.impl(name, rule, allow_override=True)
+        yield
+    finally:
+        rules._destroy()
+
+
+class _NoGraph:
+    def replay(self, rows: int) -> None:
+        del rows
+
+
+def _passed(step: Callable[[], Outputs]) -> tuple[Graph, Outputs]:
+    return _NoGraph(), step()
+
+
+def _keep_one_of_each(model: Decoder) -> None:
+    """Removes the layers whose kernels are those of another one."""
+    stored: dict[str, list[tuple[str, str]]] = {}
+    for binding in model.parameters.packed_bindings:
+        layout = repr(model.parameters.packing[binding.source])
+        for name, _ in model.architecture.named_layers():
+            if binding.source.startswith(f"{name}."):
+                stored.setdefault(name, []).append((binding.source.removeprefix(name), layout))
+    kept = {}
+    for (name, config), layer in zip(model.architecture.named_layers(), model.layers, strict=True):
+        kept.setdefault((repr(config), tuple(stored.get(name, ()))), layer)
+    model.layers = list(kept.values())
+
+
+class KernelPass:
+    """Compiles the kernels of one model in threads of its own. `ready` returns when those of a short response are
+    compiled; the others follow."""
+
+    def __init__(self, model: PassedModel, facts: DeviceFacts) -> None:
+        """`facts`: of the card, the only one of this process that kernels are compiled for."""
+        pretend(facts)
+        self._model = model
+        self._note = cache_folder() / "models" / model.digest(facts)
+        self._compiler = KernelCompiler()
+        self._first: list[BaseException | None] = []
+        self._is_collected = threading.Event()
+        self._is_closed = False
+        self.is_cached = self._note.exists()
+        """Whether an earlier pass has compiled all of them."""
+        self._thread = threading.Thread(target=self._run, name="kernel-pass", daemon=True)
+
+    def start(self) -> None:
+        if not self.is_cached:
+            self._thread.start()
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            with torch.inference_mode(), self._compiler.collected(), _light_shapes():
+                runner = self._model.runner()
+                runner.prepare_first()
+                self._is_collected.set()
+                while not self._is_closed and runner.prepare():
+                    pass
+            if not self._is_closed:
+                self._compiler.wait()
+                self._note.parent.mkdir(parents=True, exist_ok=True)
+                self._note.touch()
+        except Exception as raised:  # a step compiles what is missing, and reports what is wrong with it
+            log.debug("kernels are compiled when they are first used", exc_info=raised)
+            error = raised
+        finally:
+            self._first.append(error)
+            self._is_collected.set()
+
+    def ready(self, report: Report = lambda *_: None) -> None:
+        """Waits for the kernels of a short prompt and its response."""
+        if self.is_cached:
+            return
+        self._is_collected.wait()
+        with contextlib.suppress(Exception):  # as above
+            self._compiler.wait(report)
+
+    def wait(self, report: Report = lambda *_: None) -> int:
+        """Waits for all kernels. Returns how many there are. Raises what went wrong."""
+        if self.is_cached:
+            return 0
+        while self._thread.is_alive():
+            self._compiler.wait(report)
+            self._thread.join(0.05)
+        if self._first and self._first[0] is not None:
+            raise self._first[0]
+        return self._compiler.num_kernels
+
+    def close(self) -> None:
+        """Compiles no more."""
+        self._is_closed = True
+        self._compiler.close()
+
+
+def kernel_pass(model: PassedModel, device: torch.device) -> KernelPass | None:
+    """The pass of a model that is about to be loaded, begun; None on a device without kernels, or for a model of
+    another library or a stage, whose steps are not captured."""
+    architecture = model.architecture
+    is_known = architecture.backend == "native" and architecture.stage is None and architecture.pooling is None
+    if device.type != "cuda" or not TRITON or not is_known:
+        return None
+    begun = KernelPass(model, facts_of(device))
+    begun.start()
+    return begun
+
+
+def cache_folder() -> Path:
+    return Path(triton.knobs.cache.dir)
+
+
+@cache
+def _sources() -> str:
+    """A digest of all kernels' sources."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(next(iter(kernels.__path__))).rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,64 @@
+"""What kernels need to know about a device: a GPU, or the one that they are compiled for without a launch.
+
+Tensors on torch's `meta` device have shapes and no memory. A pass over them compiles the kernels of a model for a card
+(`pretend`), before there are weights, or where there is no card at all (`compilation.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    capability: tuple[int, int]
+    """(0, 0): no GPU; kernels are interpreted there, in tests."""
+    num_processors: int
+    """Streaming multiprocessors."""
+    shared_bytes: int
+    """The shared memory that one program may use."""
+
+    @property
+    def name(self) -> str:
+        """As compilers name it: `sm_90`."""
+        return "sm_{}{}".format(*self.capability)
+
+
+CPU = DeviceFacts((0, 0), 8, 99 << 10)
+"""With the shared memory of the smallest supported devices."""
+CARDS = {
+    facts.name: facts
+    for facts in (
+        DeviceFacts((8, 0), 108, 163 << 10),
+        DeviceFacts((8, 6), 82, 99 << 10),
+        DeviceFacts((8, 9), 128, 99 << 10),
+        DeviceFacts((9, 0), 132, 227 << 10),
+        DeviceFacts((10, 0), 148, 227 << 10),
+        DeviceFacts((12, 0), 170, 99 << 10),
+    )
+}
+"""The largest card of each generation: A100, RTX 3090, RTX 4090, H100 and H200, B200, RTX 5090."""
+
+_pretended: list[DeviceFacts] = []
+
+
+def pretend(facts: DeviceFacts) -> None:
+    """Compiles what runs on the `meta` device for this card, for the rest of the process. Raises RuntimeError after
+    another card: kernels keep what they have found out about a device."""
+    if _pretended and _pretended != [facts]:
+        raise RuntimeError("kernels of this process are compiled for another card already")
+    _pretended[:] = [facts]
+
+
+@cache
+def facts_of(device: torch.device) -> DeviceFacts:
+    if device.type == "meta" and _pretended:
+        return _pretended[0]
+    if device.type != "cuda":
+        return CPU
+    properties = torch.cuda.get_device_properties(device)
+    shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # not in the stubs
+    return DeviceFacts(torch.cuda.get_device_capability(device), properties.multi_processor_count, shared_bytes)

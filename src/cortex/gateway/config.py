@@ -151,7 +151,8 @@ class LimitsSection(Section, frozen=True):
 
 
 class ResponsesSection(Section, frozen=True):
-    """Stored responses of the Responses API: `store`, `previous_response_id`, `background`."""
+    """Stored responses and conversations of the Responses API: `store`, `previous_response_id`, `conversation`,
+    `background`."""
 
     store: bool = True
     """Store every response of `/v1/responses`, unless its request says `"store": false`. With `false` nothing is

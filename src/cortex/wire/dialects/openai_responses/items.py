@@ -101,10 +101,9 @@ def _read_item(item: Fields, conversation: _Conversation, noted: list[str]) -> N
             )
             conversation.add(Message(role="tool", parts=(result,)))
         case "compaction" | "compaction_summary":
-            text = shown(item.required_text("encrypted_content"))
-            if text is None:
+            if (summary := shown(item.required_text("encrypted_content"))) is None:
                 raise item.invalid("encrypted_content", "it was not made here; send what it sums up")
-            conversation.add(Message(role="user", parts=(Text(text=text),)))
+            conversation.add(Message(role="user", parts=(Text(text=summary),)))
         case "item_reference":
             raise item.invalid("type", "items are not stored here; send the item itself")
         case _ if kind in _WITHOUT_EFFECT:

@@ -31,7 +31,7 @@ from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.loading import build_model, load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.speculation.drafter import NO_DRAFT, Draft, Drafter
-from cortex.neuron.engine.speculation.speculation import FastestWidths
+from cortex.neuron.engine.speculation.width_rule import FastestWidths
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.packing import MatrixDevice, with_draft_output
 from engine import packing, synchronise
@@ -98,8 +98,8 @@ class SwitchedWidths(FastestWidths):
             return [0 if is_mixed else self.fixed] * len(drafts)
         return super().widths(drafts, num_tokens, is_mixed=is_mixed)
 
-    def num_proposals(self, odds: Sequence[Sequence[float]], num_tokens: int) -> int:
-        return super().num_proposals(odds, num_tokens) if self.fixed is None else self.fixed
+    def num_proposals(self, odds: Sequence[Sequence[float]], num_rows: int) -> int:
+        return super().num_proposals(odds, num_rows) if self.fixed is None else self.fixed
 
 
 def widths_of(runner: Runner, proposal_cost: float) -> SwitchedWidths:

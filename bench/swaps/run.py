@@ -28,8 +28,9 @@ BIN = Path(sys.executable).parent
 MODELS = ("native", "llama", "speech")
 MODEL_MB, LIMIT_MB = 300, 460
 """Two of them do not fit."""
-IDLE_S = 40
-"""After this long without requests, connections between gateway and node are closed."""
+IDLE_S = 90
+"""After this long without requests, connections between gateway and node are closed, and the native model's tokenizer
+process has ended."""
 
 
 def free_port() -> int:

@@ -21,6 +21,7 @@ from cortex.neuron.text.output.detect import MARKERS, REASONING_MARKERS, ToolSyn
 from cortex.neuron.text.output.family_syntaxes import FAMILY_SYNTAXES
 from cortex.neuron.weights.gguf.config import ALSO_READ, ARCHITECTURES
 from cortex.neuron.weights.gguf.encoders import ENCODERS as GGUF_ENCODERS
+from cortex.neuron.weights.gguf.projector import WHOLE_TYPES
 from cortex.neuron.weights.safetensors.published import READABLE_METHODS
 
 Family = Callable[[Mapping[str, Any]], Architecture]
@@ -40,8 +41,8 @@ the code, and this is what it describes. **Formats**: all are read from safetens
 GGUF has the architecture's name in such files. **Divided**: `tensor_parallel` divides every layer, `pipeline_parallel`
 divides by layers. **Tools** and **reasoning** are what the published models write
 ([below](#tool-calls-and-reasoning)); — if they do not reason. **Images**: whether
-images in prompts are read, in families that are published with a vision tower: from safetensors, and in Qwen3-VL and
-Qwen3.5 also from GGUF with its `mmproj` file in the same directory; — without a tower.
+images in prompts are read, in families that are published with a vision tower: from safetensors, and from GGUF with the
+model's `mmproj` file in the same directory, which is downloaded with it; — without a tower.
 """
 
 ENCODED = """\
@@ -118,6 +119,9 @@ def models_page() -> str:
 def _rows() -> Iterator[list[str]]:
     """A row for each family: the types that one class or function reads."""
     files = {name: {stored, *ALSO_READ.get(name, ())} for name, (stored, _) in ARCHITECTURES.items()}
+    for name, (stored, library) in ARCHITECTURES.items():
+        if library.endswith("ForCausalLM"):
+            files[name] |= {kinds[stored] for kinds in WHOLE_TYPES.values() if stored in kinds}
     for family, names in _grouped(FAMILIES):
         for syntax in dict.fromkeys(map(FAMILY_SYNTAXES.__getitem__, names)):
             types = [name for name in names if FAMILY_SYNTAXES[name] == syntax]

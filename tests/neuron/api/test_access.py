@@ -92,6 +92,12 @@ async def test_control_without_keys_rejects_what_a_web_page_can_send(
     assert len(api.node.loads) == (status == 200 and path == "/models/load")
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completion", "/model/load"])
+async def test_a_mistyped_route_is_not_found_whatever_it_is_sent(api: Any, path: str) -> None:
+    status, reply, _ = await api.post(path, LOAD, **{"content-type": "application/x-www-form-urlencoded"})
+    assert (status, reply["error"]["code"]) == (404, "route_not_found")
+
+
 async def test_inference_and_reads_reject_a_foreign_name_and_undeclared_bodies_of_pages(
     api: Any, chat_body: Any
 ) -> None:

@@ -86,6 +86,15 @@ def test_conversation_is_the_same_with_and_without_the_cache() -> None:
     assert engine.stats().cached_tokens > 0
 
 
+def test_prompts_that_share_their_beginning_are_computed_from_where_an_earlier_one_diverged() -> None:
+    engine, shared = make_engine(), some_tokens(128, 3)
+    questions = [EngineRequest(str(seed), shared + some_tokens(40, seed), 4, GREEDY) for seed in (4, 5, 6)]
+    found = [finish(engine, question)[question.id] for question in questions]
+    assert [cached for _, cached in found] == [0, 0, 128], "the second saves the state for the third"
+    assert found[2][0] == finish(make_engine(), questions[2])["6"][0]
+    engine.check_integrity()
+
+
 def test_rewritten_response_is_computed_from_the_turn_before_it() -> None:
     engine = make_engine()
     prompt = some_tokens(200, 1)

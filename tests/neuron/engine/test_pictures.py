@@ -103,6 +103,19 @@ def test_the_same_picture_again_is_cached(engine: Engine, folder: Path) -> None:
     assert encoder.num_encoded == 1
 
 
+def test_a_model_with_recurrent_layers_reuses_a_picture_for_another_question(tmp_path: Path) -> None:
+    write_vision_model("qwen3_5", tmp_path)
+    spec, image = spec_of(tmp_path), random_image(80, 80, 20)
+    engine = load(tmp_path)
+    first, second = (Prompt.of(spec, [text(3, 5), image, text(70, seed)]) for seed in (6, 7))
+    expected = said(load(tmp_path), second)
+    said(engine, first)
+    assert cached(engine, second) == first.pictures[0].end // 32 * 32
+    assert said(engine, second) == expected
+    engine.check_integrity()
+    engine.close()
+
+
 def test_pictures_of_waiting_requests_are_computed_together(engine: Engine, folder: Path) -> None:
     spec = spec_of(folder)
     images = [random_image(30, 30 + seed, seed) for seed in range(30, 37)]

@@ -46,17 +46,55 @@ def test_states_are_saved_at_least_the_spacing_apart(
     assert checkpoint_positions((40, 170, 200), start, 300, 32, spacing_tokens) == expected
 
 
+@pytest.mark.parametrize(
+    ("turn_ends", "picture_end", "spacing_tokens", "expected"),
+    [
+        ((), 200, 0, (192, 288)),
+        ((), 200, 100, (288,)),  # the end of the prompt is near
+        ((40, 250), 200, 64, (192, 288)),
+        ((), 300, 0, (288,)),  # the picture is the last of the prompt
+    ],
+)
+def test_a_state_is_saved_after_the_last_picture(
+    turn_ends: tuple[int, ...], picture_end: int, spacing_tokens: int, expected: tuple[int, ...]
+) -> None:
+    assert checkpoint_positions(turn_ends, 0, 300, 32, spacing_tokens, picture_end=picture_end) == expected
+
+
+@pytest.mark.parametrize(
+    ("start", "shared_end", "spacing_tokens", "expected"),
+    [
+        (0, 192, 0, (192, 288)),
+        (0, 192, 100, (192,)),
+        (0, 320, 0, (288,)),  # the earlier prompt was longer
+        (192, 192, 0, (288,)),  # its state is known
+        (160, 192, 64, (288,)),
+    ],
+)
+def test_a_state_is_saved_where_a_prompt_diverges_from_an_earlier_one(
+    start: int, shared_end: int, spacing_tokens: int, expected: tuple[int, ...]
+) -> None:
+    assert checkpoint_positions((), start, 300, 32, spacing_tokens, shared_end=shared_end) == expected
+
+
 @given(
-    st.lists(st.integers(-5, 500)), st.integers(0, 400), st.integers(1, 400), st.integers(1, 64), st.integers(0, 100)
+    st.lists(st.integers(-5, 500)),
+    st.integers(0, 400),
+    st.integers(1, 400),
+    st.integers(1, 64),
+    st.integers(0, 100),
+    st.integers(0, 400),
+    st.integers(0, 400),
 )
 def test_no_state_is_saved_where_it_could_not_be_used(
-    turn_ends: list[int], start: int, num_tokens: int, page_tokens: int, spacing: int
+    turn_ends: list[int], start: int, num_tokens: int, page_tokens: int, spacing: int, shared: int, picture: int
 ) -> None:
-    positions = checkpoint_positions(turn_ends, start, num_tokens, page_tokens, spacing)
+    branches = {"shared_end": shared, "picture_end": picture}
+    positions = checkpoint_positions(turn_ends, start, num_tokens, page_tokens, spacing, **branches)
     assert all(start < position < num_tokens and position % page_tokens == 0 for position in positions)
     stretches = [end - begin for begin, end in zip((start, *positions), positions, strict=False)]
     assert all(stretch > 0 and stretch >= spacing for stretch in stretches)
-    assert len(positions) <= 4
+    assert len(positions) <= 6
 
 
 def test_knows_the_prefixes_whose_state_it_keeps() -> None:

@@ -18,7 +18,7 @@ def test_offer_has_every_quantisation_with_its_size_and_downloads_nothing(start_
     hub = start_hub(files)
     offer = OfferRequest("org/model@main:Q8_0", {"HF_ENDPOINT": hub.endpoint}).read()
     assert offer == Offer(
-        "org/model", COMMIT, (Variant("Q4_K_M", 300, 1), Variant("Q8_0", 500, 2), Variant(None, 902, 2))
+        "org/model", COMMIT, (Variant("Q4_K_M", 350, 2), Variant("Q8_0", 550, 3), Variant(None, 902, 2))
     )
     assert hub.contents_requests() == []
 

@@ -99,7 +99,9 @@ def write_gguf(
         kept = ("correction_bias", "expert_bias", "layer_scalar")
         biases = [each for each in reference.named_buffers() if each[0].endswith(kept)]
         for source, parameter in (*reference.named_parameters(), *biases):
-            if (source == "lm_head.weight" and config.tie_word_embeddings) or re.search("vision|visual", source):
+            if (source == "lm_head.weight" and config.tie_word_embeddings) or re.search(
+                "vision|visual|multi_modal", source
+            ):
                 continue
             if (
                 "norm" in source
@@ -306,7 +308,7 @@ def _add_options(writer: gguf.GGUFWriter, config: Any, architecture: str) -> Non
     elif architecture == "gemma3":
         writer.add_sliding_window_pattern(4)
         writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        _add_cap(writer, config)
     elif architecture == "gemma4":
         _add_gemma4(writer, config)
     elif architecture in ("ernie4_5-moe", "glm4moe", "gpt-oss", "minimax-m2"):
@@ -319,7 +321,7 @@ def _add_options(writer: gguf.GGUFWriter, config: Any, architecture: str) -> Non
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
         writer.add_logit_scale(config.output_multiplier)
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        _add_cap(writer, config)
         for layer in range(config.num_hidden_layers):
             for part, weight in (("q", config.qk_scale_factor), ("k", 1.0)):
                 values = np.full(config.head_dim, weight, dtype=np.float32)
@@ -388,6 +390,11 @@ def _add_latents(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_leading_dense_block_count(1 if is_glm else config.first_k_dense_replace)
 
 
+def _add_cap(writer: gguf.GGUFWriter, config: Any) -> None:
+    if config.final_logit_softcapping is not None:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
 def _add_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
     is_windowed = [kind == "sliding_attention" for kind in config.layer_types]
     layers = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
@@ -399,7 +406,7 @@ def _add_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_sliding_window(config.sliding_window)
     writer.add_sliding_window_pattern(is_windowed)
     writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
-    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    _add_cap(writer, config)
     writer.add_shared_kv_layers(config.num_kv_shared_layers)
     writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
     writer.add_key_length_swa(head_dim)
@@ -410,7 +417,7 @@ def _add_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
     factors = np.full(layers[-1].head_dim // 2, 1e30, dtype=np.float32)
     factors[:turning] = 1.0
     writer.add_tensor("rope_freqs.weight", factors, raw_dtype=gguf.GGMLQuantizationType.F32)
-    if config.enable_moe_block:
+    if getattr(config, "enable_moe_block", False):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.top_k_experts)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)

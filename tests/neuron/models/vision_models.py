@@ -111,11 +111,10 @@ def _mistral3() -> Any:
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "num_hidden_layers": 3}
 
 
-def _gemma3() -> Any:
+def gemma3(text: dict[str, Any]) -> Any:
     tower = TOWER | {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 4, "vision_use_head": False}
-    text = SIZES | WINDOWS | {"sliding_window": 9, "query_pre_attn_scalar": 16}
     config = transformers.Gemma3Config(
-        text_config=text,
+        text_config=SIZES | {"sliding_window": 9, "query_pre_attn_scalar": 16} | text,
         vision_config=tower,
         mm_tokens_per_image=16,
         image_token_id=PICTURE,
@@ -170,7 +169,7 @@ VISION_FAMILIES = {
     "qwen3_vl": VisionFamily(_qwen3_vl, QWEN_PROCESSOR),
     "qwen3_vl_moe": VisionFamily(_qwen3_vl_moe, QWEN_PROCESSOR),
     "mistral3": VisionFamily(_mistral3, {"size": {"longest_edge": 64}}),
-    "gemma3": VisionFamily(_gemma3, {"size": {"height": 32, "width": 32}, "resample": 2}),
+    "gemma3": VisionFamily(lambda: gemma3(WINDOWS), {"size": {"height": 32, "width": 32}, "resample": 2}),
     "gemma4": VisionFamily(
         lambda: _gemma4(
             {"use_clipped_linears": True, "standardize": True},
@@ -185,17 +184,22 @@ VISION_FAMILIES = {
 }
 
 
-def write_vision_model(family: str, folder: Path) -> Any:
-    """Saves a random model, and returns it as the library has it."""
-    row = VISION_FAMILIES[family]
-    reference = randomised(row.build, std=0.12, vector_std=0.3)
+def random_reference(family: str, build: Callable[[], Any] | None = None) -> Any:
+    """A random model of the library. `build`: instead of the family's."""
+    reference = randomised(build or VISION_FAMILIES[family].build, std=0.12, vector_std=0.3)
     for name, buffer in reference.named_buffers():
         if ".std_" in name:
             torch.nn.init.uniform_(buffer, 0.5, 1.5)
         if name.endswith(("put_min", "put_max")):
             buffer.fill_(-1.1 if name.endswith("min") else 1.3)
+    return reference
+
+
+def write_vision_model(family: str, folder: Path) -> Any:
+    """Saves a random model, and returns it as the library has it."""
+    reference = random_reference(family)
     reference.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(row.processor))
+    (folder / "preprocessor_config.json").write_text(json.dumps(VISION_FAMILIES[family].processor))
     return reference
 
 

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from cortex.wire.dialects.anthropic_messages import request as messages
+from cortex.wire.dialects.ollama import chat as ollama_chat
 from cortex.wire.dialects.openai_chat import request as chat
 from cortex.wire.dialects.openai_responses import request as responses
 from cortex.wire.errors import InvalidValue
@@ -53,6 +56,19 @@ def test_responses_take_it_too() -> None:
 def test_speculation_can_be_switched_off(given: str | None, expected: str | None) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "speculation": given}
     assert chat.parse(json.dumps(body).encode()).sampling.speculation == expected
+
+
+@pytest.mark.parametrize(
+    ("parse", "switch"),
+    [
+        (messages.parse, {"speculation": "off"}),
+        (ollama_chat.parse, {"options": {"speculation": "off"}}),
+        (responses.parse, {"speculation": "off", "input": "x"}),
+    ],
+)
+def test_every_dialect_can_switch_it_off(parse: Callable[[bytes], Any], switch: dict[str, Any]) -> None:
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]} | switch
+    assert parse(json.dumps(body).encode()).sampling.speculation == "off"
 
 
 def test_speculation_cannot_be_chosen_by_a_request() -> None:

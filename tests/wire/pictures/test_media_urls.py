@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from cortex.wire.errors import InvalidValue, MalformedJSON
-from cortex.wire.pictures.media_urls import check_media, may_have_addresses
+from cortex.wire.pictures.media_urls import check_media, may_have_media
+
+from ...picture_files import base64_of, data_url, picture
+
+FILE = picture(8, 8)
+SVG = b"<svg xmlns='http://www.w3.org/2000/svg'/>"
 
 
 def chat(content: Any) -> bytes:
@@ -21,9 +26,11 @@ def chat(content: Any) -> bytes:
         "see http://example.com/a.png and file:///etc/passwd",
         None,
         [{"type": "text", "text": "http://example.com"}],
-        [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"}}],
-        [{"type": "image_url", "image_url": "DATA:image/png;base64,AAAA"}],
+        [{"type": "image_url", "image_url": {"url": data_url(FILE), "detail": "low"}}],
+        [{"type": "image_url", "image_url": data_url(FILE).replace("data:", "DATA:")}],
+        [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": base64_of(FILE)}}],
         [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}],
+        [{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}],
     ],
 )
 def test_what_is_in_the_request_passes(content: Any) -> None:
@@ -45,9 +52,34 @@ def test_what_is_in_the_request_passes(content: Any) -> None:
 )
 def test_what_would_be_fetched_is_rejected(part: Any) -> None:
     body = chat([{"type": "text", "text": "what is it?"}, part])
-    assert may_have_addresses(body)
+    assert may_have_media(body)
     with pytest.raises(InvalidValue, match=r"may not fetch .*`data:` URL"):
         check_media(body)
+
+
+@pytest.mark.parametrize("file", [b"just text", SVG, b"<html></html>", FILE[:10]])
+def test_what_is_no_picture_is_rejected_as_a_node_rejects_it(file: bytes) -> None:
+    url, source = data_url(file), {"type": "base64", "media_type": "image/png", "data": base64_of(file)}
+    block = {"type": "image", "source": source}
+    bodies: dict[str, dict[str, Any]] = {
+        "messages[0].content[1]": {"messages": [{"role": "user", "content": [{}, {"image_url": {"url": url}}]}]},
+        "messages[0].content[0].content[0]": {
+            "messages": [{"role": "user", "content": [{"type": "tool_result", "content": [block]}]}]
+        },
+        "input[0].content[0]": {"input": [{"content": [{"type": "input_image", "image_url": url}]}]},
+        "input[0].output[0]": {"input": [{"type": "function_call_output", "output": [{"image_url": url}]}]},
+    }
+    for param, body in bodies.items():
+        encoded = json.dumps(body).encode()
+        assert may_have_media(encoded)
+        with pytest.raises(InvalidValue, match="the picture cannot be read") as caught:
+            check_media(encoded)
+        assert caught.value.param == param
+
+
+def test_a_picture_that_is_not_in_base64_is_rejected() -> None:
+    with pytest.raises(InvalidValue, match="not in base64"):
+        check_media(chat([{"type": "image_url", "image_url": {"url": "data:image/svg+xml,<svg/>"}}]))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +94,7 @@ def test_what_would_be_fetched_is_rejected(part: Any) -> None:
 )
 def test_escapes_hide_no_address(part: bytes) -> None:
     body = b'{"messages": [{"role": "user", "content": [%s]}]}' % part
-    assert may_have_addresses(body)
+    assert may_have_media(body)
     with pytest.raises(InvalidValue, match="may not fetch"):
         check_media(body)
 

@@ -26,7 +26,7 @@ from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
-from cortex.wire.pictures.media_urls import check_media, may_have_addresses
+from cortex.wire.pictures.media_urls import check_media, may_have_media
 from cortex.wire.requests import GenerateRequest
 
 _LIMITS: dict[Dialect, tuple[str, tuple[str, ...]]] = {
@@ -113,7 +113,7 @@ class OutgoingBody:
             self._form, self._edited, self._translated = form, None, None
         if form[0]:
             return self._translated is not None or not is_parsed_elsewhere(self._received)
-        self._unchecked = not lease.has_lifecycle and not self._is_checked and may_have_addresses(self._received)
+        self._unchecked = not lease.has_lifecycle and not self._is_checked and may_have_media(self._received)
         if self._unchecked and is_parsed_elsewhere(self._received):
             return False
         return self._edited is not None or not is_edited_elsewhere(self._received) or not self._edits

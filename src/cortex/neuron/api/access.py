@@ -74,9 +74,12 @@ class NodeAccess:
         self._cross_site = CrossSiteCheck(allowed_hosts)
 
     def check(self, request: Request) -> None:
-        """Raises the CortexError that rejects the request."""
+        """Raises the CortexError that rejects the caller."""
         if request.path != OPEN_PATH or _key_in(request) is not None:
             self._check_caller(request)
+
+    def check_form(self, request: Request) -> None:
+        """Raises the CortexError that rejects what a web page of another site may have sent to a route that exists."""
         content_type, origin = request.text(b"content-type"), request.text(b"origin")
         if is_opaque(request.path.decode("latin-1")):  # a form needs no permission of the browser, and GET may load
             self._cross_site.check_origin(origin, request.text(b"host"), request.text(b"sec-fetch-site"))

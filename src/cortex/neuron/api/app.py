@@ -111,6 +111,7 @@ class NodeApi:
         """Reject a request before its body is read."""
         self._access.check(request)
         self._router.find(request)
+        self._access.check_form(request)
         limits = self.server.limits
         if not is_opaque(request.path.decode("latin-1")):
             return limits.body_bytes
@@ -141,6 +142,7 @@ class NodeApi:
         try:
             self._access.check(request)
             handler, values = self._router.find(request)
+            self._access.check_form(request)
             response = await handler(ApiCall(exchange, values))
         except asyncio.CancelledError:
             _log(request, "client disconnected", began_s)

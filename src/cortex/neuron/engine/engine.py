@@ -24,7 +24,8 @@ from cortex.neuron.engine.sampling.constraints import Constraints
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.sleep import ModelSleep
 from cortex.neuron.engine.speculation.drafter import Drafter, ProposalKind
-from cortex.neuron.engine.speculation.speculation import FastestWidths, Speculation, WidthRule
+from cortex.neuron.engine.speculation.speculation import Speculation
+from cortex.neuron.engine.speculation.width_rule import FastestWidths, WidthRule
 from cortex.neuron.engine.step_loop import Counters, StepLoop
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.towers.config import PASS_PATCHES
@@ -32,7 +33,7 @@ from cortex.neuron.models.towers.config import PASS_PATCHES
 MIXED_PREFILL_TOKENS = {"cuda": 2_048, "cpu": 128}
 RESERVED_TOKENS = 512
 """Responses up to this length do not preempt each other."""
-STEP_GROWTH = {"cuda": 0.03, "cpu": 0.15}
+STEP_GROWTH = {"cuda": 0.015, "cpu": 0.15}
 """What a token more adds to the time of a decode step, until it is measured."""
 CHECKPOINT_SPACING_TOKENS = {"cuda": 256, "cpu": 32}
 """A checkpoint costs a step of its own, about as much time as it takes to compute this many tokens."""

@@ -25,17 +25,28 @@ class DecodeCheckpoint:
 
 
 def checkpoint_positions(
-    turn_ends: Sequence[int], start: int, num_tokens: int, page_tokens: int, spacing_tokens: int
+    turn_ends: Sequence[int],
+    start: int,
+    num_tokens: int,
+    page_tokens: int,
+    spacing_tokens: int,
+    *,
+    shared_end: int = 0,
+    picture_end: int = 0,
 ) -> tuple[int, ...]:
     """Where to save the state of a prompt that is computed from `start` to `num_tokens`: at page ends before the last
     token, each at least `spacing_tokens` after the previous one, because every stop costs a step.
 
     Conversations share the first turn. After the last two turns the next request may diverge, because templates
-    rewrite the latest turns. The end of the prompt is for requests that only append.
+    rewrite the latest turns. The end of the prompt is for requests that only append. At `shared_end` the prompt
+    diverges from an earlier one (0: from none), as others may. The end of the last picture (0: there is none) is for
+    other questions about it, if the end of the prompt is not as near.
     """
     last = num_tokens - 1  # the last token is always computed: the next one is drawn from it
     ends = sorted(end for end in turn_ends if 0 < end <= last)
-    wanted = (*ends[:1], *ends[-2:], last)
+    wanted = [*ends[:1], *ends[-2:], min(shared_end, last), last]
+    if last // page_tokens * page_tokens - picture_end >= spacing_tokens:
+        wanted.append(picture_end)
     kept: list[int] = []
     for position in sorted({end // page_tokens * page_tokens for end in wanted}):
         if position > start and position - start >= spacing_tokens:

@@ -58,6 +58,9 @@ class Sequence:
     """Leading pages whose digests the pool knows."""
     cached: int | None = None
     """Prompt tokens that came from the prefix cache at first admission."""
+    shared: int = 0
+    """Pages at the start of a model with recurrent layers that an earlier prompt had, too: more than `committed` where
+    no state was saved at their end."""
     checkpoints: tuple[int, ...] = ()
     """Positions where its recurrent state will be saved, if the model has one."""
     decode_checkpoint: DecodeCheckpoint | None = None

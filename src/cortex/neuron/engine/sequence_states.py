@@ -25,6 +25,7 @@ class SequenceStates:
         """The largest of `counts` after which the sequence can continue: counts of cached pages, ascending."""
         if self._checkpoints is None:
             return counts[-1]
+        sequence.shared = counts[-1]
         # The last token is always computed, so a state that includes it is of no use.
         most = (len(sequence.tokens) - 1) // self._page_tokens
         known = (count for count in reversed(counts) if count <= most and self._is_known(sequence, count))
@@ -47,6 +48,8 @@ class SequenceStates:
             len(sequence.tokens),
             self._page_tokens,
             checkpoints.spacing_tokens,
+            shared_end=sequence.shared * self._page_tokens,
+            picture_end=max((picture.end for picture in sequence.request.pictures), default=0),
         )
         sequence.checkpoints = tuple(
             position for position in positions if checkpoints.lacks(sequence.digests[position // self._page_tokens - 1])

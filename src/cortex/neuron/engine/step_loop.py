@@ -22,6 +22,7 @@ from cortex.neuron.engine.sampling.sampler import Draw
 from cortex.neuron.engine.scheduler import Scheduler
 from cortex.neuron.engine.sequence import Sequence
 from cortex.neuron.engine.speculation.speculation import CheckedDraft, Speculation
+from cortex.neuron.engine.speculation.width_rule import StepTime
 from cortex.neuron.engine.step_plan import RowPlan, StepPlan
 
 
@@ -31,8 +32,10 @@ class _InFlight:
 
     launched: Launched
     rows: tuple[tuple[Sequence, RowPlan], ...]
-    num_proposals: int = 0
+    num_proposals: int
     """Draft tokens that it computes for each row that draws."""
+    follows: bool
+    """See `StepTime`."""
 
 
 @dataclass(slots=True)
@@ -160,7 +163,10 @@ class StepLoop:
 
     def prepare(self) -> bool:
         """Builds one more graph or plan for later steps; false if nothing is left to build."""
-        return self._runner.prepare()
+        has_built = self._runner.prepare()
+        if has_built:
+            self._speculation.rule.forget()
+        return has_built
 
     def prepare_first(self) -> None:
         """Builds what a short prompt and its response use."""
@@ -221,8 +227,9 @@ class StepLoop:
 
     def _with_proposals(self, plan: StepPlan) -> StepPlan:
         """The plan, and how many draft tokens are computed with it."""
-        planned = {row.row for row in plan.rows if row.decodes}
-        decoding = [sequence for sequence in self._scheduler.running if sequence.row in planned]
+        planned = {row.row: row for row in plan.rows if row.decodes}
+        running = self._scheduler.running
+        decoding = [(sequence, planned[sequence.row]) for sequence in running if sequence.row in planned]
         count = self._speculation.num_proposals(decoding, is_mixed=not plan.only_decodes)
         return plan if count is None else replace(plan, num_proposals=count)
 
@@ -242,7 +249,8 @@ class StepLoop:
             raise
         if self._suspects and drawing:
             self._suspects.popleft()
-        self._in_flight.append(_InFlight(launched, rows, plan.num_proposals or 0))
+        follows = bool(self._in_flight) or not self._overlaps
+        self._in_flight.append(_InFlight(launched, rows, plan.num_proposals or 0, follows))
         self._counters.steps += 1
         self._counters.prompt_tokens += sum(row.count for row in plan.rows if not row.decodes)
 
@@ -254,11 +262,15 @@ class StepLoop:
         """Reports how long a step of decode rows took: the time since the step before it was read."""
         now = time.perf_counter()
         if self._read_at is not None and all(row.decodes for _, row in step.rows):
-            num_tokens = sum(row.count for _, row in step.rows)
-            has_drafts = any(row.drafted for _, row in step.rows)
-            self._speculation.rule.record(
-                num_tokens, now - self._read_at, checks_drafts=has_drafts, num_proposals=step.num_proposals
+            took = StepTime(
+                num_rows=len(step.rows),
+                num_tokens=sum(row.count for _, row in step.rows),
+                seconds=now - self._read_at,
+                checks_drafts=any(row.drafted for _, row in step.rows),
+                num_proposals=step.num_proposals,
+                follows=step.follows,
             )
+            self._speculation.rule.record(took)
         self._read_at = now
 
     def _collect(self, step: _InFlight) -> None:

@@ -11,7 +11,7 @@ from cortex.neuron.text.errors import TextFileMalformed
 from cortex.neuron.vision.reading import PROCESSOR_FILES, image_processor_in, read_picture_spec
 from cortex.neuron.vision.spec import PictureSpec
 from cortex.neuron.weights.gguf.metadata import read_metadata
-from cortex.neuron.weights.gguf.projector import WHOLE_TYPES, processor_config, projector_beside, vision_config
+from cortex.neuron.weights.gguf.projector import picture_config, processor_config, projector_beside
 
 MAX_JSON_BYTES: Final = 16 << 20
 MAX_TEMPLATE_BYTES: Final = 1 << 20
@@ -55,12 +55,10 @@ def _gguf_picture_spec(model: Path) -> PictureSpec | None:
     if (beside := projector_beside(model)) is None:
         return None
     file = read_metadata(beside)
-    projector = file.metadata.get("clip.projector_type")
-    whole = next((whole for whole, kind in WHOLE_TYPES.values() if kind == projector), None)
-    if whole is None:
+    if (config := picture_config(file)) is None:
         return None
     try:
-        return read_picture_spec({"model_type": whole, "vision_config": vision_config(file)}, processor_config(file))
+        return read_picture_spec(config, processor_config(file))
     except ValueError as error:
         raise TextFileMalformed(f"the image processor of {beside} cannot be used: {error}") from error
 

@@ -51,11 +51,12 @@ def read_sampling(fields: Fields) -> Sampling:
         ignore_eos=fields.flag("ignore_eos") or False,
         stop=read_stops(fields, "stop"),
         stop_token_ids=fields.integers("stop_token_ids", low=0, high=LARGEST_TOKEN, most=MAX_STOP_TOKENS),
-        speculation=_read_speculation(fields),
+        speculation=read_speculation(fields),
     )
 
 
-def _read_speculation(fields: Fields) -> Literal["off"] | None:
+def read_speculation(fields: Fields) -> Literal["off"] | None:
+    """Raises `InvalidValue`."""
     given = fields.text("speculation")
     if given not in (None, "off"):
         raise fields.invalid("speculation", "a request can only switch it `off`; the model's setting has the rest")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from cortex.wire.errors import InvalidValue
-from cortex.wire.pictures.header import UnreadablePicture, format_of, read_header
+from cortex.wire.pictures.header import PictureHeader, UnreadablePicture, format_of, read_header
 from cortex.wire.pictures.parts import invalid
 from cortex.wire.requests import GenerateRequest, Image, Message, Part, ToolResult
 
@@ -43,12 +43,12 @@ def with_files(request: GenerateRequest, files: Sequence[bytes]) -> GenerateRequ
 
 
 def check_files(request: GenerateRequest) -> None:
-    """Raises InvalidValue for a picture that is only an address."""
+    """Raises InvalidValue for a picture that is only an address, and for a file that is no picture."""
     for message in request.messages:
         for part in message.parts:
             for each in part.parts if isinstance(part, ToolResult) else (part,):
                 if isinstance(each, Image):
-                    _check_is_file(each)
+                    header_of(each)
 
 
 def data_url(image: Image) -> str:
@@ -58,7 +58,8 @@ def data_url(image: Image) -> str:
     return f"data:{media_type};base64,{binascii.b2a_base64(image.data, newline=False).decode()}"
 
 
-def _check_is_file(image: Image) -> None:
+def header_of(image: Image) -> PictureHeader:
+    """Raises InvalidValue for a picture that is only an address, and for a file that is no picture."""
     if image.url:
         raise InvalidValue(
             f"Invalid value for '{image.param}': pictures are not fetched from addresses here; send the picture "
@@ -66,14 +67,14 @@ def _check_is_file(image: Image) -> None:
             "cortex.toml).",
             param=image.param,
         )
+    try:
+        return read_header(image.data)
+    except UnreadablePicture as problem:
+        raise invalid(image.param, f"the picture cannot be read: {problem}") from None
 
 
 def _taken(image: Image, number: int) -> Image:
-    _check_is_file(image)
-    try:
-        header = read_header(image.data)
-    except UnreadablePicture as problem:
-        raise invalid(image.param, f"the picture cannot be read: {problem}") from None
+    header = header_of(image)
     return Image(
         detail=image.detail,
         param=image.param,

@@ -1,4 +1,5 @@
-"""Media of a conversation that a server would fetch by their addresses. Pure."""
+"""Media of a conversation that a server must not get: those that it would fetch by their addresses, and files that are
+no pictures in the place of pictures. Pure."""
 
 from __future__ import annotations
 
@@ -8,51 +9,74 @@ from typing import Any
 import msgspec
 
 from cortex.wire.errors import InvalidValue, MalformedJSON, shorten
+from cortex.wire.pictures.files import header_of
+from cortex.wire.pictures.parts import from_base64, from_url
+from cortex.wire.requests import Image
 
 _ADDRESS = re.compile(r"\s*([a-z][a-z0-9+.-]*://|file:)", re.IGNORECASE)
 _TEXTS = frozenset({"text", "refusal", "thinking", "reasoning"})
 """Fields of a part that are never an address, whatever they hold."""
-_MARKS = (b'url"', b":/", rb":\/", b"file:", rb"\u")
+_MARKS = (b'url"', b'base64"', b":/", rb":\/", b"file:", rb"\u")
 """One of these is in every body that `check_media` rejects: any character may also be written as an escape."""
 
 
-def may_have_addresses(chat: bytes) -> bool:
-    """Whether it is worth parsing `chat` for `check_media`."""
-    lowered = chat.lower()  # a pattern that ignores case takes ten times as long, on the loop
+def may_have_media(body: bytes) -> bool:
+    """Whether it is worth parsing `body` for `check_media`."""
+    lowered = body.lower()  # a pattern that ignores case takes ten times as long, on the loop
     return any(mark in lowered for mark in _MARKS)
 
 
-def check_media(chat: bytes) -> None:
-    """Raises InvalidValue for media in a chat request that are not in it: the model's server would fetch them from
-    inside its own network, or from its files, for a client that may reach neither. Raises MalformedJSON."""
+def check_media(body: bytes) -> None:
+    """Raises InvalidValue for media in a conversation that are not in it: the model's server would fetch them from
+    inside its own network, or from its files, for a client that may reach neither. Also for files that are no pictures,
+    in the place of pictures. Raises MalformedJSON."""
     try:
-        raw = msgspec.json.decode(chat, type=dict[str, msgspec.Raw]).get("messages")
-        messages = None if raw is None else msgspec.json.decode(raw)
-        for message in messages if isinstance(messages, list) else ():
-            content = message.get("content") if isinstance(message, dict) else None
-            if isinstance(content, list | dict):
-                _check("", content)
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        for name in ("messages", "input"):
+            turns = msgspec.json.decode(fields[name]) if name in fields else None
+            for number, turn in enumerate(turns if isinstance(turns, list) else ()):
+                for place in ("content", "output"):
+                    content = turn.get(place) if isinstance(turn, dict) else None
+                    if isinstance(content, list | dict):
+                        _check("", content, f"{name}[{number}].{place}")
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as problem:
         raise MalformedJSON(f"The body is not valid JSON: {str(problem)[:200]}") from None
 
 
-def _check(name: str, value: Any) -> None:
+def _check(name: str, value: Any, path: str) -> None:
     if isinstance(value, dict):
+        if (image := _picture(value, path)) is not None:
+            header_of(image)
         for each, inner in value.items():
             if each not in _TEXTS:
-                _check(each, inner)
+                _check(each, inner, f"{path}.{each}")
     elif isinstance(value, list):
-        for inner in value:
-            _check(name, inner)
+        for number, inner in enumerate(value):
+            _check(name, inner, f"{path}[{number}]")
     elif isinstance(value, str) and _is_address(name, value):
         raise InvalidValue(
             f"this model's server may not fetch {shorten(value)}; send the media in the request, as a `data:` URL "
             "with base64",
-            param="messages",
+            param=shorten(path),
         )
+
+
+def _picture(part: dict[str, Any], path: str) -> Image | None:
+    """The file of a part that is a picture in one of the dialects."""
+    url, source = part.get("image_url"), part.get("source")
+    if isinstance(url, dict):
+        url = url.get("url")
+    if isinstance(url, str) and _is_data(url):
+        return from_url(url, path)
+    if part.get("type") == "image" and isinstance(source, dict) and isinstance(source.get("data"), str):
+        return from_base64(source["data"], "", path)
+    return None
+
+
+def _is_data(value: str) -> bool:
+    return value.lstrip()[:5].lower() == "data:"
 
 
 def _is_address(name: str, value: str) -> bool:
     """A path is one too where the field is for URLs."""
-    is_data = value[:5].lower() == "data:"
-    return not is_data and (name.lower().endswith("url") or _ADDRESS.match(value) is not None)
+    return not _is_data(value) and (name.lower().endswith("url") or _ADDRESS.match(value) is not None)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, MAX_NATIVE_ROWS, SIZES, GraphSizes, Outputs
+from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, MAX_NATIVE_ROWS, SIZES, GraphSizes
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.kv_pages import KVPages
 from cortex.neuron.engine.memory.sequences import KVCache
@@ -21,6 +20,7 @@ from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.families.llama import Llama
 
 from ...tiny_models import tiny_sizes
+from .replays import ReplayOnCpu
 
 CPU = torch.device("cpu")
 CONFIG = {
@@ -36,33 +36,6 @@ CONFIG = {
 }
 MAX_ROWS = 6
 CONTEXT = 48
-
-
-class ReplayOnCpu:
-    """Captures like a GPU: a replay computes the step again, into the outputs of its capture."""
-
-    def __init__(self, room: int = 100) -> None:
-        self.sizes: list[int] = []
-        self.replays = 0
-        self._room = room
-
-    def __call__(self, step: Callable[[], Outputs]) -> tuple[_Replay, Outputs]:
-        outputs = step()
-        if len(outputs[0]) > self._room:
-            raise torch.OutOfMemoryError("no room for this graph")
-        self.sizes.append(len(outputs[0]))
-        return _Replay(self, step, outputs), outputs
-
-
-class _Replay:
-    def __init__(self, capture: ReplayOnCpu, step: Callable[[], Outputs], outputs: Outputs) -> None:
-        self._capture, self._step, self._outputs = capture, step, outputs
-
-    def replay(self, rows: int) -> None:
-        del rows
-        self._capture.replays += 1
-        for kept, new in zip(self._outputs, self._step(), strict=True):
-            kept.copy_(new)
 
 
 class Bench:

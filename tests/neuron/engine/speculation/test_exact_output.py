@@ -7,27 +7,24 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import LoadError
 from cortex.neuron.engine.loading import build_model, load_model
-from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
-from cortex.neuron.engine.speculation.drafter import Draft
+from cortex.neuron.engine.request import EngineRequest, LoadSpec
 from cortex.neuron.layers.parameters import Parameters
 
 from ...tiny_models import llama_config, llama_weights, tiny_delta, tiny_experts, tiny_sizes
+from ..execution.replays import ReplayOnCpu
+from .counting_models import CPU, VOCAB, AnyWidths, Response, counted, counting, responses, some_requests
 
-CPU = torch.device("cpu")
-END = 256
-VOCAB = 258
 DENSE: dict[str, Any] = {"model_type": "qwen3", **tiny_sizes(vocab_size=VOCAB, hidden_size=32)}
 FAMILIES: dict[str, dict[str, Any]] = {
     "dense": DENSE,
@@ -52,64 +49,12 @@ HEADS: dict[str, dict[str, Any]] = {
     "latent attention": DENSE | {"model_type": "glm4_moe_lite", **_EXPERTS, **_LATENT},
 }
 """Families whose models are published with a prediction head."""
-GRAMMAR = '{"grammars": [{"json_schema": {"type": "object", "properties": {"kind": {"enum": ["aa", "bb"]}, "n": {"type": "integer", "maximum": 99}}, "required": ["kind", "n"], "additionalProperties": false}}]}'  # noqa: E501
-
-
-@dataclass(frozen=True, slots=True)
-class AnyWidths:
-    """Checks as many draft tokens as chance says, in every kind of step."""
-
-    draw: random.Random
-    max_tokens: int = 64
-
-    def widths(self, drafts: Sequence[Draft], num_tokens: int, *, is_mixed: bool) -> list[int]:
-        del num_tokens, is_mixed
-        return [self.draw.randint(0, min(12, len(draft.tokens))) for draft in drafts]
-
-    def num_proposals(self, odds: Sequence[Sequence[float]], num_tokens: int) -> int:
-        del odds, num_tokens
-        return self.draw.choice((0, 1, 2, 3, 5))
-
-    def record(self, num_tokens: int, seconds: float, *, checks_drafts: bool, num_proposals: int = 0) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer whose vocabulary is every byte and an end token."""
-    path = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({byte: index for index, byte in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-    return path
 
 
 def fill(parameters: Parameters) -> None:
     torch.manual_seed(1)
     for binding in parameters.bindings:
         torch.nn.init.normal_(binding.destination, std=0.5 if binding.destination.dim() == 1 else 0.15)
-
-
-def counting(parameters: Parameters) -> None:
-    """The token after t is mostly t + 1, also for a prediction head, which sees t and little else."""
-    torch.manual_seed(1)
-    embedding = torch.randn(VOCAB, 32)
-    for binding in parameters.bindings:
-        name, tensor = binding.source, binding.destination
-        if tensor.dim() == 1:
-            torch.nn.init.normal_(tensor, mean=1.0, std=0.1)
-        elif "embed_tokens" in name:
-            tensor.copy_(embedding)
-        elif "lm_head" in name:
-            tensor.copy_(embedding.roll(1, dims=0) * 0.4)
-        elif name.endswith(("mtp.fc.weight", ".eh_proj.weight")):
-            tensor.normal_(std=0.2)[:, :32] += 4 * torch.eye(32)
-        else:
-            torch.nn.init.normal_(tensor, std=0.08)
 
 
 def make_engine(
@@ -122,56 +67,12 @@ def make_engine(
     **options: Any,
 ) -> Engine:
     """`seed`: of the widths; None: no drafts."""
-    spec = LoadSpec(str(folder), dtype="float32", context_tokens=128, deterministic=True, max_num_seqs=4, **options)
+    defaults: dict[str, Any] = {"dtype": "float32", "context_tokens": 128, "deterministic": True, "max_num_seqs": 4}
+    spec = LoadSpec(str(folder), **(defaults | options))
     if seed is None:
         spec = replace(spec, speculation="off")
     rule = AnyWidths(random.Random(seed))
     return Engine(build_model(config, spec, CPU, weights), spec, overlaps=late, width_rule=lambda _: rule)
-
-
-def some_requests(seed: int) -> list[EngineRequest]:
-    """One with each option, and one with any of them."""
-    draw = random.Random(seed)
-    greedy, sampled = {"temperature": 0.0}, {"temperature": 1.5, "seed": seed}
-    options: list[dict[str, Any]] = [
-        greedy,
-        sampled,
-        sampled | {"top_p": 0.8, "top_k": 20, "min_p": 0.01},
-        greedy | {"frequency_penalty": 0.9, "presence_penalty": 0.5},
-        sampled | {"repetition_penalty": 1.4, "repetition_window": 12},
-        greedy | {"repetition_penalty": 1.6},
-        greedy | {"logit_bias": ((3, 4.0), (7, -5.0))},
-        sampled | {"allowed_token_ids": tuple(range(5, 90))},
-        sampled | {"top_logprobs": 3},
-    ]
-    requests = []
-    for number, sampling in enumerate([*options, greedy, sampled, greedy]):
-        text = tuple(draw.randrange(256) for _ in range(draw.randint(1, 12)))
-        prompt = text * draw.randint(1, 4)
-        request = EngineRequest(str(number), prompt, draw.randint(1, 24), SamplingParams(**sampling))
-        if number >= len(options):
-            request = replace(request, grammar=GRAMMAR, stop_token_ids=(END,))
-        elif number % 2:
-            stops = tuple(draw.randrange(256) for _ in range(30))
-            request = replace(request, stop_token_ids=stops, min_tokens=draw.choice((0, 6)))
-        requests.append(request)
-    return requests
-
-
-Response = tuple[tuple[int, ...], tuple[Any, ...], str | None]
-
-
-def responses(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, Response]:
-    found: dict[str, Response] = {request.id: ((), (), None) for request in requests}
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work:
-        for output in engine.step():
-            assert output.error is None
-            tokens, logprobs, _ = found[output.request_id]
-            found[output.request_id] = (*tokens, *output.tokens), (*logprobs, *output.logprobs), output.finish
-        engine.check_integrity()
-    return found
 
 
 def with_predictions(requests: Sequence[EngineRequest], said: dict[str, Response], seed: int) -> list[EngineRequest]:
@@ -205,10 +106,31 @@ def test_responses_are_those_without_drafts(folder: Path, family: str) -> None:
     assert stats.completion_tokens == 2 * sum(len(tokens) for tokens, _, _ in expected.values())
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_responses_through_graphs_are_those_without_drafts(
+    folder: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs in which each token is a row, as on a GPU."""
+    monkeypatch.setattr("cortex.neuron.engine.execution.runner.default_capture", lambda *_, **__: ReplayOnCpu())
+    requests = [replace(request, prompt=counted(request.prompt)) for request in some_requests(3)]
+    requests = [replace(request, sampling=replace(request.sampling, top_logprobs=None)) for request in requests]
+    options: dict[str, Any] = {"weights": counting, "deterministic": False}
+    plain = make_engine(folder, FAMILIES[family], seed=None, **options)
+    expected = responses(plain, requests)
+    plain.close()
+    engine = make_engine(folder, FAMILIES[family], seed=3, late=True, **options)
+    while engine.prepare():
+        pass
+    predicted = with_predictions(requests, expected, 3)
+    mixed = [request if number % 3 else replace(request, speculates=False) for number, request in enumerate(predicted)]
+    assert responses(engine, mixed) == expected
+    engine.close()
+
+
 @pytest.mark.parametrize("family", HEADS)
 def test_responses_with_a_prediction_head_are_those_without_drafts(folder: Path, family: str) -> None:
     seed = list(HEADS).index(family)
-    requests = [replace(request, prompt=_counted(request.prompt)) for request in some_requests(seed)]
+    requests = [replace(request, prompt=counted(request.prompt)) for request in some_requests(seed)]
     plain = make_engine(folder, HEADS[family], seed=None, weights=counting)
     expected = responses(plain, requests)
     plain.close()
@@ -223,11 +145,6 @@ def test_responses_with_a_prediction_head_are_those_without_drafts(folder: Path,
     engine.close()
     assert stats.accepted_tokens["mtp"] > 20
     assert stats.accepted_tokens["mtp"] < stats.drafted_tokens["mtp"], "no draft was wrong"
-
-
-def _counted(prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """A prompt that the counting model continues, as long as another."""
-    return tuple((prompt[0] + index) % 256 for index in range(len(prompt)))
 
 
 def save_llama(path: Path, folder: Path, noise: float, num_layers: int = 2) -> Path:
@@ -248,7 +165,7 @@ def save_llama(path: Path, folder: Path, noise: float, num_layers: int = 2) -> P
 
 def test_responses_with_a_draft_model_are_those_without_drafts(folder: Path, tmp_path: Path) -> None:
     large, small = (save_llama(tmp_path / name, folder, noise) for name, noise in (("large", 0.0), ("small", 0.02)))
-    requests = [replace(request, prompt=_counted(request.prompt)) for request in some_requests(7)]
+    requests = [replace(request, prompt=counted(request.prompt)) for request in some_requests(7)]
     options: dict[str, Any] = {"dtype": "float32", "context_tokens": 128, "deterministic": True, "max_num_seqs": 4}
     specs = [
         LoadSpec(str(large), speculation="off", **options),

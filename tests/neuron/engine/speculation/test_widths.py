@@ -56,7 +56,9 @@ def test_unmeasured_steps_cost_as_assumed_and_measured_ones_as_measured() -> Non
     assert costs.plain(1) is None
     costs.record(1, 2.0, checks_drafts=False)
     assert costs.checking(3) == pytest.approx(2.0 * 1.3)
-    costs.record(3, 5.0, checks_drafts=True)
+    for seconds in (70.0, 6.0, 5.0):
+        assert costs.checking(4) == pytest.approx(2.0 * 1.3)
+        costs.record(3, seconds, checks_drafts=True)
     assert costs.checking(4) == pytest.approx(5.0)
     assert costs.checking(8) == pytest.approx(2.0 * 1.7)
     assert costs.plain(1) == 2.0
@@ -73,7 +75,8 @@ def test_one_long_pause_changes_little() -> None:
 def test_expensive_step_is_tried_again_after_many_others() -> None:
     costs = StepCosts((1, 2), growth=0.1)
     costs.record(1, 1.0, checks_drafts=False)
-    costs.record(2, 10.0, checks_drafts=True)
+    for _ in range(3):
+        costs.record(2, 10.0, checks_drafts=True)
     for _ in range(100):
         costs.record(1, 1.0, checks_drafts=False)
     assert costs.checking(2) > 5

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from tests.neuron.kernels.conftest import AssertClose
-from tests.neuron.kernels.recurrent.batches import make_batch
+from tests.neuron.kernels.recurrent.batches import FEW_TOKENS, as_decode_rows, make_batch
 
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.delta.gated_delta import gated_delta, gated_delta_reference
@@ -95,7 +95,7 @@ def test_output_and_state_of_a_step_match_the_reference(
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("tokens", [[(200, 8)], [(70, 4), (0, 9), (1, 2), (2, 1), (31, 5)]])
+@pytest.mark.parametrize("tokens", FEW_TOKENS[1:])
 def test_tokens_of_one_sequence_as_decode_rows_match_the_reference(
     sizes: tuple[int, int, int, int, int],
     tokens: list[tuple[int, int]],
@@ -103,12 +103,9 @@ def test_tokens_of_one_sequence_as_decode_rows_match_the_reference(
     dtype: torch.dtype,
     assert_close: AssertClose,
 ) -> None:
-    batch = make_batch([], tokens, device)
-    counts = torch.tensor([count for _, count in tokens], device=device)
-    rows = batch.rows.repeat_interleave(counts)
-    batch = dataclasses.replace(batch, rows=rows, num_decodes=len(rows), prefills=(), shares_rows=True)
+    batch = as_decode_rows(tokens, device)
     rules = make_rules(*sizes, device, dtype)
-    projected = torch.randn(len(rows), rules.projected_size, device=device, dtype=dtype)
+    projected = torch.randn(len(batch.rows), rules.projected_size, device=device, dtype=dtype)
     compare(rules, batch, projected, assert_close, device, dtype)
 
 

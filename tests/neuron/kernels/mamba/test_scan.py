@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.neuron.kernels.conftest import AssertClose
-from tests.neuron.kernels.recurrent.batches import make_batch
+from tests.neuron.kernels.recurrent.batches import FEW_TOKENS, as_decode_rows, make_batch
 
 from cortex.neuron.kernels.mamba.norm import group_norm, group_norm_reference
 from cortex.neuron.kernels.mamba.rules import MambaRules, MambaState
@@ -63,19 +63,21 @@ def test_output_and_state_of_a_step_match_the_reference(
     assert torch.equal(recent.float(), exact.recent)
 
 
-def test_consecutive_tokens_of_a_row_in_one_step_match_a_chunk(
-    device: torch.device, dtype: torch.dtype, assert_close: AssertClose
+@pytest.mark.parametrize("tokens", FEW_TOKENS)
+def test_tokens_of_one_sequence_as_decode_rows_match_the_reference(
+    tokens: list[tuple[int, int]], device: torch.device, dtype: torch.dtype, assert_close: AssertClose
 ) -> None:
-    rules = make_rules(2, 16, 1, 16, 4, device, dtype)
-    chunk = make_batch([], [(5, 3)], device)
-    projected = torch.randn(3, rules.inner + rules.channels + rules.heads, device=device, dtype=dtype)
-    recent = torch.randn(3, *rules.conv_weight.shape, device=device, dtype=dtype)
-    memory = torch.randn(3, rules.heads, rules.state_dim, rules.head_dim, device=device)
-    exact = MambaState(recent.clone(), memory.clone())
-    expected = mamba_reference(projected, rules, chunk, exact)
-    rows = replace(chunk, prefills=(), num_decodes=3, rows=chunk.rows.repeat(3), shares_rows=True)
-    assert_close(mamba(projected, rules, rows, MambaState(recent, memory)), expected)
+    rules = make_rules(*SIZES[len(tokens) % len(SIZES)], device, dtype)
+    batch = as_decode_rows(tokens, device)
+    projected = torch.randn(len(batch.rows), rules.inner + rules.channels + rules.heads, device=device, dtype=dtype)
+    slots = len(tokens) + 2
+    recent = torch.randn(slots, 3, *rules.conv_weight.shape, device=device, dtype=dtype)[:, 1]
+    memory = torch.randn(slots, 3, rules.heads, rules.state_dim, rules.head_dim, device=device)[:, 1]
+    exact = MambaState(recent.to(torch.float32, copy=True), memory.clone())
+    expected = mamba_reference(projected.float(), replace(rules, conv_weight=rules.conv_weight.float()), batch, exact)
+    assert_close(mamba(projected, rules, batch, MambaState(recent, memory)), expected)
     assert_close(memory, exact.memory)
+    assert torch.equal(recent.float(), exact.recent)
 
 
 @pytest.mark.parametrize(("values", "size"), [(48, 24), (130, 130), (3000, 3000)])

@@ -1,5 +1,7 @@
 """Steps of decode and prefill rows for the kernels of recurrent layers."""
 
+from dataclasses import replace
+
 import torch
 
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
@@ -30,3 +32,14 @@ def make_batch(decode_positions: list[int], prefills: list[tuple[int, int]], dev
         prefill_offsets=torch.tensor(offsets, dtype=torch.int32, device=device),
         prefill_tiles=torch.tensor(tiles[::-1], dtype=torch.int32, device=device).reshape(-1, 2),
     )
+
+
+FEW_TOKENS = [[(5, 3)], [(200, 8)], [(70, 4), (0, 9), (1, 2), (2, 1), (31, 5)]]
+"""Tokens of sequences in a step that checks drafts: (start, count) of each."""
+
+
+def as_decode_rows(tokens: list[tuple[int, int]], device: torch.device) -> Batch:
+    """The step in which each token of these sequences is a decode row."""
+    batch = make_batch([], tokens, device)
+    rows = batch.rows.repeat_interleave(torch.tensor([count for _, count in tokens], device=device))
+    return replace(batch, rows=rows, num_decodes=len(rows), prefills=(), shares_rows=True)

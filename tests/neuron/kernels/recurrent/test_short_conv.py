@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.neuron.kernels.conftest import AssertClose
-from tests.neuron.kernels.recurrent.batches import make_batch
+from tests.neuron.kernels.recurrent.batches import FEW_TOKENS, as_decode_rows, make_batch
 
 from cortex.neuron.kernels.recurrent.short_conv import short_conv, short_conv_reference
 
@@ -39,15 +39,16 @@ def test_output_and_state_of_a_step_match_the_reference(
     assert torch.equal(recent, exact)
 
 
-def test_consecutive_tokens_of_a_row_in_one_step_match_a_chunk(
-    device: torch.device, dtype: torch.dtype, assert_close: AssertClose
+@pytest.mark.parametrize("tokens", FEW_TOKENS)
+def test_tokens_of_one_sequence_as_decode_rows_match_the_reference(
+    tokens: list[tuple[int, int]], device: torch.device, dtype: torch.dtype, assert_close: AssertClose
 ) -> None:
-    chunk = make_batch([], [(5, 3)], device)
-    projected = torch.randn(3, 3 * 40, device=device, dtype=dtype)
-    weight = torch.randn(3, 40, device=device, dtype=dtype)
-    recent = torch.randn(3, 3, 40, device=device, dtype=dtype)
+    channels, taps = (40, 3) if len(tokens) == 1 else (300, 4)
+    batch = as_decode_rows(tokens, device)
+    projected = torch.randn(len(batch.rows), 3 * channels, device=device, dtype=dtype)
+    weight = torch.randn(taps, channels, device=device, dtype=dtype)
+    recent = torch.randn(len(tokens) + 2, 3, taps, channels, device=device, dtype=dtype)[:, 1]
     exact = recent.clone()
-    expected = short_conv_reference(projected, weight, chunk, exact)
-    rows = replace(chunk, prefills=(), num_decodes=3, rows=chunk.rows.repeat(3), shares_rows=True)
-    assert_close(short_conv(projected, weight, rows, recent), expected)
+    expected = short_conv_reference(projected, weight, batch, exact)
+    assert_close(short_conv(projected, weight, batch, recent), expected)
     assert torch.equal(recent, exact)

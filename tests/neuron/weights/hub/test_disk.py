@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cortex.neuron.weights.errors import FilesMissing
+from cortex.neuron.weights.gguf.projector import projector_beside
 from cortex.neuron.weights.hub import disk
 from cortex.neuron.weights.hub.cache import RepositoryCache
 from cortex.neuron.weights.hub.listing import RemoteFile
@@ -16,14 +17,34 @@ COMMIT = "c0ffee" + "0" * 34
 FILES = {"m-Q4_K_M.gguf": b"4" * 400, "m-Q8_0.gguf": b"8" * 800}
 
 
-def cached(cache: Path, name: str) -> Path:
-    """A file as a download leaves it in the cache."""
+def cached(cache: Path, name: str, content: bytes | None = None) -> Path:
+    """A file as a download leaves it in the cache. `content`: None: that of `FILES`."""
     repository = RepositoryCache(cache, "org/model")
-    file = RemoteFile(name, len(FILES[name]), hashlib.sha256(FILES[name]).hexdigest())
+    content = FILES[name] if content is None else content
+    file = RemoteFile(name, len(content), hashlib.sha256(content).hexdigest())
     repository.blob(file).parent.mkdir(parents=True, exist_ok=True)
-    repository.blob(file).write_bytes(FILES[name])
+    repository.blob(file).write_bytes(content)
     repository.link(COMMIT, file)
     return repository.snapshot(COMMIT) / name
+
+
+def test_quantisations_share_the_tower_which_goes_with_the_last(tmp_path: Path) -> None:
+    names = ("m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-f16.gguf")
+    four, eight, tower = (cached(tmp_path, name, b"t" * 50 if "mmproj" in name else None) for name in names)
+    assert projector_beside(four) == projector_beside(eight) == tower
+    assert disk.delete(tmp_path, HubSource("org/model", quant="q4")) == 400
+    assert tower.exists()
+    assert disk.delete(tmp_path, HubSource("org/model", quant="q8")) == 850
+    assert not tower.exists()
+
+
+def test_a_tower_above_the_folder_of_a_model_is_found(tmp_path: Path) -> None:
+    model, tower = (cached(tmp_path, name, b"g") for name in ("Q8_0/m-Q8_0.gguf", "mmproj-f16.gguf"))
+    assert projector_beside(model) == tower
+    plain = tmp_path / "plain" / "q8" / "m.gguf"
+    plain.parent.mkdir(parents=True)
+    (tmp_path / "plain" / "mmproj.gguf").write_bytes(b"g")
+    assert projector_beside(plain) is None, "other folders hold files of other models"
 
 
 def test_deleting_one_quantisation_leaves_the_others(tmp_path: Path) -> None:

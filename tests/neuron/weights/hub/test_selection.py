@@ -11,15 +11,17 @@ QUANTS = ["m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-Q8_0.gguf", "m-bf1
 @pytest.mark.parametrize(
     ("paths", "quant", "chosen"),
     [
-        (QUANTS, "Q4_K_M", ["m-Q4_K_M.gguf"]),
-        (QUANTS, "q8_0", ["m-Q8_0.gguf"]),
-        (QUANTS, "BF16", ["m-bf16.gguf"]),
-        (QUANTS, "m-Q4_K_S.gguf", ["m-Q4_K_S.gguf"]),
+        (QUANTS, "Q4_K_M", ["m-Q4_K_M.gguf", "mmproj-m-f16.gguf"]),
+        (QUANTS, "q8_0", ["m-Q8_0.gguf", "mmproj-m-f16.gguf"]),
+        (QUANTS, "BF16", ["m-bf16.gguf", "mmproj-m-f16.gguf"]),
+        (QUANTS, "m-Q4_K_S.gguf", ["m-Q4_K_S.gguf", "mmproj-m-f16.gguf"]),
+        ([*QUANTS, "mmproj-m-f32.gguf", "mmproj-m-bf16.gguf"], "Q2_K", ["m-Q2_K.gguf", "mmproj-m-bf16.gguf"]),
         (["m-UD-Q4_K_XL.gguf", "m-Q4_K_M.gguf"], "Q4_K_XL", ["m-UD-Q4_K_XL.gguf"]),
-        (["only-IQ4_XS.gguf", "mmproj.gguf"], None, ["only-IQ4_XS.gguf"]),
+        (["only-IQ4_XS.gguf", "mmproj.gguf"], None, ["only-IQ4_XS.gguf", "mmproj.gguf"]),
         (["unlabelled.gguf", "README.md"], None, ["unlabelled.gguf"]),
         (["Q8_0/m-00001-of-00002.gguf", "Q8_0/m-00002-of-00002.gguf", "m-Q4_0.gguf"], "Q8_0",
          ["Q8_0/m-00001-of-00002.gguf", "Q8_0/m-00002-of-00002.gguf"]),
+        (["Q8_0/m.gguf", "mmproj-F16.gguf", "other/mmproj-BF16.gguf"], None, ["Q8_0/m.gguf", "mmproj-F16.gguf"]),
     ],
 )  # fmt: skip
 def test_selects_one_gguf_model(paths: list[str], quant: str | None, chosen: list[str]) -> None:

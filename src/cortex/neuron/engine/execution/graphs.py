@@ -282,12 +282,13 @@ class StepGraphs(SizedGraphs):
         rows: NDArray[np.int64],
         positions: NDArray[np.int64],
         slots: NDArray[np.int64],
-        tokens: NDArray[np.int64] | None = None,
+        tokens: NDArray[np.int64] | Tensor | None = None,
         rope: NDArray[np.int64] | None = None,
     ) -> Outputs:
         """Runs a step for which `fits` returned true. The outputs are valid until the next replay, in stream order.
 
-        slots: [KV groups, rows]. tokens: of each row, if the graphs check drafts; None: the rows' latest tokens.
+        slots: [KV groups, rows]. tokens: of each row, if the graphs check drafts, from the host or on the device; None:
+        the rows' latest tokens.
         rope: the positions of the rotation; None: the rows' positions."""
         count = len(rows)
         captured = self._serving(count)
@@ -295,10 +296,12 @@ class StepGraphs(SizedGraphs):
         inputs = self._padding(memory.shape[1])
         inputs[0, :count], inputs[1, :count], inputs[4:, :count] = rows, positions, slots
         inputs[3, :count] = positions if rope is None else rope
-        if tokens is not None:
+        if isinstance(tokens, np.ndarray):
             inputs[2, :count] = tokens
         host = torch.from_numpy(inputs)
         memory.copy_(host.pin_memory() if memory.is_cuda else host, non_blocking=True)
+        if isinstance(tokens, Tensor):
+            memory[2, :count] = tokens
         captured.graph.replay(count)
         return tuple(output[:count] for output in captured.outputs)
 

@@ -212,7 +212,9 @@ class Runner:
             replayed = graphs.replay(inputs.rows, inputs.positions, inputs.slots, rope=inputs.rope)
         else:
             owners = np.repeat(inputs.rows, np.diff(inputs.offsets))
-            replayed = graphs.replay(owners, inputs.positions, inputs.slots, inputs.tokens, inputs.rope)
+            # A row that computes tokens again may be in a step with rows whose tokens only the device knows.
+            given = self._tokens(inputs) if len(inputs.drawn_before) else inputs.tokens
+            replayed = graphs.replay(owners, inputs.positions, inputs.slots, given, inputs.rope)
         logits, tokens, healthy, hidden = replayed
         if not draws:
             return None, hidden

@@ -10,13 +10,14 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from cortex.neuron.engine.speculation.suffix_match import SuffixMatch
 
 DraftKind = Literal["lookup", "prediction", "grammar", "mtp", "draft"]
 ProposalKind = Literal["mtp", "draft"]
 """Those that are computed on the device: by a head of the model, or by a smaller model."""
+PROPOSAL_KINDS: Final = frozenset(get_args(ProposalKind))
 
 _MATCH_LENGTHS: Final = (1, 4, 8, 16, 32)
 """Matches are as likely to go on as other matches of a length between the same two of these."""
@@ -28,6 +29,10 @@ _FIRST_ODDS: Final[dict[str, tuple[float, ...]]] = {
 MAX_PROPOSALS: Final = 7
 """Most draft tokens that are computed on the device for a row."""
 _FIRST_PROPOSAL_ODDS: Final = 0.75
+_FIRST_SAMPLES, _MOST_SAMPLES = 4, 20
+"""How many proposed tokens the first odds of proposals count as, and how many the learned ones count as at most."""
+_RETURN: Final = 0.0005
+"""How fast the odds of proposals return to the first ones while there are none, so that they are tried again."""
 _PACE: Final = 0.1
 """How fast the odds follow what happens: the weight of the latest token."""
 _MAX_FOLLOWED: Final = 32
@@ -73,6 +78,8 @@ class Drafter:
         """The length of the text that `_proposed` continues."""
         self._proposal_odds = [_FIRST_PROPOSAL_ODDS] * MAX_PROPOSALS
         """Of each proposed token, if those before it are right."""
+        self._num_samples = [_FIRST_SAMPLES] * MAX_PROPOSALS
+        """What these were learned from."""
 
     def draft(self, count: int) -> Draft:
         """Up to `count` tokens that are expected after the text."""
@@ -89,17 +96,25 @@ class Drafter:
 
     def propose(self, tokens: tuple[int, ...]) -> None:
         """Takes the tokens that the device proposes after the text, and learns from those it proposed before."""
+        odds, counts = self._proposal_odds, self._num_samples
         for index, token in enumerate(self._proposed[: len(self._text) - self._proposed_at]):
             held = self._text[self._proposed_at + index] == token
-            self._proposal_odds[index] += (held - self._proposal_odds[index]) * _PACE
+            counts[index] = min(counts[index] + 1, _MOST_SAMPLES)
+            odds[index] += (held - odds[index]) / counts[index]
             if not held:
                 break
+        if not tokens and not self._proposed:
+            odds[:] = [one + (_FIRST_PROPOSAL_ODDS - one) * _RETURN for one in odds]
         self._proposed, self._proposed_at = tokens, len(self._text)
 
     @property
     def proposal_chances(self) -> tuple[float, ...]:
         """How likely each token that the device may propose is to be accepted, together with all before it."""
-        return tuple(accumulate(self._proposal_odds, mul))
+        odds, known = [], 1.0
+        for one, count in zip(self._proposal_odds, self._num_samples, strict=True):
+            known = one if count > _FIRST_SAMPLES else min(one, known)  # not learned: no likelier than the one before
+            odds.append(known)
+        return tuple(accumulate(odds, mul))
 
     def _draft_of(self, kind: DraftKind, lookup: SuffixMatch, count: int) -> Draft:
         tokens = lookup.draft(count if kind == "prediction" else min(count, lookup.length))

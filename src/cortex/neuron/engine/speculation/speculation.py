@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from cortex.neuron.engine.sequence import Sequence
-from cortex.neuron.engine.speculation.drafter import (
-    MAX_PROPOSALS,
-    NO_DRAFT,
-    Draft,
-    Drafter,
-    DraftKind,
-    ProposalKind,
-)
-from cortex.neuron.engine.speculation.widths import MIN_GAIN, StepCosts, choose_widths
+from cortex.neuron.engine.speculation.drafter import NO_DRAFT, Draft, Drafter, DraftKind, ProposalKind
+from cortex.neuron.engine.speculation.width_rule import WidthRule
 from cortex.neuron.engine.step_plan import RowPlan
 
 MAX_ROWS: Final = 32
 """Larger batches get no drafts: reading the weights takes a small part of their steps."""
 MAX_WIDTH: Final = 31
 """Most draft tokens of a row."""
-_NEXT_GAIN: Final = 1.03
-"""One more token is proposed only if it is expected to give this many times as many tokens per second."""
-_COST_PACE: Final = 0.3
-"""The weight of the latest step in the cost of proposed tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,79 +29,6 @@ class CheckedDraft:
 
 
 NOTHING_CHECKED = CheckedDraft("lookup", 0, 0, 0)
-
-
-class WidthRule(Protocol):
-    """How many draft tokens the rows of a step check."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens of a step that checks drafts; 0: none does."""
-        ...
-
-    def widths(self, drafts: Ordered[Draft], num_tokens: int, *, is_mixed: bool) -> list[int]:
-        """For each row. `num_tokens`: of the step without drafts; `is_mixed`: prompts are waiting or computed too."""
-        ...
-
-    def num_proposals(self, odds: Ordered[Ordered[float]], num_tokens: int) -> int:
-        """How many draft tokens the device computes for each row, for the step after this one. `odds`: of the tokens
-        that it may propose for each row, each together with those before it."""
-        ...
-
-    def record(self, num_tokens: int, seconds: float, *, checks_drafts: bool, num_proposals: int = 0) -> None:
-        """Reports how long a step of decode rows took. `num_proposals`: draft tokens that it computed for each row."""
-        ...
-
-
-class FastestWidths:
-    """As many as give the most tokens per second; none while there are prompts, whose steps are long anyway."""
-
-    def __init__(
-        self, sizes: Ordered[int], growth: float, max_tokens: Callable[[], int], proposal_cost: float = 0.0
-    ) -> None:
-        """`sizes` and `growth`: see `StepCosts`. `max_tokens`: of a step that checks drafts, if it is to be fast.
-        `proposal_cost`: what one proposed token for each row adds to the time of a step, in proportion to a step
-        without drafts, until it is measured: in the first step of each sequence."""
-        self._max_tokens = max_tokens
-        self._proposal_cost = proposal_cost
-        self._costs = StepCosts(sizes, growth)
-
-    @property
-    def max_tokens(self) -> int:
-        return self._max_tokens()
-
-    def widths(self, drafts: Ordered[Draft], num_tokens: int, *, is_mixed: bool) -> list[int]:
-        plain_s = self._costs.plain(num_tokens)
-        if plain_s is None or is_mixed:
-            return [0] * len(drafts)
-        odds = [draft.odds for draft in drafts]
-        return choose_widths(odds, num_tokens, self.max_tokens, plain_s, self._costs.checking)
-
-    def num_proposals(self, odds: Ordered[Ordered[float]], num_tokens: int) -> int:
-        plain_s = self._costs.plain(num_tokens)
-        if plain_s is None:
-            return 0
-        best, found, gain = MIN_GAIN * len(odds) / plain_s, 0, 0.0
-        for count in range(1, 1 + min(MAX_PROPOSALS, self.max_tokens // num_tokens - 1)):
-            gain += sum(each[count - 1] for each in odds)
-            seconds = self._costs.checking(num_tokens * (1 + count)) + count * self._proposal_cost * plain_s
-            rate = (len(odds) + gain) / seconds
-            if rate < best:
-                break
-            # A row whose last tokens are rejected is computed again in part, and more tokens were drafted for nothing.
-            best, found = rate * _NEXT_GAIN, count
-        return found
-
-    def record(self, num_tokens: int, seconds: float, *, checks_drafts: bool, num_proposals: int = 0) -> None:
-        plain_s = self._costs.plain(num_tokens)
-        if not num_proposals:
-            self._costs.record(num_tokens, seconds, checks_drafts=checks_drafts)
-        elif plain_s is not None and checks_drafts:
-            proposing_s = num_proposals * self._proposal_cost * plain_s
-            self._costs.record(num_tokens, max(seconds - proposing_s, plain_s), checks_drafts=True)
-        elif plain_s is not None:
-            measured = max(0.0, seconds / plain_s - 1) / num_proposals
-            self._proposal_cost += (min(measured, 3.0) - self._proposal_cost) * _COST_PACE
 
 
 class Speculation:
@@ -142,18 +57,22 @@ class Speculation:
             kind = self._proposals if drafts else None
             sequence.drafter = self._new_drafter(sequence.tokens, request.prediction, is_on=drafts, proposals=kind)
 
-    def num_proposals(self, decoding: Ordered[Sequence], *, is_mixed: bool) -> int | None:
+    def num_proposals(self, decoding: Ordered[tuple[Sequence, RowPlan]], *, is_mixed: bool) -> int | None:
         """How many draft tokens the device computes in the next step for each row that draws; see `StepPlan`. A step
-        with prompts computes at least what later proposals need; a large batch, or one whose proposals do not pay,
-        nothing."""
+        with prompts, or with drafts from the text, computes at least what later proposals need; a large batch, or one
+        whose proposals do not pay, nothing. `decoding`: the step's rows of responses."""
         if self._proposals is None or not self._is_on:
             return None
-        nothing = 0 if is_mixed else None
-        if len(decoding) > MAX_ROWS:
-            return nothing
-        drafters = [sequence.drafter for sequence in decoding if sequence.drafter is not None]
-        odds = [drafter.proposal_chances for drafter in drafters if drafter.proposal_kind is not None]
-        return (self.rule.num_proposals(odds, len(decoding)) if odds else 0) or nothing
+        odds, follows_text = [], False
+        for sequence, row in decoding:
+            if sequence.drafter is None or sequence.drafter.proposal_kind is None:
+                continue
+            if row.drafted and sequence.draft.kind != self._proposals:
+                follows_text = True  # what it is expected to go on doing
+            else:
+                odds.append(sequence.drafter.proposal_chances)
+        count = self.rule.num_proposals(odds, len(decoding)) if odds and len(decoding) <= MAX_ROWS else 0
+        return count or (0 if is_mixed or follows_text else None)
 
     def is_likely(self, decoding: Ordered[Sequence], *, is_mixed: bool) -> bool:
         """Whether the next step would check drafts, as far as is known before the last one is read."""

@@ -58,8 +58,10 @@ class NGrams:
         key = self._key(text, end)
         added = self._added.get(key, [])
         yield from reversed(added[-_MAX_CANDIDATES:])
-        first, after = (int(np.searchsorted(self._keys, np.uint64(key), side)) for side in ("left", "right"))
-        known = self._ends[first:after]
+        first = int(self._keys.searchsorted(np.uint64(key)))
+        if first == len(self._keys) or int(self._keys[first]) != key:
+            return
+        known = self._ends[first : int(self._keys.searchsorted(np.uint64(key), "right"))]
         if near is None:
             yield from known[::-1][: max(0, _MAX_CANDIDATES - len(added))].tolist()
         else:

@@ -12,10 +12,45 @@ from typing import Final
 
 MIN_GAIN: Final = 1.03
 """Drafts are checked only if they are expected to give this many times as many tokens per second."""
-_PACE: Final = 0.2
+PACE: Final = 0.2
 """The weight of the latest step in the time of steps of its size."""
-_RECOVERY: Final = 0.002
+RECOVERY: Final = 0.002
 """How fast the time of steps that are not made returns to the assumed one, so that they are tried again."""
+_TRIES: Final = 3
+"""The first steps of a kind may load what they need: the fastest of this many counts."""
+
+
+class MeasuredTimes:
+    """Seconds of several kinds of steps, as they were measured."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, float] = {}
+        self._counts: dict[int, int] = {}
+
+    def record(self, kind: int, seconds: float) -> float:
+        """Returns by how much the time of its kind changed."""
+        known = self._times.get(kind, seconds)
+        count = self._counts[kind] = self._counts.get(kind, 0) + 1
+        # A pause of the machine says little about the next step.
+        time = min(known, seconds) if count <= _TRIES else known + (min(seconds, 3 * known) - known) * PACE
+        self._times[kind] = time
+        return time - known
+
+    def known(self, kind: int) -> float | None:
+        """None: there was no such step yet."""
+        return self._times.get(kind)
+
+    def tried(self, kind: int) -> float | None:
+        """None: there were not enough such steps."""
+        return self._times[kind] if self._counts.get(kind, 0) >= _TRIES else None
+
+    def move(self, kind: int, change: float) -> None:
+        self._times[kind] += change
+
+    @property
+    def kinds(self) -> list[int]:
+        """Of which there were steps."""
+        return list(self._times)
 
 
 class StepCosts:
@@ -26,35 +61,33 @@ class StepCosts:
         the time of a step, in proportion to a step of one token, until it is measured."""
         self._sizes = sizes
         self._growth = growth
-        self._plain: dict[int, float] = {}
-        self._checking: dict[int, float] = {}
+        self._plain = MeasuredTimes()
+        self._checking = MeasuredTimes()
 
     def record(self, num_tokens: int, seconds: float, *, checks_drafts: bool) -> None:
-        times, size = (self._checking if checks_drafts else self._plain), self._size(num_tokens)
-        known = times.get(size, seconds)
-        # A pause of the machine says little about the next step.
-        times[size] = known + (min(seconds, 3 * known) - known) * _PACE
+        (self._checking if checks_drafts else self._plain).record(self.size(num_tokens), seconds)
         if not checks_drafts:
-            for other, time in self._checking.items():
-                self._checking[other] = time + (self._assumed(other) - time) * _RECOVERY
+            for other in self._checking.kinds:
+                self._checking.move(other, (self._assumed(other) - (self._checking.known(other) or 0.0)) * RECOVERY)
 
     def plain(self, num_tokens: int) -> float | None:
         """Of a step without drafts; None if there was no such step yet."""
-        return self._plain.get(self._size(num_tokens))
+        return self._plain.known(self.size(num_tokens))
 
     def checking(self, num_tokens: int) -> float:
         """Of a step that checks drafts."""
-        size = self._size(num_tokens)
-        return self._checking[size] if size in self._checking else self._assumed(size)
+        size = self.size(num_tokens)
+        tried = self._checking.tried(size)
+        return self._assumed(size) if tried is None else tried
 
     def _assumed(self, size: int) -> float:
         """From the nearest smaller step without drafts."""
-        if not self._plain:
-            return 0.0
-        near = max((one for one in self._plain if one <= size), default=min(self._plain))
-        return self._plain[near] * (1 + self._growth * max(0, size - near))
+        sizes = self._plain.kinds
+        near = max((one for one in sizes if one <= size), default=min(sizes, default=0))
+        return (self._plain.known(near) or 0.0) * (1 + self._growth * max(0, size - near))
 
-    def _size(self, num_tokens: int) -> int:
+    def size(self, num_tokens: int) -> int:
+        """The one of the sizes whose steps those of `num_tokens` are like."""
         place = bisect_left(self._sizes, num_tokens)
         return self._sizes[place] if place < len(self._sizes) else num_tokens
 

@@ -113,7 +113,7 @@ def decode_attention(
         PAGE=page_tokens,
         TILE=tile,
         SHARES=batch.shares_rows,
-        HOLD=splits > 1 or dim_block <= 128,  # the first tile is loaded early; long loops of large heads need registers
+        HOLD=_holds(splits, dim_block),  # the first tile is loaded early; long loops of large heads need registers
         num_warps=_num_warps(tile, dim_block),
         num_stages=3,
         **launch_options(q.device),
@@ -132,6 +132,10 @@ def _num_splits(cells: int, max_length: int, device: torch.device) -> int:
     """Enough splits to fill the device, but none shorter than a tile."""
     wanted = PROGRAMS_PER_PROCESSOR * num_processors(device) // cells
     return int(max(1, min(MAX_SPLITS, wanted, triton.cdiv(max_length, TILE))))
+
+
+def _holds(splits: int, dim_block: int) -> bool:
+    return splits > 1 or dim_block <= 128
 
 
 def _num_warps(tile: int, dim_block: int) -> int:

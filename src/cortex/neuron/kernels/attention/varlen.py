@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cortex.neuron.kernels.attention.rotate import Rotation
 from cortex.neuron.kernels.attention.rules import AttentionRules
+from cortex.neuron.kernels.attention.turn import turned
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.norm import rms_norm
 
@@ -33,7 +34,7 @@ def _rotated(q: Tensor, k: Tensor, rules: AttentionRules, batch: Batch) -> tuple
         return q, k
     key = ("rotation", id(rules.rope), q.dtype, rules.half)
     rotation = batch.once(key, lambda: Rotation.at(batch.positions, rules.rope, q.dtype, rules.half))
-    return rotation(q), rotation(k)
+    return turned(q, rotation), turned(k, rotation)
 
 
 def _has_flash(q: Tensor) -> bool:

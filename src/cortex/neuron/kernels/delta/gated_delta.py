@@ -28,9 +28,6 @@ def gated_delta(projected: Tensor, rules: DeltaRules, batch: Batch, state: Delta
     from cortex.neuron.kernels.delta.step import delta_step
 
     out = torch.empty((len(projected), rules.value_size), dtype=projected.dtype, device=projected.device)
-    if batch.shares_rows and not batch.batch_invariant:
-        delta_few_tokens(projected, rules, batch, state, out)
-        return out
 
     def step(projected: Tensor, batch: Batch, out: Tensor) -> None:
         delta_step(projected, rules, batch, state, out)
@@ -38,7 +35,10 @@ def gated_delta(projected: Tensor, rules: DeltaRules, batch: Batch, state: Delta
     def chunks(projected: Tensor, batch: Batch, out: Tensor) -> None:
         delta_chunks(projected, rules, batch, state, out)
 
-    return advance_rows(projected, batch, out, step, chunks)
+    def few_tokens(projected: Tensor, batch: Batch, out: Tensor) -> None:
+        delta_few_tokens(projected, rules, batch, state, out)
+
+    return advance_rows(projected, batch, out, step=step, chunks=chunks, few_tokens=few_tokens)
 
 
 def gated_delta_reference(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState) -> Tensor:

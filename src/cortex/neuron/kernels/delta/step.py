@@ -1,12 +1,16 @@
 """A decode step of a gated delta net in one launch: convolution, gates, memory, norm and output gate.
 
 Each program takes one value head of one row and reads and writes its memory once: bound by bandwidth. In small batches
-it loads the whole memory at once, before the projection is done. In large batches it loads the memory in parts, so that
-several programs share a processor. Reference: `gated_delta.gated_delta_reference`.
+it loads the whole memory at once, before the projection is done. In the smallest ones several programs divide the
+columns of a head, and the last to finish makes the norm. In large batches a program loads the memory in parts, so that
+several of them share a processor. Reference: `gated_delta.gated_delta_reference`.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
@@ -14,13 +18,19 @@ from cortex.neuron.kernels.delta.rules import L2_EPS, DeltaRules, DeltaState
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, num_processors, tl, triton
 from cortex.neuron.kernels.recurrent.causal_conv import convolved, silu, weighted_earlier
 
+MAX_SPLIT_HEADS = 1024
+"""Largest number of heads, of all rows, whose columns are divided."""
+
 
 def delta_step(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState, out: Tensor) -> None:
     """Writes the first `batch.num_decodes` rows of `out` ([tokens, value size], contiguous); advances their state."""
     value_block = triton.next_power_of_2(rules.value_dim)
-    fills = batch.batch_invariant or batch.num_decodes * rules.value_heads > 2 * num_processors(projected.device)
-    columns = min(32, value_block) if fills else value_block
-    _step_kernel[(batch.num_decodes, rules.value_heads)](
+    heads, processors = batch.num_decodes * rules.value_heads, num_processors(projected.device)
+    fills = batch.batch_invariant or heads > 2 * processors
+    splits = 1 if fills else _num_splits(heads, value_block, processors)
+    columns = min(32, value_block) if fills else value_block // splits
+    partial = out.new_empty((heads if splits > 1 else 0, value_block), dtype=torch.float32)
+    _step_kernel[(batch.num_decodes, rules.value_heads, splits)](
         projected,
         batch.rows,
         batch.positions,
@@ -31,6 +41,8 @@ def delta_step(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaS
         state.recent,
         state.memory,
         out,
+        partial,
+        _counters(projected.device),
         rules.eps,
         projected.stride(0),
         state.recent.stride(0),
@@ -41,13 +53,32 @@ def delta_step(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaS
         KEY_DIM=rules.key_dim,
         KEY_BLOCK=triton.next_power_of_2(rules.key_dim),
         VALUE_DIM=rules.value_dim,
-        PARTS=value_block // columns,
+        PARTS=value_block // columns // splits,
+        SPLITS=splits,
         COLUMNS=columns,
         TAPS=len(rules.conv_weight),
         L2_EPS=L2_EPS,
-        num_warps=4 if fills else 8,
+        num_warps=_num_warps(splits, fills=fills),
         **launch_options(projected.device),
     )
+
+
+def _num_splits(heads: int, value_block: int, processors: int) -> int:
+    """Programs that divide the columns of a head: as many as there are processors for."""
+    splits = 1
+    while splits < 4 and value_block // splits > 16 and 2 * splits * heads <= min(2 * processors, MAX_SPLIT_HEADS):
+        splits *= 2
+    return splits
+
+
+def _num_warps(splits: int, *, fills: bool) -> int:
+    return 4 if fills else max(2, 8 // splits)
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """The number of finished programs of each head of a row. Every launch resets them to zero."""
+    return torch.zeros(MAX_SPLIT_HEADS, dtype=torch.int32, device=device)
 
 
 @jit
@@ -69,6 +100,8 @@ def _step_kernel(
     recent,
     memory,
     out,
+    partial,
+    counters,
     eps,
     projected_stride,
     recent_stride,
@@ -80,6 +113,7 @@ def _step_kernel(
     KEY_BLOCK: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TAPS: tl.constexpr,
     L2_EPS: tl.constexpr,
@@ -93,7 +127,8 @@ def _step_kernel(
     head = tl.program_id(1)
     row = tl.load(rows + index)
     position = tl.load(positions + index)
-    key_dim, column = tl.arange(0, KEY_BLOCK), tl.arange(0, COLUMNS)
+    split = tl.program_id(2)
+    key_dim, column = tl.arange(0, KEY_BLOCK), split * COLUMNS + tl.arange(0, COLUMNS)
     key_inside = key_dim < KEY_DIM
     where = memory + row * memory_stride + head * KEY_DIM * VALUE_DIM
     where = where + key_dim[:, None] * VALUE_DIM + column[None, :]
@@ -111,8 +146,8 @@ def _step_kernel(
     k_gain = tl.load(own_tap + KEY_SIZE + channel, mask=key_inside, other=0.0).to(tl.float32)
     v_gain = tl.load(own_tap + v_channel, mask=v_inside, other=0.0).to(tl.float32)
     rate, bias = tl.load(decay_rate + head), tl.load(decay_bias + head)
-    part = tl.arange(0, PARTS)
-    value_dim = part[:, None] * COLUMNS + column[None, :]
+    part = tl.arange(0, PARTS * SPLITS)
+    value_dim = part[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = value_dim < VALUE_DIM
     norm_gain = tl.load(norm_weight + value_dim, mask=inside, other=0.0).to(tl.float32)
     if OVERLAP:
@@ -126,7 +161,8 @@ def _step_kernel(
     strength = tl.sigmoid(tl.load(gates).to(tl.float32))
     decay_input = tl.load(gates + VALUE_HEADS).to(tl.float32)
     gate = tl.load(token + CHANNELS + head * VALUE_DIM + value_dim, mask=inside, other=0.0).to(tl.float32)
-    keeps = key_dim < tl.where(head % SHARED == 0, KEY_DIM, 0)  # only one of the value heads that share a key head
+    # Only one of the programs and value heads that share a key head keeps its token.
+    keeps = key_dim < tl.where((head % SHARED == 0) & (split == 0), KEY_DIM, 0)
     kept = ring + (position % TAPS) * CHANNELS
     tl.store(kept + channel, own_q, mask=keeps)
     tl.store(kept + KEY_SIZE + channel, own_k, mask=keeps)
@@ -137,7 +173,7 @@ def _step_kernel(
     k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
     decay = tl.exp(log_decay_of(decay_input, rate, bias))
 
-    mixed = tl.zeros((PARTS, COLUMNS), tl.float32)
+    mixed = tl.zeros((PARTS * SPLITS, COLUMNS), tl.float32)
     for number in tl.static_range(PARTS):
         here = number * COLUMNS + column
         here_inside = here < VALUE_DIM
@@ -151,10 +187,20 @@ def _step_kernel(
         correction = (v - tl.sum(known * k[:, None], 0)) * strength
         known += k[:, None] * correction[None, :]
         tl.store(where + number * COLUMNS, known, mask=key_inside[:, None] & here_inside[None, :])
-        mixed = tl.where((part == number)[:, None], tl.sum(known * q[:, None], 0)[None, :], mixed)
+        if SPLITS == 1:
+            mixed = tl.where((part == number)[:, None], tl.sum(known * q[:, None], 0)[None, :], mixed)
         if number + 1 < PARTS:
             known = upcoming
 
+    if SPLITS > 1:
+        cell = index * VALUE_HEADS + head
+        own = partial + cell * (SPLITS * COLUMNS)
+        tl.store(own + column, tl.sum(known * q[:, None], 0))
+        tl.debug_barrier()
+        if tl.atomic_add(counters + cell, 1, sem="acq_rel") < SPLITS - 1:
+            return
+        tl.store(counters + cell, 0)
+        mixed = tl.load(own + value_dim, cache_modifier=".cg")
     mixed *= tl.rsqrt(tl.sum(tl.sum(mixed * mixed, 1), 0) / VALUE_DIM + eps)
     mixed *= norm_gain * gate * tl.sigmoid(gate)
     target = out + index * VALUE_SIZE + head * VALUE_DIM + value_dim

@@ -24,6 +24,7 @@ def mamba(projected: Tensor, rules: MambaRules, batch: Batch, state: MambaState)
     if not has_kernels(projected):
         return mamba_reference(projected, rules, batch, state)
     from cortex.neuron.kernels.mamba.chunks import mamba_chunks
+    from cortex.neuron.kernels.mamba.few_tokens import mamba_few_tokens
     from cortex.neuron.kernels.mamba.step import mamba_step
 
     def step(projected: Tensor, batch: Batch, out: Tensor) -> None:
@@ -32,8 +33,11 @@ def mamba(projected: Tensor, rules: MambaRules, batch: Batch, state: MambaState)
     def chunks(projected: Tensor, batch: Batch, out: Tensor) -> None:
         mamba_chunks(projected, rules, batch, state, out)
 
+    def few_tokens(projected: Tensor, batch: Batch, out: Tensor) -> None:
+        mamba_few_tokens(projected, rules, batch, state, out)
+
     out = batch.empty((len(projected), rules.inner), projected, torch.float32)
-    return advance_rows(projected, batch, out, step, chunks)
+    return advance_rows(projected, batch, out, step=step, chunks=chunks, few_tokens=few_tokens)
 
 
 def mamba_reference(projected: Tensor, rules: MambaRules, batch: Batch, state: MambaState) -> Tensor:

@@ -18,8 +18,9 @@ from cortex.neuron.kernels.quantised.unpack import layout_options
 from cortex.neuron.kernels.quantised.vector import norm_gains, prepared_vector, times_vector
 
 
-def one_row_tiles(chunks: int, bits: int) -> OneRowTiles:
-    """The fastest of a sweep on Hopper."""
+def one_row_tiles(chunks: int, bits: int, rows: int, num_pairs: int) -> OneRowTiles:
+    """The fastest of a sweep on Hopper. `rows`: of the matrix, or of each expert where there are pairs; `num_pairs`: 0
+    where there are none."""
     if chunks > 32:
         if bits in (5, 6):
             return OneRowTiles(4, 16, 2, 0, 128)
@@ -50,7 +51,9 @@ def one_row_product(
     has_wide_norm = is_paired and norm is not None and norm.dtype == torch.float32  # zero-centred norms
     if norm is not None and is_paired:
         norm = norm.view(torch.int64 if has_wide_norm else torch.int32)
-    tiles = one_row_tiles(chunks, codes.layout.bits)
+    num_pairs = 0 if pairs is None else len(out)
+    rows = out.shape[1] * (1 if epilogue.activation is None else 2)
+    tiles = one_row_tiles(chunks, codes.layout.bits, rows, num_pairs)
     launch_one_row(
         _one_row_kernel,
         x.view(torch.int32) if is_paired else x,

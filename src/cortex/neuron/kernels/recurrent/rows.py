@@ -14,9 +14,11 @@ Advance = Callable[[Tensor, Batch, Tensor], None]
 """(projected tokens, batch, out): writes `out` and advances the states of the rows."""
 
 
-def advance_rows(projected: Tensor, batch: Batch, out: Tensor, step: Advance, chunks: Advance) -> Tensor:
+def advance_rows(
+    projected: Tensor, batch: Batch, out: Tensor, *, step: Advance, chunks: Advance, few_tokens: Advance
+) -> Tensor:
     """Fills `out` ([tokens, …]) and returns it. `step` takes the first `batch.num_decodes` tokens of what it is given,
-    `chunks` the tokens of all prefill rows."""
+    each of another row, `chunks` the tokens of all prefill rows, `few_tokens` decode rows that share a sequence."""
     if batch.batch_invariant:
         for turn, tokens in batch.once("turns", lambda: _turns(batch)):
             if tokens is None:
@@ -27,12 +29,7 @@ def advance_rows(projected: Tensor, batch: Batch, out: Tensor, step: Advance, ch
                 out[tokens] = part
         return out
     if batch.shares_rows:
-        for number, turn in enumerate(one_by_one(batch)):
-            here = slice(number, number + 1)
-            part = torch.empty_like(out[here])
-            step(projected[here], turn, part)
-            # A step may read states before its predecessor ends. This copy, which does not, is between two of them.
-            out[here] = part
+        few_tokens(projected, batch, out)
         return out
     decodes = batch.num_decodes
     if decodes:

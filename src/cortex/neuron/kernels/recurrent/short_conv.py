@@ -16,6 +16,7 @@ from cortex.neuron.kernels.recurrent.causal_conv import (
     conv_rows_reference,
     weighted_earlier,
 )
+from cortex.neuron.kernels.recurrent.few_tokens import convolution_in_sequence, first_of_convolution, keep_recent
 from cortex.neuron.kernels.recurrent.rows import advance_rows, one_by_one
 
 CHANNEL_BLOCK = 256
@@ -36,8 +37,11 @@ def short_conv(projected: Tensor, weight: Tensor, batch: Batch, recent: Tensor) 
         before, after, x = projected.chunk(3, dim=-1)
         torch.mul(after, conv_chunks(before * x, weight, recent, batch, activates=False), out=out)
 
+    def few_tokens(projected: Tensor, batch: Batch, out: Tensor) -> None:
+        short_conv_few_tokens(projected, weight, batch, recent, out)
+
     out = torch.empty((len(projected), weight.shape[1]), dtype=projected.dtype, device=projected.device)
-    return advance_rows(projected, batch, out, step, chunks)
+    return advance_rows(projected, batch, out, step=step, chunks=chunks, few_tokens=few_tokens)
 
 
 def short_conv_reference(projected: Tensor, weight: Tensor, batch: Batch, recent: Tensor) -> Tensor:
@@ -75,6 +79,63 @@ def short_conv_step(projected: Tensor, weight: Tensor, batch: Batch, recent: Ten
         num_warps=4,
         **launch_options(projected.device),
     )
+
+
+def short_conv_few_tokens(projected: Tensor, weight: Tensor, batch: Batch, recent: Tensor, out: Tensor) -> None:
+    """Decode rows several of which may be of one sequence: see `few_tokens`. Each is computed by itself."""
+    before, after, x = projected.chunk(3, dim=-1)
+    x = before * x
+    tokens, (taps, channels) = len(x), weight.shape
+    _few_tokens_kernel[(tokens, triton.cdiv(channels, CHANNEL_BLOCK))](
+        x,
+        after,
+        batch.rows,
+        batch.positions,
+        weight,
+        recent,
+        out,
+        after.stride(0),
+        recent.stride(0),
+        CHANNELS=channels,
+        TAPS=taps,
+        BLOCK=CHANNEL_BLOCK,
+        num_warps=4,
+        **launch_options(projected.device),
+    )
+    keep_recent(x, batch, recent)
+
+
+@jit
+def _few_tokens_kernel(
+    x,
+    after,
+    rows,
+    positions,
+    weight,
+    recent,
+    out,
+    after_stride,
+    recent_stride,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program per token and BLOCK channels. Rounds where the reference does."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    kind: tl.constexpr = out.dtype.element_ty
+    index = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < CHANNELS
+    row, position = tl.load(rows + index), tl.load(positions + index)
+    first = first_of_convolution(rows, positions, index, TAPS)
+    ring, token = recent + row * recent_stride, x + index * CHANNELS
+    total = convolution_in_sequence(token, ring, weight, channel, inside, position, first, CHANNELS, CHANNELS, TAPS)
+    gate = tl.load(after + index * after_stride + channel, mask=inside, other=0.0).to(tl.float32)
+    mixed = gate * total.to(kind).to(tl.float32)
+    tl.store(out + index * CHANNELS + channel, mixed.to(kind), mask=inside)
 
 
 @jit

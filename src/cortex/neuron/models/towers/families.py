@@ -196,10 +196,13 @@ class Gemma4TowerConfig(TowerConfig):
     theta: float = 100.0
     num_places: int = 0
     is_standardised: bool = False
+    is_repacked: bool = False
+    """Whether the values of a patch are sorted by colour, as in GGUF files, instead of by pixel."""
 
     def ends(self) -> Iterator[tuple[str, TowerTensor]]:
         name = f"{self.prefix}.patch_embedder"
-        yield from self.linear("patch", {f"{name}.input_proj": self.hidden}, self.patch_values)
+        packed = (self.hidden, 3, self.patch, self.patch) if self.is_repacked else None
+        yield "patch", TowerTensor({f"{name}.input_proj.weight": self.hidden}, self.patch_values, packed)
         shape = (2, self.num_places, self.hidden)
         yield "places", TowerTensor({f"{name}.position_embedding_table": 2 * self.num_places}, self.hidden, shape)
         if self.is_standardised:
@@ -252,6 +255,7 @@ def _gemma4(vision: Json, whole: Json, hidden: int) -> TowerConfig:
         theta=number_in(rope, "rope_theta", 100.0),
         num_places=count_in(vision, "position_embedding_size", 10_240),
         is_standardised=bool(vision.get("standardize")),
+        is_repacked=bool(vision.get("is_repacked")),
     )
 
 
@@ -260,12 +264,15 @@ class PatchTowerConfig(TowerConfig):
     """The unified Gemma 4: no layers. A projection of patches, and places by row and column."""
 
     num_places: int = 0
+    is_repacked: bool = False
+    """Whether the values of a patch are sorted by colour and places by their axis, as in GGUF files, instead of by
+    pixel and by number."""
 
     def ends(self) -> Iterator[tuple[str, TowerTensor]]:
         yield from self.norm("patch_norm", f"{self.prefix}.patch_ln1", self.patch_values)
         yield from self.linear("patch", {f"{self.prefix}.patch_dense": self.hidden}, self.patch_values)
         yield from self.norm("norm", f"{self.prefix}.patch_ln2", self.hidden)
-        shape = (self.num_places, 2, self.hidden)
+        shape = (2, self.num_places, self.hidden) if self.is_repacked else (self.num_places, 2, self.hidden)
         places = {f"{self.prefix}.pos_embedding": 2 * self.num_places}
         yield "places", TowerTensor(places, self.hidden, shape)
         yield from self.norm("out_norm", f"{self.prefix}.pos_norm", self.hidden)
@@ -289,6 +296,7 @@ def _gemma4_unified(vision: Json, whole: Json, hidden: int) -> TowerConfig:
         eps=1e-5,
         rules=_gemma4_rules(whole, "vision"),
         num_places=count_in(vision, "mm_posemb_size", 1120),
+        is_repacked=bool(vision.get("is_repacked")),
     )
 
 

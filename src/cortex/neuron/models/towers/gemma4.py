@@ -24,7 +24,7 @@ class Gemma4Tower(Tower):
         self._frequencies = config.theta**-exponents
 
     def embedded(self, pictures: Sequence[PixelGrid]) -> Tensor:
-        values = torch.cat([self.patches(picture, by_colour=False) for picture in pictures])
+        values = torch.cat([self.patches(picture, by_colour=self.config.is_repacked) for picture in pictures])
         x = F.linear(values * 2 - 1, self.weights["patch"])
         places, (across, down) = self.places(pictures), self.weights["places"].chunk(2)
         return x + across[places[:, 1]] + down[places[:, 0]]
@@ -60,11 +60,12 @@ class PatchTower(Tower):
     config: PatchTowerConfig
 
     def embedded(self, pictures: Sequence[PixelGrid]) -> Tensor:
-        weights = self.weights
-        values = torch.cat([self.patches(picture, by_colour=False) for picture in pictures])
+        config, weights = self.config, self.weights
+        values = torch.cat([self.patches(picture, by_colour=config.is_repacked) for picture in pictures])
         x = F.linear(self._normed("patch_norm", values), weights["patch"], weights["patch.bias"])
         places = self.places(pictures)
-        across, down = weights["places"].view(self.config.num_places, 2, -1).unbind(1)
+        table = weights["places"]
+        across, down = table.chunk(2) if config.is_repacked else table.view(config.num_places, 2, -1).unbind(1)
         x = self._normed("norm", x) + across[places[:, 1]] + down[places[:, 0]]
         return self._normed("out_norm", x)
 

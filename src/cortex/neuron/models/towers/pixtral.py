@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.attention.rotate import Rotation
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.towers.families import PixtralTowerConfig
-from cortex.neuron.models.towers.tower import PixelGrid, Tower, activated, rotation_by
+from cortex.neuron.models.towers.tower import PixelGrid, Tower, Turn, activated, rotation_by
 from cortex.neuron.vision.spec import PictureSpec
 
 
@@ -30,7 +29,7 @@ class PixtralTower(Tower):
         x = F.linear(values, self.weights["patch"])
         return F.rms_norm(x, x.shape[-1:], self.weights["patch_norm"], self.config.eps)
 
-    def rotation(self, pictures: Sequence[PixelGrid]) -> Rotation:
+    def rotation(self, pictures: Sequence[PixelGrid]) -> Turn:
         places = self.places(pictures).float()
         angles = [places[:, axis, None] * each for axis, each in enumerate(self._by_axis)]
         return rotation_by(torch.cat(angles, dim=-1), self.parameters.dtype)

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.attention.rotate import Rotation
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.towers.families import QwenTowerConfig
-from cortex.neuron.models.towers.tower import PixelGrid, Tower, normed
+from cortex.neuron.models.towers.tower import PixelGrid, Tower, Turn, normed
 from cortex.neuron.vision.spec import PictureSpec
 
 _THETA = 10_000.0
@@ -54,7 +53,7 @@ class QwenTower(Tower):
         at = torch.arange(count, dtype=torch.float32, device=device) * ((side - 1) / max(1, count - 1))
         return (1 - (at[:, None] - torch.arange(side, device=device)).abs()).clamp(min=0)
 
-    def rotation(self, pictures: Sequence[PixelGrid]) -> Rotation:
+    def rotation(self, pictures: Sequence[PixelGrid]) -> Turn:
         return self.axial_rotation(self.places(pictures, self.config.merge), self._frequencies)
 
     def deep(self, x: Tensor, index: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cortex.neuron.kernels.attention.rotate import Rotation
+from cortex.neuron.kernels.attention.turn import turned
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.towers.config import TowerConfig, TowerTensor
 from cortex.neuron.vision.picture import PictureGrid
@@ -159,7 +160,7 @@ class Tower(ABC):
         order = (0, 3, 1, 4, 6, 2, 5) if by_colour else (0, 3, 1, 4, 2, 5, 6)
         return values.permute(order).reshape(-1, 3 * patch**2)
 
-    def axial_rotation(self, places: Tensor, frequencies: Tensor) -> Rotation:
+    def axial_rotation(self, places: Tensor, frequencies: Tensor) -> Turn:
         """places: [patches, 2] of rows and columns; frequencies: [pairs of one axis]. The pairs of rows come first."""
         angles = (places[:, :, None].float() * frequencies).flatten(1)
         return rotation_by(angles, self.parameters.dtype)
@@ -180,10 +181,11 @@ def patch_places(rows: int, columns: int, merge: int) -> np.ndarray[tuple[int, i
     return both.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
 
 
-def rotation_by(angles: Tensor, dtype: torch.dtype) -> Rotation:
+def rotation_by(angles: Tensor, dtype: torch.dtype) -> Turn:
     """angles: [patches, pairs], which are half of a head apart"""
     cosine, sine = angles.cos()[:, None], angles.sin()[:, None]
-    return Rotation(torch.cat((cosine, cosine), dim=-1).to(dtype), torch.cat((-sine, sine), dim=-1).to(dtype))
+    both = torch.cat((cosine, cosine), dim=-1).to(dtype), torch.cat((-sine, sine), dim=-1).to(dtype)
+    return partial(turned, rotation=Rotation(*both))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], scale: float) -> Tensor:

@@ -29,8 +29,9 @@ from cortex.neuron.weights.gguf.names import (
     is_expert_stack,
     layer_part,
 )
-from cortex.neuron.weights.gguf.projector import projector_beside, tower_tensors, whole_config
+from cortex.neuron.weights.gguf.projector import projector_beside, whole_config
 from cortex.neuron.weights.gguf.recurrent import recurrent_tensor
+from cortex.neuron.weights.gguf.towers import tower_tensors
 from cortex.neuron.weights.gguf.types import READABLE
 from cortex.neuron.weights.mapping import MappedFile
 from cortex.neuron.weights.stored import Adjustment, StoredTensor, TensorInfo
@@ -105,9 +106,8 @@ class GGUFCheckpoint:
         self.config = config
         self._stored = {_with_tower(name): stored for name, stored in self._stored.items()}
         self._stacks = {_with_tower(name): stored for name, stored in self._stacks.items()}
-        for name, tensor in tower_tensors(file):
-            kind = tensor.type.name
-            self._add(name, StoredTensor(mapped, tensor.offset, tensor.shape, kind, tensor.num_bytes, name=tensor.name))
+        for name, stored in tower_tensors(file, mapped):
+            self._add(name, stored)
 
     def _register(self, mapped: MappedFile, tensor: GGUFTensor) -> None:
         if tensor.name in ROPE_TABLES:

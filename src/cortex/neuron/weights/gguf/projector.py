@@ -1,97 +1,95 @@
-"""The vision tower of a GGUF model: a file of its own beside the model's, whose name contains `mmproj`.
-
-Its tensors and metadata become those of the hub's checkpoint. Needs no torch.
-"""
+"""The vision tower of a GGUF model: a file of its own beside the model's, whose name contains `mmproj`. Needs no
+torch."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from cortex.neuron.weights.gguf.keys import Keys
-from cortex.neuron.weights.gguf.metadata import GGUFFile, GGUFTensor
+from cortex.neuron.weights.gguf.metadata import GGUFFile
+from cortex.neuron.weights.gguf.towers import projector_type, tower_options
 
-WHOLE_TYPES: Final = {
-    "qwen3_5_text": ("qwen3_5", "qwen3vl_merger"),
-    "qwen3_5_moe_text": ("qwen3_5_moe", "qwen3vl_merger"),
-    "qwen3": ("qwen3_vl", "qwen3vl_merger"),
-    "qwen3_moe": ("qwen3_vl_moe", "qwen3vl_merger"),
+WHOLE_TYPES: Final[Mapping[str, Mapping[str, str]]] = {
+    "qwen3vl_merger": {
+        "qwen3_5_text": "qwen3_5",
+        "qwen3_5_moe_text": "qwen3_5_moe",
+        "qwen3": "qwen3_vl",
+        "qwen3_moe": "qwen3_vl_moe",
+    },
+    "gemma3": {"gemma3_text": "gemma3"},
+    "gemma4v": {"gemma4_text": "gemma4"},
+    "gemma4uv": {"gemma4_text": "gemma4_unified"},
+    "pixtral": {"llama": "mistral3", "mistral": "mistral3", "ministral3": "mistral3"},
 }
-"""`model_type` of a language model → that of the model with its tower, and the kind of tower that it takes."""
+"""The kind of a tower → `model_type` of a language model that it is for → that of the model with its tower."""
 _PREFERRED: Final = ("bf16", "f16", "f32")
-_NAMES: Final = {
-    r"v\.patch_embd\.(weight(?:\.1)?|bias)": "patch_embed.proj.{}",
-    r"v\.position_embd\.weight": "pos_embed.weight",
-    r"v\.blk\.(\d+)\.ln([12])\.(weight|bias)": "blocks.{}.norm{}.{}",
-    r"v\.blk\.(\d+)\.attn_qkv\.(weight|bias)": "blocks.{}.attn.qkv.{}",
-    r"v\.blk\.(\d+)\.attn_out\.(weight|bias)": "blocks.{}.attn.proj.{}",
-    r"v\.blk\.(\d+)\.ffn_up\.(weight|bias)": "blocks.{}.mlp.linear_fc1.{}",
-    r"v\.blk\.(\d+)\.ffn_down\.(weight|bias)": "blocks.{}.mlp.linear_fc2.{}",
-    r"v\.post_ln\.(weight|bias)": "merger.norm.{}",
-    r"mm\.0\.(weight|bias)": "merger.linear_fc1.{}",
-    r"mm\.2\.(weight|bias)": "merger.linear_fc2.{}",
-}
-_DEEP: Final = re.compile(r"v\.deepstack\.(\d+)\.(norm|fc1|fc2)\.(weight|bias)")
-_DEEP_NAMES: Final = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
 
 
 def projector_beside(model: Path) -> Path | None:
-    """The file with the tower of the model in the file `model`; None: there is none. Unquantised ones come first."""
-    try:
-        names = sorted(path.name for path in model.parent.iterdir() if path.name != model.name)
-    except OSError:
-        return None
-    chosen = best_projector(names)
-    return None if chosen is None else model.parent / chosen
+    """The file with the tower of the model in the file `model`; None: there is none. Repositories of the hub may have
+    models in folders, and the tower above them."""
+    folders = [model.parent]
+    if model.parent.parent.parent.name == "snapshots":
+        folders.append(model.parent.parent)
+    for folder in folders:
+        try:
+            chosen = best_projector([path.name for path in folder.iterdir()], model.name)
+        except OSError:
+            return None
+        if chosen is not None:
+            return folder / chosen
+    return None
 
 
-def best_projector(names: list[str]) -> str | None:
-    """The tower's file among `names`, which may be paths."""
-    found = [name for name in names if name.lower().endswith(".gguf") and "mmproj" in name.lower()]
+def is_projector(path: str) -> bool:
+    name = PurePosixPath(path).name.lower()
+    return name.endswith(".gguf") and "mmproj" in name
 
-    def rank(name: str) -> tuple[int, str]:
-        kind = next((number for number, each in enumerate(_PREFERRED) if each in name.lower()), len(_PREFERRED))
-        return kind, name
 
-    return min(found, key=rank, default=None)
+def best_projector(paths: Iterable[str], model: str) -> str | None:
+    """The tower's file among `paths` for the model in a file of this name: one whose name is most like the model's, as
+    several models may be in one folder. Unquantised ones come first, those of 16 bits before those of 32."""
+    words = _words(model)
+
+    def rank(path: str) -> tuple[int, int, str]:
+        name = PurePosixPath(path).name.lower()
+        kind = next((number for number, each in enumerate(_PREFERRED) if each in name), len(_PREFERRED))
+        return -len(words & _words(path)), kind, path
+
+    return min((path for path in paths if is_projector(path) and path != model), key=rank, default=None)
+
+
+def _words(path: str) -> set[str]:
+    """The parts of a file's name that say which model it is of."""
+    return set(re.split(r"[-_.]", PurePosixPath(path).name.lower())) - {"", "gguf", "mmproj", *_PREFERRED}
 
 
 def whole_config(text: Mapping[str, Any], file: GGUFFile) -> dict[str, Any] | None:
     """The config of the model with its tower; None if the file is not the tower of such a model."""
-    whole, kind = WHOLE_TYPES.get(str(text.get("model_type")), (None, None))
-    if kind is None or file.metadata.get("clip.projector_type") != kind:
+    whole = WHOLE_TYPES.get(projector_type(file) or "", {}).get(str(text.get("model_type")))
+    if whole is None or file.metadata.get("clip.vision.projection_dim") != text.get("hidden_size"):
         return None
-    vision = vision_config(file)
-    if vision["out_hidden_size"] != text.get("hidden_size"):
+    options = tower_options(file)
+    if options is None:
         return None
+    language = dict(text)
+    if whole == "gemma4" and not text.get("hidden_size_per_layer_input"):
+        language["use_bidirectional_attention"] = "vision"  # in the larger models; files do not say it
     return {
         "model_type": whole,
-        "text_config": dict(text),
-        "vision_config": vision,
+        "text_config": language,
         "tie_word_embeddings": text.get("tie_word_embeddings", False),
+        **options,
     }
 
 
-def vision_config(file: GGUFFile) -> dict[str, Any]:
-    """In the hub's format. Raises CheckpointError."""
-    keys, tensors = Keys(file, "clip"), file.tensors
-    places = tensors.get("v.position_embd.weight")
-    return {
-        "depth": keys.count("vision.block_count"),
-        "hidden_size": keys.count("vision.embedding_length"),
-        "intermediate_size": keys.count("vision.feed_forward_length"),
-        "num_heads": keys.count("vision.attention.head_count"),
-        "patch_size": keys.count("vision.patch_size"),
-        "spatial_merge_size": keys.count("vision.spatial_merge_size", 2),
-        "out_hidden_size": keys.count("vision.projection_dim"),
-        "num_position_embeddings": 0 if places is None else places.shape[0],
-        "temporal_patch_size": 1 + ("v.patch_embd.weight.1" in tensors),
-        "has_split_frames": True,
-        "hidden_act": "gelu_pytorch_tanh",
-        "deepstack_visual_indexes": deep_layers(file),
-    }
+def picture_config(file: GGUFFile) -> dict[str, Any] | None:
+    """What of the whole model's config says how pictures are prepared; None: the kind of the tower is not known."""
+    whole = next(iter(WHOLE_TYPES.get(projector_type(file) or "", {}).values()), None)
+    options = tower_options(file)
+    return None if whole is None or options is None else {"model_type": whole, **options}
 
 
 def processor_config(file: GGUFFile) -> dict[str, Any]:
@@ -100,21 +98,3 @@ def processor_config(file: GGUFFile) -> dict[str, Any]:
     names |= {"image_min_pixels": "min_pixels", "image_max_pixels": "max_pixels"}
     found = {hub: file.metadata.get(f"clip.vision.{name}") for name, hub in names.items()}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def deep_layers(file: GGUFFile) -> list[int]:
-    flags = file.metadata.get("clip.vision.is_deepstack_layers") or []
-    return [index for index, flag in enumerate(flags) if flag]
-
-
-def tower_tensors(file: GGUFFile) -> Iterator[tuple[str, GGUFTensor]]:
-    """The tensors of the tower, by the hub's names."""
-    deep = deep_layers(file)
-    for name, tensor in file.tensors.items():
-        if (found := _DEEP.fullmatch(name)) is not None and int(found[1]) in deep:
-            part = f"{deep.index(int(found[1]))}.{_DEEP_NAMES[found[2]]}.{found[3]}"
-            yield f"model.visual.deepstack_merger_list.{part}", tensor
-            continue
-        for pattern, hub in _NAMES.items():
-            if (matched := re.fullmatch(pattern, name)) is not None:
-                yield f"model.visual.{hub.format(*matched.groups())}", tensor

@@ -11,7 +11,7 @@ from typing import Final
 
 from cortex.neuron.weights.errors import CheckpointError, FilesMissing
 from cortex.neuron.weights.hub.cache import RepositoryCache
-from cortex.neuron.weights.hub.selection import select
+from cortex.neuron.weights.hub.selection import select, variants
 from cortex.neuron.weights.hub.source import HubSource
 
 _PREFIX: Final = "models--"
@@ -27,17 +27,20 @@ def repository_bytes(cache: Path) -> dict[str, int]:
 
 
 def files_of(cache: Path, source: HubSource) -> frozenset[Path]:
-    """The snapshot files of a model: the GGUF files of its quantisation, or the whole repository without one. Dense
-    weights belong to no quantisation: other models may be quantised from them, too."""
+    """The snapshot files that only this model has: the GGUF files of its quantisation, or the whole repository without
+    one. Dense weights belong to no quantisation: other models may be quantised from them, too. Quantisations share the
+    file of the vision tower, which belongs to the last one."""
     repository = RepositoryCache(cache, source.repository)
     found: set[Path] = set()
     for snapshot in _snapshots(repository):
         paths = repository.paths_in(snapshot.name)
         if source.quant is not None:
             try:
-                paths = list(select(source.repository, paths, source.quant, objection=lambda _: "dense").paths)
+                own = select(source.repository, paths, source.quant, objection=lambda _: "dense")
             except CheckpointError:
                 continue
+            others = {path for each in variants(paths).values() if each.entry != own.entry for path in each.paths}
+            paths = [path for path in own.paths if path not in others]
         found.update(snapshot / path for path in paths)
     return frozenset(found)
 

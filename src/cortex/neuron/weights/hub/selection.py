@@ -7,9 +7,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Final
 
 from cortex.neuron.weights.errors import NotOnHub
+from cortex.neuron.weights.gguf.projector import best_projector, is_projector
 from cortex.quant_names import bits, label_in, meanings, plain
 
 SHARD: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -51,13 +53,13 @@ def select(
     if quant is not None:
         label = _label_for(models, quant)
         if label is not None:
-            return _gguf_selection(models[label])
+            return _gguf_selection(models[label], paths)
         _reject_unless_quantised_at_load(repository, models, weights, quant, objection)
     if weights:
         companions = [path for path in paths if _COMPANION.fullmatch(path)]
         return Selection((*companions, *weights), entry=None)
     if len(models) == 1:
-        return _gguf_selection(next(iter(models.values())))
+        return _gguf_selection(next(iter(models.values())), paths)
     if models:
         raise NotOnHub(
             f"{repository} holds several GGUF models; name one, such as {repository}:{_nearest(models, 'Q4_K_M')}"
@@ -79,7 +81,7 @@ def variants(paths: Iterable[str]) -> dict[str | None, Selection]:
     if _safetensors(paths):
         found[None] = select("", paths, None)
     for label, parts in _gguf_models(paths).items():
-        found[label] = _gguf_selection(parts)
+        found[label] = _gguf_selection(parts, paths)
     return found
 
 
@@ -109,15 +111,21 @@ def _gguf_models(paths: list[str]) -> dict[str, list[str]]:
     parts: dict[str, list[str]] = {}
     for path in paths:
         match = _GGUF_PART.fullmatch(path)
-        if match is not None and "mmproj" not in path.lower() and "imatrix" not in path.lower():
+        if match is not None and not is_projector(path) and "imatrix" not in path.lower():
             parts.setdefault(match["stem"], []).append(path)
     labels = {stem: label_in(stem) or stem for stem in parts}
     shared = Counter(labels.values())
     return {label if shared[label] == 1 else stem: parts[stem] for stem, label in labels.items()}
 
 
-def _gguf_selection(paths: list[str]) -> Selection:
-    return Selection(tuple(paths), entry=paths[0])
+def _gguf_selection(parts: list[str], paths: list[str]) -> Selection:
+    """A GGUF model with the file of its vision tower, which is in its folder, or above it."""
+    entry = PurePosixPath(parts[0])
+    for folder in entry.parents:
+        tower = best_projector((path for path in paths if PurePosixPath(path).parent == folder), entry.name)
+        if tower is not None:
+            return Selection((*parts, tower), entry=parts[0])
+    return Selection(tuple(parts), entry=parts[0])
 
 
 def _label_for(models: dict[str, list[str]], quant: str) -> str | None:

@@ -9,7 +9,7 @@ from cortex.wire.dialects.anthropic_messages.content import read_blocks, read_te
 from cortex.wire.dialects.openai_chat.request import CONTINUE
 from cortex.wire.errors import shorten
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
-from cortex.wire.fields.sampling import MAX_TEMPERATURE, read_response_format, read_stops
+from cortex.wire.fields.sampling import MAX_TEMPERATURE, read_response_format, read_speculation, read_stops
 from cortex.wire.fields.tables.anthropic_messages import FIELDS
 from cortex.wire.fields.tools import ToolList
 from cortex.wire.requests import (
@@ -55,6 +55,7 @@ def parse(body: bytes) -> GenerateRequest:
             top_p=fields.number("top_p", low=0, high=1),
             max_tokens=fields.integer("max_tokens", low=1, high=LARGEST_COUNT),
             stop=read_stops(fields, "stop_sequences"),
+            speculation=read_speculation(fields),
         ),
         stream=fields.flag("stream") or False,
         include_usage=True,

@@ -16,6 +16,7 @@ _OPTIONS = (
     honoured("options.repeat_last_n", 64, "-1: all tokens; 0: no `repeat_penalty`"),
     honoured("options.presence_penalty", 0.5),
     honoured("options.frequency_penalty", 0.5),
+    honoured("options.speculation", "off", "one token per step; the response is the same"),
     honoured("options.num_ctx", 512, "a cap: longer prompts are rejected; it never loads the model again"),
     tolerated("options.num_keep", 4, "nothing is truncated in silence"),
     tolerated("options.num_batch", 512, "the engine decides"),

@@ -6,6 +6,7 @@ from cortex.wire.fields.tables.table import honoured, rejected, tolerated
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
+SPECULATION = honoured("speculation", "off", "one token per step; the response is the same")
 SAMPLING = (
     honoured("temperature", 0.5),
     honoured("top_p", 0.5),
@@ -24,7 +25,7 @@ SAMPLING = (
     honoured("ignore_eos", True),
     honoured("stop", ["END"]),
     honoured("stop_token_ids", [2]),
-    honoured("speculation", "off", "one token per step; the response is the same"),
+    SPECULATION,
 )
 """For `read_sampling`."""
 

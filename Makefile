@@ -6,7 +6,6 @@
 PYTHON  ?= python3
 TORCH   ?= $(shell grep -o '^torch==[0-9.]*' packaging/requirements-neuron.lock)
 ARGS    ?=
-MINUTES ?= 30
 FROM    ?= $(shell git describe --tags --abbrev=0 2>/dev/null || git rev-list -1 --before=1.day HEAD)
 
 BIN      := .venv/bin
@@ -23,7 +22,7 @@ ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test lint types suite kernels fuzz hostile clients mixed swaps distribution format bench docs locks sbom clean
+.PHONY: help setup up test lint types suite kernels fuzz soak hostile clients mixed swaps distribution format bench docs locks sbom clean
 
 help: ## Show this table of contents
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 14 | sed 's/^/  make /'
@@ -49,9 +48,14 @@ suite: $(TESTABLE) ## Run the tests (ARGS="tests/wire -k stream" for a part)
 kernels: $(TESTABLE) ## Run the GPU kernels' tests on the CPU, under Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest --processes auto tests/neuron/kernels
 
+fuzz: MINUTES ?= 30
 fuzz: $(TESTABLE) ## Run the property tests with random examples until one fails (MINUTES=30 ARGS="tests/wire")
 	@end=$$(($$(date +%s) + 60 * $(MINUTES))); while [ $$(date +%s) -lt $$end ]; do \
 	  $(BIN)/python -m pytest --processes auto -m hypothesis --hypothesis-profile fuzz $(ARGS) || exit 1; done
+
+soak: MINUTES ?= 60
+soak: $(TESTABLE) ## Run mixed traffic with swaps and faults for an hour; everything must be flat (MINUTES=60)
+	PYTHONPATH=src:. $(BIN)/python -m tests.soak.run --minutes $(MINUTES) $(ARGS)
 
 hostile: $(TESTABLE) ## Attack running programs with full counts; `make test` does it with small ones
 	HOSTILE=full $(BIN)/python -m pytest $(ATTACKS) $(ARGS)

@@ -203,6 +203,9 @@ class Bench:
     def cached(self, tokens: int) -> dict[str, float]:
         return {"ms": self.workloads.cached_s(tokens) * 1e3}
 
+    def tail(self, tokens: int) -> dict[str, float]:
+        return {"ms": self.workloads.tail_s(tokens) * 1e3}
+
     def requests(self, count: int) -> dict[str, float]:
         return {"tok/s": self.workloads.requests_tokens_per_s(count)}
 
@@ -292,6 +295,7 @@ def main() -> None:
         engine = random_engine(arguments.model, device, spec, arguments.quant)
     synchronise(device)
     built = time.perf_counter()
+    engine.compiled(lambda *_: None)
     engine.warm_up()
     warm = time.perf_counter()
     while engine.prepare():
@@ -314,6 +318,7 @@ def main() -> None:
             "decode": lambda n: bench.decode(n, limits["bytes/s"]),
             "prefill": lambda n: bench.prefill(n, limits["flop/s"]),
             "cached": bench.cached,
+            "tail": bench.tail,
             "requests": bench.requests,
         }[kind](int(size))
         print(table_row(scenario, results[scenario]), flush=True)

@@ -60,8 +60,15 @@ class ScriptedBackend:
     def texts(self) -> ScriptedBackend:
         return self
 
+    @property
+    def pictures(self) -> ScriptedBackend:
+        return self  # prompts have none
+
     def served(self, model_id: str) -> ServedModel:
         return ServedModel(ModelState.READY, CONTEXT_TOKENS, SamplingDefaults())
+
+    def upstream(self, model_id: str) -> None:
+        """No harness serves the model."""
 
     def models(self) -> tuple[ModelStatus, ...]:
         return (self.status,)

@@ -14,6 +14,7 @@ Run = Callable[[Sequence[Prompt], int], float]
 
 DECODE_PROMPT_TOKENS = 512
 DECODED_TOKENS = 256
+TAIL_TOKENS = 24
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 1_000, 150_000
 
 
@@ -42,6 +43,12 @@ class Workloads:
         prompt = self._prompt(tokens)
         self._run([prompt], 1)
         return min(self._run([prompt], 1) for _ in range(3))
+
+    def tail_s(self, tokens: int) -> float:
+        """Seconds to the first token of a prompt whose first `tokens` are cached, and TAIL_TOKENS are not."""
+        prompt = self._prompt(tokens)
+        self._run([prompt], 1)
+        return min(self._run([prompt + self._prompt(TAIL_TOKENS)], 1) for _ in range(4))
 
     def requests_tokens_per_s(self, count: int) -> float:
         """Output tokens per second of `count` concurrent requests, 128 to 1,024 tokens in and 256 out."""

@@ -228,6 +228,7 @@ VIEWS: dict[str, tuple[str, Callable[[Page], Any] | None]] = {
     "activity": ("activity", None),
     "request": ("activity", request_in_full),
     "decisions": ("activity", decisions),
+    "history": ("history", None),
     "usage": ("usage", None),
 }
 

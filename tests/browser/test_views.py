@@ -211,6 +211,16 @@ def test_request_that_runs_is_cancelled(page: Page, stage: Stage, node: Directed
             node.script = script
 
 
+def test_history_plots_traffic_and_the_memory_of_devices(page: Page, sign_in: SignIn) -> None:
+    sign_in(OPERATOR.text, "history")
+    for title in ("Tokens per second", "Time to the first token", "Waiting requests", "Loads and evictions"):
+        page.get_by_role("img", name=title).locator("canvas").wait_for()
+    page.get_by_role("button", name="Day").click()
+    page.get_by_role("img", name=re.compile("Memory by model: ")).first.wait_for()
+    page.get_by_role("searchbox", name="Node").fill("no such node")
+    page.get_by_text("No such node").wait_for()
+
+
 def test_usage_has_cost_plot_and_csv(page: Page, sign_in: SignIn) -> None:
     sign_in(OPERATOR.text, "usage")
     page.locator(".plot canvas").wait_for()

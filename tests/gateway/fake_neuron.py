@@ -92,6 +92,8 @@ class FakeNeuron:
     sampling: dict[str, SamplingDefaults] = field(default_factory=dict)
     capabilities: dict[str, Capabilities] = field(default_factory=dict)
     """Of models whose files it has read; the others are chat models once they are loaded."""
+    first_token_s: float | None = None
+    """Reported with whole responses."""
     respond: Respond | None = None
     silent: bool = False
     """Accept control requests and never respond."""
@@ -332,7 +334,7 @@ async def plain_response(node: FakeNeuron, request: web.Request, body: dict[str,
             | {"usage": USAGE}
         )
         if PRINCIPAL in request.headers:
-            response.headers[usage_report.HEADER] = usage_report.header_value(REPORTED)
+            response.headers[usage_report.HEADER] = usage_report.header_value(REPORTED, node.first_token_s)
         return response
     chunks = [{"role": "assistant", "content": ""}, {"content": "from "}, {"content": node.name}]
     return await stream_chat(request, body, chunks)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cortex import __version__
-from cortex.cli import tp_smoke
+from cortex.cli import tp_smoke, warmup
 from cortex.cli.commands.doctor import checks, configuration_checks
 from cortex.cli.commands.doctor.checks import Finding, Severity
 from cortex.cli.commands.doctor.command import report
@@ -109,6 +109,42 @@ def discover(config: Path | None, as_json: bool) -> None:
         console().print(f"driver {inventory.driver}")
     if inventory.driver_problem:
         console().print(f"problem: {inventory.driver_problem}")
+
+
+@neuron.command("warmup")
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
+@click.option(
+    "--card", type=click.Choice(warmup.CARD_NAMES), help="Compile for this card. [default: the one that is here]"
+)
+@click.option("--quant", help="As the model will be loaded: q4, q5, q6, q8 or fp8.")
+@click.option("--kv-dtype", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True)
+@click.option("--context-tokens", type=click.IntRange(1), help="As the model will be loaded.")
+@click.option("--max-num-seqs", type=click.IntRange(1), default=256, show_default=True)
+@click.option("--tensor-parallel", type=click.IntRange(1), default=1, show_default=True)
+@json_option
+def warmup_command(
+    models: tuple[str, ...],
+    card: str | None,
+    quant: str | None,
+    kv_dtype: str,
+    context_tokens: int | None,
+    max_num_seqs: int,
+    tensor_parallel: int,
+    as_json: bool,
+) -> None:
+    """Compile the kernels of models ahead.
+
+    A first load then takes no longer than a later one. MODEL is a directory, a GGUF file, or OWNER/NAME on the Hub, of
+    which only the config is downloaded. With --card no GPU is needed: run it when you build an image.
+    """
+    require_engine()
+    options = {
+        "quant": quant,
+        "kv_dtype": kv_dtype,
+        "context_tokens": context_tokens,
+        "max_num_seqs": max_num_seqs,
+    }
+    warmup.run(models, card, options, tensor_parallel, as_json=as_json)
 
 
 @neuron.command("tp-smoke")

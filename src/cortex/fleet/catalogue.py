@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Collection, Iterable
+from functools import cached_property, lru_cache
 from typing import Annotated, Literal
 
 import msgspec
@@ -174,7 +175,7 @@ class Resolution(msgspec.Struct, frozen=True, kw_only=True):
         return self.spec.id
 
 
-class Catalogue(Section, frozen=True):
+class Catalogue(Section, frozen=True, dict=True):
     """`models.toml`: the models on offer and their aliases."""
 
     models: tuple[ModelSpec, ...] = ()
@@ -194,10 +195,23 @@ class Catalogue(Section, frozen=True):
 
     def spec(self, model_id: str) -> ModelSpec:
         """The operator's spec, or a default one for a model that only nodes list."""
-        return next((spec for spec in self.models if spec.id == model_id), None) or ModelSpec(id=model_id)
+        return self._by_id.get(model_id) or _unlisted(model_id)
 
     def has(self, model_id: str) -> bool:
-        return any(spec.id == model_id for spec in self.models)
+        return model_id in self._by_id
+
+    @cached_property
+    def _by_id(self) -> dict[str, ModelSpec]:
+        return {spec.id: spec for spec in self.models}
+
+    @cached_property
+    def pinned(self) -> tuple[ModelSpec, ...]:
+        """The models that must be kept loaded."""
+        return tuple(spec for spec in self.models if spec.policy == "pinned")
+
+    @cached_property
+    def _patterns(self) -> tuple[str, ...]:
+        return tuple(_most_specific_first(self.aliases))
 
     def resolve(self, name: str, live: Collection[str] = ()) -> Resolution:
         """The model that `name` stands for; `live` are the ids that nodes list beyond the catalogue.
@@ -216,8 +230,8 @@ class Catalogue(Section, frozen=True):
         if (target := self.aliases.get(name)) is not None:
             return self._through(name, target)
         if name in live:
-            return Resolution(spec=ModelSpec(id=name))
-        for pattern in _most_specific_first(self.aliases):
+            return Resolution(spec=_unlisted(name))
+        for pattern in self._patterns:
             if fnmatch.fnmatchcase(name, pattern):
                 return self._through(pattern, self.aliases[pattern])
         if (plain := plain_name(name)) != name and plain:
@@ -242,7 +256,7 @@ class Catalogue(Section, frozen=True):
         alias = Alias(model=target) if isinstance(target, str) else target
         return Resolution(spec=self.spec(alias.model), alias=name, background=alias.background)
 
-    @property
+    @cached_property
     def ids(self) -> frozenset[str]:
         """The ids of its models."""
         return frozenset(spec.id for spec in self.models)
@@ -254,6 +268,12 @@ class Catalogue(Section, frozen=True):
 
     def _names(self) -> frozenset[str]:
         return self.ids | {name for name in self.aliases if not is_pattern(name)}
+
+
+@lru_cache(maxsize=8192)
+def _unlisted(model_id: str) -> ModelSpec:
+    """The spec of a model that only nodes list."""
+    return ModelSpec(id=model_id)
 
 
 def _known_ids(name: str) -> tuple[str, ...]:

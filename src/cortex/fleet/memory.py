@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import msgspec
@@ -12,7 +13,8 @@ from cortex.wire.node.protocol import ModelState, ModelStatus
 
 from .catalogue import ModelSpec
 from .holdings import ON_DEVICE, as_model, bytes_held
-from .topology import DeviceState, Fleet, Node
+from .index import remembered
+from .topology import DeviceState, Fleet, Measured, Node
 
 Basis = Literal["measured", "estimated", "reserved"]
 
@@ -82,6 +84,18 @@ class DeviceLedger(DeviceState, frozen=True, kw_only=True):
 def ledger(node: Node, *, newcomer: str | None = None) -> tuple[DeviceLedger, ...]:
     """The ledger of every device of `node`. What the `newcomer` holds there while it is asleep counts as free: it is a
     part of what it needs."""
+    held = None if newcomer is None else node.residencies.get(newcomer)
+    may_sleep = (held is not None and held.state is ModelState.ASLEEP) or bool(node.shares)
+    return _ledger(node, newcomer) if may_sleep else whole_ledger(node)
+
+
+@remembered
+def whole_ledger(node: Node) -> tuple[DeviceLedger, ...]:
+    """The ledger of every device of `node`, with all that holds memory there."""
+    return _ledger(node, None)
+
+
+def _ledger(node: Node, newcomer: str | None) -> tuple[DeviceLedger, ...]:
     holdings: dict[int, list[Holding]] = {device.index: [] for device in node.devices}
     reserved = {reservation.model_id for reservation in node.reservations}
     for reservation in node.reservations:
@@ -96,7 +110,8 @@ def ledger(node: Node, *, newcomer: str | None = None) -> tuple[DeviceLedger, ..
         if share.model_id not in reserved and not share.is_asleep:
             _enter(holdings, node, share.model_id, share.devices, share.num_bytes, "measured", share.device_bytes)
     returned = dict.fromkeys(holdings, 0)
-    for status in (*(held.status for held in node.residencies.values()), *map(as_model, node.shares)):
+    asleep = [held.status for held in node.residencies.values() if held.state is ModelState.ASLEEP]
+    for status in (*asleep, *map(as_model, node.shares)):
         if status.state is ModelState.ASLEEP and status.id not in reserved:
             for device in node.devices:
                 kept_bytes = bytes_held(device.index, device.kind, status)
@@ -148,14 +163,13 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
     """
     held = node.residencies.get(spec.id)
     status = None if held is None else sized_for(spec, held.status)
-    candidates = (
-        None if status is None else whole_measured_bytes(node, status, fleet),
-        fleet.measured.get((spec.id, spec.quant, spec.context)),
-        spec.vram_bytes,
-        None if status is None else _whole(status, status.estimate_bytes),
-        _estimate_elsewhere(spec, fleet),
-    )
-    takes_bytes = next((candidate for candidate in candidates if candidate is not None), None)
+    takes_bytes = None if status is None else whole_measured_bytes(node, status, fleet)
+    if takes_bytes is None:
+        takes_bytes = fleet.measured.get((spec.id, spec.quant, spec.context), spec.vram_bytes)
+    if takes_bytes is None and status is not None:
+        takes_bytes = _whole(status, status.estimate_bytes)
+    if takes_bytes is None:
+        takes_bytes = _estimate_elsewhere(spec, fleet)
     if takes_bytes is None:
         return None
     least_bytes = None if status is None or spec.vram_bytes is not None else _whole(status, status.least_bytes)
@@ -180,17 +194,35 @@ def whole_measured_bytes(node: Node, status: ModelStatus, fleet: Fleet) -> int |
     return status.measured_bytes + sum(others) if is_complete else None
 
 
-def measurements(fleet: Fleet) -> dict[tuple[str, str | None, int | None], int]:
-    """The measured sizes that the fleet knows, updated with what nodes report. A model may still be in memory in
-    another quantisation than the catalogue wants now."""
-    found = dict(fleet.measured)
-    for node in fleet.nodes:
-        for held in node.residencies.values():
-            if (whole_bytes := whole_measured_bytes(node, held.status, fleet)) is not None:
-                spec = fleet.catalogue.spec(held.model_id)
-                if spec.quant is None or _is_as_wanted(spec.quant, held.status):
-                    found[(spec.id, spec.quant, spec.context)] = whole_bytes
-    return found
+def measurements(fleet: Fleet, models: Iterable[str] | None = None) -> Measured:
+    """The measured sizes that the fleet knows, updated with what nodes report of `models`, or of all. A model may still
+    be in memory in another quantisation than the catalogue wants now."""
+    found: Measured = {}
+    for model_id in fleet.live_models() if models is None else models:
+        spec = fleet.catalogue.spec(model_id)
+        key = (spec.id, spec.quant, spec.context)
+        for node in fleet.listing(model_id):
+            status = node.residencies[model_id].status
+            whole_bytes = whole_measured_bytes(node, status, fleet)
+            if whole_bytes is not None and (spec.quant is None or _is_as_wanted(spec.quant, status)):
+                found[key] = whole_bytes
+    is_news = any(fleet.measured.get(key) != num_bytes for key, num_bytes in found.items())
+    return fleet.measured | found if is_news else fleet.measured
+
+
+def measured_anew(before: Node, after: Node) -> Iterator[str]:
+    """The models whose measured size may be another one since the report `before`."""
+    for model_id, held in after.residencies.items():
+        old = before.residencies.get(model_id)
+        if old is None or _measured(old.status) != _measured(held.status):
+            yield model_id
+    yield from before.residencies.keys() - after.residencies.keys()
+    if before.shares != after.shares:
+        yield from {share.model_id for share in (*before.shares, *after.shares)}
+
+
+def _measured(status: ModelStatus) -> tuple[object, ...]:
+    return status.measured_bytes, status.requested_quant, status.quant, status.nodes, status.parallel
 
 
 def sized_for(spec: ModelSpec, status: ModelStatus) -> ModelStatus | None:
@@ -215,7 +247,14 @@ def _is_as_wanted(quant: str, status: ModelStatus) -> bool:
 def _estimate_elsewhere(spec: ModelSpec, fleet: Fleet) -> int | None:
     """The largest size that any node reports for the model, else for another one with the same source: nodes know the
     files in their folders before a load names them."""
-    held = [(node, node.residencies[spec.id]) for node in fleet.nodes if spec.id in node.residencies]
+    known = fleet.estimates
+    if spec.id not in known:
+        known[spec.id] = _largest_estimate(spec, fleet)
+    return known[spec.id]
+
+
+def _largest_estimate(spec: ModelSpec, fleet: Fleet) -> int | None:
+    held = [(node, node.residencies[spec.id]) for node in fleet.listing(spec.id)]
     if not any(each.num_bytes for _, each in held) and spec.source is not None:
         every = ((node, each) for node in fleet.nodes for each in node.residencies.values())
         held = [(node, each) for node, each in every if each.status.source == spec.source]

@@ -8,13 +8,13 @@ are *closed*. They finish their requests and take no new ones until it is loaded
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import msgspec
 
-from cortex.fleet.placement.decision import Decision, Origin
-from cortex.fleet.placement.place import place
-from cortex.fleet.topology import Fleet, ModelOnNode, Residency
+from cortex.fleet.placement.decision import Decision, Origin, Verdict
+from cortex.fleet.placement.search import may_have_room, search
+from cortex.fleet.topology import STARTING, Fleet, ModelOnNode, Node, Residency
 from cortex.wire.node.protocol import ModelState
 
 
@@ -41,26 +41,89 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     closed: frozenset[ModelOnNode] = frozenset()
     """Ready models that take no new requests until an overdue model is loaded."""
 
+    blocked: frozenset[str] = frozenset()
+    """Models for which there is no room now."""
+    is_any_overdue: bool = False
 
-def plan(waiting: Iterable[Waiting], fleet: Fleet, now: float) -> Plan:
-    """Decide for every waiting model. Pure: the same fleet gives the same plan, whatever the order of `waiting`."""
+    @property
+    def awaited(self) -> frozenset[str]:
+        """The nodes where requests must end before a model that waits can be loaded."""
+        places = [place for wait in self.waits for each in wait.assessments for place in (each, *each.parts)]
+        blocked = [place for place in places if place.verdict is Verdict.BLOCKED]
+        leads = {occupant.lead for place in blocked for occupant in place.occupants if occupant.lead is not None}
+        return frozenset(leads | {place.node for place in blocked})
+
+
+MAX_RECHECKS = 8
+"""Models without room that one plan looks for room for again, the most urgent first."""
+
+
+def plan(
+    waiting: Iterable[Waiting],
+    fleet: Fleet,
+    now: float,
+    *,
+    blocked: Set[str] = frozenset(),
+    news: Sequence[Node] | None = None,
+) -> Plan:
+    """Decide for every waiting model. Pure: the same fleet gives the same plan, whatever the order of `waiting`.
+
+    `blocked`: models for which an earlier plan found no room, and since which only the nodes in `news` have changed, or
+    anything if that is None.
+    """
     starts: list[Decision] = []
     waits: list[Decision] = []
     rejections: list[Decision] = []
     closed: set[ModelOnNode] = set()
+    still_blocked: set[str] = set()
+    is_any_overdue = False
+    num_rechecks = 0
     for group in turns(waiting, fleet, now):
-        decision = place(group.model_id, fleet, now, origin=group.origin)
+        if is_under_way(group.model_id, fleet):
+            continue
+        is_late = is_overdue(group, fleet, now)
+        is_any_overdue = is_any_overdue or is_late
+        if group.model_id in blocked:
+            if is_late or news is None:
+                has_turn = num_rechecks < MAX_RECHECKS
+                num_rechecks += 1
+            else:
+                origin = group.origin
+                has_turn = any(may_have_room(group.model_id, node, fleet, now, origin=origin) for node in news)
+            if not has_turn:
+                still_blocked.add(group.model_id)
+                continue
+        decision = search(group.model_id, fleet, now, origin=group.origin)
         if decision.action in ("load", "wake"):
             starts.append(decision)
             fleet = _started(fleet, decision)
         elif decision.action == "wait":
             waits.append(decision)
-            if is_overdue(group, fleet, now):
+            still_blocked.add(group.model_id)
+            if is_late:
                 fleet, closing = _close_for(group, fleet, now)
                 closed |= closing
         elif decision.action == "reject":
             rejections.append(decision)
-    return Plan(starts=tuple(starts), waits=tuple(waits), rejections=tuple(rejections), closed=frozenset(closed))
+    return Plan(
+        starts=tuple(starts),
+        waits=tuple(waits),
+        rejections=tuple(rejections),
+        closed=frozenset(closed),
+        blocked=frozenset(still_blocked),
+        is_any_overdue=is_any_overdue,
+    )
+
+
+def is_under_way(model_id: str, fleet: Fleet) -> bool:
+    """Whether a node that takes requests has the model ready, or is loading it: there is nothing to decide."""
+    for node in fleet.listing(model_id):
+        held = node.residencies[model_id]
+        is_coming = held.state in STARTING or any(each.model_id == model_id for each in node.reservations)
+        is_open = node.healthy and not node.draining
+        if is_open and (is_coming or held.state is ModelState.READY) and fleet.draining_part(node, held) is None:
+            return True
+    return False
 
 
 def turns(waiting: Iterable[Waiting], fleet: Fleet, now: float) -> Sequence[Waiting]:
@@ -81,7 +144,7 @@ def is_overdue(group: Waiting, fleet: Fleet, now: float) -> bool:
 
 def _close_for(group: Waiting, fleet: Fleet, now: float) -> tuple[Fleet, frozenset[ModelOnNode]]:
     """The models to close for an overdue one, and the fleet with their room reserved for it."""
-    later = place(group.model_id, fleet.as_if_idle(), now, origin=group.origin)
+    later = search(group.model_id, fleet.as_if_idle(), now, origin=group.origin)
     if later.action not in ("load", "wake") or later.node is None:
         return fleet, frozenset()
     return _started(fleet, later), frozenset(later.evictions)

@@ -6,19 +6,16 @@ a decision; the node itself is the authority on its state.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
 
 from cortex.wire.node.protocol import (
-    Device,
-    DeviceHealth,
     DeviceKind,
     Dialect,
-    Discovery,
     DiskUse,
-    Health,
     ModelLoad,
     ModelShare,
     ModelState,
@@ -28,12 +25,11 @@ from cortex.wire.node.protocol import (
 
 from .catalogue import Catalogue, ModelSpec
 from .holdings import as_model, bytes_held
+from .index import FleetIndex, carry
 from .rules import EvictionRules, PlacementRules
 
 STARTING = frozenset({ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING})
 """States that lead to `ready` without another order."""
-_CHANGING_MEMORY = frozenset({ModelState.LOADING, ModelState.UNLOADING, ModelState.RECOVERING})
-"""States in which the free bytes of a device change."""
 
 
 class ModelOnNode(NamedTuple):
@@ -123,8 +119,22 @@ class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
     """By device index."""
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """One host, or one foreign server, as of its last report."""
+class PlacementFacts(NamedTuple):
+    """What of a node changes decisions for models that wait, apart from requests and time."""
+
+    is_open: bool
+    is_undecided: bool
+    free_bytes: tuple[int, ...]
+    """In units of 256 MiB."""
+    models: tuple[tuple[str, ModelState], ...]
+    """Those that are not cold."""
+    num_listed: int
+    reservations: tuple[MemoryReservation, ...]
+    shares: tuple[ModelShare, ...]
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """One host, or one foreign server, as of its last report. What is `remembered` of it is kept with it."""
 
     name: str
     devices: tuple[DeviceState, ...] = ()
@@ -182,7 +192,19 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
             status is not None and (status.parallel == "pipeline" or bool(status.stage_layers))
         )
 
-    @property
+    @cached_property
+    def placement_facts(self) -> PlacementFacts:
+        return PlacementFacts(
+            self.healthy and not self.draining,
+            not self.healthy and self.problem is None,
+            tuple(device.free_bytes >> 28 for device in self.devices),
+            tuple((id, held.state) for id, held in self.residencies.items() if held.state is not ModelState.COLD),
+            len(self.residencies),
+            self.reservations,
+            self.shares,
+        )
+
+    @cached_property
     def is_idle(self) -> bool:
         """No request runs, and no model loads or unloads there."""
         return not self.reservations and not any(
@@ -191,28 +213,48 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """The input of every decision."""
+Measured = dict[tuple[str, str | None, int | None], int]
+"""Bytes by model id, quant and context."""
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """The input of every decision. One that differs in a few nodes is derived from another with `with_nodes`, which
+    keeps what those nodes do not change."""
 
     nodes: tuple[Node, ...] = ()
     catalogue: Catalogue = Catalogue()
     rules: EvictionRules = EvictionRules()
     placement: PlacementRules = PlacementRules()
-    measured: dict[tuple[str, str | None, int | None], int] = msgspec.field(default_factory=dict)
+    measured: Measured = msgspec.field(default_factory=dict)
     """Measured bytes of models, by id, quant and context; kept by the gateway across restarts."""
 
-    def node(self, name: str) -> Node | None:
-        return next((node for node in self.nodes if node.name == name), None)
+    @cached_property
+    def index(self) -> FleetIndex:
+        """Where each node and each model is."""
+        return FleetIndex.of(self.nodes)
 
-    def live_models(self) -> frozenset[str]:
+    @cached_property
+    def estimates(self) -> dict[str, int | None]:
+        """The sizes that nodes expect of models, as far as decisions have asked for them."""
+        return {}
+
+    def node(self, name: str) -> Node | None:
+        position = self.index.positions.get(name)
+        return None if position is None else self.nodes[position]
+
+    def live_models(self) -> Set[str]:
         """Every model id that some node lists."""
-        return frozenset(model_id for node in self.nodes for model_id in node.residencies)
+        return self.index.listing.keys()
+
+    def listing(self, model_id: str) -> list[Node]:
+        """The nodes that list `model_id`, in whatever state."""
+        return [self.nodes[position] for position in self.index.listing.get(model_id, ())]
 
     def replicas(self, model_id: str) -> Iterator[tuple[Node, Residency]]:
         """The nodes that take requests and have `model_id` ready."""
-        for node in self.nodes:
-            held = node.residencies.get(model_id)
-            if held is None or held.state is not ModelState.READY or not node.healthy or node.draining:
+        for node in self.listing(model_id):
+            held = node.residencies[model_id]
+            if held.state is not ModelState.READY or not node.healthy or node.draining:
                 continue
             if self.draining_part(node, held) is None:
                 yield node, held
@@ -222,17 +264,18 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         nodes have other names for themselves than here, and several of them could."""
         found = [
             (node, held)
-            for node in self.nodes
-            if (held := node.residencies.get(share.model_id)) is not None and held.status.nodes[:1] == (share.lead,)
+            for node in self.listing(share.model_id)
+            if (held := node.residencies[share.model_id]).status.nodes[:1] == (share.lead,)
         ]
         found = [(node, held) for node, held in found if node.name == share.lead] or found
         return found[0] if len(found) == 1 else None
 
     def parts(self, lead: str, model_id: str) -> tuple[tuple[Node, ModelShare], ...]:
         """The nodes with a part of a model that `lead` serves, and the part."""
+        sharing = (self.nodes[position] for position in self.index.sharing)
         return tuple(
             (node, share)
-            for node in self.nodes
+            for node in sharing
             for share in node.shares
             if share.model_id == model_id and (found := self.lead_of(share)) is not None and found[0].name == lead
         )
@@ -251,8 +294,22 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         """This fleet with one node replaced, or added."""
         if self.node(changed.name) is None:
             return msgspec.structs.replace(self, nodes=(*self.nodes, changed))
-        nodes = tuple(changed if node.name == changed.name else node for node in self.nodes)
-        return msgspec.structs.replace(self, nodes=nodes)
+        return self.with_nodes((changed,))
+
+    def with_nodes(
+        self, changed: Collection[Node], *, measured: Measured | None = None, index: FleetIndex | None = None
+    ) -> Fleet:
+        """This fleet with the nodes of these names replaced, and with these measured sizes. The index is changed, not
+        made again; `index`: as it will be, where that is known."""
+        measured = self.measured if measured is None else measured
+        if not changed and measured is self.measured:
+            return self
+        nodes = list(self.nodes)
+        for node in changed:
+            nodes[self.index.positions[node.name]] = node
+        fleet = msgspec.structs.replace(self, nodes=tuple(nodes), measured=measured)
+        fleet.__dict__["index"] = index or self.index.changed(self.nodes, changed)
+        return fleet
 
     def without(self, gone: Collection[ModelOnNode]) -> Fleet:
         """This fleet once these models are unloaded, each with its parts on other nodes."""
@@ -279,102 +336,47 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def with_in_flight(self, counts: Mapping[ModelOnNode, int]) -> Fleet:
-        """This fleet with the gateway's own request counts."""
-        return msgspec.structs.replace(self, nodes=tuple(_count(node, counts) for node in self.nodes))
+        """This fleet, which has no requests in flight yet, with the gateway's own request counts."""
+        return self.with_nodes(counted_nodes(self.nodes, counts))
 
     def as_if_idle(self) -> Fleet:
         """This fleet if every request had ended: shows what could be evicted once current requests are done."""
-        return msgspec.structs.replace(self, nodes=tuple(_quiet(node) for node in self.nodes))
+        return self.with_nodes([quiet for node in self.nodes if (quiet := _quiet(node)) is not node])
 
 
-def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -> Node:
-    """The node after a successful poll. Reservations and counters of the gateway are carried over."""
-    return msgspec.structs.replace(
-        before,
-        devices=_devices(before, discovery, health),
-        ceiling_bytes=_smaller(before.ceilings.node_bytes, health.ceiling_bytes),
-        residencies={status.id: Residency(status=status, seen_at=now) for status in health.models},
-        max_devices_per_model=discovery.max_devices_per_model,
-        can_sleep=discovery.can_sleep,
-        harnesses=discovery.harnesses,
-        dialects=(*discovery.dialects, *discovery.more_dialects),
-        healthy=True,
-        draining=health.status == "draining",
-        missed_polls=0,
-        problem=discovery.driver_problem,
-        disk=health.disk,
-        pulls=health.pulls,
-        shares=health.shares,
+def counted_nodes(nodes: Sequence[Node], counts: Mapping[ModelOnNode, int]) -> list[Node]:
+    """`nodes`, which have no requests in flight yet, with those of `counts`."""
+    by_node: dict[str, dict[str, int]] = {node.name: {} for node in nodes}
+    for (name, model_id), count in counts.items():
+        if name in by_node:
+            by_node[name][model_id] = count
+    return [_counted(node, here) if (here := by_node[node.name]) else node for node in nodes]
+
+
+def _counted(node: Node, counts: Mapping[str, int]) -> Node:
+    known = {model_id: count for model_id, count in counts.items() if model_id in node.residencies}
+    return _with_requests(
+        node,
+        {
+            model_id: msgspec.structs.replace(node.residencies[model_id], in_flight=count)
+            for model_id, count in known.items()
+        },
     )
-
-
-def after_missed_poll(node: Node, reason: str, *, limit: int) -> Node:
-    """The node after a failed poll. It stays healthy until `limit` polls in a row have failed: a busy node responds
-    late, and moving its work would only make that worse."""
-    count = node.missed_polls + 1
-    if count < limit:
-        return msgspec.structs.replace(node, missed_polls=count)
-    return msgspec.structs.replace(node, missed_polls=count, healthy=False, problem=reason)
-
-
-def _devices(before: Node, discovery: Discovery, health: Health) -> tuple[DeviceState, ...]:
-    reports = {report.index: report for report in health.devices}
-    known = {device.index: device for device in before.devices}
-    models = (*health.models, *map(as_model, health.shares))
-    return tuple(
-        _device(device, reports.get(device.index), known.get(device.index), models, before.ceilings)
-        for device in discovery.devices
-    )
-
-
-def _device(
-    device: Device,
-    report: DeviceHealth | None,
-    known: DeviceState | None,
-    models: tuple[ModelStatus, ...],
-    ceilings: Ceilings,
-) -> DeviceState:
-    total_bytes = report.total_bytes if report else device.total_bytes
-    free_bytes = report.free_bytes if report else device.total_bytes
-    here = [status for status in models if device.index in status.devices]
-    if known is not None and any(status.state in _CHANGING_MEMORY for status in here):
-        foreign_bytes = known.foreign_bytes
-    else:
-        ours = sum(bytes_held(device.index, device.kind, status) for status in here)
-        foreign_bytes = max(0, total_bytes - free_bytes - ours)
-    return DeviceState(
-        index=device.index,
-        kind=device.kind,
-        name=device.name,
-        total_bytes=total_bytes,
-        free_bytes=free_bytes,
-        foreign_bytes=foreign_bytes,
-        kept_free_bytes=report.kept_free_bytes if report else 0,
-        kept_free_share=report.kept_free_share if report else 0.0,
-        ceiling_bytes=_smaller(ceilings.device_bytes.get(device.index), report.ceiling_bytes if report else None),
-        extra_replica_bytes=report.extra_replica_bytes if report else 0,
-        utilisation=report.utilisation if report else None,
-        temperature_c=report.temperature_c if report else None,
-    )
-
-
-def _smaller(one: int | None, other: int | None) -> int | None:
-    return min((limit for limit in (one, other) if limit is not None), default=None)
-
-
-def _count(node: Node, counts: Mapping[ModelOnNode, int]) -> Node:
-    residencies = {
-        model_id: msgspec.structs.replace(held, in_flight=counts.get(ModelOnNode(node.name, model_id), 0))
-        for model_id, held in node.residencies.items()
-    }
-    return msgspec.structs.replace(node, residencies=residencies)
 
 
 def _quiet(node: Node) -> Node:
-    residencies = {
+    changed = {
         model_id: msgspec.structs.replace(
             held, in_flight=0, status=msgspec.structs.replace(held.status, load=ModelLoad())
         )
         for model_id, held in node.residencies.items()
+        if held.is_busy
     }
-    return msgspec.structs.replace(node, residencies=residencies)
+    return _with_requests(node, changed) if changed else node
+
+
+def _with_requests(node: Node, changed: dict[str, Residency]) -> Node:
+    """`node` with other requests in flight at some of its models."""
+    counted = msgspec.structs.replace(node, residencies=node.residencies | changed)
+    carry(node, counted)
+    return counted

@@ -19,6 +19,7 @@ from cortex.gateway.api.control import Control
 from cortex.gateway.api.event_streams import EventStreams
 from cortex.gateway.api.files import FileRoutes
 from cortex.gateway.api.health import GatewayHealth
+from cortex.gateway.api.history import HistoryRoutes
 from cortex.gateway.api.jobs import JobBoard, JobRoutes
 from cortex.gateway.api.keys import KeyRoutes
 from cortex.gateway.api.llama_cpp import LlamaCppRoutes
@@ -43,6 +44,7 @@ from cortex.gateway.dispatch.nodes.poller import Poller
 from cortex.gateway.dispatch.operator.audit import AuditLog, record_changed_keys
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.gateway.dispatch.operator.state import OperatorState
+from cortex.gateway.history.store import HistoryStore
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.listening import ListeningSockets, certificate_of
 from cortex.gateway.metrics import CONTENT_TYPE, Metrics, fleet_gauges
@@ -149,6 +151,7 @@ class Gateway:
         self._activity_file = ActivityFile(config.state_directory(directory), self._services.activity)
         self._request_log = RequestLog(self._services.activity, config.database(directory))
         self._audit = AuditLog(config.database(directory), config.ledger.audit_days)
+        self._history = HistoryStore(self._services.activity, self.event_log, config, directory)
         self._inference = Inference(self._services)
         self._responses = ResponsesService(config, directory, self._inference, self.tasks)
         self._certificate = certificate_of(config, directory)
@@ -182,6 +185,7 @@ class Gateway:
                 self._streams,
                 self._deferred,
             ),
+            HistoryRoutes(self._history.history, self._metering),
             UsageRoutes(self._metering, lambda: self.dispatcher.fleet.catalogue, self._deferred),
             KeyRoutes(self._metering, files.path if files is not None else None, self._reload_files, self._deferred),
         )
@@ -224,6 +228,7 @@ class Gateway:
         Raises `StoreError`, `SettingsError` or `CannotListen`.
         """
         await self._activity_file.restore()
+        await self._history.restore()
         self._request_log.retention_days = self.config.activity.log_retention_days
         await self._use_keys(self.config)
         self._router.configure(self.config, is_open=self._metering.is_open)
@@ -253,6 +258,7 @@ class Gateway:
             self.tasks.start("keep activity", self._activity_file.run),
             self.tasks.start("request log", self._request_log.run),
             self.tasks.start("audit log", self._audit.run),
+            self.tasks.start("history", self._history.run),
             self.tasks.start("discover nodes", self._discover_nodes),
         ]
         if self._certificate is not None:
@@ -284,8 +290,16 @@ class Gateway:
         for node in self._nodes.values():
             node.pool.close()
         # Each may wait for a database that hangs.
-        databases = (self._operator_state, self._request_log, self._audit, self._signing_in, self._responses)
-        await asyncio.gather(*(each.close() for each in (*databases, self._metering)))
+        databases = (
+            self._operator_state,
+            self._request_log,
+            self._audit,
+            self._history,
+            self._signing_in,
+            self._responses,
+            self._metering,
+        )
+        await asyncio.gather(*(each.close() for each in databases))
         await asyncio.to_thread(self._tracer.close)
         await asyncio.to_thread(self._measured_sizes.write, self.dispatcher.fleet.measured)
         await self._activity_file.save()
@@ -414,6 +428,7 @@ class Gateway:
         while True:
             await asyncio.sleep(TICK_S)
             self.dispatcher.tick()
+            self._history.history.sample(self.dispatcher)
             self._control.feed.tick()
             self._streams.tick(self.config.gateway.keepalive_s)
             await asyncio.to_thread(self._measured_sizes.write, self.dispatcher.fleet.measured)

@@ -12,7 +12,8 @@ from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement.decision import Verdict
 from cortex.fleet.placement.place import place
-from cortex.fleet.topology import Node, after_poll
+from cortex.fleet.reports import after_poll
+from cortex.fleet.topology import Node
 from cortex.wire.node.protocol import Device, DeviceHealth, Discovery, Health, ModelState, ModelStatus
 
 from ..conftest import GIB, NOW

@@ -50,7 +50,7 @@ def test_states_are_saved_at_least_the_spacing_apart(
     ("turn_ends", "picture_end", "spacing_tokens", "expected"),
     [
         ((), 200, 0, (192, 288)),
-        ((), 200, 100, (288,)),  # the end of the prompt is near
+        ((), 200, 100, (192,)),  # the end of the prompt is near
         ((40, 250), 200, 64, (192, 288)),
         ((), 300, 0, (288,)),  # the picture is the last of the prompt
     ],

@@ -109,6 +109,11 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
         """The victims, each on the node that serves it."""
         return tuple(ModelOnNode(victim.lead or self.node, victim.model_id) for victim in self.victims)
 
+    @property
+    def waits_for_foreground(self) -> bool:
+        """Whether the model is kept out only because the request is a background one; another request could load it."""
+        return self.verdict is Verdict.HELD and self.held_by == {Protection.BACKGROUND}
+
     def reservation(self, model_id: str) -> MemoryReservation:
         """What a load of the model there is counted as until it ends."""
         takes_bytes = self.takes_bytes or 0
@@ -119,13 +124,15 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome, with every assessment, best node first."""
+    """The outcome, with the assessments behind it, best node first."""
 
     model_id: str
     at: float
     origin: Origin
     action: Action
     assessments: tuple[Assessment, ...]
+    num_omitted: int = 0
+    """The nodes that were not assessed because none of them can be better than the first."""
 
     @property
     def chosen(self) -> Assessment | None:

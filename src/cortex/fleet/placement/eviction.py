@@ -13,6 +13,7 @@ import msgspec
 
 from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.holdings import ON_DEVICE, sleep_frees
+from cortex.fleet.index import remembered
 from cortex.fleet.rules import EvictionRules
 from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
 from cortex.wire.node.protocol import ModelState
@@ -81,32 +82,56 @@ class Occupant(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_bytes if index == WHOLE_NODE else self.device_bytes.get(index, 0)
 
 
-def protection(
+def protected(
     held: Residency, node: Node, newcomer: ModelSpec, fleet: Fleet, now: float, *, background: bool
-) -> tuple[Protection, str] | None:
+) -> Protection | None:
     """Why `held` must not be evicted for `newcomer`; `None` when it may. Lasting reasons come before temporary ones."""
-    spec = fleet.catalogue.spec(held.model_id)
     if held.state is ModelState.UNLOADING:
-        return Protection.CHANGING, f"unloading for {duration(now - held.state_since)}"
+        return Protection.CHANGING
     if not node.has_lifecycle:
-        return Protection.UNMANAGED, "its node does not unload models on request"
+        return Protection.UNMANAGED
+    spec = fleet.catalogue.spec(held.model_id)
     if held.pinned or spec.is_pinned_on(node.name):
-        return Protection.PINNED, f"pinned on {node.name}"
+        return Protection.PINNED
     if spec.priority > newcomer.priority:
-        return Protection.PRIORITY, f"its priority {spec.priority} is higher than {newcomer.priority}"
+        return Protection.PRIORITY
     if background:
-        return Protection.BACKGROUND, "background requests evict nothing"
+        return Protection.BACKGROUND
     if held.state is ModelState.ASLEEP:
         return None
     if held.state is not ModelState.READY:
-        return Protection.CHANGING, f"{held.state} for {duration(now - held.state_since)}"
+        return Protection.CHANGING
     if held.is_busy:
-        running = max(held.in_flight, held.status.load.running + held.status.load.waiting)
-        return Protection.BUSY, f"busy with {plural(running, 'request')}"
+        return Protection.BUSY
+    return Protection.YOUNG if fleet.rules.min_residency_s > now - held.state_since else None
+
+
+def protection(
+    held: Residency, node: Node, newcomer: ModelSpec, fleet: Fleet, now: float, *, background: bool
+) -> tuple[Protection, str] | None:
+    """What `protected` returns, in words too."""
+    kept = protected(held, node, newcomer, fleet, now, background=background)
     age_s = now - held.state_since
-    if (kept_s := fleet.rules.min_residency_s - age_s) > 0:
-        return Protection.YOUNG, f"loaded {duration(age_s)} ago, kept for another {duration(kept_s)}"
-    return None
+    match kept:
+        case None:
+            return None
+        case Protection.CHANGING:
+            return kept, f"{held.state} for {duration(age_s)}"
+        case Protection.UNMANAGED:
+            return kept, "its node does not unload models on request"
+        case Protection.PINNED:
+            return kept, f"pinned on {node.name}"
+        case Protection.PRIORITY:
+            priority = fleet.catalogue.spec(held.model_id).priority
+            return kept, f"its priority {priority} is higher than {newcomer.priority}"
+        case Protection.BACKGROUND:
+            return kept, "background requests evict nothing"
+        case Protection.BUSY:
+            running = max(held.in_flight, held.status.load.running + held.status.load.waiting)
+            return kept, f"busy with {plural(running, 'request')}"
+        case _:
+            kept_s = fleet.rules.min_residency_s - age_s
+            return kept, f"loaded {duration(age_s)} ago, kept for another {duration(kept_s)}"
 
 
 def choose(
@@ -156,14 +181,21 @@ def expired(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
     for node in fleet.nodes:
         if not (node.healthy and node.has_lifecycle):
             continue
-        for held in node.residencies.values():
+        for held in map(node.residencies.__getitem__, _at_rest(node)):
             spec = fleet.catalogue.spec(held.model_id)
-            if spec.ttl_s is None or held.state not in (ModelState.READY, ModelState.ASLEEP):
+            if spec.ttl_s is None:
                 continue
             unused_s = now - max(held.last_used, held.state_since)
             if not held.is_busy and not held.pinned and not spec.is_pinned_on(node.name) and unused_s >= spec.ttl_s:
                 found.append(ModelOnNode(node.name, held.model_id))
     return tuple(found)
+
+
+@remembered
+def _at_rest(node: Node) -> tuple[str, ...]:
+    """The models that are ready or asleep there."""
+    states = (ModelState.READY, ModelState.ASLEEP)
+    return tuple(model_id for model_id, held in node.residencies.items() if held.state in states)
 
 
 def due_for_recycling(node: Node, rules: EvictionRules) -> bool:

@@ -15,9 +15,9 @@ from cortex.wire.errors import (
     Overloaded,
     UpstreamUnavailable,
 )
+from cortex.wire.words import plural
 
 from .decision import Assessment, Decision, Verdict
-from .eviction import Protection
 
 HEADER = ("node", "device", "total", "have", "need", "verdict", "why")
 
@@ -74,13 +74,14 @@ def as_json(decision: Decision) -> dict[str, Any]:
         "victims": list(dict.fromkeys(eviction.model for eviction in decision.evictions)),
         "outcome": outcome(decision),
         "nodes": [_assessment_json(assessment) for assessment in decision.assessments],
+        "nodes_omitted": decision.num_omitted,
     }
 
 
 def rejection(decision: Decision) -> CortexError:
     """The error for a request whose decision is `reject`, or `wait` for an operator's order."""
     error = _ERRORS.get(_decisive(decision), InsufficientCapacity)
-    if any(waits_for_foreground(assessment) for assessment in decision.assessments):
+    if any(assessment.waits_for_foreground for assessment in decision.assessments):
         error = Overloaded
     details = {"nodes": [_assessment_json(assessment) for assessment in decision.assessments]}
     return error(_rejection_message(decision, error), details=details)
@@ -98,11 +99,6 @@ _ERRORS: dict[Verdict | None, type[CortexError]] = {
     Verdict.EXCLUDED: UpstreamUnavailable,
     Verdict.NOT_LISTED: ModelNotFound,
 }
-
-
-def waits_for_foreground(assessment: Assessment) -> bool:
-    """Whether the model is kept out only because the request is a background one; another request could load it."""
-    return assessment.verdict is Verdict.HELD and assessment.held_by == {Protection.BACKGROUND}
 
 
 def _decisive(decision: Decision) -> Verdict | None:
@@ -124,7 +120,9 @@ def _rejection_message(decision: Decision, error: type[CortexError]) -> str:
             ModelNotFound: f"{alone.node} does not have {model}",
         }.get(error, f"{model} does not fit on {alone.node}")
         return f"{lead}: {_why(alone)}."
-    per_node = "; ".join(f"{assessment.node}: {_why(assessment)}" for assessment in decision.assessments)
+    reasons = [f"{assessment.node}: {_why(assessment)}" for assessment in decision.assessments]
+    others = [f"{plural(decision.num_omitted, 'other node')} no better"] if decision.num_omitted else []
+    per_node = "; ".join(reasons + others)
     if _decisive(decision) is Verdict.CANNOT_SPAN:
         return f"no node can run {model} over the devices that it asks for. {per_node}."
     lead = {

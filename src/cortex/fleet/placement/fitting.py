@@ -232,11 +232,14 @@ def _find_room(
     )
 
 
-def _eligible(spec: ModelSpec, devices: Sequence[DeviceLedger]) -> list[DeviceLedger]:
+def eligible_devices(devices: Sequence[DeviceLedger]) -> list[DeviceLedger]:
     """The devices to consider; a host with GPUs does not run models on its CPU."""
-    gpus = [device for device in devices if device.kind != "cpu"]
+    return [device for device in devices if device.kind != "cpu"] or [*devices]
+
+
+def _eligible(spec: ModelSpec, devices: Sequence[DeviceLedger]) -> list[DeviceLedger]:
     smallest = spec.min_device_vram_mb * MEBIBYTE
-    return [device for device in gpus or devices if device.total_bytes >= smallest]
+    return [device for device in eligible_devices(devices) if device.total_bytes >= smallest]
 
 
 def _device_count(

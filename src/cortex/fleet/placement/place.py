@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,12 +17,11 @@ from cortex.wire.node.protocol import ModelShare, ModelState, ModelStatus
 from cortex.wire.words import duration, replicas_in_words
 
 from .decision import Action, Assessment, Decision, Origin, Verdict
-from .eviction import occupies
 from .fitting import Fitting, need_and_have
 from .spanning import fit_over_nodes
 
 _ORDER = {verdict: rank for rank, verdict in enumerate(Verdict)}
-_ACTIONS: dict[Verdict, Action] = {
+ACTIONS: dict[Verdict, Action] = {
     Verdict.RESIDENT: "route",
     Verdict.STARTING: "join",
     Verdict.ASLEEP: "wake",
@@ -47,12 +47,17 @@ def place(
     asleep. `only_on` restricts the decision to one node.
     """
     spec = fleet.catalogue.spec(model_id)
-    assessments = [
-        assess(spec, node, fleet, now, origin=origin) for node in fleet.nodes if only_on in (None, node.name)
-    ]
-    assessments.sort(key=partial(_preference, rules=fleet.placement))
-    action = _action(assessments[0]) if assessments else "reject"
-    return Decision(model_id=model_id, at=now, origin=origin, action=action, assessments=tuple(assessments))
+    nodes = fleet.nodes if only_on is None else filter(None, [fleet.node(only_on)])
+    return decided(spec, fleet, now, origin, [assess(spec, node, fleet, now, origin=origin) for node in nodes])
+
+
+def decided(
+    spec: ModelSpec, fleet: Fleet, now: float, origin: Origin, assessments: Sequence[Assessment], num_omitted: int = 0
+) -> Decision:
+    """What follows from `assessments`, the best of which decides."""
+    found = tuple(sorted(assessments, key=partial(preference, rules=fleet.placement)))
+    action = _action(found[0]) if found else "reject"
+    return Decision(model_id=spec.id, at=now, origin=origin, action=action, assessments=found, num_omitted=num_omitted)
 
 
 def place_new(model_id: str, num_bytes: int, fleet: Fleet, now: float) -> Decision:
@@ -66,10 +71,8 @@ def place_new(model_id: str, num_bytes: int, fleet: Fleet, now: float) -> Decisi
 def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Origin) -> Assessment:
     """Assess `spec` on `node`."""
     held = node.residencies.get(spec.id)
-    need = need_of(spec, node, fleet)
-    if (raised := node.raised_needs.get(spec.id)) is not None:
-        need = Need(takes_bytes=raised, least_bytes=raised) if need is None else need.at_least(raised)
-    found = _without_memory(spec, node, held, fleet, now, origin)
+    need = raised_need(spec, node, need_of(spec, node, fleet))
+    found = without_memory(spec, node, held, fleet, now, origin)
     if found is None and (peers := _peers(spec, held, fleet)):
         return fit_over_nodes(spec, node, peers, fleet, now, need=need, origin=origin)
     num_nodes = max(1, len(node.nodes_of(spec)))
@@ -96,31 +99,11 @@ def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Ori
     )
 
 
-class Feasibility:
-    """Which nodes could serve a model, now or after making room, if the operator loads it.
-
-    For one snapshot of the fleet, and for a catalogue of many models: of those that a node lists, only the ones that
-    hold memory matter for another model, and they are found once.
-    """
-
-    def __init__(self, fleet: Fleet, now: float) -> None:
-        self._fleet = fleet
-        self._now = now
-        self._occupying = [
-            {model_id: held for model_id, held in node.residencies.items() if occupies(held, node)}
-            for node in fleet.nodes
-        ]
-
-    def nodes(self, model_id: str) -> tuple[str, ...]:
-        """The names of the nodes that could serve it."""
-        nodes = tuple(
-            msgspec.structs.replace(node, residencies={**occupying, model_id: node.residencies[model_id]})
-            if model_id in node.residencies
-            else msgspec.structs.replace(node, residencies=occupying)
-            for node, occupying in zip(self._fleet.nodes, self._occupying, strict=True)
-        )
-        decision = place(model_id, msgspec.structs.replace(self._fleet, nodes=nodes), self._now, origin="operator")
-        return tuple(assessment.node for assessment in decision.assessments if assessment.verdict in _ACTIONS)
+def raised_need(spec: ModelSpec, node: Node, need: Need | None) -> Need | None:
+    """What the model needs on `node`, where a load of it may have run out of memory."""
+    if (raised := node.raised_needs.get(spec.id)) is None:
+        return need
+    return Need(takes_bytes=raised, least_bytes=raised) if need is None else need.at_least(raised)
 
 
 def _layers(node: Node, held: Residency, fleet: Fleet) -> str:
@@ -161,9 +144,7 @@ class UnmetPin(NamedTuple):
 def unmet_pins(fleet: Fleet) -> tuple[UnmetPin, ...]:
     """The pinned models that should be loaded and are not."""
     found = []
-    for spec in fleet.catalogue.models:
-        if spec.policy != "pinned":
-            continue
+    for spec in fleet.catalogue.pinned:
         if spec.pinned_on:
             named = (fleet.node(name) for name in spec.pinned_on)
             found += [
@@ -182,7 +163,7 @@ def _is_loaded_or_starting(spec: ModelSpec, node: Node) -> bool:
     return is_reserved or (held is not None and (held.state is ModelState.READY or held.state in STARTING))
 
 
-def _without_memory(
+def without_memory(
     spec: ModelSpec, node: Node, held: Residency | None, fleet: Fleet, now: float, origin: Origin
 ) -> tuple[Verdict, str] | None:
     """The verdict where memory does not matter; `None` where it does."""
@@ -232,11 +213,12 @@ def _load(held: Residency) -> float:
 
 
 def _action(assessment: Assessment) -> Action:
-    action = _ACTIONS.get(assessment.verdict, "reject")
+    action = ACTIONS.get(assessment.verdict, "reject")
     return "wake" if action == "load" and assessment.asleep else action
 
 
-def _preference(assessment: Assessment, rules: PlacementRules) -> tuple[float | str, ...]:
+def preference(assessment: Assessment, rules: PlacementRules) -> tuple[float | str, ...]:
+    """A sort key, the best assessment first."""
     chosen = [row for row in assessment.rows if row.chosen]
     left_over = sum(row.available_bytes - (row.need_bytes or 0) for row in chosen)
     size_known = assessment.need_bytes is not None

@@ -12,15 +12,13 @@ from typing import Any
 
 import msgspec
 
+from cortex.fleet.catalogue import Catalogue
 from cortex.fleet.topology import Fleet, Node
 from cortex.gateway.api.public_view import FleetView
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.http.server.exchange import Exchange
 from cortex.wire import sse
 from cortex.wire.node.protocol import ModelState
-
-_AGES = ("state_age_s", "idle_s")
-"""Fields of a model that differ in every report: they alone are no change."""
 
 
 @dataclass(slots=True)
@@ -54,7 +52,7 @@ class FleetFeed:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._readers: dict[Exchange, _Reader] = {}
-        self._seen: dict[str, bytes] = {}
+        self._seen: dict[str, object] = {}
         """For each node, the content that decides whether it has changed."""
         self._waiting: dict[str, int] = {}
 
@@ -88,15 +86,15 @@ class FleetFeed:
     def _changes(self) -> list[_Frame]:
         """Frames with what has changed since the last call."""
         frames = []
-        statuses = {status["name"]: status for status in node_statuses(self._dispatcher.fleet)}
-        seen = {name: _comparable(status) for name, status in statuses.items()}
+        fleet = self._dispatcher.fleet
+        seen = {node.name: _comparable(node) for node in fleet.nodes}
         if seen.keys() != self._seen.keys():
             frames.append(self._everything())
         else:
             frames += [
-                _Frame("node", partial(_node_in, status))
-                for name, status in statuses.items()
-                if seen[name] != self._seen[name]
+                _Frame("node", partial(_node_in, _node_status(node, fleet.catalogue)))
+                for node in fleet.nodes
+                if seen[node.name] != self._seen[node.name]
             ]
         self._seen = seen
         if (waiting := dict(self._dispatcher.queue_depths)) != self._waiting:
@@ -115,12 +113,11 @@ def _node_in(status: dict[str, Any], view: FleetView) -> dict[str, Any]:
 
 def node_statuses(fleet: Fleet) -> list[dict[str, Any]]:
     """Every node as plain data, for `/fleet/status` and `/fleet/events`."""
-    pinned = [spec for spec in fleet.catalogue.models if spec.policy == "pinned"]
-    return [_node_status(node, {spec.id for spec in pinned if spec.is_pinned_on(node.name)}) for node in fleet.nodes]
+    return [_node_status(node, fleet.catalogue) for node in fleet.nodes]
 
 
-def _node_status(node: Node, pinned: set[str]) -> dict[str, Any]:
-    """One node. `pinned`: the models that the catalogue pins there."""
+def _node_status(node: Node, catalogue: Catalogue) -> dict[str, Any]:
+    pinned = {spec.id for spec in catalogue.pinned if spec.is_pinned_on(node.name)}
     return {
         "name": node.name,
         "kind": "neuron" if node.has_lifecycle else "openai",
@@ -151,6 +148,14 @@ def _node_status(node: Node, pinned: set[str]) -> dict[str, Any]:
     }
 
 
-def _comparable(status: dict[str, Any]) -> bytes:
-    models = [{name: value for name, value in model.items() if name not in _AGES} for model in status["models"]]
-    return msgspec.json.encode(status | {"models": models})
+def _comparable(node: Node) -> object:
+    """What decides whether a node has changed: all of it but the ages of its models, of which those that are cold are
+    only listed."""
+    models = [
+        msgspec.structs.replace(held, status=msgspec.structs.replace(held.status, state_age_s=0.0, idle_s=0.0))
+        for held in node.residencies.values()
+        if held.state is not ModelState.COLD
+    ]
+    sizes = [(name, held.status.disk_bytes) for name, held in node.residencies.items()]
+    facts = [(held.status, held.in_flight, held.pinned) for held in models]
+    return msgspec.structs.replace(node, residencies={}), facts, sizes

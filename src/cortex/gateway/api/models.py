@@ -53,7 +53,7 @@ def entry(
     fleet: Fleet, spec: ModelSpec, feasible_on: FeasibleOn, created: int, *, for_operator: bool = True
 ) -> dict[str, Any]:
     """One model. Reasons of failures, which name files, are for operators."""
-    held = [(node, node.residencies[spec.id]) for node in fleet.nodes if spec.id in node.residencies]
+    held = [(node, node.residencies[spec.id]) for node in fleet.listing(spec.id)]
     context, input, output = _limits(spec, held)
     return {
         "id": spec.id,

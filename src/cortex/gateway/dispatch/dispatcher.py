@@ -11,14 +11,16 @@ import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from cortex.fleet.catalogue import ModelSpec
+from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement import explain
-from cortex.fleet.placement.decision import Assessment, Decision, Origin, Verdict
+from cortex.fleet.placement.decision import Decision, Origin, Verdict
 from cortex.fleet.placement.eviction import due_for_recycling, expired
-from cortex.fleet.placement.place import Feasibility, UnmetPin, place, place_new, unmet_pins
-from cortex.fleet.queueing import plan
+from cortex.fleet.placement.feasibility import Feasibility
+from cortex.fleet.placement.place import UnmetPin, place, place_new, unmet_pins
+from cortex.fleet.placement.search import search
 from cortex.fleet.topology import Fleet, ModelOnNode
+from cortex.gateway.dispatch.counted_fleet import CountedFleet
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import DispatchSettings, FleetState, LoadJob, Shortfall
 from cortex.gateway.dispatch.leases import Lease, LeasePool, Need, PendingRequest
@@ -26,6 +28,7 @@ from cortex.gateway.dispatch.measured_sizes import Measured
 from cortex.gateway.dispatch.model_jobs import Effects, ModelJobs
 from cortex.gateway.dispatch.queues import Queues
 from cortex.gateway.dispatch.state_machine import StateMachine, event
+from cortex.gateway.dispatch.undecided import Undecided
 from cortex.gateway.dispatch.waiting_requests import WaitingRequests
 from cortex.wire.errors import CortexError, InsufficientCapacity, NodeNotFound, ShuttingDown, shorten
 from cortex.wire.node.protocol import Discovery, Health, ModelState, ModelStatus
@@ -53,6 +56,10 @@ class Dispatcher(StateMachine):
         self._jobs = ModelJobs(self._fleet_state, effects, event_log, clock)
         self._queues = Queues()
         self._waiting = WaitingRequests(self._queues, self._leases, self._jobs, clock)
+        self._counted = CountedFleet(self._fleet_state, self._leases)
+        self._awaited: frozenset[str] = frozenset()
+        """Nodes where requests end for which models wait."""
+        self._undecided = Undecided()
         self._is_closing = False
         self.acquire = self._leases.acquire
         self.check_pictures = self._leases.check_pictures
@@ -62,8 +69,15 @@ class Dispatcher(StateMachine):
         self.reconfigure(settings)
 
     def _rebuild(self) -> None:
-        self._fleet_state.rebuild(self._clock())
-        self._leases.fleet_changed()
+        changed = self._fleet_state.rebuild(self._clock())
+        self._leases.nodes_changed(changed)
+        self._counted.fleet()
+        news = {
+            node.name
+            for before, node in changed
+            if node.name in self._awaited or before.placement_facts != node.placement_facts
+        }
+        self._undecided.nodes |= news
 
     def _advance(self) -> None:
         self._waiting.serve()
@@ -74,7 +88,11 @@ class Dispatcher(StateMachine):
     @property
     def fleet(self) -> Fleet:
         """The current fleet, with this gateway's own request counts."""
-        return self._fleet_state.fleet.with_in_flight(self._leases.in_flight)
+        return self._counted.fleet()
+
+    @property
+    def catalogue(self) -> Catalogue:
+        return self._fleet_state.settings.catalogue
 
     @property
     def queue_depths(self) -> dict[str, int]:
@@ -96,7 +114,7 @@ class Dispatcher(StateMachine):
     @property
     def drained(self) -> frozenset[str]:
         """Nodes that the operator drained."""
-        return frozenset(self._fleet_state.drained)
+        return self._fleet_state.drained
 
     def awaited_victims(self, target: ModelOnNode) -> frozenset[str]:
         """The models that must be unloaded before the load at `target` can begin."""
@@ -110,9 +128,8 @@ class Dispatcher(StateMachine):
 
     def check_node(self, node: str | None) -> None:
         """Raises NodeNotFound for a name that no node has."""
-        names = [here.name for here in self.fleet.nodes]
-        if node is not None and node not in names:
-            known = ", ".join(names) or "none"
+        if node is not None and node not in self._fleet_state:
+            known = ", ".join(self._fleet_state) or "none"
             raise NodeNotFound(f"There is no node {shorten(node)}; the fleet has {known}.", param="node")
 
     def explain_new(self, model: str, num_bytes: int) -> Decision:
@@ -135,7 +152,7 @@ class Dispatcher(StateMachine):
     def spec(self, name: str) -> ModelSpec:
         """The entry of the model that a request names; an empty one where there is no such model."""
         try:
-            return self.fleet.catalogue.spec(self.resolve(name).model_id)
+            return self.catalogue.spec(self.resolve(name).model_id)
         except CortexError:
             return ModelSpec(id=name)
 
@@ -173,6 +190,7 @@ class Dispatcher(StateMachine):
         elif self._is_closing:
             raise _shutting_down()
         elif self._queues.join(pending):
+            self._undecided.joined.add(pending.model)
             self.apply(lambda: None)  # only the queue has changed
 
     def cancel(self, pending: PendingRequest) -> None:
@@ -181,7 +199,8 @@ class Dispatcher(StateMachine):
 
     def release(self, lease: Lease) -> None:
         """The request ended, whatever its outcome."""
-        if self._leases.release(lease) and self._queues:
+        if self._leases.release(lease) and lease.node in self._awaited:
+            self._undecided.nodes.add(lease.node)
             # The node's last report still shows the model busy.
             self.apply(partial(self._effects.poll_now, lease.node))
 
@@ -218,10 +237,13 @@ class Dispatcher(StateMachine):
         for section in self._fleet_state.settings.neurons:
             if section not in settings.neurons:
                 self._jobs.abandon(section.name, "was changed in the configuration")
+        self._undecided.is_all = True
         self._queues.max_wait_s = settings.max_wait_s
         self._queues.max_waiting = settings.max_waiting
         gone = self._fleet_state.settings.catalogue.ids - settings.catalogue.ids
         self._fleet_state.reconfigure(settings)
+        self._leases.reconfigured()
+        self._counted.forget()
         for node in self._fleet_state.fleet.nodes if gone else ():
             if node.name in self._fleet_state and node.has_lifecycle and node.healthy:
                 for model in gone & node.residencies.keys():
@@ -230,8 +252,9 @@ class Dispatcher(StateMachine):
     @event
     def tick(self) -> None:
         """About once a second: fail overdue requests, recycle workers, unload expired models, load unmet pins."""
+        self._undecided.is_all = True
         now, fleet = self._clock(), self.fleet
-        self._waiting.fail_overdue(self.explain)
+        self._waiting.fail_overdue(lambda model: search(model, fleet, now))
         for node in fleet.nodes:
             if due_for_recycling(node, fleet.rules):
                 self._jobs.recycle(node)
@@ -244,7 +267,11 @@ class Dispatcher(StateMachine):
     @event
     def _load_pinned(self, pin: UnmetPin) -> None:
         """Decided and started in one event, so that the next pin sees the memory that this one takes."""
-        decision = place(pin.model, self.fleet, self._clock(), origin="pin", only_on=pin.node)
+        fleet, now = self.fleet, self._clock()
+        if pin.node is None:
+            decision = search(pin.model, fleet, now, origin="pin")
+        else:
+            decision = place(pin.model, fleet, now, origin="pin", only_on=pin.node)
         if decision.action in ("load", "wake"):
             self._event_log.decided(decision)
             self._jobs.start(decision)
@@ -270,6 +297,7 @@ class Dispatcher(StateMachine):
         """A poll failed. Several in a row make the node down."""
         if node not in self._fleet_state:
             return
+        self._undecided.is_all = True
         was_up = self._fleet_state.is_up(node)
         self._fleet_state.missed(node, why)
         went_down = was_up and not self._fleet_state.is_up(node)
@@ -330,7 +358,7 @@ class Dispatcher(StateMachine):
         is_blocked = any(assessment.verdict is Verdict.BLOCKED for assessment in decision.assessments)
         if decision.action in ("load", "wake"):
             self.start_load(decision)
-        elif any(map(explain.waits_for_foreground, decision.assessments)):
+        elif any(assessment.waits_for_foreground for assessment in decision.assessments):
             self._jobs.notify(job.target, "load", error)  # no failure: another request may evict models for it at once
         elif not (is_blocked and model in self._queues):
             self._jobs.give_up(job.target, error)
@@ -355,34 +383,34 @@ class Dispatcher(StateMachine):
     @event
     def change_pins(self, *, added: Iterable[ModelOnNode] = (), removed: Iterable[ModelOnNode] = ()) -> None:
         """By order of the operator."""
-        self._fleet_state.pins |= set(added)
-        self._fleet_state.pins -= set(removed)
+        self._fleet_state.change_pins(added=added, removed=removed)
 
     @event
     def drain(self, node: str, *, drained: bool) -> None:
         """By order of the operator: a drained node gets no new requests and loads."""
-        if drained:
-            self._fleet_state.drained.add(node)
-        else:
-            self._fleet_state.drained.discard(node)
+        self._fleet_state.drain(node, drained=drained)
 
     # --- requests that wait
 
     def _decide(self) -> None:
         """Decide for every model that requests wait for. What follows from it are further events."""
         if not self._queues and not self._leases.closed:
+            self._awaited = frozenset()
             return
-        decided = plan(self._queues.waiting(), self.fleet, self._clock())
-        if decided.closed != self._leases.closed:
-            self._close_models(decided.closed)
+        if not self._undecided:
+            return
+        decided = self._undecided.decide(self._queues.waiting, self.fleet, self._clock())
+        self._awaited = self._undecided.awaited
+        if self._undecided.closed != self._leases.closed:
+            self._close_models(self._undecided.closed)
         for decision in decided.starts:
             self.start_load(decision)
         for decision in (*decided.waits, *decided.rejections):
             self._event_log.decided(decision)
         for decision in decided.rejections:
-            if not any(map(self._is_undecided, decision.assessments)):
-                awaited = any(self._may_return(each, decision.model_id) for each in decision.assessments)
-                until = self._clock() - self.fleet.rules.fair_wait_s if awaited else math.inf
+            if not self._is_any_node_undecided():
+                awaited = self._may_return(decision.model_id)
+                until = self._clock() - self._fleet_state.settings.rules.fair_wait_s if awaited else math.inf
                 self._waiting.fail(decision.model_id, explain.rejection(decision), until)
 
     @event
@@ -390,16 +418,14 @@ class Dispatcher(StateMachine):
         """These ready models, and no others, take no new work."""
         self._leases.closed = models
 
-    def _may_return(self, assessment: Assessment, model: str) -> bool:
-        """The node has the model, and is drained or down: it may be back soon."""
-        node = self._fleet_state.fleet.node(assessment.node)
-        is_away = assessment.verdict in (Verdict.DRAINING, Verdict.UNHEALTHY)
-        return is_away and node is not None and model in node.residencies
+    def _may_return(self, model: str) -> bool:
+        """A node that has the model is drained or down: it may be back soon."""
+        return any(node.draining or not node.healthy for node in self._fleet_state.fleet.listing(model))
 
-    def _is_undecided(self, assessment: Assessment) -> bool:
-        """The node was not observed yet, or missed too few polls to be down: it could still take the model."""
-        node = self._fleet_state.fleet.node(assessment.node)
-        return node is not None and not node.healthy and node.missed_polls < self._fleet_state.settings.missed_polls
+    def _is_any_node_undecided(self) -> bool:
+        """A node was not observed yet, or missed too few polls to be down: it could still take the model."""
+        limit = self._fleet_state.settings.missed_polls
+        return any(not node.healthy and node.missed_polls < limit for node in self._fleet_state.fleet.nodes)
 
 
 def _shutting_down() -> ShuttingDown:

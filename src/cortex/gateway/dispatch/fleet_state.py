@@ -6,17 +6,20 @@ shows it ready, and a load that was ordered holds its bytes before the node show
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
-from cortex.fleet import memory, topology
+from cortex.fleet import memory, reports, topology
 from cortex.fleet.catalogue import Catalogue, Resolution
+from cortex.fleet.placement.bounds import node_room
 from cortex.fleet.placement.decision import Origin
 from cortex.fleet.rules import EvictionRules, PlacementRules
 from cortex.fleet.topology import Fleet, MemoryReservation, ModelOnNode, Node, Residency
 from cortex.gateway.config import Config, NeuronSection
+from cortex.gateway.dispatch.node_entries import NodeEntries
 from cortex.wire.node.protocol import Discovery, Health, ModelState, ModelStatus
 
 MAX_RESOLVED_NAMES = 1024
@@ -83,24 +86,37 @@ class Shortfall:
     need_bytes: int
 
 
-@dataclass(slots=True)
-class FleetState:
-    """Mutable; owned by the dispatcher, which calls `rebuild` after every change. Iterates over the nodes' names."""
+class ChangedNode(NamedTuple):
+    """A node before and after events."""
 
-    settings: DispatchSettings
-    fleet: Fleet = field(default_factory=Fleet)
-    """As of the last `rebuild`; never changed in place."""
-    loads: dict[ModelOnNode, LoadJob] = field(default_factory=dict)
-    unloads: dict[ModelOnNode, float] = field(default_factory=dict)
-    """When each was ordered."""
-    failures: dict[ModelOnNode, LoadFailure] = field(default_factory=dict)
-    shortfalls: dict[ModelOnNode, Shortfall] = field(default_factory=dict)
-    pins: set[ModelOnNode] = field(default_factory=set)
-    """Set by the operator."""
-    drained: set[str] = field(default_factory=set)
-    """Nodes that the operator drained."""
-    _reported: dict[str, Node] = field(default_factory=dict)
-    _resolved: dict[str, Resolution] = field(default_factory=dict)
+    before: Node
+    after: Node
+
+
+class FleetState:
+    """Owned by the dispatcher, which calls `rebuild` after every change. Iterates over the nodes' names.
+
+    Every change marks the nodes that it concerns; `rebuild` derives those again, and no others.
+    """
+
+    def __init__(self, settings: DispatchSettings, fleet: Fleet) -> None:
+        self.settings = settings
+        self.fleet = fleet
+        """As of the last `rebuild`; never changed in place."""
+        self._stale: set[str] = set()
+        """The nodes that `rebuild` derives again."""
+        self.loads: NodeEntries[LoadJob] = NodeEntries(self._stale, lambda job: [name for name, _ in job.parts])
+        self.unloads: NodeEntries[float] = NodeEntries(self._stale)
+        """When each was ordered."""
+        self.failures: NodeEntries[LoadFailure] = NodeEntries(self._stale)
+        self.shortfalls: NodeEntries[Shortfall] = NodeEntries(self._stale)
+        self.pins: NodeEntries[bool] = NodeEntries(self._stale)
+        """Set by the operator."""
+        self.drained: frozenset[str] = frozenset()
+        """Nodes that the operator drained."""
+        self._reported: dict[str, Node] = {}
+        self._resolved: dict[str, Resolution] = {}
+        self._is_reconfigured = False
 
     def __contains__(self, node: str) -> bool:
         return node in self._reported
@@ -111,6 +127,8 @@ class FleetState:
     def reconfigure(self, settings: DispatchSettings) -> None:
         """Use new settings; nodes that they do not name are forgotten."""
         self.settings = settings
+        self._resolved.clear()
+        self._is_reconfigured = True
         self._reported = {
             neuron.name: msgspec.structs.replace(
                 self._reported.get(neuron.name, Node(name=neuron.name)),
@@ -120,8 +138,23 @@ class FleetState:
             for neuron in settings.neurons
         }
         for entries in (self.loads, self.unloads, self.failures, self.shortfalls):
-            for target in [target for target in entries if target.node not in self]:
-                del entries[target]
+            for node in [node for node in entries.nodes if node not in self]:
+                entries.drop_node(node)
+        names = self._reported.keys()
+        self._stale.clear()
+        self._stale.update(names)
+        kept = tuple(self.fleet.node(name) or Node(name=name) for name in names)
+        facts = {"catalogue": settings.catalogue, "rules": settings.rules, "placement": settings.placement}
+        self.fleet = msgspec.structs.replace(self.fleet, nodes=kept, **facts)
+
+    def change_pins(self, *, added: Iterable[ModelOnNode], removed: Iterable[ModelOnNode]) -> None:
+        self.pins.update(dict.fromkeys(added, True))
+        for pin in removed:
+            self.pins.pop(pin, None)
+
+    def drain(self, node: str, *, drained: bool) -> None:
+        self.drained = self.drained | {node} if drained else self.drained - {node}
+        self._stale.add(node)
 
     def resolve(self, name: str) -> Resolution:
         """The model that a client means. Raises ModelNotFound with near misses."""
@@ -134,10 +167,10 @@ class FleetState:
         return resolution
 
     def observed(self, name: str, discovery: Discovery, health: Health, now: float) -> None:
-        self._reported[name] = topology.after_poll(self._reported[name], discovery, health, now)
+        self._report(reports.after_poll(self._reported[name], discovery, health, now))
 
     def missed(self, name: str, why: str) -> None:
-        self._reported[name] = topology.after_missed_poll(self._reported[name], why, limit=self.settings.missed_polls)
+        self._report(reports.after_missed_poll(self._reported[name], why, limit=self.settings.missed_polls))
 
     def reported(self, name: str) -> Node:
         """The node's last report, without this gateway's jobs."""
@@ -168,7 +201,7 @@ class FleetState:
         """Take over what a node reported about one model, ahead of its next poll."""
         if (reported := self._reported.get(node)) is not None:
             residencies = {**reported.residencies, status.id: Residency(status=status, seen_at=now)}
-            self._reported[node] = msgspec.structs.replace(reported, residencies=residencies)
+            self._report(msgspec.structs.replace(reported, residencies=residencies))
 
     def forget_ready(self, target: ModelOnNode, state: ModelState, now: float) -> None:
         """The node does not have the model ready any more, it is in this `state`. One that is asleep stays so."""
@@ -178,32 +211,43 @@ class FleetState:
 
     def count_load(self, node: str) -> None:
         if (reported := self._reported.get(node)) is not None:
-            self._reported[node] = msgspec.structs.replace(reported, num_loads=reported.num_loads + 1)
+            self._report(msgspec.structs.replace(reported, num_loads=reported.num_loads + 1))
 
     def reset_loads(self, node: str) -> None:
         """The node's workers are new: its loads count from zero."""
         if (reported := self._reported.get(node)) is not None:
-            self._reported[node] = msgspec.structs.replace(reported, num_loads=0)
+            self._report(msgspec.structs.replace(reported, num_loads=0))
 
-    def rebuild(self, now: float) -> None:
-        """Compute `fleet` from reports and jobs. Failures older than `retry_failed_after_s` are dropped."""
-        self._resolved.clear()
+    def rebuild(self, now: float) -> list[ChangedNode]:
+        """Derive `fleet` from reports and jobs, where these changed; returns the nodes that are others now. Failures
+        older than `retry_failed_after_s` are dropped."""
         for past in (self.failures, self.shortfalls):
             for target in [
                 each for each, it in past.items() if now - it.at >= self.settings.rules.retry_failed_after_s
             ]:
                 del past[target]
+        names = self._stale & self._reported.keys()
+        self._stale.clear()
         before = self.fleet
-        self.fleet = Fleet(
-            nodes=tuple(self._overlaid(node, now) for node in self._reported.values()),
-            catalogue=self.settings.catalogue,
-            rules=self.settings.rules,
-            placement=self.settings.placement,
-            measured=before.measured,
-        )
-        measured = memory.measurements(self.fleet)
-        if measured != before.measured:
-            self.fleet = msgspec.structs.replace(self.fleet, measured=measured)
+        changed = [
+            ChangedNode(before.nodes[before.index.positions[name]], self._overlaid(self._reported[name], now))
+            for name in names
+        ]
+        self.fleet = before.with_nodes([each.after for each in changed])
+        for _, node in changed:
+            node_room(node)  # now, one by one, instead of for all nodes with the next decision
+        if self.fleet.index.listing is not before.index.listing:
+            self._resolved.clear()
+        measured_anew = {model for each in changed for model in memory.measured_anew(*each)}
+        models = self.fleet.live_models() if self._is_reconfigured else measured_anew
+        self._is_reconfigured = False
+        measured = memory.measurements(self.fleet, models)
+        self.fleet = self.fleet.with_nodes((), measured=measured)
+        return changed
+
+    def _report(self, node: Node) -> None:
+        self._reported[node.name] = node
+        self._stale.add(node.name)
 
     def _residency(self, target: ModelOnNode) -> Residency | None:
         reported = self._reported.get(target.node)
@@ -221,26 +265,24 @@ class FleetState:
         def is_absent(model: str) -> bool:
             return model not in models or models[model].state in _ABSENT
 
-        for (name, model), since in self.unloads.items():
-            if name == node.name and not is_absent(model):
+        for model, since in self.unloads.on(node.name):
+            if not is_absent(model):
                 overlay(model, ModelState.UNLOADING, now - since)
-        raised = {model: short.need_bytes for (name, model), short in self.shortfalls.items() if name == node.name}
+        raised = {model: short.need_bytes for model, short in self.shortfalls.on(node.name)}
         for model in raised.keys() & models.keys():
             if models[model].state is ModelState.FAILED:  # by the load that is to be tried again
                 overlay(model, ModelState.COLD, 0.0)
-        for (name, model), failure in self.failures.items():
-            if name == node.name and is_absent(model):
+        for model, failure in self.failures.on(node.name):
+            if is_absent(model):
                 overlay(model, ModelState.FAILED, now - failure.at, reason=failure.reason, reason_code=failure.code)
-        for (name, model), job in self.loads.items():
-            if name == node.name and is_absent(model):
+        for model, job in self.loads.on(node.name):
+            if is_absent(model):
                 overlay(model, ModelState.LOADING, now - job.begun_at)
-        for name, model in self.pins:
-            if name == node.name and model in models:
+        for model, _ in self.pins.on(node.name):
+            if model in models:
                 models[model] = msgspec.structs.replace(models[model], pinned=True)
         reservations = tuple(
-            job.reservation
-            for (name, model), job in self.loads.items()
-            if name == node.name and not _holds_its_bytes(models[model])
+            job.reservation for model, job in self.loads.on(node.name) if not _holds_its_bytes(models[model])
         )
         held_here = {share.model_id for share in node.shares if share.state == "ready"}
         reservations += tuple(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from typing import Literal
 
+from cortex.fleet.index import remembered
 from cortex.fleet.placement.decision import Origin
 from cortex.fleet.topology import ModelOnNode, Node, Residency
-from cortex.gateway.dispatch.fleet_state import FleetState
+from cortex.gateway.dispatch.fleet_state import ChangedNode, FleetState
 from cortex.gateway.dispatch.replica_loads import ReplicaLoads
 from cortex.routing import choice
 from cortex.routing.prefixes import PrefixRecord
@@ -118,20 +119,33 @@ class LeasePool:
         self._loads = ReplicaLoads(clock)
         self._in_flight: dict[ModelOnNode, int] = {}
         self._ready: dict[str, tuple[tuple[Node, Residency], ...]] = {}
-        self._ready_since: dict[ModelOnNode, float] = {}
+        self._ready_since: dict[str, dict[str, float]] = {}
+        """By node and model."""
         self._prefixes: dict[str, PrefixRecord] = {}
         self.suspects: set[str] = set()
         """Nodes at which a request has just failed; no request is sent there until a poll succeeds."""
         self.closed: frozenset[ModelOnNode] = frozenset()
         """Ready models that take no new requests, so that an overdue model gets their room."""
+        self.recount: set[str] = set()
+        """Nodes whose request counts, or whose reports, changed since the fleet was counted last."""
 
     @property
     def in_flight(self) -> dict[ModelOnNode, int]:
         """Requests open at each model on each node; only those with any."""
         return self._in_flight
 
-    def fleet_changed(self) -> None:
-        """The fleet was rebuilt: drop what was derived from the old one."""
+    def nodes_changed(self, changed: Iterable[ChangedNode]) -> None:
+        """The fleet was rebuilt: drop what was derived from the nodes as they were."""
+        for before, after in changed:
+            self.recount.add(after.name)
+            for node in (before, after):
+                for model in ready_models(node):
+                    self._ready.pop(model, None)
+                for share in node.shares:
+                    self._ready.pop(share.model_id, None)
+
+    def reconfigured(self) -> None:
+        """Other nodes make up the fleet: nothing that was derived from it holds any more."""
         self._ready.clear()
 
     def acquire(
@@ -184,10 +198,9 @@ class LeasePool:
         """A node that can count tokens for `model`, loaded or not. None: no node has its files yet; a load brings them.
         Raises UnsupportedModality when no node ever can."""
         fleet = self._fleet_state.fleet
-        able = [node for node in fleet.nodes if node.healthy and "anthropic_messages" in node.dialects]
-        candidates = [node for node in able if model in node.residencies]
+        candidates = [node for node in fleet.listing(model) if _counts_tokens(node)]
         if not candidates:
-            if fleet.catalogue.has(model) and any(node.has_lifecycle for node in able):
+            if fleet.catalogue.has(model) and any(_counts_tokens(node) and node.has_lifecycle for node in fleet.nodes):
                 return None
             raise UnsupportedModality(
                 f"No node that is up can count tokens for {model}; start a neuron that lists the model."
@@ -203,14 +216,15 @@ class LeasePool:
         """Raises UnsupportedModality where it is known that `model` reads text only, with models that read pictures
         among those that `may_use` admits. What other servers read is known only if the catalogue lists it."""
         fleet = self._fleet_state.fleet
-        listed = {spec.id: spec.capabilities for spec in fleet.catalogue.models if spec.capabilities}
-        held = [(node, node.residencies[model].status) for node in fleet.nodes if model in node.residencies]
+        own = fleet.catalogue.spec(model).capabilities
+        held = [(node, node.residencies[model].status) for node in fleet.listing(model)]
         may_read = not held or any(
-            status.capabilities.vision or (model not in listed and not _reports_what_it_reads(node, status))
+            status.capabilities.vision or (not own and not _reports_what_it_reads(node, status))
             for node, status in held
         )
-        if may_read or "vision" in listed.get(model, ()):
+        if may_read or "vision" in own:
             return
+        listed = {spec.id: spec.capabilities for spec in fleet.catalogue.models if spec.capabilities}
         reported = {
             name
             for node in fleet.nodes
@@ -227,15 +241,16 @@ class LeasePool:
         if need not in _CAPABILITIES:
             return
         capabilities, problem = _CAPABILITIES[need]
-        known = {
-            name: [getattr(held.status.capabilities, capability) for capability in capabilities]
-            for node in self._fleet_state.fleet.nodes
-            for name, held in node.residencies.items()
-            if held.status.family is not None or held.state is ModelState.READY
-            if node.has_lifecycle  # what a foreign server can do is not known
-        }
-        if any(known.get(model, [True])):
+        fleet = self._fleet_state.fleet
+        own = [can for node in fleet.listing(model) if (can := _known_capabilities(node, model, capabilities))]
+        if not own or any(own[-1]):
             return
+        known = {
+            name: can
+            for node in fleet.nodes
+            for name in node.residencies
+            if (can := _known_capabilities(node, name, capabilities))
+        }
         others = sorted((name for name, can in known.items() if any(can)), key=lambda name: (not known[name][0], name))
         advice = f"use {others[0]}" if others else f"no model of this fleet has the capability `{capabilities[0]}`"
         raise UnsupportedModality(f"{model} {problem}; {advice}.", details={"models": others[:8]})
@@ -243,7 +258,7 @@ class LeasePool:
     def _check_server(self, model: str) -> None:
         """Raises UnsupportedModality for a model that is known to run on the built-in engine everywhere."""
         spec = self._fleet_state.fleet.catalogue.spec(model)
-        nodes = [node for node in self._fleet_state.fleet.nodes if model in node.residencies]
+        nodes = self._fleet_state.fleet.listing(model)
         harnesses = {node.residencies[model].status.harness if node.has_lifecycle else None for node in nodes}
         if spec.harness is None and harnesses and harnesses <= {"torch", "candle"}:
             raise UnsupportedModality(
@@ -258,6 +273,7 @@ class LeasePool:
             self._in_flight[lease.target] = remaining
         else:
             self._in_flight.pop(lease.target, None)
+        self.recount.add(lease.node)
         if lease.has_alternatives:
             self._loads.released(lease.target, is_last=remaining <= 0)
         return remaining <= 0
@@ -272,24 +288,25 @@ class LeasePool:
     def observed(self, name: str) -> None:
         """`name` has reported: take over its load, and forget the cached prefixes of models that it reloaded."""
         node = self._fleet_state.reported(name)
-        ready = {model: held for model, held in node.residencies.items() if held.state is ModelState.READY}
-        for target in [each for each in self._ready_since if each.node == name and each.model not in ready]:
-            self._ready_since.pop(target)
-            self._loads.forget(target)
-            self.forget_cache(name, target.model)
-        for model, held in ready.items():
-            target = ModelOnNode(name, model)
-            before = self._ready_since.setdefault(target, held.state_since)
+        known = self._ready_since.setdefault(name, {})
+        ready = ready_models(node)
+        for model in [each for each in known if each not in ready]:
+            del known[model]
+            self._loads.forget(ModelOnNode(name, model))
+            self.forget_cache(name, model)
+        for model in ready:
+            held = node.residencies[model]
+            before = known.setdefault(model, held.state_since)
             if node.has_lifecycle and held.state_since > before + RELOAD_TOLERANCE_S:
-                self._ready_since[target] = held.state_since
+                known[model] = held.state_since
                 self.forget_cache(name, model)
+            target = _target(name, model)
             self._loads.observed(target, held, self._in_flight.get(target, 0))
 
     def forget_cache(self, node: str, model: str | None = None) -> None:
         """`node` lost its cached prefixes, of one model or of all."""
-        for name, prefixes in self._prefixes.items():
-            if model in (None, name):
-                prefixes.forget(node)
+        for prefixes in self._prefixes.values() if model is None else filter(None, [self._prefixes.get(model)]):
+            prefixes.forget(node)
 
     def _take(
         self,
@@ -300,6 +317,7 @@ class LeasePool:
     ) -> Lease:
         lease = Lease(node.name, model, node.dialects, node.has_lifecycle, has_alternatives, reason)
         self._in_flight[lease.target] = self._in_flight.get(lease.target, 0) + 1
+        self.recount.add(node.name)
         return lease
 
     def _take_best(self, model: str, ready: tuple[tuple[Node, Residency], ...], prompt: bytes) -> Lease:
@@ -311,6 +329,25 @@ class LeasePool:
         lease.is_alone = chosen.replica.running + chosen.replica.waiting == 0
         self._loads.sent(lease.target, chosen.prefill_s)
         return lease
+
+
+def _known_capabilities(node: Node, model: str, capabilities: tuple[str, ...]) -> list[bool]:
+    """Which of `capabilities` the model has there; empty: not known."""
+    held = node.residencies[model]
+    is_read = held.status.family is not None or held.state is ModelState.READY
+    if not is_read or not node.has_lifecycle:  # what a foreign server can do is not known
+        return []
+    return [getattr(held.status.capabilities, capability) for capability in capabilities]
+
+
+def _counts_tokens(node: Node) -> bool:
+    return node.healthy and "anthropic_messages" in node.dialects
+
+
+@remembered
+def ready_models(node: Node) -> tuple[str, ...]:
+    """The models that `node` has ready."""
+    return tuple(model for model, held in node.residencies.items() if held.state is ModelState.READY)
 
 
 def _reports_what_it_reads(node: Node, status: ModelStatus) -> bool:

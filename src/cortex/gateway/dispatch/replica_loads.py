@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from cortex.fleet.topology import ModelOnNode, Residency
 from cortex.routing.choice import PREFILL_TOKENS_PER_S, REQUEST_S, Replica
@@ -24,15 +25,16 @@ class _ReplicaLoad:
     reported: ModelLoad = field(default_factory=ModelLoad)
     num_foreign: int = 0
     """Requests of other clients of the node, by its last report."""
-    reported_at: float = 0.0
     releases: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_RELEASES))
     """When requests of this gateway ended there."""
+    num_released: int = 0
+    """Requests of this gateway that ended there since the last report."""
     backlog_until: float = 0.0
     prefill_tokens_per_s: float | None = None
     request_s: float | None = None
 
     def num_released_since(self, moment: float) -> int:
-        return sum(released_at >= moment for released_at in self.releases)
+        return sum(1 for _ in takewhile(lambda released_at: released_at >= moment, reversed(self.releases)))
 
 
 class ReplicaLoads:
@@ -46,7 +48,7 @@ class ReplicaLoads:
         """The node reported the model ready; `in_flight` requests of this gateway are there now."""
         load = self._loads.setdefault(target, _ReplicaLoad())
         load.reported = held.status.load
-        load.reported_at = held.seen_at
+        load.num_released = 0
         own = in_flight + load.num_released_since(held.seen_at - REPORT_AGE_S)
         load.num_foreign = max(0, load.reported.running + load.reported.waiting - own)
 
@@ -64,6 +66,7 @@ class ReplicaLoads:
         load = self._loads.get(target)
         if load is not None:
             load.releases.append(self._clock())
+            load.num_released += 1
             if is_last:
                 load.backlog_until = 0.0
 
@@ -96,7 +99,7 @@ def _replica(
 ) -> Replica:
     reported = load.reported.running + load.reported.waiting
     current = load.num_foreign + in_flight
-    waiting = min(current, max(0, load.reported.waiting - load.num_released_since(load.reported_at)))
+    waiting = min(current, max(0, load.reported.waiting - load.num_released))
     return Replica(
         place=node,
         running=current - waiting,

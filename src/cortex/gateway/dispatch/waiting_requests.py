@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 from cortex.fleet.placement import explain
 from cortex.fleet.placement.decision import Decision
@@ -43,8 +44,9 @@ class WaitingRequests:
 
     def fail_overdue(self, explain_model: Callable[[str], Decision]) -> None:
         """Fail the requests that have waited for too long, each with what would be decided for its model now."""
+        decide = cache(explain_model)
         for pending in self._queues.overdue(self._clock()):
-            decision = explain_model(pending.model)
+            decision = decide(pending.model)
             pending.deliver(
                 Overloaded(
                     f"{pending.model} did not become ready within {duration(self._queues.max_wait_s)}. "

@@ -257,6 +257,7 @@ class ProxyRequest:
         for name, value in headers:
             if name == _USAGE_HEADER:
                 self._usage_header = value
+                self._accounting.reported_first_token_s = usage_report.first_token_s(value)
             elif name == _RELAYED_HEADER:
                 self._is_unread = True
             elif name == _DIMENSIONS_HEADER and value.isdigit():

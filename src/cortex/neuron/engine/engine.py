@@ -122,10 +122,14 @@ class Engine:
     def start(cls, loaded: LoadedModel, spec: LoadSpec, progress: Progress) -> Engine:
         """An engine that is warm."""
         engine = cls(loaded, spec)
-        loaded.compiled(progress)
+        engine.compiled(progress)
         progress("warm", 0, 0)
         engine.warm_up()
         return engine
+
+    def compiled(self, progress: Progress) -> None:
+        """Waits for the kernels that the first response needs."""
+        self._loaded.compiled(progress)
 
     def warm_up(self) -> None:
         """Captures the smallest graphs and runs one short prompt through them: what the first response needs, and no

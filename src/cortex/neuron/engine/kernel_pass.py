@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,7 @@ from cortex.neuron.engine.execution.graphs import Graph, Outputs
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS, STEP_TOKENS, StateSlots
 from cortex.neuron.engine.memory.sequences import SequenceMemory
+from cortex.neuron.engine.meta_shapes import light_shapes
 from cortex.neuron.kernels.compilation import KernelCompiler, Report
 from cortex.neuron.kernels.device_facts import DeviceFacts, facts_of, pretend
 from cortex.neuron.kernels.jit import TRITON, triton
@@ -33,11 +34,12 @@ from cortex.neuron.layers.configs import Shard
 from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup, SingleRank
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.architecture import Architecture
-from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.decoder import Decoder, DecoderLayer
 
 log = logging.getLogger(__name__)
 
 META = torch.device("meta")
+_PACKED_ROWS = 256
 _SLOTS = 1
 """Of states: how many there are makes no difference to a kernel."""
 
@@ -58,7 +60,7 @@ class PassedModel:
 
     def digest(self, facts: DeviceFacts) -> str:
         """Differs where kernels may."""
-        layouts = sorted((name, repr(self.packing[name])) for name in self.packing)
+        layouts = sorted((name, repr(self.packing[name])) for name in self.packing) or repr(self.packing)
         parts = (
             sorted((name, repr(value)) for name, value in self.architecture.raw.items()),
             [repr(layer) for _, layer in self.architecture.named_layers()],
@@ -100,37 +102,6 @@ class _Rank(SingleRank):
         return part.repeat(1, self.shard.size)
 
 
-def _empty_product(left: Tensor, right: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return left.new_empty((*left.shape[:-1], right.shape[-1]), dtype=dtype)
-
-
-META_SHAPES: Mapping[str, Callable[..., Tensor]] = {
-    "mm": _empty_product,
-    "bmm": _empty_product,
-    "addmm": lambda _, left, right, **__: _empty_product(left, right),
-    "addmm_": lambda added, *_, **__: added,
-    "mm.out": lambda *_, out: out,
-    "bmm.out": lambda *_, out: out,
-    "addmm.out": lambda *_, out, **__: out,
-    "index_select": lambda x, dim, index: x.new_empty((*x.shape[:dim], len(index), *x.shape[dim + 1 :])),
-    "index_copy_": lambda x, *_: x,
-    "embedding": lambda weight, ids, *_, **__: weight.new_empty((*ids.shape, weight.shape[1])),
-    "_scaled_mm": lambda left, right, *_, out_dtype=None, **__: _empty_product(left, right, out_dtype),
-}
-
-
-@contextlib.contextmanager
-def _light_shapes() -> Iterator[None]:
-    """These operations follow our rules on the `meta` device: torch's own import a second's worth of modules."""
-    rules = torch.library.Library("aten", "IMPL", "Meta")
-    try:
-        for name, rule in META_SHAPES.items():
-            rules.impl(name, rule, allow_override=True)
-        yield
-    finally:
-        rules._destroy()
-
-
 class _NoGraph:
     def replay(self, rows: int) -> None:
         del rows
@@ -148,10 +119,19 @@ def _keep_one_of_each(model: Decoder) -> None:
         for name, _ in model.architecture.named_layers():
             if binding.source.startswith(f"{name}."):
                 stored.setdefault(name, []).append((binding.source.removeprefix(name), layout))
-    kept = {}
+    kept: dict[tuple[object, ...], DecoderLayer] = {}
     for (name, config), layer in zip(model.architecture.named_layers(), model.layers, strict=True):
         kept.setdefault((repr(config), tuple(stored.get(name, ()))), layer)
     model.layers = list(kept.values())
+
+
+def _pack_one_of_each(parameters: Parameters) -> None:
+    """Fills some rows of a matrix in each layout, as a load that quantises does."""
+    bindings = {repr(parameters.packing[binding.source]): binding for binding in parameters.packed_bindings}
+    for binding in bindings.values():
+        rows = min(binding.num_rows, _PACKED_ROWS)
+        values = torch.empty(rows, binding.matrix.inputs, dtype=parameters.dtype, device=META)
+        binding.matrix.put_values(binding.first_row, values)
 
 
 class KernelPass:
@@ -178,8 +158,9 @@ class KernelPass:
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            with torch.inference_mode(), self._compiler.collected(), _light_shapes():
+            with torch.inference_mode(), self._compiler.collected(), light_shapes():
                 runner = self._model.runner()
+                _pack_one_of_each(runner.model.parameters)
                 runner.prepare_first()
                 self._is_collected.set()
                 while not self._is_closed and runner.prepare():

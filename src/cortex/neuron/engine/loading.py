@@ -23,6 +23,7 @@ from cortex.neuron.engine.memory.plan import (
     UNLIMITED,
     MemoryPlan,
     ModelSizes,
+    graph_bytes,
     penalty_bytes,
     plan_memory,
 )
@@ -30,6 +31,7 @@ from cortex.neuron.engine.memory.sequences import NoSequences, SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.cpu.forms import best_form
 from cortex.neuron.kernels.cpu.layout import CpuForm
+from cortex.neuron.kernels.device_facts import facts_of
 from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.kernels.quantised.recipes import RECIPES, recipe_of
 from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup
@@ -237,6 +239,7 @@ def build_model(
     have_bytes = usable_bytes(spec, device)
     if architecture.has_ends:  # tokens are drawn where the head is
         have_bytes -= penalty_bytes(spec.max_num_seqs + 1, sizes.vocab, sizes.context_tokens)
+    have_bytes -= graph_bytes(sizes, device.type, facts_of(device).total_bytes)
     limit_bytes = spec.memory_bytes if spec.stage is None else spec.stage.memory_bytes
     if limit_bytes is not None:
         have_bytes = min(have_bytes, limit_bytes - (0 if group is None else group.num_bytes))

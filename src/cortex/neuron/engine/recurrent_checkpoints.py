@@ -40,13 +40,11 @@ def checkpoint_positions(
     Conversations share the first turn. After the last two turns the next request may diverge, because templates
     rewrite the latest turns. The end of the prompt is for requests that only append. At `shared_end` the prompt
     diverges from an earlier one (0: from none), as others may. The end of the last picture (0: there is none) is for
-    other questions about it, if the end of the prompt is not as near.
+    other questions about it.
     """
     last = num_tokens - 1  # the last token is always computed: the next one is drawn from it
     ends = sorted(end for end in turn_ends if 0 < end <= last)
-    wanted = [*ends[:1], *ends[-2:], min(shared_end, last), last]
-    if last // page_tokens * page_tokens - picture_end >= spacing_tokens:
-        wanted.append(picture_end)
+    wanted = (*ends[:1], *ends[-2:], min(shared_end, last), min(picture_end, last), last)
     kept: list[int] = []
     for position in sorted({end // page_tokens * page_tokens for end in wanted}):
         if position > start and position - start >= spacing_tokens:

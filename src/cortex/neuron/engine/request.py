@@ -274,6 +274,11 @@ class EngineStats:
     """Draft tokens that were checked, by where they came from."""
     accepted_tokens: dict[str, int] = field(default_factory=dict)
     """Those of them that were drawn."""
+    graphs: int = 0
+    """Steps that are captured, one for each size; `graph_bytes`: device memory that the captures took."""
+    graph_bytes: int = 0
+    graph_s: float = 0.0
+    """The time that the captures took."""
 
     @classmethod
     def summed(cls, parts: Sequence[EngineStats]) -> EngineStats:

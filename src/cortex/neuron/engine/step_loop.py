@@ -355,6 +355,7 @@ class StepLoop:
             used_pages=scheduler.pages.num_held,
             cached_pages=scheduler.pages.num_idle,
             num_pages=scheduler.pages.num_pages,
+            **asdict(self._runner.graph_costs),
             **asdict(self.counters),
         )
 

@@ -20,6 +20,8 @@ class DeviceFacts:
     """Streaming multiprocessors."""
     shared_bytes: int
     """The shared memory that one program may use."""
+    total_bytes: int = 0
+    """Of its memory."""
 
     @property
     def name(self) -> str:
@@ -32,12 +34,12 @@ CPU = DeviceFacts((0, 0), 8, 99 << 10)
 CARDS = {
     facts.name: facts
     for facts in (
-        DeviceFacts((8, 0), 108, 163 << 10),
-        DeviceFacts((8, 6), 82, 99 << 10),
-        DeviceFacts((8, 9), 128, 99 << 10),
-        DeviceFacts((9, 0), 132, 227 << 10),
-        DeviceFacts((10, 0), 148, 227 << 10),
-        DeviceFacts((12, 0), 170, 99 << 10),
+        DeviceFacts((8, 0), 108, 163 << 10, 80 << 30),
+        DeviceFacts((8, 6), 82, 99 << 10, 24 << 30),
+        DeviceFacts((8, 9), 128, 99 << 10, 24 << 30),
+        DeviceFacts((9, 0), 132, 227 << 10, 141 << 30),
+        DeviceFacts((10, 0), 148, 227 << 10, 180 << 30),
+        DeviceFacts((12, 0), 170, 99 << 10, 32 << 30),
     )
 }
 """The largest card of each generation: A100, RTX 3090, RTX 4090, H100 and H200, B200, RTX 5090."""
@@ -61,4 +63,5 @@ def facts_of(device: torch.device) -> DeviceFacts:
         return CPU
     properties = torch.cuda.get_device_properties(device)
     shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # not in the stubs
-    return DeviceFacts(torch.cuda.get_device_capability(device), properties.multi_processor_count, shared_bytes)
+    capability = (properties.major, properties.minor)
+    return DeviceFacts(capability, properties.multi_processor_count, shared_bytes, properties.total_memory)

@@ -95,6 +95,24 @@ def tower_room(architecture: Architecture, storage: WeightStorage) -> int:
     return 0 if tower is None else tower_room_bytes(tower, storage.item_bytes, storage.pass_patches)
 
 
+def token_room(architecture: Architecture, storage: WeightStorage) -> int:
+    """The memory in which a layer computes, for each token: its inputs, what it projects them to, and its results."""
+    hidden, widest = architecture.config.hidden, 0
+    for _, layer in architecture.named_layers():
+        mixer, feed_forward, elements = layer.mixer, layer.feed_forward, 0
+        if isinstance(mixer, RecurrentConfig):
+            elements += 2 * sum(mixer.input_rows("").values())
+        elif mixer is not None:
+            elements += mixer.heads * mixer.head_dim * 3 + 2 * mixer.kv_elements
+        if isinstance(feed_forward, MoEConfig):
+            slots = feed_forward.top_k + -(-feed_forward.shared_inner // max(1, feed_forward.inner))
+            elements += slots * (2 * feed_forward.inner + hidden)
+        elif feed_forward is not None:
+            elements += 3 * feed_forward.inner
+        widest = max(widest, elements)
+    return (widest + 6 * hidden) * storage.item_bytes
+
+
 def _held_bytes(architecture: TransformersArchitecture, storage: WeightStorage) -> int:
     """The tensors of the checkpoint that the model has memory for."""
     packing, total = architecture.packing_of(storage.packing), 0

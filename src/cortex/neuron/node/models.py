@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import operator
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from cortex.neuron.engine.request import EngineStats
 from cortex.neuron.node.controller import ModelController
@@ -20,6 +22,14 @@ from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.wire.errors import CortexError
 from cortex.wire.node.protocol import ModelState, ModelStatus
+
+
+class _UnusedModel(NamedTuple):
+    """The status of a model that was never loaded, and what it was made of."""
+
+    sources: tuple[object, ...]
+    estimate_basis: object
+    status: ModelStatus
 
 
 class Models:
@@ -44,6 +54,7 @@ class Models:
         self._on_changed = on_changed
         self._policy = policy
         self._controllers: dict[str, ModelController] = {}
+        self._unused: dict[str, _UnusedModel] = {}
         self._sleep_budget = sleep_budget
         self._max_prompt_tokens = max_prompt_tokens
 
@@ -62,22 +73,39 @@ class Models:
         return controller.model if controller is not None else known
 
     def statuses(self) -> tuple[ModelStatus, ...]:
-        return tuple(self.status(model.id) for model in self._library)
+        found = tuple(self.status(model.id) for model in self._library)
+        if len(self._unused) > len(found):  # some are not listed any more
+            listed = {status.id for status in found}
+            self._unused = {model: unused for model, unused in self._unused.items() if model in listed}
+        return found
 
     def status(self, model_id: str) -> ModelStatus:
-        """Raises ModelNotFound."""
+        """Raises ModelNotFound. The same object while nothing has changed about a model that was never used: a node
+        may list hundreds of them, and every poll asks for all."""
         model = self.options(model_id)
-        survey = self._loader.surveys.get(model_id)
-        return describe_model(
+        survey, damage = self._loader.surveys.get(model_id), self._loader.damaged.get(model_id)
+        controller = self._controllers.get(model_id)
+        sources = (model, survey, damage, self._files.sizes)
+        estimate_basis = None if survey is None else self._loader.estimate_basis(model)
+        if controller is None and (known := self._unused.get(model_id)) is not None:
+            is_same = known.estimate_basis == estimate_basis and all(map(operator.is_, known.sources, sources))
+            if is_same:
+                return known.status
+        status = describe_model(
             model,
-            self._controllers.get(model_id),
+            controller,
             survey,
             self._loader.estimate(model, survey.facts) if survey is not None else None,
             self._texts.num_jobs(model_id),
             self._files.disk_bytes(model),
             self._max_prompt_tokens,
-            self._loader.damaged.get(model_id),
+            damage,
         )
+        if controller is None:
+            self._unused[model_id] = _UnusedModel(sources, estimate_basis, status)
+        else:
+            self._unused.pop(model_id, None)
+        return status
 
     def served(self, model_id: str) -> ServedModel:
         """Raises ModelNotFound."""

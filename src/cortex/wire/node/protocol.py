@@ -296,6 +296,12 @@ class Health(NodeValue, frozen=True):
     uptime_s: float
     devices: tuple[DeviceHealth, ...]
     models: tuple[ModelStatus, ...]
+    revision: str = ""
+    """What the next request may send as `since`, to get only what has changed. Empty: this node always reports all."""
+    since: str | None = None
+    """Models that are neither in `models` nor in `gone` are as this revision reported them. None: `models` are all."""
+    gone: tuple[str, ...] = ()
+    """Models that the node has not listed any more since then."""
     ceiling_bytes: int | None = None
     """The most that models may hold over all devices, as configured; absent: no ceiling."""
     activation: Activation = Activation()

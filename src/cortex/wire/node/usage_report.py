@@ -7,6 +7,8 @@ does not pass on. A node sends a report with every response to a request that ca
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from cortex.wire import sse
@@ -16,12 +18,23 @@ HEADER = "x-cortex-usage"
 
 _MARK = b"usage "
 _COMMENT = b"\n: " + _MARK
+
+
 _decoder = msgspec.json.Decoder(Usage)
 
 
-def header_value(usage: Usage) -> str:
-    """The value of `HEADER` for a whole response."""
-    return msgspec.json.encode(usage).decode()
+class _Times(msgspec.Struct, frozen=True):
+    first_token_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+
+
+_times = msgspec.json.Decoder(_Times)
+
+
+def header_value(usage: Usage, first_token_s: float | None = None) -> str:
+    """The value of `HEADER` for a whole response. `first_token_s`: from the request's arrival at the node to its first
+    token, which the bytes of a whole response do not show."""
+    timed = {} if first_token_s is None else {"first_token_s": round(first_token_s, 4)}
+    return msgspec.json.encode(msgspec.structs.asdict(usage) | timed).decode()
 
 
 def comment(usage: Usage) -> bytes:
@@ -33,6 +46,14 @@ def from_header(value: bytes) -> Usage | None:
     """The report in a header; None when it is not one."""
     try:
         return _decoder.decode(value)
+    except msgspec.DecodeError:
+        return None
+
+
+def first_token_s(value: bytes) -> float | None:
+    """The time to the first token in a header; None where it has none."""
+    try:
+        return _times.decode(value).first_token_s
     except msgspec.DecodeError:
         return None
 

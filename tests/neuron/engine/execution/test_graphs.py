@@ -193,3 +193,12 @@ def test_out_of_memory_ends_capturing_but_no_response() -> None:
 
 def test_cpu_has_nothing_to_prepare() -> None:
     assert not Bench(None).runner.prepare()
+
+
+def test_largest_is_captured_second_where_graphs_share_much_memory() -> None:
+    sizes, order = GraphSizes(8, (1, 2, 4), largest_second=True), []
+    while (size := sizes.next_missing) is not None:
+        sizes.add(size)
+        order.append(size)
+    assert order == [1, 8, 2, 4]
+    assert sizes.smallest_missing is None

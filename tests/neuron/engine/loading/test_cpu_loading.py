@@ -14,7 +14,7 @@ import torch
 from cortex.neuron.engine import loading
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import LoadError
-from cortex.neuron.engine.execution import runner
+from cortex.neuron.engine.execution import model_graphs, runner
 from cortex.neuron.engine.execution.threads import StepThreads
 from cortex.neuron.engine.loading import LoadedModel, load_model
 from cortex.neuron.engine.parallel.group import TorchGroup
@@ -190,7 +190,7 @@ def test_recorded_steps_draw_the_tokens_of_others(
 
     monkeypatch.setattr(Recording, "replay", counted)
     responses: list[dict[str, list[int]]] = []
-    for capture in (runner.default_capture, lambda *_, **__: None):
+    for capture in (model_graphs.default_capture, lambda *_, **__: None):
         monkeypatch.setattr(runner, "default_capture", capture)
         spec = LoadSpec(str(tmp_path / "model.gguf"), max_num_seqs=3, context_tokens=64, speculation="off")
         engine = Engine.load(spec, CPU, lambda *_: None, lambda: False)

@@ -167,8 +167,10 @@ class NodeClient:
         """Raises UpstreamFault or CortexError, as all calls do."""
         return await self._get(b"/discovery", Discovery)
 
-    async def health(self) -> Health:
-        return await self._get(b"/health", Health)
+    async def health(self, since: str | None = None) -> Health:
+        """`since`: the revision of an earlier report; the response may be only what has changed since."""
+        query = "" if since is None else f"?since={quote(since, safe='')}"
+        return await self._get(f"/health{query}".encode(), Health)
 
     async def foreign_models(self) -> tuple[ForeignModel, ...]:
         """The models of an OpenAI-compatible server."""
@@ -255,5 +257,6 @@ class NodeClient:
             if not self.headers and _STATUS_ALONE.fullmatch(response.body):
                 why = "it needs a key: set its `key_env`, or `node_key_env` of [gateway], to a variable with one"
             else:
-                why = f"its response to {target.decode()} is unreadable: {problem}"
+                path = target.partition(b"?")[0].decode()
+                why = f"its response to {path} is unreadable: {problem}"
             raise UpstreamUnavailable(why) from problem

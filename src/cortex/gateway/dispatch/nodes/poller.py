@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
+import msgspec
+
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.tasks import SupervisedTask, Supervisor
@@ -28,6 +30,18 @@ class PollListener(Protocol):
         """A poll failed."""
 
 
+def merged(last: Health | None, health: Health) -> Health | None:
+    """The whole report, where `health` is the change since `last`. None: it is the change since another one."""
+    if health.since is None:
+        return health
+    if last is None or last.revision != health.since:
+        return None
+    models = {status.id: status for status in last.models} | {status.id: status for status in health.models}
+    for model in health.gone:
+        models.pop(model, None)
+    return msgspec.structs.replace(health, models=tuple(models.values()), since=None, gone=())
+
+
 class Poller:
     """Polls `client` every `interval_s`, and at once after `poll_soon`, until stopped. Owns its task."""
 
@@ -37,6 +51,8 @@ class Poller:
         self._interval_s = interval_s
         self._tasks = tasks
         self._discovery: Discovery | None = None
+        self._report: Health | None = None
+        """The last one, with all models."""
         self._uptime_s = 0.0
         self._num_polls = 0
         self._wake = asyncio.Event()
@@ -86,7 +102,11 @@ class Poller:
             self._listener.observed(self._client.name, discovery, health)
 
     async def _read(self) -> tuple[Discovery, Health]:
-        health = await self._client.health()
+        last = self._report
+        health = merged(last, await self._client.health(None if last is None else last.revision or None))
+        if health is None:  # a revision that was not asked for: the node is at fault, so ask for everything
+            health = await self._client.health()
+        self._report = health
         restarted = health.uptime_s < self._uptime_s
         if self._discovery is None or restarted or self._num_polls % REDISCOVER_EVERY == 0:
             self._discovery = await self._client.discovery()

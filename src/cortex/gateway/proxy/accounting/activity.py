@@ -65,7 +65,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     load_s: float = 0.0
     """The part of `waited_s` in which the model was loaded or woken."""
     first_token_s: float | None = None
-    """Time to the first token; None for a whole response, which comes with its last token."""
+    """Time to the first token; None where it is not known: for a whole response of another server."""
     duration_s: float = 0.0
     num_attempts: int = 0
     usage: Usage | None = None

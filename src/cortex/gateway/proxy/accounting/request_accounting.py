@@ -72,6 +72,8 @@ class RequestAccounting:
     sent_at: float = 0.0
     """When it was last sent to a node."""
     first_data_at: float | None = None
+    reported_first_token_s: float | None = None
+    """Of a whole response: from its arrival at the node to its first token, as the node measured it."""
 
     def sent(self, lease: Lease) -> None:
         """The request is about to be sent to a node."""
@@ -87,6 +89,15 @@ class RequestAccounting:
     def held_s(self) -> float:
         """From the request's last byte to its latest attempt."""
         return self.sent_at - self.started_at
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Time to the first token. The first byte of a whole response comes with its last token: its node says when the
+        first one came, if it is ours."""
+        if not self.stream:
+            reported_s = self.reported_first_token_s
+            return None if reported_s is None else self.held_s + reported_s
+        return None if self.first_data_at is None else self.first_data_at - self.started_at
 
     @property
     def attempt_id(self) -> bytes:
@@ -144,7 +155,7 @@ class RequestAccounting:
         """A rough estimate by size, for a response that reports no usage: it must not be free. No node uses more tokens
         than the request reserved."""
         if self.route.need == "relay":
-            spec = self.services.dispatcher.fleet.catalogue.spec(self.admitted.model)
+            spec = self.services.dispatcher.catalogue.spec(self.admitted.model)
             minutes = (self.services.clock() - self.sent_at) / 60
             return Usage(prompt_tokens=spec.tokens_per_request + round(spec.tokens_per_minute * minutes))
         bytes_per_token = BYTES_PER_STREAMED_TOKEN if self.stream else BYTES_PER_TOKEN
@@ -170,7 +181,6 @@ class RequestAccounting:
             reservation.settle(usage, model=model, node=node)
         if usage is not None:
             self.services.metrics.spend(model, reservation.principal).add(usage)
-        first = self.first_data_at if self.stream else None
         number, wall_time = self.services.activity.stamp()
         self.services.activity.append(
             RequestRecord(
@@ -187,7 +197,7 @@ class RequestAccounting:
                 outcome=self._result(outcome),
                 waited_s=self.waited_s if self.num_attempts else ended_at - self.started_at,
                 load_s=self.load_s,
-                first_token_s=first - self.started_at if first is not None else None,
+                first_token_s=self.first_token_s,
                 duration_s=ended_at - self.started_at,
                 num_attempts=self.num_attempts,
                 usage=usage,
@@ -249,14 +259,13 @@ class RequestAccounting:
         traffic.duration.observe(now - self.started_at)
         if self.overhead_s is not None:
             metrics.overhead.observe(self.overhead_s)
-        # The first byte of a whole response comes with its last token: only streams show when the first token came.
-        first = self.first_data_at if self.stream else None
-        if first is not None:
-            traffic.first_token.observe(first - self.started_at)
-        if usage is not None:
-            later_tokens = usage.completion_tokens - 1
-            if first is not None and now > first and later_tokens > 0:
-                traffic.speed.observe(later_tokens / (now - first))
+        first_token_s = self.first_token_s
+        if first_token_s is not None:
+            traffic.first_token.observe(first_token_s)
+        if usage is not None and first_token_s is not None:
+            later_tokens, later_s = usage.completion_tokens - 1, now - self.started_at - first_token_s
+            if later_s > 0 and later_tokens > 0:
+                traffic.speed.observe(later_tokens / later_s)
 
     def _end_span(self, node: str, outcome: Outcome, usage: Usage | None) -> None:
         attributes: dict[str, str | int | float] = {

@@ -154,7 +154,8 @@ class Inference:
             await session.run(keep)
             body = dialect.fold(events, request, id=id, created=created, model=request.model)
             if principal:
-                headers.append((_USAGE, usage_report.header_value(session.usage).encode()))
+                report = usage_report.header_value(session.usage, session.first_token_s)
+                headers.append((_USAGE, report.encode()))
             return Response(200, (*responses.JSON, *headers), body)
 
         encoder: EventEncoder = dialect.Encoder(request, id=id, created=created, model=request.model)

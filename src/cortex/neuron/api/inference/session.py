@@ -55,6 +55,9 @@ class Session:
         self._principal = principal
         self._token_limit = token_limit
         self._gateway_s = gateway_s
+        self.first_token_s: float | None = None
+        """Time from the request's arrival to its first token."""
+        self._arrived_s = time.monotonic()
         self._choices: list[Choice] = []
         self._generations: list[GenerationStream] = []
         self._stopwatch: Stopwatch
@@ -159,6 +162,8 @@ class Session:
         if self._ended is None or self._ended.done():
             return
         self.phase = "decode"
+        if self.first_token_s is None:
+            self.first_token_s = time.monotonic() - self._arrived_s
         try:
             if events := choice.push(outputs, self._stopwatch):
                 deliver(events)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -16,6 +16,7 @@ from cortex.neuron.api.access import NodeAccess
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.peers import SHARES_PATH, accepted
+from cortex.neuron.api.report_revisions import ReportRevisions
 from cortex.neuron.api.routing import ApiCall, Route
 from cortex.neuron.api.stream import EventStream
 from cortex.wire import llama_cpp, sse
@@ -45,6 +46,7 @@ class Control:
     keepalive_s: float
     scheme: str
     """The scheme of the URLs that clients use."""
+    revisions: ReportRevisions = field(default_factory=ReportRevisions)
 
     def routes(self) -> list[Route]:
         return [
@@ -83,13 +85,14 @@ class Control:
         return responses.json(self.backend.discovery)
 
     async def health(self, call: ApiCall) -> Response:
-        """For a caller without a key, only the status: it is what load balancers and containers check."""
+        """For a caller without a key, only the status: it is what load balancers and containers check. With
+        `?since=REVISION`, the models that have changed since that report."""
         health = self.backend.health()
         if self.drain_gate.closed:
             health = msgspec.structs.replace(health, status="draining")
         if not self.access.admits(call.request):
             return responses.json({"status": health.status})
-        return responses.json(health)
+        return responses.json(self.revisions.report(health, call.query("since")))
 
     async def version(self, _: ApiCall) -> Response:
         discovery = self.backend.discovery

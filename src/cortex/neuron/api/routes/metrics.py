@@ -162,6 +162,10 @@ class _NodeState(Collector):
             "model",
             {m: s.cached_pages for m, s in stats.items()},
         )
+        yield _gauge("graphs", "Sizes of steps that are captured.", "model", {m: s.graphs for m, s in stats.items()})
+        graph_bytes = {m: s.graph_bytes for m, s in stats.items()}
+        yield _gauge("graph_bytes", "Device memory that captured steps take.", "model", graph_bytes)
+        yield _counter("graph_capture_seconds", "Time of the captures.", {m: s.graph_s for m, s in stats.items()})
 
 
 def _of_models(models: Iterable[ModelStatus]) -> Iterator[Metric]:

@@ -13,6 +13,7 @@ all.
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -176,6 +177,20 @@ class Captured:
     """Which each replay reads."""
 
 
+@dataclass(frozen=True, slots=True)
+class CaptureCosts:
+    """What captures have taken so far."""
+
+    graphs: int = 0
+    graph_bytes: int = 0
+    graph_s: float = 0.0
+
+    def __add__(self, other: CaptureCosts) -> CaptureCosts:
+        return CaptureCosts(
+            self.graphs + other.graphs, self.graph_bytes + other.graph_bytes, self.graph_s + other.graph_s
+        )
+
+
 class SizedGraphs(ABC):
     """Graphs of the same computation, for several numbers of rows. Belongs to the engine thread."""
 
@@ -186,6 +201,7 @@ class SizedGraphs(ABC):
         self._group = group
         self._device = device
         self._captured: dict[int, Captured] = {}
+        self.costs = CaptureCosts()
 
     def prepare(self) -> bool:
         """Captures the next graph; false if none is left."""
@@ -224,6 +240,7 @@ class SizedGraphs(ABC):
         return self._captured[size]
 
     def _add(self, size: int) -> bool:
+        free_bytes, start = self._free_bytes(), time.perf_counter()
         inputs = self._inputs(size)
         captured = None
         try:
@@ -240,7 +257,13 @@ class SizedGraphs(ABC):
         assert captured is not None
         self._captured[size] = captured
         self._sizes.add(size)
+        taken_bytes, seconds = max(0, free_bytes - self._free_bytes()), time.perf_counter() - start
+        self.costs += CaptureCosts(1, taken_bytes, seconds)
+        log.debug("captured a step of %d: %.0f ms, %d MiB", size, seconds * 1e3, taken_bytes >> 20)
         return True
+
+    def _free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
 
     def _all(self, succeeded: bool) -> bool:
         """Whether all ranks succeeded: those with a graph and those without would send messages of different sizes."""

@@ -10,6 +10,7 @@ from cortex.neuron.engine.execution.graphs import (
     DRAFT_SIZES,
     MAX_NATIVE_ROWS,
     Capture,
+    CaptureCosts,
     CudaCapture,
     GraphSizes,
     SizedGraphs,
@@ -18,6 +19,8 @@ from cortex.neuron.engine.execution.graphs import (
     native_capture,
 )
 from cortex.neuron.engine.execution.prompt_graphs import PromptGraphs, prompt_sizes
+from cortex.neuron.engine.memory.plan import graph_tokens
+from cortex.neuron.kernels.device_facts import facts_of
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.models.decoder import Decoder
 
@@ -75,7 +78,8 @@ class ModelGraphs:
             if is_native:
                 sizes = GraphSizes(MAX_NATIVE_ROWS, sizes=())
             self.drafts = StepGraphs(*arguments, sizes, *shared, checks_drafts=True)
-        most = max_captured_rows(step_tokens, config.hidden, max_bytes)
+        most = graph_tokens(facts_of(last_tokens.device).total_bytes)
+        most = max_captured_rows(most, config.hidden, max_bytes)
         prompts = prompt_sizes(min(step_tokens, context_tokens), most) if has_kernels(last_tokens) else ()
         if prompts:
             self.prompts = PromptGraphs(model, page_tables, max_rows, prompts, capture)
@@ -91,6 +95,11 @@ class ModelGraphs:
             if graphs is not None and graphs.smallest_missing is not None
         ]
         return min(missing, key=lambda pair: pair[0], default=(0, None))[1]
+
+    @property
+    def costs(self) -> CaptureCosts:
+        made = (each.costs for each in (self.steps, self.drafts, self.prompts) if each is not None)
+        return sum(made, CaptureCosts())
 
     @property
     def lacking_first(self) -> list[SizedGraphs]:

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from cortex.neuron.engine.errors import StepBlamed
 from cortex.neuron.engine.execution import batch_invariant
-from cortex.neuron.engine.execution.graphs import MAX_NATIVE_ROWS, Capture, CudaCapture, SizedGraphs, StepGraphs
+from cortex.neuron.engine.execution.graphs import (
+    MAX_NATIVE_ROWS,
+    Capture,
+    CaptureCosts,
+    CudaCapture,
+    SizedGraphs,
+    StepGraphs,
+)
 from cortex.neuron.engine.execution.inputs import PictureInputs, StepInputs
 from cortex.neuron.engine.execution.model_graphs import ModelGraphs, default_capture
 from cortex.neuron.engine.execution.picture_encoder import PictureEncoder
@@ -116,6 +123,11 @@ class Runner:
         plan of one more prompt length. False if nothing is left."""
         with torch.inference_mode():
             return self._capture_next() or self._prompt_plans.prepare()
+
+    @property
+    def graph_costs(self) -> CaptureCosts:
+        """What the graphs have taken so far."""
+        return self._graphs.costs
 
     def prepare_first(self) -> None:
         """Captures the graphs that a short prompt and its response use."""

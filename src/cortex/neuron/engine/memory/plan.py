@@ -15,6 +15,7 @@ from cortex.neuron.models.sizes import (
     kv_bytes_by_window,
     position_bytes,
     state_bytes,
+    token_room,
     tower_room,
     weight_bytes,
 )
@@ -35,6 +36,8 @@ UNLIMITED = 1 << 31
 """The count of pages and checkpoints where they take no memory: on a stage whose layers keep none."""
 MAX_CHECKPOINTS = {"cuda": 1024, "cpu": 32}
 _COUNT_BYTES = 4
+GRAPH_TOKENS, SMALL_GRAPH_TOKENS = 2048, 512
+_LARGE_CARD_BYTES = 36 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class ModelSizes:
     """The longest sequence that is asked for, at most the model's own limit."""
     table_bytes: int = 0
     """Tables with a row for each position of the context."""
+    token_room: int = 0
+    """The memory in which a layer computes, for each token."""
     whole_tokens: int = 0
     """Positions that one step must be able to compute together: those of a picture, where they see each other."""
 
@@ -71,6 +76,7 @@ class ModelSizes:
             vocab=config.vocab if architecture.pooling is None else 0,
             context_tokens=context_tokens,
             table_bytes=position_bytes(architecture, context_tokens),
+            token_room=token_room(architecture, storage) if architecture.pooling is None else 0,
             whole_tokens=WHOLE_PICTURE_TOKENS if architecture.pictures.is_whole else 0,
         )
 
@@ -232,6 +238,18 @@ class MemoryPlan:
 def penalty_bytes(max_rows: int, vocab: int, context_tokens: int) -> int:
     """What the penalties of `max_rows` rows take once a request uses them; a load leaves room for them."""
     return max_rows * (vocab + context_tokens) * _COUNT_BYTES if vocab else 0
+
+
+def graph_tokens(total_bytes: int) -> int:
+    """The most tokens of a prompt whose step is captured as a graph, on a GPU with this much memory. A card with less
+    is slower too: there it takes longer to compute more tokens than to launch their kernels."""
+    return GRAPH_TOKENS if total_bytes >= _LARGE_CARD_BYTES else SMALL_GRAPH_TOKENS
+
+
+def graph_bytes(sizes: ModelSizes, device_kind: str, total_bytes: int) -> int:
+    """What the graphs of short prompts take once they are captured; a load leaves room for them. All compute in the
+    memory of the largest, of which about half is in use at once."""
+    return 2 * graph_tokens(total_bytes) * sizes.token_room if device_kind == "cuda" else 0
 
 
 def plan_memory(sizes: ModelSizes, have_bytes: int, *, max_rows: int, device_kind: str) -> MemoryPlan:

@@ -152,8 +152,9 @@ class Tower(ABC):
         """[patches, values]: normalised, in rows, or in squares of `merge` patches. `by_colour`: all values of a colour
         come before those of the next; otherwise the colours of a pixel follow each other."""
         grid, patch, device = picture.grid, self.config.patch, self.parameters.device
-        host = torch.from_numpy(np.frombuffer(picture.pixels, dtype=np.uint8).copy())
-        pixels = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+        host = torch.empty(len(picture.pixels), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        host.numpy()[:] = np.frombuffer(picture.pixels, dtype=np.uint8)
+        pixels = host.to(device, non_blocking=True)
         values = ((pixels.view(grid.height, grid.width, 3) - self._mean) / self._std).to(self.parameters.dtype)
         rows, columns = grid.height // (patch * merge), grid.width // (patch * merge)
         values = values.view(rows, merge, patch, columns, merge, patch, 3)

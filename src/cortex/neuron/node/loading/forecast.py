@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cortex.neuron.engine.memory.dtypes import dtype_name, likely_cpu_form
-from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes, penalty_bytes, plan_memory
+from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes, graph_bytes, penalty_bytes, plan_memory
 from cortex.neuron.engine.memory.stages import MIN_SLOTS, divide_model
 from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.kernels.peer_buffer import buffer_bytes
@@ -75,7 +75,7 @@ class Forecast(NodeLimits):
         self, model: KnownModel, facts: ModelFacts, device: Device, usable_bytes: int, ceiling_bytes: int | None
     ) -> int:
         sizes = self._sizes(model, facts, device)
-        have_bytes = usable_bytes - self._penalty_bytes(sizes)
+        have_bytes = usable_bytes - self._penalty_bytes(sizes) - graph_bytes(sizes, device.kind, device.total_bytes)
         if ceiling_bytes is not None:
             have_bytes = min(have_bytes, ceiling_bytes)
         peer_bytes = _peer_bytes(model, device)

@@ -256,11 +256,15 @@ class ModelLoader:
             else:
                 self.surveys.setdefault(model.id, survey)  # unless a load has surveyed the form that it was asked for
 
+    def estimate_basis(self, model: KnownModel) -> object:
+        """What an estimate depends on in addition to the model and its files."""
+        return self._harnesses.of(model).estimates.basis(self._devices[0])
+
     def estimate(self, model: KnownModel, facts: FileFacts) -> Estimate:
         """On those of this node's devices that the model may use. Every poll of the node asks for it, and it takes
         milliseconds, so it is computed again only if something has changed."""
         estimates = self._harnesses.of(model).estimates
-        basis = (model, facts, estimates.basis(self._devices[0]))
+        basis = (model, facts, self.estimate_basis(model))
         known_basis, estimate = self._estimates.get(model.id, (None, None))
         if estimate is None or basis != known_basis:
             stages = None

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -170,6 +170,11 @@ class ModelFiles:
         )
         return HubRepository(repository=offer.repository, commit=offer.commit, variants=variants)
 
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The bytes of each repository in the cache; another object when a scan finds others."""
+        return self._repository_bytes
+
     def disk_bytes(self, model: KnownModel) -> int | None:
         """The bytes of the model's repository in the cache; None for a model outside the cache."""
         source = _hub_source(model.source)
@@ -177,7 +182,9 @@ class ModelFiles:
 
     async def scan(self) -> None:
         """Read the sizes on disk again."""
-        self._repository_bytes, self.disk = await asyncio.to_thread(_read_disk, self._library.cache)
+        sizes, self.disk = await asyncio.to_thread(_read_disk, self._library.cache)
+        if sizes != self._repository_bytes:
+            self._repository_bytes = sizes
 
     async def close(self) -> None:
         """Cancel the downloads."""

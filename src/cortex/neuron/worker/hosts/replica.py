@@ -124,7 +124,11 @@ class ReplicaSet:
     def keep_counters(self, replica: HostReplica) -> None:
         """The replica is lost, or unloaded, and with it what it had cached."""
         self._prefixes.forget(replica.place)
-        self._lost_stats.append(replace(replica.stats, running=0, waiting=0, used_pages=0, cached_pages=0, num_pages=0))
+        self._lost_stats.append(
+            replace(
+                replica.stats, running=0, waiting=0, used_pages=0, cached_pages=0, num_pages=0, graphs=0, graph_bytes=0
+            )
+        )
         replica.stats = EngineStats()
 
 

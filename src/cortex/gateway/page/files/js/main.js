@@ -10,6 +10,7 @@ const VIEWS = [
   { id: "models", title: "Models", icon: "M12 3 4 7.5v9L12 21l8-4.5v-9zM4 7.5l8 4.5 8-4.5M12 12v9" },
   { id: "playground", title: "Playground", icon: "M4 5h16v11H9l-5 4z" },
   { id: "activity", title: "Activity", icon: "M3 12h4l3-8 4 16 3-8h4" },
+  { id: "history", title: "History", icon: "M4 19h16M5 15l4-5 4 3 6-8", operator: true },
   { id: "usage", title: "Usage", icon: "M5 20V10M12 20V4M19 20v-7" },
 ];
 

@@ -1,0 +1,86 @@
+"""`neuron warmup`: compiles the kernels of models before they are first loaded."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+from cortex.cli.failures import CommandError, ExitCode
+from cortex.cli.output import console, print_json
+
+CARD_NAMES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+HUB_FILES = ("*.json",)
+"""What is downloaded of a model that is not here: its config, and no weights."""
+
+
+def run(models: tuple[str, ...], card: str | None, options: dict[str, Any], num_ranks: int, *, as_json: bool) -> None:
+    """Raises CommandError."""
+    rows = []
+    for model in models:
+        path = local_files(model)
+        start = time.monotonic()
+        if not as_json:
+            console().print(f"{model}: compiling kernels")
+        # A process of its own for each: in one, all kernels are compiled for the same card, and none can be launched.
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            outcome = pool.apply(_warm, (str(path), card, options, num_ranks))
+        if isinstance(outcome, str):
+            raise CommandError(f"{model}: {outcome}", "neuron warmup --help", ExitCode.CONFIG)
+        seconds = round(time.monotonic() - start, 1)
+        rows.append({"model": model, "card": outcome[0], "kernels": outcome[1], "seconds": seconds})
+        if not as_json:
+            what = f"{outcome[1]} kernels" if outcome[1] else "all kernels were compiled before"
+            console().print(f"{model}: {what}, for {outcome[0]}, in {seconds} s")
+    if as_json:
+        print_json({"models": rows})
+
+
+def local_files(model: str) -> Path:
+    """Where a model's files are: a path, or those of the Hub, of which a config is downloaded if there are none."""
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    if model.count("/") != 1:
+        raise CommandError(
+            f"there is no {model}", "name a directory, a GGUF file, or OWNER/NAME on the Hub", ExitCode.USAGE
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(HUB_FILES)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise CommandError(
+            f"the config of {model} cannot be downloaded: {error}", "check the name and the network"
+        ) from error
+
+
+def _warm(path: str, card: str | None, options: dict[str, Any], num_ranks: int) -> tuple[str, int] | str:
+    """The card and the number of kernels, or what went wrong. Runs in a process of its own."""
+    import torch
+
+    from cortex.neuron.engine.errors import LoadError
+    from cortex.neuron.engine.request import LoadSpec
+    from cortex.neuron.engine.warmup import warm_kernels
+    from cortex.neuron.kernels.device_facts import CARDS, facts_of
+    from cortex.neuron.kernels.jit import TRITON
+
+    if not TRITON:
+        return "this installation of torch is for CPUs and has no Triton: there is nothing to compile"
+    if card is not None:
+        facts = CARDS[card]
+    elif torch.cuda.is_available():
+        facts = facts_of(torch.device("cuda", 0))
+    else:
+        return f"no GPU is here to compile for; name a card: --card {', '.join(CARDS)}"
+    try:
+        warmed = warm_kernels(Path(path), LoadSpec(path, **options), facts, num_ranks, lambda *_: None)
+    except LoadError as error:
+        return str(error)
+    return facts.name, warmed.num_kernels

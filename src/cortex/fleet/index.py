@@ -1,0 +1,99 @@
+"""Where things are in a fleet, so that a decision looks only at the nodes that concern it.
+
+A fleet that differs from another in a few nodes gets its index from that of the other one. `remembered` does the same
+for what follows from one node alone: it is derived once per node and report.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import wraps
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+_PREFIX = "remembered "
+
+
+def remembered(derive: Callable[[S], T]) -> Callable[[S], T]:
+    """Call `derive` once for each value, which must be immutable and have a `__dict__`: the result is kept there.
+    It must not depend on requests in flight: `carry` takes it over to a node that differs only in those."""
+    key = f"{_PREFIX}{derive.__module__}.{derive.__qualname__}"
+
+    @wraps(derive)
+    def known(value: S) -> T:
+        kept: dict[str, Any] = value.__dict__
+        if key not in kept:
+            kept[key] = derive(value)
+        found: T = kept[key]
+        return found
+
+    return known
+
+
+def carry(before: object, after: object) -> None:
+    """Let `after` have what is remembered of `before`."""
+    after.__dict__.update({key: kept for key, kept in before.__dict__.items() if key.startswith(_PREFIX)})
+
+
+class IndexedNode(Protocol):
+    """What the index reads of a node."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def residencies(self) -> Mapping[str, object]: ...
+    @property
+    def shares(self) -> Sequence[object]: ...
+
+
+class FleetIndex(msgspec.Struct, frozen=True):
+    """Positions in `Fleet.nodes`. Never changed in place."""
+
+    positions: dict[str, int]
+    """By the node's name."""
+    listing: dict[str, tuple[int, ...]]
+    """The nodes that list each model, in order; the same object as long as no node lists other models."""
+    sharing: tuple[int, ...]
+    """The nodes with parts of models that others serve, in order."""
+
+    @classmethod
+    def of(cls, nodes: Sequence[IndexedNode]) -> FleetIndex:
+        listing: dict[str, list[int]] = {}
+        for position, node in enumerate(nodes):
+            for model in node.residencies:
+                listing.setdefault(model, []).append(position)
+        return cls(
+            {node.name: position for position, node in enumerate(nodes)},
+            {model: tuple(found) for model, found in listing.items()},
+            tuple(position for position, node in enumerate(nodes) if node.shares),
+        )
+
+    def changed(self, before: Sequence[IndexedNode], nodes: Collection[IndexedNode]) -> FleetIndex:
+        """The index after `nodes` replaced those of the same names; `before`: all nodes until then."""
+        listing, sharing = self.listing, self.sharing
+        for node in nodes:
+            position = self.positions[node.name]
+            old = before[position]
+            if old.residencies.keys() != node.residencies.keys():
+                listing = dict(listing) if listing is self.listing else listing
+                for model in old.residencies.keys() - node.residencies.keys():
+                    found = tuple(each for each in listing.pop(model) if each != position)
+                    listing |= {model: found} if found else {}
+                for model in node.residencies.keys() - old.residencies.keys():
+                    listing[model] = _with(listing.get(model, ()), position)
+            if bool(old.shares) != bool(node.shares):
+                others = tuple(each for each in sharing if each != position)
+                sharing = _with(others, position) if node.shares else others
+        return FleetIndex(self.positions, listing, sharing)
+
+
+def _with(positions: tuple[int, ...], position: int) -> tuple[int, ...]:
+    found = list(positions)
+    insort(found, position)
+    return tuple(found)

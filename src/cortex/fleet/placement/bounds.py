@@ -1,0 +1,219 @@
+"""How good a node can be at best for a model, found without assessing it.
+
+Assessing a node takes a hundred times as long. A bound is a sort key that is never greater than the preference of the
+node's assessment, so that nodes whose bound is worse than the best assessment need none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cortex.fleet.catalogue import ModelSpec
+from cortex.fleet.index import remembered
+from cortex.fleet.memory import DeviceLedger, Need, whole_ledger
+from cortex.fleet.topology import Fleet, Node, Residency
+from cortex.wire.node.protocol import ModelState
+
+from .decision import Origin, Verdict
+from .eviction import protected
+from .fitting import eligible_devices
+
+Bound = tuple[float, ...]
+"""A prefix of a preference: a shorter one is better than any that continues it."""
+
+RANK = {verdict: rank for rank, verdict in enumerate(Verdict)}
+_ASLEEP, _FITS, _EVICTION = RANK[Verdict.ASLEEP], RANK[Verdict.FITS], RANK[Verdict.FITS_AFTER_EVICTION]
+_TOO_SMALL: Bound = (RANK[Verdict.TOO_SMALL],)
+
+
+class _Resident(NamedTuple):
+    model_id: str
+    num_bytes: int
+    """On this device."""
+    is_part: bool
+    """A part of a model that another node serves."""
+    is_reserved: bool
+
+
+class _DeviceRoom(NamedTuple):
+    device: DeviceLedger
+    available_bytes: int
+    capacity_bytes: int
+    balance_bytes: int
+    residents: tuple[_Resident, ...]
+
+
+class _NodeRoom(NamedTuple):
+    devices: tuple[_DeviceRoom, ...]
+    available_bytes: tuple[int, ...]
+    """Of each device, ascending."""
+    max_capacity_bytes: int
+    total_bytes: int
+    """What a load could take of all devices if they were empty."""
+    has_ceilings: bool
+    may_divide: bool
+    """Whether a model may take several devices there."""
+    is_plain: bool
+    """Whether only its memory can keep a model from it."""
+
+
+@remembered
+def node_room(node: Node) -> _NodeRoom:
+    """The memory of `node`, prepared for bounds."""
+    devices = eligible_devices(whole_ledger(node))
+    reserved = {reservation.model_id for reservation in node.reservations}
+    shared = {share.model_id for share in node.shares}
+    rooms = tuple(
+        _DeviceRoom(
+            device,
+            device.available_bytes,
+            device.capacity_bytes,
+            device.balance_bytes,
+            tuple(
+                _Resident(
+                    each.model_id,
+                    each.num_bytes,
+                    each.model_id in shared,
+                    each.model_id in reserved,
+                )
+                for each in device.holdings
+            ),
+        )
+        for device in devices
+    )
+    return _NodeRoom(
+        rooms,
+        tuple(sorted(room.available_bytes for room in rooms)),
+        max((room.capacity_bytes for room in rooms), default=0),
+        sum(room.capacity_bytes for room in rooms),
+        any(each.ceiling_bytes is not None or each.node_left_bytes is not None for each in devices),
+        node.max_devices_per_model > 1 and len(rooms) > 1,
+        bool(rooms)
+        and node.healthy
+        and not node.draining
+        and node.has_lifecycle
+        and "torch" in node.harnesses
+        and not (node.reservations or node.shares or node.raised_needs),
+    )
+
+
+def is_plain(spec: ModelSpec, fleet: Fleet, origin: Origin) -> bool:
+    """Whether every node may load the model, by the catalogue."""
+    is_held_back = spec.policy == "manual" and origin not in ("operator", "pin")
+    is_free = not (spec.only_on or spec.nodes or spec.pinned_on or is_held_back or _is_divided(spec, None))
+    return is_free and spec.harness in (None, "torch") and fleet.catalogue.has(spec.id)
+
+
+def by_free_memory(spec: ModelSpec, node: Node, need: Need | None, *, packs: bool) -> Bound:
+    """The bound of a node where memory decides, from what is free there. `packs`: the fullest device is preferred."""
+    held = node.residencies.get(spec.id)
+    if _may_wake(spec, node, held) or node.nodes_of(spec):
+        return (_ASLEEP,)
+    room, is_elsewhere = node_room(node), node.name not in spec.pinned_on
+    fits: Bound = (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0)
+    available = room.available_bytes
+    if not available:
+        return _TOO_SMALL
+    if need is None:
+        return (*fits, True, False, -sum(available))
+    if _is_divided(spec, held) or (room.may_divide and need.takes_bytes > room.max_capacity_bytes):
+        if need.least_bytes > room.total_bytes:
+            return _TOO_SMALL
+        if need.least_bytes > sum(available):
+            free_bytes = sum(max(0, each.balance_bytes) for each in room.devices)
+            return (_EVICTION, is_elsewhere, True, 0.0, max(0, need.least_bytes - free_bytes))
+        return (_FITS, is_elsewhere)
+    most_bytes = available[-1]
+    if need.takes_bytes <= most_bytes:
+        return (*fits, False, False, _left_over(available, (need.takes_bytes,), packs=packs))
+    if need.least_bytes <= most_bytes:
+        sizes = (need.comfortable_bytes, need.least_bytes)
+        return (*fits, False, True, _left_over(available, sizes, packs=packs))
+    if need.least_bytes > room.max_capacity_bytes:
+        return _TOO_SMALL
+    return (_EVICTION, is_elsewhere, True, 0.0, min(_missing(each, need) for each in _wide(room, need)))
+
+
+def by_residents(
+    spec: ModelSpec, node: Node, need: Need | None, fleet: Fleet, now: float, origin: Origin, bound: Bound
+) -> Bound:
+    """`bound` of `by_free_memory`, raised by what the models that hold memory there allow."""
+    room = node_room(node)
+    held = node.residencies.get(spec.id)
+    if bound[0] != _EVICTION or need is None or room.has_ceilings or _is_divided(spec, held):
+        return bound
+    if room.may_divide and need.takes_bytes > room.max_capacity_bytes:
+        return bound
+    return min(_by_residents(each, spec, node, need, fleet, now, origin, bound) for each in _wide(room, need))
+
+
+def _by_residents(
+    room: _DeviceRoom,
+    spec: ModelSpec,
+    node: Node,
+    need: Need,
+    fleet: Fleet,
+    now: float,
+    origin: Origin,
+    bound: Bound,
+) -> Bound:
+    missing = _missing(room, need)
+    evictable: list[tuple[int, float]] = []
+    later_bytes = kept_bytes = 0
+    for resident in room.residents:
+        kept = None
+        if not resident.is_reserved:
+            held = None if resident.is_part else node.residencies.get(resident.model_id)
+            if held is not None:
+                kept = protected(held, node, spec, fleet, now, background=origin == "background")
+            if kept is None:
+                evictable.append((resident.num_bytes, float("-inf") if held is None else held.last_used))
+                continue
+        if kept is None or kept.is_temporary:
+            later_bytes += resident.num_bytes
+        else:
+            kept_bytes += resident.num_bytes
+    now_bytes = sum(num_bytes for num_bytes, _ in evictable)
+    if now_bytes >= missing:
+        return (*bound[:4], *_least_harm(evictable, missing))
+    if now_bytes + later_bytes >= missing:
+        return (RANK[Verdict.BLOCKED],)
+    with_foreign = now_bytes + later_bytes + room.device.foreign_bytes
+    is_held = with_foreign < missing <= with_foreign + kept_bytes
+    return (RANK[Verdict.HELD if is_held else Verdict.CROWDED],)
+
+
+def _least_harm(evictable: Sequence[tuple[int, float]], missing: int) -> Bound:
+    """The fewest bytes that must be evicted, and how recently the victim was used at the earliest."""
+    sufficient = [num_bytes for num_bytes, _ in evictable if num_bytes >= missing]
+    smallest = min(sufficient, default=0)
+    several_bytes = sum(num_bytes for num_bytes, _ in evictable if num_bytes < missing)
+    if not sufficient or several_bytes >= missing:
+        return (max(0, missing), min((last_used for _, last_used in evictable), default=0.0))
+    return (smallest, min(last_used for num_bytes, last_used in evictable if num_bytes == smallest))
+
+
+def _left_over(available: Sequence[int], sizes: Sequence[int], *, packs: bool) -> int:
+    if not packs:
+        return sizes[-1] - available[-1]
+    return min(each - size for size in sizes for each in available if each >= size)
+
+
+def _wide(room: _NodeRoom, need: Need) -> list[_DeviceRoom]:
+    return [each for each in room.devices if each.capacity_bytes >= need.least_bytes]
+
+
+def _missing(room: _DeviceRoom, need: Need) -> int:
+    return max(0, room.device.free_bytes_for(need.least_bytes) - room.balance_bytes)
+
+
+def _may_wake(spec: ModelSpec, node: Node, held: Residency | None) -> bool:
+    is_asleep = held is not None and held.state is ModelState.ASLEEP
+    return is_asleep or any(share.model_id == spec.id for share in node.shares)
+
+
+def _is_divided(spec: ModelSpec, held: Residency | None) -> bool:
+    """Whether it takes several devices wherever it is loaded."""
+    is_divided = held is not None and (held.status.num_devices > 1 or bool(held.status.stage_layers))
+    return is_divided or spec.min_devices > 1 or spec.pipeline_parallel > 1

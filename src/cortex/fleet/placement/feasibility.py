@@ -1,0 +1,81 @@
+"""Which nodes could serve a model, for listings of many models."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cortex.fleet.memory import Need, need_of
+from cortex.fleet.topology import Fleet, Node
+
+from .bounds import RANK, by_free_memory, by_residents, is_plain, node_room
+from .decision import Verdict
+from .eviction import occupies
+from .place import ACTIONS, assess, place
+from .search import SMALL_FLEET
+
+MAX_NAMED = 32
+"""Of the nodes that could serve a model, a listing names this many."""
+_WORST_FEASIBLE = max(RANK[verdict] for verdict in ACTIONS)
+
+
+class Feasibility:
+    """Which nodes could serve a model, now or after making room, if the operator loads it.
+
+    For one snapshot of the fleet, and for a catalogue of many models: of those that a node lists, only the ones that
+    hold memory matter for another model, and they are found once.
+    """
+
+    def __init__(self, fleet: Fleet, now: float) -> None:
+        self._fleet = fleet
+        self._now = now
+        self._slim = tuple(
+            msgspec.structs.replace(
+                node,
+                residencies={model_id: held for model_id, held in node.residencies.items() if occupies(held, node)},
+            )
+            for node in fleet.nodes
+        )
+
+    def nodes(self, model_id: str) -> tuple[str, ...]:
+        """The names of the nodes that could serve it: all of a small fleet, the best first; at most `MAX_NAMED` of a
+        large one, first those that list the model."""
+        listing = self._fleet.index.listing.get(model_id, ())
+        nodes = list(self._slim)
+        for position in listing:
+            slim, held = nodes[position], self._fleet.nodes[position].residencies[model_id]
+            nodes[position] = msgspec.structs.replace(slim, residencies=slim.residencies | {model_id: held})
+        fleet = msgspec.structs.replace(self._fleet, nodes=tuple(nodes))
+        if len(nodes) <= SMALL_FLEET:
+            decision = place(model_id, fleet, self._now, origin="operator")
+            return tuple(each.node for each in decision.assessments if each.verdict in ACTIONS)
+        if not self._fleet.index.sharing:  # else the models that were left out may be asked for
+            fleet.__dict__["index"] = self._fleet.index
+        spec = fleet.catalogue.spec(model_id)
+        elsewhere = need_of(spec, Node(name=""), fleet)
+        is_simple = is_plain(spec, fleet, "operator") and not spec.min_device_vram_mb and elsewhere is not None
+        order = [*listing, *(each for each in range(len(nodes)) if each not in set(listing))]
+        found: list[str] = []
+        for position in order:
+            node = nodes[position]
+            if is_simple and elsewhere is not None and model_id not in node.residencies and _is_simple(node):
+                is_feasible = self._has_room(model_id, node, elsewhere)
+            else:
+                is_feasible = assess(spec, node, fleet, self._now, origin="operator").verdict in ACTIONS
+            if is_feasible:
+                found.append(node.name)
+            if len(found) == MAX_NAMED:
+                break
+        return tuple(found)
+
+    def _has_room(self, model_id: str, node: Node, need: Need) -> bool:
+        """Of a node where bounds are exact."""
+        spec = self._fleet.catalogue.spec(model_id)
+        bound = by_free_memory(spec, node, need, packs=True)
+        if bound[0] == RANK[Verdict.FITS_AFTER_EVICTION]:
+            bound = by_residents(spec, node, need, self._fleet, self._now, "operator", bound)
+        return bound[0] <= _WORST_FEASIBLE
+
+
+def _is_simple(node: Node) -> bool:
+    room = node_room(node)
+    return room.is_plain and not room.has_ceilings and not room.may_divide

@@ -1,0 +1,111 @@
+"""The best node for a model among many: only those that come into question are assessed."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from cortex.fleet.catalogue import ModelSpec
+from cortex.fleet.memory import Need, need_of
+from cortex.fleet.topology import Fleet, Node
+
+from .bounds import RANK, Bound, by_free_memory, by_residents, is_plain, node_room
+from .decision import Assessment, Decision, Origin, Verdict
+from .place import assess, decided, preference, raised_need, without_memory
+
+SMALL_FLEET = 8
+"""A decision for at most this many nodes explains all of them."""
+MIN_ASSESSED = 3
+"""A decision for more nodes explains at least this many."""
+
+
+def search(model_id: str, fleet: Fleet, now: float, *, origin: Origin = "request") -> Decision:
+    """The same action and node as `place` decides, with the assessments of fewer nodes.
+
+    Nodes are assessed in the order of how good they can be at best, until no other can be better than the best found:
+    if the model has to wait or is rejected, until no other has a better verdict.
+    """
+    spec = fleet.catalogue.spec(model_id)
+    candidates = _Candidates(spec, fleet, now, origin)
+    num_least = len(fleet.nodes) if len(fleet.nodes) <= SMALL_FLEET else MIN_ASSESSED
+    found: list[Assessment] = []
+    best: tuple[float | str, ...] = ()
+    while (bound := candidates.bound()) is not None:
+        if len(found) >= num_least and _is_settled(found, best, bound, origin):
+            break
+        found.append(assess(spec, candidates.pop(), fleet, now, origin=origin))
+        key = preference(found[-1], fleet.placement)
+        best = min(best, key) if best else key
+    return decided(spec, fleet, now, origin, found, num_omitted=len(fleet.nodes) - len(found))
+
+
+def may_have_room(model_id: str, node: Node, fleet: Fleet, now: float, *, origin: Origin) -> bool:
+    """Whether it cannot be ruled out that the model can be loaded on `node` now. It takes no assessment."""
+    candidates = _Candidates(fleet.catalogue.spec(model_id), fleet, now, origin, only_on=node)
+    bound = candidates.bound()
+    return bound is not None and bound[0] < RANK[Verdict.BLOCKED]
+
+
+def _is_settled(found: Sequence[Assessment], best: tuple[float | str, ...], bound: Bound, origin: Origin) -> bool:
+    """Whether no node with this bound, or a worse one, changes the outcome."""
+    rank = RANK[min(found, key=lambda each: RANK[each.verdict]).verdict]
+    if rank < RANK[Verdict.BLOCKED]:
+        return best <= bound
+    if origin == "background" and rank > RANK[Verdict.CROWDED] and bound[0] <= RANK[Verdict.HELD]:
+        # Whether another request could load the model decides which error it gets.
+        return rank <= bound[0] and any(each.waits_for_foreground for each in found)
+    return rank <= bound[0]
+
+
+class _Candidates:
+    """The nodes, in the order of their bounds. A bound is raised only when its turn comes."""
+
+    def __init__(
+        self, spec: ModelSpec, fleet: Fleet, now: float, origin: Origin, *, only_on: Node | None = None
+    ) -> None:
+        self._spec, self._fleet, self._now, self._origin = spec, fleet, now, origin
+        self._packs = fleet.placement.strategy == "pack"
+        self._elsewhere = need_of(spec, Node(name=""), fleet)
+        """What the model needs on nodes that do not list it."""
+        self._is_plain = is_plain(spec, fleet, origin)
+        if only_on is not None:
+            self._queue = [self._entry(fleet.index.positions[only_on.name])]
+            return
+        positions = fleet.index.listing.get(spec.id, ())
+        self._queue = [self._entry(position) for position in positions]
+        is_running = any(bound[0] <= RANK[Verdict.STARTING] for bound, _, _ in self._queue)
+        if not is_running or len(fleet.nodes) <= SMALL_FLEET:
+            listing = set(positions)
+            self._queue += [self._entry(each) for each in range(len(fleet.nodes)) if each not in listing]
+        heapq.heapify(self._queue)
+
+    def bound(self) -> Bound | None:
+        """That of the next node; None: there is none."""
+        while self._queue:
+            bound, position, is_final = self._queue[0]
+            if is_final:
+                return bound
+            node = self._fleet.nodes[position]
+            spec, fleet = self._spec, self._fleet
+            raised = by_residents(spec, node, self._need(node), fleet, self._now, self._origin, bound)
+            heapq.heapreplace(self._queue, (raised, position, True))
+        return None
+
+    def pop(self) -> Node:
+        return self._fleet.nodes[heapq.heappop(self._queue)[1]]
+
+    def _entry(self, position: int) -> tuple[Bound, int, bool]:
+        node, spec = self._fleet.nodes[position], self._spec
+        held = node.residencies.get(spec.id)
+        if held is None and self._is_plain and node_room(node).is_plain:
+            bound = by_free_memory(spec, node, self._elsewhere, packs=self._packs)
+            return bound, position, bound[0] != RANK[Verdict.FITS_AFTER_EVICTION]
+        if (found := without_memory(spec, node, held, self._fleet, self._now, self._origin)) is not None:
+            return (RANK[found[0]],), position, True
+        bound = by_free_memory(spec, node, self._need(node), packs=self._packs)
+        return bound, position, bound[0] != RANK[Verdict.FITS_AFTER_EVICTION]
+
+    def _need(self, node: Node) -> Need | None:
+        is_listed = self._spec.id in node.residencies
+        need = need_of(self._spec, node, self._fleet) if is_listed else self._elsewhere
+        return raised_need(self._spec, node, need)

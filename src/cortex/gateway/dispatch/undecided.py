@@ -1,0 +1,53 @@
+"""What has changed since the last decision for the models that requests wait for: only that is decided again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from cortex.fleet.queueing import Plan, Waiting, plan
+from cortex.fleet.topology import Fleet, ModelOnNode
+
+
+class Undecided:
+    """True if there is something to decide. What only time changes is decided at the next tick. Owned by the
+    dispatcher."""
+
+    def __init__(self) -> None:
+        self.joined: set[str] = set()
+        """Models that requests have begun to wait for."""
+        self.awaited: frozenset[str] = frozenset()
+        """Nodes where requests must end before a model that waits can be loaded."""
+        self.closed: frozenset[ModelOnNode] = frozenset()
+        """Ready models that must take no new requests."""
+        self.is_all = True
+        """Whether something has changed that may concern every model."""
+        self.nodes: set[str] = set()
+        """Nodes that have changed."""
+        self._blocked: frozenset[str] = frozenset()
+        self._is_any_overdue = False
+
+    def __bool__(self) -> bool:
+        return self.is_all or bool(self.nodes) or bool(self.joined)
+
+    def decide(self, waiting: Callable[[], Sequence[Waiting]], fleet: Fleet, now: float) -> Plan:
+        """Decide for the models that are concerned. Where one is overdue, its room is reserved before others get
+        any, so that all are decided together."""
+        groups = waiting()
+        is_partial = not (self.is_all or self.nodes or self._is_any_overdue or self.closed)
+        if is_partial:
+            decided = plan([group for group in groups if group.model_id in self.joined], fleet, now)
+            self.awaited |= decided.awaited
+            self._blocked |= decided.blocked
+        else:
+            names = {*self.nodes, *(fleet.nodes[position].name for position in fleet.index.sharing)}
+            # What ends on the node that serves a model frees its parts on others.
+            news = [node for name in names if (node := fleet.node(name)) is not None]
+            decided = plan(groups, fleet, now, blocked=self._blocked - self.joined, news=None if self.is_all else news)
+            is_any_skipped = bool(decided.blocked & self._blocked)
+            self.awaited = (self.awaited if is_any_skipped else frozenset()) | decided.awaited
+            self._blocked, self.closed = decided.blocked, decided.closed
+            self._is_any_overdue = decided.is_any_overdue
+        self.is_all = False
+        self.nodes.clear()
+        self.joined.clear()
+        return decided

@@ -1,0 +1,134 @@
+"""Which kernels are compiled ahead: those that the steps of a model launch on the `meta` device. None is compiled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cortex.cli import warmup as command
+from cortex.neuron.engine import kernel_pass, warmup
+from cortex.neuron.engine.errors import LoadError
+from cortex.neuron.engine.kernel_pass import KernelPass, PassedModel
+from cortex.neuron.engine.meta_shapes import light_shapes
+from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.kernels import compilation
+from cortex.neuron.kernels.device_facts import CARDS
+from cortex.neuron.kernels.jit import INTERPRETED, TRITON
+from cortex.neuron.kernels.quantised.layout import Q4
+from cortex.neuron.layers.configs import WHOLE
+from cortex.neuron.models.registry import read_architecture
+
+from ..tiny_models import tiny_delta, tiny_sizes
+
+driver = pytest.importorskip("triton.runtime").driver
+pytestmark = pytest.mark.skipif(not TRITON or INTERPRETED, reason="needs Triton's compiler")
+
+SIZES = {
+    **tiny_sizes(vocab_size=64, hidden_size=64, intermediate_size=64, head_dim=16, num_hidden_layers=3),
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+DENSE: dict[str, Any] = {"model_type": "qwen3", **SIZES}
+HYBRID: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    **SIZES,
+    **tiny_delta(),
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}
+FACTS = CARDS["sm_90"]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    """The names of the kernels that would be compiled."""
+    names: list[str] = []
+    monkeypatch.setattr(compilation, "timed", lambda compile_: names.append(compile_.args[0].__name__))
+    monkeypatch.setattr(kernel_pass, "cache_folder", lambda: tmp_path / "triton")
+    compilation.use_offline(FACTS)
+    yield names
+    driver.reset_active()
+
+
+def passed(config: dict[str, Any], **packing: Any) -> PassedModel:
+    return PassedModel(read_architecture(config), packing, torch.bfloat16, torch.bfloat16, WHOLE, 16, 128)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (DENSE, {"_decode_kernel", "_prefill_kernel", "_rotate_kernel", "_small_batch_kernel"}),
+        (HYBRID, {"_decode_kernel", "_prefill_kernel", "_carry_kernel", "_conv_kernel", "_step_kernel"}),
+    ],
+)
+def test_pass_finds_the_kernels_of_prompts_and_single_tokens_once(
+    config: dict[str, Any], expected: set[str], compiled: list[str]
+) -> None:
+    first = KernelPass(passed(config), FACTS)
+    assert not first.is_cached
+    first.start()
+    assert first.wait() == len(compiled)
+    assert expected <= set(compiled)
+    assert len(compiled) < 60  # and not one for each layer and size
+    again = KernelPass(passed(config), FACTS)
+    assert again.is_cached
+    assert again.wait() == 0
+
+
+def test_other_layouts_are_another_pass() -> None:
+    dense, packed = passed(DENSE), passed(DENSE, **{"model.layers.0.mlp.down_proj.weight": Q4})
+    assert len({dense.digest(FACTS), packed.digest(FACTS), dense.digest(CARDS["sm_80"])}) == 3
+
+
+def test_warmup_needs_the_config_alone(compiled: list[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    warmed = warmup.warm_kernels(tmp_path, LoadSpec("", quant="q4"), FACTS, 1, lambda *_: None)
+    assert warmed.num_kernels == len(compiled) > 10
+    assert "_values_kernel" in compiled  # which quantises weights as they are read
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "neither weights nor a config.json"),
+        ({**DENSE, "quantization_config": {"quant_method": "fp8"}}, "the formats of its tensors are in its weights"),
+        ({"model_type": "nothing-we-know"}, "nothing-we-know"),
+    ],
+)
+def test_warmup_says_what_is_missing(config: dict[str, Any] | None, message: str, tmp_path: Path) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LoadError, match=message):
+        warmup.warm_kernels(tmp_path, LoadSpec(""), FACTS, 1, lambda *_: None)
+
+
+def test_command_offers_the_cards_that_are_known() -> None:
+    assert tuple(CARDS) == command.CARD_NAMES
+
+
+def test_shapes_are_those_of_computed_results() -> None:
+    def made(device: str) -> list[tuple[torch.Size, torch.dtype]]:
+        left, right = torch.ones(3, 4, device=device), torch.ones(4, 5, device=device)
+        ids = torch.ones(2, dtype=torch.int64, device=device)
+        found = [
+            left @ right,
+            torch.addmm(torch.ones(5, device=device), left, right),
+            torch.bmm(left[None], right[None]),
+            left + 1,
+            ids + 1,
+            ids / 2,
+            left.index_select(0, ids),
+            torch.nn.functional.embedding(ids, left),
+            torch.cat((left, left), 1),
+            torch.arange(1, 7, 2, device=device),
+            torch.zeros(2, 3, device=device),
+            (left * ids[0]).cos(),
+        ]
+        return [(each.shape, each.dtype) for each in found]
+
+    with torch.inference_mode(), light_shapes():
+        assert made("meta") == made("cpu")

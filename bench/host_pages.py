@@ -55,7 +55,8 @@ class Measured:
             self._next += 1
             sampling = SamplingParams(temperature=0.0)
             self.engine.submit(EngineRequest(f"r{self._next}", prompt, max_tokens, sampling))
-        cached, last = 0, []
+        cached = 0
+        last: list[int] = []
         while self.engine.has_work:
             for output in self.engine.step():
                 cached += output.cached_tokens or 0

@@ -300,6 +300,8 @@ class Engine:
         if self._spec.rank is None and isinstance(self._loop, StepLoop):
             host = self._host_memory = host or DeviceHostMemory.on(self._device)
             self._loop.keep_pages(partial(self._new_tier, host))
+            if len(host.store):
+                self._name_by_content()  # now, rather than in the first request
         return host
 
     def save_pages(self) -> None:
@@ -315,8 +317,13 @@ class Engine:
 
     def _end_loop(self) -> None:
         if self._loop is not None:
+            self._end_copies()
             self._counters = self._loop.counters
             self._loop = None
+
+    def _end_copies(self) -> None:
+        if isinstance(self._loop, StepLoop):
+            self._loop.end_copies()
 
     # -- facts -----------------------------------------------------------------------------------------------------
 
@@ -329,6 +336,7 @@ class Engine:
 
     def close(self) -> None:
         """Frees everything; the object is unusable afterwards."""
+        self._end_copies()
         self._loop = None
         if self._asleep is not None:
             self._asleep.release()

@@ -184,6 +184,11 @@ class StepLoop:
         """Copies pages to host memory from now on."""
         self._scheduler.host = new_tier(self._scheduler)
 
+    def end_copies(self) -> None:
+        """Waits for the copies of pages: the device memory is about to be freed."""
+        if self.host is not None:
+            self.host.collect(wait=True)
+
     def save_pages(self) -> None:
         """Copies to host memory what is not there yet. There must be no work."""
         if self.host is not None:

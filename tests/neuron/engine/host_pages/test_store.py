@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cortex.neuron.engine.host_pages import store as stores
-from cortex.neuron.engine.host_pages.store import BlockKind, HostPages, Place
+from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace, HostPages
 
 PAGES, STATES, OTHER = BlockKind(b"a", 0, 10), BlockKind(b"a", 1, 35), BlockKind(b"b", 0, 10)
 
@@ -27,7 +27,7 @@ class CountedMemory:
         del self.slabs[slab]
 
 
-def put(store: HostPages, kind: BlockKind, *digests: bytes) -> list[Place]:
+def put(store: HostPages, kind: BlockKind, *digests: bytes) -> list[BlockPlace]:
     places = store.reserve(kind, len(digests))
     for digest, place in zip(digests, places, strict=False):
         store.publish(kind, digest, place)
@@ -86,7 +86,7 @@ def test_places_are_never_shared_and_what_is_found_is_what_was_put(
 ) -> None:
     memory = CountedMemory()
     store = HostPages(memory, budget)
-    contents: dict[Place, tuple[BlockKind, bytes]] = {}
+    contents: dict[BlockPlace, tuple[BlockKind, bytes]] = {}
     for step, kind, digest in steps:
         if step in ("put", "lose"):
             for place in store.reserve(kind, 1):

@@ -11,7 +11,7 @@ import torch
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, consecutive
 from cortex.neuron.engine.host_pages.memory import HostSlabs
-from cortex.neuron.engine.host_pages.store import HostPages, Place
+from cortex.neuron.engine.host_pages.store import BlockPlace, HostPages
 from cortex.neuron.engine.host_pages.tier import DeviceHostMemory
 from cortex.neuron.engine.loading import build_model
 from cortex.neuron.engine.memory.host import HostMemory
@@ -156,7 +156,7 @@ def test_copies_are_bit_equal_in_any_order_of_places() -> None:
     assert blocks.num_bytes == 4 * 15 * 2 + 2 * 7 * 4
     assert slabs.allocate(0, 4 * blocks.num_bytes)
     assert slabs.allocate(1, 2 * blocks.num_bytes)
-    places = [Place(0, 1), Place(0, 2), Place(1, 1), Place(0, 0), Place(1, 0)]
+    places = [BlockPlace(0, 1), BlockPlace(0, 2), BlockPlace(1, 1), BlockPlace(0, 0), BlockPlace(1, 0)]
     assert consecutive(places) == [(0, 2), (2, 1), (3, 1), (4, 1)]
     copies, ids = BlockCopies(slabs, CPU), [8, 1, 5, 2, 3]
     assert copies.to_host(blocks, ids, places).is_complete

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.engine.host_pages.memory import HostSlabs
-from cortex.neuron.engine.host_pages.store import Place
+from cortex.neuron.engine.host_pages.store import BlockPlace
 
 BUFFER_BYTES = 32 << 20
 """On the device, for the blocks that are being copied; twice this while they are gathered."""
@@ -79,16 +79,16 @@ class BlockCopies:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def to_host(self, blocks: BlockTensors, ids: Sequence[int], places: Sequence[Place]) -> RunningCopy:
+    def to_host(self, blocks: BlockTensors, ids: Sequence[int], places: Sequence[BlockPlace]) -> RunningCopy:
         """Copies the blocks with these ids to `places`."""
         return self._run(blocks, ids, places, is_outward=True)
 
-    def to_device(self, blocks: BlockTensors, ids: Sequence[int], places: Sequence[Place]) -> RunningCopy:
+    def to_device(self, blocks: BlockTensors, ids: Sequence[int], places: Sequence[BlockPlace]) -> RunningCopy:
         """Copies what is at `places` to the blocks with these ids."""
         return self._run(blocks, ids, places, is_outward=False)
 
     def _run(
-        self, blocks: BlockTensors, ids: Sequence[int], places: Sequence[Place], *, is_outward: bool
+        self, blocks: BlockTensors, ids: Sequence[int], places: Sequence[BlockPlace], *, is_outward: bool
     ) -> RunningCopy:
         runs = [
             (ids[start : start + count], self._slabs.rows(*places[start], count, blocks.num_bytes))
@@ -125,7 +125,7 @@ class BlockCopies:
                     blocks.scatter(chosen, staged)
 
 
-def consecutive(places: Sequence[Place]) -> list[tuple[int, int]]:
+def consecutive(places: Sequence[BlockPlace]) -> list[tuple[int, int]]:
     """(index, count) of the runs of places that lie side by side in one slab."""
     runs: list[tuple[int, int]] = []
     for index, place in enumerate(places):

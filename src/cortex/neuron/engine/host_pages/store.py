@@ -33,7 +33,7 @@ class BlockKind:
     num_bytes: int
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     slab: int
     slot: int
 
@@ -103,7 +103,7 @@ class HostPages:
     def has(self, kind: BlockKind, digest: Digest) -> bool:
         return (kind, digest) in self._slab_of
 
-    def borrow(self, kind: BlockKind, digests: Iterable[Digest]) -> list[Place]:
+    def borrow(self, kind: BlockKind, digests: Iterable[Digest]) -> list[BlockPlace]:
         """The places of blocks that `has` confirmed, which stay until `end`. They count as used, the first last."""
         places = []
         slabs: dict[int, None] = {}
@@ -111,26 +111,26 @@ class HostPages:
             slab = self._slab_of[kind, digest]
             slab.num_copies += 1
             slabs[slab.number] = None
-            places.append(Place(slab.number, slab.slots[digest]))
+            places.append(BlockPlace(slab.number, slab.slots[digest]))
         for number in reversed(slabs):
             self._slabs.move_to_end(number)
         return places
 
-    def reserve(self, kind: BlockKind, count: int) -> list[Place]:
+    def reserve(self, kind: BlockKind, count: int) -> list[BlockPlace]:
         """Places for up to `count` new blocks, each until `publish` or `end`. Drops slabs where the budget is full."""
-        places: list[Place] = []
+        places: list[BlockPlace] = []
         while len(places) < count:
             slab = self._filling.get(kind) or self._add(kind)
             if slab is None:
                 break
             slab.num_copies += 1
-            places.append(Place(slab.number, slab.num_taken))
+            places.append(BlockPlace(slab.number, slab.num_taken))
             slab.num_taken += 1
             if slab.num_taken == slab.num_slots:
                 del self._filling[kind]
         return places
 
-    def publish(self, kind: BlockKind, digest: Digest, place: Place) -> None:
+    def publish(self, kind: BlockKind, digest: Digest, place: BlockPlace) -> None:
         """The copy to a reserved place is complete: from now on the block is found."""
         slab = self._slabs[place.slab]
         if (kind, digest) not in self._slab_of:
@@ -139,7 +139,7 @@ class HostPages:
         self._slabs.move_to_end(place.slab)
         self.end([place])
 
-    def end(self, places: Sequence[Place]) -> None:
+    def end(self, places: Sequence[BlockPlace]) -> None:
         """The copies to or from these places have ended."""
         for place in places:
             self._slabs[place.slab].num_copies -= 1

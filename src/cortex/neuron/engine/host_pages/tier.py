@@ -19,7 +19,7 @@ import torch
 
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
 from cortex.neuron.engine.host_pages.memory import HostSlabs
-from cortex.neuron.engine.host_pages.store import BlockKind, HostPages, Place
+from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace, HostPages
 from cortex.neuron.engine.kv_pages import IncomingPages, KVPages
 from cortex.neuron.engine.pages import Digest
 from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
@@ -55,7 +55,7 @@ class _Outgoing:
     copy: RunningCopy
     part: int
     ids: frozenset[int]
-    blocks: tuple[tuple[Digest, Place], ...]
+    blocks: tuple[tuple[Digest, BlockPlace], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class _Fetch:
     copies: tuple[RunningCopy, ...]
     pages: Sequence[IncomingPages]
     state: tuple[int, Digest] | None
-    places: tuple[Place, ...]
+    places: tuple[BlockPlace, ...]
     num_tokens: int
 
     @property

@@ -84,8 +84,8 @@ def engine_rates(options: argparse.Namespace) -> dict[str, float]:
     pairs = sum(length * length for length in lengths)
     layers = engine.pooled.architecture.layers
     weights = sum(_layer_weights(layer) for layer in layers)
-    attention = sum(int(4 * layer.mixer.heads * layer.mixer.head_dim) for layer in layers)  # type: ignore[union-attr]
-    flops = (2 * weights * num_tokens + attention * pairs) / best_s
+    attention = sum(_attention_width(layer) for layer in layers)
+    flops = (2 * weights * num_tokens + 4 * attention * pairs) / best_s
     result = {"tokens_per_s": num_tokens / best_s, "tflops": flops / 1e12, "longest_step_ms": longest_s * 1e3}
     if device.type == "cuda":
         limit = matrix_limit(device)
@@ -102,6 +102,10 @@ def _layer_weights(layer: Any) -> int:
     mixer, block = layer.mixer, layer.feed_forward
     heads = (2 * mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim
     return int(mixer.hidden * heads + block.hidden * block.inner * (3 if block.gated else 2))
+
+
+def _attention_width(layer: Any) -> int:
+    return int(layer.mixer.heads * layer.mixer.head_dim)
 
 
 def loaded(checkpoint: Path | None, shape: dict[str, Any], device: torch.device) -> PoolingEngine:

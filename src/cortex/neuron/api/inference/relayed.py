@@ -62,6 +62,8 @@ class RelayedSession:
         can have, but pictures by their size: their files have far more bytes than tokens."""
         self.phase: Phase = "load"
         """The current phase; after the end, the last one."""
+        self.first_token_s: float | None = None
+        """Not known: a server may send its first piece long after its first token."""
         self._backend = backend
         self._drain_gate = drain_gate
         self._packed = packed

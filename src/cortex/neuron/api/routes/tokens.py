@@ -70,7 +70,7 @@ class Tokens:
             model = parsed.head.model
             check_pictures(self.backend, parsed.head, is_of_gateway=bool(principal))
             prepared = await self.backend.texts.prepare(parsed, principal=principal, in_context=False)
-            ids = tuple(prepared.prompts[0].ids)
+            ids: Sequence[int] = prepared.prompts[0].ids
         else:
             model = parsed.model
             ids = await self._encoded(parsed, principal)

@@ -52,11 +52,11 @@ async def _measure(database: str, count: int, num_requests: int) -> None:
                 await _until_ready(port)
             await _send(ports, key, 100 * count)  # warms everything up
             before = [_cpu_s(process.pid) for process in processes]
-            database_before = _database_cpu_s()
+            database_before = _database_cpu_s(database)
             await _send(ports, key, num_requests)
             await asyncio.sleep(3 * FLUSH_S)
             cpu_s = sum(_cpu_s(process.pid) for process in processes) - sum(before)
-            database_s = _database_cpu_s() - database_before
+            database_s = _database_cpu_s(database) - database_before
             wanted = (num_requests + 100 * count) * (USAGE.prompt_tokens + USAGE.completion_tokens)
             found = await _ledger(ports[0], key, wanted)
             verdict = "equal" if found == wanted else f"{found} instead of {wanted}"
@@ -138,7 +138,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                 b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n%bcontent-length: %d\r\n\r\n%b"
                 % (headers, len(content), content)
             )
-    except (asyncio.IncompleteReadError, ConnectionError, KeyError):
+    except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
         writer.close()
 
 
@@ -188,20 +188,18 @@ def _cpu_s(pid: int) -> float:
 
 def _own_cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    return sum(map(int, fields[11:15])) / _TICKS_PER_S  # with that of children that have ended
 
 
-def _database_cpu_s() -> float:
-    """Of all processes of PostgreSQL on this machine."""
-    total = 0.0
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if (entry / "comm").read_text().strip() == "postgres":
-                    total += _own_cpu_s(int(entry.name))
-            except OSError:
-                continue  # it has ended
-    return total
+def _database_cpu_s(database: str) -> float:
+    """Of all processes of the server, which is on this machine."""
+    import psycopg
+
+    with psycopg.connect(database) as connection:
+        row = connection.execute("SELECT pg_backend_pid()").fetchone()
+        assert row is not None
+        fields = Path(f"/proc/{row[0]}/stat").read_text().rpartition(")")[2].split()
+        return _cpu_s(int(fields[1]))  # of its parent, and of all that it started
 
 
 def _free_port() -> int:

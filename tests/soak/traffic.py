@@ -74,11 +74,12 @@ class Traffic:
         await self._send(session, "/v1/responses", body, _responses_usage)
 
     async def _embeddings(self, session: ClientSession) -> None:
-        body = {"model": EMBEDDER, "input": [self._words() for _ in range(self._chance.randint(1, 4))]}
+        body = {"model": EMBEDDER, "input": [self._words(8) for _ in range(self._chance.randint(1, 4))]}
         await self._send(session, "/v1/embeddings", body, _openai_usage, may_stream=False)
 
-    def _words(self) -> str:
-        return " ".join(self._chance.choices(("the", "cat", "runs", "fast", "Oslo"), k=self._chance.randint(3, 60)))
+    def _words(self, most: int = 60) -> str:
+        words = ("the", "cat", "runs", "fast", "Oslo")
+        return " ".join(self._chance.choices(words, k=self._chance.randint(3, most)))
 
     async def _send(
         self,

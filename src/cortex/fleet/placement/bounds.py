@@ -110,26 +110,33 @@ def by_free_memory(spec: ModelSpec, node: Node, need: Need | None, *, packs: boo
     held = node.residencies.get(spec.id)
     if _may_wake(spec, node, held) or node.nodes_of(spec):
         return (_ASLEEP,)
-    room, is_elsewhere = node_room(node), node.name not in spec.pinned_on
-    fits: Bound = (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0)
+    is_elsewhere = node.name not in spec.pinned_on
+    return by_room(node_room(node), need, packs=packs, is_elsewhere=is_elsewhere, is_divided=_is_divided(spec, held))
+
+
+def by_room(
+    room: _NodeRoom, need: Need | None, *, packs: bool, is_elsewhere: bool = True, is_divided: bool = False
+) -> Bound:
+    """The same for a model that is not asleep there. `is_elsewhere`: the catalogue does not pin it on the node."""
     available = room.available_bytes
     if not available:
         return _TOO_SMALL
+    most_bytes = available[-1]
     if need is None:
-        return (*fits, True, False, -sum(available))
-    if _is_divided(spec, held) or (room.may_divide and need.takes_bytes > room.max_capacity_bytes):
+        return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, True, False, -sum(available))
+    if is_divided or (room.may_divide and need.takes_bytes > room.max_capacity_bytes):
         if need.least_bytes > room.total_bytes:
             return _TOO_SMALL
         if need.least_bytes > sum(available):
             free_bytes = sum(max(0, each.balance_bytes) for each in room.devices)
             return (_EVICTION, is_elsewhere, True, 0.0, max(0, need.least_bytes - free_bytes))
         return (_FITS, is_elsewhere)
-    most_bytes = available[-1]
     if need.takes_bytes <= most_bytes:
-        return (*fits, False, False, _left_over(available, (need.takes_bytes,), packs=packs))
+        left_over = _left_over(available, (need.takes_bytes,), packs=packs)
+        return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, False, False, left_over)
     if need.least_bytes <= most_bytes:
-        sizes = (need.comfortable_bytes, need.least_bytes)
-        return (*fits, False, True, _left_over(available, sizes, packs=packs))
+        left_over = _left_over(available, (need.comfortable_bytes, need.least_bytes), packs=packs)
+        return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, False, True, left_over)
     if need.least_bytes > room.max_capacity_bytes:
         return _TOO_SMALL
     return (_EVICTION, is_elsewhere, True, 0.0, min(_missing(each, need) for each in _wide(room, need)))
@@ -197,6 +204,8 @@ def _least_harm(evictable: Sequence[tuple[int, float]], missing: int) -> Bound:
 def _left_over(available: Sequence[int], sizes: Sequence[int], *, packs: bool) -> int:
     if not packs:
         return sizes[-1] - available[-1]
+    if len(available) == 1:
+        return min(available[0] - size for size in sizes if available[0] >= size)
     return min(each - size for size in sizes for each in available if each >= size)
 
 

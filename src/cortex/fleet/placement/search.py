@@ -9,10 +9,11 @@ from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.memory import Need, need_of
 from cortex.fleet.topology import Fleet, Node
 
-from .bounds import RANK, Bound, by_free_memory, by_residents, is_plain, node_room
+from .bounds import RANK, Bound, by_free_memory, by_residents, by_room, is_plain, node_room
 from .decision import Assessment, Decision, Origin, Verdict
 from .place import assess, decided, preference, raised_need, without_memory
 
+_AFTER_EVICTION = RANK[Verdict.FITS_AFTER_EVICTION]
 SMALL_FLEET = 8
 """A decision for at most this many nodes explains all of them."""
 MIN_ASSESSED = 3
@@ -97,13 +98,13 @@ class _Candidates:
     def _entry(self, position: int) -> tuple[Bound, int, bool]:
         node, spec = self._fleet.nodes[position], self._spec
         held = node.residencies.get(spec.id)
-        if held is None and self._is_plain and node_room(node).is_plain:
-            bound = by_free_memory(spec, node, self._elsewhere, packs=self._packs)
-            return bound, position, bound[0] != RANK[Verdict.FITS_AFTER_EVICTION]
+        if held is None and self._is_plain and (room := node_room(node)).is_plain:
+            bound = by_room(room, self._elsewhere, packs=self._packs)
+            return bound, position, bound[0] != _AFTER_EVICTION
         if (found := without_memory(spec, node, held, self._fleet, self._now, self._origin)) is not None:
             return (RANK[found[0]],), position, True
         bound = by_free_memory(spec, node, self._need(node), packs=self._packs)
-        return bound, position, bound[0] != RANK[Verdict.FITS_AFTER_EVICTION]
+        return bound, position, bound[0] != _AFTER_EVICTION
 
     def _need(self, node: Node) -> Need | None:
         is_listed = self._spec.id in node.residencies

@@ -21,7 +21,7 @@ MAX_CHANGES = 20_000
 
 class DeviceKey(NamedTuple):
     node: str
-    index: int
+    device: int
 
 
 class Holdings(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -61,9 +61,9 @@ class RelayedSession:
         `gateway_s`: as `Session` has them; the prompt counts as one token per byte, because that is the most that it
         can have, but pictures by their size: their files have far more bytes than tokens."""
         self.phase: Phase = "load"
+        """The current phase; after the end, the last one."""
         self.first_token_s: float | None = None
         """Not known: a server may send its first piece long after its first token."""
-        """The current phase; after the end, the last one."""
         self._backend = backend
         self._drain_gate = drain_gate
         self._packed = packed

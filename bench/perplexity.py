@@ -14,9 +14,10 @@ numbers that the packed ones have, which are the same. Give `--dtype float32` on
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,15 +63,14 @@ def main() -> None:
         max_num_seqs=1,
         prefill_chunk_tokens=CHUNK_TOKENS,
     )
-    device = torch.device(arguments.device)
+    device = torch.device("cuda:0" if arguments.device == "cuda" else arguments.device)
     rows = {"as stored": spec, "as served": replace(spec, dtype="auto"), "kv fp8": replace(spec, kv_dtype="fp8")}
     rows |= {name: replace(spec, quant=name) for name in reversed(RECIPES)}
     baseline: Tensor | None = None
     for name, row in rows.items():
         if arguments.only and name not in arguments.only and baseline is not None:
             continue
-        engine = load(row, device)
-        scores = torch.tensor([score for window in windows for score in _scores(engine, window)])
+        scores = _all_scores(row, device, windows)
         baseline = scores if baseline is None else baseline
         print(table_row(name, scores, baseline), flush=True)
     if arguments.llama and baseline is not None:
@@ -89,6 +89,16 @@ def table_row(name: str, scores: Tensor, baseline: Tensor) -> str:
     difference = (scores - baseline).abs()
     mean, p95, largest = (float(each) for each in (difference.mean(), difference.quantile(0.95), difference.max()))
     return f"{name:10} {found:9.4f} {found / expected - 1:+8.2%}  {mean:8.4f} {p95:8.4f} {largest:8.4f}"
+
+
+def _all_scores(spec: LoadSpec, device: torch.device, windows: Sequence[tuple[int, ...]]) -> Tensor:
+    engine = load(spec, device)
+    scores = torch.tensor([score for window in windows for score in _scores(engine, window)])
+    del engine  # it has taken what was free on the device
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return scores
 
 
 def _scores(engine: Engine, window: tuple[int, ...]) -> Iterator[float]:

@@ -47,5 +47,6 @@ if [ -z "$root" ]; then
   systemd-sysusers
   packaging/node-key.sh "$1" /etc/cortex
   [ ! -d /run/systemd/system ] || systemctl daemon-reload  # absent while an image is made
+  [ "$1" = neuron ] || echo "Make the first key: /opt/cortex/bin/cortex keys add NAME --config /etc/cortex/cortex.toml"
   echo "Edit /etc/cortex/${examples%% *}, then: systemctl enable --now $units"
 fi

@@ -26,7 +26,7 @@ from typing import Any
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
 MODELS = ("native", "llama", "speech")
-MODEL_MB, LIMIT_MB = 300, 460
+MODEL_MB, LIMIT_MB = 300, 440
 """Two of them do not fit."""
 IDLE_S = 90
 """After this long without requests, connections between gateway and node are closed, and the native model's tokenizer

@@ -28,16 +28,21 @@ RESULT = "It is sunny in Oslo."
 TOOLS = ("get_weather", "Weather", "final_result", "json")
 """Tools that the model calls when it has them."""
 MAKE_FILE = "echo scripted > made.txt"
-AGENT_TOOLS = {"Bash": "command", "exec_command": "cmd"}
-"""The shells of coding agents, with the argument that has the command. They run `MAKE_FILE` if asked for made.txt."""
+AGENT_TOOLS = {
+    "Bash": {"command": MAKE_FILE},
+    "exec_command": {"cmd": MAKE_FILE},
+    "run_shell_command": {"command": MAKE_FILE, "is_background": False},
+    "bash": {"command": MAKE_FILE, "description": "Makes it"},
+}
+"""The shells of coding agents, with the arguments of a call that makes made.txt, if the user asks for it."""
 SCRIPTS = {
     "greeting": GREETING,
     "result": RESULT,
     "file": "hello.py\n```\nprint('scripted')\n```\n",
     "json": "",
     **{
-        f"shell-{tool}": f'<tool_call>\n{{"name": "{tool}", "arguments": {{"{name}": "{MAKE_FILE}"}}}}\n</tool_call>'
-        for tool, name in AGENT_TOOLS.items()
+        f"shell-{tool}": f'<tool_call>\n{{"name": "{tool}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+        for tool, arguments in AGENT_TOOLS.items()
     },
     **{f"call-{tool}": f'<tool_call>\n{{"name": "{tool}", "arguments": ' for tool in TOOLS},
 }

@@ -43,7 +43,10 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     ),
     "langchain_node.mjs": named("chat", "responses", "anthropic", "ollama"),
     "llamaindex_node.mjs": TASKS,
-    "agents.mjs": (*named("Claude Code", "Codex", tasks=("chat", "tools")), *named("pi", "Continue", tasks=("chat",))),
+    "agents.mjs": (
+        *named("Claude Code", "Codex", "Qwen Code", "opencode", tasks=("chat", "tools")),
+        *named("pi", "Continue", tasks=("chat",)),
+    ),
 }
 
 

@@ -23,7 +23,7 @@ from cortex.cli.up.demo import SMOLLM2, ensure_demo_model
 from ..ports import free_port
 
 MARK = "E2E_TEST_RUN"
-READY_TIMEOUT_S = 180.0
+READY_TIMEOUT_S = 600.0
 SOURCE = Path(__file__).parents[2] / "src"
 
 

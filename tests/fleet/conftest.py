@@ -33,6 +33,7 @@ def _model(
     least: float | None = None,
     reason: str | None = None,
     reason_code: str | None = None,
+    source: str | None = None,
 ) -> Residency:
     status = ModelStatus(
         id=model_id,
@@ -46,6 +47,7 @@ def _model(
         idle_s=idle_s,
         reason=reason,
         reason_code=reason_code,
+        source=source,
     )
     return Residency(status=status, seen_at=NOW, in_flight=in_flight, pinned=pinned)
 

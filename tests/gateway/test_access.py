@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -13,7 +13,7 @@ from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.gateway.ledger.store import open_store
-from cortex.settings import Listen
+from cortex.settings import Listen, SettingsError
 
 if TYPE_CHECKING:
     from .started_gateway import StartGateway
@@ -68,6 +68,26 @@ async def test_gateway_that_never_had_keys_stays_open(start_gateway: StartGatewa
     assert (await client.get("/v1/models"))[0] == 200
 
 
+@pytest.mark.parametrize("key", ["listen", "ollama_listen"])
+async def test_public_address_without_keys_must_be_opened_explicitly(
+    start_gateway: StartGateway, tmp_path: Path, key: str
+) -> None:
+    addresses: dict[str, Any] = {key: Listen("0.0.0.0:0")}
+    with pytest.raises(SettingsError, match=r"0\.0\.0\.0:0 without keys.*cortex keys add.*gateway\.open = true"):
+        await start_gateway(**addresses)
+    assert not (tmp_path / "cortex-spend.db").exists()
+    client = await start_gateway(**addresses, open=True)
+    assert (await client.get("/v1/models"))[0] == 200
+
+    local = msgspec.structs.replace(client.gateway.config.gateway, open=False, **{key: Listen("127.0.0.1:0")})
+    for section in (local, msgspec.structs.replace(local, **addresses)):  # addresses change with a restart only
+        with pytest.raises(SettingsError, match=r"gateway\.open = true"):
+            await client.gateway.reconfigure(
+                msgspec.structs.replace(client.gateway.config, gateway=section), Catalogue()
+            )
+    assert (await client.get("/v1/models"))[0] == 200, "what was in force stays"
+
+
 async def test_gateway_without_keys_creates_no_database(start_gateway: StartGateway, tmp_path: Path) -> None:
     await start_gateway()
     assert not (tmp_path / "cortex-spend.db").exists()
@@ -76,9 +96,9 @@ async def test_gateway_without_keys_creates_no_database(start_gateway: StartGate
 async def test_address_for_ollama_is_part_of_the_access_checks(
     start_gateway: StartGateway, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client = await start_gateway(ollama_listen=Listen("0.0.0.0:0"))
+    client = await start_gateway(ollama_listen=Listen("0.0.0.0:0"), open=True)
     (warning,) = [record.getMessage() for record in caplog.records if "anybody who can reach" in record.getMessage()]
-    assert 'ollama_listen = "127.0.0.1:0"' in warning
+    assert "0.0.0.0:0" in warning
     section = msgspec.structs.replace(client.gateway.config.gateway, ollama_listen=Listen("gpu.example.com:11434"))
     renamed = msgspec.structs.replace(client.gateway.config, gateway=section)
     named = {"host": "gpu.example.com:11434"}

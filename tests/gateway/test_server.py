@@ -104,9 +104,21 @@ async def test_invalid_configuration_exits_with_one_line(tmp_path: Path) -> None
     assert len(errors.decode().splitlines()) == 1
 
 
-async def test_warns_about_public_address_without_keys(spawn: SpawnGateway) -> None:
-    gateway = await spawn(listen_host="0.0.0.0")
+async def test_warns_about_open_public_address(spawn: SpawnGateway) -> None:
+    gateway = await spawn(listen_host="0.0.0.0", extra="open = true")
     assert "anybody who can reach" in gateway.log
+
+
+async def test_public_address_without_keys_exits_with_one_line(tmp_path: Path) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text('[gateway]\nlisten = "0.0.0.0:0"\n')
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "cortex.gateway", "--config", str(config), stderr=asyncio.subprocess.PIPE
+    )
+    _, errors = await process.communicate()
+    assert process.returncode == ExitCode.CONFIG
+    assert "gateway.open = true" in errors.decode().splitlines()[-1]
+    assert "Traceback" not in errors.decode()
 
 
 async def test_warns_when_a_reload_opens_a_public_address(spawn: SpawnGateway, tmp_path: Path) -> None:

@@ -45,6 +45,20 @@ def test_compose_mounts_only_what_exists_and_keeps_the_state() -> None:
     assert ("neuron-cache", "/var/cache/neuron") in kept
 
 
+def test_images_of_others_are_named_by_digest() -> None:
+    compose = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
+    images = [service["image"] for service in compose["services"].values() if "build" not in service]
+    files = [file.read_text() for file in (PACKAGING / "container").iterdir()]
+    for text in files:
+        assert re.findall(r"^FROM (\S+)", text, re.M)[0] == "${PYTHON_IMAGE}"
+        images += re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", text, re.M)
+        stages = {"${PYTHON_IMAGE}", *re.findall(r"^FROM \S+ AS (\S+)", text, re.M)}
+        assert set(re.findall(r"^FROM (\S+)", text, re.M)) <= stages
+    assert len(images) == 4
+    for image in images:
+        assert re.fullmatch(r"docker\.io/[a-z/]+:[\w.-]+@sha256:[0-9a-f]{64}", image), image
+
+
 def test_compose_services_find_each_other() -> None:
     compose = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
     config = load_gateway(COMPOSE / "config" / "cortex.toml", {"CORTEX_NODE_KEY": "x"})

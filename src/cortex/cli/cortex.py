@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from cortex import __version__
+from cortex.cli.commands.audit import audit
 from cortex.cli.commands.cancel import cancel
 from cortex.cli.commands.chat import chat
 from cortex.cli.commands.completion import completion
@@ -38,7 +39,7 @@ _LOOK = (status, ps, models, logs, jobs, explain, doctor)
 _USE = (run_model, chat, embed, launch)
 _CONTROL = (load, unload, cancel, pin, unpin, move, pull, rm, drain, undrain)
 
-for command in (up, *_LOOK, *_USE, *_CONTROL, keys, usage, serve, import_configuration, completion):
+for command in (up, *_LOOK, *_USE, *_CONTROL, keys, usage, audit, serve, import_configuration, completion):
     cortex.add_command(command)
 cortex.add_command(unload, "stop")  # as users of Ollama call it
 

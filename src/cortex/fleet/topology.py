@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from cortex.wire.errors import SourceNotFound
 from cortex.wire.node.protocol import (
     DeviceKind,
     Dialect,
@@ -81,6 +82,12 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def state(self) -> ModelState:
         return self.status.state
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether its path on the node has no files."""
+        is_path = (self.status.source or "").startswith(("/", "./", "../", "~"))
+        return is_path and self.state is ModelState.COLD and self.status.reason_code == SourceNotFound.code
 
     @property
     def is_busy(self) -> bool:

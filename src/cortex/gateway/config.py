@@ -50,7 +50,7 @@ class GatewaySection(Section, frozen=True):
     """Address of the Prometheus metrics."""
     open: bool = False
     """Admit every request without a key, even if keys were configured before. Has no effect while there are
-    `[[keys]]`. A gateway that never had keys is open without it."""
+    `[[keys]]`. On loopback addresses a gateway that never had keys is open without it; on others it does not start."""
     open_listing: bool = False
     """Clients without a key may list the models: `/v1/models`, Ollama's `/api/version`, `/api/tags`, `/api/ps` and
     `/api/show`, llama.cpp's `/models` and `/props`. Some editors send no key when they look for models.
@@ -151,7 +151,8 @@ class LimitsSection(Section, frozen=True):
 
 
 class ResponsesSection(Section, frozen=True):
-    """Stored responses of the Responses API: `store`, `previous_response_id`, `background`."""
+    """Stored responses and conversations of the Responses API: `store`, `previous_response_id`, `conversation`,
+    `background`."""
 
     store: bool = True
     """Store every response of `/v1/responses`, unless its request says `"store": false`. With `false` nothing is
@@ -325,6 +326,12 @@ class Config(Section, frozen=True):
         """The authorities of a node. Relative paths start at `directory`."""
         file = neuron.ca_file or self.gateway.node_ca_file
         return None if file is None else directory / file.expanduser()
+
+    @property
+    def public_addresses(self) -> tuple[Listen, ...]:
+        """The addresses of the API that other hosts can reach."""
+        addresses = (self.gateway.listen, self.gateway.ollama_listen)
+        return tuple(address for address in addresses if address is not None and not address.is_loopback)
 
     def state_directory(self, directory: Path) -> Path:
         """The directory of `gateway.state`; relative paths of the configuration start at `directory`."""

@@ -21,15 +21,8 @@ def warn_about_access(config: Config, *, is_open: bool) -> None:
         elif section.open:
             log.warning("gateway.open has no effect while [[keys]] are configured: remove one of the two")
         return
-    for key, address in (("listen", section.listen), ("ollama_listen", section.ollama_listen)):
-        if address is not None and not address.is_loopback:
-            log.warning(
-                "anybody who can reach %s may use this gateway: no [[keys]] are configured. "
-                'Add one with `cortex keys add`, or set %s = "127.0.0.1:%s"',
-                address,
-                key,
-                address.port,
-            )
+    for address in config.public_addresses:
+        log.warning("anybody who can reach %s may use this gateway: gateway.open is true", address)
 
 
 def warn_about_restart(before: Config, after: Config) -> None:

@@ -10,6 +10,7 @@ from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.opaque.inference import OpaqueInference
 from cortex.gateway.proxy.routes import ROUTES, Route, error_response, family_of, methods_of, opaque_route
 from cortex.gateway.responses.api import PREFIX as STORED_RESPONSES
+from cortex.gateway.responses.conversations import PATH as CONVERSATIONS
 from cortex.gateway.responses.service import ResponsesService
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.request import Request
@@ -63,6 +64,8 @@ class RequestRouter:
         if route is None:
             if (opaque := opaque_route(request.path)) is not None:
                 self._relay(exchange, opaque)
+            elif request.path == CONVERSATIONS or request.path.startswith(CONVERSATIONS + b"/"):
+                self._responses.conversations.handle(exchange)
             elif request.path.startswith(STORED_RESPONSES):
                 self._responses.stored.handle(exchange)
             elif self._page.takes(request):
@@ -72,7 +75,7 @@ class RequestRouter:
         elif request.method != b"POST":
             error = MethodNotAllowed(f"{request.path.decode()} takes POST only.", details={"allowed_methods": ["POST"]})
             exchange.respond(*error_response(error, route.family))
-        elif route.dialect == "openai_responses":
+        elif route.dialect in ("openai_responses", "openai_compaction"):
             self._responses.stateful.begin(exchange, route)
         elif route.reports_durations and route.generates:
             self._ollama.begin(exchange, route)

@@ -14,6 +14,7 @@ import msgspec
 from cortex import open_files
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.api.activity import ActivityRoutes
+from cortex.gateway.api.audit import AuditRoutes
 from cortex.gateway.api.control import Control
 from cortex.gateway.api.event_streams import EventStreams
 from cortex.gateway.api.files import FileRoutes
@@ -40,6 +41,7 @@ from cortex.gateway.dispatch.measured_sizes import MeasuredSizes
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.nodes.dns_discovery import DNSDiscovery, Resolve, resolve_addresses
 from cortex.gateway.dispatch.nodes.poller import Poller
+from cortex.gateway.dispatch.operator.audit import AuditLog, record_changed_keys
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.gateway.dispatch.operator.state import OperatorState
 from cortex.gateway.history.store import HistoryStore
@@ -148,6 +150,7 @@ class Gateway:
         )
         self._activity_file = ActivityFile(config.state_directory(directory), self._services.activity)
         self._request_log = RequestLog(self._services.activity, config.database(directory))
+        self._audit = AuditLog(config.database(directory), config.ledger.audit_days)
         self._history = HistoryStore(self._services.activity, self.event_log, config, directory)
         self._inference = Inference(self._services)
         self._responses = ResponsesService(config, directory, self._inference, self.tasks)
@@ -173,6 +176,7 @@ class Gateway:
             LlamaCppRoutes(self.dispatcher, orders, self._metering, open_paths, self.event_log, self._streams),
             ModelLogRoutes(self.dispatcher, self._nodes, self._metering, self._deferred),
             JobRoutes(board, self._metering),
+            AuditRoutes(self._audit, self._metering, self._deferred),
             ActivityRoutes(
                 self._services.activity,
                 self._request_log,
@@ -195,6 +199,7 @@ class Gateway:
             self._streams,
             parts,
             open_paths,
+            self._audit,
         )
         self._signing_in = SigningIn(self._metering, Conversations(config.database(directory)))
         self._page = Page(self._metering.meter, self._signing_in, is_secure=self._certificate is not None)
@@ -220,7 +225,7 @@ class Gateway:
     async def start(self, sockets: ListeningSockets | None = None) -> tuple[str, int]:
         """Open the ledger, poll every node once, then listen; returns the API's address.
 
-        Raises `StoreError` or `CannotListen`.
+        Raises `StoreError`, `SettingsError` or `CannotListen`.
         """
         await self._activity_file.restore()
         await self._history.restore()
@@ -252,6 +257,7 @@ class Gateway:
             self.tasks.start("operator state", self._operator_state.run),
             self.tasks.start("keep activity", self._activity_file.run),
             self.tasks.start("request log", self._request_log.run),
+            self.tasks.start("audit log", self._audit.run),
             self.tasks.start("history", self._history.run),
             self.tasks.start("discover nodes", self._discover_nodes),
         ]
@@ -287,6 +293,7 @@ class Gateway:
         databases = (
             self._operator_state,
             self._request_log,
+            self._audit,
             self._history,
             self._signing_in,
             self._responses,
@@ -332,9 +339,8 @@ class Gateway:
 
     def _is_database_away(self) -> bool:
         ledger = self._metering.ledger
-        if self._request_log.is_failing:
-            return True
-        return self._operator_state.is_failing or (ledger is not None and ledger.is_failing)
+        is_failing = (self._request_log.is_failing, self._operator_state.is_failing, self._audit.is_failing)
+        return any(is_failing) or (ledger is not None and ledger.is_failing)
 
     async def _reload_files(self) -> None:
         if self._files is not None:
@@ -381,6 +387,7 @@ class Gateway:
         self.dispatcher.reconfigure(settings)
         for client in joining:
             self._pollers[client.name].start()
+        record_changed_keys(self._audit, before.keys, config.keys)
         warn_about_restart(before, config)
         if self._metering.is_open != was_open or bool(before.keys) != bool(config.keys):
             warn_about_access(config, is_open=self._metering.is_open)

@@ -120,7 +120,7 @@ def complete(joined: Joined, num_earlier: int, completion: Completion) -> Comple
             f"{completion.max_body_mb} MB (gateway.max_body_mb). Start a new conversation."
         )
     values = {"input": whole, **({"stream": True} if completion.in_background else {})}
-    completed = replace_fields(body, values, without=("previous_response_id", "background"))
+    completed = replace_fields(body, values, without=("previous_response_id", "background", "conversation"))
     envelope = envelopes.read(completed, "openai_responses", generates=generates)
     stored_input = items.with_ids(own, completion.stored_as) if completion.stored_as is not None else None
     return Completed(RelayedBody(completed, envelope, False), stored_input)

@@ -60,6 +60,8 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
     picture_bytes: int = 0
     """Of the body. Pictures count as tokens instead."""
     picture_tokens: int = 0
+    conversation_id: str | None = None
+    """Of the Responses API."""
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -123,14 +125,23 @@ class _MessagesFields(_Fields, frozen=True):
         return Facts(model, bool(self.stream), self.completion_limit, 1, reasoning_limit=limit)
 
 
+class _ConversationParam(msgspec.Struct, frozen=True):
+    id: str
+
+
 class _StateFields(_Fields, frozen=True):
     """A request of the Responses API. This class reads those that generate nothing."""
 
     store: bool | None = None
     previous_response_id: str | None = None
     background: bool | None = None
+    conversation: str | _ConversationParam | None = None
 
     def facts(self, model: str) -> Facts:
+        """Raises InvalidValue."""
+        conversation = self.conversation
+        if conversation is not None and self.previous_response_id is not None:
+            raise InvalidValue("conversation: use either it or 'previous_response_id', not both.", param="conversation")
         return Facts(
             model,
             bool(self.stream),
@@ -139,6 +150,7 @@ class _StateFields(_Fields, frozen=True):
             self.store,
             self.previous_response_id,
             bool(self.background),
+            conversation_id=conversation.id if isinstance(conversation, _ConversationParam) else conversation,
         )
 
 
@@ -244,6 +256,7 @@ _decoders: dict[Dialect, msgspec.json.Decoder[_Fields]] = {
     "ollama_chat": msgspec.json.Decoder[_Fields](_OllamaFields),
     "ollama_generate": msgspec.json.Decoder[_Fields](_OllamaFields),
     "llama_cpp_infill": msgspec.json.Decoder[_Fields](_InfillFields),
+    "openai_compaction": msgspec.json.Decoder[_Fields](_ResponsesFields),
 }
 
 

@@ -32,6 +32,7 @@ _LEAST_TOKENS, _MOST_TOKENS = 256, 16_384
 _MARKS: Final[dict[Dialect, tuple[bytes, ...]]] = {
     "openai_chat": (b";base64,", b";BASE64,"),
     "openai_responses": (b";base64,", b";BASE64,"),
+    "openai_compaction": (b";base64,", b";BASE64,"),
     "anthropic_messages": (b'"base64"',),
     "ollama_chat": (b'"images"',),
     "ollama_generate": (b'"images"',),

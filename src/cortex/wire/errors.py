@@ -110,6 +110,12 @@ class ResponseNotFound(_InvalidRequest):
     code = "response_not_found"
 
 
+class ConversationNotFound(ResponseNotFound):
+    """There is no conversation with this id for the client's key."""
+
+    code = "conversation_not_found"
+
+
 class ItemNotFound(ResponseNotFound):
     """A request refers to an item that is not stored."""
 

@@ -67,6 +67,8 @@ class Start(Event, frozen=True, tag="start"):
     created: int
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    prompt_token_ids: tuple[int, ...] = ()
+    """If the client asked for them."""
 
 
 class TextDelta(Event, frozen=True, tag="text"):
@@ -108,6 +110,12 @@ class PromptLogprobs(Event, frozen=True, tag="prompt_logprobs"):
     tokens: tuple[TokenLogprob, ...]
 
 
+class TokenIds(Event, frozen=True, tag="token_ids"):
+    """Tokens that were generated for the next events of the choice, if the client asked for them."""
+
+    tokens: tuple[int, ...]
+
+
 class UsageSoFar(Event, frozen=True, tag="usage"):
     """Usage of the choice including the next delta, if the client asked for continuous usage."""
 
@@ -141,6 +149,7 @@ AnyEvent = (
     | Logprobs
     | PromptLogprobs
     | UsageSoFar
+    | TokenIds
     | Finish
     | Failure
 )

@@ -15,6 +15,7 @@ from cortex.wire.events import (
     ReasoningDelta,
     Start,
     TextDelta,
+    TokenIds,
     TokenLogprob,
     ToolCallDelta,
     ToolCallStart,
@@ -36,6 +37,8 @@ class ResponseChoice:
     finish: Finish
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
@@ -57,6 +60,8 @@ class _Gathering:
     blocks: list[tuple[ToolCallStart | type[Text] | type[Reasoning], list[str]]] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    token_ids: list[int] = field(default_factory=list)
+    prompt_token_ids: tuple[int, ...] = ()
     finish: Finish | None = None
 
     def add_text(self, kind: type[Text] | type[Reasoning], text: str) -> None:
@@ -68,7 +73,15 @@ class _Gathering:
         if self.finish is None:
             raise UpstreamInterrupted("The response ended before it was complete; try again.")
         blocks = tuple(map(_block, self.blocks))
-        return ResponseChoice(index, blocks, self.finish, tuple(self.logprobs), self.prompt_logprobs)
+        return ResponseChoice(
+            index,
+            blocks,
+            self.finish,
+            tuple(self.logprobs),
+            self.prompt_logprobs,
+            tuple(self.token_ids),
+            self.prompt_token_ids,
+        )
 
 
 def _block(gathered: tuple[ToolCallStart | type[Text] | type[Reasoning], list[str]]) -> Block:
@@ -84,8 +97,12 @@ def gather(events: Iterable[AnyEvent]) -> tuple[ResponseChoice, ...]:
     for event in events:
         choice = gathering.setdefault(event.index, _Gathering())
         match event:
-            case Start() | ToolCallStop() | UsageSoFar():
+            case ToolCallStop() | UsageSoFar():
                 pass
+            case Start(prompt_token_ids=tokens):
+                choice.prompt_token_ids = tokens
+            case TokenIds(tokens=tokens):
+                choice.token_ids.extend(tokens)
             case PromptLogprobs(tokens=tokens):
                 choice.prompt_logprobs = tokens
             case TextDelta(text=text):

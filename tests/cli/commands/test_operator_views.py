@@ -190,3 +190,15 @@ def test_filter_that_the_gateway_rejects_is_a_mistake_in_the_command_line(
     error = {"message": "Invalid value for 'status': use a status such as 200.", "code": "invalid_value"}
     gateway.responses["GET", "/fleet/activity?status=banana&limit=20&after=0"] = (400, {"error": error})
     assert invoke("logs", "--status", "banana").code is ExitCode.USAGE
+
+
+def test_audit_shows_who_did_what_oldest_first(gateway: CannedGateway, invoke: Invoke) -> None:
+    entry = {"at": 1.8e9, "key_id": "abcdefgh", "key_name": "anna", "client": "10.0.0.1", "status": 201}
+    entries = [entry | {"action": "DELETE /keys/b", "detail": ""}, entry | {"action": "POST /keys", "detail": "{}"}]
+    gateway.responses = AnyQuery({("GET", "/fleet/audit"): {"entries": entries}})
+    shown = invoke("audit", "--since", "7d", "--key", "anna").stdout
+    assert re.search(r"anna +10\.0\.0\.1 +201 +POST /keys +\{\}\n.*DELETE /keys/b", shown)
+    assert re.fullmatch(r"/fleet/audit\?limit=20&key=anna&since=\d+", gateway.requests[-1][1])
+    assert [each["action"] for each in json.loads(invoke("audit", "--json").stdout)] == ["POST /keys", "DELETE /keys/b"]
+    gateway.responses = AnyQuery({("GET", "/fleet/audit"): {"entries": []}})
+    assert invoke("audit").stdout == "nothing was changed\n"

@@ -18,6 +18,7 @@ from cortex.cli.up.sources import ModelSource
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config
 from cortex.gateway.config import load as load_config
+from cortex.gateway.ledger.keys import as_toml, generate
 from cortex.neuron.config import NeuronConfig
 from cortex.settings import Section, SettingsError, load
 
@@ -68,6 +69,17 @@ def test_user_config_gets_the_local_node_and_the_requested_ports(tmp_path: Path)
     assert config.gateway.listen == "127.0.0.1:1001"
     assert [neuron.name for neuron in config.neurons] == ["local", "local-2"]
     assert config.neurons[1].endpoint == "http://127.0.0.1:1003"
+
+
+KEYS = as_toml(generate("anna").section)
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "is_open"),
+    [("", "127.0.0.1", False), ("", "::1", False), ("", "0.0.0.0", True), (KEYS, "::", False)],
+)
+def test_address_that_the_user_names_is_open_without_keys(tmp_path: Path, text: str, host: str, is_open: bool) -> None:
+    assert ("CORTEX_GATEWAY__OPEN" in overrides(reload(tmp_path, text, Config), host, PORTS)) is is_open
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-// Coding agents as commands: Claude Code over Messages, Codex over Responses, pi and Continue over chat. Each replies; the
-// first two also run a tool.
+// Coding agents as commands: Claude Code over Messages, Codex over Responses, Qwen Code, opencode, pi and Continue over chat.
+// Each replies; the first four also run a tool.
 
 import assert from "node:assert/strict";
 import { execFile } from "node:child_process";
@@ -70,6 +70,39 @@ function pi(...options) {
   return run(command, ["--provider", "cortex", "--model", model, ...options], () => ({}), files);
 }
 
+function qwen(...options) {
+  const command = join(modules, ".bin", "qwen");
+  const environment = () => ({ OPENAI_BASE_URL: `${url}/v1`, OPENAI_API_KEY: key, OPENAI_MODEL: model });
+  return run(command, ["--auth-type", "openai", ...options], environment);
+}
+
+const opencodeConfiguration = {
+  $schema: "https://opencode.ai/config.json",
+  autoupdate: false,
+  share: "disabled",
+  provider: {
+    cortex: {
+      npm: "@ai-sdk/openai-compatible",
+      name: "cortex",
+      options: { baseURL: `${url}/v1`, apiKey: key },
+      models: { [model]: { limit: { context: 32000, output: 2000 } } },
+    },
+  },
+  model: `cortex/${model}`,
+  small_model: `cortex/${model}`,
+  permission: { bash: "allow" },
+};
+
+function opencode(...options) {
+  const command = join(modules, ".bin", "opencode");
+  const environment = () => ({
+    OPENCODE_CONFIG_CONTENT: JSON.stringify(opencodeConfiguration),
+    OPENCODE_DISABLE_AUTOUPDATE: "1",
+    OPENCODE_DISABLE_MODELS_FETCH: "1",
+  });
+  return run(command, ["run", "--model", `cortex/${model}`, ...options], environment);
+}
+
 const continueConfiguration = `
 name: cortex
 version: 1.0.0
@@ -97,6 +130,22 @@ await report({
   async "Claude Code: tools"() {
     const { output, folder } = await claude("--allowedTools", "Bash", "--", "Make made.txt.");
     assert.equal(output.trim(), result);
+    assert.equal(await readFile(join(folder, "made.txt"), "utf8"), "scripted\n");
+  },
+  async "Qwen Code: chat"() {
+    assert.equal((await qwen("-p", "Say hello.")).output.trim(), greeting);
+  },
+  async "Qwen Code: tools"() {
+    const { output, folder } = await qwen("--yolo", "-p", "Make made.txt.");
+    assert.equal(output.trim(), result);
+    assert.equal(await readFile(join(folder, "made.txt"), "utf8"), "scripted\n");
+  },
+  async "opencode: chat"() {
+    assert.match((await opencode("Say hello.")).output, new RegExp(greeting));
+  },
+  async "opencode: tools"() {
+    const { output, folder } = await opencode("Make made.txt.");
+    assert.match(output, new RegExp(result));
     assert.equal(await readFile(join(folder, "made.txt"), "utf8"), "scripted\n");
   },
   async "pi: chat"() {

@@ -97,6 +97,19 @@ def test_failed_load_keeps_the_message_of_the_node(model: Make, node: Make, flee
     assert (error.code, "config.json is missing" in error.message) == ("load_failed", True)
 
 
+def test_model_without_files_at_its_path_is_loaded_where_it_has_them(
+    model: Make, node: Make, fleet: Make, spec: Make
+) -> None:
+    facts = {"state": ModelState.COLD, "reason_code": "source_not_found", "reason": "no complete model at /srv/m"}
+    absent = node("a", [24], model("m", source="/srv/m", **facts))
+    error = rejection(place("m", fleet(absent, specs=[spec("m")]), NOW))
+    assert (error.code, "no complete model at /srv/m" in error.message) == ("load_failed", True)
+    there = node("b", [24], model("m", state=ModelState.COLD, source="/srv/m"))
+    assert outcome(place("m", fleet(absent, there, specs=[spec("m")]), NOW)).startswith("load m on b")
+    of_hub = node("a", [24], model("m", source="org/m", **facts))  # it may be there now
+    assert outcome(place("m", fleet(of_hub, specs=[spec("m")]), NOW)).startswith("load m on a")
+
+
 def test_unsupported_model_is_the_error_only_where_every_node_says_so(
     model: Make, node: Make, fleet: Make, spec: Make
 ) -> None:

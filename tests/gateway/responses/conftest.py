@@ -20,5 +20,5 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     import psycopg
 
     with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute("DROP TABLE IF EXISTS response, background_run")
+        connection.execute("DROP TABLE IF EXISTS response, background_run, conversation, conversation_item")
     return url

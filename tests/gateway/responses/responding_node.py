@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from cortex.wire.dialects import openai_responses
+from cortex.wire.dialects import openai_chat, openai_responses
 from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.events import AnyEvent, Finish, Start, TextDelta, ToolCallDelta, ToolCallStart, ToolCallStop, Usage
 from cortex.wire.node import usage_report
@@ -45,6 +45,10 @@ def events_of(request: Any) -> list[AnyEvent]:
 async def respond(node: FakeNeuron, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     """A node's response: the real codec of the dialect."""
     raw = msgspec.json.encode(body)
+    if http.path == "/v1/chat/completions":  # what the gateway translates
+        request = openai_chat.parse(raw)
+        whole = openai_chat.fold(events_of(request), request, id="x", created=1, model="a")
+        return web.Response(body=whole, content_type="application/json")
     request = openai_responses.parse(raw)
     id = "resp_" + "0" * 32
     if stored := kept.from_header(http.headers.get(kept.HEADER, "")):

@@ -82,12 +82,27 @@ async def test_resolves_item_references_like_an_agents_second_step(
     assert [item["type"] for item in listed["data"]] == ["message", "function_call", "function_call_output"]
 
 
+async def test_compacts_a_stored_conversation_and_stores_nothing(
+    node: FakeNeuron, start_gateway: StartGateway, tmp_path: Path
+) -> None:
+    client = await start_gateway(node)
+    _, first = await create(client, input="find the bug")
+    body = {"model": "a", "input": "and?", "previous_response_id": first["id"]}
+    status, compacted = await client.post("/v1/responses/compact", body)
+    assert (status, compacted["object"]) == (200, "response.compaction")
+    assert [item["type"] for item in compacted["output"]] == ["message", "message", "compaction"]
+    assert (await client.get(f"/v1/responses/{compacted['id']}"))[0] == 404
+    status, _ = await create(client, input=[*compacted["output"], {"role": "user", "content": "go on"}])
+    assert status == 200
+    assert (await client.post("/v1/responses/compact", body | {"stream": True}))[0] == 400
+
+
 async def test_honours_what_the_field_table_says_of_gateways(node: FakeNeuron, start_gateway: StartGateway) -> None:
     client = await start_gateway(node)
     _, first = await create(client)
     fields = {"store": True, "previous_response_id": first["id"], "background": True}
     reference = {"type": "item_reference", "id": first["output"][0]["id"]}
-    assert fields.keys() == OF_GATEWAYS.keys()
+    assert {*fields, "conversation"} == OF_GATEWAYS.keys()  # tests of conversations have that one
     assert {reference["type"]} == {kind.name for kind in ITEMS_OF_GATEWAYS}
     status, queued = await create(client, input=[reference], **fields)
     assert (status, {name: queued[name] for name in fields}) == (200, fields)

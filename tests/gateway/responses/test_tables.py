@@ -66,10 +66,10 @@ def test_a_background_response_ends_once(call: Call) -> None:
     assert call(tables.read, "k", "a", 8).renewed_s == 7
     assert call(tables.renew, ["a", "gone"], 9) == {"gone"}
     assert call(tables.read, "k", "a", 9).renewed_s == 9
-    assert call(tables.finish, "a", "other", "cancelled", b"{}") is False
+    assert call(tables.finish, "a", "other", "cancelled", b"{}", 9, 9) is False
     assert call(tables.read, "k", "a", 9).is_finished is False
-    assert call(tables.finish, "a", "k", "cancelled", b'{"x":1}') is True
-    assert call(tables.finish, "a", "k", "completed", b"{}") is False
+    assert call(tables.finish, "a", "k", "cancelled", b'{"x":1}', 9, 9) is True
+    assert call(tables.finish, "a", "k", "completed", b"{}", 9, 9) is False
     stored = call(tables.read, "k", "a", 9)
     assert (stored.status, stored.body, stored.renewed_s) == ("cancelled", '{"x":1}', None)
     assert call(tables.renew, ["a"], 10) == {"a"}

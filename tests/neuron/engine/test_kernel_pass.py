@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +43,14 @@ FACTS = CARDS["sm_90"]
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """The names of the kernels that would be compiled."""
     names: list[str] = []
     monkeypatch.setattr(compilation, "timed", lambda compile_: names.append(compile_.args[0].__name__))
     monkeypatch.setattr(kernel_pass, "cache_folder", lambda: tmp_path / "triton")
-    compilation.use_offline(FACTS)
-    yield names
-    driver.reset_active()
+    monkeypatch.setattr(driver, "_active", compilation.OfflineDriver(FACTS))
+    monkeypatch.setattr(warmup, "use_offline", lambda _: None)
+    return names
 
 
 def passed(config: dict[str, Any], **packing: Any) -> PassedModel:

@@ -110,10 +110,9 @@ STEPS = (((0, 0, 6), (1, 0, 3)), ((0, 6, 10), (2, 0, 4)))
 
 @torch.inference_mode()
 @pytest.mark.parametrize("family", MODELS)
-def test_padded_steps_compute_what_others_do(
-    family: str, device: torch.device, dtype: torch.dtype, assert_close: AssertClose
-) -> None:
-    plain, padded = Model(family, device, dtype), Model(family, device, dtype)
+def test_padded_steps_compute_what_others_do(family: str, device: torch.device, assert_close: AssertClose) -> None:
+    """In float32: rounded to half precision, a GEMM of another number of rows may choose other experts."""
+    plain, padded = Model(family, device, torch.float32), Model(family, device, torch.float32)
     plan, inputs = padded.plan(*STEPS[0])
     assert not padded.graphs.take(plan, inputs)  # not captured yet
     assert padded.graphs.prepare()

@@ -37,12 +37,14 @@ class AgreedAlready(SingleRank):
         return list(counts)
 
 
-class InStages:
+class InStages(Decoder):
     """Two stages of a model, one after the other, as their ranks run them."""
 
     def __init__(self, first: Decoder, second: Decoder) -> None:
         self._first, self._second = first, second
-        self.logits = first.logits
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._first.logits(hidden)
 
     def __call__(self, batch: Batch) -> Tensor:
         return self._second.through_layers(self._first(batch), batch)

@@ -92,7 +92,7 @@ def golden_file(dialect: str, name: str) -> Path:
     return GOLDEN / f"{dialect}.{name}.{'ndjson' if dialect.startswith('ollama') else 'sse'}"
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "openai_compaction"])  # which has no streams
 @pytest.mark.parametrize("name", TRANSCRIPTS)
 def test_encoded_bytes_match_the_golden_files(dialect: str, name: str) -> None:
     path = golden_file(dialect, name)

@@ -20,6 +20,7 @@ BODIES: dict[Dialect, dict[str, Any]] = {
     "ollama_chat": {"messages": [{"role": "user", "content": "hi"}]},
     "ollama_generate": {"prompt": "hi"},
     "llama_cpp_infill": {"input_prefix": "hi"},
+    "openai_compaction": {"input": "hi"},
 }
 SHARED = {
     "temperature": (0, 100),
@@ -59,6 +60,7 @@ RANGES: dict[Dialect, dict[str, tuple[float, float]]] = {
     "ollama_chat": OLLAMA,
     "ollama_generate": OLLAMA,
     "llama_cpp_infill": {"temperature": (0, 100), "n_predict": (-LARGEST_COUNT, LARGEST_COUNT)},
+    "openai_compaction": {"temperature": (0, 100), "max_output_tokens": (1, LARGEST_COUNT)},
 }
 CASES = [(dialect, field, *ends) for dialect, fields in RANGES.items() for field, ends in fields.items()]
 

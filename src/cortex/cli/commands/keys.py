@@ -235,7 +235,7 @@ def list_keys(config: Path | None, gateway: GatewayClient, as_json: bool) -> Non
         return
     if not rows:
         console().print(
-            "no keys: a gateway that never had keys admits everybody, another one nobody unless gateway.open is true; "
+            "no keys: a gateway that never had any admits its own host, another nobody, unless gateway.open is true; "
             "add a key with `cortex keys add NAME`"
         )
         return

@@ -92,12 +92,12 @@ def logs(
 
 def _logged(gateway: GatewayClient, limit: int, filters: dict[str, str], since: str) -> list[dict[str, Any]]:
     """Requests of the request log, oldest first. Raises CommandError."""
-    options = urlencode({**filters, "limit": limit, "since": _moment(since, time.time())})
+    options = urlencode({**filters, "limit": limit, "since": moment(since, time.time())})
     found: list[dict[str, Any]] = gateway.get(f"/fleet/activity?{options}")["requests"]
     return found[::-1]
 
 
-def _moment(text: str, now: float) -> str:
+def moment(text: str, now: float) -> str:
     """A time for the gateway: `12h` before `now`, or the text itself, in the time zone of this machine."""
     number, unit = text[:-1], text[-1:]
     if unit in _UNITS_S and number.isdecimal():

@@ -61,7 +61,9 @@ STOP_GRACE_S = run_files.DRAIN_S + 4.0
     show_default=True,
     help="Port of the local neuron (loopback only).",
 )
-@click.option("--host", help="Address to listen on; 0.0.0.0 lets other machines in. [default: 127.0.0.1]")
+@click.option(
+    "--host", help="Address to listen on; 0.0.0.0 lets other machines in, without keys everybody. [default: 127.0.0.1]"
+)
 @click.option("--ollama", is_flag=True, help="Also listen on Ollama's port, 11434, where clients look by themselves.")
 @click.option(
     "-c", "--config", type=click.Path(path_type=Path), help="A cortex.toml to use; the local neuron joins its nodes."

@@ -12,6 +12,7 @@ from cortex.cli.up import run_files
 from cortex.cli.up.run_files import Ports
 from cortex.cli.up.sources import ModelSource
 from cortex.gateway.config import Config
+from cortex.settings import Listen
 
 NODE_KEY_VARIABLE = "CORTEX_LOCAL_NODE_KEY"
 """Holds the key of the local node, for the gateway."""
@@ -78,6 +79,8 @@ def overrides(settings: Config, host: str, ports: Ports, node_key: str | None = 
         "NEURON_LISTEN": run_files.address("127.0.0.1", ports.neuron),
         "NEURON_PORT": str(ports.neuron),
     }
+    if not (settings.keys or settings.sign_in.is_enabled or Listen(run_files.address(host, ports.gateway)).is_loopback):
+        environment["CORTEX_GATEWAY__OPEN"] = "true"  # the user has named an address that other machines reach
     if ports.ollama is not None:
         environment["CORTEX_GATEWAY__OLLAMA_LISTEN"] = run_files.address(host, ports.ollama)
     endpoints = [urlsplit(neuron.endpoint) for neuron in settings.neurons]

@@ -198,6 +198,8 @@ def without_memory(
     if (harness := node.harness_of(spec)) not in node.harnesses:
         have = f"only {', '.join(node.harnesses)}" if node.harnesses else "and no other"
         return Verdict.WRONG_HARNESS, f"has no harness `{harness}`, {have}"
+    if held is not None and held.is_absent and origin != "operator":
+        return Verdict.FAILED, held.status.reason or "its files are not there"
     if held is not None and held.state is ModelState.FAILED and origin != "operator":
         age_s = now - held.state_since
         if age_s < fleet.rules.retry_failed_after_s:

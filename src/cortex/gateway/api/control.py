@@ -24,8 +24,9 @@ from cortex.gateway.api.parts import ApiPart, DeferredResponses, expect, listing
 from cortex.gateway.api.public_view import FleetView
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
+from cortex.gateway.dispatch.operator.audit import MAX_DETAIL, AuditLog
 from cortex.gateway.ledger import keys
-from cortex.gateway.ledger.meter import Meter
+from cortex.gateway.ledger.meter import ANONYMOUS, Meter
 from cortex.gateway.proxy.listener import OLLAMA_LISTINGS, OPEN_PATHS
 from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.routes import OPAQUE, ROUTES, error_response, family_of, json_response
@@ -49,6 +50,9 @@ from cortex.wire.model_list import model_list
 MAX_LISTED_AT_ONCE = 200
 """Models on nodes up to which the list of models is made on the loop's thread, within milliseconds."""
 
+READ_BY_POST = frozenset({"/api/show"})
+"""Paths of parts whose POST changes nothing."""
+
 
 class Control:
     """Serves control requests from the dispatcher's state. Owns nothing but the feed of the nodes."""
@@ -64,8 +68,10 @@ class Control:
         streams: EventStreams,
         parts: Sequence[ApiPart] = (),
         open_paths: Sequence[bytes] = OPEN_PATHS,
+        audit: AuditLog | None = None,
     ) -> None:
-        """`parts`: each serves routes of its own. `open_paths` need no key."""
+        """`parts`: each serves routes of its own. `open_paths` need no key. `audit` records what changes anything."""
+        self._audit = audit
         self._open_paths = open_paths
         self._dispatcher = dispatcher
         self._event_log = event_log
@@ -97,6 +103,8 @@ class Control:
                 self.meter.authenticate(request)
             path = unquote(request.path.decode("latin-1"))
             part = next((part for part in self._parts if part.serves(path)), None)
+            if part is not None and request.method not in (b"GET", b"HEAD") and path not in READ_BY_POST:
+                self._record(exchange, path)
             self._reject_cross_site(request, path, has_effects=part is not None)
             if path == "/fleet/events":
                 expect(request, b"GET")
@@ -117,6 +125,21 @@ class Control:
             key = None if request.path in self._open_paths else self.meter.key(request)
             response = error_response(shown_to(key, error), _family_of(request))
         exchange.respond(*response)
+
+    def _record(self, exchange: Exchange, path: str) -> None:
+        """Record the request, which may change something, with the status of its response."""
+        if self._audit is None:
+            return
+        request, key = exchange.request, self.meter.key(exchange.request)
+        record = partial(
+            self._audit.record,
+            f"{request.method.decode('latin-1')} {path}",
+            key_id="" if key is None else key.id,
+            key_name=ANONYMOUS if key is None else key.name,
+            client=request.client,
+            detail=request.body[:MAX_DETAIL].decode("utf-8", "replace"),
+        )
+        exchange.on_status(lambda status: record(status=status))
 
     def _reject_cross_site(self, request: Request, path: str, *, has_effects: bool) -> None:
         """Raise CrossSiteRequest or UnsupportedMediaType for what a web page of another site may have sent.
@@ -161,6 +184,12 @@ class Control:
                     "/v1/responses/{id}/input_items",
                     "/v1/responses/{id}/cancel",
                 ],
+                "conversations": [
+                    "/v1/conversations",
+                    "/v1/conversations/{id}",
+                    "/v1/conversations/{id}/items",
+                    "/v1/conversations/{id}/items/{item}",
+                ],
                 "models": "/v1/models",
                 "ollama": ["/api/version", "/api/tags", "/api/ps", "/api/show", "/api/pull", "/api/delete"],
                 "fleet": [
@@ -170,6 +199,7 @@ class Control:
                     "/fleet/explain/{model}",
                     "/fleet/history",
                 ],
+                "audit": "/fleet/audit",
                 "activity": ["/fleet/activity", "/fleet/activity/events", "/fleet/activity/{id}"],
                 "usage": ["/fleet/usage", "/fleet/usage.csv", "/keys"],
                 "orders": [

@@ -126,5 +126,4 @@ async def _respond(exchange: Exchange, work: Coroutine[Any, Any, Response]) -> N
         log.exception("%s failed unexpectedly", exchange.request.path.decode("latin-1"))
         internal = CortexError("The gateway failed; its log has the reason.")
         response = error_response(internal, family_of(exchange.request.path))
-    if not exchange.closed:
-        exchange.respond(*response)
+    exchange.respond(*response)

@@ -25,6 +25,7 @@ from cortex.gateway.ledger.store import open_store
 from cortex.gateway.ledger.unwritten import UnwrittenUsage
 from cortex.gateway.ledger.users import SignInSection
 from cortex.http.request import Request
+from cortex.settings import Listen, SettingsError
 from cortex.tasks import Supervisor
 from cortex.wire.errors import InvalidAPIKey
 from cortex.wire.events import Usage
@@ -239,6 +240,17 @@ def _no_key() -> InvalidAPIKey:
     return InvalidAPIKey("This gateway needs an API key: send `Authorization: Bearer …` or `x-api-key: …`.")
 
 
+class KeysNeeded(SettingsError):
+    """Everybody on the network could use the gateway; the message says what to do."""
+
+    def __init__(self, address: Listen) -> None:
+        super().__init__(
+            f"the gateway would listen on {address} without keys, and anybody who can reach it could use it: add a key"
+            f" with `cortex keys add NAME --config cortex.toml`, or set gateway.listen to 127.0.0.1:{address.port}, or"
+            " admit everybody with gateway.open = true"
+        )
+
+
 class Metering:
     """Owns the ledger and the meter in force. Running requests settle with the meter that admitted them."""
 
@@ -249,6 +261,8 @@ class Metering:
         self._tasks = tasks
         self._ledger: Ledger | None = None
         self._sessions: Sessions | None = None
+        self._public_addresses: tuple[Listen, ...] = ()
+        """Of all configurations: addresses stay in force until a restart."""
 
     @property
     def is_open(self) -> bool:
@@ -266,10 +280,10 @@ class Metering:
         return self._ledger
 
     async def use(self, config: Config) -> None:
-        """Put the keys of `config` in force. Raises `StoreError`, and then nothing has changed.
+        """Put the keys of `config` in force. Raises `StoreError` or `KeysNeeded`, and then nothing has changed.
 
-        Without keys the gateway is open if it never had any, or if `gateway.open` says so. Otherwise nobody gets in:
-        removing the last key must not admit everybody.
+        Without keys the gateway is open if `gateway.open` says so, or if it never had any and only this host reaches
+        it. Otherwise nobody gets in: removing the last key must not admit everybody.
         """
         keyring = Keyring(with_models_of_groups(config.keys, config.groups))
         (sign_in,) = with_models_of_groups((config.sign_in,), config.groups)
@@ -279,6 +293,10 @@ class Metering:
         elif config.keys or config.sign_in.is_enabled or (not config.gateway.open and await self._had_keys(config)):
             self._ledger = await self._open_ledger(config, keyring, budgets)
         is_open = not config.keys and not config.sign_in.is_enabled and (config.gateway.open or self._ledger is None)
+        public = (*self._public_addresses, *config.public_addresses)
+        if is_open and not config.gateway.open and public:
+            raise KeysNeeded(public[0])
+        self._public_addresses = public[:1]
         if self._sessions is None:
             self._sessions = Sessions(config.state_directory(self._directory))
         self.meter = (

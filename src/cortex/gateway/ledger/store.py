@@ -30,6 +30,10 @@ class LedgerSection(Section, frozen=True):
     """How often usage and reservations are written. A gateway that is killed loses at most what it admitted or finished
     within this time; requests that had been running for longer stay charged."""
 
+    audit_days: Annotated[int, msgspec.Meta(ge=0)] = 365
+    """How long the audit log is kept: every change of models, nodes, keys and records, with the key that made it.
+    0: nothing is recorded."""
+
     def __post_init__(self) -> None:
         check_location(self.database)
 

@@ -34,6 +34,8 @@ LISTING_PATHS = (b"/v1/models", b"/models", b"/props", *OLLAMA_LISTINGS)
 """Paths that need no key either, with `gateway.open_listing`."""
 CONVERSATIONS_PATH = b"/session/conversations"
 CONVERSATION_BYTES = 1024 * 1024
+API_CONVERSATIONS = b"/v1/conversations"
+"""Items of these may have pictures, as the input of a response."""
 CONTROL_BODY_BYTES = 64 * 1024
 """The longest body of a request that is not inference."""
 
@@ -92,7 +94,9 @@ def api_server(
             if opaque.is_upstream and key is not None:
                 check_operator(key)  # before gigabytes of others are on the disk
             return body_limit(request, body_bytes=limits.body_bytes, upload_bytes=limits.upload_bytes)
-        is_inference = request.method == b"POST" and request.path in ROUTES
+        is_inference = request.method == b"POST" and (
+            request.path in ROUTES or request.path.startswith(API_CONVERSATIONS)
+        )
         if request.path.startswith(CONVERSATIONS_PATH):
             return CONVERSATION_BYTES
         return limits.body_bytes if is_inference else CONTROL_BODY_BYTES

@@ -33,6 +33,7 @@ _LIMITS: dict[Dialect, tuple[str, tuple[str, ...]]] = {
     "openai_chat": ("max_tokens", ("max_completion_tokens", "n_predict")),
     "openai_completions": ("max_tokens", ("n_predict",)),
     "openai_responses": ("max_output_tokens", ()),
+    "openai_compaction": ("max_output_tokens", ()),
     "anthropic_messages": ("max_tokens", ()),
 }
 """The field with the limit of one choice, and fields that servers may read in its place."""

@@ -87,6 +87,7 @@ RESPONSES = Route(b"/v1/responses", "openai_responses")
 MESSAGES = Route(b"/v1/messages", "anthropic_messages")
 COUNT_TOKENS = Route(b"/v1/messages/count_tokens", "anthropic_messages", need="count")
 INPUT_TOKENS = Route(b"/v1/responses/input_tokens", "openai_responses", need="count")
+COMPACT = Route(b"/v1/responses/compact", "openai_compaction")
 TOKENIZE = Route(b"/tokenize", "openai_chat", need="count")
 DETOKENIZE = Route(b"/detokenize", "openai_chat", need="count")
 APPLY_TEMPLATE = Route(b"/apply-template", "openai_chat", need="count")
@@ -111,6 +112,7 @@ ROUTES: dict[bytes, Route] = {
         COMPLETIONS,
         RESPONSES,
         INPUT_TOKENS,
+        COMPACT,
         MESSAGES,
         COUNT_TOKENS,
         TOKENIZE,

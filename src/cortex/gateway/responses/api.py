@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from urllib.parse import parse_qs, unquote
 
 from cortex.gateway.proxy.admission import AdmissionController
@@ -16,6 +17,7 @@ from cortex.gateway.responses.tables import StoredResponse
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
+from cortex.parsing.items import StoredTexts
 from cortex.parsing.parser import BodyParser
 from cortex.wire import sse
 from cortex.wire.errors import (
@@ -82,17 +84,17 @@ class StoredResponses:
         id, _, action = unquote(request.path[len(PREFIX) :].decode("latin-1")).partition("/")
         match action:
             case "":
-                _expect(request, b"GET", b"HEAD", b"DELETE")
+                expect(request, b"GET", b"HEAD", b"DELETE")
                 if request.method == b"DELETE":
                     return await self._delete(key_id, id)
                 if _query(request, "stream") == "true":
                     return await self._follow(exchange, key_id, id)
                 return _json(await self._body(key_id, id))
             case "input_items":
-                _expect(request, b"GET", b"HEAD")
+                expect(request, b"GET", b"HEAD")
                 return await self._input_items(request, client_of(key, request), key_id, id)
             case "cancel":
-                _expect(request, b"POST")
+                expect(request, b"POST")
                 return _json(await self._cancel(key_id, id))
         raise RouteNotFound(f"There is no {shorten(request.path.decode('latin-1'))}; GET / lists the routes.")
 
@@ -118,13 +120,8 @@ class StoredResponses:
 
     async def _input_items(self, request: Request, client: str, key_id: str, id: str) -> Response:
         """All items of the conversation that the response was made from."""
-        limit = _number(request, "limit", _DEFAULT_PAGE, least=1, most=_MAX_PAGE)
-        order = _query(request, "order") or "desc"
-        if order not in ("asc", "desc"):
-            raise InvalidValue("order: it must be `asc` or `desc`.", param="order")
         chain = await self._store.read_chain(key_id, id) or [await self._read(key_id, id)]
-        texts, after = [stored.texts for stored in chain], _query(request, "after")
-        return _json(await self._parser.list_items(texts, client, limit=limit, ascending=order == "asc", after=after))
+        return await item_page(self._parser, request, client, [stored.texts for stored in chain])
 
     async def _cancel(self, key_id: str, id: str) -> bytes:
         run = self._background.find(key_id, id)
@@ -162,11 +159,22 @@ class StoredResponses:
         return Response(200, ((b"content-type", sse.CONTENT_TYPE.encode()),), event)
 
 
+async def item_page(parser: BodyParser, request: Request, client: str, chain: Sequence[StoredTexts]) -> Response:
+    """The page of input items that the query asks for. Raises InvalidValue."""
+    limit = _number(request, "limit", _DEFAULT_PAGE, least=1, most=_MAX_PAGE)
+    order = _query(request, "order") or "desc"
+    if order not in ("asc", "desc"):
+        raise InvalidValue("order: it must be `asc` or `desc`.", param="order")
+    after = _query(request, "after")
+    return _json(await parser.list_items(chain, client, limit=limit, ascending=order == "asc", after=after))
+
+
 def _json(body: bytes) -> Response:
     return Response(200, JSON_HEADERS, body)
 
 
-def _expect(request: Request, *methods: bytes) -> None:
+def expect(request: Request, *methods: bytes) -> None:
+    """Raise MethodNotAllowed for any other method."""
     if request.method not in methods:
         names = [method.decode() for method in methods]
         raise MethodNotAllowed(

@@ -141,7 +141,11 @@ class BackgroundRuns:
             raise InvalidValue(
                 "background: the request is too large to be stored (responses.max_entry_mb).", param="input"
             )
-        await self._store.add(NewResponse(kept.id, key_id, kept.previous_response_id, "queued", stored_input, queued))
+        await self._store.add(
+            NewResponse(
+                kept.id, key_id, kept.previous_response_id, "queued", stored_input, queued, kept.conversation_id
+            )
+        )
         streams, max_bytes = received.envelope.facts.stream, self._store.max_entry_bytes
         run = BackgroundRun(kept, key_id, queued, self._ended, streams=streams, max_bytes=max_bytes)
         run.exchange = DetachedExchange(_without_body(received.exchange.request), run)

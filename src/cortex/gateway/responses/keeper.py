@@ -81,15 +81,14 @@ class StoringKeeper:
     def __init__(
         self,
         store: ResponseStore,
-        id: str,
+        kept: KeptResponse,
         key_id: str,
-        previous_id: str | None,
         input: Raw | bytes,
         *,
         stream: bool,
     ) -> None:
         """`input` is that of the client's request; bytes if its references are resolved and its items have ids."""
-        self.kept = KeptResponse(id, previous_id)
+        self.kept = kept
         self._store = store
         self._key_id = key_id
         self._input = input
@@ -133,4 +132,13 @@ def _built(kept: KeptResponse, key_id: str, input: Raw | bytes, capture: StreamC
     response = capture.response()
     stored_input = items.with_ids(items.split(input), kept.id) if isinstance(input, Raw) else input
     status = head_of(response).status
-    return NewResponse(kept.id, key_id, kept.previous_response_id, status, stored_input, response)
+    return NewResponse(
+        kept.id,
+        key_id,
+        kept.previous_response_id,
+        status,
+        stored_input,
+        response,
+        kept.conversation_id,
+        is_kept=kept.store,
+    )

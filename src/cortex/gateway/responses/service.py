@@ -8,6 +8,7 @@ from cortex.gateway.config import Config, ResponsesSection
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.responses.api import StoredResponses
 from cortex.gateway.responses.background import BackgroundRuns
+from cortex.gateway.responses.conversations import StoredConversations
 from cortex.gateway.responses.stateful import StatefulInference
 from cortex.gateway.responses.store import ResponseStore
 from cortex.tasks import Supervisor
@@ -26,7 +27,9 @@ class ResponsesService:
             lambda result: services.metrics.stored_responses.labels(result).inc(),
         )
         self._background = BackgroundRuns(inference, self._store, tasks)
-        self.stateful = StatefulInference(inference, self._store, self._background)
+        self.conversations = StoredConversations(self._store, services.admission, services.parser)
+        """Serves `/v1/conversations`."""
+        self.stateful = StatefulInference(inference, self._store, self._background, self.conversations)
         """Serves `POST /v1/responses` and its token counts."""
         self.stored = StoredResponses(self._store, self._background, services.admission, services.parser)
         """Serves `/v1/responses/{id}`."""
@@ -47,4 +50,5 @@ class ResponsesService:
         """Write what is left and close the database. Nothing may be sent to a node any more."""
         await self.stateful.close()
         await self.stored.close()
+        await self.conversations.close()
         await self._store.close()

@@ -18,6 +18,7 @@ from cortex.gateway.proxy.inference import Inference, ReceivedRequest, client_of
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import Route
 from cortex.gateway.responses.background import BackgroundRuns
+from cortex.gateway.responses.conversations import StoredConversations
 from cortex.gateway.responses.keeper import NotStored, StoringKeeper
 from cortex.gateway.responses.response_object import new_response_id
 from cortex.gateway.responses.store import ResponseStore
@@ -52,10 +53,18 @@ class _Referred(NamedTuple):
 
 
 class StatefulInference:
-    """Serves `/v1/responses` and its token counts. Owns a task for each request that waits for the database."""
+    """Serves `/v1/responses`, its token counts and its compaction. Owns a task for each request that waits for the
+    database."""
 
-    def __init__(self, inference: Inference, store: ResponseStore, background: BackgroundRuns) -> None:
+    def __init__(
+        self,
+        inference: Inference,
+        store: ResponseStore,
+        background: BackgroundRuns,
+        conversations: StoredConversations,
+    ) -> None:
         self._inference = inference
+        self._conversations = conversations
         self._store = store
         self._background = background
         self._tasks: set[asyncio.Task[None]] = set()
@@ -66,8 +75,8 @@ class StatefulInference:
 
     def _serve(self, received: ReceivedRequest) -> None:
         facts = received.envelope.facts
-        refers = facts.previous_response_id is not None or items.REFERENCE in received.body
-        if refers or facts.background:
+        continued = facts.previous_response_id or facts.conversation_id
+        if continued is not None or items.REFERENCE in received.body or facts.background:
             task = asyncio.create_task(self._begin_with_state(received, facts))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -87,7 +96,7 @@ class StatefulInference:
 
     async def _begin_with_state(self, received: ReceivedRequest, facts: Facts) -> None:
         try:
-            in_background = facts.background and received.route.generates
+            in_background = facts.background and _makes_response(received)
             if in_background and facts.store is False:
                 raise InvalidValue("background: it needs a stored response; leave `store` out.", param="background")
             id = new_response_id() if in_background or self._is_stored(received, facts) else None
@@ -113,15 +122,16 @@ class StatefulInference:
     ) -> None:
         (body, envelope, _), stored_input = completed
         whole = msgspec.structs.replace(received, body=body, envelope=envelope)
-        if id is None or stored_input is None or not (facts.background and received.route.generates):
+        if id is None or stored_input is None or not (facts.background and _makes_response(received)):
             self._inference.serve(whole, self._keeper(received, facts, stored_input or ABSENT, id))
             return
-        kept = KeptResponse(id, facts.previous_response_id, background=True)
+        kept = KeptResponse(id, facts.previous_response_id, background=True, conversation_id=facts.conversation_id)
         await self._background.begin(received, whole, kept=kept, key_id=_key_id(received), stored_input=stored_input)
 
     def _is_stored(self, received: ReceivedRequest, facts: Facts) -> bool:
         """Whether the client and the operator want the response to be stored."""
-        return received.route.generates and facts.store is not False and self._store.section.store
+        is_wanted = facts.store is not False or facts.conversation_id is not None
+        return _makes_response(received) and is_wanted and self._store.section.store
 
     def _keeper(
         self, received: ReceivedRequest, facts: Facts, input: Raw | bytes, id: str | None = None
@@ -129,7 +139,8 @@ class StatefulInference:
         """What keeps the response, as `id` if there is one already; None when the client or the operator does not want
         it to be stored."""
         section = self._store.section
-        if facts.store is False or not received.route.generates:
+        is_kept = facts.store is not False
+        if not _makes_response(received) or not (is_kept or facts.conversation_id is not None):
             return None
         if not section.store:
             return NotStored("this gateway stores no responses (responses.store)") if facts.store else None
@@ -137,9 +148,13 @@ class StatefulInference:
             return NotStored("the database of stored responses is not available")
         if memoryview(input).nbytes > self._store.max_entry_bytes:
             return NotStored(f"the input is larger than {section.max_entry_mb} MB (responses.max_entry_mb)")
-        previous_id, key_id = facts.previous_response_id, _key_id(received)
-        id = id or new_response_id()
-        return StoringKeeper(self._store, id, key_id, previous_id, input, stream=facts.stream)
+        kept = KeptResponse(
+            id or new_response_id(),
+            facts.previous_response_id,
+            conversation_id=facts.conversation_id,
+            store=is_kept,
+        )
+        return StoringKeeper(self._store, kept, _key_id(received), input, stream=facts.stream)
 
     async def _referred(self, received: ReceivedRequest, facts: Facts) -> _Referred:
         """Everything that a request refers to. Raises the CortexError of what is not stored."""
@@ -148,9 +163,15 @@ class StatefulInference:
             references = await self._inference.services.parser.find_references(
                 received.body, _client(received), generates=received.route.generates
             )
-        previous_id = facts.previous_response_id
-        if not self._store.section.store and (references.are_any or previous_id is not None or facts.background):
-            param = "input" if references.are_any else "background" if previous_id is None else "previous_response_id"
+        previous_id, conversation_id = facts.previous_response_id, facts.conversation_id
+        stateful = {
+            "input": references.are_any,
+            "previous_response_id": previous_id is not None,
+            "conversation": conversation_id is not None,
+            "background": facts.background,
+        }
+        if not self._store.section.store and any(stateful.values()):
+            param = next(name for name, is_used in stateful.items() if is_used)
             raise InvalidValue(
                 f"{param}: this gateway stores no responses (responses.store); send the whole conversation in 'input'.",
                 param=param,
@@ -161,12 +182,15 @@ class StatefulInference:
             earlier = await self._store.read_chain(key_id, previous_id)
             _check_chain(earlier, previous_id)
         others: list[StoredResponse] = []
-        num_bytes = sum(map(_num_bytes, earlier))
+        texts = [stored.texts for stored in earlier]
+        if conversation_id is not None:
+            texts = [await self._conversations.texts(key_id, conversation_id)]
+        num_bytes = sum(len(each.input) + len(each.body) for each in texts)
         for response_id in references.response_ids:
             found = await self._store.read(key_id, response_id)
             if found is not None:
                 others.append(found)
-                num_bytes += _num_bytes(found)
+                num_bytes += len(found.input) + len(found.body)
             if num_bytes > _MAX_REFERRED_BYTES:
                 break
         if num_bytes > _MAX_REFERRED_BYTES:
@@ -174,11 +198,12 @@ class StatefulInference:
                 f"The responses that this request refers to have more than {_MAX_REFERRED_BYTES} bytes. Send "
                 "the items themselves, or start a new conversation."
             )
-        return _Referred([stored.texts for stored in earlier], [stored.texts for stored in others])
+        return _Referred(texts, [stored.texts for stored in others])
 
 
-def _num_bytes(stored: StoredResponse) -> int:
-    return len(stored.input) + len(stored.body)
+def _makes_response(received: ReceivedRequest) -> bool:
+    """Whether the result is a response object, which can be stored: not a count of tokens, nor a compaction."""
+    return received.route.generates and received.route.dialect == "openai_responses"
 
 
 def _client(received: ReceivedRequest) -> str:

@@ -19,7 +19,7 @@ import msgspec
 
 from cortex.gateway.config import ResponsesSection
 from cortex.gateway.database import Database, Execute, StoreError, driver_of, is_url
-from cortex.gateway.responses import tables
+from cortex.gateway.responses import conversation_tables, tables
 from cortex.gateway.responses.tables import NewResponse, StoredResponse
 from cortex.tasks import SupervisedTask, Supervisor
 from cortex.wire.errors import InvalidValue, Overloaded
@@ -115,11 +115,12 @@ class ResponseStore:
 
     async def add(self, response: NewResponse) -> None:
         """Store a response now. Raises `Overloaded` when the database is unavailable."""
-        await self._run(lambda execute: tables.add(execute, response, self.clock(), self.section.retention_s))
+        await self.run(lambda execute: tables.add(execute, response, self.clock(), self.section.retention_s))
 
     async def finish(self, id: str, key_id: str, status: str, body: bytes) -> bool:
         """Store the end of a background response; False if it has ended already. Raises `Overloaded`."""
-        return await self._run(lambda execute: tables.finish(execute, id, key_id, status, body))
+        now_s, retention_s = self.clock(), self.section.retention_s
+        return await self.run(lambda execute: tables.finish(execute, id, key_id, status, body, now_s, retention_s))
 
     async def read(self, key_id: str, id: str) -> StoredResponse | None:
         """A stored response of the key. Raises `Overloaded`."""
@@ -131,27 +132,29 @@ class ResponseStore:
 
     async def delete(self, key_id: str, id: str) -> bool:
         """Delete a response of the key; False if there is none. Raises `Overloaded`."""
-        return await self._run(lambda execute: tables.delete(execute, key_id, id, self.clock()))
+        return await self.run(lambda execute: tables.delete(execute, key_id, id, self.clock()))
 
     async def renew(self, ids: list[str]) -> set[str]:
         """Show that background responses still run; returns those that were cancelled or deleted. Raises
         `Overloaded`."""
-        return await self._run(lambda execute: tables.renew(execute, ids, self.clock()))
+        return await self.run(lambda execute: tables.renew(execute, ids, self.clock()))
 
     async def purge(self) -> None:
         """Delete what has expired and what exceeds the size of the store."""
         limit = self.section.max_total_mb * 1024 * 1024
-        while await self._run(lambda execute: tables.purge(execute, self.clock(), limit)):
-            pass  # in steps, so that reads and writes of requests come between
+        for purge in (tables.purge, conversation_tables.purge):
+            while await self.run(partial(purge, now_s=self.clock(), max_bytes=limit)):
+                pass  # in steps, so that reads and writes of requests come between
 
     async def _read(self, work: Callable[[Execute], T]) -> T:
-        found = await self._run(work)
+        found = await self.run(work)
         if not found and self._is_shared:
             await asyncio.sleep(_WRITTEN_BY_ANOTHER_S)
-            found = await self._run(work)
+            found = await self.run(work)
         return found
 
-    async def _run(self, work: Callable[[Execute], T]) -> T:
+    async def run(self, work: Callable[[Execute], T]) -> T:
+        """Do `work` in one transaction, after what was saved before. Raises `Overloaded`."""
         try:
             result = await self._in_thread(partial(self._database.run, work))
         except StoreError as error:

@@ -10,10 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from msgspec import Raw
+
 from cortex.gateway.database import Execute
+from cortex.gateway.responses import conversation_tables
+from cortex.parsing import items
 from cortex.parsing.items import StoredTexts
 
 UNFINISHED = ("queued", "in_progress")
+ADDED = ("completed", "incomplete")
+"""Responses that are added to their conversation."""
 
 SCHEMA = (
     """CREATE TABLE IF NOT EXISTS response (
@@ -33,6 +39,7 @@ SCHEMA = (
         id TEXT PRIMARY KEY,
         renewed_s BIGINT NOT NULL
     )""",
+    *conversation_tables.SCHEMA,
 )
 _COLUMNS = "response.id, response.previous_id, status, renewed_s, input, body"
 _ADD = """
@@ -41,7 +48,7 @@ _ADD = """
 """
 _FINISH = """
     UPDATE response SET status = ?, body = ?, num_bytes = num_bytes + ?
-    WHERE id = ? AND key_id = ? AND status IN ('queued', 'in_progress') RETURNING id
+    WHERE id = ? AND key_id = ? AND status IN ('queued', 'in_progress') RETURNING input
 """
 _READ = f"""
     SELECT {_COLUMNS} FROM response LEFT JOIN background_run ON background_run.id = response.id
@@ -91,6 +98,16 @@ class NewResponse(NamedTuple):
     """The input items of its request, a JSON array."""
     body: bytes
     """The response object."""
+    conversation_id: str | None = None
+    """The conversation that its items are added to once it has ended."""
+    is_kept: bool = True
+    """False: it is only added to its conversation."""
+
+    @property
+    def items(self) -> list[Raw]:
+        """What it adds to its conversation."""
+        texts = StoredTexts(self.id, self.input, self.body)
+        return [*items.inputs(texts), *items.outputs(texts)]
 
 
 class StoredResponse(NamedTuple):
@@ -117,7 +134,15 @@ def add(execute: Execute, response: NewResponse, now_s: float, retention_s: floa
     """Store `response`, and keep the responses that it continues for as long as it."""
     expires_s = int(now_s + retention_s)
     num_bytes = len(response.input) + len(response.body)
-    id, key_id, previous_id, status, input, body = response
+    id, key_id, previous_id, status, input, body, conversation_id, is_kept = response
+    if conversation_id is not None:
+        if status in ADDED:
+            owner = conversation_tables.Owner(key_id, now_s, retention_s)
+            conversation_tables.append(execute, conversation_id, owner, response.items)
+        elif status in UNFINISHED:
+            conversation_tables.link(execute, id, conversation_id)
+    if not is_kept:
+        return
     execute(
         _ADD,
         (id, key_id, previous_id, status, int(now_s), expires_s, num_bytes, input.decode(), body.decode()),
@@ -129,10 +154,15 @@ def add(execute: Execute, response: NewResponse, now_s: float, retention_s: floa
         execute(_EXTEND_CHAIN, (*_chain_values(key_id, previous_id, now_s), expires_s, due_s))
 
 
-def finish(execute: Execute, id: str, key_id: str, status: str, body: bytes) -> bool:
+def finish(execute: Execute, id: str, key_id: str, status: str, body: bytes, now_s: float, retention_s: float) -> bool:
     """Write the end of a background response; False if it has ended already, or was deleted."""
     found = execute(_FINISH, (status, body.decode(), len(body), id, key_id))
     execute(_END_RUN, (id,))
+    conversation_id = conversation_tables.unlink(execute, id)
+    if found and conversation_id is not None and status in ADDED:
+        response = NewResponse(id, key_id, None, status, str(found[0][0]).encode(), body)
+        owner = conversation_tables.Owner(key_id, now_s, retention_s)
+        conversation_tables.append(execute, conversation_id, owner, response.items)
     return bool(found)
 
 

@@ -68,6 +68,7 @@ class Exchange:
         "_listener",
         "_num_bytes_due",
         "_on_disconnect",
+        "_on_status",
         "added_headers",
         "closed",
         "disconnected",
@@ -96,7 +97,12 @@ class Exchange:
         self._body = _NONE
         self._num_bytes_due = 0
         self._on_disconnect: Callable[[], None] | None = None
+        self._on_status: Callable[[int], None] | None = None
         self._listener: ExchangeListener | None = None
+
+    def on_status(self, call: Callable[[int], None]) -> None:
+        """Call this with the status of the response when it begins, also if the client has disconnected by then."""
+        self._on_status = call
 
     def respond(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole response with its Content-Length. For HEAD the body is counted but not sent."""
@@ -108,6 +114,8 @@ class Exchange:
 
         `first` is written together with the head, in one packet.
         """
+        if self._on_status is not None:
+            self._on_status(status)
         if self.closed:
             return
         if self.started:

@@ -262,7 +262,12 @@ def build_model(
             model = PooledModel(architecture, parameters, num_positions=num_positions)
         else:
             model = Decoder(architecture, parameters, num_positions, step_tokens(spec, plan.slots.rows, device))
-    fill(parameters)
+    try:
+        fill(parameters)
+    except BaseException:
+        if compiling is not None:
+            compiling.close()
+        raise
     num_bytes = parameters.num_bytes
     if isinstance(model, Decoder) and architecture.held_tower is not None:
         pictures = pictures or read_picture_spec(config, {})

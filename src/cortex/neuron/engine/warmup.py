@@ -16,7 +16,7 @@ from cortex.neuron.engine.loading import matrix_layouts
 from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.compilation import Report, use_offline
-from cortex.neuron.kernels.device_facts import DeviceFacts
+from cortex.neuron.kernels.device_facts import DeviceFacts, pretend
 from cortex.neuron.layers.configs import WHOLE, Shard
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.architecture import Architecture
@@ -39,6 +39,7 @@ class Warmed:
 def warm_kernels(path: Path, spec: LoadSpec, facts: DeviceFacts, num_ranks: int, report: Report) -> Warmed:
     """Compiles what a load of the model at `path` with `spec` would: a directory, which may have the config alone, or a
     GGUF file. This process can launch no kernel afterwards. Raises LoadError."""
+    pretend(facts)
     try:
         architecture, tensors = _read(path)
     except (CheckpointError, UnsupportedModel) as error:

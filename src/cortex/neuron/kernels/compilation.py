@@ -24,6 +24,8 @@ from cortex.neuron.kernels.jit import Kernel
 ALIGNED_BYTES = 16
 """Kernels are compiled for pointers at multiples of this, or for any."""
 MAX_THREADS = 16
+_collecting = threading.Lock()
+"""Held while the launches of one thread are compiled: a second such thread would launch kernels without memory."""
 Report = Callable[[int, int], None]
 """Called with the kernels that are compiled, and those that are known to be needed."""
 
@@ -66,7 +68,7 @@ def use_offline(facts: DeviceFacts) -> None:
 
 
 class KernelCompiler:
-    """Compiles each kernel that a pass launches once. One thread at a time may collect."""
+    """Compiles each kernel that a pass launches once."""
 
     def __init__(self, num_threads: int | None = None) -> None:
         count = min(MAX_THREADS, os.cpu_count() or 1) if num_threads is None else num_threads
@@ -75,7 +77,7 @@ class KernelCompiler:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """This thread's launches are compiled instead. Those of other threads run."""
+        """This thread's launches are compiled instead. Those of other threads run; one that also collects waits."""
         own = threading.get_ident()
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -84,12 +86,13 @@ class KernelCompiler:
             self._begin(partial(launch, kernel, grid=(1, 1, 1), warmup=True), kernel, args, options)
             return None
 
-        launch = Kernel.run
-        Kernel.run = run
-        try:
-            yield
-        finally:
-            Kernel.run = launch
+        with _collecting:
+            launch = Kernel.run
+            Kernel.run = run
+            try:
+                yield
+            finally:
+                Kernel.run = launch
 
     def _begin(self, compile_: Callable[..., object], kernel: Any, args: tuple[Any, ...], options: Any) -> None:
         given = tuple(Pointer(each) if isinstance(each, Tensor) else each for each in args)

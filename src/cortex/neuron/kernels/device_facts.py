@@ -55,12 +55,14 @@ def pretend(facts: DeviceFacts) -> None:
     _pretended[:] = [facts]
 
 
-@cache
 def facts_of(device: torch.device) -> DeviceFacts:
     if device.type == "meta" and _pretended:
         return _pretended[0]
-    if device.type != "cuda":
-        return CPU
+    return _facts_of_card(device) if device.type == "cuda" else CPU
+
+
+@cache
+def _facts_of_card(device: torch.device) -> DeviceFacts:
     properties = torch.cuda.get_device_properties(device)
     shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # not in the stubs
     capability = (properties.major, properties.minor)

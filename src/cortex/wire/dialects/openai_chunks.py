@@ -45,9 +45,21 @@ class ChunkEncoder:
         self._finishes: list[Finish] = []
         self._logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
         """Those that wait for the next chunk of their choice."""
+        self._returns_ids = request.return_token_ids
+        self._token_ids: dict[int, tuple[int, ...]] = {}
+        """The same of token ids."""
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+    def _ids(self, index: int) -> dict[str, Any]:
+        """The fields of a choice's chunk with the tokens that wait for it."""
+        return {"token_ids": self._token_ids.pop(index, None)} if self._returns_ids else {}
+
+    def _chunk(
+        self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, prompt: Sequence[int] = ()
+    ) -> bytes:
+        """`prompt`: token ids that the chunk itself has."""
         chunk = self._head + msgspec.json.encode(choices)
+        if prompt:
+            chunk += b',"prompt_token_ids":' + msgspec.json.encode(prompt)
         if self._continuous and usage is None:
             usage = usage_body(summed(self._continuous.values()))
         if self._include_usage or usage is not None:

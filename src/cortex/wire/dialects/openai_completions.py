@@ -23,7 +23,9 @@ from cortex.wire.events import (
     Finish,
     Logprobs,
     ReasoningDelta,
+    Start,
     TextDelta,
+    TokenIds,
     TokenLogprob,
     UsageSoFar,
 )
@@ -83,6 +85,7 @@ def parse(body: bytes) -> GenerateRequest:
         stream=fields.flag("stream") or False,
         include_usage=(stream_options.flag("include_usage") or False) if stream_options else False,
         continuous_usage=(stream_options.flag("continuous_usage_stats") or False) if stream_options else False,
+        return_token_ids=fields.flag("return_token_ids") or False,
         user=fields.text("user"),
         ignored_fields=fields.unknown,
     )
@@ -119,6 +122,8 @@ class Encoder(ChunkEncoder):
         self._offsets: dict[int, int] = {}
         self._counting: set[int] = set()
         """Choices whose first token was sent; from then on the tokens count the characters."""
+        self._prompts: dict[int, tuple[int, ...]] = {}
+        """Token ids that wait for the first chunk of their choice."""
 
     def encode(self, event: AnyEvent) -> bytes:
         match event:
@@ -129,6 +134,12 @@ class Encoder(ChunkEncoder):
                 return b""
             case UsageSoFar(usage=usage):
                 self._continuous[event.index] = usage
+                return b""
+            case Start(prompt_token_ids=prompt):
+                self._prompts[event.index] = prompt
+                return b""
+            case TokenIds(tokens=token_ids):
+                self._token_ids[event.index] = self._token_ids.get(event.index, ()) + token_ids
                 return b""
             case Finish():
                 return self._finished(event, self._chunk([self._choice(event.index, "", _finish_body(event))]))
@@ -146,7 +157,9 @@ class Encoder(ChunkEncoder):
         elif index not in self._counting:
             self._offsets[index] = offset + len(text)
         logprobs = None if tokens is None else _logprobs_body(tokens, offset)
-        return {"index": index, "text": text, "logprobs": logprobs, **finish}
+        prompt = self._prompts.pop(index, ())
+        ids = self._ids(index) | ({"prompt_token_ids": prompt} if prompt else {})
+        return {"index": index, "text": text, "logprobs": logprobs, **finish, **ids}
 
 
 def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
@@ -182,6 +195,8 @@ def _choice_body(choice: ResponseChoice, echoed: int, request: GenerateRequest) 
     }
     if request.sampling.prompt_logprobs is not None:
         body["prompt_logprobs"] = prompt_logprobs_body(choice.prompt_logprobs)
+    if request.return_token_ids:
+        body |= {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt_token_ids}
     return body
 
 

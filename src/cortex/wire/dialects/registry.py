@@ -9,6 +9,7 @@ from cortex.wire.dialects import (
     anthropic_messages,
     llama_cpp_infill,
     openai_chat,
+    openai_compaction,
     openai_completions,
     openai_responses,
 )
@@ -65,6 +66,7 @@ DIALECTS: Mapping[DialectName, Dialect] = {
     "ollama_chat": ollama_chat,
     "ollama_generate": ollama_generate,
     "llama_cpp_infill": llama_cpp_infill,
+    "openai_compaction": openai_compaction,
 }
 
 ROUTES: Mapping[str, DialectName] = {
@@ -75,6 +77,7 @@ ROUTES: Mapping[str, DialectName] = {
     "/api/chat": "ollama_chat",
     "/api/generate": "ollama_generate",
     "/infill": "llama_cpp_infill",
+    "/v1/responses/compact": "openai_compaction",
 }
 """`POST` paths that generate, and the dialect of each."""
 

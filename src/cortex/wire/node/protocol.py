@@ -28,6 +28,7 @@ Dialect = Literal[
     "ollama_chat",
     "ollama_generate",
     "llama_cpp_infill",
+    "openai_compaction",
 ]
 DeviceKind = Literal["cuda", "rocm", "cpu"]
 """`rocm`: an AMD card, for harnesses only."""

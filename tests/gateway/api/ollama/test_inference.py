@@ -175,7 +175,7 @@ async def test_other_keys_do_not_unload(neurons: StartNeuron, start_gateway: Sta
 
 async def test_names_of_others_do_not_unload_without_a_key(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     node = await neurons("beast", sizes={"m": GB}, states={"m": READY})
-    client = await start_gateway(node, listen=Listen("0.0.0.0:0"))
+    client = await start_gateway(node, listen=Listen("0.0.0.0:0"), open=True)
     rebound = {"host": "evil.example"}
     status, reply = await client.post("/api/chat", {"model": "m", "keep_alive": 0}, **rebound)
     assert (status, reply["code"]) == (403, "cross_site_request")

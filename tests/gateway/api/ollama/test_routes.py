@@ -121,7 +121,7 @@ async def test_deletes_what_is_named_and_nothing_that_it_stands_for(
 
 
 async def test_names_of_others_reach_only_listings_without_a_key(node: FakeNeuron, start_gateway: StartGateway) -> None:
-    client = await start_gateway(node, catalogue=CATALOGUE, listen=Listen("0.0.0.0:0"))
+    client = await start_gateway(node, catalogue=CATALOGUE, listen=Listen("0.0.0.0:0"), open=True)
     rebound = {"host": "evil.example"}
     assert (await client.get("/api/tags", **rebound))[0] == 200
     assert (await client.post("/api/show", {"model": "big"}, **rebound))[0] == 200

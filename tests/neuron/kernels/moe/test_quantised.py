@@ -19,10 +19,8 @@ from cortex.neuron.kernels.matrix import ExpertMatrix
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture, mixture_grouped, mixture_of_rows, mixture_reference
 from cortex.neuron.kernels.moe.pairs import ExpertChoice
-from cortex.neuron.kernels.quantised import contract_rows
 from cortex.neuron.kernels.quantised import experts as packed_experts
 from cortex.neuron.kernels.quantised import layout as layouts
-from cortex.neuron.kernels.quantised.contract_rows import ContractTiles
 from cortex.neuron.kernels.quantised.experts import PackedExpertTiles
 from cortex.neuron.kernels.quantised.matrix import PackedMatrix
 from cortex.neuron.kernels.storages import empty_device_matrix
@@ -105,23 +103,20 @@ def test_mixture_agrees_with_dense_experts(
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("layout", "slots", "inner", "tiles"),
+    ("layout", "slots", "inner"),
     [
-        (layouts.Q4, 3, 512, ContractTiles(4, 16, 2)),  # chunks of the last slots are beyond the end
-        (layouts.Q4, 3, 160, ContractTiles(8, 8, 1)),  # a chunk of each slot is not full
-        (layouts.Q6, 2, 704, ContractTiles(8, 8, 1)),  # a piece ends within a slot
-        (layouts.Q2, 2, 128, None),
-        (layouts.Q3, 2, 128, None),
-        (layouts.Q5, 3, 256, None),
-        (layouts.Q8, 3, 256, None),
-        (layouts.FP4, 2, 288, None),
+        (layouts.Q4, 3, 512),  # chunks beyond the last slot
+        (layouts.Q4, 3, 160),  # a chunk of each slot is not full
+        (layouts.Q6, 2, 704),
+        (layouts.Q2, 2, 128),
+        (layouts.Q3, 2, 128),
+        (layouts.Q5, 3, 256),
+        (layouts.Q8, 3, 256),
+        (layouts.FP4, 2, 288),
+        (layouts.Q4, 5, 1664),  # more than a program takes at once
     ],
 )
-def test_contracted_rows_agree_with_dense_experts(
-    layout: DeviceLayout, slots: int, inner: int, tiles: ContractTiles | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if tiles is not None:
-        monkeypatch.setattr(contract_rows, "contract_tiles", lambda _: tiles)
+def test_contracted_rows_agree_with_dense_experts(layout: DeviceLayout, slots: int, inner: int) -> None:
     torch.manual_seed(0)
     rows, experts, hidden = 3, 5, 36
     matrix = random_matrix(layout, experts * hidden, inner)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from pathlib import Path
 
+import pytest
 from faulty_models import running_node, write_model
 
 from cortex.neuron.config import NeuronConfig
@@ -79,3 +81,17 @@ async def test_node_serves_models_of_its_folders_and_forgets_those_that_are_gone
         await node.unload(UnloadRequest(model_id="org/m"))
         await node.scan_library()
         assert node.models() == ()
+
+
+async def test_path_without_files_is_reported_until_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cortex.neuron.node.node._SCAN_S", 0.05)
+    path = tmp_path / "late"
+    async with running_node(tmp_path, {"models": [{"id": "m", "source": str(path)}]}) as node:
+        while (reason := node.model("m").reason) is None:
+            await asyncio.sleep(0.02)
+        assert f"no complete model at {path}" in reason
+        assert (node.model("m").state, node.model("m").reason_code) == (ModelState.COLD, "source_not_found")
+        write_model(tmp_path / "copy").rename(path)
+        while node.model("m").estimate_bytes is None:
+            await asyncio.sleep(0.02)
+        assert node.model("m").reason is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import pytest
@@ -37,6 +37,16 @@ async def loaded() -> AsyncIterator[Loaded]:
     replicas.stop_reloads()
 
 
+WAIT_S = 60.0
+"""Upper bound of a wait; only reached on failure."""
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0)
+
+
 def request(name: str, tokens: int = 4, first: int = 0) -> EngineRequest:
     return EngineRequest(name, tuple(range(first, first + tokens)), max_tokens=5)
 
@@ -57,8 +67,7 @@ async def test_context_is_the_smallest_of_all_replicas_and_none_with_less_comes_
     assert resident.info.context_tokens == 256
     first.info = replace(INFO, context_tokens=255)
     first.lose("killed")
-    while not first.num_unloads:
-        await asyncio.sleep(0)
+    await until(lambda: first.num_unloads)
     replicas.submit(request("a"))
     assert (first.requests, second.requests) == ([], ["a"])
     replicas.stop_reloads()
@@ -109,8 +118,7 @@ async def test_lost_replica_fails_its_own_requests_and_comes_back(
     assert (sink.stats.completion_tokens, sink.stats.used_pages) == (7, 1)
     replicas.submit(request("c"))
     assert second.requests == ["b", "c"]
-    while first.sink is old:
-        await asyncio.sleep(0)
+    await until(lambda: first.sink is not old)
     await asyncio.sleep(0)
     replicas.submit(request("d"))
     assert first.requests[-1] == "d"
@@ -123,9 +131,10 @@ async def test_replica_that_is_given_up_does_not_count_until_it_is_tried_again()
     first.errors["load"], sink.stats = NO_ROOM, EngineStats(waiting=9)
     first.lose("killed")
     shown = [replicas.replica_devices]
-    while shown[-1] != ((1,),):
-        await asyncio.sleep(0)
-        shown.append(replicas.replica_devices)
+    async with asyncio.timeout(WAIT_S):
+        while shown[-1] != ((1,),):
+            await asyncio.sleep(0)
+            shown.append(replicas.replica_devices)
     assert shown[0] == ((0,), (1,)), "it is loaded again first"
     assert sink.stats == EngineStats(), "which has the model count its slots again"
     assert replicas.device_indices == (0, 1)
@@ -228,8 +237,7 @@ async def test_replica_lost_in_its_sleep_comes_back_when_the_model_wakes(loaded:
     await asyncio.sleep(0.05)
     assert first.sink is old
     await replicas.wake()
-    while first.sink is old:
-        await asyncio.sleep(0)
+    await until(lambda: first.sink is not old)
     replicas.stop_reloads()
     replicas.submit(request("a"))
     assert second.requests + first.requests == ["a"]
@@ -294,5 +302,4 @@ async def test_reload_that_sleep_interrupts_is_repeated_after_the_wake(loaded: L
     assert first.sink is old
     await replicas.wake()
     async with asyncio.timeout(30):
-        while first.sink is old:
-            await asyncio.sleep(0.01)
+        await until(lambda: first.sink is not old)

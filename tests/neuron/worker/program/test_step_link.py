@@ -35,8 +35,10 @@ def assert_only_ranks_are_served(leader: LeaderLink, port: int, peers: list[sock
     leader.announce(StepPlan((), 0, (), ()))
     assert plans.get(timeout=30).rows == ()
     for peer in peers:
-        assert peer.recv(1) == b""
+        assert len(peer.recv(64, socket.MSG_WAITALL)) <= 32  # the nonce, and then the end
         peer.close()
+    with pytest.raises(ConnectionRefusedError):  # all ranks have arrived
+        socket.create_connection(("127.0.0.1", port))
     follower.close()
     leader.close()
 
@@ -44,7 +46,7 @@ def assert_only_ranks_are_served(leader: LeaderLink, port: int, peers: list[sock
 def test_leader_announces_to_ranks_and_closes_connections_without_the_secret(port: int) -> None:
     leader = LeaderLink(rank(0, port), lambda: None)
     peers = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
-    peers[0].sendall(b"x" * len(SECRET))
+    peers[0].sendall(b"x" * 64)
     peers[1].shutdown(socket.SHUT_WR)
     assert_only_ranks_are_served(leader, port, peers)
 
@@ -77,9 +79,11 @@ def test_port_that_is_held_for_the_load_is_free_for_its_leader_alone() -> None:
 
 def test_rank_of_another_load_is_not_accepted(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_link, "ACCEPT_S", 0.5)
+    monkeypatch.setattr(step_link, "CONNECT_S", 0.5)
     leader = LeaderLink(rank(0, port), lambda: None)
     follower = FollowerLink(rank(1, port, "another secret".ljust(32)), lambda plan: None, lambda: None)
-    follower.open()
+    with pytest.raises(ConnectionError):
+        follower.open()
     with pytest.raises(GroupBroken, match="does not take the next step"):
         leader.announce(StepPlan((), 0, (), ()))
     follower.close()

@@ -21,6 +21,7 @@ from cortex.wire.events import (
     Start,
     TextDelta,
     Timing,
+    TokenIds,
     TokenLogprob,
     ToolCallDelta,
     ToolCallStart,
@@ -122,13 +123,17 @@ class Choice:
         """Raises `GenerationFailed` or `Overloaded` when the engine ended the request by itself."""
         stopwatch.note_output()
         events: list[AnyEvent] = []
+        tokens: list[int] = []
         for output in outputs:
             if self.ended:
                 break
             events += self._take(output, stopwatch)
+            tokens += output.tokens
+        place = 1 if events and isinstance(events[0], Start) else 0
         if events and self._context.request.continuous_usage:
-            place = 1 if isinstance(events[0], Start) else 0
             events.insert(place, UsageSoFar(index=self.index, usage=self.usage))
+        if tokens and self._context.request.return_token_ids:
+            events.insert(place, TokenIds(index=self.index, tokens=tuple(tokens)))
         return _joined(events)
 
     def echo(self) -> list[AnyEvent]:
@@ -192,6 +197,7 @@ class Choice:
             created=context.created,
             prompt_tokens=len(context.rendered.ids),
             cached_tokens=self._num_cached_tokens,
+            prompt_token_ids=tuple(context.rendered.ids) if context.request.return_token_ids else (),
         )
         events: list[AnyEvent] = [start]
         if sampling.prompt_logprobs is not None:

@@ -24,7 +24,7 @@ from cortex.neuron.engine.errors import GroupBroken, LoadCancelled, LoadError
 from cortex.neuron.engine.execution.graphs import CudaCapture, NotCaptured
 from cortex.neuron.engine.parallel.peer_memory import Exchange, PeerMemory, may_share
 from cortex.neuron.engine.parallel.sockets import Sockets
-from cortex.neuron.engine.parallel.store import open_store
+from cortex.neuron.engine.parallel.store import RankStore
 from cortex.neuron.engine.request import RankSpec
 from cortex.neuron.kernels.peer_buffer import MAX_BYTES
 from cortex.neuron.layers.configs import Shard
@@ -47,7 +47,9 @@ class TorchGroup:
     """One rank's end of the communicator. Belongs to the engine thread. Every call raises GroupBroken if another rank
     is gone."""
 
-    def __init__(self, group: Any, store: Any, shard: Shard, device: torch.device, poll: Callable[[], None]) -> None:
+    def __init__(
+        self, group: Any, store: RankStore, shard: Shard, device: torch.device, poll: Callable[[], None]
+    ) -> None:
         """`group`: NCCL's process group, or sockets; `poll`: see `join`."""
         self.shard = shard
         self._group = group
@@ -80,22 +82,26 @@ class TorchGroup:
         ranks cannot communicate, LoadCancelled if another one is gone; nothing is connected then.
         """
         shard = Shard(spec.rank, spec.size)
-        store = open_store(spec, poll)
-        _meet(store, "arrived", shard, poll)
-        _meet(store, "connecting", shard, follow or poll)
+        store = RankStore.open(spec, poll)
         connected = functools.partial(cls._connected, spec, store, device, poll, follow or poll, with_peers=with_peers)
-        if not shard.is_first:
-            _wait_for(store, [_CONNECT], follow or poll)
-            return connected()
-        with turn or nullcontext():
-            store.set(_CONNECT, b"1")
-            return connected()
+        try:
+            _meet(store, "arrived", shard, poll)
+            _meet(store, "connecting", shard, follow or poll)
+            if not shard.is_first:
+                _wait_for(store, [_CONNECT], follow or poll)
+                return connected()
+            with turn or nullcontext():
+                store.set(_CONNECT, "1")
+                return connected()
+        except BaseException:
+            store.close()
+            raise
 
     @classmethod
     def _connected(
         cls,
         spec: RankSpec,
-        store: Any,
+        store: RankStore,
         device: torch.device,
         poll: Callable[[], None],
         poll_connecting: Callable[[], None],
@@ -174,7 +180,7 @@ class TorchGroup:
 
     def reached(self, event: str) -> None:
         """Lets the others' `wait_for_all` return, without waiting."""
-        self._store.set(f"{event}/{self.shard.rank}", b"1")
+        self._store.set(f"{event}/{self.shard.rank}", "1")
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         if self.peers is not None and self.peers.can_sum(partial):
@@ -241,7 +247,8 @@ class TorchGroup:
             self.peers = None
             torch.cuda.ipc_collect()
         self._abort()
-        del self._group, self._store
+        del self._group  # ends the threads of the library, which use the store
+        self._store.close()
 
     def _abort(self) -> None:
         self._group.abort()
@@ -287,19 +294,19 @@ def captured_bytes(*, captures_library: bool, uses_peers: bool) -> int:
     return UNLIMITED_BYTES if captures_library else MAX_BYTES if uses_peers else 0
 
 
-def _meet(store: Any, event: str, shard: Shard, poll: Callable[[], None]) -> None:
+def _meet(store: RankStore, event: str, shard: Shard, poll: Callable[[], None]) -> None:
     _exchange(store, event, "1", shard=shard, poll=poll)
 
 
-def _exchange(store: Any, event: str, text: str, *, shard: Shard, poll: Callable[[], None]) -> list[str]:
+def _exchange(store: RankStore, event: str, text: str, *, shard: Shard, poll: Callable[[], None]) -> list[str]:
     """The texts of all ranks, in their order."""
     keys = [f"{event}/{rank}" for rank in range(shard.size)]
     store.set(keys[shard.rank], text)
     _wait_for(store, keys, poll)
-    return [store.get(key).decode() for key in keys]
+    return [store.get(key) for key in keys]
 
 
-def _wait_for(store: Any, keys: list[str], poll: Callable[[], None]) -> None:
+def _wait_for(store: RankStore, keys: list[str], poll: Callable[[], None]) -> None:
     try:
         while not store.check(keys):
             poll()
@@ -308,10 +315,10 @@ def _wait_for(store: Any, keys: list[str], poll: Callable[[], None]) -> None:
         raise LoadCancelled(f"another rank of the model ended its load: {error}") from error
 
 
-def _connect(spec: RankSpec, store: Any, poll: Callable[[], None], name: str = "group") -> Any:
+def _connect(spec: RankSpec, store: RankStore, poll: Callable[[], None], name: str = "group") -> Any:
     """`name`: of this connection, of which the ranks may have several in turn."""
-    private = _library.PrefixStore(name, store)
     if spec.backend == "nccl":
+        private = _library.PrefixStore(name, store.library)
         options = _library.ProcessGroupNCCL.Options()
         options._timeout = LAST_RESORT
         return _library.ProcessGroupNCCL(private, spec.rank, spec.size, options)
@@ -319,8 +326,9 @@ def _connect(spec: RankSpec, store: Any, poll: Callable[[], None], name: str = "
     host = None if spec.rendezvous is None else spec.rendezvous.own_host
     # Between hosts a connection may be impossible, and the daemon sees no progress while this rank waits for it.
     timeout = LAST_RESORT if host is None else CONNECT_TIMEOUT
-    exchange = functools.partial(_exchange, private, "address", shard=shard, poll=poll)
-    return Sockets.connect(shard, exchange, host, timeout.total_seconds(), poll)
+    exchange = functools.partial(_exchange, store, f"{name}/address", shard=shard, poll=poll)
+    secret = "" if spec.rendezvous is None else spec.rendezvous.secret
+    return Sockets.connect(shard, exchange, host, timeout.total_seconds(), poll, secret)
 
 
 def _from_first() -> Any:

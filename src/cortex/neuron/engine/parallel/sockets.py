@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from cortex.neuron.engine.parallel.arrivals import Arrivals
+from cortex.neuron.engine.parallel.arrivals import arrived, connected
 from cortex.neuron.engine.parallel.ports import listening
 from cortex.neuron.layers.configs import Shard
 
@@ -24,7 +24,6 @@ MAX_DIRECT_BYTES = 256 << 10
 """Larger tensors of more than two ranks are summed in slices, one by each rank, which sends fewer bytes."""
 
 _LOOPBACK = "127.0.0.1"
-_ATTEMPT_S = 1.0
 
 
 class Sockets:
@@ -43,21 +42,26 @@ class Sockets:
         host: str | None,
         timeout_s: float,
         poll: Callable[[], None],
+        secret: str = "",
     ) -> Sockets:
         """`exchange`: returns the texts of all ranks. `host`: an address of this host that the others reach; None if
         they are on it. `timeout_s`: once all have exchanged their addresses. `poll` is called while it waits; what it
-        raises ends the wait. Raises OSError, or what `exchange` does; nothing is connected then."""
-        secret = secrets.token_hex(16)
+        raises ends the wait. `secret`: known to all ranks; needed if others can read what is exchanged. Raises OSError,
+        or what `exchange` does; nothing is connected then."""
         connections: dict[int, socket.socket] = {}
         try:
             with listening(host or _LOOPBACK, 0) as listener:
-                addresses = exchange(f"{host or _LOOPBACK} {listener.getsockname()[1]} {secret}")
+                own = secrets.token_hex(16)
+                addresses = exchange(f"{host or _LOOPBACK} {listener.getsockname()[1]} {own}")
                 deadline_s = time.monotonic() + timeout_s
                 for rank in range(shard.rank):
-                    connections[rank] = _connection(addresses[rank], shard.rank, deadline_s, poll)
+                    to, port, token = addresses[rank].split()
+                    key = _key(secret, token, shard.rank)
+                    connections[rank] = connected((to, int(port)), key, deadline_s, poll)
                 later = range(shard.rank + 1, shard.size)
-                arrivals = Arrivals(listener, [_hello(secret, rank) for rank in later])
-                connections |= zip(later, arrivals.ranks(_left_s(deadline_s), poll), strict=True)
+                keys = [_key(secret, own, rank) for rank in later]
+                left_s = deadline_s - time.monotonic()
+                connections |= zip(later, arrived(listener, keys, left_s, poll), strict=True)
             for connection in connections.values():
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except BaseException:
@@ -138,28 +142,9 @@ class Sockets:
         return data[num_bytes:]
 
 
-def _connection(address: str, own_rank: int, deadline_s: float, poll: Callable[[], None]) -> socket.socket:
-    host, port, secret = address.split()
-    while True:
-        poll()
-        try:
-            connection = socket.create_connection((host, int(port)), min(_left_s(deadline_s), _ATTEMPT_S))
-        except TimeoutError:
-            if time.monotonic() >= deadline_s:
-                raise
-            continue
-        connection.sendall(_hello(secret, own_rank))
-        connection.setblocking(True)
-        return connection
-
-
-def _hello(secret: str, rank: int) -> bytes:
-    """What a rank sends first to the one whose secret it is."""
-    return f"{secret}{rank:>4}".encode()
-
-
-def _left_s(deadline_s: float) -> float:
-    return max(deadline_s - time.monotonic(), 0.001)
+def _key(secret: str, token: str, rank: int) -> bytes:
+    """Authenticates a rank to the one whose token it is."""
+    return f"{secret} {token} {rank}".encode()
 
 
 def _close(connections: Iterable[socket.socket]) -> None:

@@ -12,7 +12,7 @@ from typing import Final
 
 from cortex.neuron.engine.speculation.widths import MIN_GAIN, RECOVERY, MeasuredTimes, StepCosts
 
-NEXT_GAIN: Final = 1.01
+NEXT_GAIN: Final = 1.03
 """More tokens are proposed only if they are expected to give this many times as many tokens per second."""
 
 

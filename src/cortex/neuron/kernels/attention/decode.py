@@ -32,8 +32,9 @@ PROGRAMS_PER_PROCESSOR = 3
 """This many programs saturate the memory bandwidth; more splits only add work."""
 COMBINED, COMBINED_VALUES = 16, 1 << 14
 """Splits that are combined at once, at most, and their values, which are in registers."""
+LARGE, LARGE_WARPS = 256, 4
 WIDE, WIDE_WARPS = 512, 8
-"""From this head size on, fewer warps have too few registers."""
+"""From these head sizes on, fewer warps have too few registers."""
 MAX_SPLITS = 64
 MAX_CELLS = 1 << 16
 """Largest rows × kv heads of one launch."""
@@ -113,7 +114,7 @@ def decode_attention(
         PAGE=page_tokens,
         TILE=tile,
         SHARES=batch.shares_rows,
-        HOLD=_holds(splits, dim_block),  # the first tile is loaded early; long loops of large heads need registers
+        HOLD=dim_block < LARGE,  # the first tile is loaded early; large heads need the registers
         num_warps=_num_warps(tile, dim_block),
         num_stages=3,
         **launch_options(q.device),
@@ -134,12 +135,10 @@ def _num_splits(cells: int, max_length: int, device: torch.device) -> int:
     return int(max(1, min(MAX_SPLITS, wanted, triton.cdiv(max_length, TILE))))
 
 
-def _holds(splits: int, dim_block: int) -> bool:
-    return splits > 1 or dim_block <= 128
-
-
 def _num_warps(tile: int, dim_block: int) -> int:
-    return max(1, tile // 32) if dim_block < WIDE else WIDE_WARPS
+    if dim_block >= LARGE:
+        return LARGE_WARPS if dim_block < WIDE else WIDE_WARPS
+    return max(1, tile // 32)
 
 
 @cache

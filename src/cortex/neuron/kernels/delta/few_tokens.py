@@ -23,7 +23,7 @@ from cortex.neuron.kernels.recurrent.few_tokens import (
     sequence_length,
 )
 
-COLUMNS, WARPS = 8, 1
+COLUMNS, WARPS = 32, 1
 """Of a program. One warp needs no synchronisation for its sums."""
 
 

@@ -236,11 +236,12 @@ def _one_row_kernel(
     With an ACTIVATION half of the rows are the gate's. WHOLE: every block has all its rows. PAIRS_PER_ROW: the second
     coordinate is a pair, whose expert's rows begin further down; 0: there are no pairs.
     """
-    if OVERLAP:
+    if OVERLAP and PAIRS_PER_ROW == 0:
         gdc_launch_dependents()
     if PAIRS_PER_ROW > 0:
         if OVERLAP:
             gdc_wait()  # the kernel before chose the experts
+            gdc_launch_dependents()  # the next one may read their ids at once
         pair = tl.program_id(1).to(tl.int64)
         expert_row = tl.load(chosen + pair).to(tl.int64) * (outputs * (2 if ACTIVATION else 1))
         weight += expert_row * (INPUTS // 4)

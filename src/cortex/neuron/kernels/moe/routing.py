@@ -20,7 +20,7 @@ from cortex.neuron.kernels.norm import rms_norm_reference
 
 MAX_ROWS = 1024
 """Largest number of rows of `choose_rows`."""
-ROUTER_BLOCK = 1
+ROUTER_BLOCK = 2
 """Scores of one program of `choose_rows`."""
 
 

@@ -1,13 +1,11 @@
 """The down projections of a row's experts and their weighted sum, in one launch: a GEMV with the row of every expert
 side by side.
 
-The vectors of all experts of a row are one vector to a program. So it has the words of all of them on their way at
-once, and the sum over the experts is part of the sum over columns.
+The vectors of all experts of a row are one vector to a program, which takes it at once. So the words of all experts are
+on their way together, and the sum over the experts is part of the sum over columns.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,33 +16,22 @@ from cortex.neuron.kernels.quantised.codes import PackedCodes
 from cortex.neuron.kernels.quantised.unpack import high_half, layout_options, low_half
 from cortex.neuron.kernels.quantised.vector import as_integers, by_slot, times_vector
 
-
-class ContractTiles(NamedTuple):
-    """How the GEMV is cut into programs."""
-
-    outputs: int
-    chunks: int
-    """Chunks of 128 columns at a time, of all experts together."""
-    warps: int
-
-
-def contract_tiles(chunks: int) -> ContractTiles:
-    """`chunks`: of all experts of a row. A thread takes four units of eight columns."""
-    width = min(64, max(8, triton.next_power_of_2(chunks)))
-    return ContractTiles(8 if width < 64 else 4, width, width // 8)
+MAX_CHUNKS = 64
+"""Chunks of 128 columns, of all experts of a row: longer vectors are faster in one GEMV for each expert."""
+_BLOCK_OUT = 8
 
 
 def contract_rows_product(
     inner: Tensor, codes: PackedCodes, choice: ExpertChoice, residual: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """See `ExpertMatrix.contract_rows`."""
+    """See `ExpertMatrix.contract_rows`. The experts of a row have at most MAX_CHUNKS chunks."""
     (rows, hidden), slots = residual.shape, choice.experts.shape[1]
     chunks = codes.low.shape[1] // 16
-    tiles = contract_tiles(slots * chunks)
+    block_chunks = max(8, triton.next_power_of_2(slots * chunks))
     low, high = codes.low.view(torch.int32), codes.high.view(torch.int32) if codes.high.numel() else None
     out = torch.empty(rows, hidden, dtype=inner.dtype, device=inner.device)
     is_paired = inner.dtype == torch.bfloat16
-    _contract_kernel[(triton.cdiv(hidden, tiles.outputs), rows)](
+    _contract_kernel[(triton.cdiv(hidden, _BLOCK_OUT), rows)](
         inner.view(torch.int32) if is_paired else inner,
         low,
         high,
@@ -62,9 +49,9 @@ def contract_rows_product(
         BIAS=bias is not None,
         LOW_WORDS=low.shape[1] // chunks,
         HIGH_WORDS=0 if high is None else high.shape[1] // chunks,
-        BLOCK_OUT=tiles.outputs,
-        BLOCK_CHUNKS=tiles.chunks,
-        num_warps=tiles.warps,
+        BLOCK_OUT=_BLOCK_OUT,
+        BLOCK_CHUNKS=block_chunks,
+        num_warps=block_chunks // 8,  # a thread takes four units of eight columns
         **layout_options(codes.layout) | {"PTX": not INTERPRETED},
         **launch_options(inner.device),
     )
@@ -114,22 +101,14 @@ def _contract_kernel(
     inner += row * SLOTS * (INPUTS // 2 if PAIRED else INPUTS)
     output = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     line = tl.minimum(output, hidden - 1)
-    total = tl.zeros((BLOCK_OUT, BLOCK_CHUNKS * 16), tl.float32)
     words = _words(
-        low, high, scales, chosen, line, hidden, 0,
-        CHUNKS, SLOTS, LOW_WORDS, HIGH_WORDS, SCALE_WORDS, BLOCK_CHUNKS,
+        low, high, scales, chosen, line, hidden, CHUNKS, SLOTS, LOW_WORDS, HIGH_WORDS, SCALE_WORDS, BLOCK_CHUNKS
     )  # fmt: skip
     if OVERLAP:
         gdc_wait()
     added = tl.load(residual + row * hidden + output, mask=output < hidden, other=0.0).to(tl.float32)
-    for start in tl.static_range(0, SLOTS * CHUNKS, BLOCK_CHUNKS):
-        if start > 0:
-            words = _words(
-                low, high, scales, chosen, line, hidden, start,
-                CHUNKS, SLOTS, LOW_WORDS, HIGH_WORDS, SCALE_WORDS, BLOCK_CHUNKS,
-            )  # fmt: skip
-        vector = _vector(inner, weights, start, INPUTS, CHUNKS, SLOTS, PAIRED, GROUP, ZERO, BLOCK_CHUNKS, PTX)
-        total += times_vector(words, vector, LOW_BITS, HIGH_BITS, GROUP, ZERO, CODEBOOK, PTX)
+    vector = _vector(inner, weights, INPUTS, CHUNKS, SLOTS, PAIRED, GROUP, ZERO, BLOCK_CHUNKS, PTX)
+    total = times_vector(words, vector, LOW_BITS, HIGH_BITS, GROUP, ZERO, CODEBOOK, PTX)
     if BIAS:
         for slot in tl.static_range(SLOTS):
             own = bias + tl.load(chosen + slot).to(tl.int64) * hidden + line
@@ -146,7 +125,6 @@ def _words(
     chosen,
     line,
     hidden,
-    START: tl.constexpr,
     CHUNKS: tl.constexpr,
     SLOTS: tl.constexpr,
     LOW_WORDS: tl.constexpr,
@@ -154,15 +132,15 @@ def _words(
     SCALE_WORDS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
 ):
-    """The words of some rows of the chosen experts in BLOCK_CHUNKS chunks from START on: of both planes and of the
-    scales, which are 0 beyond the last slot."""
-    word = _plane(low, chosen, line, hidden, START, CHUNKS, SLOTS, LOW_WORDS, BLOCK_CHUNKS)
+    """The words of some rows of the chosen experts: of both planes and of the scales, which are 0 beyond the
+    last slot."""
+    word = _plane(low, chosen, line, hidden, CHUNKS, SLOTS, LOW_WORDS, BLOCK_CHUNKS)
     above = word
     if HIGH_WORDS > 0:
-        above = _plane(high, chosen, line, hidden, START, CHUNKS, SLOTS, HIGH_WORDS, BLOCK_CHUNKS)
+        above = _plane(high, chosen, line, hidden, CHUNKS, SLOTS, HIGH_WORDS, BLOCK_CHUNKS)
     unit = tl.arange(0, BLOCK_CHUNKS * 16)[None, :]
-    chunk = START + unit // 16
-    expert = _by_slot_of(chosen, chunk // CHUNKS, START, CHUNKS, SLOTS, BLOCK_CHUNKS).to(tl.int64)
+    chunk = unit // 16
+    expert = _by_slot_of(chosen, chunk // CHUNKS, SLOTS).to(tl.int64)
     group = (expert * hidden * CHUNKS + chunk % CHUNKS) * 4 + unit % 4
     where = scales + (group + line[:, None] * (CHUNKS * 4)) * SCALE_WORDS
     inside = chunk < SLOTS * CHUNKS
@@ -179,7 +157,6 @@ def _plane(
     chosen,
     line,
     hidden,
-    START: tl.constexpr,
     CHUNKS: tl.constexpr,
     SLOTS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -187,8 +164,8 @@ def _plane(
 ):
     """The words of one plane, WORDS of a chunk."""
     word = tl.arange(0, BLOCK_CHUNKS * WORDS)[None, :]
-    chunk = START + word // WORDS
-    expert = _by_slot_of(chosen, chunk // CHUNKS, START, CHUNKS, SLOTS, BLOCK_CHUNKS).to(tl.int64)
+    chunk = word // WORDS
+    expert = _by_slot_of(chosen, chunk // CHUNKS, SLOTS).to(tl.int64)
     where = (expert * hidden * CHUNKS + chunk % CHUNKS) * WORDS + word % WORDS
     where += line[:, None] * (CHUNKS * WORDS)
     if WORDS < 16:  # the words of four units, as in `one_row.py`
@@ -197,15 +174,11 @@ def _plane(
 
 
 @jit
-def _by_slot_of(
-    values, slot, START: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr
-):
-    """The value of each slot that a piece has. Loaded one by one, they need no exchange between threads."""
-    first: tl.constexpr = START // CHUNKS
+def _by_slot_of(values, slot, SLOTS: tl.constexpr):
+    """The value of each slot. Loaded one by one, they need no exchange between threads."""
     found = tl.zeros_like(slot).to(values.dtype.element_ty)
-    for number in tl.static_range(first, SLOTS):
-        if number * CHUNKS < START + BLOCK_CHUNKS:
-            found = tl.where(slot == number, tl.load(values + number, cache_modifier=".cg"), found)
+    for number in tl.static_range(SLOTS):
+        found = tl.where(slot == number, tl.load(values + number, cache_modifier=".cg"), found)
     return found
 
 
@@ -213,7 +186,6 @@ def _by_slot_of(
 def _vector(
     inner,
     weights,
-    START: tl.constexpr,
     INPUTS: tl.constexpr,
     CHUNKS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -223,9 +195,9 @@ def _vector(
     BLOCK_CHUNKS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """The values of the slots from chunk START on, as `times_vector` takes them, times the weights of the slots."""
+    """The values of all slots, as `times_vector` takes them, times the weights of the slots."""
     pair = tl.arange(0, BLOCK_CHUNKS * 64)
-    chunk = START + pair // 64
+    chunk = pair // 64
     column = chunk % CHUNKS * 64 + pair % 64
     inside = (chunk < SLOTS * CHUNKS) & (column < INPUTS // 2)
     where = chunk // CHUNKS * (INPUTS // 2) + column
@@ -239,7 +211,7 @@ def _vector(
     high_0, low_0, high_1, low_1, step, offset_0, offset_1, sum_0, sum_1 = as_integers(
         (a0, a1, a2, a3, b0, b1, b2, b3), GROUP, ZERO, PTX
     )
-    slot = (START + tl.arange(0, BLOCK_CHUNKS * 16) // 16) // CHUNKS
-    weight = _by_slot_of(weights, slot, START, CHUNKS, SLOTS, BLOCK_CHUNKS)
+    slot = tl.arange(0, BLOCK_CHUNKS * 16) // (16 * CHUNKS)
+    weight = _by_slot_of(weights, slot, SLOTS)
     step, offset_0, offset_1 = step * weight, offset_0 * weight, offset_1 * weight
     return high_0, low_0, high_1, low_1, step, offset_0, offset_1, sum_0 * weight, sum_1 * weight

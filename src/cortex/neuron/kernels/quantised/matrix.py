@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.jit import has_kernels
-from cortex.neuron.kernels.matrix import Epilogue, ExpertMatrix, KeptForm, Prologue
+from cortex.neuron.kernels.matrix import PLAIN, Epilogue, ExpertMatrix, KeptForm, Prologue
 from cortex.neuron.kernels.moe.pairs import ExpertChoice, ExpertPairs, PairLists
+from cortex.neuron.kernels.products.grouped import combine
 from cortex.neuron.kernels.quantised.codes import empty_codes, unpacked
-from cortex.neuron.kernels.quantised.contract_rows import contract_rows_product
+from cortex.neuron.kernels.quantised.contract_rows import MAX_CHUNKS, contract_rows_product
 from cortex.neuron.kernels.quantised.experts import packed_grouped_product
 from cortex.neuron.kernels.quantised.few_rows import few_rows_product, max_few_rows
-from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.layout import CHUNK, Layout, padded
 from cortex.neuron.kernels.quantised.one_row import one_row_product
 from cortex.neuron.kernels.quantised.product import (
     MAX_SMALL_ROWS,
@@ -93,7 +94,11 @@ class PackedMatrix(ExpertMatrix):
     def contract_rows(
         self, inner: Tensor, choice: ExpertChoice, residual: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        return contract_rows_product(inner, self.codes, choice, residual, bias)
+        if choice.experts.shape[1] * padded(self.inputs) <= MAX_CHUNKS * CHUNK:
+            return contract_rows_product(inner, self.codes, choice, residual, bias)
+        out = torch.empty(len(inner), residual.shape[1], dtype=inner.dtype, device=inner.device)
+        one_row_product(inner, self.codes, out, PLAIN, Epilogue(bias), ExpertPairs(choice.experts, choice.weights, 1))
+        return combine(out, residual)
 
     def grouped(
         self,

@@ -18,18 +18,28 @@ from cortex.neuron.kernels.quantised.unpack import layout_options
 from cortex.neuron.kernels.quantised.vector import norm_gains, prepared_vector, times_vector
 
 
-def one_row_tiles(chunks: int, bits: int, rows: int, num_pairs: int) -> OneRowTiles:
-    """The fastest of a sweep on Hopper. `rows`: of the matrix, or of each expert where there are pairs; `num_pairs`: 0
-    where there are none."""
+def one_row_tiles(chunks: int, bits: int, rows: int, *, is_expert: bool) -> OneRowTiles:
+    """The fastest of a sweep on Hopper. `rows`: of the matrix, or of each expert.
+
+    Single warps with many rows each have the fewest instructions for a word, and need a matrix that fills the device
+    with them. Fewer programs leave room for the next kernel, which loads before it waits.
+    """
+    is_tall = rows >= 16_384
     if chunks > 32:
-        if bits in (5, 6):
+        if bits == 5 or (bits == 6 and not is_tall):
             return OneRowTiles(4, 16, 2, 0, 128)
-        step = 8 if bits == 8 else 16
-        return OneRowTiles(8 if bits < 5 and chunks % 16 == 0 else 4, step, step // 8, 0, None)
+        if bits >= 6:
+            return OneRowTiles(8 if bits == 6 else 4, 8, 1, 0, None)
+        if chunks > 64:
+            return OneRowTiles(4, 16, 2, 0, None)
+        return OneRowTiles(16, 8, 1, 0, None) if is_tall else OneRowTiles(8, 16, 2, 0, None)
     warps = max(1, triton.next_power_of_2(chunks) // 8)
     if bits == 5:
         return OneRowTiles(4, 8 * warps, warps, 16 // warps, 128)
-    return OneRowTiles(4 if bits == 8 else 8, 8 * warps, warps, 12 // warps, 168)
+    if bits < 5 and warps == 4 and rows <= 3072 and not is_expert:
+        return OneRowTiles(4, 8 * warps, warps, 4, 128)
+    programs = 8 // warps if warps < 4 and bits < 5 and not is_tall and not is_expert else 12 // warps
+    return OneRowTiles(4 if bits == 8 else 8, 8 * warps, warps, programs, 168)
 
 
 def one_row_product(
@@ -51,9 +61,8 @@ def one_row_product(
     has_wide_norm = is_paired and norm is not None and norm.dtype == torch.float32  # zero-centred norms
     if norm is not None and is_paired:
         norm = norm.view(torch.int64 if has_wide_norm else torch.int32)
-    num_pairs = 0 if pairs is None else len(out)
     rows = out.shape[1] * (1 if epilogue.activation is None else 2)
-    tiles = one_row_tiles(chunks, codes.layout.bits, rows, num_pairs)
+    tiles = one_row_tiles(chunks, codes.layout.bits, rows, is_expert=pairs is not None)
     launch_one_row(
         _one_row_kernel,
         x.view(torch.int32) if is_paired else x,
@@ -129,7 +138,7 @@ def _one_row_kernel(
     if PAIRS_PER_ROW > 0:
         if OVERLAP:
             gdc_wait()  # the kernel before chose the experts
-            gdc_launch_dependents()  # the next one reads their ids at once
+            gdc_launch_dependents()  # the next one may read their ids at once
         pair = tl.program_id(1).to(tl.int64)
         expert_row = tl.load(chosen + pair).to(tl.int64) * (outputs * (2 if ACTIVATION else 1))
         low += expert_row * (CHUNKS * LOW_WORDS)

@@ -80,6 +80,11 @@ def _with_own_quant(model: KnownModel) -> KnownModel:
     return replace(model, quant=parsed.quant)
 
 
+def is_path(source: str) -> bool:
+    """Whether a source is written as a path, and never a repository of the hub."""
+    return source.startswith(_PATH_PREFIXES)
+
+
 class Library:
     """Belongs to the daemon's loop."""
 
@@ -87,7 +92,7 @@ class Library:
         self.cache = cache_directory(config, env)
         self._models = {model.id: _with_own_quant(model) for model in _configured(config)}
         self._configured = frozenset(self._models)
-        configured = (Path(model.source) for model in self._models.values() if model.source.startswith(_PATH_PREFIXES))
+        configured = (Path(model.source) for model in self._models.values() if is_path(model.source))
         self._roots = tuple(
             _resolved(path) for path in (self.cache, *config.model_roots, *config.model_dirs, *configured)
         )
@@ -190,7 +195,7 @@ class Library:
 
     def _check_source(self, source: str) -> None:
         """Raises LoadFailed for a path that load requests may not name."""
-        if not source.startswith(_PATH_PREFIXES) and not _exists(source):
+        if not is_path(source) and not _exists(source):
             return  # not a path: the hub, or the caller, rejects what it does not know
         try:
             path = _resolved(Path(source))

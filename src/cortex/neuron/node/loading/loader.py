@@ -24,7 +24,7 @@ from cortex.neuron.node.harness.harness import Harnesses
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.loading.device_choice import check_devices
 from cortex.neuron.node.loading.device_room import DeviceRoom, RoomElsewhere, wake_settled
-from cortex.neuron.node.loading.library import Fetch, KnownModel, Library
+from cortex.neuron.node.loading.library import Fetch, KnownModel, Library, is_path
 from cortex.neuron.node.survey_process.client import Surveys
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.text.model import TextSurvey
@@ -107,7 +107,9 @@ class ModelLoader:
         self._estimates: dict[str, tuple[object, Estimate]] = {}
         """By model id: the latest one, and what it was computed from."""
         self.damaged: dict[str, CortexError] = {}
-        """Models whose files failed the survey → why."""
+        """Models whose files failed the survey, or are not where their path says → why."""
+        self._absent: set[str] = set()
+        """Those of the latter kind."""
 
     async def load(self, model: KnownModel, callbacks: ModelCallbacks) -> Instance:
         """Raises LoadFailed, InsufficientCapacity or WorkerLost."""
@@ -239,16 +241,27 @@ class ModelLoader:
         self.surveys.pop(model_id, None)
         self._estimates.pop(model_id, None)
         self.damaged.pop(model_id, None)
+        self._absent.discard(model_id)
 
     async def survey_library(self) -> None:
-        """Surveys every model whose files are complete, so that its size is known before it is loaded."""
+        """Surveys every model whose files are complete, so that its size is known before it is loaded. A path without
+        files is reported; files that come later are found."""
         for model in self._library:
-            if model.id in self.surveys or model.id in self.damaged:
+            if model.id in self.surveys or (model.id in self.damaged and model.id not in self._absent):
                 continue
             try:
                 path = await self.find_local(model)
                 if path is None:
+                    if is_path(model.source) and model.id not in self._absent:
+                        self._absent.add(model.id)
+                        raise SourceNotFound(
+                            f"{model.id}: there is no complete model at {model.source}; correct its `source`, or put "
+                            "the files there"
+                        )
                     continue
+                if model.id in self._absent:
+                    self._absent.discard(model.id)
+                    self.damaged.pop(model.id, None)
                 survey = await self.read(model, path)
             except CortexError as error:
                 self.damaged[model.id] = error.with_traceback(None)

@@ -7,18 +7,20 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 from cortex.ipc.channel import BlockingChannel, ChannelError, encode_frame
 from cortex.neuron.engine.errors import GroupBroken
-from cortex.neuron.engine.parallel.arrivals import Arrivals
+from cortex.neuron.engine.parallel.arrivals import arrived, connected
 from cortex.neuron.engine.parallel.ports import listening
-from cortex.neuron.engine.request import RankSpec
+from cortex.neuron.engine.request import RankSpec, RendezvousAddress
 from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.worker.protocol import AnnouncedStep
 
@@ -39,9 +41,8 @@ class LeaderLink:
         Raises OSError.
         """
         self.follow_others = follow_others
-        self._rank = rank
         self._followers: list[socket.socket] = []
-        self._listener = _listener(rank)  # first: where the port is taken, nothing is open yet
+        self._arrivals = _Arrivals(rank)  # first: where the port is taken, nothing is open yet
         self._locks = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in rank.device_locks]
 
     @contextlib.contextmanager
@@ -62,17 +63,55 @@ class LeaderLink:
         frame = encode_frame([AnnouncedStep(plan)])
         try:
             if not self._followers:
-                self._followers = _followers(self._listener, self._rank)
+                self._followers = self._arrivals.followers(ACCEPT_S)
             for follower in self._followers:
                 follower.sendall(frame)
         except OSError as error:
             raise GroupBroken(f"a rank of the model does not take the next step: {error}") from error
 
     def close(self) -> None:
-        for connection in (self._listener, *self._followers):
-            connection.close()
+        self._arrivals.close()
         for lock in self._locks:
             os.close(lock)
+
+
+class _Arrivals:
+    """Accepts the other ranks on a thread, so that they need not wait until the leader has a plan for them."""
+
+    def __init__(self, rank: RankSpec) -> None:
+        """Raises OSError."""
+        self._is_closed = False
+        listener = _listener(rank)
+        # The socket of one host is private: it needs no key.
+        key = b"" if rank.rendezvous is None else _key(rank.rendezvous)
+        self._ranks: Future[list[socket.socket]] = Future()
+        keys = [key] * (rank.size - 1)
+        threading.Thread(target=self._accept, args=(listener, keys), name="arrivals", daemon=True).start()
+
+    def followers(self, timeout_s: float) -> list[socket.socket]:
+        """Raises OSError."""
+        try:
+            followers = self._ranks.result(timeout_s)
+        except TimeoutError:
+            raise TimeoutError(f"not all ranks have connected within {timeout_s:.0f} s") from None
+        for follower in followers:
+            _keep_alive(follower)
+        return followers
+
+    def close(self) -> None:
+        """Ends the wait for ranks and the connections of those that arrived."""
+        self._is_closed = True
+        self._ranks.add_done_callback(_close)
+
+    def _accept(self, listener: socket.socket, keys: list[bytes]) -> None:
+        try:
+            self._ranks.set_result(arrived(listener, keys, math.inf, self._poll))
+        except OSError as error:
+            self._ranks.set_exception(error)
+
+    def _poll(self) -> None:
+        if self._is_closed:
+            raise ConnectionAbortedError("the leader has closed its link")
 
 
 class FollowerLink:
@@ -108,6 +147,12 @@ class FollowerLink:
         self._connection.close()
 
 
+def _close(ranks: Future[list[socket.socket]]) -> None:
+    if ranks.exception() is None:
+        for connection in ranks.result():
+            connection.close()
+
+
 def _try_lock(lock: int) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,26 +176,19 @@ def _connected(rank: RankSpec) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(_path(rank))
         return connection
-    connection = socket.create_connection((rank.rendezvous.host, rank.rendezvous.step_port), CONNECT_S)
-    connection.sendall(rank.rendezvous.secret.encode())
+    address = rank.rendezvous.host, rank.rendezvous.step_port
+    connection = connected(address, _key(rank.rendezvous), time.monotonic() + CONNECT_S)
     _keep_alive(connection)
     return connection
 
 
-def _followers(listener: socket.socket, rank: RankSpec) -> list[socket.socket]:
-    """The connections of all other ranks. Raises OSError."""
-    secret = (
-        rank.rendezvous.secret.encode() if rank.rendezvous is not None else b""
-    )  # the socket of one host is private
-    followers = Arrivals(listener, [secret] * (rank.size - 1)).ranks(ACCEPT_S)
-    if rank.rendezvous is not None:
-        for follower in followers:
-            _keep_alive(follower)
-    return followers
+def _key(address: RendezvousAddress) -> bytes:
+    return f"steps {address.secret}".encode()
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    connection.setblocking(True)
+    if connection.family == socket.AF_UNIX:
+        return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 

@@ -19,6 +19,7 @@ from cortex.wire.events import (
     ReasoningDelta,
     Start,
     TextDelta,
+    TokenIds,
     ToolCallDelta,
     ToolCallStart,
     ToolCallStop,
@@ -75,7 +76,7 @@ class Encoder:
                 return self._end()
             case Start():
                 return self._start(event)
-            case Logprobs() | PromptLogprobs() | UsageSoFar():
+            case Logprobs() | PromptLogprobs() | UsageSoFar() | TokenIds():
                 return b""  # this dialect has none
             case Finish():
                 return self._end() + self._finish(event)

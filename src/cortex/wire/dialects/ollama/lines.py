@@ -19,6 +19,7 @@ from cortex.wire.events import (
     ReasoningDelta,
     Start,
     TextDelta,
+    TokenIds,
     TokenLogprob,
     ToolCallDelta,
     ToolCallStart,
@@ -82,7 +83,7 @@ class LineEncoder:
                 return self._line(self._shape(), **end_of(event, self._request))
             case Failure(code=code, message=message):
                 return stream_error(errors.from_code(code, message))
-            case Start() | UsageSoFar() | PromptLogprobs():
+            case Start() | UsageSoFar() | PromptLogprobs() | TokenIds():
                 return b""
 
     def _end_call(self) -> bytes:

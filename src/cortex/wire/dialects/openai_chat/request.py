@@ -74,6 +74,7 @@ def parse(body: bytes) -> GenerateRequest:
         stream=fields.flag("stream") or False,
         include_usage=(stream_options.flag("include_usage") or False) if stream_options else False,
         continuous_usage=(stream_options.flag("continuous_usage_stats") or False) if stream_options else False,
+        return_token_ids=fields.flag("return_token_ids") or False,
         template_args=template_args,
         user=fields.text("user"),
         dropped_tools=tuple(found.dropped),

@@ -24,6 +24,7 @@ from cortex.wire.events import (
     ReasoningDelta,
     Start,
     TextDelta,
+    TokenIds,
     TokenLogprob,
     ToolCallDelta,
     ToolCallStart,
@@ -63,8 +64,11 @@ class Encoder(ChunkEncoder):
                 decoder = self._inputs.pop((event.index, call), None)
                 rest = "" if decoder is None else decoder.finish()
                 return self._custom_input(event.index, call, rest) if rest else b""
-            case Start():
-                return self._delta(event.index, {"role": "assistant", "content": ""})
+            case Start(prompt_token_ids=prompt):
+                return self._chunk([self._choice(event.index, {"role": "assistant", "content": ""})], prompt=prompt)
+            case TokenIds(tokens=token_ids):
+                self._token_ids[event.index] = self._token_ids.get(event.index, ()) + token_ids
+                return b""
             case Logprobs(tokens=tokens):
                 self._logprobs[event.index] = self._logprobs.get(event.index, ()) + tokens
                 return b""
@@ -101,15 +105,18 @@ class Encoder(ChunkEncoder):
         return self._delta(index, {"tool_calls": [{"index": call, "custom": {"input": text}}]})
 
     def _delta(self, index: int, delta: dict[str, Any], **finish: str | None) -> bytes:
+        return self._chunk([self._choice(index, delta, **finish)])
+
+    def _choice(self, index: int, delta: dict[str, Any], **finish: str | None) -> dict[str, Any]:
         logprobs = self._logprobs.pop(index, None)
-        choice = {
+        return {
             "index": index,
             "delta": delta,
             "logprobs": None if logprobs is None else logprobs_body(logprobs),
             "finish_reason": None,
             **finish,
+            **self._ids(index),
         }
-        return self._chunk([choice])
 
     def _finish(self, event: Finish) -> bytes:
         reason = _finish_reason(event, as_functions=self._as_functions)
@@ -130,6 +137,8 @@ def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, creat
     }
     if request.sampling.prompt_logprobs is not None:
         body["prompt_logprobs"] = prompt_logprobs_body(choices[0].prompt_logprobs)
+    if request.return_token_ids:
+        body["prompt_token_ids"] = choices[0].prompt_token_ids
     return msgspec.json.encode(body)
 
 
@@ -148,6 +157,7 @@ def _choice_body(choice: ResponseChoice, request: GenerateRequest) -> dict[str, 
         "logprobs": logprobs_body(choice.logprobs) if choice.logprobs else None,
         "finish_reason": _finish_reason(choice.finish, as_functions=request.as_functions),
         **_stop_reason(choice.finish),
+        **({"token_ids": choice.token_ids} if request.return_token_ids else {}),
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cortex.wire.dialects.openai_responses.client_tools import CALLS, OUTPUTS, full_name, read_call
+from cortex.wire.dialects.openai_responses.compacted import shown
 from cortex.wire.errors import UnsupportedModality, shorten
 from cortex.wire.fields.body import Fields, json_text
 from cortex.wire.fields.custom_tools import arguments_of
@@ -99,6 +100,10 @@ def _read_item(item: Fields, conversation: _Conversation, noted: list[str]) -> N
                 is_error=item.text("status") == "failed",
             )
             conversation.add(Message(role="tool", parts=(result,)))
+        case "compaction" | "compaction_summary":
+            if (summary := shown(item.required_text("encrypted_content"))) is None:
+                raise item.invalid("encrypted_content", "it was not made here; send what it sums up")
+            conversation.add(Message(role="user", parts=(Text(text=summary),)))
         case "item_reference":
             raise item.invalid("type", "items are not stored here; send the item itself")
         case _ if kind in _WITHOUT_EFFECT:

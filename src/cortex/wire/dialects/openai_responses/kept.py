@@ -19,6 +19,9 @@ class KeptResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     id: str
     previous_response_id: str | None = None
     background: bool = False
+    conversation_id: str | None = None
+    store: bool = True
+    """False: it is only added to its conversation."""
 
     @property
     def header_value(self) -> str:
@@ -27,7 +30,12 @@ class KeptResponse(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def described(self, request: GenerateRequest) -> GenerateRequest:
         """`request` whose response object says that it is stored."""
-        described = {"store": True, "previous_response_id": self.previous_response_id, "background": self.background}
+        described = {
+            "store": self.store,
+            "previous_response_id": self.previous_response_id,
+            "background": self.background,
+            "conversation": None if self.conversation_id is None else {"id": self.conversation_id},
+        }
         return msgspec.structs.replace(request, metadata=request.metadata | described)
 
 

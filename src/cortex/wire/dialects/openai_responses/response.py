@@ -20,6 +20,7 @@ def response_body(request: GenerateRequest, *, id: str, created: int, model: str
     """The response object at its start."""
     echoed = request.metadata
     sampling = request.sampling
+    stated = {name: echoed[name] for name in ("background", "conversation") if echoed.get(name)}
     return {
         "id": id,
         "object": "response",
@@ -49,7 +50,7 @@ def response_body(request: GenerateRequest, *, id: str, created: int, model: str
         "truncation": echoed.get("truncation", "disabled"),
         "usage": None,
         "user": echoed.get("user"),
-    } | ({"background": True} if echoed.get("background") else {})
+    } | stated
 
 
 def finished(response: dict[str, Any], items: Sequence[dict[str, Any]], finish: Finish) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def finished(response: dict[str, Any], items: Sequence[dict[str, Any]], finish: 
         "status": "completed" if incomplete_reason is None else "incomplete",
         "incomplete_details": None if incomplete_reason is None else {"reason": incomplete_reason},
         "output": list(items),
-        "usage": _usage_body(finish.usage),
+        "usage": usage_body(finish.usage),
     }
 
 
@@ -118,7 +119,7 @@ def _call_body(call: ToolCall, tool: Tool | None) -> dict[str, Any]:
     return {"type": "function_call", **named, "arguments": call.arguments}
 
 
-def _usage_body(usage: Usage) -> dict[str, Any]:
+def usage_body(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},

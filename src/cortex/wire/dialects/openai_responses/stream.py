@@ -23,6 +23,7 @@ from cortex.wire.events import (
     ReasoningDelta,
     Start,
     TextDelta,
+    TokenIds,
     TokenLogprob,
     ToolCallDelta,
     ToolCallStart,
@@ -99,7 +100,7 @@ class Encoder:
             case Logprobs(tokens=tokens):
                 self._waiting_logprobs += tokens
                 return b""
-            case PromptLogprobs() | UsageSoFar():
+            case PromptLogprobs() | UsageSoFar() | TokenIds():
                 return b""  # this dialect has none
             case Finish(reason=reason):
                 self._take_logprobs()

@@ -24,6 +24,7 @@ FIELDS = FieldTable(
         honoured("logprobs", True),
         honoured("top_logprobs", 2, logprobs=True),
         honoured("prompt_logprobs", 1, "vLLM; not in a stream"),
+        honoured("return_token_ids", True, "vLLM: `token_ids` of choices, and `prompt_token_ids`"),
         honoured("response_format", {"type": "json_object"}),
         honoured("reasoning_effort", "low"),
         honoured("enable_thinking", False),

@@ -20,6 +20,7 @@ FIELDS = FieldTable(
         honoured("n", 2),
         honoured("logprobs", 2, "with `echo` also of the prompt"),
         honoured("prompt_logprobs", 1, "vLLM; not in a stream"),
+        honoured("return_token_ids", True, "vLLM: `token_ids` of choices, and `prompt_token_ids`"),
         honoured("response_format", {"type": "json_object"}),
         honoured("user", "u"),
         honoured("suffix", "x", "fills in before it; for models with the capability `insert`"),

@@ -40,9 +40,10 @@ FIELDS = FieldTable(
         rejected(
             "previous_response_id", "resp_1", "a gateway stores responses; send the whole conversation in 'input'"
         ),
-        rejected("conversation", "conv_1", "conversations are not stored; send the whole conversation in 'input'"),
+        rejected("conversation", "conv_1", "a gateway stores conversations; send the whole conversation in 'input'"),
         rejected("prompt", {"id": "pmpt_1"}, "prompts are not stored; send the whole conversation in 'input'"),
         rejected("background", True, "only a gateway stores responses; use 'stream' for long ones", False),
+        rejected("return_token_ids", True, "token ids are not returned here; use chat completions", False),
         rejected("n", 2, "this dialect has one response; use chat completions", 1),
     ),
     SAMPLING,
@@ -55,6 +56,7 @@ OF_GATEWAYS = {
     "store": "of `/v1/responses` by a gateway",
     "previous_response_id": "by a gateway that stores responses; a node rejects it",
     "background": "by a gateway that stores responses; a node rejects it",
+    "conversation": "by a gateway that stores responses; a node rejects it",
 }
 """Fields that a gateway honours, and what to say about each. What is in `FIELDS` is what a node does with them."""
 
@@ -80,6 +82,7 @@ ITEMS = (
         for shape in ("local_shell", "shell", "apply_patch")
         for end in ("", "_output")
     ),
+    Kind("compaction", Treatment.HONOURED, "of `/v1/responses/compact` here: the model sees the summary"),
     Kind("web_search_call", Treatment.TOLERATED, "the message after it has the result; reported in the header"),
     Kind("mcp_list_tools", Treatment.TOLERATED, "a list without effect; reported in the header"),
 )

@@ -88,7 +88,6 @@ EXTENSIONS = (
     rejected("skip_special_tokens", False, "control tokens are never part of the text; remove it", True),
     rejected("include_stop_str_in_output", True, "the stop string is reported as 'stop_reason'; remove it", False),
     rejected("return_tokens_as_token_ids", True, "tokens are returned as text; remove it", False),
-    rejected("return_token_ids", True, "token ids are not returned; use /tokenize", False),
     rejected("return_hidden_states", True, "hidden states are not returned; remove it", False),
     rejected("kv_transfer_params", {"a": 1}, "the cache is not transferred between servers; remove it", {}),
     rejected("cache_salt", "s", "cached prefixes are not separated by a salt; remove it", ""),

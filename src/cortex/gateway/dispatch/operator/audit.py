@@ -1,0 +1,182 @@
+"""The audit log: who changed the fleet, its keys or its records, what, when, and with which outcome, in the database.
+
+Entries are written in batches, off the loop. While the database is unavailable, the latest ones wait in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from cortex.gateway.database import Database, Execute, Rows, StoreError, driver_of, is_url
+
+log = logging.getLogger(__name__)
+
+DAY_S = 86400
+FLUSH_S = 1.0
+EXPIRE_S = 600.0
+"""How often entries that are too old are deleted."""
+MAX_WAITING = 10_000
+"""Entries that wait in memory for the database; the oldest ones beyond it are lost."""
+MAX_ENTRIES = 1_000_000
+"""The oldest entries beyond it are deleted, so that no key can fill the disk."""
+MAX_DETAIL = 1000
+
+SCHEMA = (
+    """CREATE TABLE IF NOT EXISTS audit (
+        at_ms BIGINT NOT NULL,
+        key_id TEXT NOT NULL,
+        key_name TEXT NOT NULL,
+        client TEXT NOT NULL,
+        action TEXT NOT NULL,
+        detail TEXT NOT NULL,
+        status BIGINT NOT NULL
+    )""",
+    "CREATE INDEX IF NOT EXISTS audit_at ON audit (at_ms)",
+)
+_ADD = "INSERT INTO audit (at_ms, key_id, key_name, client, action, detail, status) VALUES (?, ?, ?, ?, ?, ?, ?)"
+_EXPIRE = "DELETE FROM audit WHERE at_ms < ?"
+_NTH = "SELECT at_ms FROM audit ORDER BY at_ms DESC LIMIT 1 OFFSET ?"
+_READ = """
+    SELECT at_ms, key_id, key_name, client, action, detail, status FROM audit
+    WHERE at_ms >= ? AND at_ms < ?{of_key} ORDER BY at_ms DESC LIMIT ?
+"""
+_OF_KEY = " AND (key_id = ? OR key_name = ?)"
+
+
+class NamedKey(Protocol):
+    """What is recorded of a key."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+
+class AuditEntry(msgspec.Struct, frozen=True):
+    """One action, allowed or rejected."""
+
+    at_ms: int
+    key_id: str
+    """Empty: there is no key, on an open gateway or for a change of the configuration file."""
+    key_name: str
+    client: str
+    """The address of the client; empty for a change of the configuration file."""
+    action: str
+    """Method and path, such as `POST /fleet/models/small/unload`."""
+    detail: str
+    """The body of the request, shortened."""
+    status: int
+    """The HTTP status of the response; 0 for a change of the configuration file."""
+
+
+class AuditLog:
+    """Belongs to the loop; only its own thread uses the database."""
+
+    def __init__(self, location: str, retention_days: int, clock: Callable[[], float] = time.time) -> None:
+        """`location`: a file path or URL, which is created when there is something to write. 0 days: nothing is
+        recorded."""
+        self._location = location
+        self._retention_days = retention_days
+        self._database = Database(driver_of(location), SCHEMA, "audit log")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="audit log")
+        self._clock = clock
+        self._waiting: deque[AuditEntry] = deque(maxlen=MAX_WAITING)
+        self._expired_at = clock()
+        self._is_closed = False
+        self.is_failing = False
+        """Whether the database could not be used."""
+
+    def record(
+        self, action: str, status: int, *, key_id: str = "", key_name: str = "", client: str = "", detail: str = ""
+    ) -> None:
+        """Never waits and never raises."""
+        if self._retention_days:
+            at_ms = int(self._clock() * 1000)
+            self._waiting.append(
+                AuditEntry(at_ms, key_id, key_name, client, action[:MAX_DETAIL], detail[:MAX_DETAIL], status)
+            )
+
+    async def run(self) -> None:
+        """Write regularly, until cancelled."""
+        while True:
+            await asyncio.sleep(FLUSH_S)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Write what waits, and delete what is too old. Never raises: a failure is logged once."""
+        is_due = self._retention_days > 0 and self._clock() - self._expired_at >= EXPIRE_S and self._has_database()
+        if not self._waiting and not is_due:
+            return
+        batch = list(self._waiting)
+        self._waiting.clear()
+        oldest_ms = int((self._clock() - self._retention_days * DAY_S) * 1000) if is_due else None
+        try:
+            await self._in_thread(lambda execute: _write(execute, batch, oldest_ms))
+        except StoreError as error:
+            room = MAX_WAITING - len(self._waiting)  # those that were recorded meanwhile are newer
+            self._waiting.extendleft(reversed(batch[max(0, len(batch) - room) :]))
+            if not self.is_failing:
+                log.error("the audit log waits in memory until the database is available: %s", error)
+            self.is_failing = True
+            return
+        self.is_failing = False
+        if is_due:
+            self._expired_at = self._clock()
+
+    async def read(self, since: float, until: float, limit: int, key: str = "") -> list[AuditEntry]:
+        """The newest `limit` entries of [since, until), newest first; `key`: only those of this name or id. Raises
+        StoreError."""
+        await self.flush()
+        if not self._has_database():
+            return []
+        statement = _READ.format(of_key=_OF_KEY if key else "")
+        values = (int(since * 1000), int(until * 1000), *([key, key] if key else []), limit)
+        rows = await self._in_thread(lambda execute: execute(statement, values))
+        return [AuditEntry(*row) for row in rows]
+
+    async def close(self) -> None:
+        """Write what is not written yet. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        await self.flush()
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._database.close)
+        self._thread.shutdown(wait=False)
+
+    def _has_database(self) -> bool:
+        return is_url(self._location) or Path(self._location).exists()
+
+    async def _in_thread(self, work: Callable[[Execute], Rows]) -> Rows:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._database.run, work)
+
+
+def record_changed_keys(audit: AuditLog, before: Sequence[NamedKey], after: Sequence[NamedKey]) -> None:
+    """Record the keys that a reload of the configuration file has put in or out of force."""
+    old, new = ({key.id: key for key in keys} for keys in (before, after))
+    for change, ids in (
+        ("added", new.keys() - old.keys()),
+        ("removed", old.keys() - new.keys()),
+        ("changed", [id for id in new.keys() & old.keys() if new[id] != old[id]]),
+    ):
+        for name in sorted((new if change != "removed" else old)[id].name for id in ids):
+            audit.record(f"key {change} in the configuration file", 0, detail=name)
+
+
+def _write(execute: Execute, batch: Sequence[AuditEntry], oldest_ms: int | None) -> Rows:
+    for entry in batch:
+        execute(_ADD, msgspec.structs.astuple(entry))
+    if oldest_ms is not None:
+        execute(_EXPIRE, (oldest_ms,))
+        for (beyond_ms,) in execute(_NTH, (MAX_ENTRIES,)):
+            execute(_EXPIRE, (beyond_ms + 1,))
+    return []

@@ -1,0 +1,224 @@
+"""The routes of conversations: `/v1/conversations`, one of them, and its items."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any
+from urllib.parse import unquote
+
+import msgspec
+from msgspec import Raw
+
+from cortex.gateway.proxy.admission import AdmissionController
+from cortex.gateway.proxy.inference import client_of
+from cortex.gateway.proxy.routes import error_response, json_response
+from cortex.gateway.responses import conversation_tables as tables
+from cortex.gateway.responses.api import expect, item_page
+from cortex.gateway.responses.conversation_tables import ConversationRow, Owner
+from cortex.gateway.responses.response_object import new_response_id
+from cortex.gateway.responses.store import ResponseStore
+from cortex.http.request import Request
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import Response
+from cortex.parsing import items as stored_items
+from cortex.parsing.items import StoredTexts
+from cortex.parsing.parser import BodyParser
+from cortex.wire.errors import (
+    ConversationNotFound,
+    CortexError,
+    Family,
+    InvalidValue,
+    ItemNotFound,
+    MalformedJSON,
+    RouteNotFound,
+    shorten,
+)
+from cortex.wire.fields.body import check_content_type
+
+log = logging.getLogger(__name__)
+
+PATH = b"/v1/conversations"
+MAX_ITEMS_AT_ONCE = 20
+"""As OpenAI's API."""
+_NO_OUTPUT = '{"output":[]}'
+
+_MetadataKey = Annotated[str, msgspec.Meta(max_length=64)]
+_MetadataValue = Annotated[str, msgspec.Meta(max_length=512)]
+_Metadata = Annotated[dict[_MetadataKey, _MetadataValue], msgspec.Meta(max_length=16)]
+
+
+class _Creation(msgspec.Struct, frozen=True):
+    items: Raw = Raw(b"null")
+    metadata: _Metadata | None = None
+
+
+class _Addition(msgspec.Struct, frozen=True):
+    items: Raw
+
+
+class _Update(msgspec.Struct, frozen=True):
+    metadata: _Metadata | None
+
+
+class StoredConversations:
+    """Serves conversations to the keys that made them. Owns a task for each request."""
+
+    def __init__(self, store: ResponseStore, admission: AdmissionController, parser: BodyParser) -> None:
+        self._store = store
+        self._admission = admission
+        self._parser = parser
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def handle(self, exchange: Exchange) -> None:
+        """Take over an exchange whose path is `PATH` or begins with it and a slash."""
+        task = asyncio.create_task(self._respond(exchange))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def texts(self, key_id: str, id: str) -> StoredTexts:
+        """All items of a conversation, as the input of a stored response. Raises ConversationNotFound."""
+        found = await self._store.run(lambda execute: tables.items_of(execute, id, self._owner(key_id)))
+        if found is None:
+            raise _not_found(id)
+        return StoredTexts(id, f"[{','.join(found)}]", _NO_OUTPUT)
+
+    def _owner(self, key_id: str) -> Owner:
+        return Owner(key_id, self._store.clock(), self._store.section.retention_s)
+
+    async def _respond(self, exchange: Exchange) -> None:
+        try:
+            response = await self._response(exchange.request)
+        except CortexError as error:
+            response = error_response(error, Family.OPENAI)
+        except Exception:
+            log.exception("a request for conversations failed")
+            response = error_response(
+                CortexError("Internal error of the gateway; its log has the details."), Family.OPENAI
+            )
+        exchange.respond(*response)
+
+    async def _response(self, request: Request) -> Response:
+        key = self._admission.meter.key(request)
+        owner, client = self._owner(key.id if key is not None else ""), client_of(key, request)
+        if not self._store.section.store:
+            raise InvalidValue("This gateway stores no conversations (responses.store): send them in 'input'.")
+        if request.method == b"POST":
+            check_content_type((request.header(b"content-type") or b"").decode("latin-1"), required=True)
+        path = unquote(request.path[len(PATH) + 1 :].decode("latin-1"))
+        id, _, rest = path.partition("/")
+        kind, _, item_id = rest.partition("/")
+        if not path:
+            expect(request, b"POST")
+            return await self._create(request, owner, client)
+        if not rest:
+            return await self._one(request, owner, id)
+        if kind != "items":
+            raise RouteNotFound(f"There is no {shorten(request.path.decode('latin-1'))}; GET / lists the routes.")
+        if item_id:
+            return await self._item(request, owner, id, item_id)
+        expect(request, b"GET", b"HEAD", b"POST")
+        if request.method == b"POST":
+            return await self._add(request, owner, client, id)
+        return await item_page(self._parser, request, client, [await self.texts(owner.key_id, id)])
+
+    async def _create(self, request: Request, owner: Owner, client: str) -> Response:
+        wanted = _decoded(request.body or b"{}", _Creation)
+        items = await self._checked(wanted.items, client)
+        id, metadata = f"conv_{uuid.uuid4().hex}", msgspec.json.encode(wanted.metadata or {}).decode()
+        await self._store.run(lambda execute: tables.create(execute, id, owner, metadata, items))
+        made = ConversationRow(id, int(owner.now_s), metadata, 0)
+        return json_response(made.as_json())
+
+    async def _one(self, request: Request, owner: Owner, id: str) -> Response:
+        expect(request, b"GET", b"HEAD", b"POST", b"DELETE")
+        if request.method == b"DELETE":
+            if not await self._store.run(lambda execute: tables.delete(execute, id, owner)):
+                raise _not_found(id)
+            return json_response({"id": id, "object": "conversation.deleted", "deleted": True})
+        if request.method == b"POST":
+            metadata = msgspec.json.encode(_decoded(request.body, _Update).metadata or {}).decode()
+            found = await self._store.run(lambda execute: tables.update(execute, id, owner, metadata))
+        else:
+            found = await self._store.run(lambda execute: tables.read(execute, id, owner))
+        return json_response(_existing(found, id).as_json())
+
+    async def _add(self, request: Request, owner: Owner, client: str, id: str) -> Response:
+        items = await self._checked(_decoded(request.body, _Addition).items, client)
+        before = _existing(await self._store.run(lambda execute: tables.read(execute, id, owner)), id)
+        if before.num_bytes + len(request.body) > self._store.max_entry_bytes:
+            raise InvalidValue(
+                f"items: the conversation would be larger than {self._store.section.max_entry_mb} MB "
+                "(responses.max_entry_mb); start a new one.",
+                param="items",
+            )
+        if not await self._store.run(lambda execute: tables.append(execute, id, owner, items)):
+            raise _not_found(id)
+        added = [Raw(tables.as_conversation_item(item)[1].encode()) for item in items]
+        return json_response(
+            stored_items.listing(added, limit=len(added), ascending=True, after=None)  # in the order given
+        )
+
+    async def _item(self, request: Request, owner: Owner, id: str, item_id: str) -> Response:
+        expect(request, b"GET", b"HEAD", b"DELETE")
+        if request.method == b"DELETE":
+            if not await self._store.run(lambda execute: tables.delete_item(execute, id, owner, item_id)):
+                raise _no_item(item_id)
+            found = await self._store.run(lambda execute: tables.read(execute, id, owner))
+            return json_response(_existing(found, id).as_json())
+        item = await self._store.run(lambda execute: tables.item_of(execute, id, owner, item_id))
+        if item is None:
+            raise _no_item(item_id)
+        return json_response(Raw(item.encode()))
+
+    async def _checked(self, given: Raw, client: str) -> Sequence[Raw]:
+        """The items, each with an id. Raises InvalidValue for what could not be the input of a response."""
+        if bytes(given).strip() == b"null":
+            return ()
+        try:
+            found = msgspec.json.decode(given, type=list[dict[str, Raw]])
+        except msgspec.ValidationError as problem:
+            raise InvalidValue("items: it must be an array of items.", param="items") from problem
+        if len(found) > MAX_ITEMS_AT_ONCE:
+            raise InvalidValue(f"items: add at most {MAX_ITEMS_AT_ONCE} at a time.", param="items")
+        if not found:
+            return ()
+        try:
+            body = msgspec.json.encode({"model": "any", "input": given})
+            await self._parser.parse("openai_responses", body, client)
+        except InvalidValue as problem:
+            param = None if problem.param is None else problem.param.replace("input", "items", 1)
+            raise InvalidValue(problem.message.replace("input[", "items[", 1), param=param) from problem
+        raw = stored_items.with_ids(stored_items.split(given), new_response_id())
+        return msgspec.json.decode(raw, type=list[Raw])
+
+
+def _decoded(body: bytes, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as problem:
+        raise InvalidValue(f"Invalid body: {shorten(str(problem))}.") from problem
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}") from problem
+
+
+def _existing(found: ConversationRow | None, id: str) -> ConversationRow:
+    if found is None:
+        raise _not_found(id)
+    return found
+
+
+def _not_found(id: str) -> ConversationNotFound:
+    return ConversationNotFound(
+        f"Conversation with id '{shorten(id)}' not found: it was not made with this key, was deleted, or has expired.",
+        param="conversation",
+    )
+
+
+def _no_item(item_id: str) -> ItemNotFound:
+    return ItemNotFound(f"Item with id '{shorten(item_id)}' not found in this conversation.", param="item_id")

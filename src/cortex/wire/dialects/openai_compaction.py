@@ -1,0 +1,95 @@
+"""Compaction of the Responses API: a conversation becomes the latest messages of its user and one item with a summary.
+
+The model that the client names writes the summary. The item is opaque to clients, as in OpenAI's API, and not secret:
+the input of a later request may have it in place of what it sums up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from cortex.wire.dialects import openai_responses
+from cortex.wire.dialects.openai_responses import CONTENT_TYPE, FAMILY, KEEPALIVE, Encoder, stream_error
+from cortex.wire.dialects.openai_responses.compacted import encoded
+from cortex.wire.dialects.openai_responses.response import usage_body
+from cortex.wire.errors import GenerationFailed, InvalidValue
+from cortex.wire.events import AnyEvent
+from cortex.wire.requests import GenerateRequest, Message, Text, ToolChoice
+from cortex.wire.response import gather, total_usage
+
+ID_PREFIX = "cmp_"
+MAX_KEPT_CHARS = 32_768
+"""Of the messages of the user, the latest ones up to this size are returned; the summary has the others."""
+PROMPT = (
+    "Sum up the conversation so far for another assistant, who will continue it without seeing it. State the goal of "
+    "the user and their constraints, what was done and decided, the facts, names, paths and values that are still "
+    "needed, and what is left to do. Write the summary only; do not continue the conversation and call no tools."
+)
+_KEPT = "kept_messages"
+
+__all__ = ["CONTENT_TYPE", "FAMILY", "ID_PREFIX", "KEEPALIVE", "Encoder", "fold", "parse", "stream_error"]
+
+
+def parse(body: bytes) -> GenerateRequest:
+    """The request for the summary. Raises what the responses dialect does, and `InvalidValue` for a stream."""
+    request = openai_responses.parse(body)
+    if request.stream:
+        raise InvalidValue("stream: a compaction is one object; leave it out.", param="stream")
+    return msgspec.structs.replace(
+        request,
+        messages=(*request.messages, Message(role="user", parts=(Text(text=PROMPT),))),
+        tools=(),
+        tool_choice=ToolChoice(),
+        output=None,
+        metadata={_KEPT: _latest(request.messages)},
+    )
+
+
+def _latest(messages: Iterable[Message]) -> list[str]:
+    """The latest texts of the user, oldest first."""
+    said = [
+        "".join(part.text for part in message.parts if isinstance(part, Text))
+        for message in messages
+        if message.role == "user"
+    ]
+    kept: list[str] = []
+    num_chars = 0
+    for text in reversed(said):
+        num_chars += len(text)
+        if num_chars > MAX_KEPT_CHARS:
+            break
+        kept.append(text)
+    return kept[::-1]
+
+
+def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:  # noqa: ARG001
+    """The compacted conversation. Raises the error of a `Failure`, and `GenerationFailed` without a summary."""
+    choices = gather(events)
+    summary = choices[0].text.strip()
+    if not summary:
+        raise GenerationFailed("The model wrote no summary of the conversation; try again, or name another model.")
+    stem = id.removeprefix(ID_PREFIX)
+    kept: list[dict[str, Any]] = [
+        {
+            "id": f"msg_{stem}_{position}",
+            "type": "message",
+            "role": "user",
+            "status": "completed",
+            "content": [{"type": "input_text", "text": text}],
+        }
+        for position, text in enumerate(request.metadata.get(_KEPT, ()))
+        if text
+    ]
+    compaction = {"id": id, "type": "compaction", "encrypted_content": encoded(summary)}
+    return msgspec.json.encode(
+        {
+            "id": f"resp_{stem}",
+            "object": "response.compaction",
+            "created_at": created,
+            "output": [*kept, compaction],
+            "usage": usage_body(total_usage(choice.finish for choice in choices)),
+        }
+    )

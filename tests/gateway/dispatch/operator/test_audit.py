@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cortex.gateway.dispatch.operator import audit
+from cortex.gateway.dispatch.operator.audit import DAY_S, EXPIRE_S, AuditLog, record_changed_keys
+from cortex.gateway.ledger.keys import generate
+
+NOW = 1_800_000_000.0
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return str(tmp_path / "audit.db")
+    url: str = request.getfixturevalue("postgres_url")
+    return url
+
+
+async def test_entries_are_kept_until_they_are_too_old_or_too_many(
+    location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = NOW
+    log = AuditLog(location, 2, lambda: now)
+    log.record("POST /keys", 201, key_id="abcdefgh", key_name="anna", client="10.0.0.1", detail='{"name": "ben"}')
+    now += 1
+    log.record("DELETE /keys/ben", 403, key_id="ijklmnop", key_name="eve", client="10.0.0.2", detail="x" * 2000)
+    newest, oldest = await log.read(0, NOW + 2, 10)
+    assert (oldest.at_ms, oldest.key_name, oldest.status) == (NOW * 1000, "anna", 201)
+    assert (newest.action, newest.client, len(newest.detail)) == ("DELETE /keys/ben", "10.0.0.2", 1000)
+    assert [entry.key_name for entry in await log.read(0, NOW + 2, 1)] == ["eve"]
+    assert [entry.key_name for entry in await log.read(0, NOW + 1, 10)] == ["anna"]
+    for key in ("anna", "abcdefgh"):
+        assert [entry.key_name for entry in await log.read(0, NOW + 2, 10, key)] == ["anna"]
+    await log.close()
+
+    again = AuditLog(location, 2, lambda: now)
+    now = NOW + 2 * DAY_S + 0.5
+    assert [entry.key_name for entry in await again.read(0, now, 10)] == ["eve"]
+    monkeypatch.setattr(audit, "MAX_ENTRIES", 3)
+    for number in range(5):
+        now += EXPIRE_S
+        again.record("POST /fleet/pull", 200, detail=str(number))
+        await again.flush()
+    assert [entry.detail for entry in await again.read(0, now + 1, 10)] == ["4", "3", "2"]
+    await again.close()
+
+
+async def test_entries_wait_for_the_database(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "folder").write_text("in its place")
+    log = AuditLog(str(tmp_path / "folder" / "audit.db"), 1)
+    for number in range(2):
+        log.record("POST /keys", 201, detail=str(number))
+        await log.flush()
+    assert caplog.text.count("waits in memory") == 1
+    (tmp_path / "folder").unlink()
+    assert [entry.detail for entry in await log.read(0, 1e11, 10)] == ["1", "0"]
+    assert not log.is_failing
+    await log.close()
+
+
+async def test_nothing_is_written_where_it_is_off_or_nothing_happened(tmp_path: Path) -> None:
+    off, idle = AuditLog(str(tmp_path / "off.db"), 0), AuditLog(str(tmp_path / "idle.db"), 1)
+    off.record("POST /keys", 201)
+    for log in (off, idle):
+        assert await log.read(0, 1e11, 10) == []
+        await log.close()
+    assert not list(tmp_path.iterdir())
+
+
+async def test_keys_that_a_reload_changes_are_recorded(tmp_path: Path) -> None:
+    log = AuditLog(str(tmp_path / "audit.db"), 1)
+    anna, ben, eve = (generate(name).section for name in ("anna", "ben", "eve"))
+    limited = generate("ben", requests_per_min=1).section
+    changed = type(ben)(name=ben.name, id=ben.id, sha256=ben.sha256, requests_per_min=limited.requests_per_min)
+    record_changed_keys(log, (anna, ben), (changed, eve))
+    found = {entry.action.split()[1]: entry.detail for entry in await log.read(0, 1e11, 10)}
+    assert found == {"added": "eve", "removed": "anna", "changed": "ben"}
+    await log.close()

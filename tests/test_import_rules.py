@@ -48,7 +48,8 @@ DISPATCH = {
     "wire",
 }
 PROXY = {"gateway.proxy", "gateway.pictures", "parsing", "ipc", "telemetry", *DISPATCH, *LEDGER}
-GATEWAY_API = {"gateway.api", "build", *PROXY}
+HISTORY = {"gateway.history", *PROXY}
+GATEWAY_API = {"gateway.api", "build", *HISTORY}
 GATEWAY_PAGE = {"gateway.page", "cortex", *PROXY}
 RESPONSES = {"gateway.responses", *PROXY}
 GATEWAY = {"gateway", "exits", *GATEWAY_API, *GATEWAY_PAGE, *RESPONSES}
@@ -95,6 +96,7 @@ RULES: dict[str, Rule] = {
     "gateway.api": Rule(GATEWAY_API),
     "gateway.pictures": Rule({"gateway.pictures", "gateway.config", "http", "parsing", "wire"}),
     "gateway.page": Rule(GATEWAY_PAGE),
+    "gateway.history": Rule(HISTORY),
     "gateway.responses": Rule(RESPONSES),
     "gateway": Rule(GATEWAY),
     "neuron.delta_sizes": Rule(set(), frozenset()),

@@ -139,7 +139,7 @@ class Drive:
             self.ended[error.code] += 1
             return
         if self.random.random() < ABORTS_PER_REQUEST:
-            self._at(fleet.now + self.random.uniform(0, 5), "abort", (number, pending))
+            self._at(fleet.now + self.random.uniform(0, 5), "abort", number)
 
     def _serve(self, lease: Lease) -> None:
         self._at(self.fleet.now + self.random.expovariate(1 / REQUEST_S), "release", lease)
@@ -158,8 +158,8 @@ class Drive:
                 self.ended["served" if is_served else "node_failed"] += 1
                 fleet.dispatcher.release(what)
             elif kind == "abort":
-                number, pending = what  # type: ignore[misc]
-                if self.waiting.pop(number, None) is not None:
+                assert isinstance(what, int)
+                if (pending := self.waiting.pop(what, None)) is not None:
                     self.ended["disconnected"] += 1
                     fleet.dispatcher.cancel(pending)
             elif kind == "order":

@@ -16,6 +16,7 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -166,7 +167,7 @@ async def _ledger(port: int, key: NewKey, wanted: int) -> int:
     deadline = time.monotonic() + SETTLE_S
     while True:
         rows = (await asyncio.to_thread(_get, f"http://127.0.0.1:{port}/fleet/usage?by=key", key))["rows"]
-        row = next((row for row in rows if row["name"] == key.section.name), {})
+        row: dict[str, Any] = next((row for row in rows if row["name"] == key.section.name), {})
         found = int(row.get("prompt_tokens", 0) + row.get("completion_tokens", 0))
         if found == wanted or time.monotonic() > deadline:
             return found

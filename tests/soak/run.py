@@ -135,7 +135,7 @@ class Soak:
         deadline = time.monotonic() + SETTLE_S
         while True:
             rows = (await asyncio.to_thread(self._get, "/fleet/usage?by=key"))["rows"]
-            row = next((row for row in rows if row["name"] == "client"), {})
+            row: dict[str, Any] = next((row for row in rows if row["name"] == "client"), {})
             ledger = {"prompt": row.get("prompt_tokens", 0), "completion": row.get("completion_tokens", 0)}
             if ledger == dict(counted) or time.monotonic() > deadline:
                 break

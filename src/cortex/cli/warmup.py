@@ -17,6 +17,8 @@ HUB_FILES = ("*.json",)
 
 def run(models: tuple[str, ...], card: str | None, options: dict[str, Any], num_ranks: int, *, as_json: bool) -> None:
     """Raises CommandError."""
+    from cortex.neuron.engine.warmup import warm_here
+
     rows = []
     for model in models:
         path = local_files(model)
@@ -25,7 +27,7 @@ def run(models: tuple[str, ...], card: str | None, options: dict[str, Any], num_
             console().print(f"{model}: compiling kernels")
         # A process of its own for each: in one, all kernels are compiled for the same card, and none can be launched.
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            outcome = pool.apply(_warm, (str(path), card, options, num_ranks))
+            outcome = pool.apply(warm_here, (str(path), card, options, num_ranks))
         if isinstance(outcome, str):
             raise CommandError(f"{model}: {outcome}", "neuron warmup --help", ExitCode.CONFIG)
         seconds = round(time.monotonic() - start, 1)
@@ -59,28 +61,3 @@ def local_files(model: str) -> Path:
         raise CommandError(
             f"the config of {model} cannot be downloaded: {error}", "check the name and the network"
         ) from error
-
-
-def _warm(path: str, card: str | None, options: dict[str, Any], num_ranks: int) -> tuple[str, int] | str:
-    """The card and the number of kernels, or what went wrong. Runs in a process of its own."""
-    import torch
-
-    from cortex.neuron.engine.errors import LoadError
-    from cortex.neuron.engine.request import LoadSpec
-    from cortex.neuron.engine.warmup import warm_kernels
-    from cortex.neuron.kernels.device_facts import CARDS, facts_of
-    from cortex.neuron.kernels.jit import TRITON
-
-    if not TRITON:
-        return "this installation of torch is for CPUs and has no Triton: there is nothing to compile"
-    if card is not None:
-        facts = CARDS[card]
-    elif torch.cuda.is_available():
-        facts = facts_of(torch.device("cuda", 0))
-    else:
-        return f"no GPU is here to compile for; name a card: --card {', '.join(CARDS)}"
-    try:
-        warmed = warm_kernels(Path(path), LoadSpec(path, **options), facts, num_ranks, lambda *_: None)
-    except LoadError as error:
-        return str(error)
-    return facts.name, warmed.num_kernels

@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cortex.neuron import kernels
 from cortex.neuron.engine.execution.batch_invariant import BLOCK_TOKENS
 from cortex.neuron.engine.execution.graphs import Graph, Outputs
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS, STEP_TOKENS, StateSlots
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.meta_shapes import light_shapes
+from cortex.neuron.kernels import jit
 from cortex.neuron.kernels.compilation import KernelCompiler, Report
 from cortex.neuron.kernels.device_facts import DeviceFacts, facts_of, pretend
 from cortex.neuron.kernels.jit import TRITON, triton
@@ -221,6 +221,6 @@ def cache_folder() -> Path:
 def _sources() -> str:
     """A digest of all kernels' sources."""
     digest = hashlib.sha256()
-    for path in sorted(Path(next(iter(kernels.__path__))).rglob("*.py")):
+    for path in sorted(Path(jit.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

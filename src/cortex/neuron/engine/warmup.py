@@ -16,7 +16,8 @@ from cortex.neuron.engine.loading import matrix_layouts
 from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.compilation import Report, use_offline
-from cortex.neuron.kernels.device_facts import DeviceFacts, pretend
+from cortex.neuron.kernels.device_facts import CARDS, DeviceFacts, facts_of, pretend
+from cortex.neuron.kernels.jit import TRITON
 from cortex.neuron.layers.configs import WHOLE, Shard
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.architecture import Architecture
@@ -94,3 +95,20 @@ def _read(path: Path) -> tuple[Architecture, dict[str, TensorInfo]]:
         binding.source: TensorInfo(tuple(binding.destination.shape), "BF16", binding.destination.nbytes)
         for binding in parameters.bindings
     }
+
+
+def warm_here(path: str, card: str | None, options: dict[str, Any], num_ranks: int) -> tuple[str, int] | str:
+    """The card and the number of kernels, or what went wrong. For a process of its own."""
+    if not TRITON:
+        return "this installation of torch is for CPUs and has no Triton: there is nothing to compile"
+    if card is not None:
+        facts = CARDS[card]
+    elif torch.cuda.is_available():
+        facts = facts_of(torch.device("cuda", 0))
+    else:
+        return f"no GPU is here to compile for; name a card: --card {', '.join(CARDS)}"
+    try:
+        warmed = warm_kernels(Path(path), LoadSpec(path, **options), facts, num_ranks, lambda *_: None)
+    except LoadError as error:
+        return str(error)
+    return facts.name, warmed.num_kernels

@@ -4,6 +4,9 @@ triton, or a checkpoint on a GPU or a CPU.
     PYTHONPATH=src python bench/engine.py --model qwen3-8b --scenarios decode-1,prefill-2048 --json out.json
     GOMP_SPINCOUNT=1000 PYTHONPATH=src python bench/engine.py --checkpoint model.gguf --device cpu
 
+Scenarios with drafts (`edit-1`, `prediction-1`, `widths-7`, `mtp-1`, …; speculation.py says what they are) can be named
+here too. They have a model of their own.
+
 The daemon sets the same variable for its workers: waiting threads spin only for a short time.
 
 The speed of a decode scenario is (tokens after the first) / (total time − time of the same run with one output token).
@@ -50,6 +53,7 @@ SCENARIOS = (
     "requests-512",
 )
 CPU_SCENARIOS = ("prefill-512", "decode-1", "decode-4")
+DRAFTED = frozenset({"widths", "edit", "hardedit", "prediction", "lookup", "wrong", "mtp", "mtpwidth"})
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -265,6 +269,15 @@ def best_seconds(function: Callable[[], object], repeats: int = 10) -> float:
     return min(times)
 
 
+def measure_drafts(arguments: argparse.Namespace, scenarios: Sequence[str]) -> None:
+    """The scenarios of speculation.py, on its scripted model."""
+    import speculation  # which uses this module
+
+    arguments.speculation = "mtp" if any(scenario.startswith("mtp") for scenario in scenarios) else "lookup"
+    arguments.response_tokens = speculation.RESPONSE_TOKENS
+    speculation.measure(arguments, scenarios)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="qwen3-8b")
@@ -279,6 +292,11 @@ def main() -> None:
     device = torch.device(arguments.device)
     is_gpu = device.type == "cuda"
     scenarios = arguments.scenarios.split(",") if arguments.scenarios else SCENARIOS if is_gpu else CPU_SCENARIOS
+    if drafted := [scenario for scenario in scenarios if scenario.split("-")[0] in DRAFTED]:
+        measure_drafts(arguments, drafted)
+        scenarios = [scenario for scenario in scenarios if scenario not in drafted]
+    if not scenarios:
+        return
     if is_gpu:
         torch.cuda.set_device(0)
     limits = gpu_limits(device) if is_gpu else cpu_limits()

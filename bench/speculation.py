@@ -286,6 +286,11 @@ def main() -> None:
         "wrong-64",
     )
     arguments = parser.parse_args()
+    measure(arguments, arguments.scenarios.split(","))
+
+
+def measure(arguments: argparse.Namespace, scenarios: Sequence[str]) -> None:
+    """`arguments`: those of `main`."""
     device = torch.device(arguments.device)
     spec = LoadSpec(str(arguments.checkpoint or ""), max_num_seqs=64, speculation=arguments.speculation)
     if arguments.checkpoint is not None:
@@ -301,7 +306,7 @@ def main() -> None:
         pass
     print(f"graphs and plans: {time.perf_counter() - start:.1f} s", flush=True)
     bench = SpeculationBench(engine, device, arguments.response_tokens)
-    for scenario in arguments.scenarios.split(","):
+    for scenario in scenarios:
         kind, number = scenario.split("-")
         print(table_row(scenario, getattr(bench, kind)(int(number))), flush=True)
     engine.check_integrity()

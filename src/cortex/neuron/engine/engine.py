@@ -208,6 +208,7 @@ class Engine:
             "checks_drafts": self._checks_drafts,
             "proposer": self._loaded.proposer,
             "pass_patches": PASS_PATCHES[kind],
+            "graph_tokens": self._loaded.graph_tokens,
         }
 
     def _runner_arguments(self) -> tuple[Decoder, int, int, int, int, StateMemory | None]:

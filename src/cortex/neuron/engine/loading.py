@@ -23,9 +23,9 @@ from cortex.neuron.engine.memory.plan import (
     UNLIMITED,
     MemoryPlan,
     ModelSizes,
-    graph_bytes,
+    max_graph_tokens,
     penalty_bytes,
-    plan_memory,
+    plan_with_graphs,
 )
 from cortex.neuron.engine.memory.sequences import NoSequences, SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
@@ -74,6 +74,8 @@ class LoadedModel:
     proposal_cost: float = 0.0
     """What a draft token that is computed on the device takes, in proportion to a step: see `FastestWidths`."""
     draft: DraftModel | None = None
+    graph_tokens: int = 0
+    """Steps of prompts up to this many tokens are captured as graphs."""
     kernels: KernelPass | None = None
     """What compiles its kernels; None: nothing does before they are used."""
 
@@ -239,16 +241,18 @@ def build_model(
     have_bytes = usable_bytes(spec, device)
     if architecture.has_ends:  # tokens are drawn where the head is
         have_bytes -= penalty_bytes(spec.max_num_seqs + 1, sizes.vocab, sizes.context_tokens)
-    have_bytes -= graph_bytes(sizes, device.type, facts_of(device).total_bytes)
     limit_bytes = spec.memory_bytes if spec.stage is None else spec.stage.memory_bytes
-    if limit_bytes is not None:
-        have_bytes = min(have_bytes, limit_bytes - (0 if group is None else group.num_bytes))
-    plan = plan_memory(sizes, have_bytes, max_rows=spec.max_num_seqs, device_kind=device.type)
+    own_bytes = None if limit_bytes is None else limit_bytes - (0 if group is None else group.num_bytes)
+    within_layers = group if group is not None and spec.stage is None else SINGLE_RANK
+    may_capture = spec.stage is None and not spec.deterministic and within_layers.max_captured_bytes > 0
+    most = max_graph_tokens(facts_of(device).total_bytes) if may_capture else 0
+    rows, kind = spec.max_num_seqs, device.type
+    plan = plan_with_graphs(sizes, have_bytes, own_bytes, most, max_rows=rows, device_kind=kind)
     if not plan.fits:
-        raise _no_room(sizes, limit_bytes, device, have_bytes - plan.slots.num_bytes)
+        allowed_bytes = have_bytes if own_bytes is None else min(have_bytes, own_bytes)
+        raise _no_room(sizes, limit_bytes, device, allowed_bytes - plan.slots.num_bytes)
     if group is not None:
         plan = _agreed(plan, sizes, group, is_recurrent=architecture.is_recurrent)
-    within_layers = group if group is not None and spec.stage is None else SINGLE_RANK
     sequences = (plan.slots.rows, plan.context_tokens, spec.deterministic, spec.speculation != "off")
     passed = PassedModel(architecture, packing or {}, dtype, kv_dtype, within_layers.shard, *sequences)
     compiling = kernel_pass(passed, device)
@@ -297,6 +301,7 @@ def build_model(
         notes=(*architecture.notes, *plan.notes, *((DETERMINISTIC_NOTE,) if spec.deterministic else ())),
         proposal_cost=draft_bytes / max(1, parameters.num_bytes) or _proposal_cost(architecture, storage),
         draft=drafting,
+        graph_tokens=plan.graph_tokens,
         kernels=compiling,
     )
 
@@ -341,11 +346,14 @@ def _share_of(architecture: Architecture, spec: LoadSpec, group: AgreeingGroup |
 
 
 def _agreed(plan: MemoryPlan, sizes: ModelSizes, group: AgreeingGroup, *, is_recurrent: bool) -> MemoryPlan:
-    """The plan that every rank has memory for: the ranks use the same rows and page ids."""
+    """The plan that every rank has memory for: the ranks use the same rows and page ids, and
+    capture the same graphs."""
     slots = plan.slots
     offered = UNLIMITED if is_recurrent and not sizes.slot_bytes else slots.checkpoints
-    *counts, rows, checkpoints = group.smallest((*plan.num_pages.values(), slots.rows, offered))
-    return plan.limited(sizes, dict(zip(plan.num_pages, counts, strict=True)), rows, checkpoints)
+    numbers = (*plan.num_pages.values(), slots.rows, offered, plan.graph_tokens)
+    *counts, rows, checkpoints, graph_tokens = group.smallest(numbers)
+    limited = plan.limited(sizes, dict(zip(plan.num_pages, counts, strict=True)), rows, checkpoints)
+    return replace(limited, graph_tokens=graph_tokens)
 
 
 def usable_bytes(spec: LoadSpec, device: torch.device) -> int:

@@ -6,7 +6,7 @@ import gc
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
 from cortex.neuron.engine.memory.device import DeviceMemory
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.layers.parallel import SingleRank
 
 from ...tiny_models import tiny_sizes
 
@@ -285,3 +286,21 @@ def test_memory_stays_flat_over_many_loads(checkpoint: Path) -> None:
     for _ in range(8):
         cycle()
     assert resident_bytes() - before < 4 * weight_bytes[0]
+
+
+class BesideSmallerCard(SingleRank):
+    """A group whose other rank captures smaller graphs of prompts."""
+
+    num_bytes = 0
+
+    def smallest(self, counts: Sequence[int]) -> list[int]:
+        return [*counts[:-1], min(counts[-1], 128)]
+
+
+def test_ranks_capture_the_graphs_that_all_of_them_have_room_for(written: Path) -> None:
+    def captured(group: BesideSmallerCard | None, **changes: Any) -> int:
+        spec = LoadSpec(str(written), dtype="float32", **changes)
+        return loading.load_model(spec, CPU, lambda *_: None, lambda: False, group).graph_tokens
+
+    assert captured(BesideSmallerCard()) == 128 < captured(None)
+    assert captured(None, deterministic=True) == 0

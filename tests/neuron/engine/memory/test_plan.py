@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from cortex.neuron.engine.kv_pages import Window, window_pages
-from cortex.neuron.engine.memory.plan import CACHED_CONTEXTS, PAGE_TOKENS, UNLIMITED, ModelSizes, plan_memory
+from cortex.neuron.engine.memory.plan import (
+    CACHED_CONTEXTS,
+    PAGE_TOKENS,
+    UNLIMITED,
+    ModelSizes,
+    plan_memory,
+    plan_with_graphs,
+)
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage, kv_bytes_by_window
 
@@ -124,3 +131,19 @@ def test_tables_of_positions_are_counted_for_the_context_that_fits() -> None:
     assert plan.fits
     assert plan.context_tokens == (plan.num_pages[None] - 1) * PAGE_TOKENS
     assert plan.num_bytes <= have
+
+
+def test_graphs_of_prompts_get_room_only_where_the_model_fits_beside_it() -> None:
+    sizes = sizes_of({})
+    least_bytes = sizes.weight_bytes + 2 * sizes.page_bytes
+    room_bytes = 2 * 2048 * sizes.token_room
+    for spare_bytes, limit_bytes, kind, expected in (
+        (room_bytes, None, "cuda", 2048),
+        (room_bytes - 1, None, "cuda", 0),
+        (room_bytes, least_bytes, "cuda", 2048),
+        (0, None, "cpu", 2048),
+    ):
+        plan = plan_with_graphs(sizes, least_bytes + spare_bytes, limit_bytes, 2048, max_rows=1, device_kind=kind)
+        assert plan.fits
+        assert plan.graph_tokens == expected
+    assert not plan_with_graphs(sizes, least_bytes - 1, None, 2048, max_rows=1, device_kind="cuda").fits

@@ -19,7 +19,7 @@ from cortex.neuron.engine.execution.graphs import (
     native_capture,
 )
 from cortex.neuron.engine.execution.prompt_graphs import PromptGraphs, prompt_sizes
-from cortex.neuron.engine.memory.plan import graph_tokens
+from cortex.neuron.engine.memory.plan import max_graph_tokens
 from cortex.neuron.kernels.device_facts import facts_of
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.models.decoder import Decoder
@@ -52,9 +52,11 @@ class ModelGraphs:
         step_tokens: int,
         block_tokens: int | None = None,
         checks_drafts: bool = False,
+        graph_tokens: int | None = None,
     ) -> None:
         """`page_tables` and `last_tokens`: of the rows, the last of which is the padding row. `block_tokens`: of a
-        batch-invariant step. `checks_drafts`: whether steps check draft tokens."""
+        batch-invariant step. `checks_drafts`: whether steps check draft tokens. `graph_tokens`: the most tokens of a
+        prompt whose step is captured, the same on all ranks; None: as many as pay on this device."""
         self.steps: StepGraphs | None = None
         self.drafts: StepGraphs | None = None
         self.prompts: PromptGraphs | None = None
@@ -78,8 +80,9 @@ class ModelGraphs:
             if is_native:
                 sizes = GraphSizes(MAX_NATIVE_ROWS, sizes=())
             self.drafts = StepGraphs(*arguments, sizes, *shared, checks_drafts=True)
-        most = graph_tokens(facts_of(last_tokens.device).total_bytes)
-        most = max_captured_rows(most, config.hidden, max_bytes)
+        if graph_tokens is None:
+            graph_tokens = max_graph_tokens(facts_of(last_tokens.device).total_bytes)
+        most = max_captured_rows(graph_tokens, config.hidden, max_bytes)
         prompts = prompt_sizes(min(step_tokens, context_tokens), most) if has_kernels(last_tokens) else ()
         if prompts:
             self.prompts = PromptGraphs(model, page_tables, max_rows, prompts, capture)

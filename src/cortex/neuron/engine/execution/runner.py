@@ -60,12 +60,13 @@ class Runner:
         checks_drafts: bool = False,
         pass_patches: int = PASS_PATCHES["cpu"],
         proposer: Proposer | None = None,
+        graph_tokens: int | None = None,
     ) -> None:
         """`states`: the memory of recurrent states; a row's number is its slot. `capture`: captures single-token steps
         as graphs; None: as `default_capture` says. `block_tokens`: tokens are computed in blocks of this many, so
         that their results do not depend on each other (`batch_invariant`). `checks_drafts`: also captures steps that
         check draft tokens. `pass_patches`: of pictures, as the tower computes them. `proposer`: what drafts tokens for
-        later steps."""
+        later steps. `graph_tokens`: see `ModelGraphs`."""
         self.model = model
         self._states = states
         self.device = model.parameters.device
@@ -101,6 +102,7 @@ class Runner:
             step_tokens=step_tokens,
             block_tokens=block_tokens,
             checks_drafts=checks_drafts,
+            graph_tokens=graph_tokens,
         )
         group = model.parameters.group
         self._draws_alone = group.shard.is_whole

@@ -206,6 +206,8 @@ class MemoryPlan:
     num_bytes: int
     """All parts together."""
     notes: tuple[str, ...] = ()
+    graph_tokens: int = 0
+    """Steps of prompts up to this many tokens are captured as graphs, for which room is left beside all parts."""
 
     @property
     def fits(self) -> bool:
@@ -232,6 +234,7 @@ class MemoryPlan:
             + slots.num_bytes
             + sizes.bytes_of(num_pages),
             notes=notes,
+            graph_tokens=self.graph_tokens,
         )
 
 
@@ -240,16 +243,32 @@ def penalty_bytes(max_rows: int, vocab: int, context_tokens: int) -> int:
     return max_rows * (vocab + context_tokens) * _COUNT_BYTES if vocab else 0
 
 
-def graph_tokens(total_bytes: int) -> int:
+def max_graph_tokens(total_bytes: int) -> int:
     """The most tokens of a prompt whose step is captured as a graph, on a GPU with this much memory. A card with less
     is slower too: there it takes longer to compute more tokens than to launch their kernels."""
     return GRAPH_TOKENS if total_bytes >= _LARGE_CARD_BYTES else SMALL_GRAPH_TOKENS
 
 
-def graph_bytes(sizes: ModelSizes, device_kind: str, total_bytes: int) -> int:
-    """What the graphs of short prompts take once they are captured; a load leaves room for them. All compute in the
-    memory of the largest, of which about half is in use at once."""
-    return 2 * graph_tokens(total_bytes) * sizes.token_room if device_kind == "cuda" else 0
+def plan_with_graphs(
+    sizes: ModelSizes,
+    have_bytes: int,
+    limit_bytes: int | None,
+    graph_tokens: int,
+    *,
+    max_rows: int,
+    device_kind: str,
+) -> MemoryPlan:
+    """The plan of a model that captures steps of prompts up to `graph_tokens`, or none where only that lets it fit:
+    graphs make it faster, and it needs none. `limit_bytes`: the most that its parts may take, without the graphs."""
+    for tokens in (graph_tokens, 0):
+        # All compute in the memory of the largest, of which about half is in use at once.
+        room_bytes = 2 * tokens * sizes.token_room if device_kind == "cuda" else 0
+        left_bytes = have_bytes - room_bytes
+        left_bytes = left_bytes if limit_bytes is None else min(left_bytes, limit_bytes)
+        plan = replace(plan_memory(sizes, left_bytes, max_rows=max_rows, device_kind=device_kind), graph_tokens=tokens)
+        if plan.fits:
+            break
+    return plan
 
 
 def plan_memory(sizes: ModelSizes, have_bytes: int, *, max_rows: int, device_kind: str) -> MemoryPlan:

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cortex.neuron.engine.memory.dtypes import dtype_name, likely_cpu_form
-from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes, graph_bytes, penalty_bytes, plan_memory
+from cortex.neuron.engine.memory.plan import (
+    MIN_PAGES,
+    PAGE_TOKENS,
+    ModelSizes,
+    max_graph_tokens,
+    penalty_bytes,
+    plan_with_graphs,
+)
 from cortex.neuron.engine.memory.stages import MIN_SLOTS, divide_model
 from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.kernels.peer_buffer import buffer_bytes
@@ -75,12 +82,15 @@ class Forecast(NodeLimits):
         self, model: KnownModel, facts: ModelFacts, device: Device, usable_bytes: int, ceiling_bytes: int | None
     ) -> int:
         sizes = self._sizes(model, facts, device)
-        have_bytes = usable_bytes - self._penalty_bytes(sizes) - graph_bytes(sizes, device.kind, device.total_bytes)
-        if ceiling_bytes is not None:
-            have_bytes = min(have_bytes, ceiling_bytes)
         peer_bytes = _peer_bytes(model, device)
-        have_bytes -= peer_bytes
-        plan = plan_memory(sizes, have_bytes, max_rows=self.config.limits.max_num_seqs, device_kind=device.kind)
+        plan = plan_with_graphs(
+            sizes,
+            usable_bytes - self._penalty_bytes(sizes) - peer_bytes,
+            None if ceiling_bytes is None else ceiling_bytes - peer_bytes,
+            0 if model.pipeline_parallel > 1 or model.deterministic else max_graph_tokens(device.total_bytes),
+            max_rows=self.config.limits.max_num_seqs,
+            device_kind=device.kind,
+        )
         if not plan.fits:
             return self.least_bytes(model, facts, device)
         return plan.num_bytes + peer_bytes

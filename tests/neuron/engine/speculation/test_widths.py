@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cortex.neuron.engine.speculation.proposal_costs import ProposalCosts, choose_proposals
 from cortex.neuron.engine.speculation.widths import MIN_GAIN, StepCosts, choose_widths
 
 ODDS = st.lists(
@@ -83,3 +84,25 @@ def test_expensive_step_is_tried_again_after_many_others() -> None:
     for _ in range(5_000):
         costs.record(1, 1.0, checks_drafts=False)
     assert costs.checking(2) == pytest.approx(1.1, rel=0.01)
+
+
+@pytest.mark.parametrize("slow_s", [0.4, 400.0])
+def test_slow_first_step_of_one_more_proposal_says_nothing_about_fewer(slow_s: float) -> None:
+    steps = StepCosts((1, 2, 4, 8), growth=0.015)
+    costs = ProposalCosts(steps, 0.03)
+    steps.record(1, 0.008, checks_drafts=False)
+    for count, times in ((1, [0.009] * 4), (2, [slow_s, 0.01, 0.01, 0.01])):
+        for seconds in times:
+            costs.record(1, count, seconds)
+            assert costs.seconds(1, 1) == pytest.approx(0.009, rel=0.1)
+    assert choose_proposals([[0.9, 0.8]], 1, 2, 0.008, lambda count: costs.seconds(1, count)) == 2
+
+
+def test_measured_times_stay_above_zero() -> None:
+    costs = ProposalCosts(StepCosts((1, 2, 4, 8), growth=0.015), 0.03)
+    for count, seconds in ((1, 0.01), (2, 10.0)):
+        for _ in range(4):
+            costs.record(1, count, seconds)
+    for _ in range(50):
+        costs.record(1, 2, 0.0)
+        assert costs.seconds(1, 1) > 0

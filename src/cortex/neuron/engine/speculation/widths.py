@@ -18,6 +18,8 @@ RECOVERY: Final = 0.002
 """How fast the time of steps that are not made returns to the assumed one, so that they are tried again."""
 _TRIES: Final = 3
 """The first steps of a kind may load what they need: the fastest of this many counts."""
+_MOST_CHANGE: Final = 0.1
+"""The time of steps that were not made falls to no less than this part at once, so it stays above zero."""
 
 
 class MeasuredTimes:
@@ -28,13 +30,16 @@ class MeasuredTimes:
         self._counts: dict[int, int] = {}
 
     def record(self, kind: int, seconds: float) -> float:
-        """Returns by how much the time of its kind changed."""
+        """Returns by how much steps of this kind became slower, which the first few cannot tell."""
         known = self._times.get(kind, seconds)
         count = self._counts[kind] = self._counts.get(kind, 0) + 1
         # A pause of the machine says little about the next step.
-        time = min(known, seconds) if count <= _TRIES else known + (min(seconds, 3 * known) - known) * PACE
-        self._times[kind] = time
-        return time - known
+        if count <= _TRIES:
+            self._times[kind] = min(known, seconds)
+            return 0.0
+        change = (min(seconds, 3 * known) - known) * PACE
+        self._times[kind] = known + change
+        return change
 
     def known(self, kind: int) -> float | None:
         """None: there was no such step yet."""
@@ -45,11 +50,12 @@ class MeasuredTimes:
         return self._times[kind] if self._counts.get(kind, 0) >= _TRIES else None
 
     def move(self, kind: int, change: float) -> None:
-        self._times[kind] += change
+        known = self._times[kind]
+        self._times[kind] = max(known + change, known * _MOST_CHANGE)
 
     @property
     def kinds(self) -> list[int]:
-        """Of which there were steps."""
+        """The kinds of which there were steps."""
         return list(self._times)
 
 

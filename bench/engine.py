@@ -313,7 +313,7 @@ def main() -> None:
         engine = random_engine(arguments.model, device, spec, arguments.quant)
     synchronise(device)
     built = time.perf_counter()
-    engine.compiled(lambda *_: None)
+    engine.compiled(lambda *_: None, lambda: False)
     engine.warm_up()
     warm = time.perf_counter()
     while engine.prepare():

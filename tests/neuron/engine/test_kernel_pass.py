@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from cortex.cli import warmup as command
 from cortex.neuron.engine import kernel_pass, warmup
-from cortex.neuron.engine.errors import LoadError
+from cortex.neuron.engine.errors import LoadCancelled, LoadError
 from cortex.neuron.engine.kernel_pass import KernelPass, PassedModel
 from cortex.neuron.engine.meta_shapes import light_shapes
 from cortex.neuron.engine.request import LoadSpec
@@ -76,6 +77,32 @@ def test_pass_finds_the_kernels_of_prompts_and_single_tokens_once(
     again = KernelPass(passed(config), FACTS)
     assert again.is_cached
     assert again.wait() == 0
+
+
+def test_wait_for_the_first_kernels_polls_and_can_be_cancelled(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    def slow(compile_: Any) -> None:
+        begun.set()
+        released.wait()
+        compiled.append(compile_.args[0].__name__)
+
+    monkeypatch.setattr(compilation, "timed", slow)
+    first = KernelPass(passed(DENSE), FACTS)
+    first.start()
+
+    def cancelled() -> None:
+        if begun.is_set():
+            raise LoadCancelled
+
+    with pytest.raises(LoadCancelled):
+        first.ready(cancelled)
+    assert not compiled
+    first.ready(released.set)
+    assert compiled
+    first.wait()
 
 
 def test_other_layouts_are_another_pass() -> None:

@@ -124,20 +124,20 @@ class Engine:
         cls, spec: LoadSpec, device: torch.device | str, progress: Progress, cancelled: Callable[[], bool]
     ) -> Engine:
         """Raises LoadError or LoadCancelled, and then leaves nothing on the device."""
-        return cls.start(load_model(spec, torch.device(device), progress, cancelled), spec, progress)
+        return cls.start(load_model(spec, torch.device(device), progress, cancelled), spec, progress, cancelled)
 
     @classmethod
-    def start(cls, loaded: LoadedModel, spec: LoadSpec, progress: Progress) -> Engine:
-        """An engine that is warm."""
+    def start(cls, loaded: LoadedModel, spec: LoadSpec, progress: Progress, cancelled: Callable[[], bool]) -> Engine:
+        """An engine that is warm. Raises LoadCancelled."""
         engine = cls(loaded, spec)
-        engine.compiled(progress)
+        engine.compiled(progress, cancelled)
         progress("warm", 0, 0)
         engine.warm_up()
         return engine
 
-    def compiled(self, progress: Progress) -> None:
-        """Waits for the kernels that the first response needs."""
-        self._loaded.compiled(progress)
+    def compiled(self, progress: Progress, cancelled: Callable[[], bool]) -> None:
+        """Waits for the kernels that the first response needs. Raises LoadCancelled."""
+        self._loaded.compiled(progress, cancelled)
 
     def warm_up(self) -> None:
         """Captures the smallest graphs and runs one short prompt through them: what the first response needs, and no

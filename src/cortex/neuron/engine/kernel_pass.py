@@ -7,7 +7,6 @@ cache says that all of a model's kernels are there, so that later loads do not l
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import threading
@@ -26,7 +25,7 @@ from cortex.neuron.engine.memory.plan import PAGE_TOKENS, STEP_TOKENS, StateSlot
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.meta_shapes import light_shapes
 from cortex.neuron.kernels import jit
-from cortex.neuron.kernels.compilation import KernelCompiler, Report
+from cortex.neuron.kernels.compilation import POLL_S, KernelCompiler, Report
 from cortex.neuron.kernels.device_facts import DeviceFacts, facts_of, pretend
 from cortex.neuron.kernels.jit import TRITON, triton
 from cortex.neuron.kernels.layouts import MatrixLayout
@@ -41,7 +40,7 @@ log = logging.getLogger(__name__)
 META = torch.device("meta")
 _PACKED_ROWS = 256
 _SLOTS = 1
-"""Of states: how many there are makes no difference to a kernel."""
+"""How many states there are makes no difference to a kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +175,14 @@ class KernelPass:
             self._first.append(error)
             self._is_collected.set()
 
-    def ready(self, report: Report = lambda *_: None) -> None:
-        """Waits for the kernels of a short prompt and its response."""
+    def ready(self, poll: Callable[[], None]) -> None:
+        """Waits for the kernels of a short prompt and its response, and calls `poll` meanwhile; what it raises ends
+        the wait."""
         if self.is_cached:
             return
-        self._is_collected.wait()
-        with contextlib.suppress(Exception):  # as above
-            self._compiler.wait(report)
+        while not self._is_collected.wait(POLL_S):
+            poll()
+        self._compiler.ended(lambda *_: poll())
 
     def wait(self, report: Report = lambda *_: None) -> int:
         """Waits for all kernels. Returns how many there are. Raises what went wrong."""

@@ -79,11 +79,17 @@ class LoadedModel:
     kernels: KernelPass | None = None
     """What compiles its kernels; None: nothing does before they are used."""
 
-    def compiled(self, progress: Progress) -> None:
-        """Waits for the kernels that the first response needs."""
-        if self.kernels is not None and not self.kernels.is_cached:
+    def compiled(self, progress: Progress, cancelled: Callable[[], bool]) -> None:
+        """Waits for the kernels that the first response needs. Raises LoadCancelled."""
+
+        def poll() -> None:
+            if cancelled():
+                raise LoadCancelled("the load was cancelled")
             progress("compile", 0, 0)
-            self.kernels.ready()
+
+        if self.kernels is not None and not self.kernels.is_cached:
+            poll()
+            self.kernels.ready(poll)
 
     @property
     def proposer(self) -> Proposer | None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from cortex.neuron.kernels.jit import Kernel
 ALIGNED_BYTES = 16
 """Kernels are compiled for pointers at multiples of this, or for any."""
 MAX_THREADS = 16
+POLL_S = 0.05
 _collecting = threading.Lock()
 """Held while the launches of one thread are compiled: a second such thread would launch kernels without memory."""
 Report = Callable[[int, int], None]
@@ -102,12 +104,21 @@ class KernelCompiler:
             self._begun[key] = self._threads.submit(timed, partial(compile_, *given, **options))
 
     def wait(self, report: Report = lambda *_: None) -> None:
-        """Returns when everything that was collected is compiled. Raises what a compilation raises."""
-        pending = list(self._begun.values())
-        for number, each in enumerate(pending):
-            report(number, len(pending))
+        """Returns when everything that was collected is compiled. Raises what a compilation or `report` raises."""
+        for each in self.ended(report):
             each.result()
-        report(len(pending), len(pending))
+
+    def ended(self, report: Report) -> list[Future[float]]:
+        """The compilations of everything that was collected, once they have ended, in success or not. `report` is
+        called every POLL_S; what it raises ends the wait."""
+        begun = list(self._begun.values())
+        left = begun
+        while left:
+            report(len(begun) - len(left), len(begun))
+            wait_for(left, POLL_S)
+            left = [each for each in left if not each.done()]
+        report(len(begun), len(begun))
+        return begun
 
     @property
     def num_kernels(self) -> int:

@@ -36,7 +36,7 @@ def load_engine(
     if spec.rank is None:
         loaded = load_model(spec, torch.device(device), progress, cancelled)
         kind = PoolingEngine if isinstance(loaded.body, PooledModel) else Engine
-        return kind.start(loaded, spec, progress)
+        return kind.start(loaded, spec, progress, cancelled)
     return _load_rank(spec, spec.rank, torch.device(device), progress, cancelled, link)
 
 
@@ -55,7 +55,7 @@ def _load_rank(
     group = TorchGroup.join(rank, device, poll, follow, turn, with_peers=not spec.stages)  # stages send to one another
     try:
         loaded = load_model(spec, device, progress, cancelled, group)
-        loaded.compiled(progress)
+        loaded.compiled(progress, cancelled)
         if leading is None:
             group.reached("loaded")
             return Follower(loaded, spec, group)

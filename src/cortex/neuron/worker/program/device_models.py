@@ -249,7 +249,7 @@ class _LoadTurns:
         now_s = time.monotonic()
         is_due = now_s - self._reported_at_s >= PROGRESS_INTERVAL_S
         self._thread.progressed()
-        if stage != self._stage or done_bytes >= total_bytes or is_due:
+        if stage != self._stage or 0 < total_bytes <= done_bytes or is_due:
             self._stage, self._reported_at_s = stage, now_s
             self._emit(protocol.LoadProgress(self._handle, stage, done_bytes, total_bytes))
         if now_s - self._resumed_at_s >= self._served_s:

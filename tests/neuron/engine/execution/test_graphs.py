@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, MAX_NATIVE_ROWS, SIZES, GraphSizes
+from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, MAX_NATIVE_ROWS, SIZES, GraphSizes, SizedGraphs
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.kv_pages import KVPages
 from cortex.neuron.engine.memory.sequences import KVCache
@@ -15,6 +15,8 @@ from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
 from cortex.neuron.engine.speculation.drafter import Draft
 from cortex.neuron.engine.step_loop import draws_of
+from cortex.neuron.layers.configs import Shard
+from cortex.neuron.layers.parallel import SingleRank
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.families.llama import Llama
@@ -202,3 +204,35 @@ def test_largest_is_captured_second_where_graphs_share_much_memory() -> None:
         order.append(size)
     assert order == [1, 8, 2, 4]
     assert sizes.smallest_missing is None
+
+
+class TwoRanks(SingleRank):
+    """The first of two ranks; the other one says of each question what this one says, or no."""
+
+    shard = Shard(0, 2)
+
+    def __init__(self, *, agrees: bool) -> None:
+        self._agrees = agrees
+
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        return partial * 2 if self._agrees else partial
+
+
+class LargeGraphs(SizedGraphs):
+    def _room_bytes(self, size: int) -> int:
+        return size
+
+    def _inputs(self, size: int) -> tuple[torch.Tensor, ...]:
+        return (torch.zeros(size),)
+
+    def _step(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return inputs
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_ranks_capture_large_steps_only_if_all_have_room_for_them(has_room: bool) -> None:
+    capture = ReplayOnCpu()
+    graphs = LargeGraphs(GraphSizes(2), capture, TwoRanks(agrees=has_room), CPU)
+    assert graphs.prepare() == has_room
+    assert capture.sizes == ([1] if has_room else [])
+    assert (graphs.smallest_missing is not None) == has_room

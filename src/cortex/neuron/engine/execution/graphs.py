@@ -13,6 +13,7 @@ all.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -45,8 +46,8 @@ CAPTURE_AFTER_MISSES = 8
 """Steps without a graph before one is captured between steps; a capture takes about as long as two such steps."""
 
 Outputs = tuple[Tensor, ...]
-"""Of a step: logits, argmax, whether all logits are finite, and the residual stream after the last layer, for each
-row."""
+"""What a step computes: logits, argmax, whether all logits are finite, and the residual stream after the last
+layer, for each row."""
 
 
 class GraphSizes:
@@ -239,7 +240,17 @@ class SizedGraphs(ABC):
         assert size is not None
         return self._captured[size]
 
+    def _room_bytes(self, size: int) -> int:  # noqa: ARG002
+        """The memory in which a step of `size` rows computes, if it is much."""
+        return 0
+
     def _add(self, size: int) -> bool:
+        # A rank that runs out of memory within the step would leave the others waiting in the middle of it.
+        needed = 0 if self._group.shard.is_whole else self._room_bytes(size)
+        if needed and not self._all(self._usable_bytes() >= needed):
+            log.info("steps of %d tokens are not captured: a device of the model has too little memory left", size)
+            self._sizes.give_up()
+            return False
         free_bytes, start = self._free_bytes(), time.perf_counter()
         inputs = self._inputs(size)
         captured = None
@@ -264,6 +275,13 @@ class SizedGraphs(ABC):
 
     def _free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
+
+    def _usable_bytes(self) -> float:
+        """With what torch holds and does not use."""
+        if self._device.type != "cuda":
+            return math.inf
+        held_bytes = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return self._free_bytes() + held_bytes
 
     def _all(self, succeeded: bool) -> bool:
         """Whether all ranks succeeded: those with a graph and those without would send messages of different sizes."""

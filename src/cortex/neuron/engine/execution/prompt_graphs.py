@@ -22,6 +22,7 @@ from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, prefill_tiles
 from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.sizes import WeightStorage, token_room
 
 PROMPT_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, *range(1024, 2049, 128))
 """Numbers of tokens. A GEMM of a few hundred rows and more computes them in tiles of 128, so that padding to the next
@@ -80,6 +81,7 @@ class PromptGraphs(SizedGraphs):
         self._model = model
         self._page_tables = tuple(page_tables)
         self._padding_row = padding_row
+        self._token_room = token_room(model.architecture, WeightStorage(parameters.dtype.itemsize))
         self._hidden = torch.empty((largest, model.config.hidden), dtype=parameters.dtype, device=parameters.device)
         """What all graphs write: one of them runs at a time."""
 
@@ -107,6 +109,9 @@ class PromptGraphs(SizedGraphs):
         memory = self._flat(size, None).to(self._device)
         num_by_token = 3 + len(self._page_tables)
         return memory, memory[: num_by_token * size].view(num_by_token, size), memory[num_by_token * size :]
+
+    def _room_bytes(self, size: int) -> int:
+        return 2 * size * self._token_room
 
     def _step(self, *inputs: Tensor) -> Outputs:
         _, by_token, by_row = inputs

@@ -1,6 +1,6 @@
 """Connections between nodes that share a model: on the node's own port, with its key and certificate.
 
-A lead asks for `Upgrade: cortex-share`. After the response 101, both ends send frames: a length of four bytes, then
+A lead asks for `Upgrade: cortex-share-2`. After the response 101, both ends send frames: a length of four bytes, then
 that many bytes. An empty frame is a ping: an end that hears nothing for a while takes its peer for lost.
 """
 
@@ -23,7 +23,8 @@ from cortex.tls import client_context
 from cortex.wire.errors import CrossSiteRequest, MalformedHTTP
 
 SHARES_PATH = "/shares"
-PROTOCOL = b"cortex-share"
+PROTOCOL = b"cortex-share-2"
+"""The number changes with all that the nodes of a model send each other, also between their workers."""
 PING_S = 15.0
 SILENCE_S = 2.5 * PING_S
 CONNECT_S = 10.0
@@ -91,7 +92,7 @@ def accepted(call: ApiCall) -> FramedConnection:
     if request.header(b"origin") is not None:
         raise CrossSiteRequest("Only nodes connect here, not web pages.")
     if (request.header(b"upgrade") or b"").lower() != PROTOCOL:
-        raise MalformedHTTP("Only nodes that share models connect here, with `Upgrade: cortex-share`.")
+        raise MalformedHTTP(f"Only nodes that share models connect here, with `Upgrade: {PROTOCOL.decode()}`.")
     return FramedConnection(*call.exchange.upgrade(PROTOCOL, _MAX_MESSAGE_BYTES))
 
 

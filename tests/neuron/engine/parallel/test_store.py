@@ -118,6 +118,19 @@ def test_listener_without_the_secret_is_not_trusted() -> None:
             arrivals.connected(impostor.getsockname(), KEY, time.monotonic())
 
 
+def test_leader_of_another_version_is_an_error_and_not_waited_for(
+    ranks: list[RankSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It listens, and waits for the rank to speak first."""
+    monkeypatch.setattr(store, "_CONNECT_S", 0.2)
+    assert ranks[1].rendezvous is not None
+    with (
+        socket.create_server((HOST, ranks[1].rendezvous.store_port)),
+        pytest.raises(LoadError, match="are both nodes of the same version"),
+    ):
+        RankStore.open(ranks[1], lambda: None)
+
+
 def test_peers_without_the_secret_read_and_store_nothing(
     served: tuple[ServedEntries, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ _POLL_S = 0.02
 
 
 class NotAuthenticated(ConnectionError):
-    """The other side of a connection ended the handshake, or does not have the secret."""
+    """The other side of a connection ended the handshake, does not continue it, or does not have the secret."""
 
 
 class Door:
@@ -167,7 +167,7 @@ def connected(
 
 
 def _introduce(connection: socket.socket, key: bytes, deadline_s: float, poll: Callable[[], None]) -> None:
-    """Raises NotAuthenticated or TimeoutError."""
+    """Raises NotAuthenticated."""
     connection.settimeout(_POLL_S)
     try:
         nonces = b"".join(_received(connection, _NONCE_BYTES, deadline_s, poll))
@@ -175,6 +175,10 @@ def _introduce(connection: socket.socket, key: bytes, deadline_s: float, poll: C
         nonces += own
         connection.sendall(own + _proof(key, b"rank", nonces))
         proof = b"".join(_received(connection, _PROOF_BYTES, deadline_s, poll))
+    except TimeoutError as error:
+        raise NotAuthenticated(
+            "it accepts connections and does not authenticate itself; are both nodes of the same version?"
+        ) from error
     except ConnectionError as error:
         raise NotAuthenticated(f"the connection was closed before it was authenticated: {error}") from error
     if not hmac.compare_digest(proof, _proof(key, b"listener", nonces)):

@@ -65,12 +65,14 @@ def test_decode_uses_the_requested_tile_or_the_next_smaller_that_fits(
         (12_288, 4096, False),
         (4096, 151_936, False),
         (4096, 12_288, True),
+        (8, 24, False),
     ],
 )
 def test_small_batch_products_keep_tuned_blocks_on_hopper_and_fit_every_device(
     rows: int, inputs: int, outputs: int, gated: bool
 ) -> None:
     blocks = small_batch_blocks(rows, inputs, outputs, gated=gated)
+    assert blocks.inputs >= 16, "a product of tiles takes no fewer"
     column_bytes = ((1 + gated) * blocks.outputs + max(16, rows)) * 2
     assert loop_over_columns(blocks.inputs, blocks.stages, column_bytes, HOPPER) == (blocks.inputs, blocks.stages)
     for shared in DEVICES.values():

@@ -7,7 +7,7 @@ from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.dense.product import small_product_reference
 from cortex.neuron.kernels.matrix import Epilogue, Prologue
 
-SHAPES = [(576, 130), (2500, 17), (100, 7)]
+SHAPES = [(576, 130), (2500, 17), (100, 7), (8, 24)]
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 29])

@@ -98,14 +98,15 @@ def _one_row_product(x: Tensor, weight: Tensor, prologue: Prologue, epilogue: Ep
 
 
 def small_batch_blocks(rows: int, inputs: int, outputs: int, *, gated: bool) -> Blocks:
-    """The fastest blocks of a sweep on Hopper. Devices with less shared memory reduce them."""
+    """The fastest blocks of a sweep on Hopper. Devices with less shared memory reduce them. A product of tiles takes 16
+    inputs or more."""
     if gated or outputs > 65_536:
         blocks = Blocks(128, 128, warps=8, stages=3)
     elif outputs > 4096 or rows > 16:
         blocks = Blocks(64, 256, warps=4, stages=4)
     else:
         blocks = Blocks(16, 512, warps=2, stages=4)
-    return blocks._replace(inputs=min(blocks.inputs, triton.next_power_of_2(inputs)))
+    return blocks._replace(inputs=max(16, min(blocks.inputs, triton.next_power_of_2(inputs))))
 
 
 @jit

@@ -129,10 +129,14 @@ class Engine:
     @classmethod
     def start(cls, loaded: LoadedModel, spec: LoadSpec, progress: Progress, cancelled: Callable[[], bool]) -> Engine:
         """An engine that is warm. Raises LoadCancelled."""
-        engine = cls(loaded, spec)
-        engine.compiled(progress, cancelled)
-        progress("warm", 0, 0)
-        engine.warm_up()
+        try:
+            engine = cls(loaded, spec)
+            engine.compiled(progress, cancelled)
+            progress("warm", 0, 0)
+            engine.warm_up()
+        except BaseException:
+            loaded.end_compiling()
+            raise
         return engine
 
     def compiled(self, progress: Progress, cancelled: Callable[[], bool]) -> None:
@@ -341,8 +345,7 @@ class Engine:
         self._loop = None
         if self._asleep is not None:
             self._asleep.release()
-        if self._loaded.kernels is not None:
-            self._loaded.kernels.close()
+        self._loaded.end_compiling()
         del self._loaded, self._asleep
         self._free_caches()
 

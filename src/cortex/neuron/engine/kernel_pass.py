@@ -174,6 +174,7 @@ class KernelPass:
         finally:
             self._first.append(error)
             self._is_collected.set()
+            self._compiler.finish()
 
     def ready(self, poll: Callable[[], None]) -> None:
         """Waits for the kernels of a short prompt and its response, and calls `poll` meanwhile; what it raises ends

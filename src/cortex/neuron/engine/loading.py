@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -90,6 +91,11 @@ class LoadedModel:
         if self.kernels is not None and not self.kernels.is_cached:
             poll()
             self.kernels.ready(poll)
+
+    def end_compiling(self) -> None:
+        """Compiles no more kernels before they are used."""
+        if self.kernels is not None:
+            self.kernels.close()
 
     @property
     def proposer(self) -> Proposer | None:
@@ -262,54 +268,55 @@ def build_model(
     sequences = (plan.slots.rows, plan.context_tokens, spec.deterministic, spec.speculation != "off")
     passed = PassedModel(architecture, packing or {}, dtype, kv_dtype, within_layers.shard, *sequences)
     compiling = kernel_pass(passed, device)
-    parameters = Parameters(device, dtype, packing, within_layers)
-    model: Decoder | PooledModel
-    if network is not None:
-        model = TransformersModel(network, architecture, parameters, plan.context_tokens, tensors or {})
-    else:
-        num_positions = plan.context_tokens
-        if architecture.pooling is not None:
-            model = PooledModel(architecture, parameters, num_positions=num_positions)
-        else:
-            model = Decoder(architecture, parameters, num_positions, step_tokens(spec, plan.slots.rows, device))
-    try:
-        fill(parameters)
-    except BaseException:
+    with contextlib.ExitStack() as failing:
         if compiling is not None:
-            compiling.close()
-        raise
-    num_bytes = parameters.num_bytes
-    if isinstance(model, Decoder) and architecture.held_tower is not None:
-        pictures = pictures or read_picture_spec(config, {})
-        if pictures is None:
-            raise UnsupportedModel("the model has a vision tower, and its config does not say how it takes pictures")
-        place = device if spec.vision == "device" else torch.device("cpu")
-        tower_parameters = Parameters(place, dtype if spec.vision == "device" else compute_dtype("auto", place))
-        model.tower = build_tower(architecture.held_tower, tower_parameters, pictures)
-        fill(tower_parameters)
-        num_bytes += tower_parameters.num_bytes if place == device else 0
-    drafting: DraftModel | None = None
-    if draft is not None:
-        arguments = (device, dtype, sizes.vocab, plan.context_tokens, draft.progress, draft.cancelled)
-        drafting = draft.files.build(*arguments)
-    memory: SequenceMemory = NoSequences(plan.slots)
-    if isinstance(model, Decoder):
-        small = None if drafting is None else drafting.model
-        memory = SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device, kv_dtype, small)
-    draft_bytes = 0 if drafting is None else drafting.model.parameters.num_bytes
-    table_bytes = model.ropes.num_bytes + (0 if drafting is None else drafting.model.ropes.num_bytes)
-    return LoadedModel(
-        body=model,
-        dtype=dtype,
-        context_tokens=plan.context_tokens,
-        weight_bytes=num_bytes + draft_bytes + table_bytes,
-        memory=memory,
-        notes=(*architecture.notes, *plan.notes, *((DETERMINISTIC_NOTE,) if spec.deterministic else ())),
-        proposal_cost=draft_bytes / max(1, parameters.num_bytes) or _proposal_cost(architecture, storage),
-        draft=drafting,
-        graph_tokens=plan.graph_tokens,
-        kernels=compiling,
-    )
+            failing.callback(compiling.close)
+        parameters = Parameters(device, dtype, packing, within_layers)
+        model: Decoder | PooledModel
+        if network is not None:
+            model = TransformersModel(network, architecture, parameters, plan.context_tokens, tensors or {})
+        else:
+            num_positions = plan.context_tokens
+            if architecture.pooling is not None:
+                model = PooledModel(architecture, parameters, num_positions=num_positions)
+            else:
+                model = Decoder(architecture, parameters, num_positions, step_tokens(spec, plan.slots.rows, device))
+        fill(parameters)
+        num_bytes = parameters.num_bytes
+        if isinstance(model, Decoder) and architecture.held_tower is not None:
+            pictures = pictures or read_picture_spec(config, {})
+            if pictures is None:
+                raise UnsupportedModel(
+                    "the model has a vision tower, and its config does not say how it takes pictures"
+                )
+            place = device if spec.vision == "device" else torch.device("cpu")
+            tower_parameters = Parameters(place, dtype if spec.vision == "device" else compute_dtype("auto", place))
+            model.tower = build_tower(architecture.held_tower, tower_parameters, pictures)
+            fill(tower_parameters)
+            num_bytes += tower_parameters.num_bytes if place == device else 0
+        drafting: DraftModel | None = None
+        if draft is not None:
+            arguments = (device, dtype, sizes.vocab, plan.context_tokens, draft.progress, draft.cancelled)
+            drafting = draft.files.build(*arguments)
+        memory: SequenceMemory = NoSequences(plan.slots)
+        if isinstance(model, Decoder):
+            small = None if drafting is None else drafting.model
+            memory = SequenceMemory(model, plan.num_pages, PAGE_TOKENS, plan.slots, dtype, device, kv_dtype, small)
+        draft_bytes = 0 if drafting is None else drafting.model.parameters.num_bytes
+        table_bytes = model.ropes.num_bytes + (0 if drafting is None else drafting.model.ropes.num_bytes)
+        failing.pop_all()
+        return LoadedModel(
+            body=model,
+            dtype=dtype,
+            context_tokens=plan.context_tokens,
+            weight_bytes=num_bytes + draft_bytes + table_bytes,
+            memory=memory,
+            notes=(*architecture.notes, *plan.notes, *((DETERMINISTIC_NOTE,) if spec.deterministic else ())),
+            proposal_cost=draft_bytes / max(1, parameters.num_bytes) or _proposal_cost(architecture, storage),
+            draft=drafting,
+            graph_tokens=plan.graph_tokens,
+            kernels=compiling,
+        )
 
 
 def step_tokens(spec: LoadSpec, rows: int, device: torch.device) -> int:

@@ -124,6 +124,10 @@ class KernelCompiler:
     def num_kernels(self) -> int:
         return len(self._begun)
 
+    def finish(self) -> None:
+        """Collects no more; the threads end when all is compiled."""
+        self._threads.shutdown(wait=False)
+
     def close(self) -> None:
         """Forgets what has not begun yet; a compilation that runs ends on its own."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -304,3 +304,53 @@ def test_ranks_capture_the_graphs_that_all_of_them_have_room_for(written: Path) 
 
     assert captured(BesideSmallerCard()) == 128 < captured(None)
     assert captured(None, deterministic=True) == 0
+
+
+class Compiling:
+    """Takes the place of a `KernelPass`."""
+
+    is_cached = False
+    is_closed = False
+
+    def ready(self, poll: Callable[[], None]) -> None:
+        poll()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("place", ["SequenceMemory", "Decoder", "compile", "warm", None])
+def test_load_that_fails_compiles_no_more_kernels(
+    written: Path, monkeypatch: pytest.MonkeyPatch, place: str | None
+) -> None:
+    compiling = Compiling()
+    monkeypatch.setattr(loading, "kernel_pass", lambda *_: compiling)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    def progress(stage: str, *_: int) -> None:
+        if stage == place:
+            fail()
+
+    if place is None:
+        load(written, progress).close()
+    else:
+        if place[0].isupper():
+            monkeypatch.setattr(loading, place, fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            load(written, progress)
+    assert compiling.is_closed
+
+
+def test_load_is_cancelled_while_kernels_are_compiled(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "kernel_pass", lambda *_: Compiling())
+    stages: list[str] = []
+    with pytest.raises(LoadCancelled):
+        Engine.load(
+            LoadSpec(str(written), dtype="float32"),
+            CPU,
+            lambda stage, *_: stages.append(stage),
+            lambda: "compile" in stages,
+        )
+    assert stages[-1] == "compile"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import cast
@@ -53,23 +54,25 @@ def _load_rank(
     follow = None if link is None else poller(link.follow_others, cancelled)
     turn = None if leading is None else leading.turn()
     group = TorchGroup.join(rank, device, poll, follow, turn, with_peers=not spec.stages)  # stages send to one another
-    try:
-        loaded = load_model(spec, device, progress, cancelled, group)
-        loaded.compiled(progress, cancelled)
-        if leading is None:
-            group.reached("loaded")
-            return Follower(loaded, spec, group)
-        group.wait_for_all("loaded")
-        leader = Leader(loaded, spec, group, leading)
-        progress("warm", 0, 0)
-        leader.warm_up()
-    except GroupBroken as error:
-        group.close()
-        raise LoadCancelled(f"another rank of the model ended its load: {error}") from error
-    except BaseException:
-        group.close()  # a rank that waits for this one fails at once
-        raise
-    return leader
+    engine: Leader | Follower
+    with contextlib.ExitStack() as failing:
+        failing.callback(group.close)  # a rank that waits for this one fails at once
+        try:
+            loaded = load_model(spec, device, progress, cancelled, group)
+            failing.callback(loaded.end_compiling)
+            loaded.compiled(progress, cancelled)
+            if leading is None:
+                group.reached("loaded")
+                engine = Follower(loaded, spec, group)
+            else:
+                group.wait_for_all("loaded")
+                engine = Leader(loaded, spec, group, leading)
+                progress("warm", 0, 0)
+                engine.warm_up()
+        except GroupBroken as error:
+            raise LoadCancelled(f"another rank of the model ended its load: {error}") from error
+        failing.pop_all()
+    return engine
 
 
 class Rank(Engine):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -88,3 +91,14 @@ def test_rank_of_another_load_is_not_accepted(port: int, monkeypatch: pytest.Mon
         leader.announce(StepPlan((), 0, (), ()))
     follower.close()
     leader.close()
+
+
+def test_leader_without_the_locks_of_its_devices_does_not_keep_listening(port: int, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        LeaderLink(replace(rank(0, port), device_locks=(str(tmp_path / "absent"),)), lambda: None)
+    for thread in threading.enumerate():
+        if thread.name == "arrivals":
+            thread.join(30)
+            assert not thread.is_alive()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))

@@ -43,7 +43,13 @@ class LeaderLink:
         self.follow_others = follow_others
         self._followers: list[socket.socket] = []
         self._arrivals = _Arrivals(rank)  # first: where the port is taken, nothing is open yet
-        self._locks = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in rank.device_locks]
+        self._locks: list[int] = []
+        try:
+            for path in rank.device_locks:
+                self._locks.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        except OSError:
+            self.close()
+            raise
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:

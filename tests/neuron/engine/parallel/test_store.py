@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -214,6 +215,31 @@ def test_entries_are_those_of_a_store_of_torch(served: tuple[ServedEntries, tupl
         own.set("d", b"")
         assert own.delete("d") is True
     remote.close()
+
+
+def test_library_calls_every_method_of_the_store() -> None:
+    own = EntryStore(LocalEntries())
+    called = library.PrefixStore("prefix", own).clone()
+    called.set("a", b"1")
+    assert own.get("prefix/a") == b"1"
+    assert called.num_keys() == 1
+    assert called.delete_key("a")
+    assert own.num_keys() == 0
+
+
+@pytest.mark.parametrize("call", [b'["set", {"bytes": 1}]', b"[" * 100_000, b"5", b"{}", b'["no such call"]'])
+def test_call_that_is_malformed_gets_an_error_and_the_next_is_served(
+    served: tuple[ServedEntries, tuple[str, int]], call: bytes
+) -> None:
+    connection = arrivals.connected(served[1], KEY, time.monotonic() + 30)
+    connection.sendall(len(call).to_bytes(4, "little") + call)
+    length = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")
+    value, error = json.loads(connection.recv(length, socket.MSG_WAITALL))
+    assert value is None
+    assert error is not None
+    rank = RemoteEntries(connection)
+    assert rank.add("n", 1) == 1
+    rank.close()
 
 
 @pytest.mark.parametrize("is_remote", [False, True])

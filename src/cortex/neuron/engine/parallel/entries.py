@@ -13,6 +13,7 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ MAX_ENTRIES = 4096
 MAX_CALL_BYTES = 1 << 20
 CALL_S = 60.0
 """After this, a rank that does not take a response, or a leader that does not respond, is lost."""
+_RETRY_S = 0.02
 _LENGTH = struct.Struct("<I")
 
 
@@ -159,6 +161,7 @@ def _advanced(door: Door, ready: object) -> socket.socket | None:
         rank = door.advance(ready)
     except OSError as error:  # such as too many open files
         log.warning("a rank of a divided model could not connect: %s", error)
+        time.sleep(_RETRY_S)  # it is still there to be accepted
         return None
     if rank is None:
         return None
@@ -205,7 +208,7 @@ class _Calls:
         try:
             name, *arguments = _decoded(call)
             return [self._methods[name](*arguments), None]
-        except (StoreError, ValueError, TypeError, KeyError) as error:
+        except (StoreError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             return [None, str(error)]
 
 

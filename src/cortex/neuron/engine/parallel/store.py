@@ -107,6 +107,13 @@ class EntryStore(_library.Store):  # type: ignore[misc]
     def num_keys(self) -> int:
         return self._entries.num_keys()
 
+    def clone(self) -> EntryStore:
+        """Itself: any thread may call it."""
+        return self
+
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815
+    """What the libraries of torch call them."""
+
 
 def _serve(address: RendezvousAddress, size: int) -> Entries:
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,11 @@ from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.registry import open_model, read_architecture
+from cortex.neuron.weights.directory import read_json
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.neuron.weights.stored import TensorInfo
+
+log = logging.getLogger(__name__)
 
 _GPU = torch.device("cuda")
 
@@ -83,8 +86,8 @@ def _read(path: Path) -> tuple[Architecture, dict[str, TensorInfo]]:
         with closing(checkpoint):
             return architecture, dict(checkpoint.tensors)
     try:
-        config: dict[str, Any] = json.loads((path / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        config = read_json(path, "config.json")
+    except CheckpointError as error:
         raise LoadError(f"{path} has neither weights nor a config.json that can be read: {error}") from error
     if "quantization_config" in config:
         raise LoadError(f"{path} is a quantised model: the formats of its tensors are in its weights; download them")
@@ -111,4 +114,7 @@ def warm_here(path: str, card: str | None, options: dict[str, Any], num_ranks: i
         warmed = warm_kernels(Path(path), LoadSpec(path, **options), facts, num_ranks, lambda *_: None)
     except LoadError as error:
         return str(error)
+    except Exception as error:  # of any operation or of the compiler
+        log.debug("the kernels of %s cannot be compiled", path, exc_info=error)
+        return f"the kernels cannot be compiled: {type(error).__name__}: {error}"
     return facts.name, warmed.num_kernels

@@ -123,9 +123,10 @@ def test_warmup_needs_the_config_alone(compiled: list[str], tmp_path: Path) -> N
         (None, "neither weights nor a config.json"),
         ({**DENSE, "quantization_config": {"quant_method": "fp8"}}, "the formats of its tensors are in its weights"),
         ({"model_type": "nothing-we-know"}, "nothing-we-know"),
+        (5, "neither weights nor a config.json"),
     ],
 )
-def test_warmup_says_what_is_missing(config: dict[str, Any] | None, message: str, tmp_path: Path) -> None:
+def test_warmup_says_what_is_missing(config: dict[str, Any] | int | None, message: str, tmp_path: Path) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(LoadError, match=message):
@@ -151,6 +152,9 @@ def test_shapes_are_those_of_computed_results() -> None:
             torch.nn.functional.embedding(ids, left),
             torch.cat((left, left), 1),
             torch.arange(1, 7, 2, device=device),
+            torch.arange(0, 1, 0.1, device=device),
+            torch.arange(2.5, device=device),
+            torch.cat((ids, left[0])),
             torch.zeros(2, 3, device=device),
             (left * ids[0]).cos(),
         ]

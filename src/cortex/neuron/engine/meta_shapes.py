@@ -7,6 +7,8 @@ compiling a kernel. Operations that are not here follow torch's rules.
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,12 +40,13 @@ def _real(first: Any, second: Any = None, **_: Any) -> Tensor:
 def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     shape = list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
-    return _empty(shape, parts[0].dtype)
+    return _empty(shape, functools.reduce(torch.promote_types, (part.dtype for part in parts)))
 
 
 def _range(*bounds: float, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    start, end, step = (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1)[:3]
     is_real = any(isinstance(bound, float) for bound in bounds)
-    return _empty((len(range(*map(int, bounds))),), dtype or (torch.get_default_dtype() if is_real else torch.int64))
+    return _empty((math.ceil((end - start) / step),), dtype or (torch.get_default_dtype() if is_real else torch.int64))
 
 
 def _unchanged(x: Tensor, *_: Any, **__: Any) -> Tensor:

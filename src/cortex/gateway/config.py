@@ -163,9 +163,11 @@ class ResponsesSection(Section, frozen=True):
     retention_s: Seconds = 2592000.0
     """A response is deleted this long after it was made, or after the last response that continues it."""
     max_entry_mb: Count = 8
-    """A larger response, with the input of its request, is not stored."""
+    """A larger response, with the input of its request, is not stored. Items that would make a conversation larger are
+    rejected with 400."""
     max_total_mb: Count = 2048
-    """Size of all stored responses. Beyond it the oldest ones of the key that takes the most are deleted."""
+    """Size of all stored responses and conversations together. Beyond it the oldest ones of the key that takes the most
+    are deleted: responses, or conversations where these take more."""
     max_background: Count = 64
     """Background responses that run at once on this gateway; a further one is rejected with 503."""
 

@@ -9,7 +9,7 @@ from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.wire.node.protocol import ModelState, PullStatus
 
 from ..fake_neuron import GB
-from ..started_gateway import until
+from ..started_gateway import WAIT_S, until
 
 if TYPE_CHECKING:
     from ..fake_neuron import StartNeuron
@@ -70,8 +70,9 @@ async def test_orders_of_clients_that_disconnect_are_recorded(
     async def recorded() -> set[str]:
         return {entry["action"] for entry in (await client.get("/fleet/audit"))[1]["entries"]}
 
-    while not {f"DELETE {job}", "POST /api/pull"} <= await recorded():
-        await asyncio.sleep(0.05)
+    async with asyncio.timeout(WAIT_S):
+        while not {f"DELETE {job}", "POST /api/pull"} <= await recorded():
+            await asyncio.sleep(0.05)
 
 
 async def test_open_gateway_records_its_orders(neurons: StartNeuron, start_gateway: StartGateway) -> None:

@@ -16,7 +16,7 @@ from cortex.fleet.topology import Fleet
 from cortex.wire.node.protocol import ModelState
 
 MAX_CHANGES = 20_000
-"""Of all devices together; the oldest are dropped."""
+"""Changes that are kept of all devices together; the oldest are dropped."""
 
 
 class DeviceKey(NamedTuple):

@@ -262,7 +262,7 @@ class Metering:
         self._ledger: Ledger | None = None
         self._sessions: Sessions | None = None
         self._public_addresses: tuple[Listen, ...] = ()
-        """Of all configurations: addresses stay in force until a restart."""
+        """A public address of any configuration so far: addresses stay in force until a restart."""
 
     @property
     def is_open(self) -> bool:

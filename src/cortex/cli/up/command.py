@@ -62,7 +62,8 @@ STOP_GRACE_S = run_files.DRAIN_S + 4.0
     help="Port of the local neuron (loopback only).",
 )
 @click.option(
-    "--host", help="Address to listen on; 0.0.0.0 lets other machines in; until there are keys, everybody. [default: 127.0.0.1]"
+    "--host",
+    help="Address to listen on; 0.0.0.0 lets other machines in, everybody until there are keys. [default: 127.0.0.1]",
 )
 @click.option("--ollama", is_flag=True, help="Also listen on Ollama's port, 11434, where clients look by themselves.")
 @click.option(

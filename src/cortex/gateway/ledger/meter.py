@@ -283,7 +283,8 @@ class Metering:
         """Put the keys of `config` in force. Raises `StoreError` or `KeysNeeded`, and then nothing has changed.
 
         Without keys the gateway is open if `gateway.open` says so, or if it never had any and only this host reaches
-        it or `gateway.open_until_keys` is set. Otherwise nobody gets in: removing the last key must not admit everybody.
+        it, or `gateway.open_until_keys` is set. Otherwise nobody gets in: removing the last key must not admit
+        everybody.
         """
         keyring = Keyring(with_models_of_groups(config.keys, config.groups))
         (sign_in,) = with_models_of_groups((config.sign_in,), config.groups)

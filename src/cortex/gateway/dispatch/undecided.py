@@ -25,6 +25,7 @@ class Undecided:
         """Nodes that have changed."""
         self._blocked: frozenset[str] = frozenset()
         self._is_any_overdue = False
+        self._last_rechecked = ""
 
     def __bool__(self) -> bool:
         return self.is_all or bool(self.nodes) or bool(self.joined)
@@ -42,11 +43,19 @@ class Undecided:
             names = {*self.nodes, *(fleet.nodes[position].name for position in fleet.index.sharing)}
             # What ends on the node that serves a model frees its parts on others.
             news = [node for name in names if (node := fleet.node(name)) is not None]
-            decided = plan(groups, fleet, now, blocked=self._blocked - self.joined, news=None if self.is_all else news)
+            decided = plan(
+                groups,
+                fleet,
+                now,
+                blocked=self._blocked - self.joined,
+                news=None if self.is_all else news,
+                last_rechecked=self._last_rechecked,
+            )
             is_any_skipped = bool(decided.blocked & self._blocked)
             self.awaited = (self.awaited if is_any_skipped else frozenset()) | decided.awaited
             self._blocked, self.closed = decided.blocked, decided.closed
             self._is_any_overdue = decided.is_any_overdue
+            self._last_rechecked = decided.last_rechecked
         self.is_all = False
         self.nodes.clear()
         self.joined.clear()

@@ -56,6 +56,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         leads = {occupant.lead for place in blocked for occupant in place.occupants if occupant.lead is not None}
         return frozenset(leads | {place.node for place in blocked})
 
+    @property
+    def partly_assessed(self) -> dict[str, Origin]:
+        """The models that wait, and may wait for nodes that were not assessed."""
+        return {wait.model_id: wait.origin for wait in self.waits if wait.num_omitted}
+
 
 MAX_RECHECKS = 8
 """Models without room that one plan looks for room for again, the most urgent first."""

@@ -33,6 +33,7 @@ def delta(**fields: str) -> dict[str, Any]:
 
 def fleet(*models: dict[str, Any], **node: Any) -> dict[str, Any]:
     device = {"index": 0, "kind": "cuda", "name": "RTX 5090", "total_bytes": 32 << 30, "free_bytes": 8 << 30}
+    device["kv_host_bytes"] = 3 << 30
     beast = {"name": "beast", "kind": "neuron", "up": True, "devices": [device], "models": list(models), **node}
     return {"version": "0", "nodes": [beast], "waiting": {"large": 2}}
 

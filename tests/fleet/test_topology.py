@@ -40,6 +40,15 @@ def test_memory_of_extra_replicas_is_shown_and_counts_as_free() -> None:
     assert (node.devices[0].free_bytes, node.devices[0].extra_replica_bytes) == (600, 250)
 
 
+def test_pages_in_host_memory_are_reported_and_on_a_cpu_no_other_program() -> None:
+    report = DeviceHealth(index=0, total_bytes=1000, free_bytes=600, kv_host_bytes=250)
+    reported = Health(status="ok", uptime_s=1, devices=(report,), models=())
+    for kind, foreign_bytes in (("cuda", 400), ("cpu", 150)):
+        device = msgspec.structs.replace(DISCOVERY.devices[0], kind=kind)
+        node = after_poll(Node(name="beast"), msgspec.structs.replace(DISCOVERY, devices=(device,)), reported, 1.0)
+        assert (node.devices[0].kv_host_bytes, node.devices[0].foreign_bytes) == (250, foreign_bytes)
+
+
 def test_kept_free_bytes_come_from_reports_and_default_to_zero() -> None:
     report = DeviceHealth(index=0, total_bytes=1000, free_bytes=600, kept_free_bytes=70, kept_free_share=0.5)
     reported = Health(status="ok", uptime_s=1, devices=(report,), models=())

@@ -41,6 +41,7 @@ class FakeFleet:
     catalogue: Catalogue = field(default_factory=Catalogue)
     rules: EvictionRules = field(default_factory=lambda: EvictionRules(min_residency_s=0))
     total_bytes: int = 24 * GB
+    kv_host_bytes: int = 0
     max_wait_s: float = 600.0
     now: float = 1000.0
     num_devices: int = 1
@@ -139,7 +140,12 @@ class FakeFleet:
                 status="ok",
                 uptime_s=1.0,
                 devices=tuple(
-                    DeviceHealth(index=index, total_bytes=self.total_bytes, free_bytes=self.total_bytes - taken)
+                    DeviceHealth(
+                        index=index,
+                        total_bytes=self.total_bytes,
+                        free_bytes=self.total_bytes - taken,
+                        kv_host_bytes=self.kv_host_bytes,
+                    )
                     for index, taken in enumerate((used, *([0] * (self.num_devices - 1))))
                 ),
                 models=tuple(self.status(node, model) for model in self.sizes[node]),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.routing.prefixes import BYTES_PER_TOKEN, EDGES, MAX_PREFIX_BYTES, PrefixRecord, leading_blocks
+from cortex.routing.prefixes import BYTES_PER_TOKEN, EDGES, HOST_WORTH, MAX_PREFIX_BYTES, PrefixRecord, leading_blocks
 
 LONG = bytes(range(256)) * 400
 
@@ -64,3 +64,18 @@ def test_forgets_one_place_only() -> None:
     prefixes.forget("a")
     assert prefixes.num_cached_tokens(blocks, "a") == 0
     assert prefixes.num_cached_tokens(blocks, "b") > 0
+
+
+def test_prefix_in_host_memory_is_worth_less_than_on_the_device_and_more_than_none() -> None:
+    prefixes = PrefixRecord()
+    blocks = leading_blocks(LONG)
+    for place in ("device", "host", "both"):
+        prefixes.record(blocks, place)
+    prefixes.moved_to_host("host")
+    prefixes.moved_to_host("both")
+    prefixes.record(blocks[: len(blocks) // 2], "both")
+    prefixes.moved_to_host("unknown")
+    tokens = [prefixes.num_cached_tokens(blocks, place) for place in ("device", "both", "host", "unknown")]
+    assert tokens == sorted(tokens, reverse=True)
+    assert len(set(tokens)) == 4
+    assert tokens[2] == pytest.approx(tokens[0] * HOST_WORTH, abs=1)

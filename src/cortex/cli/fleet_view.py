@@ -20,6 +20,7 @@ class DeviceView(NodeValue, frozen=True, kw_only=True):
     ceiling_bytes: int | None = None
     """The most that models may hold there."""
     extra_replica_bytes: int = 0
+    kv_host_bytes: int = 0
     """The part of `free_bytes` that extra replicas hold."""
 
 

@@ -73,6 +73,8 @@ def _device(
         foreign_bytes = known.foreign_bytes
     else:
         ours = sum(bytes_held(device.index, device.kind, status) for status in here)
+        if device.kind == "cpu" and report is not None:
+            ours += report.kv_host_bytes
         foreign_bytes = max(0, total_bytes - free_bytes - ours)
     return DeviceState(
         index=device.index,
@@ -85,6 +87,7 @@ def _device(
         kept_free_share=report.kept_free_share if report else 0.0,
         ceiling_bytes=_smaller(ceilings.device_bytes.get(device.index), report.ceiling_bytes if report else None),
         extra_replica_bytes=report.extra_replica_bytes if report else 0,
+        kv_host_bytes=report.kv_host_bytes if report else 0,
         utilisation=report.utilisation if report else None,
         temperature_c=report.temperature_c if report else None,
     )

@@ -60,6 +60,8 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
     """The most that models may hold there, by the operator's `memory_mb`."""
     extra_replica_bytes: int = 0
     """The part of `free_bytes` that extra replicas hold, which give way to every load."""
+    kv_host_bytes: int = 0
+    """Host memory of KV pages that are not on the device."""
     utilisation: float | None = None
     """0 to 1."""
     temperature_c: float | None = None

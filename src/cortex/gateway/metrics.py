@@ -47,6 +47,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cortex_node_up": ("1 while the node responds to polls.", ("node",)),
     "cortex_device_memory_total_bytes": ("Memory of the device.", ("node", "device")),
     "cortex_device_memory_free_bytes": ("Free memory as the device reports it.", ("node", "device")),
+    "cortex_device_kv_host_bytes": ("Host memory of KV pages that are not on the device.", ("node", "device")),
     "cortex_device_utilisation_ratio": ("How busy the device is, 0 to 1.", ("node", "device")),
     "cortex_device_temperature_celsius": ("Temperature of the device.", ("node", "device")),
     "cortex_model_loaded": ("1 where the model is ready, else 0.", ("model", "node")),
@@ -85,6 +86,7 @@ def _device_gauges(node: str, device: DeviceState) -> Iterator[GaugeSample]:
     labels = {"node": node, "device": str(device.index)}
     yield GaugeSample("cortex_device_memory_total_bytes", device.total_bytes, **labels)
     yield GaugeSample("cortex_device_memory_free_bytes", device.free_bytes, **labels)
+    yield GaugeSample("cortex_device_kv_host_bytes", device.kv_host_bytes, **labels)
     if device.utilisation is not None:
         yield GaugeSample("cortex_device_utilisation_ratio", device.utilisation, **labels)
     if device.temperature_c is not None:

@@ -75,6 +75,11 @@ class Limits(Section, frozen=True):
     sleep_mb: Megabytes | None = None
     """Host memory for the weights of sleeping models; over it, the least recently used one is unloaded. 0: no sleep.
     Absent: half of the host's free memory on a node with GPUs, 0 on a node without, where sleep frees nothing."""
+    kv_host_mb: Megabytes | None = None
+    """Host memory for KV pages that are not on their device any more: of models that sleep or were unloaded, and on a
+    GPU those that the KV cache has no room for. Prompts that continue them are not computed again. Sleeping models take
+    their part of `sleep_mb` first; the least recently used pages are dropped, also when the host runs short of memory.
+    0: none. Absent: an eighth of the host's free memory."""
     max_num_seqs: Count = 256
     """Maximum requests that one model runs at once."""
     max_queue: Annotated[int, Meta(ge=0)] = 512

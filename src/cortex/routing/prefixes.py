@@ -13,6 +13,10 @@ _SMALLEST_BLOCK = 256
 _BLOCKS_PER_DOUBLING = 64
 """A block is at most 1/64 of what precedes it: a prefix is known to within 1.6 %, by a few hundred fingerprints."""
 
+HOST_WORTH = 0.8
+"""What a token in host memory saves of the time to compute it: copying takes a sixth on a fast bus, more on others, and
+a part of the pages may have been dropped."""
+
 Blocks = tuple[int, ...]
 
 
@@ -45,13 +49,16 @@ class PrefixRecord:
     """Which prefixes of one model were sent where: to which nodes, or to which replicas in a node. Bounded for each
     place; the least recently used are dropped.
 
+    A prefix is on the device, or in the host memory of a place whose model left the device since (`moved_to_host`).
+
     Mutable; owned by one loop. It records where prompts went, not what is still cached there: a preference, not a
     guarantee.
     """
 
     def __init__(self, max_blocks_per_place: int = 65536) -> None:
         self._max_blocks = max_blocks_per_place
-        self._blocks: dict[str, OrderedDict[int, None]] = {}
+        self._blocks: dict[str, OrderedDict[int, bool]] = {}
+        """Whether each block is on the device."""
 
     def __len__(self) -> int:
         return sum(map(len, self._blocks.values()))
@@ -60,22 +67,32 @@ class PrefixRecord:
         """`place` is about to compute the prompt that begins with `blocks`."""
         recent = self._blocks.setdefault(place, OrderedDict())
         for block in reversed(blocks):  # a prefix is dropped from its end: the rest is of use without it
-            recent[block] = None
+            recent[block] = True
             recent.move_to_end(block)
         while len(recent) > self._max_blocks:
             recent.popitem(last=False)
 
     def num_cached_tokens(self, blocks: Blocks, place: str) -> int:
-        """About how many leading tokens `place` has computed."""
+        """About how many leading tokens `place` need not compute. Those in host memory count less, by what it costs to
+        copy them: `HOST_WORTH`."""
         seen = self._blocks.get(place)
         if not seen:
             return 0
-        count = 0
+        count = num_on_device = 0
         for block in blocks:
-            if block not in seen:
+            is_on_device = seen.get(block)
+            if is_on_device is None:
                 break
             count += 1
-        return EDGES[count] // BYTES_PER_TOKEN
+            if is_on_device and num_on_device == count - 1:
+                num_on_device = count
+        num_bytes = EDGES[num_on_device] + HOST_WORTH * (EDGES[count] - EDGES[num_on_device])
+        return int(num_bytes) // BYTES_PER_TOKEN
+
+    def moved_to_host(self, place: str) -> None:
+        """The model left the device of `place`, which keeps what it had computed in host memory."""
+        for block in self._blocks.get(place, ()):
+            self._blocks[place][block] = False
 
     def forget(self, place: str) -> None:
         """`place` unloaded the model or restarted: its cache is empty."""

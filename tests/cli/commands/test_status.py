@@ -103,7 +103,16 @@ def test_status_shows_devices_models_and_waiting_requests(gateway: CannedGateway
     gateway.responses["GET", "/fleet/status"] = fleet(READY, {**LOADING, "id": "other"}, cold_models=["third"])
     outcome = invoke("status")
     assert outcome.code is ExitCode.OK
-    for part in ("RTX 5090", "24.0 GiB of 32.0 GiB", "900 MiB", "8,192", "idle 11 min", "~5.0 GiB", "50% read, 4 s"):
+    for part in (
+        "RTX 5090",
+        "24.0 GiB of 32.0 GiB",
+        "3.0 GiB of KV in RAM",
+        "900 MiB",
+        "8,192",
+        "idle 11 min",
+        "~5.0 GiB",
+        "50% read, 4 s",
+    ):
         assert part in outcome.stdout
     assert "cold: third" in outcome.stdout
     assert "2 waiting for large" in outcome.stdout

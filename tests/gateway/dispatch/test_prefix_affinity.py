@@ -97,6 +97,16 @@ def test_prefix_is_forgotten_when_the_node_has_reloaded_the_model() -> None:
     assert lease(fake, SYSTEM * 10 + b"?").node != first.node
 
 
+def test_prefix_that_a_reload_left_in_host_memory_is_preferred_to_none() -> None:
+    fake = two_replicas()
+    fake.kv_host_bytes = GB
+    first = lease(fake, SYSTEM * 10)
+    fake.now += 60
+    fake.ready[first.node]["a"] = fake.now - 1
+    fake.poll()
+    assert lease(fake, SYSTEM * 10 + b"?").node == first.node, "copying takes less than computing"
+
+
 def test_prompts_that_are_still_computed_are_waited_for() -> None:
     fake = two_replicas()
     first = lease(fake, SYSTEM * 10)

@@ -139,6 +139,12 @@ class FaultyEngine:
         self._isolating = True
         return True
 
+    def keep_pages(self, host: None) -> None:
+        """It has no pages."""
+
+    def save_pages(self) -> None:
+        """It has no pages."""
+
     def prepare(self) -> bool:
         if self._behaviour.get("prepare") == "hang":
             misbehave(HANG)

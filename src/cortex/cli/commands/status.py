@@ -112,6 +112,7 @@ def _devices(node: NodeView) -> Table:
         notes = [
             f"{size(device.foreign_bytes)} other programs" if device.foreign_bytes > 1 << 30 else "",
             f"{size(device.extra_replica_bytes)} extra replicas" if device.extra_replica_bytes else "",
+            f"{size(device.kv_host_bytes)} of KV in RAM" if device.kv_host_bytes else "",
             f"models take at most {size(device.ceiling_bytes)}" if device.ceiling_bytes is not None else "",
         ]
         rows.add_row(

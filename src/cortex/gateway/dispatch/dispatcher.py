@@ -367,7 +367,7 @@ class Dispatcher(StateMachine):
         """The node has been polled since."""
         self._jobs.unload_ended(target, error)
         if error is None:
-            self._leases.forget_cache(target.node, target.model)
+            self._leases.left_device(target.node, target.model)
 
     @event
     def recycle_ended(self, node: str, result: tuple[int, ...] | CortexError) -> None:

@@ -286,20 +286,20 @@ class LeasePool:
             )
 
     def observed(self, name: str) -> None:
-        """`name` has reported: take over its load, and forget the cached prefixes of models that it reloaded."""
+        """`name` has reported: take over its load, and where the cached prefixes of models that it reloaded are."""
         node = self._fleet_state.reported(name)
         known = self._ready_since.setdefault(name, {})
         ready = ready_models(node)
         for model in [each for each in known if each not in ready]:
             del known[model]
             self._loads.forget(ModelOnNode(name, model))
-            self.forget_cache(name, model)
+            self.left_device(name, model)
         for model in ready:
             held = node.residencies[model]
             before = known.setdefault(model, held.state_since)
             if node.has_lifecycle and held.state_since > before + RELOAD_TOLERANCE_S:
                 known[model] = held.state_since
-                self.forget_cache(name, model)
+                self.left_device(name, model)
             target = _target(name, model)
             self._loads.observed(target, held, self._in_flight.get(target, 0))
 
@@ -307,6 +307,14 @@ class LeasePool:
         """`node` lost its cached prefixes, of one model or of all."""
         for prefixes in self._prefixes.values() if model is None else filter(None, [self._prefixes.get(model)]):
             prefixes.forget(node)
+
+    def left_device(self, node: str, model: str) -> None:
+        """The model slept or was unloaded: its cached prefixes are in the node's host memory, if it keeps any there."""
+        keeps = any(device.kv_host_bytes for device in self._fleet_state.reported(node).devices)
+        if not keeps:
+            self.forget_cache(node, model)
+        elif model in self._prefixes:
+            self._prefixes[model].moved_to_host(node)
 
     def _take(
         self,

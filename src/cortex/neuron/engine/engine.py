@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,9 @@ from cortex.neuron.engine.execution.batch_invariant import block_tokens
 from cortex.neuron.engine.execution.graphs import SIZES
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.filling import Progress
+from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors
+from cortex.neuron.engine.host_pages.fingerprint import fingerprint
+from cortex.neuron.engine.host_pages.tier import DeviceHostMemory, HostTier
 from cortex.neuron.engine.kv_pages import KVPages
 from cortex.neuron.engine.loading import LoadedModel, load_model, step_tokens
 from cortex.neuron.engine.memory.sequences import StateMemory
@@ -35,6 +39,8 @@ RESERVED_TOKENS = 512
 """Responses up to this length do not preempt each other."""
 STEP_GROWTH = {"cuda": 0.015, "cpu": 0.15}
 """What a token more adds to the time of a decode step, until it is measured."""
+FETCHED_PAGES = {"cuda": 8, "cpu": 1}
+"""Fewer pages than this are computed rather than copied from host memory."""
 CHECKPOINT_SPACING_TOKENS = {"cuda": 256, "cpu": 32}
 """A checkpoint costs a step of its own, about as much time as it takes to compute this many tokens."""
 
@@ -96,6 +102,8 @@ class Engine:
         )
         self._constraints = Constraints(Path(spec.path), loaded.body.config.vocab, device)
         self._counters = Counters()
+        self._host_memory: DeviceHostMemory | None = None
+        self._fingerprint: bytes | None = None
         self._asleep: ModelSleep | None = None
         self._loop: RequestLoop | None = self._new_loop()
         """None while the model is asleep."""
@@ -165,7 +173,22 @@ class Engine:
             self._width_rule(runner), self._new_drafter, is_on=self._checks_drafts, proposals=kind
         )
         shared = (self._constraints, self._counters, speculation)
-        return StepLoop(scheduler, runner, *shared, overlaps=self._overlaps)
+        loop = StepLoop(scheduler, runner, *shared, overlaps=self._overlaps)
+        if self._host_memory is not None:
+            loop.keep_pages(partial(self._new_tier, self._host_memory))
+        return loop
+
+    def _new_tier(self, host: DeviceHostMemory, scheduler: Scheduler) -> HostTier:
+        blocks = [BlockTensors(tensors) for tensors in self._loaded.memory.blocks]
+        is_gpu = self._device.type == "cuda"
+        copies = BlockCopies(host.slabs, self._device)
+        arguments = (host, scheduler.pages, scheduler.checkpoints, blocks, copies, self._name_by_content)
+        return HostTier(*arguments, copies_ahead=is_gpu, min_pages=FETCHED_PAGES[self._device.type])
+
+    def _name_by_content(self) -> bytes:
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self._loaded, self._spec)
+        return self._fingerprint
 
     def _fastest_widths(self, runner: Runner) -> WidthRule:
         growth, cost = STEP_GROWTH[self._device.type], self._loaded.proposal_cost
@@ -234,7 +257,8 @@ class Engine:
     def sleep(self) -> int:
         """Frees the device memory and keeps the weights in host memory; returns the bytes of host memory.
 
-        The prefix cache, states and graphs are lost; `wake` starts without them. A sleeping model accepts no requests.
+        Graphs are lost, and so are prefix cache and states unless `keep_pages` gave host memory for them. A sleeping
+        model accepts no requests.
         Does nothing if the model is asleep. Raises SleepError, and the model stays awake.
         """
         if self._asleep is not None:
@@ -242,6 +266,7 @@ class Engine:
         if self.has_work:
             raise SleepError("the model still has requests; cancel them or wait for them to end")
         response = self._self_test()
+        self.save_pages()
         asleep = ModelSleep(self._loaded, response, moves_weights=self._moves_weights)
         self._fall_asleep(asleep)
         return asleep.host_bytes
@@ -269,6 +294,21 @@ class Engine:
         self._asleep = None
         asleep.release()
 
+    def keep_pages(self, host: DeviceHostMemory | None) -> DeviceHostMemory | None:
+        """Keeps pages and states in this host memory when the device has no room for them, or in a new one, and returns
+        it. A divided model does not: its ranks would have to agree on every copy."""
+        if self._spec.rank is None and isinstance(self._loop, StepLoop):
+            host = self._host_memory = host or DeviceHostMemory.on(self._device)
+            self._loop.keep_pages(partial(self._new_tier, host))
+            if len(host.store):
+                self._name_by_content()  # now, rather than in the first request
+        return host
+
+    def save_pages(self) -> None:
+        """Copies to host memory what is not there yet, before the model sleeps or is closed. It must have no work."""
+        if isinstance(self._loop, StepLoop):
+            self._loop.save_pages()
+
     def _fall_asleep(self, asleep: ModelSleep) -> None:
         self._end_loop()
         asleep.begin()
@@ -277,8 +317,13 @@ class Engine:
 
     def _end_loop(self) -> None:
         if self._loop is not None:
+            self._end_copies()
             self._counters = self._loop.counters
             self._loop = None
+
+    def _end_copies(self) -> None:
+        if isinstance(self._loop, StepLoop):
+            self._loop.end_copies()
 
     # -- facts -----------------------------------------------------------------------------------------------------
 
@@ -291,6 +336,7 @@ class Engine:
 
     def close(self) -> None:
         """Frees everything; the object is unusable afterwards."""
+        self._end_copies()
         self._loop = None
         if self._asleep is not None:
             self._asleep.release()

@@ -10,8 +10,10 @@ Pure bookkeeping, like `pages.PagePool`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
 
 from cortex.neuron.engine.pages import Digest, PagePool
 
@@ -36,6 +38,18 @@ class HeldPages:
     @property
     def end(self) -> int:
         return self.first + len(self.pages)
+
+
+@dataclass(slots=True, eq=False)
+class IncomingPages:
+    """Pages of one group whose contents are being copied from host memory, and those of the same prefix that the device
+    has: all are held until the copy is complete."""
+
+    group: int
+    pages: list[int] = field(default_factory=list)
+    """In the order of the prefix."""
+    new_pages: list[int] = field(default_factory=list)
+    new_digests: list[Digest] = field(default_factory=list)
 
 
 Holding = tuple[HeldPages, ...]
@@ -83,17 +97,23 @@ class KVPages:
 
     # -- prefixes --------------------------------------------------------------------------------------------------
 
-    def match(self, digests: Sequence[Digest]) -> Sequence[int]:
+    def match(self, digests: Sequence[Digest], elsewhere: Callable[[int, Digest], bool] | None = None) -> Sequence[int]:
         """After how many leading pages a sequence with these `digests` can continue: all such counts in ascending
-        order, beginning with 0. It takes no reference: call `hold` before anything else."""
+        order, beginning with 0. It takes no reference: call `hold` before anything else. `elsewhere`: whether a page of
+        a group can be had from somewhere else."""
+
+        def is_known(index: int, digest: Digest) -> bool:
+            return self.groups[index].pool.knows(digest) or (elsewhere is not None and elsewhere(index, digest))
+
         counts: Sequence[int] = range(len(digests) + 1)
-        for group in self.groups:
+        for index, group in enumerate(self.groups):
             if group.window is None:
-                counts = range(len(group.pool.match(digests)) + 1)
-        for _, group in self._windowed:
+                known = group.pool.match(digests) if elsewhere is None else takewhile(partial(is_known, index), digests)
+                counts = range(sum(1 for _ in known) + 1)
+        for index, group in self._windowed:
             known_from = [0]  # for each number of pages: where the run of known pages that ends there begins
-            for index in range(counts[-1]):
-                known_from.append(known_from[-1] if group.pool.knows(digests[index]) else index + 1)
+            for page in range(counts[-1]):
+                known_from.append(known_from[-1] if is_known(index, digests[page]) else page + 1)
             counts = [count for count in counts if known_from[count] <= group.first_of_prefix(count)]
         return counts
 
@@ -112,6 +132,35 @@ class KVPages:
         for group, held in zip(self.groups, holding, strict=True):
             if held.first <= index:  # else it was released before its tokens were known
                 group.pool.commit(held.pages[index - held.first], digest)
+
+    def expect(self, digests: Sequence[Digest], count: int, start: int) -> Sequence[IncomingPages] | None:
+        """Holds what a sequence needs to continue after `count` pages, as in `hold`, with new pages for those that are
+        not known, whose contents the caller provides. None, without any change, if too few pages are free."""
+        incoming: list[IncomingPages] = []
+        for index, group in enumerate(self.groups):
+            wanted = digests[group.first_needed(start) : count]
+            found = [group.pool.page_of(digest) for digest in wanted]
+            known = [page for page in found if page is not None]
+            group.pool.hold(known)
+            new = group.pool.allocate(len(wanted) - len(known))
+            incoming.append(IncomingPages(index, known))
+            if new is None:
+                for each in incoming:
+                    self.groups[each.group].pool.release(each.pages)
+                return None
+            unused = iter(new)
+            pages = [page if page is not None else next(unused) for page in found]
+            lacking = [digest for digest, page in zip(wanted, found, strict=True) if page is None]
+            incoming[-1] = IncomingPages(index, pages, new, lacking)
+        return incoming
+
+    def arrived(self, incoming: Sequence[IncomingPages]) -> None:
+        """The contents of the new pages are complete: they are known from now on, and idle."""
+        for each in incoming:
+            pool = self.groups[each.group].pool
+            for page, digest in zip(each.new_pages, each.new_digests, strict=True):
+                pool.commit(page, digest)
+            pool.release(each.pages)
 
     def disown(self, digests: Iterable[Digest]) -> None:
         """Forgets the pages of these prefixes: their contents cannot be trusted."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 Digest = bytes
 ROOT: Digest = b""
@@ -73,6 +73,13 @@ class PagePool:
 
     def knows(self, digest: Digest) -> bool:
         return digest in self._page_of
+
+    def page_of(self, digest: Digest) -> int | None:
+        return self._page_of.get(digest)
+
+    def idle(self) -> Iterator[tuple[int, Digest]]:
+        """The idle pages with their digests, the least recently used first."""
+        return ((page, self._digest_of[page]) for page in self._idle)
 
     def hold(self, pages: Iterable[int]) -> None:
         """Takes a reference on pages that `match` returned."""

@@ -9,7 +9,7 @@ latest state there) or blank. If none is blank, the least recently used known sl
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cortex.neuron.engine.pages import Digest
@@ -68,6 +68,18 @@ class RecurrentCheckpoints:
     def knows(self, digest: Digest) -> bool:
         """Whether the state after `digest` is saved."""
         return digest in self._slot_of
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
+
+    @property
+    def num_blank(self) -> int:
+        return len(self._blank)
+
+    def known(self) -> Iterator[tuple[int, Digest]]:
+        """The known slots with their digests, the least recently used first."""
+        return ((slot, digest) for digest, slot in self._slot_of.items())
 
     def lacks(self, digest: Digest) -> bool:
         """Whether saving the state after `digest` would help: it is not known, and there are slots."""

@@ -223,6 +223,8 @@ class LoadSpec:
     """Always left free on the device."""
     rank: RankSpec | None = None
     """The rank to load of a model that is divided among several devices; None: the whole model."""
+    kv_host_bytes: int = 0
+    """Host memory for pages of the models of the device that are not on it; 0: they are lost."""
     num_host_shares: int = 1
     """On a CPU: how many devices divide the memory of the host equally."""
     stages: tuple[StageSpec, ...] = ()
@@ -270,6 +272,8 @@ class EngineStats:
     cached_tokens: int = 0
     completion_tokens: int = 0
     preemptions: int = 0
+    fetched_tokens: int = 0
+    """Prompt tokens whose pages were in host memory; they count as cached too."""
     drafted_tokens: dict[str, int] = field(default_factory=dict)
     """Draft tokens that were checked, by where they came from."""
     accepted_tokens: dict[str, int] = field(default_factory=dict)

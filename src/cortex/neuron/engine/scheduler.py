@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.kv_pages import KVPages
@@ -23,6 +24,9 @@ from cortex.neuron.engine.sequence import NO_ROW, Sequence
 from cortex.neuron.engine.sequence_states import SequenceStates
 from cortex.neuron.engine.step_plan import RowPlan, StepDraft, StepPlan
 from cortex.neuron.vision.picture import PictureRules
+
+if TYPE_CHECKING:
+    from cortex.neuron.engine.host_pages.tier import HostTier  # imports torch
 
 PROMPTS_PER_SHARE = 8
 """For every 8 waiting prompts, a step that also decodes may prefill another `mixed_prefill_tokens`."""
@@ -66,6 +70,7 @@ class Scheduler:
     ) -> None:
         """`checkpoints`: only for a model with recurrent layers. `pictures`: only for one that takes pictures."""
         self.pages = pages
+        self.checkpoints = checkpoints
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
         """First in, first out for each principal; preempted sequences go to the front. The node decides whose request
@@ -73,6 +78,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         """In order of admission: the first is the oldest."""
         self.preemptions = 0
+        self.host: HostTier | None = None
+        """Where pages are when the device has no room for them; None: nowhere."""
         self._pictures = pictures
         self._states = SequenceStates(checkpoints, pages.page_tokens)
         self._free_rows = list(range(limits.max_rows - 1, -1, -1))
@@ -108,6 +115,8 @@ class Scheduler:
         Steps in flight may still compute it; ignore their results. The device runs steps in order, so the pages can be
         used again at once.
         """
+        if self.host is not None:
+            self.host.ended(sequence.request.id)
         if sequence.row == NO_ROW:
             self.waiting.remove(sequence)
         else:
@@ -119,6 +128,8 @@ class Scheduler:
         digests = sequence.digests_of_full_pages(self.pages.page_tokens)
         self.pages.disown(digests)
         self._states.distrust(sequence, digests)
+        if self.host is not None:
+            self.host.forget(digests)
 
     def _release(self, sequence: Sequence) -> None:
         self._states.release(sequence)
@@ -234,9 +245,13 @@ class Scheduler:
                 return
             if shares.get(first.request.principal, 0) <= 0:
                 continue
+            if self.host is not None and self.host.is_fetching(first.request.id):
+                continue
             cached = self._cached_pages(first, draft)
             if cached is None or not self._has_room(first, self._start(first, cached), draft, shares):
                 return
+            if self.host is not None and self._fetch(first, cached, self.host):
+                continue
             if not self._try_admit(first, cached, draft):
                 self._is_blocked = True
                 return
@@ -263,10 +278,23 @@ class Scheduler:
             return None  # rows of one step must not depend on each other's writes
         return self._states.usable(sequence, counts)
 
-    def _try_admit(self, sequence: Sequence, cached: int, draft: StepDraft) -> bool:
+    def _fits(self, sequence: Sequence, cached: int) -> bool:
         others = [(other.pages, self._length_ahead(other)) for other in self.running]
+        start, length = self._start(sequence, cached), self._length_ahead(sequence)
+        return self.pages.fits(sequence.digests, cached, start, length, others)
+
+    def _fetch(self, sequence: Sequence, cached: int, host: HostTier) -> bool:
+        """Whether the sequence waits for pages from host memory, on which it can continue further. It is looked for
+        once, when the sequence has room."""
+        request_id = sequence.request.id
+        if host.is_empty or sequence.scores_prompt or host.was_asked(request_id) or not self._fits(sequence, cached):
+            return False
+        count = self._states.usable(sequence, self.pages.match(sequence.digests, host.has_page), host.has_state)
+        return host.fetch(request_id, sequence.digests, cached, count, self._start(sequence, count))
+
+    def _try_admit(self, sequence: Sequence, cached: int, draft: StepDraft) -> bool:
         start = self._start(sequence, cached)
-        if not self.pages.fits(sequence.digests, cached, start, self._length_ahead(sequence), others):
+        if not self._fits(sequence, cached):
             return False
         self.waiting.remove(sequence)
         sequence.pages = self.pages.hold(sequence.digests, cached, start)

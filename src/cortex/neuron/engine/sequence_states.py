@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ordered
 
 from cortex.neuron.engine.pages import Digest
@@ -21,19 +21,22 @@ class SequenceStates:
         self._checkpoints = checkpoints
         self._page_tokens = page_tokens
 
-    def usable(self, sequence: Sequence, counts: Ordered[int]) -> int:
-        """The largest of `counts` after which the sequence can continue: counts of cached pages, ascending."""
+    def usable(
+        self, sequence: Sequence, counts: Ordered[int], elsewhere: Callable[[Digest], bool] | None = None
+    ) -> int:
+        """The largest of `counts` after which the sequence can continue: counts of cached pages, ascending.
+        `elsewhere`: whether the state after a prefix can be had from somewhere else."""
         if self._checkpoints is None:
             return counts[-1]
         sequence.shared = counts[-1]
         # The last token is always computed, so a state that includes it is of no use.
         most = (len(sequence.tokens) - 1) // self._page_tokens
-        known = (count for count in reversed(counts) if count <= most and self._is_known(sequence, count))
-        return next(known, 0)
-
-    def _is_known(self, sequence: Sequence, num_pages: int) -> bool:
-        checkpoints = self._checkpoints
-        return checkpoints is not None and num_pages > 0 and checkpoints.knows(sequence.digests[num_pages - 1])
+        for count in reversed(counts):
+            if 0 < count <= most:
+                digest = sequence.digests[count - 1]
+                if self._checkpoints.knows(digest) or (elsewhere is not None and elsewhere(digest)):
+                    return count
+        return 0
 
     def admit(self, sequence: Sequence, draft: StepDraft) -> None:
         """Restores the state after the sequence's cached pages, and decides where its own states will be saved."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
 from cortex.neuron.engine.errors import RequestError, StepBlamed
 from cortex.neuron.engine.execution.results import Launched
 from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.host_pages.tier import HostTier
 from cortex.neuron.engine.request import (
     EngineRequest,
     EngineStats,
@@ -47,6 +49,7 @@ class Counters:
     cached_tokens: int = 0
     completion_tokens: int = 0
     preemptions: int = 0
+    fetched_tokens: int = 0
     drafted_tokens: dict[str, int] = field(default_factory=dict)
     """By the kind of the draft, as `accepted_tokens`. Never changed in place: copies of the counters share them."""
     accepted_tokens: dict[str, int] = field(default_factory=dict)
@@ -129,6 +132,8 @@ class StepLoop:
 
         Raises StepBlamed if one request is known to be at fault, and anything else that a step may raise."""
         self._failed = ()
+        if self.host is not None:
+            self.host.collect()
         if self._must_read_first():
             self._collect_all()
         if not self._in_flight and not self._suspects:
@@ -139,6 +144,8 @@ class StepLoop:
             self._launch(self._with_proposals(plan))
         elif not self._in_flight:
             self._read_at = None
+            if self.host is not None and self.host.has_fetches:
+                self.host.collect(wait=True)  # nothing else is left to do
         if self._in_flight and (not self._overlaps or plan is None or len(self._in_flight) > 1):
             self._collect(self._in_flight.popleft())
         outputs, self._outputs = self._outputs, []
@@ -162,11 +169,30 @@ class StepLoop:
         return decoding, is_mixed
 
     def prepare(self) -> bool:
-        """Builds one more graph or plan for later steps; false if nothing is left to build."""
+        """Builds one more graph or plan for later steps, or copies pages to host memory; false if nothing is left."""
         has_built = self._runner.prepare()
         if has_built:
             self._speculation.rule.forget()
-        return has_built
+        return has_built or (self.host is not None and self.host.copy_while_idle())
+
+    @property
+    def host(self) -> HostTier | None:
+        """Where pages are when the device has no room for them; None: nowhere."""
+        return self._scheduler.host
+
+    def keep_pages(self, new_tier: Callable[[Scheduler], HostTier]) -> None:
+        """Copies pages to host memory from now on."""
+        self._scheduler.host = new_tier(self._scheduler)
+
+    def end_copies(self) -> None:
+        """Waits for the copies of pages: the device memory is about to be freed."""
+        if self.host is not None:
+            self.host.collect(wait=True)
+
+    def save_pages(self) -> None:
+        """Copies to host memory what is not there yet. There must be no work."""
+        if self.host is not None:
+            self.host.save()
 
     def prepare_first(self) -> None:
         """Builds what a short prompt and its response use."""
@@ -240,6 +266,8 @@ class StepLoop:
         draws = [draw for sequence, row in drawing for draw in draws_of(sequence, row)]
         try:
             mask = self._constraints.mask([(sequence.constraint, row.drafted) for sequence, row in drawing])
+            if self.host is not None:
+                self.host.before_launch(plan)
             launched = self._runner.launch(plan, draws, mask)
         except Exception as error:
             self._scheduler.retract(plan)
@@ -249,6 +277,8 @@ class StepLoop:
             raise
         if self._suspects and drawing:
             self._suspects.popleft()
+        if self.host is not None:
+            self.host.after_launch()
         follows = bool(self._in_flight) or not self._overlaps
         self._in_flight.append(_InFlight(launched, rows, plan.num_proposals or 0, follows))
         self._counters.steps += 1
@@ -345,7 +375,12 @@ class StepLoop:
     @property
     def counters(self) -> Counters:
         """This loop's work, and that of the loops before it."""
-        return replace(self._counters, preemptions=self._counters.preemptions + self._scheduler.preemptions)
+        counters = self._counters
+        return replace(
+            counters,
+            preemptions=counters.preemptions + self._scheduler.preemptions,
+            fetched_tokens=counters.fetched_tokens + (0 if self.host is None else self.host.num_fetched_tokens),
+        )
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler

@@ -13,6 +13,7 @@ from cortex.neuron.config import DeviceEntry, NeuronConfig
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.node.memory.ceilings import Ceilings
+from cortex.neuron.node.memory.kv_host import KvHostMemory
 from cortex.neuron.node.replicas.extras import ExtraReplicas
 from cortex.neuron.servers.ready_made import usable
 from cortex.neuron.worker.device_claims import DeviceClaim, DeviceClaims
@@ -45,8 +46,10 @@ class NodeDevices:
         read_devices: ReadDevices,
         reserve: Callable[[Device], MemoryReserve],
         ceilings: Ceilings,
+        kv_host_mb: int | None = 0,
     ) -> None:
-        """`worker_factory`: closed with the devices. `reserve`: what loads leave free on a device."""
+        """`worker_factory`: closed with the devices. `reserve`: what loads leave free on a device. `kv_host_mb`: as
+        `limits.kv_host_mb`."""
         self.all = inventory.devices
         self.claims = DeviceClaims()
         self.extras = ExtraReplicas(inventory.devices, ceilings)
@@ -64,6 +67,7 @@ class NodeDevices:
             )
             for device in inventory.devices
         }
+        self.kv_host = KvHostMemory(kv_host_mb, self.supervisors.values())
 
     def host(self, model_id: str, indices: Sequence[int], spec: LoadSpec) -> ModelHost:
         """The host of a whole model on one device, or of a divided one on several."""
@@ -131,6 +135,7 @@ class NodeDevices:
             worker=self.supervisors[device.index].state,
             kept_free_bytes=reserve.num_bytes,
             kept_free_share=reserve.share,
+            kv_host_bytes=self.supervisors[device.index].kv_host_bytes,
             ceiling_bytes=self._ceilings.on(device.index),
             extra_replica_bytes=reading.free_bytes - self._readings.get(device.index, reading).free_bytes,
         )

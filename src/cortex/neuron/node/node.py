@@ -92,7 +92,13 @@ class Node:
         forecast = Forecast(config)
         ceilings = Ceilings.of(config)
         self.devices = NodeDevices(
-            inventory, parts.make_workers(), timeouts, parts.read_devices, forecast.reserve, ceilings
+            inventory,
+            parts.make_workers(),
+            timeouts,
+            parts.read_devices,
+            forecast.reserve,
+            ceilings,
+            limits.kv_host_mb,
         )
         self._surveys = (parts.surveys or partial(_survey_process, limits))()
         lead = Lead(config, self.devices, forecast, parts.connect_peer)
@@ -134,6 +140,7 @@ class Node:
             lambda held_bytes: sleep_budget_bytes(limits.sleep_mb, inventory.devices, read_host_memory(), held_bytes),
             lambda: [*self._models.sleeping(), *self.shares.sleeping()],
             lambda model_id: self._models.controller(model_id).unload_if_asleep(),
+            self.devices.kv_host.give_way,
         )
         self.shares = HostedShares(
             ShareResources(self._library, self._loader, room, self.devices, engine, sleep_budget)

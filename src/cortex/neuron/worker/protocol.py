@@ -101,6 +101,12 @@ class Wake(ChannelMessage, frozen=True):
     handle: int
 
 
+class LimitHostPages(ChannelMessage, frozen=True):
+    """The host memory that pages may use from now on. What exceeds it is dropped."""
+
+    num_bytes: int
+
+
 class QueryMemory(ChannelMessage, frozen=True):
     query: int
 
@@ -130,7 +136,7 @@ class Compiled(ChannelMessage, frozen=True):
     problem: str | None = None
 
 
-Command = Load | CancelLoad | Submit | Cancel | Unload | Sleep | Wake | QueryMemory | Exit
+Command = Load | CancelLoad | Submit | Cancel | Unload | Sleep | Wake | LimitHostPages | QueryMemory | Exit
 
 
 class Hello(ChannelMessage, frozen=True):
@@ -237,6 +243,8 @@ class Report(ChannelMessage, frozen=True):
     activity: Activity
     progress: int
     stats: dict[int, EngineStats]
+    kv_host_bytes: int = 0
+    """Host memory of pages that are not on the device."""
 
 
 class Faulted(ChannelMessage, frozen=True):

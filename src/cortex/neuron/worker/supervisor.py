@@ -43,6 +43,8 @@ class WorkerSupervisor:
         self.state: WorkerState = "none"
         self.freed_at_s = -math.inf
         """When memory was last freed here, on the loop's clock; readings of the device may lag behind."""
+        self.kv_host_bytes = 0
+        """Host memory of pages that are not on the device."""
         self._worker_factory = worker_factory
         self._worker: WorkerProcess | None = None
         self._spawning = asyncio.Lock()
@@ -97,6 +99,10 @@ class WorkerSupervisor:
         if self._worker is not None:
             self._worker.send(command)
 
+    def limit_kv_host(self, num_bytes: int) -> None:
+        """The worker gives up the host memory of pages that exceeds this."""
+        self.send(protocol.LimitHostPages(num_bytes))
+
     # The worker
 
     def kill_worker(self, reason: str) -> None:
@@ -141,6 +147,7 @@ class WorkerSupervisor:
             case protocol.Hello():
                 self.state = "running"
             case protocol.Report():
+                self.kv_host_bytes = event.kv_host_bytes
                 for handle, stats in event.stats.items():
                     if (model := self._models.get(handle)) is not None:
                         model.on_stats(stats)
@@ -168,6 +175,7 @@ class WorkerSupervisor:
     def _on_worker_lost(self, reason: str) -> None:
         """Pending calls raise WorkerLost on their own."""
         self._worker = None
+        self.kv_host_bytes = 0
         self.freed_at_s = asyncio.get_running_loop().time()
         models, self._models = self._models, {}
         self.state = "faulted" if models else "none"

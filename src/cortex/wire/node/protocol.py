@@ -103,6 +103,8 @@ class DeviceHealth(NodeValue, frozen=True):
     """Memory that every load leaves free: the operator's reserve, activations, buffers of libraries."""
     kept_free_share: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
     """Share of the free memory that a load leaves free in addition."""
+    kv_host_bytes: int = 0
+    """Host memory of KV pages that are not on the device: prompts that continue them are not computed again."""
     ceiling_bytes: int | None = None
     """The most that models may hold there, as configured; absent: no ceiling."""
     extra_replica_bytes: int = 0

@@ -80,7 +80,8 @@ def test_budget_is_the_configured_one_or_a_share_of_free_host_memory(
 
 async def test_two_models_at_once_do_not_get_the_same_room() -> None:
     held: list[SleepingModel] = []
-    budget = SleepBudget(lambda _: 10, lambda: list(held), lambda _: asyncio.sleep(0))
+    rests: list[int] = []
+    budget = SleepBudget(lambda _: 15, lambda: list(held), lambda _: asyncio.sleep(0), rests.append)
     admitted = []
 
     async def sleep(model_id: str) -> None:
@@ -92,3 +93,4 @@ async def test_two_models_at_once_do_not_get_the_same_room() -> None:
 
     await asyncio.gather(sleep("one"), sleep("two"))
     assert admitted == ["one"]
+    assert rests == [5], "what the model leaves is for the pages of others"

@@ -148,6 +148,8 @@ class _NodeState(Collector):
         yield _counter(
             "preemptions", "Sequences put back into the queue.", {m: s.preemptions for m, s in stats.items()}
         )
+        fetched = {m: s.fetched_tokens for m, s in stats.items()}
+        yield _counter("fetched_prompt_tokens", "Prompt tokens whose KV pages came from host memory.", fetched)
         drafted = {m: s.drafted_tokens for m, s in stats.items()}
         yield _by_kind("drafted_tokens", "Draft tokens that steps checked.", drafted)
         accepted = {m: s.accepted_tokens for m, s in stats.items()}
@@ -195,6 +197,8 @@ def _of_devices(devices: Iterable[DeviceHealth]) -> Iterator[Metric]:
     yield _gauge("device_memory_total_bytes", "Memory of the device.", "device", total)
     free = {index: device.free_bytes for index, device in by_index.items()}
     yield _gauge("device_memory_free_bytes", "Free memory; that of extra replicas counts as free.", "device", free)
+    kv = {index: device.kv_host_bytes for index, device in by_index.items()}
+    yield _gauge("device_kv_host_bytes", "Host memory of KV pages that are not on the device.", "device", kv)
     utilisation = {index: device.utilisation for index, device in by_index.items()}
     yield _gauge("device_utilisation", "How busy the device is, 0 to 1.", "device", utilisation)
     temperature = {index: device.temperature_c for index, device in by_index.items()}

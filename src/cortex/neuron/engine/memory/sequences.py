@@ -40,6 +40,9 @@ class SequenceMemory:
         self.num_bytes = 0
         self.states: StateMemory | None = None
         """None for a model without recurrent layers."""
+        self.blocks: list[list[Tensor]] = []
+        """All of the memory, as [parts, blocks, ...]: the pages of each KV group, then the slots of states. The pages
+        of a draft model are in the first group, whose page ids they have."""
         self._model = model
         self._dtype = dtype
         self._kv_dtype = kv_dtype or dtype
@@ -51,18 +54,22 @@ class SequenceMemory:
         model = self._model
         kv = KVCache(model.attentions, self.num_pages, self.page_tokens, self._kv_dtype, self._device)
         self.num_bytes = kv.num_bytes
+        self.blocks = kv.blocks
         if self._draft is not None:
             count = next(iter(self.num_pages.values()))
             pages = dict.fromkeys(self._draft.architecture.windows, count)
             own = KVCache(self._draft.attentions, pages, self.page_tokens, self._kv_dtype, self._device)
             self.num_bytes += own.num_bytes
+            self.blocks[0] += [tensor for tensors in own.blocks for tensor in tensors]
         if model.recurrent_layers:
             self.states = StateMemory(model.recurrent_layers, self.slots.num_slots, self._dtype, self._device)
             self.num_bytes += self.states.num_bytes
+            self.blocks.append([memory.unsqueeze(0) for memory in self.states.tensors if memory.numel()])
 
     def release(self) -> None:
         """Frees the memory, even after an `allocate` that raised. No layer can run until it is allocated again."""
         self.states = None
+        self.blocks = []
         for attention in (*self._model.attentions, *(() if self._draft is None else self._draft.attentions)):
             vars(attention).pop("cache", None)
         for layer in self._model.recurrent_layers:
@@ -78,6 +85,7 @@ class NoSequences(SequenceMemory):
         self.slots = slots
         self.num_bytes = 0
         self.states = None
+        self.blocks = []
 
     def allocate(self) -> None:
         pass
@@ -100,16 +108,23 @@ class KVCache:
         """`num_pages`: for each window, in the order of the KV groups."""
         self.num_bytes = 0
         groups = list(num_pages)
+        self.blocks: list[list[Tensor]] = [[] for _ in groups]
+        """For each KV group: what layers of one shape have, [tensors, pages, page_tokens, heads, head_dim]."""
+        alike: dict[tuple[Window, int, int, int], list[CachedAttention]] = {}
         for attention in attentions:
             config = attention.config
-            if not config.owns_kv:
-                continue
-            shape = (num_pages[config.window], page_tokens, config.kv_heads, config.head_dim)
-            keys = _zeros(shape, dtype, device)
-            # The values of latent attention are a part of its keys.
-            values = keys if isinstance(config, LatentAttentionConfig) else _zeros(shape, dtype, device)
-            attention.cache = LayerCache(keys, values, groups.index(config.window))
-            self.num_bytes += shape[0] * page_tokens * config.kv_elements * dtype.itemsize
+            if config.owns_kv:
+                # The values of latent attention are a part of its keys.
+                num_tensors = 1 if isinstance(config, LatentAttentionConfig) else 2
+                alike.setdefault((config.window, config.kv_heads, config.head_dim, num_tensors), []).append(attention)
+        for (window, heads, width, num_tensors), layers in alike.items():
+            shape = (len(layers) * num_tensors, num_pages[window], page_tokens, heads, width)
+            memory = _zeros(shape, dtype, device)
+            group = groups.index(window)
+            self.blocks[group].append(memory)
+            for attention, tensors in zip(layers, memory.split(num_tensors), strict=True):
+                attention.cache = LayerCache(tensors[0], tensors[-1], group)
+            self.num_bytes += memory.nbytes
 
 
 class StateMemory:
@@ -122,7 +137,7 @@ class StateMemory:
         self, layers: Sequence[RecurrentLayer], num_slots: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         parts = [(layer, index, part) for layer in layers for index, part in enumerate(layer.config.state)]
-        self._tensors: list[Tensor] = []
+        self.tensors: list[Tensor] = []
         """The states in each of the dtypes, [slots, elements]: all of a slot in one dtype is copied at once."""
         views: dict[RecurrentLayer, dict[int, Tensor]] = {layer: {} for layer in layers}
         for is_float32 in (False, True):
@@ -131,17 +146,17 @@ class StateMemory:
             # Not cleared: a row that starts at position 0 does not read the earlier content of its slot.
             shape = (num_slots, sum(sizes))
             memory = torch.empty(shape, dtype=torch.float32 if is_float32 else dtype, device=device)
-            self._tensors.append(memory)
+            self.tensors.append(memory)
             for (layer, index, part), view in zip(chosen, memory.split(sizes, dim=1), strict=True):
                 views[layer][index] = view.unflatten(1, part.shape)
-        self.num_bytes = sum(memory.nbytes for memory in self._tensors)
+        self.num_bytes = sum(memory.nbytes for memory in self.tensors)
         for layer, state in views.items():
             layer.state = tuple(state[index] for index in range(len(state)))
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies slots, (source, destination) each, in the order of the device's work."""
         for source, destination in copies:
-            for memory in self._tensors:
+            for memory in self.tensors:
                 memory[destination].copy_(memory[source])
 
 

@@ -111,6 +111,7 @@ class EngineHarness:
             prefill_chunk_tokens=limits.prefill_chunk_tokens,
             memory_bytes=smallest(*ceilings, *chosen.limits),
             min_free_bytes=limits.min_free_vram_mb << 20,
+            kv_host_bytes=self._devices.kv_host.limit_bytes,
             num_host_shares=sum(each.kind == "cpu" for each in self._devices.all) or 1,
             stages=chosen.stages,
         )

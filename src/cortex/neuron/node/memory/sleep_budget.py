@@ -70,11 +70,14 @@ class SleepBudget:
         budget_bytes: Callable[[int], int],
         sleeping: Callable[[], Sequence[SleepingModel]],
         unload: Callable[[str], Awaitable[None]],
+        leave: Callable[[int], None],
     ) -> None:
-        """`budget_bytes`: the budget, given the bytes held. `unload`: unloads a model if it is still asleep."""
+        """`budget_bytes`: the budget, given the bytes held. `unload`: unloads a model if it is still asleep. `leave`:
+        gets what sleeping models leave of the budget: others, who give way to them, may use it."""
         self._budget_bytes = budget_bytes
         self._sleeping = sleeping
         self._unload = unload
+        self._leave = leave
         self._lock = asyncio.Lock()
 
     @contextlib.asynccontextmanager
@@ -85,5 +88,7 @@ class SleepBudget:
             room = make_room(need_bytes, budget, self._sleeping())
             for model_id in room.to_unload:
                 await self._unload(model_id)
+            if room.fits:
+                self._leave(budget - need_bytes - sum(each.host_bytes for each in self._sleeping()))
             # One of them may have been woken instead of unloaded.
             yield room.fits and make_room(need_bytes, budget, self._sleeping()) == SleepRoom(fits=True)

@@ -73,6 +73,7 @@ class DeviceModel:
             self._fail(request.id, kind, str(error) if kind is FaultKind.REQUEST else explain(error))
         else:
             self._live[request.id] = False
+            self.is_prepared = False  # pages of it may be copied when it has ended
 
     def cancel_all(self) -> None:
         for request_id in self._live:

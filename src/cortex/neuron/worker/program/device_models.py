@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from cortex.neuron.engine.errors import DamagedError, EngineError, LoadCancelled, LoadError, NoRoomError
 from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.worker import memory, protocol
@@ -24,6 +26,7 @@ from cortex.neuron.worker.protocol import DeviceAddress, Event
 
 if TYPE_CHECKING:
     from cortex.neuron.engine.engine import Engine  # imports torch, which `resolve_loader` does at run time
+    from cortex.neuron.engine.host_pages.tier import DeviceHostMemory
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +74,12 @@ class DeviceModels(dict[int, DeviceModel]):
         self._device = device
         self._emit = emit
         self._thread = thread
+        self._host_pages: DeviceHostMemory | None = None
+        """None: no model had a budget for pages in host memory yet."""
 
     def load(self, command: protocol.Load) -> None:
         handle = command.handle
-        before = self._measure()
+        before = self.measure()
         try:
             model = self._loaded(command)
         except (LoadCancelled, LoadError) as error:
@@ -86,7 +91,8 @@ class DeviceModels(dict[int, DeviceModel]):
             self._load_failed(handle, kind, explain(error), error)
         else:
             self[handle] = model
-            self._emit(protocol.Loaded(handle, model.engine.info, before, self._measure()))
+            self._keep_pages(model, command.spec.kv_host_bytes)
+            self._emit(protocol.Loaded(handle, model.engine.info, before, self.measure()))
         finally:
             self.cancelled_loads.discard(handle)
 
@@ -123,17 +129,19 @@ class DeviceModels(dict[int, DeviceModel]):
         self._emit(protocol.ModelLoadFailed(handle, kind, message, cancelled=isinstance(error, LoadCancelled)))
 
     def unload(self, handle: int) -> None:
-        before = self._measure()
+        before = self.measure()
         if (model := self.get(handle)) is not None:
             model.fail_all("the model was unloaded during the request; try again")
+            if self._host_pages is not None:
+                self._save_pages(model)
             self.close(model)
             del model
         memory.give_back(self._device)
-        self._emit(protocol.Unloaded(handle, before, self._measure()))
+        self._emit(protocol.Unloaded(handle, before, self.measure()))
 
     def sleep(self, handle: int) -> None:
         """The model must be idle."""
-        before = self._measure()
+        before = self.measure()
         model = self.get(handle)
         if model is None:
             self._emit(protocol.SleepFailed(handle, "the model is not loaded any more"))
@@ -147,10 +155,10 @@ class DeviceModels(dict[int, DeviceModel]):
             self._emit(protocol.SleepFailed(handle, message))
         else:
             memory.give_back(self._device)
-            self._emit(protocol.Slept(handle, host_bytes, before, self._measure()))
+            self._emit(protocol.Slept(handle, host_bytes, before, self.measure()))
 
     def wake(self, handle: int) -> None:
-        before = self._measure()
+        before = self.measure()
         model = self.get(handle)
         if model is None:
             self._emit(protocol.WakeFailed(handle, FaultKind.REQUEST, "the model is not loaded", damaged=True))
@@ -168,7 +176,7 @@ class DeviceModels(dict[int, DeviceModel]):
             self._emit(protocol.WakeFailed(handle, kind, message, is_damaged))
         else:
             model.is_prepared = False
-            self._emit(protocol.Woken(handle, before, self._measure()))
+            self._emit(protocol.Woken(handle, before, self.measure()))
 
     def close(self, model: DeviceModel) -> None:
         """Frees everything that the model holds."""
@@ -180,8 +188,43 @@ class DeviceModels(dict[int, DeviceModel]):
             raise_device_fault(error, "close")
             log.error("closing model %d failed: %s", model.handle, explain(error), exc_info=error)
 
-    def _measure(self) -> protocol.MemoryReading:
-        return memory.measure(self._device)
+    def measure(self) -> protocol.MemoryReading:
+        """The memory of the device. On a CPU, pages that outlast their model are in the memory of this process too, and
+        are not counted as held by models."""
+        reading = memory.measure(self._device)
+        if self._device.kind != "cpu" or not self.kv_host_bytes:
+            return reading
+        return structs.replace(reading, process_bytes=max(0, reading.process_bytes - self.kv_host_bytes))
+
+    # -- pages in host memory --------------------------------------------------------------------------------------
+
+    @property
+    def kv_host_bytes(self) -> int:
+        """Any thread may read it."""
+        return 0 if self._host_pages is None else self._host_pages.store.num_bytes
+
+    def limit_host_pages(self, num_bytes: int) -> None:
+        """Pages in host memory may use `num_bytes` from now on."""
+        if self._host_pages is not None:
+            self._host_pages.store.limit(num_bytes)
+
+    def yield_host_memory(self) -> None:
+        """Gives pages up if the host runs short of memory."""
+        if self._host_pages is not None:
+            self._host_pages.yield_to_host()
+
+    def _keep_pages(self, model: DeviceModel, budget_bytes: int) -> None:
+        """Pages of the model may be in host memory, together with those of other models."""
+        if budget_bytes or self._host_pages is not None:
+            self._host_pages = model.engine.keep_pages(self._host_pages)
+        self.limit_host_pages(budget_bytes)
+
+    def _save_pages(self, model: DeviceModel) -> None:
+        try:
+            model.engine.save_pages()
+        except Exception as error:
+            raise_device_fault(error, "unload")
+            log.error("the pages of model %d were not kept: %s", model.handle, explain(error), exc_info=error)
 
     def free_memory_of(self, error: Exception) -> None:
         """Frees what a failure holds: the frames of its traceback keep half-loaded weights alive."""

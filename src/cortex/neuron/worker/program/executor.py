@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from cortex.neuron.engine.memory.cores import usable_cores
 from cortex.neuron.engine.request import EngineStats, StepOutput
-from cortex.neuron.worker import memory, protocol
+from cortex.neuron.worker import protocol
 from cortex.neuron.worker.faults import FaultKind, explain, raise_device_fault
 from cortex.neuron.worker.program.device_model import DeviceModel
 from cortex.neuron.worker.program.device_models import DeviceModels, EngineThread, resolve_loader
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 STATS_INTERVAL_S = 0.25
 SHARED_FOR_S = 2.0
 """For so long after two models had work, each of them takes short steps: the other's next request is likely."""
+HOST_CHECK_S = 5.0
+"""How often the host's free memory is read while pages are kept in it."""
 PREPARE_AFTER_S = 0.2
 """Idle time before models prepare: a request that waited for its model to load arrives sooner than that."""
 
@@ -59,6 +61,7 @@ class Executor:
         self._commands: deque[Work] = deque()
         self._stats: dict[int, EngineStats] = {}
         self._stats_at_s = 0.0
+        self._host_checked_at_s = 0.0
         self._shared_at_s = float("-inf")
         """When two models had work last."""
         self._is_exiting = False
@@ -78,7 +81,7 @@ class Executor:
 
     def report(self) -> protocol.Report:
         """The heartbeat. Called by the writer thread; reads only values that are replaced as a whole."""
-        return protocol.Report(self.activity, self.progress, self._stats)
+        return protocol.Report(self.activity, self.progress, self._stats, self._models.kv_host_bytes)
 
     def run(self) -> None:
         """Runs until `Exit`. Raises DeviceFault."""
@@ -116,6 +119,11 @@ class Executor:
             except queue.Empty:
                 self._prepare(unprepared[0])
                 idle_s = 0.0
+        while self._models.kv_host_bytes:  # the host may run short of memory meanwhile
+            try:
+                return self.inbox.get(timeout=HOST_CHECK_S)
+            except queue.Empty:
+                self._models.yield_host_memory()
         return self.inbox.get()
 
     def _prepare(self, model: DeviceModel) -> None:
@@ -157,8 +165,10 @@ class Executor:
             case protocol.Wake():
                 self.activity = "load"
                 self._models.wake(command.handle)
+            case protocol.LimitHostPages():
+                self._models.limit_host_pages(command.num_bytes)
             case protocol.QueryMemory():
-                self._emit(protocol.Memory(command.query, memory.measure(self._device)))
+                self._emit(protocol.Memory(command.query, self._models.measure()))
             case protocol.Exit():
                 self._is_exiting = True
             case protocol.CancelLoad():
@@ -203,6 +213,9 @@ class Executor:
                 model.engine.shares_device = now_s - self._shared_at_s < SHARED_FOR_S
                 self.activity = "step"
                 self._step(model)
+        if now_s - self._host_checked_at_s >= HOST_CHECK_S:
+            self._host_checked_at_s = now_s
+            self._models.yield_host_memory()
         if time.monotonic() - self._stats_at_s >= STATS_INTERVAL_S:
             self._publish_stats()
 

@@ -146,6 +146,7 @@ function Device({ device, index, here }) {
         <span class="dim facts">
           ${device.temperature_c != null && html`<span class=${device.temperature_c >= 85 ? "bad-text" : ""}>${Math.round(device.temperature_c)} °C</span>`}
           ${device.utilisation != null && html`<span title="Utilisation">${percent(device.utilisation)} busy</span>`}
+          ${device.kv_host_bytes > 0 && html`<span title="KV pages in the host's memory: conversations that continue them are not computed again">${bytes(device.kv_host_bytes)} of KV in RAM</span>`}
           ${device.ceiling_bytes != null && html`<span title="Models may take this much of the device (memory_mb)">models ≤ ${bytes(device.ceiling_bytes)}</span>`}
           <span>${bytes(used)} / ${bytes(device.total_bytes)}</span>
         </span>

@@ -1,0 +1,62 @@
+"""Names a loaded model by its content, so that blocks of other weights or of another layout are never found for it.
+
+The sum of each row of words is weighted by position, and the sums of all rows are hashed: on a GPU it takes a few
+milliseconds per 10 GB. Files are not consulted: the same weights at another path match, and other bytes at the same
+path do not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import torch
+
+from cortex.neuron.engine.loading import LoadedModel
+from cortex.neuron.engine.request import LoadSpec
+
+_ROW_WORDS = 4096
+_CHUNK_BYTES = 64 << 20
+
+
+def fingerprint(loaded: LoadedModel, spec: LoadSpec) -> bytes:
+    """Equal for two loads whose blocks can take each other's place."""
+    memory, device = loaded.memory, loaded.body.parameters.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    facts = {
+        "config": loaded.body.architecture.raw,
+        "device": name,
+        "dtype": str(loaded.dtype),
+        "blocks": [[(str(each.dtype), each.shape[0], *each.shape[2:]) for each in part] for part in memory.blocks],
+        "page_tokens": memory.page_tokens,
+        "deterministic": spec.deterministic,
+        "quant": spec.quant,
+        "vision": spec.vision,
+        "storages": [storage.nbytes() for storage in loaded.storages()],
+    }
+    digest = hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16)
+    digest.update(content_sums(loaded.storages()))
+    return digest.digest()
+
+
+def content_sums(storages: Sequence[torch.UntypedStorage]) -> bytes:
+    """The weighted sums of all rows, in order; the rest of a storage that fills no row is taken as it is."""
+    if not storages:
+        return b""
+    device = storages[0].device
+    generator = torch.Generator().manual_seed(0)
+    limit = 1 << 62
+    weights = (torch.randint(-limit, limit, (_ROW_WORDS,), generator=generator) | 1).to(device)
+    row_bytes = _ROW_WORDS * 8
+    sums, rests = [], []
+    with torch.inference_mode():
+        for storage in storages:
+            octets = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            whole = len(octets) // row_bytes * row_bytes
+            for start in range(0, whole, _CHUNK_BYTES):
+                words = octets[start : min(start + _CHUNK_BYTES, whole)].view(torch.int64).view(-1, _ROW_WORDS)
+                sums.append((words * weights.to(words.device)).sum(1).to(device))
+            rests.append(octets[whole:].cpu())
+    joined = [torch.cat(sums).cpu().view(torch.uint8)] if sums else []
+    return torch.cat([*joined, *rests]).numpy().tobytes()

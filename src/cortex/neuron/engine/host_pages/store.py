@@ -1,0 +1,190 @@
+"""Which blocks are in host memory, and where. Pure: the memory belongs to `SlabMemory`.
+
+A block is one KV page over the layers of a group, or one recurrent state. It is found by its kind and by the digest of
+its prefix (`pages.page_digests`): a chain of 128-bit hashes over every token from the first on. A kind names the
+weights by their content, so blocks of other weights are never found.
+
+Memory comes in slabs of blocks of one kind, which are filled in order and dropped as a whole, the least recently used
+first. Blocks of one conversation are written together, so little is lost with a slab that was not used for long.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from cortex.neuron.engine.pages import Digest
+
+SLAB_BYTES = 64 << 20
+MIN_SLABS = 16
+"""A budget is divided into at least this many slabs, so that dropping one loses little."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKind:
+    """Blocks that can take each other's place."""
+
+    model: bytes
+    """The fingerprint of weights and layout."""
+    part: int
+    """The KV group, or the number of groups for recurrent states."""
+    num_bytes: int
+
+
+class BlockPlace(NamedTuple):
+    slab: int
+    slot: int
+
+
+class SlabMemory(Protocol):
+    """The memory of slabs by their number."""
+
+    def allocate(self, slab: int, num_bytes: int) -> bool:
+        """False: there is none now."""
+        ...
+
+    def free(self, slab: int) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Slab:
+    number: int
+    kind: BlockKind
+    num_slots: int
+    num_taken: int = 0
+    slots: dict[Digest, int] = field(default_factory=dict)
+    """The blocks whose contents are complete."""
+    num_copies: int = 0
+    """Copies to and from it that have not ended: it must not be dropped."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_slots * self.kind.num_bytes
+
+
+class HostPages:
+    """One for all models of a device. Belongs to the engine thread, except `num_bytes`, which any thread may read."""
+
+    def __init__(self, memory: SlabMemory, budget_bytes: int = 0) -> None:
+        self._memory = memory
+        self._budget_bytes = budget_bytes
+        self._slabs: OrderedDict[int, _Slab] = OrderedDict()
+        """The least recently used first."""
+        self._slab_of: dict[tuple[BlockKind, Digest], _Slab] = {}
+        self._filling: dict[BlockKind, _Slab] = {}
+        self._next_number = 0
+        self.num_bytes = 0
+        """What the slabs take."""
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._budget_bytes
+
+    def __len__(self) -> int:
+        return len(self._slab_of)
+
+    def limit(self, budget_bytes: int) -> None:
+        """Sets the budget, and drops the least recently used slabs that exceed it."""
+        self._budget_bytes = budget_bytes
+        self.shrink(budget_bytes)
+
+    def shrink(self, num_bytes: int) -> None:
+        """Drops the least recently used slabs until they take `num_bytes`, except those that are being copied."""
+        for slab in list(self._slabs.values()):
+            if self.num_bytes <= num_bytes:
+                return
+            if not slab.num_copies:
+                self._drop(slab)
+
+    # -- blocks ----------------------------------------------------------------------------------------------------
+
+    def has(self, kind: BlockKind, digest: Digest) -> bool:
+        return (kind, digest) in self._slab_of
+
+    def borrow(self, kind: BlockKind, digests: Iterable[Digest]) -> list[BlockPlace]:
+        """The places of blocks that `has` confirmed, which stay until `end`. They count as used, the first last."""
+        places = []
+        slabs: dict[int, None] = {}
+        for digest in digests:
+            slab = self._slab_of[kind, digest]
+            slab.num_copies += 1
+            slabs[slab.number] = None
+            places.append(BlockPlace(slab.number, slab.slots[digest]))
+        for number in reversed(slabs):
+            self._slabs.move_to_end(number)
+        return places
+
+    def reserve(self, kind: BlockKind, count: int) -> list[BlockPlace]:
+        """Places for up to `count` new blocks, each until `publish` or `end`. Drops slabs where the budget is full."""
+        places: list[BlockPlace] = []
+        while len(places) < count:
+            slab = self._filling.get(kind) or self._add(kind)
+            if slab is None:
+                break
+            slab.num_copies += 1
+            places.append(BlockPlace(slab.number, slab.num_taken))
+            slab.num_taken += 1
+            if slab.num_taken == slab.num_slots:
+                del self._filling[kind]
+        return places
+
+    def publish(self, kind: BlockKind, digest: Digest, place: BlockPlace) -> None:
+        """The copy to a reserved place is complete: from now on the block is found."""
+        slab = self._slabs[place.slab]
+        if (kind, digest) not in self._slab_of:
+            slab.slots[digest] = place.slot
+            self._slab_of[kind, digest] = slab
+        self._slabs.move_to_end(place.slab)
+        self.end([place])
+
+    def end(self, places: Sequence[BlockPlace]) -> None:
+        """The copies to or from these places have ended."""
+        for place in places:
+            self._slabs[place.slab].num_copies -= 1
+
+    def forget(self, kind: BlockKind, digests: Iterable[Digest]) -> None:
+        """The contents of these blocks cannot be trusted."""
+        for digest in digests:
+            slab = self._slab_of.pop((kind, digest), None)
+            if slab is not None:
+                del slab.slots[digest]
+
+    # -- slabs -----------------------------------------------------------------------------------------------------
+
+    def _add(self, kind: BlockKind) -> _Slab | None:
+        num_slots = max(1, min(SLAB_BYTES, self._budget_bytes // MIN_SLABS) // kind.num_bytes)
+        num_bytes = num_slots * kind.num_bytes
+        if num_bytes > self._budget_bytes:
+            return None
+        self.shrink(self._budget_bytes - num_bytes)
+        number = self._next_number
+        if self.num_bytes + num_bytes > self._budget_bytes or not self._memory.allocate(number, num_bytes):
+            return None
+        self._next_number += 1
+        slab = self._slabs[number] = self._filling[kind] = _Slab(number, kind, num_slots)
+        self.num_bytes += num_bytes
+        return slab
+
+    def _drop(self, slab: _Slab) -> None:
+        del self._slabs[slab.number]
+        if self._filling.get(slab.kind) is slab:
+            del self._filling[slab.kind]
+        for digest in slab.slots:
+            del self._slab_of[slab.kind, digest]
+        self.num_bytes -= slab.num_bytes
+        self._memory.free(slab.number)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every block is in one slab, and the slabs are within the budget."""
+        found = {(slab.kind, digest): slab for slab in self._slabs.values() for digest in slab.slots}
+        assert found == self._slab_of, "the maps of blocks disagree"
+        assert self.num_bytes == sum(slab.num_bytes for slab in self._slabs.values()), "bytes are counted wrongly"
+        assert self.num_bytes <= self._budget_bytes or any(slab.num_copies for slab in self._slabs.values()), (
+            "more than the budget is held"
+        )
+        for slab in self._slabs.values():
+            assert len(set(slab.slots.values())) == len(slab.slots), "two blocks are at one place"
+            assert all(slot < slab.num_taken <= slab.num_slots for slot in slab.slots.values()), "a place is not taken"
+        assert all(self._slabs[slab.number] is slab for slab in self._filling.values()), "a dropped slab is filled"

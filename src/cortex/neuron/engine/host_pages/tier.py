@@ -1,0 +1,304 @@
+"""The blocks of one model between its device memory and host memory: what is copied when, in either direction.
+
+Out: while the model has no work, what later prompts are most likely to use; while it has, on a GPU, the pages that will
+be used for something else next; before it sleeps or is unloaded, the rest. A page is never waited for: one that is not
+copied when it is needed is lost.
+
+In: a waiting prompt whose prefix goes on in host memory gets those pages, and is admitted when they have arrived. Until
+then nothing knows of them, neither here nor there: a block is offered when its copy is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+
+import torch
+
+from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
+from cortex.neuron.engine.host_pages.memory import HostSlabs
+from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace, HostPages
+from cortex.neuron.engine.kv_pages import IncomingPages, KVPages
+from cortex.neuron.engine.pages import Digest
+from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
+from cortex.neuron.engine.step_plan import StepPlan
+
+COPY_BYTES = 256 << 20
+"""Most bytes of one copy to host memory: about 5 ms."""
+STEPS_BETWEEN_SCANS = 16
+"""After a look at the oldest pages that found nothing to copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceHostMemory:
+    """Host memory for the blocks of all models of a device."""
+
+    store: HostPages
+    slabs: HostSlabs
+
+    @classmethod
+    def on(cls, device: torch.device) -> DeviceHostMemory:
+        """Memory for the worker of a device, without a budget."""
+        slabs = HostSlabs(device)
+        return cls(HostPages(slabs), slabs)
+
+    def yield_to_host(self) -> None:
+        """Gives memory back if the host runs short of it."""
+        if missing := self.slabs.num_missing_bytes():
+            self.store.shrink(max(0, self.store.num_bytes - missing))
+
+
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    copy: RunningCopy
+    part: int
+    ids: frozenset[int]
+    blocks: tuple[tuple[Digest, BlockPlace], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    copies: tuple[RunningCopy, ...]
+    pages: Sequence[IncomingPages]
+    state: tuple[int, Digest] | None
+    places: tuple[BlockPlace, ...]
+    num_tokens: int
+
+    @property
+    def is_complete(self) -> bool:
+        return all(copy.is_complete for copy in self.copies)
+
+
+class HostTier:
+    """One for each step loop. Belongs to the engine thread."""
+
+    def __init__(
+        self,
+        host: DeviceHostMemory,
+        pages: KVPages,
+        checkpoints: RecurrentCheckpoints | None,
+        blocks: Sequence[BlockTensors],
+        copies: BlockCopies,
+        fingerprint: Callable[[], bytes],
+        *,
+        copies_ahead: bool,
+        min_pages: int,
+    ) -> None:
+        """`blocks`: the pages of each KV group, then the slots of states. `copies_ahead`: pages are copied before the
+        model sleeps, too. `min_pages`: fewer are computed rather than fetched."""
+        self._host = host
+        self._store = host.store
+        self._pages = pages
+        self._checkpoints = checkpoints
+        self._blocks = blocks
+        self._copies = copies
+        self._fingerprint = fingerprint
+        self._copies_ahead = copies_ahead
+        self._min_pages = min_pages
+        self._outgoing: _Outgoing | None = None
+        self._fetches: dict[str, _Fetch] = {}
+        """By the id of the request that waits for it."""
+        self._fetched: set[str] = set()
+        """Requests whose prefix was fetched, or was not worth it; until they end."""
+        self._remaining: list[tuple[int, list[tuple[int, Digest]]]] | None = None
+        """What is left to copy while the model has no work; None: not known yet."""
+        self._steps_to_scan = 0
+        self.num_fetched_tokens = 0
+
+    @cached_property
+    def _kinds(self) -> tuple[BlockKind, ...]:
+        name = self._fingerprint()
+        return tuple(BlockKind(name, part, blocks.num_bytes) for part, blocks in enumerate(self._blocks))
+
+    # -- to the device ---------------------------------------------------------------------------------------------
+
+    def has_page(self, group: int, digest: Digest) -> bool:
+        """Whether host memory has this page. Pages of layers that keep no KV are everywhere."""
+        return not self._blocks[group].num_bytes or self._store.has(self._kinds[group], digest)
+
+    def has_state(self, digest: Digest) -> bool:
+        return self._checkpoints is not None and self._store.has(self._kinds[-1], digest)
+
+    @property
+    def is_empty(self) -> bool:
+        return not len(self._store)
+
+    def is_fetching(self, request_id: str) -> bool:
+        return request_id in self._fetches
+
+    def was_asked(self, request_id: str) -> bool:
+        """Whether the prefix of this request was looked for already."""
+        return request_id in self._fetched
+
+    def ended(self, request_id: str) -> None:
+        """The request needs nothing more from here."""
+        self._fetched.discard(request_id)
+
+    def fetch(self, request_id: str, digests: Sequence[Digest], cached: int, count: int, start: int) -> bool:
+        """Starts to copy what the device lacks of the first `count` pages, `cached` of which are usable there, and the
+        state after them. False: it is not worth it, or not possible now."""
+        self._fetched.add(request_id)
+        if count - cached < self._min_pages:
+            return False
+        slot: int | None = None
+        if self._checkpoints is not None and not self._checkpoints.knows(digests[count - 1]):
+            slot = self._checkpoints.lend()
+            if slot is None:
+                return False
+        incoming = self._pages.expect(digests, count, start)
+        if incoming is None:
+            if slot is not None and self._checkpoints is not None:
+                self._checkpoints.take_back(slot, None)
+            return False
+        wanted = [(each.group, each.new_pages, each.new_digests) for each in incoming]
+        if slot is not None:
+            wanted.append((len(self._blocks) - 1, [slot], [digests[count - 1]]))
+        copies, places = [], []
+        for part, ids, names in wanted:
+            if ids and self._blocks[part].num_bytes:
+                found = self._store.borrow(self._kinds[part], names)
+                copies.append(self._copies.to_device(self._blocks[part], ids, found))
+                places += found
+        state = None if slot is None else (slot, digests[count - 1])
+        num_tokens = (count - cached) * self._pages.page_tokens
+        self._fetches[request_id] = _Fetch(tuple(copies), incoming, state, tuple(places), num_tokens)
+        return True
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Offers the blocks whose copies are complete. `wait`: for all of them."""
+        for request_id, fetch in list(self._fetches.items()):
+            for copy in fetch.copies if wait else ():
+                copy.wait()
+            if fetch.is_complete:
+                del self._fetches[request_id]
+                self._store.end(fetch.places)
+                self._pages.arrived(fetch.pages)
+                if fetch.state is not None and self._checkpoints is not None:
+                    self._checkpoints.take_back(*fetch.state)
+                self.num_fetched_tokens += fetch.num_tokens
+        if self._outgoing is not None:
+            if wait:
+                self._outgoing.copy.wait()
+            if self._outgoing.copy.is_complete:
+                self._publish(self._outgoing)
+                self._outgoing = None
+
+    @property
+    def has_fetches(self) -> bool:
+        return bool(self._fetches)
+
+    # -- to the host -----------------------------------------------------------------------------------------------
+
+    def before_launch(self, plan: StepPlan) -> None:
+        """The step may write what is being copied to host memory: it begins after the copy then."""
+        self._remaining = None
+        outgoing = self._outgoing
+        if outgoing is None:
+            return
+        if outgoing.part < len(self._pages.groups):
+            written = (page for _, group, _, pages in plan.new_pages if group == outgoing.part for page in pages)
+        else:
+            written = (slot for _, slot in (*plan.restores, *plan.saves))
+        if not outgoing.ids.isdisjoint(written):
+            outgoing.copy.precede_steps()
+
+    def after_launch(self) -> None:
+        """Copies what is the next to be used for something else, if little is blank."""
+        if not self._copies_ahead or self._outgoing is not None or not self._store.budget_bytes:
+            return
+        self._steps_to_scan -= 1
+        if self._steps_to_scan > 0:
+            return
+        self._steps_to_scan = STEPS_BETWEEN_SCANS
+        self._host.slabs.is_patient = False
+        for part, blocks in enumerate(self._blocks):
+            if not blocks.num_bytes:
+                continue
+            count = self._num_at_once(part)
+            num_blank, num_all = self._fill_of(part)
+            if num_blank >= min(count, num_all // 4):
+                continue
+            oldest = islice(self._known(part), 2 * count)
+            lacking = [each for each in oldest if not self._store.has(self._kinds[part], each[1])]
+            if lacking and self._send(part, lacking[:count]):
+                self._steps_to_scan = 0
+                return
+
+    def copy_while_idle(self) -> bool:
+        """Copies a part of what later prompts are most likely to use; false: all of it is in host memory."""
+        return self._copies_ahead and self._copy_some()
+
+    def save(self) -> None:
+        """Copies what the budget permits, the latest used in any case, and waits: the device memory is given up."""
+        self._remaining = None
+        while self._copy_some():
+            pass
+        self.collect(wait=True)
+
+    def _copy_some(self) -> bool:
+        self.collect(wait=True)
+        self._host.slabs.is_patient = True
+        if not self._store.budget_bytes:
+            return False
+        if self._remaining is None:
+            self._remaining = [(part, self._latest(part)) for part, each in enumerate(self._blocks) if each.num_bytes]
+        while self._remaining:
+            part, blocks = self._remaining[-1]
+            count = self._num_at_once(part)
+            if not self._send(part, blocks[:count]):
+                self._remaining.pop()
+                continue
+            del blocks[:count]
+            self.collect(wait=True)
+            return True
+        return False
+
+    def _latest(self, part: int) -> list[tuple[int, Digest]]:
+        """What is not in host memory of the latest used blocks that fit in the part's share of the budget, the least
+        recently used first."""
+        most = self._store.budget_bytes // len(self._blocks) // self._blocks[part].num_bytes
+        latest = list(self._known(part))[-most:] if most else []
+        return [each for each in latest if not self._store.has(self._kinds[part], each[1])]
+
+    def _send(self, part: int, blocks: Sequence[tuple[int, Digest]]) -> bool:
+        places = self._store.reserve(self._kinds[part], len(blocks)) if blocks else []
+        if not places:
+            return False
+        sent = blocks[: len(places)]
+        copy = self._copies.to_host(self._blocks[part], [id for id, _ in sent], places)
+        digests = (digest for _, digest in sent)
+        ids = frozenset(id for id, _ in sent)
+        self._outgoing = _Outgoing(copy, part, ids, tuple(zip(digests, places, strict=True)))
+        return True
+
+    def _publish(self, outgoing: _Outgoing) -> None:
+        for digest, place in outgoing.blocks:
+            self._store.publish(self._kinds[outgoing.part], digest, place)
+
+    def forget(self, digests: Iterable[Digest]) -> None:
+        """The contents of these blocks cannot be trusted."""
+        if self.is_empty and self._outgoing is None:
+            return
+        self.collect(wait=True)
+        digests = list(digests)
+        for kind in self._kinds:
+            self._store.forget(kind, digests)
+
+    def _known(self, part: int) -> Iterator[tuple[int, Digest]]:
+        """The blocks on the device that nothing uses, the least recently used first."""
+        if part < len(self._pages.groups):
+            return self._pages.groups[part].pool.idle()
+        return iter(()) if self._checkpoints is None else self._checkpoints.known()
+
+    def _fill_of(self, part: int) -> tuple[int, int]:
+        """How many blocks are blank, of how many."""
+        if part < len(self._pages.groups):
+            pool = self._pages.groups[part].pool
+            return pool.num_free - pool.num_idle, pool.num_pages
+        assert self._checkpoints is not None
+        return self._checkpoints.num_blank, self._checkpoints.num_slots
+
+    def _num_at_once(self, part: int) -> int:
+        return max(1, COPY_BYTES // self._blocks[part].num_bytes)

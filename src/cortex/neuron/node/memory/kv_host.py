@@ -1,0 +1,63 @@
+"""Host memory for KV pages that are not on their device: how much of it each worker may use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+from cortex.neuron.engine.memory.host import HostMemory, read_host_memory
+
+KV_HOST_SHARE = 1 / 8
+"""The share of free host memory that pages may use, unless `limits.kv_host_mb` is set."""
+
+
+class PageHolder(Protocol):
+    """The supervisor of a device."""
+
+    @property
+    def kv_host_bytes(self) -> int:
+        """What its worker holds."""
+        ...
+
+    def limit_kv_host(self, num_bytes: int) -> None:
+        """Its worker gives up what exceeds this, the least recently used first."""
+        ...
+
+
+def device_limit_bytes(
+    kv_host_mb: int | None, host: HostMemory, held: Sequence[int], rest_bytes: int | None = None
+) -> int:
+    """The limit of one device; `held`: what each of them has. `rest_bytes`: what sleeping models leave of the budget
+    that they share with pages; None: no models sleep here."""
+    whole = kv_host_mb << 20 if kv_host_mb is not None else int((host.free_bytes + sum(held)) * KV_HOST_SHARE)
+    if rest_bytes is not None:
+        whole = min(whole, rest_bytes)
+    return max(0, whole) // max(1, len(held))
+
+
+class KvHostMemory:
+    """One for the node, on the daemon's loop."""
+
+    def __init__(
+        self,
+        kv_host_mb: int | None,
+        holders: Collection[PageHolder],
+        read: Callable[[], HostMemory] = read_host_memory,
+    ) -> None:
+        self._kv_host_mb = kv_host_mb
+        self._holders = holders
+        self._read = read
+        self._rest_bytes: int | None = None
+
+    @property
+    def limit_bytes(self) -> int:
+        """What the worker of each device may use now."""
+        held = [holder.kv_host_bytes for holder in self._holders]
+        return device_limit_bytes(self._kv_host_mb, self._read(), held, self._rest_bytes)
+
+    def give_way(self, rest_bytes: int) -> None:
+        """The weights of sleeping models take their part of the budget first, and leave `rest_bytes` of it."""
+        self._rest_bytes = rest_bytes
+        limit_bytes = self.limit_bytes
+        for holder in self._holders:
+            holder.limit_kv_host(limit_bytes)

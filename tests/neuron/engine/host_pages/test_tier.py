@@ -1,0 +1,181 @@
+"""Pages and states that left the device come back bit by bit, and responses are the same with and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, consecutive
+from cortex.neuron.engine.host_pages.memory import HostSlabs
+from cortex.neuron.engine.host_pages.store import BlockPlace, HostPages
+from cortex.neuron.engine.host_pages.tier import DeviceHostMemory
+from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.memory.host import HostMemory
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.engine.step_loop import StepLoop
+from cortex.neuron.layers.parameters import Parameters
+
+from ..test_sleep import DENSE, HYBRID, LATENT, wake
+
+WINDOWED: dict[str, Any] = DENSE | {
+    **{"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 48, "sliding_window_pattern": 2},
+    **{"num_hidden_layers": 4, "query_pre_attn_scalar": 16},
+}
+FAMILIES = {"dense": DENSE, "hybrid": HYBRID, "latents": LATENT, "windows": WINDOWED}
+PROMPT = tuple(index * 7 % 83 + 3 for index in range(170))
+CPU = torch.device("cpu")
+EngineMaker = Callable[..., Engine]
+
+
+def new_host(budget_bytes: int = 64 << 20) -> DeviceHostMemory:
+    slabs = HostSlabs(CPU)
+    return DeviceHostMemory(HostPages(slabs, budget_bytes), slabs)
+
+
+def filled(seed: int) -> Callable[[Parameters], None]:
+    def fill(parameters: Parameters) -> None:
+        torch.manual_seed(seed)
+        for binding in parameters.bindings:
+            view = binding.destination
+            view.uniform_(0.1, 1.0) if view.dim() == 1 else view.normal_(0.0, 2 * view.shape[-1] ** -0.5)
+
+    return fill
+
+
+@pytest.fixture
+def make_engine() -> Iterator[EngineMaker]:
+    engines: list[Engine] = []
+
+    def make(config: dict[str, Any], host: DeviceHostMemory | None, seed: int = 0, **options: Any) -> Engine:
+        spec = LoadSpec(path="", dtype="float32", max_num_seqs=4, **options)
+        engine = Engine(build_model(config, spec, CPU, filled(seed)), spec)
+        if host is not None:
+            engine.keep_pages(host)
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def respond(engine: Engine, prompt: tuple[int, ...] = PROMPT, name: str = "r") -> tuple[list[int], int]:
+    """Greedy tokens, and how many of the prompt came from the cache."""
+    engine.submit(EngineRequest(name, prompt, 4, SamplingParams(temperature=0.0), checkpoint_at=(100,)))
+    tokens: list[int] = []
+    cached = 0
+    while engine.has_work:
+        for output in engine.step():
+            tokens += output.tokens
+            cached += output.cached_tokens or 0
+    engine.check_integrity()
+    return tokens, cached
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_conversation_survives_sleep_and_reload_and_continues_with_the_same_tokens(
+    make_engine: EngineMaker, family: str
+) -> None:
+    config, host = FAMILIES[family], new_host()
+    plain = make_engine(config, None)
+    expected, _ = respond(plain)
+    cached_on_device = respond(plain)[1]
+    assert cached_on_device >= 96
+    engine = make_engine(config, host)
+    assert respond(engine) == (expected, 0)
+    engine.sleep()
+    assert host.store.num_bytes > 0
+    wake(engine)
+    assert respond(engine) == (expected, cached_on_device)
+    assert engine.stats().fetched_tokens == cached_on_device // 32 * 32
+    longer = (*PROMPT, *expected, 9, 8, 7)
+    expected_next = respond(plain, longer)[0]
+    engine.save_pages()
+    again = make_engine(config, host)
+    tokens, cached = respond(again, longer)
+    assert tokens == expected_next
+    assert cached >= cached_on_device // 32 * 32
+    host.store.check_integrity()
+
+
+def test_pages_of_other_weights_layouts_or_prompts_are_never_taken(make_engine: EngineMaker) -> None:
+    host = new_host()
+    engine = make_engine(DENSE, host)
+    respond(engine)
+    engine.save_pages()
+    for other in (
+        make_engine(DENSE, host, seed=1),
+        make_engine(DENSE | {"rope_theta": 5000.0}, host),
+        make_engine(DENSE, host, deterministic=True),
+    ):
+        assert respond(other)[1] == 0
+    same = make_engine(DENSE, host)
+    assert respond(same, (PROMPT[0] + 1, *PROMPT[1:]))[1] == 0
+    assert respond(same, (*PROMPT[:64], 1, *PROMPT[65:]))[1] == 64
+
+
+def test_one_changed_byte_of_the_weights_gives_another_fingerprint(make_engine: EngineMaker) -> None:
+    host = new_host()
+    engine, changed = make_engine(DENSE, host), make_engine(DENSE, host)
+    respond(engine)
+    engine.save_pages()
+    storage = changed.model.storages()[0]
+    octets = torch.empty(0, dtype=torch.uint8).set_(storage)
+    octets[len(octets) // 2] ^= 1
+    assert respond(changed)[1] == 0
+
+
+def test_pages_under_pressure_are_copied_before_they_are_overwritten(make_engine: EngineMaker) -> None:
+    """As on a GPU: the pool holds five prompts, eight take turns."""
+    host = new_host()
+    options = {"context_tokens": 256}
+    engine = make_engine(DENSE, host, **options)
+    loop = engine._loop  # noqa: SLF001 - a CPU copies only before a sleep
+    assert isinstance(loop, StepLoop)
+    assert loop.host is not None
+    loop.host._copies_ahead = True  # noqa: SLF001
+    prompts = [tuple((index * 5 + seed) % 83 + 3 for index in range(200)) for seed in range(8)]
+    plain = make_engine(DENSE, None, **options)
+    expected = [respond(plain, prompt)[0] for prompt in prompts]
+    for _ in range(3):
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            assert respond(engine, prompt)[0] == tokens
+    assert engine.stats().fetched_tokens > 0
+    host.store.check_integrity()
+
+
+def test_copies_are_bit_equal_in_any_order_of_places() -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(4, 9, 3, 5).bfloat16(), torch.randn(2, 9, 7)]
+    before = [tensor.clone() for tensor in tensors]
+    blocks, slabs = BlockTensors(tensors), HostSlabs(CPU)
+    assert blocks.num_bytes == 4 * 15 * 2 + 2 * 7 * 4
+    assert slabs.allocate(0, 4 * blocks.num_bytes)
+    assert slabs.allocate(1, 2 * blocks.num_bytes)
+    places = [BlockPlace(0, 1), BlockPlace(0, 2), BlockPlace(1, 1), BlockPlace(0, 0), BlockPlace(1, 0)]
+    assert consecutive(places) == [(0, 2), (2, 1), (3, 1), (4, 1)]
+    copies, ids = BlockCopies(slabs, CPU), [8, 1, 5, 2, 3]
+    assert copies.to_host(blocks, ids, places).is_complete
+    for tensor in tensors:
+        tensor.zero_()
+    copies.to_device(blocks, ids, places).wait()
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor[:, ids], old[:, ids])
+        assert not tensor[:, [0, 4, 6, 7]].any()
+
+
+def test_host_that_runs_short_gets_its_memory_back_and_gives_none() -> None:
+    free = [1 << 30]
+    slabs = HostSlabs(CPU, lambda: HostMemory(1 << 30, free[0]))
+    host = DeviceHostMemory(HostPages(slabs, 1 << 20), slabs)
+    assert slabs.allocate(7, 1000)
+    slabs.free(7)
+    free[0] = 1 << 20
+    assert not slabs.allocate(7, 1000)
+    assert slabs.num_missing_bytes() > 0
+    host.yield_to_host()
+    assert host.store.num_bytes == 0

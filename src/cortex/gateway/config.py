@@ -51,6 +51,9 @@ class GatewaySection(Section, frozen=True):
     open: bool = False
     """Admit every request without a key, even if keys were configured before. Has no effect while there are
     `[[keys]]`. On loopback addresses a gateway that never had keys is open without it; on others it does not start."""
+    open_until_keys: bool = False
+    """Like `open`, until keys are configured for the first time: a gateway that had keys and has none rejects every
+    request. `cortex up --host` sets it."""
     open_listing: bool = False
     """Clients without a key may list the models: `/v1/models`, Ollama's `/api/version`, `/api/tags`, `/api/ps` and
     `/api/show`, llama.cpp's `/models` and `/props`. Some editors send no key when they look for models.

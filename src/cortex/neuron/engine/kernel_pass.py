@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 META = torch.device("meta")
 _PACKED_ROWS = 256
 _SLOTS = 1
-"""Of states: how many there are makes no difference to a kernel."""
+"""How many states there are makes no difference to a kernel."""
 
 
 @dataclass(frozen=True, slots=True)

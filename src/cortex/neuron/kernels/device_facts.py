@@ -21,7 +21,7 @@ class DeviceFacts:
     shared_bytes: int
     """The shared memory that one program may use."""
     total_bytes: int = 0
-    """Of its memory."""
+    """The size of its memory."""
 
     @property
     def name(self) -> str:

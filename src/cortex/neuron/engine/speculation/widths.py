@@ -49,7 +49,7 @@ class MeasuredTimes:
 
     @property
     def kinds(self) -> list[int]:
-        """Of which there were steps."""
+        """The kinds of the steps so far."""
         return list(self._times)
 
 

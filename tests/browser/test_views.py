@@ -77,7 +77,7 @@ def test_operator_signs_in_and_sees_everything(page: Page, sign_in: SignIn) -> N
     page.get_by_text("This API key is unknown").wait_for()
     sign_in(OPERATOR.text)
     assert page.get_by_role("navigation").get_by_role("link").all_inner_texts() == [
-        "Fleet", "Models", "Playground", "Activity", "Usage",
+        "Fleet", "Models", "Playground", "Activity", "History", "Usage",
     ]  # fmt: skip
     page.locator("article[aria-label='Node beast']").wait_for()
     assert page.evaluate("document.cookie") == "", "scripts cannot read the session"

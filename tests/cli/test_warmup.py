@@ -17,7 +17,7 @@ def test_local_folders_and_files_are_taken_as_they_are(tmp_path: Path) -> None:
     assert warmup.local_files(str(tmp_path)) == tmp_path
 
 
-@pytest.mark.parametrize("name", ["no-such-folder", "a/b/c"])
+@pytest.mark.parametrize("name", ["no-such-folder", "a/b/c", "~/missing", "my model/x"])
 def test_rejects_what_is_neither_here_nor_a_name_on_the_hub(name: str) -> None:
     with pytest.raises(CommandError, match="there is no"):
         warmup.local_files(name)

@@ -86,6 +86,41 @@ def test_turns_go_by_overdue_then_priority_then_age(fleet: Make, spec: Make) -> 
     assert [group.model_id for group in turns(groups, snapshot, NOW)] == ["late", "later", "important", "plain"]
 
 
+@pytest.mark.parametrize("waited_s", [1, 100])
+def test_models_behind_many_that_have_no_room_get_a_turn(
+    model: Make, node: Make, fleet: Make, spec: Make, waited_s: float
+) -> None:
+    """Eight older ones wait for a busy node; what they do not need becomes free elsewhere."""
+    large, small = [f"large{i}" for i in range(8)], [f"small{i}" for i in range(6)]
+    specs = [*(spec(name, 40) for name in large), *(spec(name, 8) for name in small)]
+    snapshot = fleet(node("big", [48], model("busy", 44, running=1)), node("n", [10]), specs=specs)
+    groups = [*(waits(name, waited_s + 10) for name in large), *(waits(name, waited_s) for name in small)]
+    blocked = {*large, *small}
+    first = plan(groups, snapshot, NOW, blocked=blocked)
+    assert [decision.model_id for decision in first.starts] == ["small0"], "time alone gives a turn"
+    (free,) = (each for each in snapshot.nodes if each.name == "n")
+    after_news = plan(groups, snapshot, NOW, blocked=blocked, news=[free])
+    assert [decision.model_id for decision in after_news.starts] == ["small0"]
+    assert plan(groups, snapshot, NOW, blocked=blocked, news=[]).starts == ()
+
+
+def test_models_without_room_take_turns(model: Make, node: Make, fleet: Make, spec: Make) -> None:
+    names = [f"m{i:02}" for i in range(20)]
+    snapshot = fleet(node("n", [48], model("busy", 40, running=1)), specs=[spec(name, 40) for name in names])
+    groups = [waits(name, 100 - i) for i, name in enumerate(names)]
+    looked_at: list[set[str]] = []
+    last, closed = "", set()
+    for _ in range(3):
+        found = plan(groups, snapshot, NOW, blocked=set(names), last_rechecked=last)
+        assert found.blocked == set(names)
+        looked_at.append({decision.model_id for decision in found.waits})
+        last = found.last_rechecked
+        closed.add(found.closed)
+    assert all(set(names[:8]) <= each and len(each) == 12 for each in looked_at)
+    assert set.union(*looked_at) == set(names)
+    assert len(closed) == 1, "what is closed does not change with the turns"
+
+
 # A simulation that carries out the plan, one second at a time.
 
 LOAD_S, RESPONSE_S = 5, 4

@@ -68,6 +68,20 @@ async def test_gateway_that_never_had_keys_stays_open(start_gateway: StartGatewa
     assert (await client.get("/v1/models"))[0] == 200
 
 
+async def test_gateway_that_is_open_until_it_has_keys_stays_closed_after_the_last_one(
+    start_gateway: StartGateway,
+) -> None:
+    public: dict[str, Any] = {"listen": Listen("0.0.0.0:0"), "open_until_keys": True}
+    client = await start_gateway(**public)
+    assert (await client.get("/v1/models"))[0] == 200
+    for keys in ((generate("anna"),), ()):
+        await client.gateway.reconfigure(changed(client.gateway.config, *keys), Catalogue())
+        assert (await client.get("/v1/models"))[0] == 401
+    await client.gateway.close()
+    again = await start_gateway(**public)
+    assert (await again.get("/v1/models"))[0] == 401
+
+
 @pytest.mark.parametrize("key", ["listen", "ollama_listen"])
 async def test_public_address_without_keys_must_be_opened_explicitly(
     start_gateway: StartGateway, tmp_path: Path, key: str

@@ -45,14 +45,14 @@ def local_files(model: str) -> Path:
     if path.exists():
         return path
     if model.count("/") != 1:
-        raise CommandError(
-            f"there is no {model}", "name a directory, a GGUF file, or OWNER/NAME on the Hub", ExitCode.USAGE
-        )
+        raise _missing(model)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(model, local_files_only=True))
+    except HFValidationError as error:  # no name that the Hub could have
+        raise _missing(model) from error
     except LocalEntryNotFoundError:
         pass
     try:
@@ -61,3 +61,9 @@ def local_files(model: str) -> Path:
         raise CommandError(
             f"the config of {model} cannot be downloaded: {error}", "check the name and the network"
         ) from error
+
+
+def _missing(model: str) -> CommandError:
+    return CommandError(
+        f"there is no {model}", "name a directory, a GGUF file, or OWNER/NAME on the Hub", ExitCode.USAGE
+    )

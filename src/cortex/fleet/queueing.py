@@ -8,6 +8,7 @@ are *closed*. They finish their requests and take no new ones until it is loaded
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence, Set
 
 import msgspec
@@ -44,6 +45,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     blocked: frozenset[str] = frozenset()
     """Models for which there is no room now."""
     is_any_overdue: bool = False
+    last_rechecked: str = ""
+    """The model where the next plan continues to look at those that are not urgent: see `plan`."""
 
     @property
     def awaited(self) -> frozenset[str]:
@@ -53,9 +56,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         leads = {occupant.lead for place in blocked for occupant in place.occupants if occupant.lead is not None}
         return frozenset(leads | {place.node for place in blocked})
 
+    @property
+    def partly_assessed(self) -> dict[str, Origin]:
+        """The models that wait, and may wait for nodes that were not assessed."""
+        return {wait.model_id: wait.origin for wait in self.waits if wait.num_omitted}
+
 
 MAX_RECHECKS = 8
 """Models without room that one plan looks for room for again, the most urgent first."""
+MAX_OTHER_RECHECKS = 4
+"""The others of them at a tick, in rotation: what only time or the configuration changes is no news of a node."""
 
 
 def plan(
@@ -65,11 +75,12 @@ def plan(
     *,
     blocked: Set[str] = frozenset(),
     news: Sequence[Node] | None = None,
+    last_rechecked: str = "",
 ) -> Plan:
     """Decide for every waiting model. Pure: the same fleet gives the same plan, whatever the order of `waiting`.
 
     `blocked`: models for which an earlier plan found no room, and since which only the nodes in `news` have changed, or
-    anything if that is None.
+    anything if that is None. `last_rechecked`: that of the plan before.
     """
     starts: list[Decision] = []
     waits: list[Decision] = []
@@ -77,20 +88,26 @@ def plan(
     closed: set[ModelOnNode] = set()
     still_blocked: set[str] = set()
     is_any_overdue = False
-    num_rechecks = 0
-    for group in turns(waiting, fleet, now):
+    ordered = turns(waiting, fleet, now)
+    due = [
+        group.model_id
+        for group in ordered
+        if group.model_id in blocked
+        and (news is None or is_overdue(group, fleet, now))
+        and not is_under_way(group.model_id, fleet)
+    ]
+    urgent, others = set(due[:MAX_RECHECKS]), sorted(due[MAX_RECHECKS:]) if news is None else []
+    following = bisect_right(others, last_rechecked)
+    in_rotation = [*others[following:], *others[:following]][:MAX_OTHER_RECHECKS]
+    for group in ordered:
         if is_under_way(group.model_id, fleet):
             continue
         is_late = is_overdue(group, fleet, now)
         is_any_overdue = is_any_overdue or is_late
-        if group.model_id in blocked:
-            if is_late or news is None:
-                has_turn = num_rechecks < MAX_RECHECKS
-                num_rechecks += 1
-            else:
-                origin = group.origin
-                has_turn = any(may_have_room(group.model_id, node, fleet, now, origin=origin) for node in news)
-            if not has_turn:
+        is_urgent = group.model_id in urgent or group.model_id not in blocked
+        if not is_urgent and group.model_id not in in_rotation:
+            origin = group.origin
+            if not any(may_have_room(group.model_id, node, fleet, now, origin=origin) for node in news or ()):
                 still_blocked.add(group.model_id)
                 continue
         decision = search(group.model_id, fleet, now, origin=group.origin)
@@ -100,7 +117,7 @@ def plan(
         elif decision.action == "wait":
             waits.append(decision)
             still_blocked.add(group.model_id)
-            if is_late:
+            if is_late and is_urgent:  # what others close would be open again after the next plan
                 fleet, closing = _close_for(group, fleet, now)
                 closed |= closing
         elif decision.action == "reject":
@@ -112,6 +129,7 @@ def plan(
         closed=frozenset(closed),
         blocked=frozenset(still_blocked),
         is_any_overdue=is_any_overdue,
+        last_rechecked=in_rotation[-1] if in_rotation else last_rechecked,
     )
 
 

@@ -348,9 +348,11 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """This fleet, which has no requests in flight yet, with the gateway's own request counts."""
         return self.with_nodes(counted_nodes(self.nodes, counts))
 
-    def as_if_idle(self) -> Fleet:
-        """This fleet if every request had ended: shows what could be evicted once current requests are done."""
-        return self.with_nodes([quiet for node in self.nodes if (quiet := _quiet(node)) is not node])
+    def as_if_idle(self, only: Node | None = None) -> Fleet:
+        """This fleet if every request had ended: shows what could be evicted once current requests are done. `only`:
+        if those of one node had."""
+        nodes = self.nodes if only is None else (only,)
+        return self.with_nodes([quiet for node in nodes if (quiet := _quiet(node)) is not node])
 
 
 def counted_nodes(nodes: Sequence[Node], counts: Mapping[ModelOnNode, int]) -> list[Node]:

@@ -51,6 +51,9 @@ class GatewaySection(Section, frozen=True):
     open: bool = False
     """Admit every request without a key, even if keys were configured before. Has no effect while there are
     `[[keys]]`. On loopback addresses a gateway that never had keys is open without it; on others it does not start."""
+    open_until_keys: bool = False
+    """Like `open`, until keys are configured for the first time: a gateway that had keys and has none rejects every
+    request. `cortex up --host` sets it."""
     open_listing: bool = False
     """Clients without a key may list the models: `/v1/models`, Ollama's `/api/version`, `/api/tags`, `/api/ps` and
     `/api/show`, llama.cpp's `/models` and `/props`. Some editors send no key when they look for models.
@@ -163,9 +166,11 @@ class ResponsesSection(Section, frozen=True):
     retention_s: Seconds = 2592000.0
     """A response is deleted this long after it was made, or after the last response that continues it."""
     max_entry_mb: Count = 8
-    """A larger response, with the input of its request, is not stored."""
+    """A larger response, with the input of its request, is not stored. Items that would make a conversation larger are
+    rejected with 400."""
     max_total_mb: Count = 2048
-    """Size of all stored responses. Beyond it the oldest ones of the key that takes the most are deleted."""
+    """Size of all stored responses and conversations together. Beyond it the oldest ones of the key that takes the most
+    are deleted: responses, or conversations where these take more."""
     max_background: Count = 64
     """Background responses that run at once on this gateway; a further one is rejected with 503."""
 

@@ -21,8 +21,9 @@ def warn_about_access(config: Config, *, is_open: bool) -> None:
         elif section.open:
             log.warning("gateway.open has no effect while [[keys]] are configured: remove one of the two")
         return
+    reason = "gateway.open is true" if section.open else "it has no keys yet, and gateway.open_until_keys is true"
     for address in config.public_addresses:
-        log.warning("anybody who can reach %s may use this gateway: gateway.open is true", address)
+        log.warning("anybody who can reach %s may use this gateway: %s", address, reason)
 
 
 def warn_about_restart(before: Config, after: Config) -> None:

@@ -44,6 +44,10 @@ class StoreSettingError(StoreError):
     exit_code = ExitCode.CONFIG
 
 
+class RejectedValue(StoreError):
+    """The database is available, and cannot hold a value: PostgreSQL no text with a NUL character."""
+
+
 class DatabaseConnection(Protocol):
     """What the drivers of SQLite and PostgreSQL have in common."""
 
@@ -58,6 +62,8 @@ class Driver(Protocol):
     name: str
     """For messages; contains no secrets."""
     errors: tuple[type[Exception], ...]
+    rejections: tuple[type[Exception], ...]
+    """Those of the values, not of the database."""
     placeholder: str
 
     def connect(self) -> DatabaseConnection:
@@ -70,6 +76,7 @@ class Driver(Protocol):
 class Sqlite:
     placeholder = "?"
     errors: tuple[type[Exception], ...] = (sqlite3.Error, OSError, OverflowError)
+    rejections: tuple[type[Exception], ...] = (sqlite3.DataError, sqlite3.IntegrityError, OverflowError)
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -111,6 +118,7 @@ class Postgres:
         self._options = self._limits() | given
         self.name = f"postgresql at {given.get('host') or 'the local socket'}"
         self.errors: tuple[type[Exception], ...] = (psycopg.Error,)
+        self.rejections: tuple[type[Exception], ...] = (psycopg.DataError, psycopg.IntegrityError)
 
     def connect(self) -> DatabaseConnection:
         connection = self._psycopg.connect(**self._options)
@@ -191,10 +199,31 @@ class Database:
             self._drop()
             reason = os_error_in_words(error) if isinstance(error, OSError) else " ".join(str(error).split())
             kind = StoreSettingError if _is_lasting(error) else StoreError
+            if isinstance(error, self._driver.rejections):
+                kind = RejectedValue
             raise kind(f"cannot use the {self._what} {self.name}: {reason}") from error
         except BaseException:
             self._drop()  # no later work may commit what this one has begun
             raise
+
+    def run_each(self, works: Sequence[Callable[[Execute], object]]) -> dict[int, Exception]:
+        """Do all of `works` in one transaction, or, if one of them cannot be done, each in its own, so that it takes
+        no other with it. Returns why some were not done, by position: once the database is unavailable, none is."""
+        try:
+            self.run(lambda execute: [work(execute) for work in works])
+            return {}
+        except Exception as error:  # noqa: BLE001 - found again below, and returned
+            if is_unavailable(error):
+                return dict.fromkeys(range(len(works)), error)
+        failures: dict[int, Exception] = {}
+        for position, work in enumerate(works):
+            try:
+                self.run(work)
+            except Exception as error:  # noqa: BLE001 - returned
+                if is_unavailable(error):
+                    return failures | dict.fromkeys(range(position, len(works)), error)
+                failures[position] = error
+        return failures
 
     def _work(self, connection: DatabaseConnection, work: Callable[[Execute], T]) -> T:
         cursor = connection.cursor()
@@ -230,6 +259,11 @@ class Database:
             connection.close()
         except self._driver.errors:
             pass  # the connection is broken already
+
+
+def is_unavailable(error: Exception) -> bool:
+    """Whether it is of the database, and not of what was to be written."""
+    return isinstance(error, StoreError) and not isinstance(error, RejectedValue)
 
 
 def _is_lasting(error: Exception) -> bool:

@@ -61,7 +61,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
     """Of the body. Pictures count as tokens instead."""
     picture_tokens: int = 0
     conversation_id: str | None = None
-    """Of the Responses API."""
+    """The conversation that the request continues (Responses API)."""
 
 
 class Envelope(msgspec.Struct, frozen=True):

@@ -66,11 +66,19 @@ def split(given: Raw) -> list[Raw]:
     if text.startswith(b'"'):
         return [Raw(b'{"type":"message","role":"user","content":[{"type":"input_text","text":' + text + b"}]}")]
     try:
-        if text.count(b",") >= MAX_ITEMS and bytes(getattr(_bounded_items().decode(text), _EXCESS_ITEM)):
+        if has_more_than(MAX_ITEMS, text):
             raise _too_many_items()
         return _raw_items.decode(text) if text else []
     except msgspec.DecodeError as problem:
         raise InvalidValue("input: it must be a string or an array of items.", param="input") from problem
+
+
+def has_more_than(max_items: int, array: bytes) -> bool:
+    """Whether a JSON array has more items, which takes no memory for them. Raises msgspec.DecodeError for what is no
+    array."""
+    if array.count(b",") < max_items:
+        return False
+    return bool(bytes(getattr(_bounded_items(max_items).decode(array), f"item_{max_items}")))
 
 
 def references(items: Iterable[Raw]) -> dict[int, str]:
@@ -164,21 +172,20 @@ def check_count(items: Sequence[Raw]) -> None:
 
 
 def with_ids(items: Iterable[Raw], response_id: str) -> bytes:
-    """The items as a JSON array, each with an id: that of the client, or one of ours."""
+    """The items as a JSON array, each with a type and an id: that of the client, or one of ours."""
     stem = response_id.removeprefix("resp_")
     return msgspec.json.encode([_with_id(item, f"{stem}_in{position}") for position, item in enumerate(items)])
 
 
 def _with_id(item: Raw, stem: str) -> Raw:
     head = _head_of(item)
-    if _text_of(head.id):
+    id, kind = _text_of(head.id), _text_of(head.type)
+    if id and kind:
         return item
-    kind = _text_of(head.type) or "message"
-    fields = _raw_object.decode(item) | {
-        "id": Raw(msgspec.json.encode(f"{_PREFIXES.get(kind, 'item')}_{stem}")),
-        "type": Raw(msgspec.json.encode(kind)),
-    }
-    return Raw(msgspec.json.encode(fields))
+    kind = kind or "message"
+    id = id or f"{_PREFIXES.get(kind, 'item')}_{stem}"
+    named = {"id": Raw(msgspec.json.encode(id)), "type": Raw(msgspec.json.encode(kind))}
+    return Raw(msgspec.json.encode(_raw_object.decode(item) | named))
 
 
 def listing(items: Sequence[Raw], *, limit: int, ascending: bool, after: str | None) -> dict[str, Any]:
@@ -212,14 +219,11 @@ def _text_of(value: Raw) -> str | None:
     return _text.decode(value) if bytes(memoryview(value)[:1]) == b'"' else None
 
 
-_EXCESS_ITEM = f"item_{MAX_ITEMS}"
-
-
 @cache
-def _bounded_items() -> msgspec.json.Decoder[Any]:
+def _bounded_items(max_items: int) -> msgspec.json.Decoder[Any]:
     """Reads the first items of an array. Unlike a list, it takes no memory for the items after them. Made when it is
     needed first, because that takes a while."""
-    fields = [(f"item_{index}", Raw, Raw()) for index in range(MAX_ITEMS + 1)]
+    fields = [(f"item_{index}", Raw, Raw()) for index in range(max_items + 1)]
     return msgspec.json.Decoder(msgspec.defstruct("_BoundedItems", fields, array_like=True))
 
 

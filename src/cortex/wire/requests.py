@@ -217,9 +217,9 @@ class GenerateRequest(Value, frozen=True):
     include_usage: bool = False
     """Whether a stream reports usage: OpenAI `stream_options.include_usage`; True in dialects that always do."""
     continuous_usage: bool = False
+    """Whether every chunk of a stream reports the usage so far."""
     return_token_ids: bool = False
     """Whether the response has the ids of its tokens and of those of the prompt."""
-    """Whether every chunk of a stream reports the usage so far."""
     template_args: dict[str, Any] = {}
     """`chat_template_kwargs`: extra variables for the model's own template."""
     user: str | None = None

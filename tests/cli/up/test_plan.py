@@ -18,7 +18,6 @@ from cortex.cli.up.sources import ModelSource
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config
 from cortex.gateway.config import load as load_config
-from cortex.gateway.ledger.keys import as_toml, generate
 from cortex.neuron.config import NeuronConfig
 from cortex.settings import Section, SettingsError, load
 
@@ -71,15 +70,15 @@ def test_user_config_gets_the_local_node_and_the_requested_ports(tmp_path: Path)
     assert config.neurons[1].endpoint == "http://127.0.0.1:1003"
 
 
-KEYS = as_toml(generate("anna").section)
-
-
 @pytest.mark.parametrize(
-    ("text", "host", "is_open"),
-    [("", "127.0.0.1", False), ("", "::1", False), ("", "0.0.0.0", True), (KEYS, "::", False)],
+    ("host", "is_host_named", "is_open"),
+    [("127.0.0.1", True, False), ("::1", True, False), ("0.0.0.0", True, True), ("0.0.0.0", False, False)],
 )
-def test_address_that_the_user_names_is_open_without_keys(tmp_path: Path, text: str, host: str, is_open: bool) -> None:
-    assert ("CORTEX_GATEWAY__OPEN" in overrides(reload(tmp_path, text, Config), host, PORTS)) is is_open
+def test_only_an_address_of_the_command_line_is_open_until_there_are_keys(
+    host: str, is_host_named: bool, is_open: bool
+) -> None:
+    environment = overrides(Config(), host, PORTS, is_host_named=is_host_named)
+    assert [name for name in environment if "OPEN" in name] == ["CORTEX_GATEWAY__OPEN_UNTIL_KEYS"] * is_open
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 from cortex.gateway.ledger.keys import NewKey, generate
-from cortex.wire.node.protocol import ModelState
+from cortex.wire.node.protocol import ModelState, PullStatus
 
 from ..fake_neuron import GB
+from ..started_gateway import WAIT_S, until
 
 if TYPE_CHECKING:
     from ..fake_neuron import StartNeuron
@@ -44,6 +46,33 @@ async def test_actions_are_recorded_with_key_client_and_outcome(
     assert len((await client.get("/fleet/audit?limit=1&key=ben", **bearer(operator)))[1]["entries"]) == 1
     assert (await client.get(f"/fleet/audit?since={entries[-1]['at'] + 60}", **bearer(operator)))[1] == {"entries": []}
     assert (await client.get("/fleet/audit", **bearer(user)))[0] == 403
+
+
+async def test_orders_of_clients_that_disconnect_are_recorded(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    node = await neurons("node", sizes={"a": GB}, load_gate=asyncio.Event())
+    client = await start_gateway(node)
+    _, load = await client.post("/fleet/models/a/load", {"wait": False})
+    await until(lambda: node.load_requests)
+    job = f"/fleet/jobs/{load['job']['id']}"
+    cancelling = asyncio.create_task(client.session.delete(client.url + job))
+    pulling = asyncio.create_task(client.post("/api/pull", {"model": "org/new", "stream": False}))
+    await until(lambda: node.unload_requests and node.pull_requests)
+    for task in (cancelling, pulling):
+        task.cancel()
+        await asyncio.wait([task])
+    await client.get("/health")
+    node.load_gate.set()
+    node.pull = PullStatus(model_id="org/new", state="done")
+    await until(lambda: client.gateway.dispatcher.explain("a").action == "load")
+
+    async def recorded() -> set[str]:
+        return {entry["action"] for entry in (await client.get("/fleet/audit"))[1]["entries"]}
+
+    async with asyncio.timeout(WAIT_S):
+        while not {f"DELETE {job}", "POST /api/pull"} <= await recorded():
+            await asyncio.sleep(0.05)
 
 
 async def test_open_gateway_records_its_orders(neurons: StartNeuron, start_gateway: StartGateway) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from cortex.fleet.catalogue import Alias, Catalogue, ModelSpec
 from cortex.fleet.rules import EvictionRules
 from cortex.wire.errors import InsufficientCapacity, Overloaded, UpstreamUnavailable
@@ -273,3 +275,23 @@ def test_recycle_is_ordered_again_when_a_node_returns() -> None:
     fake.poll()
     fake.dispatcher.tick()
     assert len(fake.recycled) == 2
+
+
+@pytest.mark.parametrize("num_nodes", [4, 12])
+def test_room_that_the_end_of_a_request_makes_is_used_at_once_on_every_node(num_nodes: int) -> None:
+    names = [f"n{i:02}" for i in range(num_nodes)]
+    for ending in (names[0], names[-1]):
+        fake = FakeFleet({name: {f"of-{name}": 20 * GB, "new": 20 * GB} for name in names})
+        for name in names:
+            fake.ready[name][f"of-{name}"] = 900.0
+        fake.poll()
+        leases = {name: lease_of(fake.ask(f"of-{name}")) for name in names}
+        fake.running = {(name, f"of-{name}"): 1 for name in names}
+        fake.poll()
+        assert fake.ask("new") == []
+        assert not fake.unloads
+        fake.dispatcher.release(leases[ending])
+        assert fake.polls == [ending], "its last report shows a model that is busy"
+        del fake.running[ending, f"of-{ending}"]
+        fake.poll(ending)
+        assert fake.unloads == [(ending, f"of-{ending}", "evicted")]

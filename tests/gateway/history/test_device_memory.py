@@ -52,9 +52,23 @@ def test_changes_of_a_large_fleet_are_bounded(monkeypatch: pytest.MonkeyPatch) -
     assert len(memory.since(0.0)) == 5
 
 
-def test_a_node_that_is_down_changes_nothing() -> None:
+def test_a_node_that_was_not_polled_yet_changes_nothing() -> None:
     memory = DeviceMemory(keep_s=1000.0)
     memory.sample(fleet(a=20), 0.0)
-    down = msgspec.structs.replace(fleet().nodes[0], healthy=False)
-    memory.sample(Fleet(nodes=(down,)), 1.0)
+    memory.sample(Fleet(nodes=(msgspec.structs.replace(fleet().nodes[0], healthy=False),)), 1.0)
     assert len(memory.since(0.0)) == 1
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_node_that_is_down_or_gone_holds_nothing_and_is_forgotten(is_gone: bool) -> None:
+    memory = DeviceMemory(keep_s=1000.0)
+    memory.sample(fleet(a=20), 0.0)
+    down = msgspec.structs.replace(fleet(a=20).nodes[0], healthy=False, problem="no response")
+    without = Fleet(nodes=() if is_gone else (down,))
+    for moment in (1.0, 2.0):
+        memory.sample(without, moment)
+    assert [(each.at, dict(each.models)) for each in memory.since(0.0)] == [(0.0, {"a": 20 * GIB}), (1.0, {})]
+    memory.sample(without, 1500.0)
+    assert not memory.since(0.0)
+    memory.sample(fleet(a=20), 1501.0)
+    assert [each.at for each in memory.since(0.0)] == [1501.0]

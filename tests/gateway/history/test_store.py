@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cortex.gateway.config import Config
+from cortex.gateway.database import Database, Execute, driver_of
+from cortex.gateway.dispatch.event_log import EventLog
+from cortex.gateway.history.store import SCHEMA, HistoryStore
 from cortex.gateway.ledger.keys import NewKey, generate
+from cortex.gateway.proxy.accounting.activity import ActivityLog
 from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB
@@ -52,3 +59,21 @@ async def test_history_has_requests_loads_and_memory_and_outlives_a_restart(
     assert set(device["changes"][-1]["models"]) == {"a", "b"}
     assert (await again.get("/fleet/history", **bearer(user)))[0] == 403
     assert (await again.get("/fleet/history?window=year", **bearer(admin)))[0] == 400
+
+
+async def test_old_entries_of_former_gateways_are_deleted(tmp_path: Path) -> None:
+    database = Database(driver_of(Config().database(tmp_path)), SCHEMA, "database of the test")
+    now = time.time()
+    ages_s = [("hour", 100), ("hour", 4_000), ("day", 4_000), ("day", 90_000), ("memory 0 n", 90_000)]
+
+    def fill(execute: Execute) -> None:
+        for kind, age_s in ages_s:
+            execute("INSERT INTO history VALUES (?, ?, ?, ?)", ("former:1", kind, now - age_s, "{}"))
+
+    database.run(fill)
+    store = HistoryStore(ActivityLog(Config().activity), EventLog(), Config(), tmp_path)
+    await store.save()
+    await store.close()
+    rows = database.run(lambda execute: list(execute("SELECT kind, at FROM history WHERE gateway = 'former:1'", ())))
+    database.close()
+    assert sorted((kind, round(now - at)) for kind, at in rows) == [("day", 4_000), ("hour", 100)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from cortex.fleet.catalogue import Catalogue
+from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.ledger.sessions import LIFETIME_S, SECRET_FILE, Sessions
 
@@ -189,7 +189,12 @@ async def test_event_stream_has_every_node_and_then_what_changes(
         changed = await next_event("node")
         while not changed["models"] or changed["models"][0]["state"] != "ready":
             changed = await next_event("node")
-        assert changed["models"][0]["id"] == "a"
+        assert (changed["models"][0]["id"], changed["models"][0]["pinned_by"]) == ("a", None)
+
+        pinning = Catalogue(models=(ModelSpec(id="a", pinned_on=("n",)),))
+        await client.gateway.reconfigure(client.gateway.config, pinning)
+        (pinned,) = (await next_event("fleet"))["nodes"][0]["models"]
+        assert pinned["pinned_by"] == "catalogue", "pins of the catalogue are no change of a node"
 
 
 @pytest.mark.parametrize("path", ["/fleet/events?nodes=1", "/fleet/activity/events"])

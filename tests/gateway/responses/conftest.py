@@ -20,5 +20,6 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     import psycopg
 
     with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute("DROP TABLE IF EXISTS response, background_run, conversation, conversation_item")
+        tables = "response, background_run, conversation, conversation_item, conversation_response"
+        connection.execute(f"DROP TABLE IF EXISTS {tables}")
     return url

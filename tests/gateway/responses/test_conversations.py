@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec import Raw
 from openai.types.conversations import Conversation, ConversationDeletedResource, ConversationItemList, Message
 
 from cortex.gateway.config import ResponsesSection
 from cortex.gateway.ledger import keys
 from cortex.gateway.responses import conversation_tables
 from cortex.gateway.responses.store import ResponseStore
+from cortex.gateway.responses.tables import NewResponse
+from cortex.parsing import items as stored_items
 from cortex.tasks import Supervisor
+from cortex.wire.errors import InvalidValue
 
 from ..fake_neuron import FakeNeuron
 from .responding_node import CALL, create, found, send, stream_events
@@ -19,6 +24,7 @@ from .responding_node import CALL, create, found, send, stream_events
 if TYPE_CHECKING:
     from ..started_gateway import Client, StartGateway
 
+ROLES = ("user", "user", "assistant", "user", "assistant")
 HELLO = {"type": "message", "role": "user", "content": "hello"}
 
 
@@ -108,6 +114,31 @@ async def test_tool_calls_background_and_unstored_responses_are_added(
     assert kinds == ["message", "function_call", "function_call_output", *["message"] * 3]
 
 
+async def test_items_with_an_id_and_no_type_are_messages(node: FakeNeuron, start_gateway: StartGateway) -> None:
+    client = await start_gateway(node)
+    status, made = await client.post("/v1/conversations", {"items": [{"id": "m0", "role": "user", "content": "a"}]})
+    assert status == 200
+    for background in (False, True):
+        item = {"id": "m\0", "role": "user", "content": "b"}
+        _, response = await create(client, input=[item], conversation=made["id"], background=background)
+        await found(client, f"/v1/responses/{response['id']}")
+    items = await listed(client, made["id"])
+    assert [(item["type"], item["role"]) for item in items] == [("message", role) for role in ROLES]
+
+
+async def test_full_conversation_rejects_items(
+    node: FakeNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_items, "MAX_ITEMS", 2)
+    client = await start_gateway(node)
+    _, made = await client.post("/v1/conversations", {"items": [HELLO]})
+    path = f"/v1/conversations/{made['id']}/items"
+    status, error = await client.post(path, {"items": [HELLO, HELLO]})
+    assert (status, error["error"]["param"]) == (400, "items")
+    assert (await client.post(path, {"items": [HELLO]}))[0] == 200
+    assert len(await listed(client, made["id"])) == 2
+
+
 async def test_conversations_belong_to_the_key_that_made_them(node: FakeNeuron, start_gateway: StartGateway) -> None:
     anna, ben = keys.generate("anna"), keys.generate("ben")
     client = await start_gateway(node, keys=(anna.section, ben.section))
@@ -129,6 +160,10 @@ async def test_conversations_belong_to_the_key_that_made_them(node: FakeNeuron, 
     [
         ("", {"items": [HELLO] * 21}, 400, "items"),
         ("", {"items": "hello"}, 400, "items"),
+        ("", {"items": {"0": HELLO}}, 400, "items"),
+        ("", {"items": [3]}, 400, "items[0]"),
+        ("", {"items": [HELLO | {"content": "x" * 1024 * 1024}]}, 400, "items"),
+        ("", {"metadata": {str(number): "" for number in range(20_000)}}, 400, "metadata"),
         ("", {"items": [{"type": "message", "role": "user", "content": 3}]}, 400, "items[0].content"),
         ("", {"metadata": {"k": "v" * 513}}, 400, None),
         ("", {"metadata": {str(number): "" for number in range(17)}}, 400, None),
@@ -142,7 +177,7 @@ async def test_conversations_belong_to_the_key_that_made_them(node: FakeNeuron, 
 async def test_rejects_what_is_no_conversation(
     node: FakeNeuron, start_gateway: StartGateway, path: str, body: dict[str, Any], status: int, param: str | None
 ) -> None:
-    client = await start_gateway(node)
+    client = await start_gateway(node, responses=ResponsesSection(max_entry_mb=1))
     got, error = await client.post(f"/v1/conversations{path}", body)
     assert (got, error["error"]["param"]) == (status, param), error
 
@@ -190,4 +225,66 @@ async def test_conversations_expire_and_are_bounded(database: str) -> None:
     assert not await exists("anna", "new")
     await store.purge()
     assert await store.run(lambda execute: execute("SELECT COUNT(*) FROM conversation", ())[0][0]) == 0
+    await store.close()
+
+
+def new_response(id: str, input: bytes = b"[]", conversation_id: str | None = None) -> NewResponse:
+    body = b'{"id":"%s","status":"completed","output":[]}' % id.encode()
+    return NewResponse(id, "anna", None, "completed", input, body, conversation_id)
+
+
+async def test_response_that_cannot_be_stored_takes_no_other_with_it(database: str) -> None:
+    counted: list[str] = []
+    store = ResponseStore(database, ResponsesSection(), Supervisor(lambda _: None), counted.append)
+    owner = conversation_tables.Owner("anna", store.clock(), 1000.0)
+    await store.run(lambda execute: conversation_tables.create(execute, "conv_1", owner, "{}", ()))
+    wanted = [
+        new_response("resp_0"),
+        new_response("resp_1", b'[{"type":"message"}]', "conv_1"),  # without an id
+        new_response("resp_2", b'[{"id":"m\\u0000"}]', "conv_1"),
+        new_response("resp_3\0"),  # which only SQLite holds
+        new_response("resp_4"),
+    ]
+    for response in wanted:
+        store.save(lambda response=response: response, 10)  # type: ignore[misc]
+    stored = [(await store.read("anna", f"resp_{number}")) is not None for number in (0, 1, 2, 4)]
+    assert (stored, store.failure) == ([True, False, True, True], None)
+    is_postgres = "://" in database
+    assert sorted(counted) == (["failed"] * 2 + ["stored"] * 3 if is_postgres else ["failed"] + ["stored"] * 4)
+    if is_postgres:
+        with pytest.raises(InvalidValue):
+            await store.read("anna", "\0")
+        assert store.failure is None, "the database is available"
+    await store.close()
+
+
+async def test_gateways_on_one_database_add_to_one_conversation(database: str) -> None:
+    stores = [ResponseStore(database, ResponsesSection(), Supervisor(lambda _: None), lambda _: None) for _ in "ab"]
+    owner = conversation_tables.Owner("anna", stores[0].clock(), 1000.0)
+    await stores[0].run(lambda execute: conversation_tables.create(execute, "conv_1", owner, "{}", ()))
+
+    async def append(store: ResponseStore, number: int) -> bool:
+        item = Raw(b'{"id":"m%d","type":"message","role":"user","content":"\xe4\xbd\xa0"}' % number)
+        return await store.run(lambda execute: conversation_tables.append(execute, "conv_1", owner, [item]))
+
+    assert all(await asyncio.gather(*(append(stores[number % 2], number) for number in range(40))))
+    items = await stores[0].run(lambda execute: conversation_tables.items_of(execute, "conv_1", owner)) or []
+    assert len(items) == 40
+    row = await stores[1].run(lambda execute: conversation_tables.read(execute, "conv_1", owner))
+    assert row is not None
+    assert row.num_bytes == conversation_tables.MIN_BYTES + 2 + sum(len(item.encode()) for item in items)
+    for store in stores:
+        await store.close()
+
+
+async def test_responses_and_conversations_share_the_total_size(database: str) -> None:
+    section = ResponsesSection(max_total_mb=1)
+    store = ResponseStore(database, section, Supervisor(lambda _: None), lambda _: None)
+    owner = conversation_tables.Owner("anna", store.clock(), section.retention_s)
+    metadata = '{"k":"' + "v" * 600_000 + '"}'
+    await store.run(lambda execute: conversation_tables.create(execute, "conv_1", owner, metadata, ()))
+    await store.add(new_response("resp_1", b"[]" + b" " * 500_000))
+    await store.purge()
+    assert await store.run(lambda execute: conversation_tables.read(execute, "conv_1", owner)) is None
+    assert await store.read("anna", "resp_1") is not None
     await store.close()

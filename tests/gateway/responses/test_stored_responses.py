@@ -116,6 +116,7 @@ async def test_honours_what_the_field_table_says_of_gateways(node: FakeNeuron, s
     ("fields", "status", "code", "param"),
     [
         ({"previous_response_id": "resp_1"}, 400, "previous_response_not_found", "previous_response_id"),
+        ({"previous_response_id": ""}, 400, "previous_response_not_found", "previous_response_id"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, 404, "item_not_found", "input[0].id"),
         ({"input": [{"type": "item_reference", "id": f"msg_{'0' * 32}_0"}]}, 404, "item_not_found", "input[0].id"),
         ({"input": [{"type": "item_reference"}]}, 400, "invalid_value", "input[0].id"),

@@ -73,3 +73,12 @@ def test_a_background_response_ends_once(call: Call) -> None:
     stored = call(tables.read, "k", "a", 9)
     assert (stored.status, stored.body, stored.renewed_s) == ("cancelled", '{"x":1}', None)
     assert call(tables.renew, ["a"], 10) == {"a"}
+
+
+def test_link_of_a_background_response_goes_with_it(call: Call) -> None:
+    for id in ("deleted", "expired", "ended"):
+        call(tables.add, response(id, status="queued")._replace(conversation_id="conv_1"), 0, RETENTION_S)
+    assert call(tables.delete, "k", "deleted", 1)
+    assert call(tables.finish, "ended", "k", "failed", b"{}", 1, RETENTION_S)
+    assert call(tables.purge, RETENTION_S + 1, 10**9) == 2
+    assert call(lambda execute: execute("SELECT response_id FROM conversation_response", ())) == []

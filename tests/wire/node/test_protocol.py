@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cortex.wire.node.protocol import UnloadRequest
+from cortex.wire.node.protocol import Progress, UnloadRequest
 
 
 def test_unload_request_accepts_the_former_name_of_sleep_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -24,3 +24,8 @@ def test_unload_request_is_sent_without_the_former_name(caplog: pytest.LogCaptur
 def test_unload_request_rejects_both_names_of_sleep() -> None:
     with pytest.raises(msgspec.ValidationError, match="send only `sleep`"):
         msgspec.json.decode(b'{"model_id": "m", "park": true, "sleep": true}', type=UnloadRequest)
+
+
+def test_progress_of_a_later_version_is_readable() -> None:
+    later = msgspec.json.decode(b'{"stage": "divine", "substage": "ask", "done_bytes": 1}', type=Progress)
+    assert later.finest_stage == "ask"

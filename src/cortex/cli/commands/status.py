@@ -155,7 +155,7 @@ def _state(model: HeldModel) -> Text:
         shown.append(", pinned")
     fraction = None if model.state is ModelState.READY else fraction_done(model)
     if fraction is not None and model.progress is not None:
-        shown = Text.assemble(shown, " ", bar(fraction, 8, "cyan"), f" {fraction:.0%} {model.progress.stage}")
+        shown = Text.assemble(shown, " ", bar(fraction, 8, "cyan"), f" {fraction:.0%} {model.progress.finest_stage}")
         if model.progress.eta_s is not None:
             shown.append(f", {duration(model.progress.eta_s)}")
     return shown

@@ -62,7 +62,8 @@ STOP_GRACE_S = run_files.DRAIN_S + 4.0
     help="Port of the local neuron (loopback only).",
 )
 @click.option(
-    "--host", help="Address to listen on; 0.0.0.0 lets other machines in, without keys everybody. [default: 127.0.0.1]"
+    "--host",
+    help="Address to listen on; 0.0.0.0 lets other machines in, everybody until there are keys. [default: 127.0.0.1]",
 )
 @click.option("--ollama", is_flag=True, help="Also listen on Ollama's port, 11434, where clients look by themselves.")
 @click.option(
@@ -105,6 +106,7 @@ def up(
         neuron=neuron_port,
         ollama=PORT if ollama else None,
     )
+    is_host_named = host is not None
     host = host or listen.host
     require_free_ports(host, ports)
     named = [parse_source(text) for text in models]
@@ -124,7 +126,7 @@ def up(
         folder=folder,
         tls_cert=gateway_file.parent / certificate.expanduser() if certificate else None,
         has_keys=bool(settings.keys),
-        environment={**os.environ, **overrides(settings, host, ports, local_node_key())},
+        environment={**os.environ, **overrides(settings, host, ports, local_node_key(), is_host_named=is_host_named)},
     )
     run_files.write(
         folder,

@@ -70,17 +70,19 @@ def distinct(sources: Iterable[ModelSource]) -> tuple[ModelSource, ...]:
     return tuple(found.values())
 
 
-def overrides(settings: Config, host: str, ports: Ports, node_key: str | None = None) -> dict[str, str]:
+def overrides(
+    settings: Config, host: str, ports: Ports, node_key: str | None = None, *, is_host_named: bool = False
+) -> dict[str, str]:
     """Settings that override any file and the shell's environment: the requested ports, and the local node. `node_key`
-    is a key of the local node, if it needs one."""
+    is a key of the local node, if it needs one. `is_host_named`: the user named `host` on the command line."""
     environment = {
         "CORTEX_GATEWAY__LISTEN": run_files.address(host, ports.gateway),
         "CORTEX_GATEWAY__METRICS_LISTEN": run_files.address(host, ports.metrics),
         "NEURON_LISTEN": run_files.address("127.0.0.1", ports.neuron),
         "NEURON_PORT": str(ports.neuron),
     }
-    if not (settings.keys or settings.sign_in.is_enabled or Listen(run_files.address(host, ports.gateway)).is_loopback):
-        environment["CORTEX_GATEWAY__OPEN"] = "true"  # the user has named an address that other machines reach
+    if is_host_named and not Listen(run_files.address(host, ports.gateway)).is_loopback:
+        environment["CORTEX_GATEWAY__OPEN_UNTIL_KEYS"] = "true"
     if ports.ollama is not None:
         environment["CORTEX_GATEWAY__OLLAMA_LISTEN"] = run_files.address(host, ports.ollama)
     endpoints = [urlsplit(neuron.endpoint) for neuron in settings.neurons]

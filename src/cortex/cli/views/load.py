@@ -22,7 +22,7 @@ def describe(status: ModelStatus) -> str:
     if status.state is ModelState.READY and (replicas := replicas_in_words(status.replica_devices)):
         text += f": {replicas}"
     if status.progress is not None and status.state in (ModelState.LOADING, ModelState.DOWNLOADING):
-        text += f": {status.progress.stage}"
+        text += f": {status.progress.finest_stage}"
         if (fraction := fraction_done(status)) is not None:
             text += f" {fraction:.0%}"
         if status.progress.eta_s is not None:
@@ -45,5 +45,5 @@ def memory_of(status: ModelStatus) -> str:
 
 
 def show(view: ProgressView, status: ModelStatus) -> None:
-    stage = f" ({status.progress.stage})" if status.progress else ""
+    stage = f" ({status.progress.finest_stage})" if status.progress else ""
     view.update(status.id, describe(status), fraction_done(status), f"{status.state}{stage}")

@@ -47,7 +47,7 @@ class _DeviceRoom(NamedTuple):
 class _NodeRoom(NamedTuple):
     devices: tuple[_DeviceRoom, ...]
     available_bytes: tuple[int, ...]
-    """Of each device, ascending."""
+    """What a load could take of each device now, ascending."""
     max_capacity_bytes: int
     total_bytes: int
     """What a load could take of all devices if they were empty."""

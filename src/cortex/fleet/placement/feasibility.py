@@ -14,7 +14,7 @@ from .place import ACTIONS, assess, place
 from .search import SMALL_FLEET
 
 MAX_NAMED = 32
-"""Of the nodes that could serve a model, a listing names this many."""
+"""A listing names this many of the nodes that could serve a model."""
 _WORST_FEASIBLE = max(RANK[verdict] for verdict in ACTIONS)
 
 
@@ -68,7 +68,7 @@ class Feasibility:
         return tuple(found)
 
     def _has_room(self, model_id: str, node: Node, need: Need) -> bool:
-        """Of a node where bounds are exact."""
+        """Whether the model fits on a node where bounds are exact, now or after making room."""
         spec = self._fleet.catalogue.spec(model_id)
         bound = by_free_memory(spec, node, need, packs=True)
         if bound[0] == RANK[Verdict.FITS_AFTER_EVICTION]:

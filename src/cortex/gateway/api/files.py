@@ -208,7 +208,7 @@ class _Following:
 
     def stage(self) -> tuple[str, Progress | None]:
         progress = self._status.progress if self._status is not None else None
-        return progress.stage if progress is not None else "starting", progress
+        return progress.finest_stage if progress is not None else "starting", progress
 
     async def run(self, job: Job) -> None:
         try:

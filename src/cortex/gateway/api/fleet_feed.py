@@ -54,6 +54,8 @@ class FleetFeed:
         self._readers: dict[Exchange, _Reader] = {}
         self._seen: dict[str, object] = {}
         """For each node, the content that decides whether it has changed."""
+        self._catalogue: Catalogue | None = None
+        """That of `_seen`: it has the pins of all nodes."""
         self._waiting: dict[str, int] = {}
 
     def follow(self, exchange: Exchange, view: FleetView) -> Callable[[], None]:
@@ -88,7 +90,7 @@ class FleetFeed:
         frames = []
         fleet = self._dispatcher.fleet
         seen = {node.name: _comparable(node) for node in fleet.nodes}
-        if seen.keys() != self._seen.keys():
+        if seen.keys() != self._seen.keys() or fleet.catalogue is not self._catalogue:
             frames.append(self._everything())
         else:
             frames += [
@@ -96,7 +98,7 @@ class FleetFeed:
                 for node in fleet.nodes
                 if seen[node.name] != self._seen[node.name]
             ]
-        self._seen = seen
+        self._seen, self._catalogue = seen, fleet.catalogue
         if (waiting := dict(self._dispatcher.queue_depths)) != self._waiting:
             self._waiting = waiting
             frames.append(_Frame("waiting", lambda view: view.waiting(waiting)))

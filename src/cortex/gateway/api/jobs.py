@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 from cortex.gateway.api.parts import expect
@@ -166,11 +165,6 @@ class JobRoutes:
         if job.cancel is None:
             raise InvalidValue(f"An {job.kind} cannot be cancelled; it ends when the model's requests have.")
         job.is_cancelled = True
-        job.on_end(partial(_respond, exchange, job))
+        job.on_end(lambda: exchange.respond(*json_response(job.as_json())))
         job.cancel()
         return None
-
-
-def _respond(exchange: Exchange, job: Job) -> None:
-    if not exchange.closed:
-        exchange.respond(*json_response(job.as_json()))

@@ -188,7 +188,7 @@ class OrderRoutes:
             held = node.residencies.get(model) if node is not None else None
             if held is not None and held.state not in (ModelState.READY, ModelState.COLD):
                 progress = held.status.progress
-                return progress.stage if progress is not None else str(held.state), progress
+                return progress.finest_stage if progress is not None else str(held.state), progress
         return "waiting", None
 
 

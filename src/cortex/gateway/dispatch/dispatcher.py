@@ -57,8 +57,6 @@ class Dispatcher(StateMachine):
         self._queues = Queues()
         self._waiting = WaitingRequests(self._queues, self._leases, self._jobs, clock)
         self._counted = CountedFleet(self._fleet_state, self._leases)
-        self._awaited: frozenset[str] = frozenset()
-        """Nodes where requests end for which models wait."""
         self._undecided = Undecided()
         self._is_closing = False
         self.acquire = self._leases.acquire
@@ -75,7 +73,7 @@ class Dispatcher(StateMachine):
         news = {
             node.name
             for before, node in changed
-            if node.name in self._awaited or before.placement_facts != node.placement_facts
+            if node.name in self._undecided.awaited or before.placement_facts != node.placement_facts
         }
         self._undecided.nodes |= news
 
@@ -199,8 +197,9 @@ class Dispatcher(StateMachine):
 
     def release(self, lease: Lease) -> None:
         """The request ended, whatever its outcome."""
-        if self._leases.release(lease) and lease.node in self._awaited:
-            self._undecided.nodes.add(lease.node)
+        if self._leases.release(lease) and self._undecided.request_ended(
+            lease.node, self._counted.fleet, self._clock()
+        ):
             # The node's last report still shows the model busy.
             self.apply(partial(self._effects.poll_now, lease.node))
 
@@ -395,12 +394,11 @@ class Dispatcher(StateMachine):
     def _decide(self) -> None:
         """Decide for every model that requests wait for. What follows from it are further events."""
         if not self._queues and not self._leases.closed:
-            self._awaited = frozenset()
+            self._undecided.nobody_waits()
             return
         if not self._undecided:
             return
         decided = self._undecided.decide(self._queues.waiting, self.fleet, self._clock())
-        self._awaited = self._undecided.awaited
         if self._undecided.closed != self._leases.closed:
             self._close_models(self._undecided.closed)
         for decision in decided.starts:

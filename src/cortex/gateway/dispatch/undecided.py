@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from cortex.fleet.placement.decision import Origin
+from cortex.fleet.placement.search import may_have_room
 from cortex.fleet.queueing import Plan, Waiting, plan
 from cortex.fleet.topology import Fleet, ModelOnNode
 
@@ -24,10 +26,29 @@ class Undecided:
         self.nodes: set[str] = set()
         """Nodes that have changed."""
         self._blocked: frozenset[str] = frozenset()
+        self._partly_assessed: dict[str, Origin] = {}
         self._is_any_overdue = False
+        self._last_rechecked = ""
 
     def __bool__(self) -> bool:
         return self.is_all or bool(self.nodes) or bool(self.joined)
+
+    def request_ended(self, name: str, fleet: Callable[[], Fleet], now: float) -> bool:
+        """The last request of a model has ended on a node: whether a model that waits may get room there."""
+        if name not in self.awaited and self._partly_assessed and (node := fleet().node(name)) is not None:
+            idle = fleet().as_if_idle(node)
+            quiet = idle.node(name) or node
+            if any(
+                may_have_room(each, quiet, idle, now, origin=origin) for each, origin in self._partly_assessed.items()
+            ):
+                self.awaited |= {name}
+        if name in self.awaited:
+            self.nodes.add(name)
+        return name in self.awaited
+
+    def nobody_waits(self) -> None:
+        self.awaited = frozenset()
+        self._partly_assessed = {}
 
     def decide(self, waiting: Callable[[], Sequence[Waiting]], fleet: Fleet, now: float) -> Plan:
         """Decide for the models that are concerned. Where one is overdue, its room is reserved before others get
@@ -37,16 +58,27 @@ class Undecided:
         if is_partial:
             decided = plan([group for group in groups if group.model_id in self.joined], fleet, now)
             self.awaited |= decided.awaited
+            self._partly_assessed |= decided.partly_assessed
             self._blocked |= decided.blocked
         else:
             names = {*self.nodes, *(fleet.nodes[position].name for position in fleet.index.sharing)}
             # What ends on the node that serves a model frees its parts on others.
             news = [node for name in names if (node := fleet.node(name)) is not None]
-            decided = plan(groups, fleet, now, blocked=self._blocked - self.joined, news=None if self.is_all else news)
+            decided = plan(
+                groups,
+                fleet,
+                now,
+                blocked=self._blocked - self.joined,
+                news=None if self.is_all else news,
+                last_rechecked=self._last_rechecked,
+            )
             is_any_skipped = bool(decided.blocked & self._blocked)
             self.awaited = (self.awaited if is_any_skipped else frozenset()) | decided.awaited
+            still = {each: origin for each, origin in self._partly_assessed.items() if each in decided.blocked}
+            self._partly_assessed = still | decided.partly_assessed
             self._blocked, self.closed = decided.blocked, decided.closed
             self._is_any_overdue = decided.is_any_overdue
+            self._last_rechecked = decided.last_rechecked
         self.is_all = False
         self.nodes.clear()
         self.joined.clear()

@@ -16,7 +16,7 @@ from cortex.fleet.topology import Fleet
 from cortex.wire.node.protocol import ModelState
 
 MAX_CHANGES = 20_000
-"""Of all devices together; the oldest are dropped."""
+"""Changes that are kept of all devices together; the oldest are dropped."""
 
 
 class DeviceKey(NamedTuple):
@@ -49,8 +49,16 @@ class DeviceMemory:
         self._latest: dict[DeviceKey, Holdings] = {}
 
     def sample(self, fleet: Fleet, now: float) -> None:
-        """Record the devices that hold other models than before."""
-        for holdings in holdings_of(fleet, now):
+        """Record the devices that hold other models than before. One whose node is down or gone holds none."""
+        found = list(holdings_of(fleet, now))
+        unknown = {node.name for node in fleet.nodes if not node.healthy and node.problem is None}
+        for key in self._latest.keys() - {each.key for each in found}:
+            latest = self._latest[key]
+            if latest.models and key.node not in unknown:
+                found.append(msgspec.structs.replace(latest, at=now, used_bytes=0, models=()))
+            elif not latest.models and latest.at < now - self._keep_s:
+                del self._latest[key]
+        for holdings in found:
             before = self._latest.get(holdings.key)
             if before is None or before.models != holdings.models or before.total_bytes != holdings.total_bytes:
                 self._add(holdings)

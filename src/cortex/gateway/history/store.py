@@ -32,10 +32,14 @@ SCHEMA = (
 )
 INTERVAL_S = 60.0
 KEEP_S = 86_400.0
+KEEP_HOUR_S = 3_600.0
+"""How long the steps of the window of an hour are kept."""
 _WRITE = (
     "INSERT INTO history (gateway, kind, at, entry) VALUES (?, ?, ?, ?) "
     "ON CONFLICT (gateway, kind, at) DO UPDATE SET entry = excluded.entry"
 )
+_DELETE_OLD = "DELETE FROM history WHERE at < ? OR (kind = 'hour' AND at < ?)"
+"""Entries of all gateways: nobody else deletes those of a gateway that does not come back."""
 
 
 class _Entry(NamedTuple):
@@ -97,7 +101,7 @@ class HistoryStore:
             for change in self.history.memory.since(since)
             if change.at >= since
         ]
-        if await self._run(lambda: self._write(entries, now - KEEP_S)) is not None:
+        if await self._run(lambda: self._write(entries, now)) is not None:
             self._saved_at = now
 
     async def close(self) -> None:
@@ -135,14 +139,14 @@ class HistoryStore:
         rows = database.run(lambda execute: list(execute(query, (self._gateway, oldest))))
         return [_Entry(str(kind), float(at), str(text)) for kind, at, text in rows]
 
-    def _write(self, entries: list[_Entry], oldest: float) -> list[_Entry] | None:
+    def _write(self, entries: list[_Entry], now: float) -> list[_Entry] | None:
         if (database := self._open()) is None:
             return None
 
         def write(execute: Execute) -> list[_Entry]:
             for entry in entries:
                 execute(_WRITE, (self._gateway, *entry))
-            execute("DELETE FROM history WHERE gateway = ? AND at < ?", (self._gateway, oldest))
+            execute(_DELETE_OLD, (now - KEEP_S, now - KEEP_HOUR_S))
             return entries
 
         return database.run(write)

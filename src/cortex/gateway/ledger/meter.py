@@ -262,7 +262,7 @@ class Metering:
         self._ledger: Ledger | None = None
         self._sessions: Sessions | None = None
         self._public_addresses: tuple[Listen, ...] = ()
-        """Of all configurations: addresses stay in force until a restart."""
+        """A public address of any configuration so far: addresses stay in force until a restart."""
 
     @property
     def is_open(self) -> bool:
@@ -283,7 +283,8 @@ class Metering:
         """Put the keys of `config` in force. Raises `StoreError` or `KeysNeeded`, and then nothing has changed.
 
         Without keys the gateway is open if `gateway.open` says so, or if it never had any and only this host reaches
-        it. Otherwise nobody gets in: removing the last key must not admit everybody.
+        it, or `gateway.open_until_keys` is set. Otherwise nobody gets in: removing the last key must not admit
+        everybody.
         """
         keyring = Keyring(with_models_of_groups(config.keys, config.groups))
         (sign_in,) = with_models_of_groups((config.sign_in,), config.groups)
@@ -294,7 +295,7 @@ class Metering:
             self._ledger = await self._open_ledger(config, keyring, budgets)
         is_open = not config.keys and not config.sign_in.is_enabled and (config.gateway.open or self._ledger is None)
         public = (*self._public_addresses, *config.public_addresses)
-        if is_open and not config.gateway.open and public:
+        if is_open and not (config.gateway.open or config.gateway.open_until_keys) and public:
             raise KeysNeeded(public[0])
         self._public_addresses = public[:1]
         if self._sessions is None:

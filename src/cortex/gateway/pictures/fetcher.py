@@ -25,7 +25,7 @@ _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _MAX_AT_ONCE = 16
 """Fetches of all clients together."""
 _MAX_OF_CLIENT = 4
-"""Of these, the fetches of one client."""
+"""Fetches of one client."""
 
 
 class NotFetched(Exception):

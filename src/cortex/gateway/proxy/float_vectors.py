@@ -14,7 +14,7 @@ from cortex.wire.pooling.response import VECTOR_STARTS, floats
 ASKED: Headers = ((VECTORS.encode(), AS_BASE64.encode()),)
 """The header of a request whose response may be decoded here."""
 MAX_VECTOR_BYTES = 1 << 20
-"""Of base64; no model has a vector of this length."""
+"""The size as base64; no model has a vector of this length."""
 _DESCRIPTIONS = (VECTORS.encode(), b"content-length")
 
 

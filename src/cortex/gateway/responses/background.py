@@ -188,6 +188,9 @@ class BackgroundRuns:
             run.is_written = True
         except Overloaded:
             log.warning("the end of background response %s is kept in memory until it can be stored", run.kept.id)
+        except Exception:  # one that can never be stored must not stop the others; it is shown as failed
+            log.exception("the end of background response %s could not be stored", run.kept.id)
+            run.is_written = True
 
     async def _renew_regularly(self) -> None:
         while True:

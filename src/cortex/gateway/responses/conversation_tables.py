@@ -99,7 +99,7 @@ class Owner(NamedTuple):
 
 def create(execute: Execute, id: str, owner: Owner, metadata: str, items: Sequence[Raw]) -> None:
     execute(_ADD, (id, owner.key_id, int(owner.now_s), owner.expires_s, metadata))
-    append(execute, id, owner, items, extra_bytes=MIN_BYTES + len(metadata))
+    append(execute, id, owner, items, extra_bytes=MIN_BYTES + len(metadata.encode()))
 
 
 def read(execute: Execute, id: str, owner: Owner) -> ConversationRow | None:
@@ -137,22 +137,31 @@ def item_of(execute: Execute, id: str, owner: Owner, item_id: str) -> str | None
 def append(execute: Execute, id: str, owner: Owner, items: Sequence[Raw], *, extra_bytes: int = 0) -> bool:
     """Add items at the end, each of which must have an id, and keep the conversation for longer; False if there is
     none. Beyond `MAX_ITEMS` of the parser, further items are not added."""
+    if not _grow(execute, id, owner, extra_bytes):  # it locks the row, so that no other gateway has the same positions
+        return False
     ((count, last),) = execute(_NUM_ITEMS, (id,))
     shown = [as_conversation_item(item) for item in items[: max(0, stored_items.MAX_ITEMS - int(count))]]
-    num_bytes = sum(len(item) for _, item in shown) + extra_bytes
-    if not execute(_GROW, (num_bytes, owner.expires_s, id, owner.key_id)):
-        return False
     for position, (item_id, item) in enumerate(shown, start=int(last) + 1):
         execute(_ADD_ITEM, (id, position, item_id, item))
-    return True
+    return _grow(execute, id, owner, sum(len(item.encode()) for _, item in shown))
+
+
+def has_room(execute: Execute, id: str, num_items: int) -> bool:
+    """Whether so many items can be added."""
+    return int(execute(_NUM_ITEMS, (id,))[0][0]) + num_items <= stored_items.MAX_ITEMS
+
+
+def _grow(execute: Execute, id: str, owner: Owner, num_bytes: int) -> bool:
+    """Count bytes and keep the conversation for longer; False if there is none."""
+    return bool(execute(_GROW, (num_bytes, owner.expires_s, id, owner.key_id)))
 
 
 def delete_item(execute: Execute, id: str, owner: Owner, item_id: str) -> bool:
     """False if there is none."""
-    if read(execute, id, owner) is None:
+    if read(execute, id, owner) is None or not _grow(execute, id, owner, 0):  # the lock first, as everywhere
         return False
     deleted = execute(_DELETE_ITEM, (id, item_id))
-    execute(_GROW, (-sum(len(row[0]) for row in deleted), owner.expires_s, id, owner.key_id))
+    _grow(execute, id, owner, -sum(len(row[0].encode()) for row in deleted))
     return bool(deleted)
 
 
@@ -167,11 +176,15 @@ def unlink(execute: Execute, response_id: str) -> str | None:
     return str(rows[0][0]) if rows else None
 
 
+def total_bytes(execute: Execute) -> int:
+    return int(execute(_TOTAL, ())[0][0])
+
+
 def purge(execute: Execute, now_s: float, max_bytes: int) -> int:
     """Delete some of what has expired, or else some of what exceeds `max_bytes`, of the key with the most bytes, those
     that were used least recently; returns how many were deleted."""
     doomed = [str(row[0]) for row in execute(_EXPIRED, (int(now_s), _BATCH))]
-    if not doomed and (excess := int(execute(_TOTAL, ())[0][0]) - max_bytes) > 0:
+    if not doomed and (excess := total_bytes(execute) - max_bytes) > 0:
         (largest,) = execute(_LARGEST_KEY, ())[0]
         for id, num_bytes in execute(_OLDEST, (largest, _BATCH)):
             doomed.append(str(id))
@@ -187,7 +200,8 @@ def purge(execute: Execute, now_s: float, max_bytes: int) -> int:
 def as_conversation_item(item: Raw) -> tuple[str, str]:
     """The id of an item, and the item as it is listed: with a status, and a message with a list as its content."""
     fields = _fields.decode(item)
-    item_id, kind = _text.decode(fields["id"]), bytes(fields["type"])
+    item_id = _text.decode(fields["id"]).replace("\0", "\ufffd")  # which PostgreSQL holds in no text
+    kind = bytes(fields.setdefault("type", Raw(b'"message"')))
     if kind in _WITH_STATUS:
         fields.setdefault("status", Raw(b'"completed"'))
     if kind == b'"message"':

@@ -43,16 +43,18 @@ log = logging.getLogger(__name__)
 PATH = b"/v1/conversations"
 MAX_ITEMS_AT_ONCE = 20
 """As OpenAI's API."""
+_MAX_METADATA_BYTES = 128 * 1024
+"""Above what 16 pairs take with every character escaped."""
 _NO_OUTPUT = '{"output":[]}'
 
 _MetadataKey = Annotated[str, msgspec.Meta(max_length=64)]
 _MetadataValue = Annotated[str, msgspec.Meta(max_length=512)]
-_Metadata = Annotated[dict[_MetadataKey, _MetadataValue], msgspec.Meta(max_length=16)]
+_Metadata: Any = Annotated[dict[_MetadataKey, _MetadataValue], msgspec.Meta(max_length=16)]
 
 
 class _Creation(msgspec.Struct, frozen=True):
     items: Raw = Raw(b"null")
-    metadata: _Metadata | None = None
+    metadata: Raw = Raw(b"null")
 
 
 class _Addition(msgspec.Struct, frozen=True):
@@ -60,7 +62,7 @@ class _Addition(msgspec.Struct, frozen=True):
 
 
 class _Update(msgspec.Struct, frozen=True):
-    metadata: _Metadata | None
+    metadata: Raw
 
 
 class StoredConversations:
@@ -128,9 +130,10 @@ class StoredConversations:
         return await item_page(self._parser, request, client, [await self.texts(owner.key_id, id)])
 
     async def _create(self, request: Request, owner: Owner, client: str) -> Response:
+        self._check_size(len(request.body))
         wanted = _decoded(request.body or b"{}", _Creation)
+        id, metadata = f"conv_{uuid.uuid4().hex}", _metadata(wanted.metadata)
         items = await self._checked(wanted.items, client)
-        id, metadata = f"conv_{uuid.uuid4().hex}", msgspec.json.encode(wanted.metadata or {}).decode()
         await self._store.run(lambda execute: tables.create(execute, id, owner, metadata, items))
         made = ConversationRow(id, int(owner.now_s), metadata, 0)
         return json_response(made.as_json())
@@ -142,19 +145,22 @@ class StoredConversations:
                 raise _not_found(id)
             return json_response({"id": id, "object": "conversation.deleted", "deleted": True})
         if request.method == b"POST":
-            metadata = msgspec.json.encode(_decoded(request.body, _Update).metadata or {}).decode()
+            metadata = _metadata(_decoded(request.body, _Update).metadata)
             found = await self._store.run(lambda execute: tables.update(execute, id, owner, metadata))
         else:
             found = await self._store.run(lambda execute: tables.read(execute, id, owner))
         return json_response(_existing(found, id).as_json())
 
     async def _add(self, request: Request, owner: Owner, client: str, id: str) -> Response:
+        self._check_size(len(request.body))
         items = await self._checked(_decoded(request.body, _Addition).items, client)
-        before = _existing(await self._store.run(lambda execute: tables.read(execute, id, owner)), id)
-        if before.num_bytes + len(request.body) > self._store.max_entry_bytes:
+        found, has_room = await self._store.run(
+            lambda execute: (tables.read(execute, id, owner), tables.has_room(execute, id, len(items)))
+        )
+        self._check_size(_existing(found, id).num_bytes + len(request.body))
+        if not has_room:
             raise InvalidValue(
-                f"items: the conversation would be larger than {self._store.section.max_entry_mb} MB "
-                "(responses.max_entry_mb); start a new one.",
+                f"items: the conversation would have more than {stored_items.MAX_ITEMS} items; start a new one.",
                 param="items",
             )
         if not await self._store.run(lambda execute: tables.append(execute, id, owner, items)):
@@ -176,17 +182,24 @@ class StoredConversations:
             raise _no_item(item_id)
         return json_response(Raw(item.encode()))
 
+    def _check_size(self, num_bytes: int) -> None:
+        """Raises InvalidValue for a conversation that is too large."""
+        if num_bytes > self._store.max_entry_bytes:
+            raise InvalidValue(
+                f"items: the conversation would be larger than {self._store.section.max_entry_mb} MB "
+                "(responses.max_entry_mb); start a new one.",
+                param="items",
+            )
+
     async def _checked(self, given: Raw, client: str) -> Sequence[Raw]:
         """The items, each with an id. Raises InvalidValue for what could not be the input of a response."""
         if bytes(given).strip() == b"null":
             return ()
-        try:
-            found = msgspec.json.decode(given, type=list[dict[str, Raw]])
-        except msgspec.ValidationError as problem:
-            raise InvalidValue("items: it must be an array of items.", param="items") from problem
-        if len(found) > MAX_ITEMS_AT_ONCE:
+        if not bytes(given).startswith(b"["):
+            raise InvalidValue("items: it must be an array of items.", param="items")
+        if stored_items.has_more_than(MAX_ITEMS_AT_ONCE, bytes(given)):
             raise InvalidValue(f"items: add at most {MAX_ITEMS_AT_ONCE} at a time.", param="items")
-        if not found:
+        if not stored_items.split(given):
             return ()
         try:
             body = msgspec.json.encode({"model": "any", "input": given})
@@ -205,6 +218,14 @@ def _decoded(body: bytes, kind: type[Any]) -> Any:
         raise InvalidValue(f"Invalid body: {shorten(str(problem))}.") from problem
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}") from problem
+
+
+def _metadata(given: Raw) -> str:
+    """`metadata` of a request as JSON. Raises InvalidValue."""
+    if len(bytes(given)) > _MAX_METADATA_BYTES:
+        raise InvalidValue("metadata: it may have 16 pairs, of at most 64 and 512 characters.", param="metadata")
+    is_given = bytes(given) != b"null"
+    return msgspec.json.encode(_decoded(bytes(given), _Metadata) if is_given else {}).decode()
 
 
 def _existing(found: ConversationRow | None, id: str) -> ConversationRow:

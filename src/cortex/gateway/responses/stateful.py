@@ -75,8 +75,8 @@ class StatefulInference:
 
     def _serve(self, received: ReceivedRequest) -> None:
         facts = received.envelope.facts
-        continued = facts.previous_response_id or facts.conversation_id
-        if continued is not None or items.REFERENCE in received.body or facts.background:
+        is_continued = facts.previous_response_id is not None or facts.conversation_id is not None
+        if is_continued or items.REFERENCE in received.body or facts.background:
             task = asyncio.create_task(self._begin_with_state(received, facts))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from cortex.gateway.config import ResponsesSection
-from cortex.gateway.database import Database, Execute, StoreError, driver_of, is_url
+from cortex.gateway.database import Database, Execute, RejectedValue, StoreError, driver_of, is_unavailable, is_url
 from cortex.gateway.responses import conversation_tables, tables
 from cortex.gateway.responses.tables import NewResponse, StoredResponse
 from cortex.tasks import SupervisedTask, Supervisor
@@ -142,9 +142,8 @@ class ResponseStore:
     async def purge(self) -> None:
         """Delete what has expired and what exceeds the size of the store."""
         limit = self.section.max_total_mb * 1024 * 1024
-        for purge in (tables.purge, conversation_tables.purge):
-            while await self.run(partial(purge, now_s=self.clock(), max_bytes=limit)):
-                pass  # in steps, so that reads and writes of requests come between
+        while await self.run(partial(_purge, now_s=self.clock(), max_bytes=limit)):
+            pass  # in steps, so that reads and writes of requests come between
 
     async def _read(self, work: Callable[[Execute], T]) -> T:
         found = await self.run(work)
@@ -154,9 +153,12 @@ class ResponseStore:
         return found
 
     async def run(self, work: Callable[[Execute], T]) -> T:
-        """Do `work` in one transaction, after what was saved before. Raises `Overloaded`."""
+        """Do `work` in one transaction, after what was saved before. Raises `Overloaded`, and InvalidValue for a value
+        that the database cannot hold."""
         try:
             result = await self._in_thread(partial(self._database.run, work))
+        except RejectedValue as error:
+            raise InvalidValue("A value of the request cannot be stored: send ids without NUL characters.") from error
         except StoreError as error:
             self._report(str(error))
             raise Overloaded(
@@ -168,26 +170,26 @@ class ResponseStore:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _write(self) -> tuple[int, int, StoreError | None]:
-        """Write what waits in one transaction; on the thread. Returns how many were written, how many were not, and
-        why."""
+    def _write(self) -> tuple[int, int, Exception | None]:
+        """Write what waits; on the thread. Returns how many were written, how many were not, and why, if the database
+        is unavailable."""
         with self._lock:
             builds, self._unwritten = self._unwritten, []
             self._num_unwritten_bytes = 0
         responses = [response for build in builds if (response := _built(build)) is not None]
+        responses.sort(key=lambda response: response.conversation_id or "")  # all gateways lock rows in this order
         now_s, retention_s = self.clock(), self.section.retention_s
+        adding = (
+            partial(tables.add, response=response, now_s=now_s, retention_s=retention_s) for response in responses
+        )
+        failures = self._database.run_each(list(adding))
+        for failure in failures.values():
+            if not is_unavailable(failure):
+                log.error("a response could not be stored", exc_info=failure)
+        num_stored = len(responses) - len(failures)
+        return num_stored, len(builds) - num_stored, next(filter(is_unavailable, failures.values()), None)
 
-        def work(execute: Execute) -> None:
-            for response in responses:
-                tables.add(execute, response, now_s, retention_s)
-
-        try:
-            self._database.run(work)
-        except StoreError as error:
-            return 0, len(builds), error
-        return len(responses), len(builds) - len(responses), None
-
-    def _written(self, task: asyncio.Future[tuple[int, int, StoreError | None]]) -> None:
+    def _written(self, task: asyncio.Future[tuple[int, int, Exception | None]]) -> None:
         num_stored, num_failed, error = task.result()
         for result in ("stored",) * num_stored + ("failed",) * num_failed:
             self._count(result)
@@ -207,6 +209,17 @@ class ResponseStore:
                 await self.purge()
             except Overloaded:
                 pass  # reported; the next round tries again
+
+
+def _purge(execute: Execute, now_s: float, max_bytes: int) -> int:
+    """Delete some of what has expired, or else of what exceeds `max_bytes` in all, of the kind that takes more; returns
+    how many were deleted."""
+    of_responses, of_conversations = tables.total_bytes(execute), conversation_tables.total_bytes(execute)
+    if of_responses >= of_conversations:
+        limits = (max_bytes - of_conversations, of_conversations)
+    else:
+        limits = (of_responses, max_bytes - of_responses)
+    return tables.purge(execute, now_s, limits[0]) + conversation_tables.purge(execute, now_s, limits[1])
 
 
 def _built(build: Callable[[], NewResponse]) -> NewResponse | None:

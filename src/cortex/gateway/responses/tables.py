@@ -157,8 +157,7 @@ def add(execute: Execute, response: NewResponse, now_s: float, retention_s: floa
 def finish(execute: Execute, id: str, key_id: str, status: str, body: bytes, now_s: float, retention_s: float) -> bool:
     """Write the end of a background response; False if it has ended already, or was deleted."""
     found = execute(_FINISH, (status, body.decode(), len(body), id, key_id))
-    execute(_END_RUN, (id,))
-    conversation_id = conversation_tables.unlink(execute, id)
+    conversation_id = _end_run(execute, id)
     if found and conversation_id is not None and status in ADDED:
         response = NewResponse(id, key_id, None, status, str(found[0][0]).encode(), body)
         owner = conversation_tables.Owner(key_id, now_s, retention_s)
@@ -181,7 +180,7 @@ def delete(execute: Execute, key_id: str, id: str, now_s: float) -> bool:
     """Delete a response; False if there is none with this id. A gateway that runs it finds out when it renews it."""
     found = execute(_DELETE, (id, key_id, int(now_s)))
     if found:
-        execute(_END_RUN, (id,))
+        _end_run(execute, id)
     return bool(found)
 
 
@@ -190,13 +189,17 @@ def renew(execute: Execute, ids: Iterable[str], now_s: float) -> set[str]:
     return {id for id in ids if not execute(_RENEW_RUN, (int(now_s), id))}
 
 
+def total_bytes(execute: Execute) -> int:
+    return int(execute(_TOTAL, ())[0][0])
+
+
 def purge(execute: Execute, now_s: float, max_bytes: int) -> int:
     """Delete some of what has expired, or else some of what exceeds `max_bytes`; returns how many were deleted.
 
     Of too many bytes, those of the key with the most bytes are deleted, oldest first.
     """
     doomed = [str(row[0]) for row in execute(_EXPIRED, (int(now_s), _BATCH))]
-    if not doomed and (excess := int(execute(_TOTAL, ())[0][0]) - max_bytes) > 0:
+    if not doomed and (excess := total_bytes(execute) - max_bytes) > 0:
         (largest,) = execute(_LARGEST_KEY, ())[0]
         for id, num_bytes in execute(_OLDEST, (largest, _BATCH)):
             doomed.append(str(id))
@@ -205,8 +208,14 @@ def purge(execute: Execute, now_s: float, max_bytes: int) -> int:
                 break
     for id in doomed:
         execute(_DROP, (id,))
-        execute(_END_RUN, (id,))
+        _end_run(execute, id)
     return len(doomed)
+
+
+def _end_run(execute: Execute, id: str) -> str | None:
+    """Forget that a response runs; returns the conversation that it belongs to."""
+    execute(_END_RUN, (id,))
+    return conversation_tables.unlink(execute, id)
 
 
 def _chain_values(key_id: str, id: str, now_s: float) -> tuple[Any, ...]:

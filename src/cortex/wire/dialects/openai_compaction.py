@@ -22,7 +22,7 @@ from cortex.wire.response import gather, total_usage
 
 ID_PREFIX = "cmp_"
 MAX_KEPT_CHARS = 32_768
-"""Of the messages of the user, the latest ones up to this size are returned; the summary has the others."""
+"""The latest messages of the user up to this size are returned; the summary has the others."""
 PROMPT = (
     "Sum up the conversation so far for another assistant, who will continue it without seeing it. State the goal of "
     "the user and their constraints, what was done and decided, the facts, names, paths and values that are still "

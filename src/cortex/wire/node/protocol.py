@@ -32,7 +32,6 @@ Dialect = Literal[
 ]
 DeviceKind = Literal["cuda", "rocm", "cpu"]
 """`rocm`: an AMD card, for harnesses only."""
-Stage = Literal["resolve", "download", "read", "place", "compile", "warm"]
 
 
 class NodeValue(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,10 +112,19 @@ class DeviceHealth(NodeValue, frozen=True):
 
 
 class Progress(NodeValue, frozen=True):
-    stage: Stage
+    stage: str
+    """`resolve`, `download`, `read`, `place` or `warm`. Nodes send no other: older gateways would reject the whole
+    report."""
+    substage: str | None = None
+    """The part of the stage that has a name of its own: `compile` in `place`. Any string may follow later."""
     done_bytes: int = 0
     total_bytes: int = 0
     eta_s: float | None = None
+
+    @property
+    def finest_stage(self) -> str:
+        """What users are shown."""
+        return self.substage or self.stage
 
 
 class StoredForm(NodeValue, frozen=True):

@@ -79,3 +79,26 @@ async def test_keys_that_a_reload_changes_are_recorded(tmp_path: Path) -> None:
     found = {entry.action.split()[1]: entry.detail for entry in await log.read(0, 1e11, 10)}
     assert found == {"added": "eve", "removed": "anna", "changed": "ben"}
     await log.close()
+
+
+async def test_nul_characters_are_recorded_and_do_not_end_the_log(location: str) -> None:
+    log = AuditLog(location, 1, lambda: NOW + 10 * DAY_S)
+    log.record("POST /fleet/models/\0/load", 403, key_name="e\0ve", detail="\0")
+    (entry, *_) = await log.read(NOW + 9 * DAY_S, NOW + 11 * DAY_S, 10)
+    assert (entry.action, entry.key_name, entry.detail) == ("POST /fleet/models/\ufffd/load", "e\ufffdve", "\ufffd")
+    assert not log.is_failing
+    await log.close()
+
+
+async def test_rejected_requests_do_not_push_out_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "MAX_ENTRIES", 4)
+    monkeypatch.setattr(audit, "MAX_REJECTED", 2)
+    now = NOW
+    log = AuditLog(str(tmp_path / "audit.db"), 1, lambda: now)
+    for number, status in enumerate([201, *[403] * 5, 200]):
+        now += 1
+        log.record("POST /fleet/pull", status, detail=str(number))
+    await log.flush()
+    now += EXPIRE_S
+    assert [entry.detail for entry in await log.read(0, now, 10)] == ["6", "5", "4", "0"]
+    await log.close()

@@ -6,6 +6,7 @@ from typing import Any
 
 import aiohttp
 
+from cortex.wire.dialects import registry
 from cortex.wire.sse import Frame, Parser
 
 from ..conftest import Api
@@ -19,6 +20,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/generate": {"prompt": "hi", "stream": False},
     "/infill": {"input_prefix": "hi", "input_suffix": "ho"},
 }
+ROUTES = tuple(BODIES)
+"""Those that can stream."""
+assert {*ROUTES, "/v1/responses/compact"} == registry.ROUTES.keys()
 
 
 def body(path: str, **fields: Any) -> dict[str, Any]:

@@ -12,13 +12,12 @@ import anthropic
 import openai
 import pytest
 
-from cortex.wire.dialects.registry import ROUTES
 from cortex.wire.errors import LoadFailed, Overloaded, Recovering
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.sse import Parser
 
 from ..conftest import Api, ChatBody, Until
-from .route_calls import body, frames, is_ollama, message_of, received_until
+from .route_calls import ROUTES, body, frames, is_ollama, message_of, received_until
 
 
 @pytest.mark.parametrize("path", ROUTES)

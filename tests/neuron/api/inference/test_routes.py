@@ -10,14 +10,13 @@ import anthropic
 import openai
 import pytest
 
-from cortex.wire.dialects.registry import ROUTES
 from cortex.wire.errors import Recovering
 from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.headers import PROMPT_TOKENS, TOKEN_LIMIT
 from cortex.wire.node.sampling import SamplingDefaults
 
 from ..conftest import Api, ChatBody, Until
-from .route_calls import BODIES, ask, body, frames, text_of
+from .route_calls import BODIES, ROUTES, ask, body, frames, text_of
 
 
 async def test_openai_sdk_uses_chat_completions(api: Api, openai_client: openai.AsyncOpenAI) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from cortex.wire.dialects.registry import ROUTES
 from cortex.wire.node.protocol import ModelState
 
 from ..conftest import Api, ChatBody, Until
-from .route_calls import ask, body, frames, is_ollama, received_until
+from .route_calls import ROUTES, ask, body, frames, is_ollama, received_until
 
 
 @pytest.mark.parametrize("keepalive_s", [0.05])

@@ -19,6 +19,25 @@ def test_progress_never_goes_backwards(history: list[tuple[str, int, int]]) -> N
         progress = later
 
 
+def test_a_stage_that_older_gateways_do_not_know_is_reported_as_a_part_of_one_that_they_do() -> None:
+    placing = LoadProgressTracker.begin(0.0).advanced("place", 1, 2, 1.0)
+    compiling = placing.advanced("compile", 0, 0, 2.0)
+    reported = [each.snapshot() for each in (placing, compiling, compiling.advanced("warm", 0, 0, 3.0))]
+    assert [(each.stage, each.substage) for each in reported] == [
+        ("place", None),
+        ("place", "compile"),
+        ("warm", None),
+    ]
+    assert [each.finest_stage for each in reported] == ["place", "compile", "warm"]
+    assert {LoadProgressTracker(stage, 0.0, 0.0).snapshot().stage for stage in STAGES} == {
+        "resolve",
+        "download",
+        "read",
+        "place",
+        "warm",
+    }
+
+
 def test_estimates_the_time_left_from_the_rate_of_the_stage() -> None:
     progress = LoadProgressTracker.begin(0.0).advanced("download", 0, 1000, 10.0)
     assert progress.snapshot().eta_s is None

@@ -148,8 +148,7 @@ async def _wait_for(exchange: Exchange, job: Job) -> None:
     await ended.wait()
     error = _error(job)
     response = json_response({"status": "success"}) if error is None else error_response(error, Family.OLLAMA)
-    if not exchange.closed:
-        exchange.respond(*response)
+    exchange.respond(*response)
 
 
 async def _follow(exchange: Exchange, job: Job, digest: str) -> None:

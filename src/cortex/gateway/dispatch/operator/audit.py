@@ -11,14 +11,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
-from cortex.gateway.database import Database, Execute, Rows, StoreError, driver_of, is_url
+from cortex.gateway.database import Database, Execute, Rows, driver_of, is_unavailable, is_url
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DAY_S = 86400
 FLUSH_S = 1.0
@@ -28,6 +31,9 @@ MAX_WAITING = 10_000
 """Entries that wait in memory for the database; the oldest ones beyond it are lost."""
 MAX_ENTRIES = 1_000_000
 """The oldest entries beyond it are deleted, so that no key can fill the disk."""
+MAX_REJECTED = 100_000
+"""The oldest of rejected requests beyond it are deleted first, so that no key without rights can push out the changes
+of others."""
 MAX_DETAIL = 1000
 
 SCHEMA = (
@@ -45,6 +51,9 @@ SCHEMA = (
 _ADD = "INSERT INTO audit (at_ms, key_id, key_name, client, action, detail, status) VALUES (?, ?, ?, ?, ?, ?, ?)"
 _EXPIRE = "DELETE FROM audit WHERE at_ms < ?"
 _NTH = "SELECT at_ms FROM audit ORDER BY at_ms DESC LIMIT 1 OFFSET ?"
+_IS_REJECTED = "status BETWEEN 400 AND 499"
+_EXPIRE_REJECTED = f"DELETE FROM audit WHERE at_ms < ? AND {_IS_REJECTED}"
+_NTH_REJECTED = f"SELECT at_ms FROM audit WHERE {_IS_REJECTED} ORDER BY at_ms DESC LIMIT 1 OFFSET ?"
 _READ = """
     SELECT at_ms, key_id, key_name, client, action, detail, status FROM audit
     WHERE at_ms >= ? AND at_ms < ?{of_key} ORDER BY at_ms DESC LIMIT ?
@@ -102,6 +111,7 @@ class AuditLog:
         """Never waits and never raises."""
         if self._retention_days:
             at_ms = int(self._clock() * 1000)
+            key_id, key_name, client, action, detail = map(_text, (key_id, key_name, client, action, detail))
             self._waiting.append(
                 AuditEntry(at_ms, key_id, key_name, client, action[:MAX_DETAIL], detail[:MAX_DETAIL], status)
             )
@@ -120,17 +130,21 @@ class AuditLog:
         batch = list(self._waiting)
         self._waiting.clear()
         oldest_ms = int((self._clock() - self._retention_days * DAY_S) * 1000) if is_due else None
-        try:
-            await self._in_thread(lambda execute: _write(execute, batch, oldest_ms))
-        except StoreError as error:
-            room = MAX_WAITING - len(self._waiting)  # those that were recorded meanwhile are newer
-            self._waiting.extendleft(reversed(batch[max(0, len(batch) - room) :]))
-            if not self.is_failing:
-                log.error("the audit log waits in memory until the database is available: %s", error)
-            self.is_failing = True
-            return
-        self.is_failing = False
-        if is_due:
+        works: list[Callable[[Execute], object]] = [partial(_add, entry=entry) for entry in batch]
+        if oldest_ms is not None:
+            works.append(partial(_expire, oldest_ms=oldest_ms))
+        failures = await self._in_thread(lambda: self._database.run_each(works))
+        unavailable = next(filter(is_unavailable, failures.values()), None)
+        unwritten = [entry for at, entry in enumerate(batch) if at in failures and is_unavailable(failures[at])]
+        room = MAX_WAITING - len(self._waiting)  # those that were recorded meanwhile are newer
+        self._waiting.extendleft(reversed(unwritten[max(0, len(unwritten) - room) :]))
+        for failure in failures.values():
+            if not is_unavailable(failure):
+                log.error("an entry of the audit log could not be written", exc_info=failure)
+        if unavailable is not None and not self.is_failing:
+            log.error("the audit log waits in memory until the database is available: %s", unavailable)
+        self.is_failing = unavailable is not None
+        if is_due and not failures:
             self._expired_at = self._clock()
 
     async def read(self, since: float, until: float, limit: int, key: str = "") -> list[AuditEntry]:
@@ -141,7 +155,7 @@ class AuditLog:
             return []
         statement = _READ.format(of_key=_OF_KEY if key else "")
         values = (int(since * 1000), int(until * 1000), *([key, key] if key else []), limit)
-        rows = await self._in_thread(lambda execute: execute(statement, values))
+        rows: Rows = await self._in_thread(lambda: self._database.run(lambda execute: execute(statement, values)))
         return [AuditEntry(*row) for row in rows]
 
     async def close(self) -> None:
@@ -150,14 +164,14 @@ class AuditLog:
             return
         self._is_closed = True
         await self.flush()
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._database.close)
+        await self._in_thread(self._database.close)
         self._thread.shutdown(wait=False)
 
     def _has_database(self) -> bool:
         return is_url(self._location) or Path(self._location).exists()
 
-    async def _in_thread(self, work: Callable[[Execute], Rows]) -> Rows:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._database.run, work)
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 def record_changed_keys(audit: AuditLog, before: Sequence[NamedKey], after: Sequence[NamedKey]) -> None:
@@ -172,11 +186,20 @@ def record_changed_keys(audit: AuditLog, before: Sequence[NamedKey], after: Sequ
             audit.record(f"key {change} in the configuration file", 0, detail=name)
 
 
-def _write(execute: Execute, batch: Sequence[AuditEntry], oldest_ms: int | None) -> Rows:
-    for entry in batch:
-        execute(_ADD, msgspec.structs.astuple(entry))
-    if oldest_ms is not None:
-        execute(_EXPIRE, (oldest_ms,))
-        for (beyond_ms,) in execute(_NTH, (MAX_ENTRIES,)):
-            execute(_EXPIRE, (beyond_ms + 1,))
-    return []
+def _text(given: str) -> str:
+    """`given` without NUL, which PostgreSQL holds in no text."""
+    return given.replace("\0", "\ufffd")
+
+
+def _add(execute: Execute, entry: AuditEntry) -> None:
+    execute(_ADD, msgspec.structs.astuple(entry))
+
+
+def _expire(execute: Execute, oldest_ms: int) -> None:
+    execute(_EXPIRE, (oldest_ms,))
+    for nth, expire, max_entries in (
+        (_NTH_REJECTED, _EXPIRE_REJECTED, MAX_REJECTED),
+        (_NTH, _EXPIRE, MAX_ENTRIES),
+    ):
+        for (beyond_ms,) in execute(nth, (max_entries,)):
+            execute(expire, (beyond_ms + 1,))

@@ -73,7 +73,7 @@ class RequestAccounting:
     """When it was last sent to a node."""
     first_data_at: float | None = None
     reported_first_token_s: float | None = None
-    """Of a whole response: from its arrival at the node to its first token, as the node measured it."""
+    """The time from the arrival at the node to the first token, as the node measured it; for a whole response only."""
 
     def sent(self, lease: Lease) -> None:
         """The request is about to be sent to a node."""

@@ -20,7 +20,7 @@ class StepTime:
 
     num_rows: int
     num_tokens: int
-    """Those of all rows: a row may have draft tokens, and tokens that are computed again."""
+    """The tokens of all rows: a row may have draft tokens, and tokens that are computed again."""
     seconds: float
     checks_drafts: bool
     num_proposals: int = 0

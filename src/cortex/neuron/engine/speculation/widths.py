@@ -55,7 +55,7 @@ class MeasuredTimes:
 
     @property
     def kinds(self) -> list[int]:
-        """The kinds of which there were steps."""
+        """The kinds of the steps so far."""
         return list(self._times)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import get_args
 
-from cortex.wire.node.protocol import Progress, Stage
+from cortex.wire.node.protocol import Progress
 
-STAGES: tuple[Stage, ...] = get_args(Stage)
+STAGES = ("resolve", "download", "read", "place", "compile", "warm")
+_STAGE_OF = {"compile": "place"}
+"""The stages that are reported as a part of another."""
 _MIN_SAMPLE_S = 0.5
 """A rate over a shorter time is noise."""
 
@@ -16,7 +17,7 @@ _MIN_SAMPLE_S = 0.5
 class LoadProgressTracker:
     """Replaced with each report. Stages only advance; within a stage, bytes only grow."""
 
-    stage: Stage
+    stage: str
     since_s: float
     """When the stage began."""
     now_s: float
@@ -39,7 +40,14 @@ class LoadProgressTracker:
 
     def snapshot(self) -> Progress:
         """The progress as the API reports it."""
-        return Progress(stage=self.stage, done_bytes=self.done_bytes, total_bytes=self.total_bytes, eta_s=self._eta_s())
+        whole = _STAGE_OF.get(self.stage)
+        return Progress(
+            stage=whole or self.stage,
+            substage=self.stage if whole else None,
+            done_bytes=self.done_bytes,
+            total_bytes=self.total_bytes,
+            eta_s=self._eta_s(),
+        )
 
     def _eta_s(self) -> float | None:
         elapsed_s = self.now_s - self.since_s

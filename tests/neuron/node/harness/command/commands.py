@@ -55,5 +55,12 @@ async def until(condition: Any) -> None:
 
 def servers() -> list[int]:
     """The processes below this one that run the fake server."""
-    commands = {process: Path(f"/proc/{process}/cmdline").read_text() for process in descendants(os.getpid())}
-    return [process for process, command in commands.items() if SERVER in command and guard.__file__ not in command]
+    return [process for process in descendants(os.getpid()) if _runs_server(process)]
+
+
+def _runs_server(process: int) -> bool:
+    try:
+        command = Path(f"/proc/{process}/cmdline").read_text()
+    except OSError:  # it has ended meanwhile
+        return False
+    return SERVER in command and guard.__file__ not in command

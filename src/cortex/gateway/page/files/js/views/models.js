@@ -79,6 +79,10 @@ function Row({ model, aliases, operator, onOrder, reload }) {
     </li>`;
 }
 
+// A large fleet's listing names no more nodes than this.
+const MOST_NAMED = 32;
+const atLeast = (nodes) => (nodes < MOST_NAMED ? plural(nodes, "node") : `${nodes} or more nodes`);
+
 function facts(model) {
   const can = Object.entries(model.capabilities).filter(([, has]) => has).map(([name]) => name);
   const { input, cached_input: cached, output } = model.cost;
@@ -87,7 +91,7 @@ function facts(model) {
     model.max_model_len && `${compact(model.max_model_len)} context`,
     can.join(", "),
     (input || output) && `${money(input)} in, ${money(cached)} cached, ${money(output)} out per million`,
-    model.feasible_on.length && `fits on ${plural(model.feasible_on.length, "node")}`,
+    model.feasible_on.length && `fits on ${atLeast(model.feasible_on.length)}`,
   ].filter(Boolean);
 }
 

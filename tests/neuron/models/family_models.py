@@ -29,6 +29,8 @@ LATENT = {
 }
 STRETCHED = {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.9}}
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
+GRANITE_GROUPS = 2 if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23) else 1
+"""Earlier versions of the library normalise all groups together, which no published model has."""
 MAMBA = {"mamba_n_heads": 6, "mamba_d_state": 16, "mamba_n_groups": 1}
 MULTIPLIERS = {
     "embedding_multiplier": 12.0,
@@ -417,7 +419,7 @@ TABLE: dict[str, Family] = {
         transformers.GraniteMoeHybridForCausalLM,
         {
             "dense": {
-                **{"layer_types": ["linear_attention", "full_attention"], **MAMBA, "mamba_n_groups": 2},
+                **{"layer_types": ["linear_attention", "full_attention"], **MAMBA, "mamba_n_groups": GRANITE_GROUPS},
                 **{"num_local_experts": 0, "shared_intermediate_size": 56, "position_embedding_type": "rope"},
                 **{"mamba_conv_bias": False, "tie_word_embeddings": True, **MULTIPLIERS},
             },

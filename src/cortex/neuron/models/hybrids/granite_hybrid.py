@@ -81,6 +81,6 @@ class GraniteMoeHybrid(Granite):
             state_dim=count_in(self.raw, "mamba_d_state"),
             conv_taps=count_in(self.raw, "mamba_d_conv"),
             norm_eps=self.config.norm_eps,
-            norm_size=inner,
+            norm_size=heads // groups * head_dim,
             conv_bias=bool(self.raw["mamba_conv_bias"]),
         )

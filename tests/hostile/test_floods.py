@@ -15,7 +15,8 @@ from cortex.gateway.ledger.keys import as_toml, generate
 from cortex.wire.node.protocol import ModelState
 
 from ..gateway.fake_neuron import GB
-from .target import MEBIBYTE, WAIT_S, Target, write_until_blocked
+from ..waiting import WAIT_S
+from .target import MEBIBYTE, Target, write_until_blocked
 
 if TYPE_CHECKING:
     from ..certificates import Authority

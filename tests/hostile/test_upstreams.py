@@ -19,7 +19,8 @@ from cortex.wire.node.protocol import ModelState
 
 from ..gateway.fake_neuron import GB
 from ..gateway.started_gateway import until
-from .target import MEBIBYTE, WAIT_S
+from ..waiting import WAIT_S
+from .target import MEBIBYTE
 
 MAX_SENT_BYTES = 256 * MEBIBYTE
 """Far less than an endless response on a busy machine: what sockets and loops hold while a gateway decides."""

@@ -20,8 +20,9 @@ from cortex.wire.errors import (
 from cortex.wire.node.protocol import LoadRequest, ModelState
 
 from ...processes import alive
+from ...waiting import WAIT_S
 from ..generations import Reader
-from .node_calls import WAIT_S, has_worker, load, request, tokens_of, until, worker_of
+from .node_calls import has_worker, load, request, tokens_of, until, worker_of
 
 
 async def test_error_of_one_request_does_not_affect_others(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ _WATCH_INTERVAL_S = 0.5
 class WorkerTimeouts:
     """How long a worker may take. The first four are times without progress; a load progresses piece by piece."""
 
-    start_s: float = 120.0
+    start_s: float = 300.0
     step_s: float = 120.0
     load_s: float = 300.0
     unload_s: float = 30.0
@@ -81,6 +81,10 @@ class ProgressWatch:
         """The state while no work is pending, and after a reply: the clock restarts."""
         return ProgressWatch(self.activity, self.progress, now_s)
 
+    def excusing(self, late_s: float) -> ProgressWatch:
+        """The state after the watchdog itself was `late_s` late: in that time, the worker may not have run either."""
+        return ProgressWatch(self.activity, self.progress, self.since_s + late_s)
+
     def verdict(self, now_s: float, timeouts: WorkerTimeouts, *, is_called: bool = True) -> str | None:
         """Why the worker must be replaced, or None. Without a call, it can only be in a step: a worker that stops
         right after a load has reported nothing else."""
@@ -103,8 +107,8 @@ class WorkerProcess:
     def __init__(
         self,
         device: DeviceAddress,
-        timeouts: WorkerTimeouts,
         *,
+        timeouts: Callable[[], WorkerTimeouts],
         on_event: Callable[[Event], None],
         on_lost: Callable[[str], None],
         has_live_requests: Callable[[], bool],
@@ -205,12 +209,16 @@ class WorkerProcess:
         self._on_lost(reason)
 
     async def _keep_watch(self) -> None:
-        interval_s = min(_WATCH_INTERVAL_S, self._timeouts.shortest_s / 4)
+        looked_s = _now_s()
         while True:
+            timeouts = self._timeouts()
+            interval_s = min(_WATCH_INTERVAL_S, timeouts.shortest_s / 4)
             await asyncio.sleep(interval_s)
+            before_s, looked_s = looked_s, _now_s()
+            self._watch = self._watch.excusing(max(0.0, looked_s - before_s - 2 * interval_s))
             if not (self._replies or self._has_live_requests() or self._watch.is_in_step):
                 self._watch = self._watch.restarted(_now_s())
-            elif verdict := self._watch.verdict(_now_s(), self._timeouts, is_called=bool(self._replies)):
+            elif verdict := self._watch.verdict(_now_s(), timeouts, is_called=bool(self._replies)):
                 log.error("killing the worker of %s: %s", self._device.thread_name, verdict)
                 self.kill(verdict)
                 self._watch = self._watch.restarted(_now_s())

@@ -28,8 +28,9 @@ from cortex.wire.errors import (
 )
 from cortex.wire.node.protocol import Device, LoadRequest, ModelState, UnloadRequest
 
+from ....waiting import WAIT_S
 from ...generations import Reader
-from ..node_calls import WAIT_S, has_worker, load, request, tokens_of, until, worker_bytes
+from ..node_calls import has_worker, load, request, tokens_of, until, worker_bytes
 
 
 async def test_loads_generates_and_unloads(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, Recovering
 from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
 
+from ....waiting import WAIT_S
 from ...generations import Reader
 from ..node_calls import generate, greedy_request, load, tokens_of, until, worker_of, write_source
 
@@ -323,7 +324,7 @@ async def test_peer_that_shuts_down_lets_requests_end_and_replaces_no_worker(nod
         await keep_asking()
     tokens = [token for output in first for token in output.tokens] + await tokens_of(running)
     assert tokens == expected
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         await ending
     await until(lambda: nodes.first.model("two").state is ModelState.RECOVERING)
     assert worker_of(nodes.first) == process

@@ -17,6 +17,7 @@ from cortex.neuron.worker.hosts.any_of import AnyOf
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
 
+from ....waiting import WAIT_S
 from ..recording_sink import RecordingSink
 from .fake_host import INFO, FakeHost
 
@@ -35,10 +36,6 @@ async def loaded() -> AsyncIterator[Loaded]:
     await replicas.load(sink)
     yield replicas, hosts, sink
     replicas.stop_reloads()
-
-
-WAIT_S = 60.0
-"""Upper bound of a wait; only reached on failure."""
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -301,5 +298,5 @@ async def test_reload_that_sleep_interrupts_is_repeated_after_the_wake(loaded: L
     await replicas.sleep()
     assert first.sink is old
     await replicas.wake()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         await until(lambda: first.sink is not old)

@@ -19,6 +19,7 @@ from cortex.wire.node import headers, usage_report
 from cortex.wire.node.protocol import ModelState, UnloadRequest
 from cortex.wire.sse import Parser
 
+from .....waiting import WAIT_S
 from ....api.inference.route_calls import BODIES, text_of
 from ....api.served import served
 from .commands import config, servers, through_gateway, until
@@ -51,7 +52,7 @@ async def caller(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterato
     given = getattr(request, "param", {})
     entry |= {**given, "set_params": entry["set_params"] | given.get("set_params", {})}
     settings = config("--log", str(tmp_path / "log"), max_concurrent=1, **entry)
-    timeout = aiohttp.ClientTimeout(total=60)
+    timeout = aiohttp.ClientTimeout(total=WAIT_S)
     async with (
         running_node(tmp_path, settings) as node,
         served(node, keepalive_s=0.2) as (host, port),
@@ -243,7 +244,7 @@ async def test_models_of_servers_take_turns_in_the_memory_of_a_node(tmp_path: Pa
         running_node(tmp_path, settings) as node,
         served(node) as (host, port),
         through_gateway(f"http://{host}:{port}", tmp_path) as url,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=WAIT_S)) as session,
     ):
         num_files: list[int] = []
         for model in ("m", "n") * 4:

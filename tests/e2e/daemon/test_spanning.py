@@ -98,9 +98,9 @@ class Pair:
     def _start(self, listen: str, key: str, *settings: str) -> Daemon:
         beside = f'[[models]]\nid = "{BESIDE}"\nsource = "{self.model}"\ndevices = [1]'
         daemon = self.start_daemon(
-            "drain_s = 30.0",
+            "drain_s = 600.0",
             "cpu_devices = 2",
-            "limits.step_timeout_s = 5.0",
+            "limits.step_timeout_s = 20.0",
             "limits.sleep_mb = 64",
             *settings,
             beside,

@@ -334,7 +334,7 @@ DAEMON = """
         tokenizer = TokenizerClient(pathlib.Path(sys.argv[1]))
         await tokenizer.wake() if sys.argv[2] == "reading" else await tokenizer.read()
         print(tokenizer.process_id, flush=True)
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
 
     asyncio.run(main())
 """

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-SHARE = 0.25
+SHARE = 0.5
 """A read that waited for concurrent work would take all of its time, not a part."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ....waiting import WAIT_S
+from ....waiting import NEVER_S, WAIT_S
 
 
 async def exposition(api: Any) -> str:
@@ -18,7 +18,7 @@ async def exposition(api: Any) -> str:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_reports_usage_up_to_the_disconnect(api: Any, chat_body: Any, stream: bool) -> None:
-    api.node.script.pause_s = 30
+    api.node.script.pause_s = NEVER_S
     api.node.script.cached = 2
 
     async def send() -> None:

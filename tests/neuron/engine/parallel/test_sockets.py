@@ -39,7 +39,7 @@ def on_ranks(
             barrier.wait(WAIT_S)
             return addresses
 
-        sockets = Sockets.connect(Shard(rank, num_ranks), exchange, None, 60.0, lambda: None)
+        sockets = Sockets.connect(Shard(rank, num_ranks), exchange, None, WAIT_S, lambda: None)
         try:
             return call(rank, sockets)
         finally:

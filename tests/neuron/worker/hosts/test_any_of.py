@@ -154,7 +154,7 @@ async def test_extra_replica_serves_and_is_not_among_devices_and_sizes(loaded: L
     assert replicas.extras.idle() == []
     third.sink.on_stats(EngineStats(completion_tokens=5, num_pages=7))
     assert sink.stats.completion_tokens == 5
-    removal = asyncio.create_task(replicas.extras.remove(extra, 60.0))
+    removal = asyncio.create_task(replicas.extras.remove(extra, WAIT_S))
     await asyncio.sleep(0)
     for name in "de":
         replicas.submit(request(name))

@@ -68,7 +68,8 @@ async def test_connections_of_one_address_leave_descriptors_for_others(
             writer.close()
     log = target.log.read_text()
     assert "the limit of 256 open files permits 96 client connections" in log
-    assert log.count("from 127.0.0.1 rejected: 24 connections are open from your address") == 1
+    num_lines = log.count("from 127.0.0.1 rejected: 24 connections are open from your address")
+    assert 0 < num_lines < 20, "not one for each of 200, however long they took"
 
 
 async def test_bodies_of_strangers_are_not_buffered(keyed: Keyed, scaled: Callable[[int, int], int]) -> None:

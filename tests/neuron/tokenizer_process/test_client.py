@@ -178,7 +178,7 @@ async def test_resting_process_is_started_by_wake_or_by_the_next_call(tokenizer:
     await tokenizer.rest()
     await encode(tokenizer, "hello")
     assert alive(process_of(tokenizer))
-    assert 0.0 <= tokenizer.idle_s < 20.0
+    assert 0.0 <= tokenizer.idle_s < WAIT_S
 
 
 async def test_process_that_dies_twice_is_a_retryable_error(

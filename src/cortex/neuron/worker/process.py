@@ -17,8 +17,10 @@ from cortex.tasks import Supervisor, run_once
 
 log = logging.getLogger(__name__)
 
-_LAST_EVENTS_S = 1.0
+_LAST_EVENTS_S = 5.0
 """How long to wait for the last events of a dead worker, which hold the reason of its death."""
+_EXIT_REPORT_S = 2.0
+"""How long the exit of a worker that has closed its channel may take to be reported, which says how it died."""
 _WATCH_INTERVAL_S = 0.5
 
 
@@ -122,6 +124,8 @@ class WorkerProcess:
         self._replies: dict[int, asyncio.Future[Reply]] = {}
         self._process: WorkerHandle | None = None
         self._reason: str | None = None
+        self._closed_reason: str | None = None
+        """Why it is killed if it closes its channel and does not exit."""
         self._reaper: asyncio.Task[None] | None = None
         self._received_all = asyncio.Event()
         self._watch = ProgressWatch.begin(_now_s())
@@ -191,7 +195,12 @@ class WorkerProcess:
         # Either the process is exiting and can be reaped in a moment, or its stream was corrupt. It is unusable.
         self._received_all.set()
         if self._process is not None and not self._process.exited.done():
-            asyncio.get_running_loop().call_later(0.2, self.kill, reason)
+            asyncio.get_running_loop().call_later(_EXIT_REPORT_S, self._kill_closed, self._process, reason)
+
+    def _kill_closed(self, process: WorkerHandle, reason: str) -> None:
+        if not process.exited.done():
+            self._closed_reason = reason
+            process.kill()
 
     async def _reap(self, process: WorkerHandle) -> None:
         watchdog = Supervisor().start(f"watch the worker of {self._device.thread_name}", self._keep_watch)
@@ -200,7 +209,8 @@ class WorkerProcess:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._received_all.wait(), _LAST_EVENTS_S)
         self._channel.close()
-        reason = self._reason or _describe_exit(return_code)
+        closed = self._closed_reason if return_code == -signal.SIGKILL else None
+        reason = self._reason or closed or _describe_exit(return_code)
         log.info("worker %s ended: %s", process.process_id, reason)
         for reply in self._replies.values():
             if not reply.done():

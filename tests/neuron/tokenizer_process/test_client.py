@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -123,7 +123,6 @@ PIECES = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None)
 @given(pieces=st.lists(PIECES, max_size=8))
 def test_prepared_remotely_equals_prepared_locally(
     remote_and_local: tuple[TokenizerOnOwnLoop, TextModel], pieces: list[str]

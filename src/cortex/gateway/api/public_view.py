@@ -1,7 +1,7 @@
 """What keys that are not operators' see of the fleet: everything but reasons of failures, files and addresses.
 
-Reasons quote messages of nodes and of the network, which name files and hosts. A key with `models` sees these models, as
-if one node without devices had them all.
+Reasons quote messages of nodes and of the network, which name files and hosts. A key with `models` sees these models,
+as if one node without devices had them all.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from collections import deque
 class Throughput:
     """Completion tokens per second over the last seconds in which the model generated.
 
-    Counts as the log of requests does: without the first token of a request, and without the time before it. The rate of
-    one request is the one that the log has of it; that of several is their sum.
+    Counts as the log of requests does: without the first token of a request, and without the time before it. The rate
+    of one request is the one that the log has of it; that of several is their sum.
     """
 
     def __init__(self, window_s: float = 5.0) -> None:

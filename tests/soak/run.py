@@ -119,8 +119,6 @@ class Soak:
 
     async def _judge(self) -> bool:
         print(f"outcomes: {dict(sorted(self.traffic.outcomes.items()))}")
-        for kind, content in sorted(self.traffic.failures.items()):
-            print(f"first {kind}: {content}")
         print(f"faults: {dict(self.faults)}")
         is_good = True
         for (name, kind), readings in self.readings.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Literal
 
 import msgspec
@@ -44,6 +45,23 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     """Floating-point operations per second of them together, measured."""
     notes: tuple[str, ...] = ()
     """What was not measured, and what disturbed the rest."""
+
+    @property
+    def stream_rate(self) -> float:
+        """Tokens per second of one stream; 0: not measured."""
+        return next((each.tokens_per_s for each in self.streams if each.streams == 1), 0.0)
+
+    def token_s(self, streams: int) -> float | None:
+        """Seconds per token of each of `streams` concurrent ones, between those that were measured; beyond the most
+        that were, all together are as fast as these. None: nothing was measured."""
+        known = [(each.streams, each.tokens_per_s) for each in self.streams if each.tokens_per_s > 0]
+        if not known:
+            return None
+        streams = max(streams, known[0][0])
+        for (low, low_rate), (high, high_rate) in pairwise(known):
+            if streams < high:
+                return streams / (low_rate + (streams - low) / (high - low) * (high_rate - low_rate))
+        return streams / known[-1][1]
 
 
 class BenchRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,13 +37,13 @@ def read_rate(device: torch.device, num_bytes: int) -> float:
     rows = max(1, num_bytes // (2 * _COLUMNS))
     matrix = torch.randn(rows, _COLUMNS, device=device, dtype=torch.bfloat16)
     vector = torch.randn(_COLUMNS, 1, device=device, dtype=torch.bfloat16)
-    return matrix.nbytes / _median_s(lambda: matrix @ vector)
+    return matrix.nbytes / median_device_s(lambda: matrix @ vector)
 
 
 def product_rate(device: torch.device, side: int) -> float:
     """Floating-point operations per second of a square bf16 product on a GPU."""
     left, right = torch.randn(2, side, side, device=device, dtype=torch.bfloat16)
-    return 2.0 * side**3 / _median_s(lambda: left @ right)
+    return 2.0 * side**3 / median_device_s(lambda: left @ right)
 
 
 def _cpu_read_rate(num_bytes: int) -> float:
@@ -56,7 +56,7 @@ def _cpu_product_rate(side: int) -> float:
     return 2.0 * side**3 / _best_s(lambda: left @ right)
 
 
-def _median_s(function: Callable[[], object]) -> float:
+def median_device_s(function: Callable[[], object]) -> float:
     """Seconds on the GPU."""
     times: list[float] = []
     for _ in range(_WARM_UP + _REPEATS):

@@ -135,12 +135,13 @@ class Models:
 
     def busy_on(self, devices: Iterable[int]) -> dict[str, int]:
         """The models with requests on any of `devices`, and how many each has."""
-        loads = {
-            model_id: controller.instance.load(self._texts.num_jobs(model_id))
+        return {
+            model_id: count
             for model_id, controller in self._controllers.items()
-            if controller.instance is not None and not set(devices).isdisjoint(controller.instance.host.device_indices)
+            if (instance := controller.instance) is not None
+            and not set(devices).isdisjoint(instance.host.device_indices)
+            and (count := instance.num_requests + self._texts.num_jobs(model_id))
         }
-        return {model_id: count for model_id, load in loads.items() if (count := load.running + load.waiting)}
 
     def keep_bench(self, model_id: str, result: BenchResult) -> None:
         """From now on the status of the model has this result. Raises ModelNotFound."""

@@ -26,7 +26,7 @@ class _Bench:
     model_id: str
     task: asyncio.Task[None] | None = None
     state: BenchState = "running"
-    stage: str = ""
+    stage: str = "starting"
     result: BenchResult | None = None
     error: CortexError | None = None
 

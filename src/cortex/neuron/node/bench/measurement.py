@@ -56,15 +56,24 @@ class Measurement:
 
     async def run(self, *, reload: bool) -> BenchResult:
         """Raises CortexError. The model is ready again at the end, also of one that was cancelled or failed."""
-        self._on_stage("limits of the device")
-        limits = await self._limits(self._instance())
-        streams = [rate for count in STREAMS if (rate := await self._streams(count, limits)) is not None]
+        before = await self._limits()
+        rates = [(count, rate) for count in STREAMS if (rate := await self._streams(count)) is not None]
         prompt_tokens, prompt_rate = await self._prompt()
+        after = await self._limits() if before is not None else None
+        # Other programs may have slowed down one of the two.
+        limits = before.or_faster(after) if before is not None and after is not None else None
         wake_s, load_s = await self._reloads() if reload else (None, None)
         return BenchResult(
             measured_at=time.time(),
             version=cortex.__version__,
-            streams=tuple(streams),
+            streams=tuple(
+                StreamRate(
+                    streams=count,
+                    tokens_per_s=round(rate, 1),
+                    share=round(limits.decode_share(count, rate), 4) if limits is not None else None,
+                )
+                for count, rate in rates
+            ),
             prompt_tokens=prompt_tokens,
             prompt_tokens_per_s=round(prompt_rate, 1),
             prompt_share=round(limits.prompt_share(prompt_tokens, prompt_rate), 4) if limits and prompt_rate else None,
@@ -78,8 +87,10 @@ class Measurement:
     def _instance(self) -> Instance:
         return self._controller.serving_instance()
 
-    async def _limits(self, instance: Instance) -> ReplicaLimits | None:
+    async def _limits(self) -> ReplicaLimits | None:
         """None where shares of a limit cannot be said; a note says why."""
+        self._on_stage("limits of the device")
+        instance = self._instance()
         model, work = self._controller.model, instance.resident.info.work
         if work is None:
             self._notes.append("no shares: what this model reads and computes is not known")
@@ -97,8 +108,8 @@ class Measurement:
         replicas = len(instance.host.replica_devices)
         return ReplicaLimits.of(work, measured, replicas=replicas, is_staged=model.pipeline_parallel > 1)
 
-    async def _streams(self, count: int, limits: ReplicaLimits | None) -> StreamRate | None:
-        """None, with a note, if so many do not run together here."""
+    async def _streams(self, count: int) -> float | None:
+        """Tokens per second of so many together; None, with a note, if they do not run together here."""
         instance = self._instance()
         named = plural(count, "stream")
         self._on_stage(named)
@@ -111,9 +122,7 @@ class Measurement:
         rate = steady_rate(measured.arrivals)
         if rate is None:
             self._notes.append(f"{named}: not all of them had begun after {STREAMS_S:.0f} s")
-            return None
-        share = round(limits.decode_share(count, rate), 4) if limits is not None else None
-        return StreamRate(streams=count, tokens_per_s=round(rate, 1), share=share)
+        return rate
 
     async def _prompt(self) -> tuple[int, float]:
         """The length of the longest prompt that was measured, and its tokens per second; 0 if none ended in time."""
@@ -172,8 +181,7 @@ class Measurement:
         return round(time.perf_counter() - begun_s, 3)
 
     def _num_requests(self) -> int:
-        load = self._instance().load()
-        return load.running + load.waiting
+        return self._instance().num_requests
 
     def _room(self, instance: Instance) -> ModelRoom:
         info, limits = instance.resident.info, self._config.limits

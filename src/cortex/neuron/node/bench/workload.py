@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cortex.neuron.engine.step_work import DeviceLimits, StepWork
 
@@ -82,6 +82,11 @@ class ReplicaLimits:
         if is_staged:
             bytes_per_s, flops = bytes_per_s / len(devices), flops / len(devices)
         return cls(work, DeviceLimits(bytes_per_s, flops), replicas)
+
+    def or_faster(self, other: ReplicaLimits) -> ReplicaLimits:
+        """The higher limits of two measurements."""
+        bytes_per_s = max(self.devices.bytes_per_s, other.devices.bytes_per_s)
+        return replace(self, devices=DeviceLimits(bytes_per_s, max(self.devices.flops, other.devices.flops)))
 
     def decode_share(self, streams: int, tokens_per_s: float) -> float:
         """The share of the limit that a rate of concurrent responses is."""

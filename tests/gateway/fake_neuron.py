@@ -37,6 +37,8 @@ from cortex.wire.node.protocol import (
 )
 from cortex.wire.node.sampling import SamplingDefaults
 
+from ..waiting import NEVER_S
+
 GB = 1 << 30
 JSON = {"content-type": "application/json"}
 
@@ -366,7 +368,7 @@ async def plain_response(node: FakeNeuron, request: web.Request, body: dict[str,
 
 async def hang() -> NoReturn:
     """A node that no longer responds. A disconnected client cancels it."""
-    await asyncio.sleep(60)
+    await asyncio.sleep(NEVER_S)
     raise AssertionError("nobody disconnected")
 
 

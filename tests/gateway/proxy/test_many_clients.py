@@ -18,8 +18,9 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.call import UpstreamCall
 from cortex.wire.node.protocol import ModelState
 
+from ...waiting import WAIT_S
 from ..fake_neuron import GB, JSON, begin_stream, chunk
-from ..started_gateway import WAIT_S, until
+from ..started_gateway import until
 
 if TYPE_CHECKING:
     from ..fake_neuron import FakeNeuron, StartNeuron
@@ -33,7 +34,9 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n
 
 @pytest.fixture
 async def many_clients() -> AsyncIterator[ClientSession]:
-    async with ClientSession(headers=JSON, connector=TCPConnector(limit=0), timeout=ClientTimeout(total=60)) as session:
+    async with ClientSession(
+        headers=JSON, connector=TCPConnector(limit=0), timeout=ClientTimeout(total=WAIT_S)
+    ) as session:
         yield session
 
 

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 _NAMES = ("values.h", "operations.h", "tiles.h", "products.c", "lookups.c", "attention.c", "steps.c")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
-_COMPILE_TIMEOUT_S = 120
+_COMPILE_TIMEOUT_S = 300
 _LOGGED_LINES = 3
 """How much of the compiler's output is logged."""
 _NO_SUCH_ROW = 2

@@ -241,7 +241,7 @@ class Memory(ChannelMessage, frozen=True):
     memory: MemoryReading
 
 
-class Limits(ChannelMessage, frozen=True):
+class LimitsMeasured(ChannelMessage, frozen=True):
     """The reply to `MeasureLimits`. Both are 0 if the device has no memory left for a measurement."""
 
     query: int
@@ -269,7 +269,7 @@ class Faulted(ChannelMessage, frozen=True):
     message: str
 
 
-Reply = Loaded | ModelLoadFailed | Unloaded | Slept | SleepFailed | Woken | WakeFailed | Memory | Limits
+Reply = Loaded | ModelLoadFailed | Unloaded | Slept | SleepFailed | Woken | WakeFailed | Memory | LimitsMeasured
 ModelEvent = (
     Loaded
     | ModelLoadFailed
@@ -284,7 +284,7 @@ ModelEvent = (
     | ModelBroken
 )
 """Each concerns the model with its handle."""
-Event = ModelEvent | Memory | Limits | Hello | Report | Faulted
+Event = ModelEvent | Memory | LimitsMeasured | Hello | Report | Faulted
 
 
 # Between the daemon and the fork server, one message per packet

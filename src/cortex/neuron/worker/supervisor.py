@@ -103,7 +103,7 @@ class WorkerSupervisor:
             raise WorkerLost("the device has no worker")
         query = next(self._numbers)
         reply = await self._worker.call(query, protocol.MeasureLimits(query))
-        assert isinstance(reply, protocol.Limits)
+        assert isinstance(reply, protocol.LimitsMeasured)
         return DeviceLimits(reply.bytes_per_s, reply.flops) if reply.bytes_per_s and reply.flops else None
 
     def send(self, command: Command) -> None:
@@ -163,7 +163,7 @@ class WorkerSupervisor:
                 for handle, stats in event.stats.items():
                     if (model := self._models.get(handle)) is not None:
                         model.on_stats(stats)
-            case protocol.Memory() | protocol.Limits() | protocol.Faulted():
+            case protocol.Memory() | protocol.LimitsMeasured() | protocol.Faulted():
                 pass
             case _:
                 self._on_model_event(event)

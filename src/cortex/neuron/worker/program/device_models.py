@@ -196,7 +196,7 @@ class DeviceModels(dict[int, DeviceModel]):
             return reading
         return structs.replace(reading, process_bytes=max(0, reading.process_bytes - self.kv_host_bytes))
 
-    def measure_limits(self, query: int) -> protocol.Limits:
+    def measure_limits(self, query: int) -> protocol.LimitsMeasured:
         """How fast the device is; zeros if there is no memory for a measurement."""
         import torch  # the fork server has imported it with the engine
 
@@ -207,8 +207,8 @@ class DeviceModels(dict[int, DeviceModel]):
         except (RuntimeError, MemoryError) as error:
             raise_device_fault(error, "measure the device")
             log.warning("the device's limits cannot be measured: %s", explain(error))
-            return protocol.Limits(query, 0.0, 0.0)
-        return protocol.Limits(query, limits.bytes_per_s, limits.flops)
+            return protocol.LimitsMeasured(query, 0.0, 0.0)
+        return protocol.LimitsMeasured(query, limits.bytes_per_s, limits.flops)
 
     # -- pages in host memory --------------------------------------------------------------------------------------
 

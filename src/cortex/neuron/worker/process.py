@@ -19,7 +19,7 @@ from cortex.neuron.worker.protocol import (
     Event,
     Exit,
     Faulted,
-    Limits,
+    LimitsMeasured,
     Memory,
     Reply,
     Report,

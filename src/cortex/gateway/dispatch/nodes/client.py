@@ -22,6 +22,7 @@ from cortex.http.upstream.pool import Pool
 from cortex.tls import client_context
 from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, UpstreamUnavailable, from_code
 from cortex.wire.events import Usage
+from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.model_log import ModelLog
 from cortex.wire.node.protocol import (
     DeletedFiles,
@@ -233,6 +234,17 @@ class NodeClient:
     async def cancel_pull(self, model: str) -> PullStatus:
         """Returns when the download has ended."""
         return await self._post(b"/files/cancel", FilesRequest(model_id=model), PullStatus, CONTROL_TIMEOUT_S)
+
+    async def bench(self, request: BenchRequest) -> BenchStatus:
+        """Start to measure a model, or join the measurement in progress; returns at once."""
+        return await self._post(b"/bench", request, BenchStatus, CONTROL_TIMEOUT_S)
+
+    async def bench_status(self, model: str) -> BenchStatus:
+        return await self._get(f"/bench/{quote(model)}".encode(), BenchStatus)
+
+    async def cancel_bench(self, model: str) -> BenchStatus:
+        """Returns when the measurement has ended."""
+        return await self._post(b"/bench/cancel", BenchRequest(model_id=model), BenchStatus, CONTROL_TIMEOUT_S)
 
     async def delete_files(self, request: FilesRequest) -> DeletedFiles:
         return await self._post(b"/files/delete", request, DeletedFiles, DELETE_TIMEOUT_S)

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from cortex.cache_folder import cache_folder
+
 log = logging.getLogger(__name__)
 
 _NAMES = ("values.h", "operations.h", "tiles.h", "products.c", "lookups.c", "attention.c", "steps.c")
@@ -154,7 +156,7 @@ def _options() -> tuple[str, ...]:
 
 def _built(command: str) -> Path:
     """Where the functions are once this compiler has compiled them."""
-    return _folder() / f"native-{_digest(command)}.so"
+    return cache_folder() / "kernels" / f"native-{_digest(command)}.so"
 
 
 def _failure(path: Path) -> Path:
@@ -189,12 +191,6 @@ def _opened(path: Path) -> ctypes.CDLL | None:
         return ctypes.CDLL(str(path)) if is_private(path.parent) and is_private(path) else None
     except OSError:
         return None
-
-
-def _folder() -> Path:
-    environment = os.environ
-    own = environment.get("CORTEX_CACHE")
-    return Path(own or Path(environment.get("XDG_CACHE_HOME", "~/.cache")) / "cortex").expanduser() / "kernels"
 
 
 def _compile(command: str, path: Path) -> None:

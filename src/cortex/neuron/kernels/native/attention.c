@@ -96,15 +96,19 @@ static void rotated(
 // Starts to load a head: since this layer's last step, the weights of all layers went through the caches.
 INLINE void fetch(const Attention *a, const void *pages, int64_t place) {
     const int64_t size = a->is_half ? 2 : 4;
-    for (int64_t line = 0; line < a->dim * size; line += 64) __builtin_prefetch((const char *)pages + place * size + line);
+    const char *line = (const char *)pages + place * size, *end = line + a->dim * size;
+#pragma GCC unroll 4
+    for (; line < end; line += 64) __builtin_prefetch(line);
 }
 
-// A head of a page in whole vectors. Where `out` has more dimensions it is 0 already.
-static void load_head(const Attention *a, const void *pages, int64_t place, float *out) {
+// A head of a page in whole vectors: where it is, or in `room`, whose dimensions after the last are 0.
+INLINE const float *head_at(const Attention *a, const void *pages, int64_t place, float *room) {
+    if (!a->is_half && a->dim % LANES == 0) return (const float *)pages + place;
     int64_t d = 0;
     if (a->is_half)
-        for (; d + LANES <= a->dim; d += LANES) put_floats(out + d, widened_at(pages, place + d, 1));
-    widen(pages, place + d, a->dim - d, a->is_half, out + d);
+        for (; d + LANES <= a->dim; d += LANES) put_floats(room + d, widened_at(pages, place + d, 1));
+    widen(pages, place + d, a->dim - d, a->is_half, room + d);
+    return room;
 }
 
 // The keys and values of the step's own tokens, as far as they belong to this chunk.
@@ -132,12 +136,12 @@ static void load_queries(const Attention *a, const Sequence *s, int64_t kv_head,
 }
 
 // The scores of KEYS keys.
-INLINE void score(const float *query, const float *keys, int64_t width, float *scores) {
+INLINE void score(const float *query, const float *const *keys, int64_t width, float *scores) {
     Floats sums[KEYS] = {0};
     for (int64_t d = 0; d < width; d += LANES) {
         const Floats some = floats_at(query + d);
 #pragma GCC unroll 4
-        for (int key = 0; key < KEYS; key++) sums[key] = added(sums[key], some, floats_at(keys + key * width + d));
+        for (int key = 0; key < KEYS; key++) sums[key] = added(sums[key], some, floats_at(keys[key] + d));
     }
     sums_of_lanes(sums, scores);
 }
@@ -150,17 +154,15 @@ static void weigh(float *scores, int64_t begin, int64_t end, float *largest, flo
     Floats most = floats_at(scores), sums = {0};
     for (int64_t i = LANES; i < end; i += LANES) most = larger(floats_at(scores + i), most);
     const float top = largest_of_lanes(most);
-    for (int64_t i = 0; i < end; i += LANES) {
-        for (int lane = 0; lane < LANES; lane++) scores[i + lane] = exponential(scores[i + lane] - top);
-        sums += floats_at(scores + i);
-    }
+    for (int64_t i = 0; i < (end + LANES - 1) / LANES * LANES; i++) scores[i] = exponential(scores[i] - top);
+    for (int64_t i = 0; i < end; i += LANES) sums += floats_at(scores + i);
     *largest = top;
     *total = sum_of_lanes(sums);
 }
 
 // Adds values from `begin` to `end`, times their weights, to the sums of `heads` query heads, in `vectors` vectors.
 INLINE void add_values(
-    const float *values, const float *weights, int64_t begin, int64_t end, float *sums, int64_t size, int64_t width,
+    const float *const *values, const float *weights, int64_t begin, int64_t end, int64_t d, float *sums, int64_t size,
     const int heads, const int vectors
 ) {
     Floats totals[HEADS][VECTORS];
@@ -174,7 +176,7 @@ INLINE void add_values(
             const Floats weight = repeated(weights[head * CHUNK + i]);
 #pragma GCC unroll 4
             for (int part = 0; part < vectors; part++)
-                totals[head][part] = added(totals[head][part], weight, floats_at(values + i * width + part * LANES));
+                totals[head][part] = added(totals[head][part], weight, floats_at(values[i] + d + part * LANES));
         }
 #pragma GCC unroll 4
     for (int head = 0; head < heads; head++)
@@ -182,14 +184,15 @@ INLINE void add_values(
         for (int part = 0; part < vectors; part++) put_floats(sums + head * size + part * LANES, totals[head][part]);
 }
 
-#define HEADS_OF(COUNT)                                                                                              \
-    static void add_to_##COUNT(                                                                                      \
-        const float *values, const float *weights, int64_t begin, int64_t end, float *sums, int64_t size, int64_t width \
-    ) {                                                                                                              \
-        int64_t d = 0;                                                                                               \
-        for (; d + VECTORS * LANES <= width; d += VECTORS * LANES)                                                   \
-            add_values(values + d, weights, begin, end, sums + d, size, width, COUNT, VECTORS);                      \
-        for (; d < width; d += LANES) add_values(values + d, weights, begin, end, sums + d, size, width, COUNT, 1);  \
+#define HEADS_OF(COUNT)                                                                                             \
+    static void add_to_##COUNT(                                                                                     \
+        const float *const *values, const float *weights, int64_t begin, int64_t end, float *sums, int64_t size,    \
+        int64_t width                                                                                               \
+    ) {                                                                                                             \
+        int64_t d = 0;                                                                                              \
+        for (; d + VECTORS * LANES <= width; d += VECTORS * LANES)                                                  \
+            add_values(values, weights, begin, end, d, sums + d, size, COUNT, VECTORS);                             \
+        for (; d < width; d += LANES) add_values(values, weights, begin, end, d, sums + d, size, COUNT, 1);         \
     }
 HEADS_OF(1)
 HEADS_OF(2)
@@ -202,10 +205,10 @@ static void attend(
 ) {
     const int64_t shared = a->heads / a->kv_heads, width = width_of(a), size = sums_size(a);
     const int32_t *table = a->page_table + a->table_rows[s->row] * a->table_columns;
-    static void (*const adders[])(const float *, const float *, int64_t, int64_t, float *, int64_t, int64_t) = {
+    static void (*const adders[])(const float *const *, const float *, int64_t, int64_t, float *, int64_t, int64_t) = {
         0, add_to_1, add_to_2, add_to_3, add_to_4
     };
-    int64_t begins[s->rows], ends[s->rows], begin = CHUNK, end = 0, places[CHUNK];
+    int64_t begins[s->rows], ends[s->rows], begin = CHUNK, end = 0, places[CHUNK], next_page = 0;
     for (int64_t row = 0; row < s->rows; row++) {
         const int64_t low = first_position(a, s->row + row) - chunk * CHUNK, high = a->positions[s->row + row] + 1 - chunk * CHUNK;
         begins[row] = low < 0 ? 0 : low;
@@ -217,23 +220,28 @@ static void attend(
     keep_own(a, s, kv_head, chunk, desk);
     load_queries(a, s, kv_head, desk);
     begin -= begin % KEYS;
-    for (int64_t i = begin; i < end; i++) {
+    for (int64_t i = begin, place = 0; i < end; i++, place += a->kv_heads * a->dim) {
         const int64_t position = chunk * CHUNK + i;
-        const int64_t slot = (int64_t)table[position / a->page_tokens] * a->page_tokens + position % a->page_tokens;
-        places[i] = (slot * a->kv_heads + kv_head) * a->dim;
-        if (i < begin + AHEAD) fetch(a, a->key_pages, places[i]);
+        if (i == begin || position == next_page) {
+            const int64_t page = position / a->page_tokens, slot = table[page] * a->page_tokens + position % a->page_tokens;
+            place = (slot * a->kv_heads + kv_head) * a->dim;
+            next_page = (page + 1) * a->page_tokens;
+        }
+        places[i] = place;
+        if (i < begin + AHEAD) fetch(a, a->key_pages, place);
     }
     for (int64_t i = begin; i < end; i += KEYS) {
+        const float *keys[KEYS];
         for (int key = 0; key < KEYS; key++) {
             const int64_t at = i + key < end ? i + key : end - 1;
             if (at + AHEAD < end) fetch(a, a->key_pages, places[at + AHEAD]);
             fetch(a, a->value_pages, places[at]);
-            load_head(a, a->key_pages, places[at], desk->keys + key * width);
+            keys[key] = head_at(a, a->key_pages, places[at], desk->keys + key * width);
         }
         for (int64_t row = 0; row < s->rows; row++)
             if (i < ends[row] && i + KEYS > begins[row])
                 for (int64_t head = row * shared; head < (row + 1) * shared; head++)
-                    score(desk->queries + head * width, desk->keys, width, desk->scores + head * CHUNK + i);
+                    score(desk->queries + head * width, keys, width, desk->scores + head * CHUNK + i);
     }
     for (int64_t row = 0; row < s->rows; row++)
         for (int64_t head = 0; head < shared; head++) {
@@ -246,8 +254,9 @@ static void attend(
         }
     for (int64_t first = begin; first < end; first += VALUES) {
         const int64_t stop = first + VALUES < end ? first + VALUES : end;
+        const float *values[VALUES];
         for (int64_t i = first; i < stop; i++)
-            load_head(a, a->value_pages, places[i], desk->values + (i - first) * width);
+            values[i - first] = head_at(a, a->value_pages, places[i], desk->values + (i - first) * width);
         for (int64_t row = 0; row < s->rows; row++) {
             const int64_t low = begins[row] > first ? begins[row] - first : 0, high = (ends[row] < stop ? ends[row] : stop) - first;
             if (low >= high) continue;
@@ -255,7 +264,7 @@ static void attend(
             float *own = sums + row * stride;
             for (int64_t head = 0; head < shared; head += HEADS)
                 adders[shared - head < HEADS ? shared - head : HEADS](
-                    desk->values, weights + head * CHUNK, low, high, own + head * size, size, width
+                    values, weights + head * CHUNK, low, high, own + head * size, size, width
                 );
         }
     }

@@ -16,6 +16,7 @@ from cortex.gateway.dispatch.leases import Lease, PendingRequest
 from cortex.gateway.dispatch.model_jobs import Cause
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.wire.errors import CortexError
+from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.protocol import (
     Device,
     DeviceHealth,
@@ -67,6 +68,7 @@ class FakeFleet:
         self.surveys: list[tuple[str, str]] = []
         self.ready: dict[str, dict[str, float]] = {name: {} for name in self.sizes}
         self.running: dict[tuple[str, str], int] = {}
+        self.benches: dict[tuple[str, str], BenchResult] = {}
         self.event_log = EventLog()
         self.dispatcher = Dispatcher(self, self.event_log, lambda: self.now, self.settings(*self.sizes))
         self.operator = OperatorCommands(self.dispatcher, self.event_log)
@@ -127,6 +129,7 @@ class FakeFleet:
             nodes=self.spans.get(model, ()),
             parallel="tensor" if model in self.spans else None,
             load=ModelLoad(running=self.running.get((node, model), 0)),
+            bench=self.benches.get((node, model)),
         )
 
     def poll(self, *nodes: str) -> None:

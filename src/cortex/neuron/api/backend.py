@@ -14,6 +14,7 @@ from cortex.neuron.picture_process.client import Pictures
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
+from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.protocol import (
     DeletedFiles,
     Discovery,
@@ -48,6 +49,14 @@ class Files(Protocol):
     async def offer(self, source: str) -> HubRepository: ...
 
 
+class ModelBenches(Protocol):
+    """Measurements of models."""
+
+    def start(self, request: BenchRequest) -> BenchStatus: ...
+    def status(self, model_id: str) -> BenchStatus: ...
+    async def cancel(self, model_id: str) -> BenchStatus: ...
+
+
 class TextBackend(Protocol):
     """The text of requests, and of models that need not be loaded."""
 
@@ -67,6 +76,9 @@ class Backend(Protocol):
 
     @property
     def files(self) -> Files: ...
+
+    @property
+    def benches(self) -> ModelBenches: ...
 
     @property
     def texts(self) -> TextBackend: ...

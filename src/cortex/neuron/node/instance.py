@@ -105,6 +105,11 @@ class Instance:
         return self._stats
 
     @property
+    def num_requests(self) -> int:
+        """Requests that run or wait in its queue."""
+        return len(self._requests)
+
+    @property
     def idle_s(self) -> float:
         """Seconds since the last request ended; 0 while one runs."""
         return 0.0 if self._requests else time.monotonic() - self._idle_since_s

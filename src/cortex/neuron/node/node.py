@@ -18,6 +18,9 @@ from typing import Any
 from cortex.neuron.config import Limits, NeuronConfig
 from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.engine.request import EngineRequest, EngineStats
+from cortex.neuron.node.bench.benches import Benches
+from cortex.neuron.node.bench.measurement import Measurement
+from cortex.neuron.node.bench.results import BenchResults
 from cortex.neuron.node.devices import NodeDevices, ReadDevices, inventory_of, warn_of_unknown_devices
 from cortex.neuron.node.event_feed import EventFeed
 from cortex.neuron.node.generation import Generation
@@ -155,6 +158,15 @@ class Node:
             parts.policy,
             sleep_budget,
             limits.max_prompt_tokens,
+            BenchResults(inventory.devices),
+        )
+        self.benches = Benches(
+            self._models,
+            lambda controller, on_stage: Measurement(
+                controller, self.devices, config, can_sleep=self.discovery.can_sleep, on_stage=on_stage
+            ),
+            lambda model: self._harnesses.of(model).upstream(model) is not None,
+            self._model_changed,
         )
         self._replica_demand = ReplicaDemand(
             ReplicaRules.of(limits), self._models.growing, self._loader.add_replica, self._model_changed
@@ -330,6 +342,7 @@ class Node:
             regular.cancel()
         for task in self._background:
             task.cancel()
+        await self.benches.close()
         drain_s = self._config.drain_s
         await asyncio.gather(self._models.close(_shutting_down(), drain_s), self.shares.drain(drain_s))
         await self.shares.close()

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.load_options import Count, LoadOptions
 from cortex.wire.node.sampling import SamplingDefaults
 
@@ -233,6 +234,8 @@ class ModelStatus(NodeValue, frozen=True):
     state_age_s: float = 0.0
     idle_s: float = 0.0
     """Seconds since the last request ended; 0 while one runs."""
+    bench: BenchResult | None = None
+    """How fast it is there, as measured; absent: it was not, or something has changed since."""
 
 
 class ModelList(NodeValue, frozen=True):

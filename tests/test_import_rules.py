@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from .waiting import WAIT_S
+
 SOURCE = Path(__file__).parents[1] / "src"
 
 ENGINE_LIBRARIES = frozenset({"torch", "triton", "numpy", "safetensors", "tokenizers"})
@@ -379,7 +381,7 @@ def import_without(blocked: frozenset[str], *packages: str, source: Path = SOURC
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=WAIT_S,
     )
 
 

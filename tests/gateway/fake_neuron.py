@@ -36,6 +36,8 @@ from cortex.wire.node.protocol import (
 )
 from cortex.wire.node.sampling import SamplingDefaults
 
+from ..waiting import NEVER_S
+
 GB = 1 << 30
 JSON = {"content-type": "application/json"}
 
@@ -234,6 +236,9 @@ class FakeNeuron:
         wanted = msgspec.json.decode(await request.read(), type=LoadRequest)
         self.load_requests.append(wanted)
         self.states[wanted.model_id] = ModelState.LOADING
+        return await asyncio.shield(self._finish_load(wanted))  # it goes on without its caller
+
+    async def _finish_load(self, wanted: LoadRequest) -> web.Response:
         await self.load_gate.wait()
         if self.states.get(wanted.model_id) is not ModelState.LOADING:
             return _json({"error": {"message": "unloaded while it was being loaded", "code": "load_cancelled"}}, 502)
@@ -342,7 +347,7 @@ async def plain_response(node: FakeNeuron, request: web.Request, body: dict[str,
 
 async def hang() -> NoReturn:
     """A node that no longer responds. A disconnected client cancels it."""
-    await asyncio.sleep(60)
+    await asyncio.sleep(NEVER_S)
     raise AssertionError("nobody disconnected")
 
 

@@ -17,9 +17,10 @@ from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy import translation
 from cortex.wire.node.protocol import ModelState
 
-from ..gateway.fake_neuron import GB
+from ..gateway.fake_neuron import GB, opened_gate
 from ..gateway.started_gateway import until
-from .target import MEBIBYTE, WAIT_S
+from ..waiting import WAIT_S
+from .target import MEBIBYTE
 
 MAX_SENT_BYTES = 256 * MEBIBYTE
 """Far less than an endless response on a busy machine: what sockets and loops hold while a gateway decides."""
@@ -54,7 +55,8 @@ class EndlessServer:
     rest: bytes = TEXT
     listing: bytes | None = None
     """Sent for ever in place of the list of models."""
-    delay_s: float = 0.0
+    gate: asyncio.Event = field(default_factory=opened_gate)
+    """It responds once this is set."""
     name: str = "endless"
     endpoint: str = ""
     num_sent_bytes: int = 0
@@ -75,7 +77,7 @@ class EndlessServer:
                 length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
                 await reader.readexactly(int(length.split(b":")[1]))
                 self.num_requests += 1
-                await asyncio.sleep(self.delay_s)
+                await self.gate.wait()
                 await self._send(writer, self.head, self.rest)
         self.num_ended += 1
 
@@ -195,11 +197,14 @@ async def test_an_endless_error_is_not_read_to_its_end_for_a_key(start_gateway: 
 
 
 async def test_an_endless_error_after_a_keepalive_ends_the_stream(start_gateway: StartGateway) -> None:
-    server = EndlessServer(FAILED + CHUNKED, chunk(TEXT), delay_s=0.8)
+    server = EndlessServer(FAILED + CHUNKED, chunk(TEXT), gate=asyncio.Event())
     async with running(server):
         client = await start_gateway(foreign=(server,), keepalive_s=0.1)
-        found = await client.stream("/v1/chat/completions", {"model": "a", "messages": MESSAGE, "stream": True})
-        assert b'"error"' in found
+        body = {"model": "a", "messages": MESSAGE, "stream": True}
+        async with client.session.post(client.url + "/v1/chat/completions", json=body) as response:
+            assert response.status == 200, "a keepalive has started the stream"
+            server.gate.set()
+            assert b'"error"' in await response.read()
         await until(lambda: server.num_ended == server.num_requests)
         assert server.num_sent_bytes < 32 * MEBIBYTE
 

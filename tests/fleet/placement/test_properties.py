@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
@@ -118,7 +118,6 @@ wanted = st.sampled_from([NEWCOMER, NEWCOMER, NEWCOMER, *NAMES])
 origins = st.sampled_from(["request", "background", "operator"])
 
 
-@settings(max_examples=500, deadline=None)
 @given(fleets, wanted, origins)
 def test_protected_model_is_never_evicted(fleet: Fleet, name: str, origin: str) -> None:
     decision = place(name, fleet, NOW, origin=origin)  # type: ignore[arg-type]
@@ -141,7 +140,6 @@ def test_protected_model_is_never_evicted(fleet: Fleet, name: str, origin: str) 
         assert spec.priority <= newcomer.priority
 
 
-@settings(max_examples=500, deadline=None)
 @given(fleets, wanted, origins)
 def test_decided_load_fits(fleet: Fleet, name: str, origin: str) -> None:
     decision = place(name, fleet, NOW, origin=origin)  # type: ignore[arg-type]
@@ -162,7 +160,6 @@ def test_decided_load_fits(fleet: Fleet, name: str, origin: str) -> None:
         assert share <= devices[index].usable_bytes(devices[index].balance_bytes + given_back)
 
 
-@settings(max_examples=500, deadline=None)
 @given(fleets, wanted, origins)
 def test_decided_load_stays_within_the_ceilings(fleet: Fleet, name: str, origin: str) -> None:
     decision = place(name, fleet, NOW, origin=origin)  # type: ignore[arg-type]
@@ -185,7 +182,6 @@ def test_decided_load_stays_within_the_ceilings(fleet: Fleet, name: str, origin:
         assert decision.takes_bytes <= max_bytes
 
 
-@settings(max_examples=200, deadline=None)
 @given(fleets, wanted)
 def test_every_node_is_assessed_and_every_decision_can_be_explained(fleet: Fleet, name: str) -> None:
     decision = place(name, fleet, NOW)
@@ -200,7 +196,6 @@ def test_every_node_is_assessed_and_every_decision_can_be_explained(fleet: Fleet
         assert "()" not in assessment.reason
 
 
-@settings(max_examples=200, deadline=None)
 @given(fleets, wanted, st.randoms())
 def test_order_of_nodes_does_not_matter(fleet: Fleet, name: str, random: object) -> None:
     shuffled = list(fleet.nodes)
@@ -212,7 +207,6 @@ def test_order_of_nodes_does_not_matter(fleet: Fleet, name: str, random: object)
 RANK = {"route": 0, "join": 1, "wake": 2, "load": 2, "wait": 3, "reject": 4}
 
 
-@settings(max_examples=200, deadline=None)
 @given(fleets, wanted)
 def test_additional_empty_node_never_makes_a_decision_worse(fleet: Fleet, name: str) -> None:
     device = DeviceState(index=0, kind="cuda", name="card", total_bytes=80 * MIB, free_bytes=80 * MIB)
@@ -220,7 +214,6 @@ def test_additional_empty_node_never_makes_a_decision_worse(fleet: Fleet, name: 
     assert RANK[place(name, fleet.with_node(extra), NOW).action] <= RANK[place(name, fleet, NOW).action]
 
 
-@settings(max_examples=200, deadline=None)
 @given(fleets, wanted)
 def test_ending_requests_never_makes_a_decision_worse(fleet: Fleet, name: str) -> None:
     assert RANK[place(name, fleet.as_if_idle(), NOW).action] <= RANK[place(name, fleet, NOW).action]

@@ -15,6 +15,8 @@ from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.ledger.sessions import LIFETIME_S, SECRET_FILE, Sessions
 
+from ...waiting import WAIT_S
+
 if TYPE_CHECKING:
     from ..fake_neuron import StartNeuron
     from ..started_gateway import Client, StartGateway
@@ -176,7 +178,7 @@ async def test_event_stream_has_every_node_and_then_what_changes(
     async with client.session.get(client.url + "/fleet/events?nodes=1") as response:
 
         async def next_event(kind: str) -> dict[str, Any]:
-            async with asyncio.timeout(40):
+            async with asyncio.timeout(WAIT_S):
                 while (await response.content.readline()).strip() != f"event: {kind}".encode():
                     pass
                 return msgspec.json.decode(
@@ -201,7 +203,7 @@ async def test_event_stream_has_every_node_and_then_what_changes(
 async def test_event_streams_are_kept_alive_and_do_not_delay_a_shutdown(start_gateway: StartGateway, path: str) -> None:
     client = await start_gateway()
     async with client.session.get(client.url + path) as response:
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(WAIT_S):
             for _ in range(3):
                 while (await response.content.readline()) != b": keepalive\n":
                     pass

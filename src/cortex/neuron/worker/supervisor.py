@@ -40,6 +40,7 @@ class WorkerSupervisor:
     ) -> None:
         self.device = device
         self.timeouts = timeouts or WorkerTimeouts()
+        """The watchdog reads them at each look."""
         self.state: WorkerState = "none"
         self.freed_at_s = -math.inf
         """When memory was last freed here, on the loop's clock; readings of the device may lag behind."""
@@ -129,7 +130,7 @@ class WorkerSupervisor:
                 self.state = "starting"
                 worker = WorkerProcess(
                     self.device,
-                    self.timeouts,
+                    timeouts=lambda: self.timeouts,
                     on_event=self._on_event,
                     on_lost=self._on_worker_lost,
                     has_live_requests=lambda: any(model.has_requests for model in self._models.values()),

@@ -3,7 +3,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
@@ -15,7 +15,6 @@ from ..conftest import CONTROL, CORPUS, WHOLE
 PIECES = st.one_of(st.text(), st.sampled_from([*CONTROL, *WHOLE, *CORPUS, "<|im_", "<think", CORPUS[0] * 4]))
 
 
-@settings(max_examples=100, deadline=None)
 @given(pieces=st.lists(PIECES, max_size=10), name=st.sampled_from(["gpt-2", "smollm", "llama-bpe", "qwen2", "qwen35"]))
 def test_segments_have_the_ids_of_the_whole_text(gguf_metadata: dict[str, Any], pieces: list[str], name: str) -> None:
     tokenizer, encoder = _encoder(gguf_metadata, name)
@@ -76,7 +75,6 @@ def test_evicts_the_least_recently_used_segments_beyond_the_limit(backend: Token
     assert tokenizer.encoded == [*texts, texts[0], texts[5]]
 
 
-@settings(max_examples=100, deadline=None)
 @given(pieces=st.lists(st.sampled_from([*CONTROL, *WHOLE, "a", "<", "think", "<|im_"]), max_size=30))
 def test_windows_do_not_split_whole_tokens(gguf_metadata: dict[str, Any], pieces: list[str]) -> None:
     tokenizer, _ = _encoder(gguf_metadata, "gpt-2")

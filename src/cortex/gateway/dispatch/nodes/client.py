@@ -41,15 +41,16 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-POLL_TIMEOUT_S = 2.0
+POLL_TIMEOUT_S = 5.0
+"""A busy node responds late, and is not down."""
 LOAD_CALL_TIMEOUT_S = 3600.0
 """A node may hold the load call until the model is ready; polls show meanwhile that the node is up."""
-CONTROL_TIMEOUT_S = 15.0
+CONTROL_TIMEOUT_S = 30.0
 DELETE_TIMEOUT_S = 120.0
 """Deleting hundreds of gigabytes takes a slow disk a while."""
 HUB_TIMEOUT_S = 60.0
 """A node tries several times to reach the hub."""
-USAGE_TIMEOUT_S = 4.0
+USAGE_TIMEOUT_S = 10.0
 """A node waits briefly for the end of the request whose usage is read."""
 STATE_POLL_S = 0.25
 MAX_KEPT = 256
@@ -240,8 +241,8 @@ class NodeClient:
                 return status
         return ModelStatus(id=model, state=ModelState.COLD)
 
-    async def _get(self, target: bytes, kind: type[T], timeout_s: float = POLL_TIMEOUT_S) -> T:
-        return await self._fetch(b"GET", target, b"", kind, timeout_s)
+    async def _get(self, target: bytes, kind: type[T], timeout_s: float | None = None) -> T:
+        return await self._fetch(b"GET", target, b"", kind, timeout_s or POLL_TIMEOUT_S)
 
     async def _post(self, target: bytes, value: Any, kind: type[T], timeout_s: float) -> T:
         return await self._fetch(b"POST", target, msgspec.json.encode(value), kind, timeout_s)

@@ -28,7 +28,7 @@ from cortex.wire.errors import LoadFailed
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
-_HEALTH_S = 5.0
+_HEALTH_S = 15.0
 """How long one health check may take."""
 _PORT_TRIES = 3
 _RECLAIM_S = 5.0

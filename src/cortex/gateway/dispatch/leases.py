@@ -198,7 +198,8 @@ class LeasePool:
         """A node that can count tokens for `model`, loaded or not. None: no node has its files yet; a load brings them.
         Raises UnsupportedModality when no node ever can."""
         fleet = self._fleet_state.fleet
-        candidates = [node for node in fleet.listing(model) if _counts_tokens(node)]
+        listing = fleet.listing(model)
+        candidates = [node for node in listing if _counts_tokens(node) and not node.residencies[model].is_absent]
         if not candidates:
             if fleet.catalogue.has(model) and any(_counts_tokens(node) and node.has_lifecycle for node in fleet.nodes):
                 return None

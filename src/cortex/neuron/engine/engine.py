@@ -22,6 +22,7 @@ from cortex.neuron.engine.host_pages.tier import DeviceHostMemory, HostTier
 from cortex.neuron.engine.kv_pages import KVPages
 from cortex.neuron.engine.loading import LoadedModel, load_model, step_tokens
 from cortex.neuron.engine.memory.sequences import StateMemory
+from cortex.neuron.engine.model_work import work_of
 from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
 from cortex.neuron.engine.sampling.constraints import Constraints
@@ -117,6 +118,7 @@ class Engine:
             page_tokens=memory.page_tokens,
             num_pages=self.stats().num_pages,
             notes=loaded.notes,
+            work=work_of(loaded.body) if isinstance(loaded.body, Decoder) else None,
         )
 
     @classmethod

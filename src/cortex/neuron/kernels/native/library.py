@@ -17,11 +17,13 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from cortex.cache_folder import cache_folder
+
 log = logging.getLogger(__name__)
 
 _NAMES = ("values.h", "operations.h", "tiles.h", "products.c", "lookups.c", "attention.c", "steps.c")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
-_COMPILE_TIMEOUT_S = 120
+_COMPILE_TIMEOUT_S = 300
 _LOGGED_LINES = 3
 """How much of the compiler's output is logged."""
 _NO_SUCH_ROW = 2
@@ -154,7 +156,7 @@ def _options() -> tuple[str, ...]:
 
 def _built(command: str) -> Path:
     """Where the functions are once this compiler has compiled them."""
-    return _folder() / f"native-{_digest(command)}.so"
+    return cache_folder() / "kernels" / f"native-{_digest(command)}.so"
 
 
 def _failure(path: Path) -> Path:
@@ -189,12 +191,6 @@ def _opened(path: Path) -> ctypes.CDLL | None:
         return ctypes.CDLL(str(path)) if is_private(path.parent) and is_private(path) else None
     except OSError:
         return None
-
-
-def _folder() -> Path:
-    environment = os.environ
-    own = environment.get("CORTEX_CACHE")
-    return Path(own or Path(environment.get("XDG_CACHE_HOME", "~/.cache")) / "cortex").expanduser() / "kernels"
 
 
 def _compile(command: str, path: Path) -> None:

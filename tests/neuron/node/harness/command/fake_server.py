@@ -52,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         text = body["messages"][-1]["content"]
         if text == "hang":
-            time.sleep(600)
+            time.sleep(3600)
         if text == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
         if text == "crash":

@@ -15,6 +15,7 @@ from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, 
 from cortex.neuron.servers.entry import HarnessEntry, StateRequest
 from cortex.neuron.worker.model_host import Damaged, SleepRejected
 
+from .....waiting import WAIT_S
 from .commands import START, servers
 
 GIB = 1 << 30
@@ -54,7 +55,7 @@ def host_on(card: Card, measured: list[int], **entry: Any) -> CommandHost:
 
 async def state_of(host: CommandHost) -> str:
     assert host.pool is not None
-    response = await host.pool.fetch(b"GET", b"/health", timeout_s=30)
+    response = await host.pool.fetch(b"GET", b"/health", timeout_s=WAIT_S)
     return str(json.loads(response.body)["state"])
 
 

@@ -15,6 +15,7 @@ from cortex import open_files
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.api.activity import ActivityRoutes
 from cortex.gateway.api.audit import AuditRoutes
+from cortex.gateway.api.benches import BenchRoutes
 from cortex.gateway.api.control import Control
 from cortex.gateway.api.event_streams import EventStreams
 from cortex.gateway.api.files import FileRoutes
@@ -164,6 +165,7 @@ class Gateway:
         board = JobBoard()
         operator = OperatorCommands(self.dispatcher, self.event_log)
         self._file_routes = FileRoutes(self.dispatcher, self._nodes, board, self._metering, self._deferred)
+        self._bench_routes = BenchRoutes(self.dispatcher, operator, self._nodes, board, self._metering, self._deferred)
         open_paths = paths_without_key(config)
         self._ollama_routes = OllamaRoutes(
             self.dispatcher, self._file_routes, self._metering, self._deferred, open_paths
@@ -174,6 +176,7 @@ class Gateway:
             self._file_routes,
             self._ollama_routes,
             orders,
+            self._bench_routes,
             LlamaCppRoutes(self.dispatcher, orders, self._metering, open_paths, self.event_log, self._streams),
             ModelLogRoutes(self.dispatcher, self._nodes, self._metering, self._deferred),
             JobRoutes(board, self._metering),
@@ -289,6 +292,7 @@ class Gateway:
         await self._deferred.close()
         await self._ollama_routes.close()
         await self._file_routes.close()
+        await self._bench_routes.close()
         for node in self._nodes.values():
             node.pool.close()
         # Each may wait for a database that hangs.

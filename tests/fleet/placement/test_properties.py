@@ -15,6 +15,7 @@ from cortex.fleet.placement.explain import as_json, rejection, rows, text
 from cortex.fleet.placement.place import place
 from cortex.fleet.rules import EvictionRules
 from cortex.fleet.topology import DeviceState, Fleet, MemoryReservation, Node, Residency
+from cortex.wire.node.bench import BenchResult, StreamRate
 from cortex.wire.node.protocol import ModelLoad, ModelState, ModelStatus
 
 NOW = 10_000.0
@@ -22,6 +23,10 @@ MIB = 1024**2
 NAMES = [f"m{number}" for number in range(4)]
 NEWCOMER = "new"
 NODES = ["a", "b", "c"]
+
+
+def bench_result(stream_rate: float) -> BenchResult:
+    return BenchResult(measured_at=0.0, version="0", streams=(StreamRate(streams=1, tokens_per_s=stream_rate),))
 
 
 class Drawing:
@@ -59,6 +64,7 @@ class Drawing:
             load=ModelLoad(running=self.mostly(0, 1), waiting=self.mostly(0, 2)),
             state_age_s=self.mostly(100.0, 0.0, 10.0),
             idle_s=float(self.random.randint(0, 500)),
+            bench=self.mostly(None, bench_result(50.0), bench_result(200.0)),
         )
         return Residency(status=status, seen_at=NOW, in_flight=self.mostly(0, 1), pinned=self.mostly(False, True))
 

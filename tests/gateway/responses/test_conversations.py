@@ -21,8 +21,9 @@ from cortex.parsing import items as stored_items
 from cortex.tasks import Supervisor
 from cortex.wire.errors import InvalidValue
 
+from ...waiting import WAIT_S
 from ..fake_neuron import FakeNeuron
-from ..started_gateway import WAIT_S, until
+from ..started_gateway import until
 from .responding_node import CALL, create, found, send, stream_events
 
 if TYPE_CHECKING:

@@ -198,7 +198,8 @@ class LeasePool:
         """A node that can count tokens for `model`, loaded or not. None: no node has its files yet; a load brings them.
         Raises UnsupportedModality when no node ever can, and Overloaded when those that can are down."""
         fleet = self._fleet_state.fleet
-        able = [node for node in fleet.listing(model) if _counts_tokens(node)]
+        listing = fleet.listing(model)
+        able = [node for node in listing if _counts_tokens(node) and not node.residencies[model].is_absent]
         candidates = [node for node in able if node.healthy]
         if able and not candidates:
             raise Overloaded(f"The nodes that count tokens for {model} are down; try again.", retry_after_s=5.0)

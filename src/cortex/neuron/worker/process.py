@@ -12,7 +12,18 @@ from dataclasses import dataclass
 
 from cortex.ipc.loop_channel import LoopChannel
 from cortex.neuron.worker.factory import WorkerFactory, WorkerHandle
-from cortex.neuron.worker.protocol import Activity, Command, DeviceAddress, Event, Exit, Faulted, Memory, Reply, Report
+from cortex.neuron.worker.protocol import (
+    Activity,
+    Command,
+    DeviceAddress,
+    Event,
+    Exit,
+    Faulted,
+    LimitsMeasured,
+    Memory,
+    Reply,
+    Report,
+)
 from cortex.tasks import Supervisor, run_once
 
 log = logging.getLogger(__name__)
@@ -185,7 +196,7 @@ class WorkerProcess:
             self._watch = self._watch.reported(event.activity, event.progress, _now_s())
         self._on_event(event)
         if isinstance(event, Reply):
-            number = event.query if isinstance(event, Memory) else event.handle
+            number = event.query if isinstance(event, Memory | LimitsMeasured) else event.handle
             reply = self._replies.pop(number, None)
             if reply is not None and not reply.done():
                 reply.set_result(event)

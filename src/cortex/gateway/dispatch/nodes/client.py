@@ -22,6 +22,7 @@ from cortex.http.upstream.pool import Pool
 from cortex.tls import client_context
 from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, UpstreamUnavailable, from_code
 from cortex.wire.events import Usage
+from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.model_log import ModelLog
 from cortex.wire.node.protocol import (
     DeletedFiles,
@@ -50,6 +51,8 @@ DELETE_TIMEOUT_S = 120.0
 """Deleting hundreds of gigabytes takes a slow disk a while."""
 HUB_TIMEOUT_S = 60.0
 """A node tries several times to reach the hub."""
+SURVEY_TIMEOUT_S = 300.0
+"""The headers of a large model on a slow disk take a while."""
 USAGE_TIMEOUT_S = 10.0
 """A node waits briefly for the end of the request whose usage is read."""
 STATE_POLL_S = 0.25
@@ -205,6 +208,10 @@ class NodeClient:
             raise LoadFailed(f"{request.model_id} is {status.state} after the unload")
         return status
 
+    async def survey(self, request: LoadRequest) -> ModelStatus:
+        """Have the node list the model and read its files, without a load. Raises the node's error when it may not."""
+        return await self._post(b"/models/survey", request, ModelStatus, SURVEY_TIMEOUT_S)
+
     async def request_usage(self, attempt_id: str) -> Usage:
         """The usage of a request whose client disconnected."""
         return await self._get(f"/requests/{quote(attempt_id, safe='')}/usage".encode(), Usage, USAGE_TIMEOUT_S)
@@ -227,6 +234,17 @@ class NodeClient:
     async def cancel_pull(self, model: str) -> PullStatus:
         """Returns when the download has ended."""
         return await self._post(b"/files/cancel", FilesRequest(model_id=model), PullStatus, CONTROL_TIMEOUT_S)
+
+    async def bench(self, request: BenchRequest) -> BenchStatus:
+        """Start to measure a model, or join the measurement in progress; returns at once."""
+        return await self._post(b"/bench", request, BenchStatus, CONTROL_TIMEOUT_S)
+
+    async def bench_status(self, model: str) -> BenchStatus:
+        return await self._get(f"/bench/{quote(model)}".encode(), BenchStatus)
+
+    async def cancel_bench(self, model: str) -> BenchStatus:
+        """Returns when the measurement has ended."""
+        return await self._post(b"/bench/cancel", BenchRequest(model_id=model), BenchStatus, CONTROL_TIMEOUT_S)
 
     async def delete_files(self, request: FilesRequest) -> DeletedFiles:
         return await self._post(b"/files/delete", request, DeletedFiles, DELETE_TIMEOUT_S)

@@ -65,6 +65,7 @@ class FakeFleet:
         self.polls: list[str] = []
         self.down: set[str] = set()
         self.forgotten: list[tuple[str, str]] = []
+        self.surveys: list[tuple[str, str]] = []
         self.ready: dict[str, dict[str, float]] = {name: {} for name in self.sizes}
         self.running: dict[tuple[str, str], int] = {}
         self.benches: dict[tuple[str, str], BenchResult] = {}
@@ -87,6 +88,9 @@ class FakeFleet:
 
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         self.recycled.append((node, devices))
+
+    def survey(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
+        self.surveys += [(node, request.model_id) for request in requests]
 
     def forget(self, node: str, model: str) -> None:
         self.forgotten.append((node, model))

@@ -244,6 +244,9 @@ class FakeNeuron:
         wanted = msgspec.json.decode(await request.read(), type=LoadRequest)
         self.load_requests.append(wanted)
         self.states[wanted.model_id] = ModelState.LOADING
+        return await asyncio.shield(self._finish_load(wanted))  # it goes on without its caller
+
+    async def _finish_load(self, wanted: LoadRequest) -> web.Response:
         await self.load_gate.wait()
         if self.states.get(wanted.model_id) is not ModelState.LOADING:
             return _json({"error": {"message": "unloaded while it was being loaded", "code": "load_cancelled"}}, 502)

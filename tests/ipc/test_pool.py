@@ -15,9 +15,9 @@ import pytest
 from cortex.ipc.pool import JobLost, PoolLost, RestartedPool, WorkerPool
 from cortex.ipc.start import start_child
 
-HERE = str(Path(__file__).parent)
-if HERE not in sys.path:
-    sys.path.append(HERE)  # the pool imports from where its parent does
+JOBS = str(Path(__file__).with_name("jobs"))
+if JOBS not in sys.path:
+    sys.path.append(JOBS)  # the pool imports from where its parent does
 
 from pool_jobs import Done, Job  # noqa: E402
 

@@ -51,6 +51,7 @@ from cortex.gateway.listening import ListeningSockets, certificate_of
 from cortex.gateway.metrics import CONTENT_TYPE, Metrics, fleet_gauges
 from cortex.gateway.page.conversations import Conversations
 from cortex.gateway.page.page import Page
+from cortex.gateway.page.sign_in_attempts import SignInAttempts
 from cortex.gateway.page.signing_in import SigningIn
 from cortex.gateway.pictures.fetcher import PictureFetcher
 from cortex.gateway.pictures.inlining import PictureInlining
@@ -204,8 +205,9 @@ class Gateway:
             open_paths,
             self._audit,
         )
-        self._signing_in = SigningIn(self._metering, Conversations(config.database(directory)))
-        self._page = Page(self._metering.meter, self._signing_in, is_secure=self._certificate is not None)
+        attempts = SignInAttempts(self._audit)
+        self._signing_in = SigningIn(self._metering, Conversations(config.database(directory)), attempts)
+        self._page = Page(self._metering.meter, self._signing_in, attempts, is_secure=self._certificate is not None)
         ollama = OllamaInference(self._inference, operator, self._control.cross_site)
         self._router = RequestRouter(self._inference, self._responses, ollama, self._control, self._page)
         self.server = api_server(

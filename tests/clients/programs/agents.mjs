@@ -20,7 +20,7 @@ async function run(command, options, environment, files = {}) {
   }
   const env = { PATH: process.env.PATH, HOME: folder, ...environment(folder) };
   const output = await new Promise((resolve, reject) => {
-    const child = execFile(command, options, { cwd: folder, env, timeout: 280_000 }, (error, stdout, stderr) =>
+    const child = execFile(command, options, { cwd: folder, env, timeout: 1_200_000 }, (error, stdout, stderr) =>
       error ? reject(new Error(`${error.message}\n${stdout}\n${stderr}`)) : resolve(stdout));
     child.stdin.end();
   });

@@ -14,6 +14,7 @@ import pytest
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.ledger.sessions import LIFETIME_S, SECRET_FILE, Sessions
+from cortex.gateway.page.failed_sign_ins import MOST_FAILURES
 
 from ...waiting import WAIT_S
 
@@ -155,6 +156,24 @@ async def test_session_outlives_a_restart_of_the_gateway(start_gateway: StartGat
     await first.gateway.close()
     second = await start_gateway(keys=(anna.section,))
     assert (await second.get("/session", cookie=session))[0] == 200
+
+
+async def test_sign_ins_are_in_the_audit_log_without_what_was_sent(start_gateway: StartGateway) -> None:
+    anna, ben = generate("anna", operator=True), generate("ben")
+    client = await start_gateway(keys=(anna.section, ben.section))
+    wrong = anna.text[:-4] + "zzzz"
+    for key_text, expected in ((anna.text, 200), (ben.text, 200), *[(wrong, 401)] * MOST_FAILURES, (anna.text, 429)):
+        assert (await sign_in(client, key_text))[0] == expected
+    _, body = await client.get("/fleet/audit?limit=1000", authorization=f"Bearer {anna.text}")
+    entries = body["entries"][::-1]
+    assert [(entry["key_id"], entry["key_name"], entry["status"], entry["detail"]) for entry in entries[:2]] == [
+        (anna.section.id, "anna", 200, "signed in as operator"),
+        (ben.section.id, "ben", 200, "signed in"),
+    ]
+    assert [(entry["key_id"], entry["status"]) for entry in entries[2:]] == [("", 401)] * MOST_FAILURES
+    assert "unknown" in entries[2]["detail"]
+    assert {(entry["action"], entry["client"]) for entry in entries} == {("POST /session", "127.0.0.1")}
+    assert wrong not in str(entries)
 
 
 async def test_sign_out_removes_the_cookie(start_gateway: StartGateway) -> None:

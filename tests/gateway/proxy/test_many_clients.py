@@ -71,7 +71,7 @@ async def test_counters_return_to_zero_when_a_third_of_500_streams_disconnect(
     nodes = [await neurons(f"n{i}", sizes={"a": GB, "b": GB}, states={"a": READY}, respond=paced) for i in range(2)]
     for node in nodes:
         node.load_gate = gate
-    client = await start_gateway(*nodes, max_waiting=500)
+    client = await start_gateway(*nodes, max_waiting=500, missed_polls=1000)
     chance = random.Random(5)
 
     async def stay(model: str) -> bool:
@@ -124,7 +124,7 @@ async def test_slow_readers_delay_only_their_own_responses(
         return response
 
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, respond=torrent)
-    client = await start_gateway(beast)
+    client = await start_gateway(beast, missed_polls=1000)
     readers = []
     for _ in range(10):
         sock = socket.socket()
@@ -160,7 +160,7 @@ async def test_a_thousand_requests_leave_no_objects(
     neurons: StartNeuron, start_gateway: StartGateway, many_clients: ClientSession
 ) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
-    client = await start_gateway(beast)
+    client = await start_gateway(beast, missed_polls=1000)
 
     async def ask(number: int) -> None:
         body: dict[str, Any] = {"model": "a" if number % 7 else "nobody", "messages": [], "stream": number % 2 == 0}

@@ -261,6 +261,17 @@ class Node:
             self._models.controller(model.id).want_ready(model)
         return self.model(request.model_id)
 
+    async def survey(self, request: LoadRequest) -> ModelStatus:
+        """Lists a model and reads its files, so that its size is known, or why it cannot be loaded. Does nothing to one
+        that the node has by itself, or that is in memory. Raises ModelNotFound and LoadFailed, as `load` does."""
+        self._check_open()
+        model = self._library.adopt(request)
+        if self._library.is_adopted(model.id) and not self._models.is_in_memory(model.id):
+            if self._library.keep_options(model):
+                self._loader.forget(model.id)
+            await self._loader.survey_listed(self._library.find(model.id))
+        return self.model(model.id)
+
     def _free_another_quant(self, model_id: str, quant: str) -> None:
         """Starts to unload the model where it sleeps in another quantisation than `quant`. Raises ModelInUse where it
         serves in another one, or soon will: to join that would give the caller other weights than it asked for."""

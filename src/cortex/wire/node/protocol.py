@@ -145,7 +145,7 @@ class ModelLoad(NodeValue, frozen=True):
     waiting: int = 0
     kv_used_fraction: float = 0.0
     tokens_per_s: float = 0.0
-    """Completion tokens over the last few seconds."""
+    """Completion tokens of all requests, without the first of each, over the last few seconds in which one came."""
 
 
 class Capabilities(NodeValue, frozen=True):

@@ -51,6 +51,8 @@ DELETE_TIMEOUT_S = 120.0
 """Deleting hundreds of gigabytes takes a slow disk a while."""
 HUB_TIMEOUT_S = 60.0
 """A node tries several times to reach the hub."""
+SURVEY_TIMEOUT_S = 300.0
+"""The headers of a large model on a slow disk take a while."""
 USAGE_TIMEOUT_S = 10.0
 """A node waits briefly for the end of the request whose usage is read."""
 STATE_POLL_S = 0.25
@@ -205,6 +207,10 @@ class NodeClient:
         if status.state not in absent:
             raise LoadFailed(f"{request.model_id} is {status.state} after the unload")
         return status
+
+    async def survey(self, request: LoadRequest) -> ModelStatus:
+        """Have the node list the model and read its files, without a load. Raises the node's error when it may not."""
+        return await self._post(b"/models/survey", request, ModelStatus, SURVEY_TIMEOUT_S)
 
     async def request_usage(self, attempt_id: str) -> Usage:
         """The usage of a request whose client disconnected."""

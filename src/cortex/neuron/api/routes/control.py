@@ -58,6 +58,7 @@ class Control:
             Route("GET", "/events", self.events),
             Route("GET", "/models", self.models),
             Route("POST", "/models/load", self.load),
+            Route("POST", "/models/survey", self.survey),
             Route("POST", "/models/unload", self.unload),
             Route("POST", r"/devices/(?P<index>\d{1,4})/recycle", self.recycle),
             Route("GET", SHARES_PATH, self.share),
@@ -138,6 +139,11 @@ class Control:
         with self.drain_gate.enter():
             status = await self.drain_gate.wait_for(self.backend.load(load_request, wait=wait))
         return responses.json(status, status=200 if status.state is ModelState.READY else 202)
+
+    async def survey(self, call: ApiCall) -> Response:
+        """Lists a model with the options of a load, and responds when its files have been read. Loads nothing."""
+        load_request = _decode(_with_model_id(call.request.body), LoadRequest)
+        return responses.json(await self.backend.survey(load_request))
 
     async def share(self, call: ApiCall) -> None:
         """A node that leads a model has this one hold a part of it, for as long as its connection lasts."""

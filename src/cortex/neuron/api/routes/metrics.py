@@ -180,7 +180,7 @@ def _of_models(models: Iterable[ModelStatus]) -> Iterator[Metric]:
     used = {m: load.kv_used_fraction for m, load in loads.items()}
     yield _gauge("kv_used_fraction", "Share of the cache pages in use.", "model", used)
     speeds = {m: load.tokens_per_s for m, load in loads.items()}
-    yield _gauge("tokens_per_second", "Completion tokens over the last few seconds.", "model", speeds)
+    yield _gauge("tokens_per_second", "Completion tokens after the first, over the last few seconds.", "model", speeds)
     sizes = {model.id: model.measured_bytes for model in models if model.state is not ModelState.ASLEEP}
     yield _gauge("model_bytes", "Device memory that a loaded model takes.", "model", sizes)
     replicas = {model.id: model.replicas for model in models if sizes.get(model.id) is not None}

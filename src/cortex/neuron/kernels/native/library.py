@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -12,6 +13,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -117,14 +119,33 @@ def _load() -> NativeLibrary:
     path = _built(command)
     library = _opened(path)
     if library is None:
-        try:
-            _compile(command, path)
-        except (OSError, subprocess.SubprocessError):  # such as a time-out, while another process has compiled them
-            if (library := _opened(path)) is None:
-                raise
-        else:
-            library = ctypes.CDLL(str(path))
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(path.parent):  # the workers of a divided model start together, and one of them compiles
+            library = _opened(path) or _compiled(command, path)
     return NativeLibrary(library, _threads())
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds a lock of the folder that is shared by all processes, where its file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _compiled(command: str, path: Path) -> ctypes.CDLL:
+    """Raises OSError or SubprocessError."""
+    try:
+        _compile(command, path)
+    except (OSError, subprocess.SubprocessError):  # such as a time-out, while another process has compiled them
+        if (library := _opened(path)) is None:
+            raise
+        return library
+    return ctypes.CDLL(str(path))
 
 
 def _options() -> tuple[str, ...]:
@@ -173,7 +194,6 @@ def _opened(path: Path) -> ctypes.CDLL | None:
 
 
 def _compile(command: str, path: Path) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         log.info("compiling the functions in C for this host, once: %s", command)
         built = Path(folder) / path.name

@@ -93,8 +93,10 @@ class Handler(BaseHTTPRequestHandler):
         received = {"method": self.command, "path": self.path, "headers": dict(self.headers.items())}
         ends = {"first": first.decode("latin-1"), "last": last.decode("latin-1")}
         facts = {**received, **ends, "num_bytes": num_bytes, "sha256": digest.hexdigest()}
-        usage = {"usage": {"prompt_tokens": 7, "total_tokens": 7}} if "embeddings" in self.path else {}
-        self._json(404 if "absent" in self.path else 200, facts | usage)
+        if "embeddings" in self.path:
+            facts["data"] = [{"index": 0, "embedding": [0.5, -1.0]}]
+            facts["usage"] = {"prompt_tokens": 7, "total_tokens": 7}
+        self._json(400 if b"spicy" in first else 404 if "absent" in self.path else 200, facts)
 
     def _stream(self, body: Any, text: str) -> None:
         self.send_response(200)

@@ -109,6 +109,18 @@ async def test_ollamas_dialect(caller: Caller) -> None:
     await until(lambda: not servers())
 
 
+async def test_ollamas_embeddings_are_those_of_the_server(caller: Caller) -> None:
+    async with caller.session.post(caller.url + "/api/embed", json={"model": "m:latest", "input": ["hi"]}) as response:
+        reply = await response.json()
+    assert (reply["model"], reply["embeddings"], reply["prompt_eval_count"]) == ("m", [[0.5, -1.0]], 7)
+    assert 0 < reply["load_duration"] <= reply["total_duration"], "the server was started"
+    async with caller.session.post(caller.url + "/api/embeddings", json={"model": "m", "prompt": "hi"}) as response:
+        assert await response.json() == {"embedding": [0.5, -1.0]}
+    async with caller.session.post(caller.url + "/api/embed", json={"model": "m", "input": "spicy"}) as response:
+        assert response.status == 400
+        assert isinstance((await response.json())["error"], str)
+
+
 async def test_usage_of_a_stream_is_asked_for_and_passed_on(caller: Caller) -> None:
     async with caller.post(stream=True, stream_options={"include_usage": True}) as response:
         frames = Parser().feed(await response.read())

@@ -32,6 +32,8 @@ _HEALTH_S = 15.0
 """How long one health check may take."""
 _PORT_TRIES = 3
 _RECLAIM_S = 5.0
+_SHORTEST_STREAM_S = 0.02
+"""A response that is complete sooner after its first piece came whole: its speed is not known."""
 _PAGES = 1 << 40
 """A server manages its own KV cache: the node only bounds the number of its requests."""
 
@@ -85,7 +87,8 @@ class CommandHost:
     _port: int = 0
     _kill_reason: str | None = None
     _watch: asyncio.Task[None] | None = None
-    _live: set[str] = field(default_factory=set)
+    _live: dict[str, float | None] = field(default_factory=dict)
+    """Requests with a slot → when the server began to respond."""
     _stats: EngineStats = EngineStats()  # noqa: RUF009 - immutable
 
     @property
@@ -296,18 +299,19 @@ class CommandHost:
     # Requests
 
     def submit(self, request: EngineRequest) -> None:
-        self._live.add(request.id)
+        self._live[request.id] = None
         self._report(StepOutput(request.id))
 
     def cancel(self, request_id: str) -> None:
         if request_id in self._live:
-            self._live.discard(request_id)
+            del self._live[request_id]
             self._report(StepOutput(request_id, finish="cancelled"))
 
     def produced(self, request_id: str) -> None:
         """The server has begun to respond."""
         if request_id in self._live:
-            self._report(StepOutput(request_id, tokens=(0,)))
+            self._live[request_id] = asyncio.get_running_loop().time()
+            self._report(StepOutput(request_id, tokens=(0,)))  # the server keeps the ids of its tokens to itself
 
     def finished(self, request_id: str, prompt_tokens: int, completion_tokens: int) -> None:
         """The response is complete."""
@@ -319,8 +323,10 @@ class CommandHost:
             completion_tokens=stats.completion_tokens + completion_tokens,
         )
         if request_id in self._live:
-            self._live.discard(request_id)
-            self._report(StepOutput(request_id, finish="stop"))
+            begun_s = self._live.pop(request_id)
+            is_stream = begun_s is not None and asyncio.get_running_loop().time() - begun_s >= _SHORTEST_STREAM_S
+            later = (0,) * max(0, completion_tokens - 1) if is_stream else ()
+            self._report(StepOutput(request_id, tokens=later, finish="stop"))
             if self._sink is not None:
                 self._sink.on_stats(self._stats)
 

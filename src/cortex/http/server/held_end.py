@@ -1,0 +1,79 @@
+"""Holds back the end of a response until something else has happened, as a write to a database."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cortex.http.server.exchange import Exchange, ExchangeConnection, ResponseTransport
+
+
+class HeldEnd:
+    """Stands between an exchange and its connection. Used on the loop's thread.
+
+    Everything passes until `hold`. What the exchange writes from then on, its end included, is kept until `release`,
+    which may come more than once. More than `max_bytes` are not kept: then everything is released.
+    """
+
+    def __init__(self, connection: ExchangeConnection, max_bytes: int) -> None:
+        self._connection = connection
+        self._max_bytes = max_bytes
+        self._held: list[bytes] = []
+        self._num_held_bytes = 0
+        self._is_holding = False
+        self._is_released = False
+        self._keep_alive: bool | None = None
+        """How the exchange ended while it was held; None: it has not."""
+
+    @classmethod
+    def of(cls, exchange: Exchange, max_bytes: int) -> HeldEnd:
+        """For the response of `exchange`, which has not begun."""
+        held = cls(exchange.connection, max_bytes)
+        exchange.connection = held
+        return held
+
+    def hold(self) -> None:
+        """Keep what is written from now on."""
+        self._is_holding = not self._is_released
+
+    def release(self) -> None:
+        """Send what was kept. Nothing is held from now on."""
+        self._is_released = True
+        if not self._is_holding:
+            return
+        self._is_holding = False
+        held, self._held = self._held, []
+        if held:
+            self._connection.transport.write(b"".join(held))
+        if self._keep_alive is not None:
+            self._connection.exchange_ended(self._keep_alive)
+
+    # --- the connection of the exchange
+
+    @property
+    def transport(self) -> ResponseTransport:
+        return self
+
+    def exchange_ended(self, keep_alive: bool) -> None:
+        if self._is_holding:
+            self._keep_alive = keep_alive
+        else:
+            self._connection.exchange_ended(keep_alive)
+
+    def upgrade(self, protocol: bytes, max_buffered_bytes: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return self._connection.upgrade(protocol, max_buffered_bytes)
+
+    # --- its transport
+
+    def write(self, data: bytes) -> None:
+        if not self._is_holding:
+            self._connection.transport.write(data)
+            return
+        self._held.append(data)
+        self._num_held_bytes += len(data)
+        if self._num_held_bytes > self._max_bytes:
+            self.release()
+
+    def abort(self) -> None:
+        self._is_released, self._is_holding = True, False
+        self._held.clear()
+        self._connection.transport.abort()

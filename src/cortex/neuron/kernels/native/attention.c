@@ -12,7 +12,7 @@ enum {
     KEYS = 4,     // whose scores are computed at a time
     VALUES = 16,  // that are added at a time: they stay in the first cache
     HEADS = 4,    // most query heads that are computed at a time
-    VECTORS = 4,  // most vectors of a head that are computed at a time
+    VECTORS = WIDTH == 32 ? 2 : 4,  // most vectors of a head that are computed at a time; AVX2 has few registers
     AHEAD = 16,   // positions whose keys and values are being loaded
 };
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from cortex.wire.node.bench import BenchRequest, BenchResult, BenchStatus, StreamRate
 from cortex.wire.node.protocol import ModelState
 
+from ...waiting import WAIT_S
 from ..fake_neuron import GB
 from ..started_gateway import Client, until
 
@@ -21,7 +22,7 @@ DONE = BenchStatus(model_id="a", state="done", result=RESULT)
 
 
 async def ended(client: Client, job_id: str) -> dict[str, object]:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(WAIT_S):
         while (job := (await client.get(f"/fleet/jobs/{job_id}"))[1])["state"] == "running":
             await asyncio.sleep(0.01)
     return dict(job)
@@ -48,7 +49,7 @@ async def test_measures_a_model_where_it_is_ready_and_shows_the_result(
         "beast": 70.0,
     }
     assert not cold.bench_requests
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(WAIT_S):
         while True:
             nodes = {node["node"]: node for node in (await client.get("/fleet/explain/a"))[1]["nodes"]}
             if nodes["beast"]["bench"] is not None:

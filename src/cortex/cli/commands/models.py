@@ -39,7 +39,8 @@ def models(gateway: GatewayClient, as_json: bool) -> None:
     for entry in listed:
         if not entry.get("feasible_on") and "alias_of" not in entry:
             for node, reason in entry.get("problems", {}).items():
-                console().print(Text(f"{node}: {reason}", style="red"), soft_wrap=True)
+                why = str(reason).removeprefix(f"{entry['id']}: ")
+                console().print(Text(f"{entry['id']} on {node}: {why}", style="red"), soft_wrap=True)
 
 
 def _name(entry: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 
 import msgspec
 
@@ -153,11 +154,16 @@ class _NodeRun:
         if self._dispatcher.is_ready(self._target.model, self._target.node):
             return None
         ended: asyncio.Future[CortexError | None] = asyncio.get_running_loop().create_future()
-        self._dispatcher.watch(self._target, "load", lambda error: ended.done() or ended.set_result(error))
+        self._dispatcher.watch(self._target, "load", partial(_end, ended))
         self._is_loading = True
         error = await ended
         self._is_loading = False
         return error
+
+
+def _end(ended: asyncio.Future[CortexError | None], error: CortexError | None) -> None:
+    if not ended.done():  # the gateway may be closing
+        ended.set_result(error)
 
 
 def _body(job: Job) -> dict[str, object]:

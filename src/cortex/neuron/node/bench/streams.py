@@ -7,6 +7,7 @@ import random
 import secrets
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from cortex.neuron.engine.request import EngineRequest, SamplingParams, StepOutput
 from cortex.neuron.node.instance import Instance
@@ -41,7 +42,7 @@ class StreamSet:
                 )
                 generation = instance.generate(request)
                 self._generations.append(generation)
-                generation.follow(lambda outputs, number=number: self._received(number, outputs), self._failed)
+                generation.follow(partial(self._received, number), self._failed)
         except CortexError:
             self.cancel()
             raise

@@ -1,15 +1,19 @@
-"""How busy each replica is now, and how fast: nodes' reports, corrected by what this gateway has done since."""
+"""The replicas of each model that take requests, and how busy and fast each is: nodes' reports, corrected by what this
+gateway has done since."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import NamedTuple
 
-from cortex.fleet.topology import ModelOnNode, Residency
+from cortex.fleet.index import remembered
+from cortex.fleet.topology import ModelOnNode, Node, Residency
+from cortex.gateway.dispatch.fleet_state import ChangedNode, FleetState
 from cortex.routing.choice import PREFILL_TOKENS_PER_S, REQUEST_S, Replica
-from cortex.wire.node.protocol import ModelLoad
+from cortex.wire.node.protocol import Dialect, ModelLoad, ModelState
 
 REPORT_AGE_S = 1.0
 """A report may still count requests that ended this long before it arrived."""
@@ -18,6 +22,73 @@ MIN_MEASURED_TOKENS = 256
 """Shorter prompts say more about the network than about the rate."""
 _NEWEST = 0.2
 """The weight of the newest measurement."""
+
+
+class ReadyReplica(NamedTuple):
+    """A ready model on a node that takes requests. It stays the same until a report changes one of these."""
+
+    target: ModelOnNode
+    dialects: tuple[Dialect, ...]
+    has_lifecycle: bool
+    """Whether the node loads the model on request, should it be gone."""
+    reads_pictures: bool
+    context_tokens: int | None
+
+
+class ReadyReplicas:
+    """Where each model takes requests: found when it is first asked for, and again after a report that changes it.
+    Owned by the lease pool."""
+
+    def __init__(self, fleet_state: FleetState) -> None:
+        self._fleet_state = fleet_state
+        self._found: dict[str, tuple[ReadyReplica, ...]] = {}
+
+    def of(self, model: str) -> tuple[ReadyReplica, ...]:
+        found = self._found.get(model)
+        if found is None:
+            replicas = self._fleet_state.fleet.replicas(model)
+            found = self._found[model] = tuple(_ready_replica(node, held) for node, held in replicas)
+        return found
+
+    def nodes_changed(self, changed: Iterable[ChangedNode]) -> None:
+        """The fleet was rebuilt: forget what these nodes have changed, which is nothing after most reports."""
+        for before, after in changed:
+            facts = _routing_facts(after)
+            if facts.spans or facts != _routing_facts(before):
+                for node in (before, after):
+                    for model in (*ready_models(node), *(share.model_id for share in node.shares)):
+                        self._found.pop(model, None)
+
+    def clear(self) -> None:
+        self._found.clear()
+
+
+class _RoutingFacts(NamedTuple):
+    """What of a node alone decides on the replicas there."""
+
+    is_open: bool
+    models: tuple[ReadyReplica, ...]
+    spans: bool
+    """Whether other nodes decide too, because they have parts of the models there, or the node has parts of theirs."""
+
+
+@remembered
+def _routing_facts(node: Node) -> _RoutingFacts:
+    held = [node.residencies[model] for model in ready_models(node)]
+    spans = bool(node.shares) or any(each.status.nodes for each in held)
+    return _RoutingFacts(node.healthy and not node.draining, tuple(_ready_replica(node, each) for each in held), spans)
+
+
+def _ready_replica(node: Node, held: Residency) -> ReadyReplica:
+    status = held.status
+    target = ModelOnNode(node.name, status.id)
+    return ReadyReplica(target, node.dialects, node.has_lifecycle, status.capabilities.vision, status.context_tokens)
+
+
+@remembered
+def ready_models(node: Node) -> tuple[str, ...]:
+    """The models that `node` has ready."""
+    return tuple(model for model, held in node.residencies.items() if held.state is ModelState.READY)
 
 
 @dataclass(slots=True)
@@ -81,10 +152,9 @@ class ReplicaLoads:
         if prefill_s and num_computed_tokens >= MIN_MEASURED_TOKENS:
             load.prefill_tokens_per_s = _averaged(load.prefill_tokens_per_s, num_computed_tokens / prefill_s)
 
-    def replicas(self, model: str, nodes: list[str], in_flight: dict[ModelOnNode, int]) -> list[Replica]:
-        """The replicas of `model` on `nodes` now. One without a measurement counts as fast as the others."""
+    def replicas(self, targets: list[ModelOnNode], in_flight: dict[ModelOnNode, int]) -> list[Replica]:
+        """The replicas of one model now. One without a measurement counts as fast as the others."""
         now = self._clock()
-        targets = [ModelOnNode(node, model) for node in nodes]
         loads = [self._loads.get(target) or _ReplicaLoad() for target in targets]
         rate = max((load.prefill_tokens_per_s or 0.0 for load in loads), default=0.0) or PREFILL_TOKENS_PER_S
         request_s = max((load.request_s or 0.0 for load in loads), default=0.0) or REQUEST_S

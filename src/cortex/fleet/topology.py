@@ -202,12 +202,17 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         )
 
     @cached_property
+    def active(self) -> tuple[Residency, ...]:
+        """The models that are not cold. Of the many that a node lists these are few."""
+        return tuple([held for held in self.residencies.values() if held.status.state is not ModelState.COLD])
+
+    @cached_property
     def placement_facts(self) -> PlacementFacts:
         return PlacementFacts(
             self.healthy and not self.draining,
             not self.healthy and self.problem is None,
             tuple(device.free_bytes >> 28 for device in self.devices),
-            tuple((id, held.state) for id, held in self.residencies.items() if held.state is not ModelState.COLD),
+            tuple([(held.status.id, held.status.state) for held in self.active]),
             len(self.residencies),
             self.reservations,
             self.shares,
@@ -217,8 +222,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def is_idle(self) -> bool:
         """No request runs, and no model loads or unloads there."""
         return not self.reservations and not any(
-            held.is_busy or held.state in STARTING or held.state is ModelState.UNLOADING
-            for held in self.residencies.values()
+            held.is_busy or held.state in STARTING or held.state is ModelState.UNLOADING for held in self.active
         )
 
 

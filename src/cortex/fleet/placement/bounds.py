@@ -19,7 +19,7 @@ from .decision import Origin, Verdict
 from .eviction import protected
 from .fitting import eligible_devices
 
-Bound = tuple[float, ...]
+Bound = tuple[float | str, ...]
 """A prefix of a preference: a shorter one is better than any that continues it."""
 
 RANK = {verdict: rank for rank, verdict in enumerate(Verdict)}
@@ -124,6 +124,9 @@ def by_room(
     most_bytes = available[-1]
     if need is None:
         return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, True, False, -sum(available))
+    if need.takes_bytes <= most_bytes and not is_divided:
+        left_over = _left_over(available, (need.takes_bytes,), packs=packs)
+        return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, False, False, left_over)
     if is_divided or (room.may_divide and need.takes_bytes > room.max_capacity_bytes):
         if need.least_bytes > room.total_bytes:
             return _TOO_SMALL
@@ -131,15 +134,17 @@ def by_room(
             free_bytes = sum(max(0, each.balance_bytes) for each in room.devices)
             return (_EVICTION, is_elsewhere, True, 0.0, max(0, need.least_bytes - free_bytes))
         return (_FITS, is_elsewhere)
-    if need.takes_bytes <= most_bytes:
-        left_over = _left_over(available, (need.takes_bytes,), packs=packs)
-        return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, False, False, left_over)
     if need.least_bytes <= most_bytes:
         left_over = _left_over(available, (need.comfortable_bytes, need.least_bytes), packs=packs)
         return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, False, True, left_over)
     if need.least_bytes > room.max_capacity_bytes:
         return _TOO_SMALL
     return (_EVICTION, is_elsewhere, True, 0.0, min(_missing(each, need) for each in _wide(room, need)))
+
+
+def has_free(room: _NodeRoom, need: Need) -> bool:
+    """Whether a device has enough free memory for `need`, or several may have it together."""
+    return room.may_divide or need.least_bytes <= room.available_bytes[-1]
 
 
 def by_residents(

@@ -298,8 +298,9 @@ class LeasePool:
         )
 
     def _take_best(self, model: str, ready: tuple[ReadyReplica, ...], prompt: bytes) -> Lease:
-        replicas = self._loads.replicas([each.target for each in ready], self._in_flight)
-        prefixes = self._prefixes.setdefault(model, PrefixRecord())
+        replicas = self._loads.replicas(ready, self._in_flight)
+        if (prefixes := self._prefixes.get(model)) is None:
+            prefixes = self._prefixes[model] = PrefixRecord()
         chosen = choice.choose(replicas, prompt, prefixes)
         replica = ready[replicas.index(chosen.replica)]
         lease = Lease(replica.target, replica.dialects, replica.has_lifecycle, True, _least_time(len(ready)))

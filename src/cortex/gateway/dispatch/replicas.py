@@ -88,7 +88,7 @@ def _ready_replica(node: Node, held: Residency) -> ReadyReplica:
 @remembered
 def ready_models(node: Node) -> tuple[str, ...]:
     """The models that `node` has ready."""
-    return tuple(model for model, held in node.residencies.items() if held.state is ModelState.READY)
+    return tuple([held.model_id for held in node.active if held.status.state is ModelState.READY])
 
 
 @dataclass(slots=True)
@@ -117,11 +117,13 @@ class ReplicaLoads:
 
     def observed(self, target: ModelOnNode, held: Residency, in_flight: int) -> None:
         """The node reported the model ready; `in_flight` requests of this gateway are there now."""
-        load = self._loads.setdefault(target, _ReplicaLoad())
+        load = self._load(target)
         load.reported = held.status.load
         load.num_released = 0
-        own = in_flight + load.num_released_since(held.seen_at - REPORT_AGE_S)
-        load.num_foreign = max(0, load.reported.running + load.reported.waiting - own)
+        load.num_foreign = 0
+        if num_reported := load.reported.running + load.reported.waiting:
+            own = in_flight + load.num_released_since(held.seen_at - REPORT_AGE_S)
+            load.num_foreign = max(0, num_reported - own)
 
     def forget(self, target: ModelOnNode) -> None:
         """The model is not ready there any more."""
@@ -129,7 +131,7 @@ class ReplicaLoads:
 
     def sent(self, target: ModelOnNode, prefill_s: float) -> None:
         """A request goes there; its prompt takes about `prefill_s` to compute."""
-        load = self._loads.setdefault(target, _ReplicaLoad())
+        load = self._load(target)
         load.backlog_until = max(self._clock(), load.backlog_until) + prefill_s
 
     def released(self, target: ModelOnNode, *, is_last: bool) -> None:
@@ -152,31 +154,40 @@ class ReplicaLoads:
         if prefill_s and num_computed_tokens >= MIN_MEASURED_TOKENS:
             load.prefill_tokens_per_s = _averaged(load.prefill_tokens_per_s, num_computed_tokens / prefill_s)
 
-    def replicas(self, targets: list[ModelOnNode], in_flight: dict[ModelOnNode, int]) -> list[Replica]:
+    def replicas(self, ready: Iterable[ReadyReplica], in_flight: dict[ModelOnNode, int]) -> list[Replica]:
         """The replicas of one model now. One without a measurement counts as fast as the others."""
-        now = self._clock()
-        loads = [self._loads.get(target) or _ReplicaLoad() for target in targets]
-        rate = max((load.prefill_tokens_per_s or 0.0 for load in loads), default=0.0) or PREFILL_TOKENS_PER_S
-        request_s = max((load.request_s or 0.0 for load in loads), default=0.0) or REQUEST_S
-        return [
-            _replica(target.node, load, in_flight.get(target, 0), now, rate, request_s)
-            for target, load in zip(targets, loads, strict=True)
-        ]
+        now, rate, request_s = self._clock(), 0.0, 0.0
+        loads = []
+        for each in ready:
+            load = self._load(each.target)
+            loads.append((each.target, load))
+            rate = max(rate, load.prefill_tokens_per_s or 0.0)
+            request_s = max(request_s, load.request_s or 0.0)
+        rate, request_s = rate or PREFILL_TOKENS_PER_S, request_s or REQUEST_S
+        return [_replica(target.node, load, in_flight.get(target, 0), now, rate, request_s) for target, load in loads]
+
+    def _load(self, target: ModelOnNode) -> _ReplicaLoad:
+        load = self._loads.get(target)
+        if load is None:
+            load = self._loads[target] = _ReplicaLoad()
+        return load
 
 
 def _replica(
     node: str, load: _ReplicaLoad, in_flight: int, now: float, usual_rate: float, usual_request_s: float
 ) -> Replica:
-    reported = load.reported.running + load.reported.waiting
-    current = load.num_foreign + in_flight
-    waiting = min(current, max(0, load.reported.waiting - load.num_released))
+    reported, current = load.reported, load.num_foreign + in_flight
+    waiting = min(current, max(0, reported.waiting - load.num_released)) if reported.waiting else 0
+    kv_used_fraction = reported.kv_used_fraction
+    if kv_used_fraction and (num_reported := reported.running + reported.waiting):
+        # The pages of requests that have ended since are free.
+        kv_used_fraction *= min(1.0, current / num_reported)
     return Replica(
         place=node,
         running=current - waiting,
         waiting=waiting,
-        # The pages of requests that have ended since are free.
-        kv_used_fraction=load.reported.kv_used_fraction * (min(1.0, current / reported) if reported else 1.0),
-        backlog_s=max(0.0, load.backlog_until - now),
+        kv_used_fraction=kv_used_fraction,
+        backlog_s=load.backlog_until - now if load.backlog_until > now else 0.0,
         prefill_tokens_per_s=load.prefill_tokens_per_s or usual_rate,
         request_s=load.request_s or usual_request_s,
     )

@@ -19,7 +19,7 @@ from .topology import DeviceState, Fleet, Measured, Node
 Basis = Literal["measured", "estimated", "reserved"]
 
 
-class Holding(msgspec.Struct, frozen=True, kw_only=True):
+class Holding(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one model holds, or has reserved, on one device."""
 
     model_id: str
@@ -27,7 +27,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     basis: Basis
 
 
-class DeviceLedger(DeviceState, frozen=True, kw_only=True):
+class DeviceLedger(DeviceState, frozen=True, kw_only=True, gc=False):
     """A device, and what each model holds there."""
 
     holdings: tuple[Holding, ...]

@@ -40,7 +40,7 @@ def occupants_of(
             kept = Protection.CHANGING, "load ordered"
             indices, num_nodes = (
                 reservation.devices,
-                max((len(each.nodes_of(known)) for each in fleet.nodes), default=0),
+                max((len(each.nodes_of(known)) for each in fleet.listing(model_id)), default=len(known.nodes)),
             )
             is_divided = num_nodes > 1 or len(indices) > 1
         elif share is not None:

@@ -112,6 +112,8 @@ class LeasePool:
         self._fleet_state = fleet_state
         self._loads = ReplicaLoads(clock)
         self._in_flight: dict[ModelOnNode, int] = {}
+        self._busy: dict[str, set[str]] = {}
+        """The models of each node with requests in flight."""
         self._ready = ReadyReplicas(fleet_state)
         self._ready_since: dict[str, dict[str, float]] = {}
         """By node and model."""
@@ -127,6 +129,10 @@ class LeasePool:
     def in_flight(self) -> dict[ModelOnNode, int]:
         """Requests open at each model on each node; only those with any."""
         return self._in_flight
+
+    def in_flight_on(self, node: str) -> dict[str, int]:
+        """The same at the models of one node."""
+        return {model: self._in_flight[ModelOnNode(node, model)] for model in self._busy.get(node, ())}
 
     def nodes_changed(self, changed: Iterable[ChangedNode]) -> None:
         """The fleet was rebuilt: drop what was derived from the nodes as they were."""
@@ -249,6 +255,7 @@ class LeasePool:
             self._in_flight[lease.target] = remaining
         else:
             self._in_flight.pop(lease.target, None)
+            self._busy.get(lease.node, set()).discard(lease.model)
         self.recount.add(lease.node)
         if lease.has_alternatives:
             self._loads.released(lease.target, is_last=remaining <= 0)
@@ -310,8 +317,12 @@ class LeasePool:
 
     def _counted(self, lease: Lease) -> Lease:
         target, in_flight = lease.target, self._in_flight
-        in_flight[target] = in_flight.get(target, 0) + 1
-        self.recount.add(target.node)
+        if target in in_flight:
+            in_flight[target] += 1
+        else:
+            in_flight[target] = 1
+            self._busy.setdefault(lease.node, set()).add(lease.model)
+        self.recount.add(lease.node)
         return lease
 
 

@@ -49,7 +49,8 @@ def test_path_without_a_model_is_not_found() -> None:
 
 def test_each_attempt_has_the_path_for_its_kind_of_node() -> None:
     body = OpaqueBody(request("/upstream/org/m/v1/x"), "org/m", "/v1/x")
-    node, foreign = Lease(ModelOnNode("node", "org/m")), Lease(ModelOnNode("foreign", "org/m"), has_lifecycle=False)
+    node = Lease("node", "org/m", ModelOnNode("node", "org/m"))
+    foreign = Lease("foreign", "org/m", ModelOnNode("foreign", "org/m"), has_lifecycle=False)
     targets = []
     for lease in (foreign, node, foreign):
         assert body.choose(lease)

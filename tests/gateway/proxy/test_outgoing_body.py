@@ -109,7 +109,7 @@ def outgoing(route: Route, body: bytes) -> OutgoingBody:
 
 def lease(*, has_lifecycle: bool) -> Lease:
     dialects = (*FOREIGN_DIALECTS, "anthropic_messages") if has_lifecycle else FOREIGN_DIALECTS
-    return Lease(ModelOnNode("n", "m"), dialects, has_lifecycle)
+    return Lease("n", "m", ModelOnNode("n", "m"), dialects, has_lifecycle)
 
 
 def picture_body(route: Route, url: str, num_padding: int = 0) -> bytes:

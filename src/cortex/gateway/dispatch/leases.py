@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Literal
 
+import msgspec
+
 from cortex.fleet.placement.decision import Origin
 from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.fleet_state import ChangedNode, FleetState
@@ -33,45 +35,28 @@ RELOAD_TOLERANCE_S = 2.0
 """By how much the time since which a model is ready varies between reports, without a reload."""
 
 
-class Lease:
-    """The right to send one request to a model on a node; counted there until released."""
+class Lease(msgspec.Struct, eq=False, gc=False):
+    """The right to send one request to a model on a node; counted there until released. Thousands of requests may be
+    open, so the garbage collector does not look at them: a lease refers only to values."""
 
-    __slots__ = (
-        "dialects",
-        "has_alternatives",
-        "has_lifecycle",
-        "is_alone",
-        "load_s",
-        "model",
-        "node",
-        "reason",
-        "target",
-        "waited_s",
-    )
-
-    def __init__(
-        self,
-        target: ModelOnNode,
-        dialects: tuple[Dialect, ...] = (),
-        has_lifecycle: bool = True,
-        has_alternatives: bool = False,
-        reason: str = "",
-    ) -> None:
-        self.node, self.model = self.target = target
-        self.dialects = dialects
-        """The dialects of the node."""
-        self.has_lifecycle = has_lifecycle
-        """Whether the node loads the model on request, should it be gone."""
-        self.has_alternatives = has_alternatives
-        """Whether another node could have served the request."""
-        self.is_alone = False
-        """Whether no other request was expected there when it was chosen among replicas."""
-        self.waited_s = 0.0
-        """Time in the queue."""
-        self.load_s = 0.0
-        """The part of `waited_s` in which the model was loaded."""
-        self.reason = reason
-        """Why this node, in a few words."""
+    node: str
+    model: str
+    target: ModelOnNode
+    """Both as a key."""
+    dialects: tuple[Dialect, ...] = ()
+    """The dialects of the node."""
+    has_lifecycle: bool = True
+    """Whether the node loads the model on request, should it be gone."""
+    has_alternatives: bool = False
+    """Whether another node could have served the request."""
+    reason: str = ""
+    """Why this node, in a few words."""
+    is_alone: bool = False
+    """Whether no other request was expected there when it was chosen among replicas."""
+    waited_s: float = 0.0
+    """Time in the queue."""
+    load_s: float = 0.0
+    """The part of `waited_s` in which the model was loaded."""
 
 
 class PendingRequest:
@@ -192,7 +177,9 @@ class LeasePool:
 
         node = max(candidates, key=rank)
         target = ModelOnNode(node.name, model)
-        return self._counted(Lease(target, node.dialects, node.has_lifecycle, reason="counts tokens for this model"))
+        return self._counted(
+            Lease(*target, target, node.dialects, node.has_lifecycle, False, "counts tokens for this model")
+        )
 
     def check_pictures(self, model: str, may_use: Callable[[str], bool]) -> None:
         """Raises UnsupportedModality where it is known that `model` reads text only, with models that read pictures
@@ -300,8 +287,9 @@ class LeasePool:
             self._prefixes[model].moved_to_host(node)
 
     def _take(self, replica: ReadyReplica) -> Lease:
+        target = replica.target
         return self._counted(
-            Lease(replica.target, replica.dialects, replica.has_lifecycle, reason="the only replica that is ready")
+            Lease(*target, target, replica.dialects, replica.has_lifecycle, False, "the only replica that is ready")
         )
 
     def _take_best(self, model: str, ready: tuple[ReadyReplica, ...], prompt: bytes) -> Lease:
@@ -310,9 +298,10 @@ class LeasePool:
             prefixes = self._prefixes[model] = PrefixRecord()
         chosen = choice.choose(replicas, prompt, prefixes)
         replica = ready[replicas.index(chosen.replica)]
-        lease = Lease(replica.target, replica.dialects, replica.has_lifecycle, True, _least_time(len(ready)))
-        lease.is_alone = chosen.replica.running + chosen.replica.waiting == 0
-        self._loads.sent(lease.target, chosen.prefill_s)
+        target, is_alone = replica.target, chosen.replica.running + chosen.replica.waiting == 0
+        reason = _least_time(len(ready))
+        lease = Lease(*target, target, replica.dialects, replica.has_lifecycle, True, reason, is_alone)
+        self._loads.sent(target, chosen.prefill_s)
         return self._counted(lease)
 
     def _counted(self, lease: Lease) -> Lease:

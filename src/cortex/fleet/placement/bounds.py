@@ -7,7 +7,7 @@ node's assessment, so that nodes whose bound is worse than the best assessment n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.index import remembered
@@ -19,8 +19,9 @@ from .decision import Origin, Verdict
 from .eviction import protected
 from .fitting import eligible_devices
 
-Bound = tuple[float | str, ...]
-"""A prefix of a preference: a shorter one is better than any that continues it."""
+Bound = tuple[Any, ...]
+"""A prefix of a preference, which begins with numbers and ends with a name: a shorter one is better than any that
+continues it."""
 
 RANK = {verdict: rank for rank, verdict in enumerate(Verdict)}
 _ASLEEP, _FITS, _EVICTION = RANK[Verdict.ASLEEP], RANK[Verdict.FITS], RANK[Verdict.FITS_AFTER_EVICTION]

@@ -20,23 +20,20 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from cortex.neuron.engine.device_limits import measure_limits, product_rate, read_rate
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading import build_model, load_model
-from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.layouts import MatrixLayout
-from cortex.neuron.kernels.matrix import Matrix
-from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.quantised.layout import FP4
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
-from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.parameters import Parameters
-from cortex.neuron.models.sizes import kv_bytes_per_token, state_bytes
 from shapes import SHAPES
 from workloads import DECODE_PROMPT_TOKENS, DECODED_TOKENS, Prompt, Workloads, table_row
 
@@ -134,6 +131,8 @@ class Bench:
     def __init__(self, engine: Engine, device: torch.device) -> None:
         self.engine = engine
         self.device = device
+        assert engine.info.work is not None
+        self.work = engine.info.work
         self.workloads = Workloads(self.run, engine.info.vocab_size)
         self.next_id = 0
 
@@ -151,13 +150,7 @@ class Bench:
 
     def decode(self, streams: int, limit_bytes_per_s: float) -> dict[str, float]:
         step_s = self.workloads.decode_step_s(streams)
-        info = self.engine.info
-        model = self.engine.model
-        item_bytes = model.parameters.dtype.itemsize
-        kv_bytes = (DECODE_PROMPT_TOKENS + DECODED_TOKENS // 2) * kv_bytes_per_token(model.architecture, item_bytes)
-        row_bytes = streams * (kv_bytes + state_bytes(model.architecture, item_bytes))
-        unread = self._embedding_bytes() + self._idle_expert_bytes(streams)
-        read = info.weight_bytes - unread + row_bytes
+        read = self.work.read_bytes(streams, DECODE_PROMPT_TOKENS + DECODED_TOKENS // 2)
         return {
             "tok/s": streams / step_s,
             "ms": step_s * 1e3,
@@ -165,38 +158,9 @@ class Bench:
             "of limit": read / step_s / limit_bytes_per_s,
         }
 
-    def _embedding_bytes(self) -> int:
-        """The embedding matrix; a step reads only a few of its rows."""
-        model = self.engine.model
-        return 0 if model.config.tied else model.embedding.matrix.num_bytes
-
-    def _idle_expert_bytes(self, rows: int) -> float:
-        """The experts of all layers that a batch of `rows` does not select under uniform routing."""
-        idle = 0.0
-        for experts in self._mixtures():
-            expert_bytes = (experts.gate_up.num_bytes + experts.down.num_bytes) / experts.num_experts
-            idle += (1 - experts.top_k / experts.num_routed) ** rows * experts.num_routed * expert_bytes
-        return idle
-
-    def _mixtures(self) -> list[Experts]:
-        layers = self.engine.model.layers
-        blocks = [layer.mlp for layer in layers] + [layer.beside.experts for layer in layers if layer.beside]
-        return [block.experts for block in blocks if isinstance(block, MoE)]
-
     def prefill(self, tokens: int, limit_flops: float) -> dict[str, float]:
         seconds = self.workloads.prefill_s(tokens)
-        model = self.engine.model
-        config = model.config
-        matrices = {id(binding.matrix): binding.matrix for binding in model.parameters.packed_bindings}.values()
-        dense_bytes = self.engine.info.weight_bytes - sum(matrix.num_bytes for matrix in matrices)
-        dense = dense_bytes / model.parameters.dtype.itemsize
-        dense += sum(_num_weights(matrix) for matrix in matrices)
-        dense -= config.vocab * config.hidden * (1 if config.tied else 2)  # embedding and head
-        for experts in self._mixtures():
-            idle = 1 - experts.top_k / experts.num_routed
-            dense -= idle * (_num_weights(experts.gate_up) + _num_weights(experts.down))
-        attention = 2 * tokens * config.heads * config.head_dim * len(model.attentions)
-        flops = tokens * (2 * dense + attention)
+        flops = self.work.prompt_flops(tokens)
         return {
             "tok/s": tokens / seconds,
             "ms": seconds * 1e3,
@@ -214,59 +178,14 @@ class Bench:
         return {"tok/s": self.workloads.requests_tokens_per_s(count)}
 
 
-def _num_weights(matrix: Matrix) -> int:
-    return matrix.outputs * matrix.inputs
-
-
-def timed(function: Callable[[], object], repeats: int = 20) -> float:
-    """Median seconds on the device."""
-    times: list[float] = []
-    for _ in range(repeats + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return sorted(times[3:])[repeats // 2]
-
-
 def read_limit(device: torch.device) -> float:
-    """Bytes per second of a large matrix-vector product."""
-    matrix = torch.randn(151936, 8192, device=device, dtype=torch.bfloat16)
-    vector = torch.randn(8192, 1, device=device, dtype=torch.bfloat16)
-    return matrix.numel() * 2 / timed(lambda: matrix @ vector)
+    """Bytes per second of a large matrix-vector product on a GPU."""
+    return read_rate(device, 151936 * 8192 * 2)
 
 
 def matrix_limit(device: torch.device) -> float:
-    """Floating-point operations per second of a large bf16 product."""
-    left, right = torch.randn(2, 8192, 8192, device=device, dtype=torch.bfloat16)
-    return 2 * 8192**3 / timed(lambda: left @ right)
-
-
-def gpu_limits(device: torch.device) -> dict[str, float]:
-    limits = {"bytes/s": read_limit(device), "flop/s": matrix_limit(device)}
-    torch.cuda.empty_cache()
-    return limits
-
-
-def cpu_limits() -> dict[str, float]:
-    """The same limits of a CPU. Other programs use it too, so the best try counts."""
-    numbers = torch.ones(128 << 20)
-    left, right = torch.randn(2, 2048, 2048).to(compute_dtype("auto", torch.device("cpu")))
-    return {
-        "bytes/s": numbers.nbytes / best_seconds(numbers.sum),
-        "flop/s": 2 * 2048**3 / best_seconds(lambda: left @ right),
-    }
-
-
-def best_seconds(function: Callable[[], object], repeats: int = 10) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    """Floating-point operations per second of a large bf16 product on a GPU."""
+    return product_rate(device, 8192)
 
 
 def measure_drafts(arguments: argparse.Namespace, scenarios: Sequence[str]) -> None:
@@ -299,7 +218,7 @@ def main() -> None:
         return
     if is_gpu:
         torch.cuda.set_device(0)
-    limits = gpu_limits(device) if is_gpu else cpu_limits()
+    limits = measure_limits(device, 4 << 30)
     start = time.perf_counter()
     spec = LoadSpec(
         str(arguments.checkpoint or ""),
@@ -322,7 +241,7 @@ def main() -> None:
     model = arguments.checkpoint.name if arguments.checkpoint is not None else arguments.model
     print(f"{name}, torch {torch.__version__}, {model}, {arguments.quant or engine.info.dtype}")
     print(f"weights: {engine.info.weight_bytes / 1e9:.2f} GB")
-    print(f"limits: {limits['bytes/s'] / 1e12:.3f} TB/s, {limits['flop/s'] / 1e12:.2f} TFLOP/s")
+    print(f"limits: {limits.bytes_per_s / 1e12:.3f} TB/s, {limits.flops / 1e12:.2f} TFLOP/s")
     print(
         f"built in {built - start:.1f} s, warmed up in {warm - built:.1f} s, "
         f"all graphs {time.perf_counter() - warm:.1f} s later",
@@ -333,8 +252,8 @@ def main() -> None:
     for scenario in scenarios:
         kind, size = scenario.split("-")
         results[scenario] = {
-            "decode": lambda n: bench.decode(n, limits["bytes/s"]),
-            "prefill": lambda n: bench.prefill(n, limits["flop/s"]),
+            "decode": lambda n: bench.decode(n, limits.bytes_per_s),
+            "prefill": lambda n: bench.prefill(n, limits.flops),
             "cached": bench.cached,
             "tail": bench.tail,
             "requests": bench.requests,
@@ -342,7 +261,7 @@ def main() -> None:
         print(table_row(scenario, results[scenario]), flush=True)
     engine.check_integrity()
     if arguments.json:
-        report = {"model": model, "limits": limits, "results": results}
+        report = {"model": model, "limits": asdict(limits), "results": results}
         arguments.json.write_text(json.dumps(report, indent=1))
 
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cortex.neuron.engine.device_limits import median_device_s
 from cortex.neuron.kernels.attention.decode import decode_attention
 from cortex.neuron.kernels.attention.prefill import prefill_attention
 from cortex.neuron.kernels.attention.rules import AttentionRules
@@ -37,7 +38,7 @@ from cortex.neuron.kernels.matrix import BARE, PLAIN, Epilogue, Prologue
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture
 from cortex.neuron.kernels.moe.routing import choose_reference
-from engine import matrix_limit, read_limit, timed
+from engine import matrix_limit, read_limit
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -76,7 +77,7 @@ def chain_us(calls: Sequence[Callable[[], object]]) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    return timed(graph.replay) * 1e6 / len(calls)
+    return median_device_s(graph.replay) * 1e6 / len(calls)
 
 
 def copies(read_bytes: float) -> int:

@@ -25,8 +25,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from cortex.neuron.engine.engine import STEP_GROWTH, Engine
-from cortex.neuron.engine.execution.graphs import SIZES
+from cortex.neuron.engine.engine import STEP_GROWTH, STEP_SIZES, Engine
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.loading import build_model, load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
@@ -103,7 +102,8 @@ class SwitchedWidths(FastestWidths):
 
 
 def widths_of(runner: Runner, proposal_cost: float) -> SwitchedWidths:
-    return SwitchedWidths(SIZES, STEP_GROWTH[runner.device.type], lambda: runner.max_draft_tokens, proposal_cost)
+    kind = runner.device.type
+    return SwitchedWidths(STEP_SIZES[kind], STEP_GROWTH[kind], lambda: runner.max_draft_tokens, proposal_cost)
 
 
 def scripted(parameters: Parameters) -> None:

@@ -39,9 +39,10 @@ _PROPERTIES = hypothesis.settings(
     deadline=None,  # examples are slow on a busy machine
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
 )
-hypothesis.settings.register_profile("suite", _PROPERTIES, derandomize=True)  # the same examples in every run
+# The same examples in every run, so that more of them would only take longer: `make fuzz` explores.
+hypothesis.settings.register_profile("suite", _PROPERTIES, derandomize=True, max_examples=30)
 hypothesis.settings.register_profile("fuzz", _PROPERTIES, derandomize=False, max_examples=1000, print_blob=True)
-hypothesis.settings.load_profile("suite")  # `make fuzz` names the other one
+hypothesis.settings.load_profile("suite")
 
 for name, value in (("GOMP_SPINCOUNT", "1000"), ("ONEDNN_JIT_PROFILE", "0")):
     os.environ.setdefault(name, value)  # as the workers have them; torch reads them when it is imported

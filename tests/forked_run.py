@@ -24,9 +24,11 @@ from _pytest import runner
 
 from cortex.ipc.child import die_with_parent
 
+from .waiting import WAIT_S
+
 Group = list[pytest.Item]
 
-END_LIMIT_S = 120
+END_LIMIT_S = WAIT_S
 """A process that has not ended this long after its last test, or after an interrupt, is killed."""
 
 
@@ -135,7 +137,7 @@ class _Process:
 
     def report_end(self) -> None:
         """Reports tests that it has not finished as failed, and its last one if it failed after that."""
-        ended = f"its process did not end within {END_LIMIT_S} s"
+        ended = f"its process did not end within {END_LIMIT_S:g} s"
         if self.join():
             ended = f"its process ended with exit code {self._process.exitcode}"
         for number, item in enumerate(self._unfinished):

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+from .waiting import WAIT_S
 
 ROOT = Path(__file__).parents[1]
 CONFTEST = """
@@ -44,7 +45,7 @@ def start(folder: Path, *options: str, **files: str) -> subprocess.Popen[str]:
 
 def end(started: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     try:
-        stdout, stderr = started.communicate(timeout=300)
+        stdout, stderr = started.communicate(timeout=WAIT_S)
     finally:
         if started.poll() is None:
             os.killpg(started.pid, signal.SIGKILL)
@@ -53,10 +54,14 @@ def end(started: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
 
 def press_ctrl_c(started: subprocess.Popen[str], once_there: Path) -> None:
     """Signal every process, as a terminal does."""
-    while not once_there.exists():
+    wait_for(once_there, started)
+    os.killpg(started.pid, signal.SIGINT)
+
+
+def wait_for(file: Path, started: subprocess.Popen[str]) -> None:
+    while not file.exists():
         assert started.poll() is None
         time.sleep(0.01)
-    os.killpg(started.pid, signal.SIGINT)
 
 
 def run(folder: Path, *options: str, **files: str) -> subprocess.CompletedProcess[str]:
@@ -153,7 +158,7 @@ def lasting():
     pathlib.Path("torn_down").touch()
 def test_waits(lasting):
     pathlib.Path("running").touch()
-    time.sleep(600)
+    time.sleep(3600)
 """
     fails = """
 import pathlib, time
@@ -177,7 +182,7 @@ def lasting():
     pathlib.Path("torn_down").touch()
 def test_waits(lasting):
     pathlib.Path("running").touch()
-    time.sleep(600)
+    time.sleep(3600)
 """
     started = start(tmp_path, waits=waits)
     press_ctrl_c(started, tmp_path / "running")
@@ -194,17 +199,15 @@ import pathlib, pytest, time
 def lasting():
     yield
     pathlib.Path("tearing_down").touch()
-    time.sleep(600)
+    time.sleep(3600)
 def test_waits(lasting):
     pathlib.Path("running").touch()
-    time.sleep(600)
+    time.sleep(3600)
 """
     started = start(tmp_path, waits=waits)
-    press_ctrl_c(started, tmp_path / "running")
-    while started.poll() is None:  # the process that collects may have taken two signals for one
-        press_ctrl_c(started, tmp_path / "tearing_down")
-        with suppress(subprocess.TimeoutExpired):
-            started.wait(3)
+    wait_for(tmp_path / "running", started)
+    os.kill(started.pid, signal.SIGINT)  # the process that collects: once a test is interrupted, it has handled that
+    press_ctrl_c(started, tmp_path / "tearing_down")
     assert end(started).returncode == pytest.ExitCode.INTERRUPTED
 
 
@@ -214,7 +217,7 @@ import pathlib, time
 def test_swallows():
     pathlib.Path("running").touch()
     try:
-        time.sleep(600)
+        time.sleep(3600)
     except BaseException:
         pass
 """
@@ -235,7 +238,7 @@ def test_process_that_does_not_end_is_killed_and_reported(tmp_path: Path) -> Non
 import threading, time
 import tests.forked_run
 tests.forked_run.END_LIMIT_S = 1
-def test_leaves_a_thread(): threading.Thread(target=time.sleep, args=(600,)).start()
+def test_leaves_a_thread(): threading.Thread(target=time.sleep, args=(3600,)).start()
 """
     done = run(tmp_path, hangs=hangs)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED

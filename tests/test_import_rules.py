@@ -17,10 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from .waiting import WAIT_S
+
 SOURCE = Path(__file__).parents[1] / "src"
 
 ENGINE_LIBRARIES = frozenset({"torch", "triton", "numpy", "safetensors", "tokenizers"})
-KERNELS = {"neuron.kernels", "neuron.delta_sizes", "quant_names"}
+KERNELS = {"neuron.kernels", "neuron.delta_sizes", "cache_folder", "quant_names"}
 LAYERS = {"neuron.layers", *KERNELS}
 MODELS = {"neuron.models", "neuron.vision", "neuron.weights", *LAYERS}
 ENGINE = {"neuron.engine", "units", *MODELS}
@@ -28,7 +30,8 @@ WORKER = {"neuron.worker", "engine_packages", "ipc", "routing", "tasks", "teleme
 TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.vision", "neuron.weights"}
 HUB = {"neuron.hub_process", "ipc", "neuron.weights"}
 PICTURES = {"neuron.picture_process", "ipc", "settings", "neuron.vision", "wire"}
-NODE = {"neuron.node", "neuron.config", "neuron.servers", "http", "quant_names", *HUB, *PICTURES, *TOKENIZER, *WORKER}
+NODE = {"neuron.node", "neuron.config", "neuron.servers", "http", "private_file", "quant_names"}
+NODE |= {*HUB, *PICTURES, *TOKENIZER, *WORKER}
 API = {"neuron.api", "build", "open_files", "service_manager", "parsing", "http", "settings", "tls", *NODE}
 NEURON = {"neuron", "exits", *API}
 LEDGER = {"gateway.ledger", "gateway.database", "gateway.config", "http", "private_file", "tasks", "wire", "settings"}
@@ -68,6 +71,7 @@ class Rule:
 RULES: dict[str, Rule] = {
     "": Rule(set(), frozenset()),
     "build": Rule({"cortex"}, frozenset()),
+    "cache_folder": Rule(set(), frozenset()),
     "engine_packages": Rule(set(), frozenset()),
     "exits": Rule(set(), frozenset()),
     "open_files": Rule(set(), frozenset()),
@@ -379,7 +383,7 @@ def import_without(blocked: frozenset[str], *packages: str, source: Path = SOURC
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=WAIT_S,
     )
 
 

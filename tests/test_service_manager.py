@@ -11,6 +11,8 @@ import pytest
 
 from cortex.service_manager import READY, ServiceManager
 
+from .waiting import WAIT_S
+
 
 async def test_reports_readiness_and_a_running_loop(tmp_path: Path) -> None:
     path = str(tmp_path / "notify")
@@ -22,7 +24,7 @@ async def test_reports_readiness_and_a_running_loop(tmp_path: Path) -> None:
         service.notify(READY)
         alive = asyncio.create_task(service.keep_alive())
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             assert [await loop.sock_recv(manager, 99) for _ in range(3)] == [READY, b"WATCHDOG=1", b"WATCHDOG=1"]
         alive.cancel()
 

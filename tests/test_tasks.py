@@ -8,6 +8,8 @@ import pytest
 
 from cortex.tasks import FAILING_AFTER, Supervisor, finish_all, run_once
 
+from .waiting import WAIT_S
+
 
 async def test_failed_task_is_logged_counted_and_started_again(caplog: pytest.LogCaptureFixture) -> None:
     restarts: list[str] = []
@@ -23,7 +25,7 @@ async def test_failed_task_is_logged_counted_and_started_again(caplog: pytest.Lo
         await asyncio.Event().wait()
 
     task = Supervisor(restarts.append).start("poll beast", work)
-    await asyncio.wait_for(second_run.wait(), 40)
+    await asyncio.wait_for(second_run.wait(), WAIT_S)
     assert restarts == ["poll beast"]
     assert "poll beast" in caplog.text
     assert "RuntimeError: boom" in caplog.text
@@ -43,7 +45,7 @@ async def test_task_that_keeps_failing_is_reported() -> None:
     supervisor = Supervisor(restarts.append)
     task = supervisor.start("tick", work)
     assert not supervisor.failing
-    await asyncio.wait_for(enough.wait(), 40)
+    await asyncio.wait_for(enough.wait(), WAIT_S)
     assert list(supervisor.failing) == ["tick"]
     task.cancel()
     await task.ended()
@@ -76,7 +78,7 @@ async def test_finish_does_not_wait_for_a_back_off() -> None:
 
     task = Supervisor().start("flush", work)
     await asyncio.sleep(0)
-    await asyncio.wait_for(task.finish(), 40)
+    await asyncio.wait_for(task.finish(), WAIT_S)
     assert runs == 1
 
 

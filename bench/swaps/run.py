@@ -66,7 +66,7 @@ def num_listening(processes: list[int]) -> int:
     return len(listening & held)
 
 
-def request(url: str, body: Any = None, timeout_s: float = 300) -> bytes:
+def request(url: str, body: Any = None, timeout_s: float = 1800) -> bytes:
     data = None if body is None else json.dumps(body).encode()
     sent = urllib.request.Request(url, data, {"content-type": "application/json"})
     try:
@@ -76,13 +76,13 @@ def request(url: str, body: Any = None, timeout_s: float = 300) -> bytes:
         raise SystemExit(f"{url}: {error.code} {error.read().decode()}") from None
 
 
-def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     while True:
         try:
             urllib.request.urlopen(url, timeout=5).close()
         except OSError:
             if process.poll() is not None:
-                raise SystemExit(f"{process.args!r} has ended with {process.returncode}") from None
+                raise SystemExit(f"{process.args!r} has ended with {process.returncode}: {log.read_text()}") from None
             time.sleep(0.2)
         else:
             return
@@ -120,7 +120,7 @@ def main() -> None:
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        node_port, gateway_port = free_port(), free_port()
+        node_port, gateway_port, metrics_port = free_port(), free_port(), free_port()
         node, gateway = f"http://127.0.0.1:{node_port}", f"http://127.0.0.1:{gateway_port}"
         llama = f"{options.llama_python} -m llama_cpp.server --host 127.0.0.1 --port ${{PORT}} --n_ctx 512"
         (directory / "neuron.toml").write_text(f"""
@@ -153,20 +153,22 @@ memory_mb = {MODEL_MB}
         (directory / "cortex.toml").write_text(f"""
 [gateway]
 listen = "127.0.0.1:{gateway_port}"
+metrics_listen = "127.0.0.1:{metrics_port}"
 [eviction]
 min_residency_s = 0
 [[neurons]]
 name = "box"
 endpoint = "{node}"
 """)
+        neuron_log, cortex_log = directory / "neuron.log", directory / "cortex.log"
         neuron_command = [str(BIN / "neuron"), "serve", "-c", str(directory / "neuron.toml")]
         gateway_command = [str(BIN / "cortex"), "serve", "-c", str(directory / "cortex.toml")]
         with (
-            running(neuron_command, directory / "neuron.log") as neuron,
-            running(gateway_command, directory / "cortex.log") as cortex,
+            running(neuron_command, neuron_log) as neuron,
+            running(gateway_command, cortex_log) as cortex,
         ):
-            wait_for(f"{node}/health", neuron)
-            wait_for(f"{gateway}/ready", cortex)
+            wait_for(f"{node}/health", neuron, neuron_log)
+            wait_for(f"{gateway}/ready", cortex, cortex_log)
             result = measure(options.swaps, gateway, node, neuron.pid, cortex.pid)
         print(json.dumps(result))
 
@@ -186,6 +188,7 @@ def measure(num_swaps: int, gateway: str, node: str, neuron: int, cortex: int) -
         states = {each["id"]: each["state"] for each in listed}
         ready = [name for name in MODELS if states[name] == "ready"]
         assert ready == [model], {each["id"]: (each["state"], each["measured_bytes"]) for each in listed}
+        print(f"{number + 1} of {num_swaps}: {model} in {seconds[model][-1]:.1f} s", file=sys.stderr, flush=True)
     unload_all(node)
     after = facts(neuron, cortex)
     for name in ("processes", "listening", "neuron_files", "cortex_files"):

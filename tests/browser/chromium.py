@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 
+from ..waiting import WAIT_S
+
+WAIT_MS = WAIT_S * 1000
+"""Playwright's own limit would be 30 s."""
 ARGUMENTS = ["--process-per-site", *(["--no-sandbox", "--disable-dev-shm-usage"] if os.geteuid() == 0 else [])]
 """Pages of one site share a process. Chromium has no sandbox for root, as which containers often run."""
 

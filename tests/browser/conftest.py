@@ -26,7 +26,7 @@ def browser() -> Iterator[Browser]:
     if path is None:
         pytest.skip(f"needs chromium: {HOW}")
     with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=path, args=chromium.ARGUMENTS)
+        opened = driver.chromium.launch(executable_path=path, args=chromium.ARGUMENTS, timeout=chromium.WAIT_MS)
         yield opened
         opened.close()
 
@@ -49,7 +49,7 @@ def window(browser: Browser, stage: Stage) -> Iterator[BrowserContext]:
         viewport={"width": 1280, "height": 800},
         reduced_motion="reduce",  # animations take CPU time while a test waits
     )
-    context.set_default_timeout(60_000)
+    context.set_default_timeout(chromium.WAIT_MS)
     empty = context.new_page()  # keeps the window, and the process of the site
     empty.route("**", lambda route: route.fulfill(body=""))
     empty.goto("")

@@ -36,6 +36,7 @@ from cortex.wire.node.protocol import (
 
 from ..gateway.fake_neuron import GB, REPORTED, FakeNeuron, begin_stream, chunk
 from ..ports import free_port
+from ..waiting import WAIT_S
 
 T = TypeVar("T")
 _HOP_HEADERS = ("connection", "transfer-encoding", "date")
@@ -172,7 +173,7 @@ class Stage:
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the stage's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
 
     def add(self, node: DirectedNode) -> DirectedNode:
         """Start a node; it joins the gateway that is opened next."""
@@ -258,4 +259,4 @@ class Stage:
         for node in self._nodes:
             self.call(node.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(WAIT_S)

@@ -191,7 +191,13 @@ def test_activity_is_live_and_shows_a_request_in_full(page: Page, stage: Stage, 
     assert "secret prompt" not in dialog.inner_text()
     page.keyboard.press("Escape")
     page.get_by_role("button", name="Decisions").click()
-    page.get_by_text(re.compile("No decisions yet|small")).first.wait_for()
+    happened = page.locator(".timeline li").filter(has_text="beast is up")
+    happened.first.wait_for()  # before the page was opened
+    num_shown = happened.count()
+    page.reload()
+    page.get_by_role("button", name="Decisions").click()
+    happened.first.wait_for()
+    assert happened.count() == num_shown
 
 
 def test_request_that_runs_is_cancelled(page: Page, stage: Stage, node: DirectedNode, sign_in: SignIn) -> None:

@@ -14,6 +14,8 @@ from click.testing import CliRunner, Result
 from cortex.cli.cortex import cortex
 from cortex.cli.failures import ExitCode, exit_code_of
 
+from ..waiting import WAIT_S
+
 
 class CannedGateway:
     """Responses by `(method, path)`: a JSON value, `(status, value)`, or bytes sent as an event stream."""
@@ -50,7 +52,7 @@ class CannedGateway:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join(5)
+        self._thread.join(WAIT_S)
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ..waiting import WAIT_S
+
 INTERRUPTED_IMPORT = """
 import signal, sys, time
 
@@ -19,7 +21,7 @@ class SlowImport:
     def find_spec(self, name, path=None, target=None):
         if name == "click":
             print("importing", flush=True)
-            time.sleep(60)
+            time.sleep(3600)
 
 sys.meta_path.insert(0, SlowImport())
 from cortex.cli.entry import {program}
@@ -34,7 +36,7 @@ def test_interrupt_during_imports_prints_no_traceback(program: str) -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "importing\n"
         child.send_signal(signal.SIGINT)
-        _, error = child.communicate(timeout=30)
+        _, error = child.communicate(timeout=WAIT_S)
     assert error == ""
     assert child.returncode == -signal.SIGINT
 
@@ -42,7 +44,7 @@ def test_interrupt_during_imports_prints_no_traceback(program: str) -> None:
 @pytest.mark.parametrize("program", ["cortex", "neuron"])
 def test_entry_point_runs_the_command_line(program: str) -> None:
     code = f"import sys; sys.argv = [{program!r}, '-h']; from cortex.cli.entry import {program}; {program}()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0
     assert done.stdout.startswith(f"Usage: {program}")
     assert "-h, --help" in done.stdout
@@ -52,7 +54,7 @@ def test_notice_about_the_configuration_is_printed_once(tmp_path: Path) -> None:
     (tmp_path / "cortex.toml").write_text('models_config = "models.toml"\n')
     arguments = ["cortex", "doctor", "--config", "cortex.toml"]
     code = f"import sys; sys.argv = {arguments!r}; from cortex.cli.entry import cortex; cortex()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S)
     notice = "models_config in cortex.toml line 1 is now called `gateway.models`: rename it"
     assert done.stderr.count(notice) == 1, done.stderr
 
@@ -63,6 +65,8 @@ def test_option_for_ollamas_port_leaves_a_configured_address(tmp_path: Path) -> 
         addresses = f'listen = "127.0.0.1:0"\nmetrics_listen = "127.0.0.1:0"\nollama_listen = "127.0.0.1:{port}"\n'
         (tmp_path / "cortex.toml").write_text(f"[gateway]\n{addresses}")
         code = "import sys; sys.argv = ['cortex', 'serve', '--ollama']; from cortex.cli.entry import cortex; cortex()"
-        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S
+        )
     assert done.returncode != 0
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr

@@ -23,8 +23,8 @@ from .scripted_model import write_scripted_model
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-READY_TIMEOUT_S = 300.0
-PROGRAM_TIMEOUT_S = 600.0
+READY_TIMEOUT_S = 1800.0
+PROGRAM_TIMEOUT_S = 3600.0
 
 Results = Mapping[str, str]
 """The outcome of each task: "passed", or the traceback."""
@@ -55,7 +55,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://127.0.0.1:{ports[0]}"
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(300)
 
 
 @pytest.fixture(scope="session")

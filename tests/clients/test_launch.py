@@ -12,10 +12,11 @@ import pytest
 from .conftest import HERE, ROOT
 from .scripted_model import GREETING
 
-TIMEOUT_S = 600.0
+TIMEOUT_S = 1800.0
 AGENTS = {
     "claude": ["-p", "Say hello."],
     "codex": ["exec", "--skip-git-repo-check", "Say hello."],
+    "opencode": ["run", "Say hello."],
     "aider": ["--no-git", "--yes-always", "--no-check-update", "--analytics-disable", "--message", "Say hello."],
 }
 

@@ -15,6 +15,7 @@ from anthropic.types import TextBlock, ThinkingBlock, ToolUseBlock
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from ..neuron.tiny_models import llama_config, llama_weights, write_checkpoint
+from ..waiting import WAIT_S
 from .foreign_server import CONTEXT_TOKENS, KEY, ForeignServer
 
 if TYPE_CHECKING:
@@ -95,8 +96,8 @@ def fleet(start: Start, elsewhere: ForeignServer, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="module")
 def chat(fleet: Run) -> openai.OpenAI:
-    client = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="any", max_retries=0, timeout=120)
-    deadline_s = time.monotonic() + 60
+    client = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="any", max_retries=0, timeout=WAIT_S)
+    deadline_s = time.monotonic() + WAIT_S
     while FOREIGN not in {model.id for model in client.models.list()}:
         assert time.monotonic() < deadline_s, "the foreign server never joined"
         time.sleep(0.05)
@@ -106,7 +107,7 @@ def chat(fleet: Run) -> openai.OpenAI:
 @pytest.fixture(scope="module")
 def messages(fleet: Run, chat: openai.OpenAI) -> anthropic.Anthropic:
     assert chat
-    return anthropic.Anthropic(base_url=fleet.url, api_key="any", max_retries=0, timeout=120)
+    return anthropic.Anthropic(base_url=fleet.url, api_key="any", max_retries=0, timeout=WAIT_S)
 
 
 def check(arguments: dict[str, Any]) -> None:

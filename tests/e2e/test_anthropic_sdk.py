@@ -9,6 +9,8 @@ import pytest
 
 from cortex.cli.up.demo import SMOLLM2
 
+from ..waiting import WAIT_S
+
 if TYPE_CHECKING:
     from .conftest import Run
 
@@ -23,7 +25,7 @@ GREEDY = {"temperature": 0}
 
 @pytest.fixture(scope="module")
 def client(up: Run) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=up.url, api_key="any", max_retries=0, timeout=120)
+    return anthropic.Anthropic(base_url=up.url, api_key="any", max_retries=0, timeout=WAIT_S)
 
 
 def ask(client: anthropic.Anthropic, **options: Any) -> Any:

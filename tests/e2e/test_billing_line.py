@@ -9,6 +9,8 @@ import pytest
 
 from cortex.cli.up.demo import SMOLLM2
 
+from ..waiting import WAIT_S
+
 if TYPE_CHECKING:
     from .conftest import Run, StartSecondGateway
 
@@ -28,7 +30,7 @@ def keeping_url(start_second_gateway: StartSecondGateway) -> str:
 
 
 def count(url: str, *system: anthropic.types.TextBlockParam) -> int:
-    client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0, timeout=120)
+    client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0, timeout=WAIT_S)
     messages: list[anthropic.types.MessageParam] = [{"role": "user", "content": "Hello"}]
     counted = client.messages.count_tokens(model=SMOLLM2.id, messages=messages, system=system).input_tokens
     response = client.messages.create(model=SMOLLM2.id, messages=messages, system=system, max_tokens=1)

@@ -22,6 +22,8 @@ import pytest
 from cortex.cli.cortex import main
 from cortex.cli.up.demo import SMOLLM2
 
+from ..waiting import WAIT_S
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -83,7 +85,7 @@ def test_chat_responds_to_a_prompt_from_a_pipe(up: Run) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=WAIT_S,
         env=environment(up),
     )
     assert "Tokyo" in response.stdout, response.stderr
@@ -146,16 +148,16 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.descriptor, text.encode())
 
-    def wait_for(self, pattern: str, timeout_s: float = 60.0) -> None:
+    def wait_for(self, pattern: str) -> None:
         """Read until `pattern` appears in what has not been matched yet."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + WAIT_S
         while not (match := re.search(pattern, self.seen)):
             assert self._read(deadline - time.monotonic()), f"{pattern!r} did not appear in {self.seen!r}"
         self.seen = self.seen[match.end() :]
 
-    def wait_end(self, timeout_s: float = 60.0) -> int:
+    def wait_end(self) -> int:
         """The exit code, once the program has ended by itself."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + WAIT_S
         while self._read(deadline - time.monotonic()):
             pass
         ended, status = os.waitpid(self.pid, os.WNOHANG)

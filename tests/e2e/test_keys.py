@@ -17,6 +17,8 @@ import pytest
 from cortex.cli.up.demo import SMOLLM2
 from cortex.gateway.ledger.keys import as_toml, generate
 
+from ..waiting import WAIT_S
+
 if TYPE_CHECKING:
     from .conftest import Gateway, StartSecondGateway
 
@@ -32,12 +34,12 @@ def keyed(start_second_gateway: StartSecondGateway) -> Gateway:
 
 
 def ask_openai(gateway: Gateway, key: str) -> openai.types.chat.ChatCompletion:
-    client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, timeout=60)
+    client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, timeout=WAIT_S)
     return client.chat.completions.create(model=SMOLLM2.id, messages=QUESTION, max_tokens=4)
 
 
 def ask_anthropic(gateway: Gateway, key: str) -> anthropic.types.Message:
-    client = anthropic.Anthropic(base_url=gateway.url, api_key=key, max_retries=0, timeout=60)
+    client = anthropic.Anthropic(base_url=gateway.url, api_key=key, max_retries=0, timeout=WAIT_S)
     return client.messages.create(model=SMOLLM2.id, messages=QUESTION, max_tokens=4)
 
 
@@ -65,9 +67,11 @@ def test_request_with_the_right_key_is_served_and_recorded(keyed: Gateway) -> No
     assert ask_anthropic(keyed, KEY.text).content
     command = [sys.executable, "-m", "cortex.cli.cortex", "usage", "--config", str(keyed.config), "--json"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     while True:
-        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment).stdout
+        shown = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=WAIT_S, env=environment
+        ).stdout
         rows = json.loads(shown)
         if rows and rows[0]["requests"] == 2:
             break

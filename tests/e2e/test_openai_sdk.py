@@ -10,6 +10,8 @@ import pytest
 
 from cortex.cli.up.demo import SMOLLM2
 
+from ..waiting import WAIT_S
+
 if TYPE_CHECKING:
     from .conftest import Run
 
@@ -20,7 +22,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France? Answer i
 
 @pytest.fixture(scope="module")
 def client(up: Run) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{up.url}/v1", api_key="any", max_retries=0, timeout=120)
+    return openai.OpenAI(base_url=f"{up.url}/v1", api_key="any", max_retries=0, timeout=WAIT_S)
 
 
 def ask(client: openai.OpenAI, **options: Any) -> Any:
@@ -114,7 +116,7 @@ def test_unknown_model_is_a_404_that_names_the_right_one(client: openai.OpenAI) 
 
 
 def test_any_key_is_accepted_while_none_are_configured(up: Run) -> None:
-    client = openai.OpenAI(base_url=f"{up.url}/v1", api_key="not a key at all !", max_retries=0, timeout=120)
+    client = openai.OpenAI(base_url=f"{up.url}/v1", api_key="not a key at all !", max_retries=0, timeout=WAIT_S)
     assert ask(client, max_tokens=1).choices
 
 

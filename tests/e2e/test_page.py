@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-LOAD_TIMEOUT_MS = 120_000
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
@@ -34,7 +32,7 @@ def browser() -> Iterator[Browser]:
     if path is None:
         pytest.skip("needs chromium: apt-get install chromium, or set CHROMIUM to the path of one")
     with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=path, args=chromium.ARGUMENTS)
+        opened = driver.chromium.launch(executable_path=path, args=chromium.ARGUMENTS, timeout=chromium.WAIT_MS)
         yield opened
         opened.close()
 
@@ -66,7 +64,7 @@ def test_model_is_unloaded_loaded_by_a_message_and_responds(page: Page) -> None:
     page.get_by_label("Message", exact=True).fill("Say hello.")
     page.keyboard.press("Enter")
     numbers = page.get_by_text(re.compile(r"first token .* tok/s · \d+ in · 0 cached · \d+ out"))
-    numbers.wait_for(timeout=LOAD_TIMEOUT_MS)
+    numbers.wait_for()
     assert page.get_by_label(f"Response of {SMOLLM2.id}").locator(".markdown").inner_text().strip()
 
     page.get_by_role("link", name="Activity").click()
@@ -140,12 +138,13 @@ def test_both_kinds_of_keys_over_a_real_and_a_second_node(
 
 def open_page(browser: Browser, url: str) -> Page:
     """A window without animations, which take CPU time while a test waits."""
-    return browser.new_page(base_url=url, viewport={"width": 1280, "height": 800}, reduced_motion="reduce")
+    page = browser.new_page(base_url=url, viewport={"width": 1280, "height": 800}, reduced_motion="reduce")
+    page.set_default_timeout(chromium.WAIT_MS)
+    return page
 
 
 def signed_in(browser: Browser, url: str, key: str) -> Page:
     page = open_page(browser, url)
-    page.set_default_timeout(LOAD_TIMEOUT_MS)
     page.goto("/")
     page.get_by_label("API key").fill(key)
     page.get_by_role("button", name="Sign in").click()

@@ -17,6 +17,7 @@ import pytest
 
 from cortex.cli.up.demo import SMOLLM2
 
+from ..waiting import WAIT_S
 from .test_agents import write_model
 
 if TYPE_CHECKING:
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-TIMEOUT_S = 60.0
-"""Only reached on failure."""
-
 
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -37,7 +35,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=30) as response:
+    with urllib.request.urlopen(url, timeout=WAIT_S) as response:
         return json.load(response)
 
 
@@ -51,7 +49,7 @@ def chat(url: str) -> str:
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=WAIT_S) as response:
         return str(json.load(response)["choices"][0]["message"]["content"])
 
 
@@ -72,7 +70,7 @@ def assert_one_line_fault(run: Run, *expected: str, code: int | None = None) -> 
 
 def wait_for_program(run: Run, name: str) -> int:
     """The process of this program, once there is one."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + WAIT_S
     while not (found := [line for line in run.processes() if f"-m cortex.{name}" in line and "--config" in line]):
         assert time.monotonic() < deadline, run.output
         time.sleep(0.02)
@@ -81,7 +79,7 @@ def wait_for_program(run: Run, name: str) -> int:
 
 def test_the_printed_curl_line_works_as_it_is(up: Run) -> None:
     command = next(line for line in up.lines if line.strip().startswith("curl "))
-    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True, timeout=120)
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True, timeout=WAIT_S)
     assert json.loads(result.stdout)["choices"][0]["message"]["content"]
 
 
@@ -89,7 +87,7 @@ def test_all_three_ports_respond(up: Run) -> None:
     entry = next(model for model in get(f"{up.url}/v1/models")["data"] if model["id"] == SMOLLM2.id)
     assert entry["loaded"] is True
     assert get(f"http://127.0.0.1:{up.neuron_port}/health")["status"] == "ok"
-    with urllib.request.urlopen(f"http://127.0.0.1:{up.metrics_port}/metrics", timeout=30) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{up.metrics_port}/metrics", timeout=WAIT_S) as response:
         assert "cortex_requests_total" in response.read().decode()
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
@@ -204,7 +204,6 @@ def test_steady_traffic_on_one_model_does_not_starve_another() -> None:
     assert max(simulation.waits) <= RULES.fair_wait_s + RESPONSE_S + 2 * LOAD_S + RULES.min_residency_s + 2
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 60), st.sampled_from("abc")), min_size=1, max_size=80))
 def test_every_request_is_served_in_bounded_time(arrivals: list[tuple[int, str]]) -> None:
     simulation = Simulation(arrivals).run()

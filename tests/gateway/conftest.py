@@ -32,6 +32,7 @@ from cortex.settings import Listen
 from cortex.telemetry.tracing import TelemetrySection
 
 from ..ports import free_port
+from ..waiting import WAIT_S
 from .fake_neuron import JSON, FakeNeuron, StartNeuron
 from .postgres_server import postgres_url
 from .started_gateway import Client, Process, SpawnGateway, StartGateway, until
@@ -43,7 +44,7 @@ __all__ = ["postgres_url"]
 async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
     """Starts gateways over fake nodes and closes them when the test ends; fast polls, no eviction delays."""
     opened: list[Gateway] = []
-    async with ClientSession(headers=JSON, timeout=ClientTimeout(total=40)) as session:
+    async with ClientSession(headers=JSON, timeout=ClientTimeout(total=WAIT_S)) as session:
 
         async def start(
             *nodes: FakeNeuron,

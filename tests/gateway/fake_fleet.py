@@ -16,6 +16,7 @@ from cortex.gateway.dispatch.leases import Lease, PendingRequest
 from cortex.gateway.dispatch.model_jobs import Cause
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.wire.errors import CortexError
+from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.protocol import (
     Device,
     DeviceHealth,
@@ -64,8 +65,10 @@ class FakeFleet:
         self.polls: list[str] = []
         self.down: set[str] = set()
         self.forgotten: list[tuple[str, str]] = []
+        self.surveys: list[tuple[str, str]] = []
         self.ready: dict[str, dict[str, float]] = {name: {} for name in self.sizes}
         self.running: dict[tuple[str, str], int] = {}
+        self.benches: dict[tuple[str, str], BenchResult] = {}
         self.event_log = EventLog()
         self.dispatcher = Dispatcher(self, self.event_log, lambda: self.now, self.settings(*self.sizes))
         self.operator = OperatorCommands(self.dispatcher, self.event_log)
@@ -85,6 +88,9 @@ class FakeFleet:
 
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         self.recycled.append((node, devices))
+
+    def survey(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
+        self.surveys += [(node, request.model_id) for request in requests]
 
     def forget(self, node: str, model: str) -> None:
         self.forgotten.append((node, model))
@@ -123,6 +129,7 @@ class FakeFleet:
             nodes=self.spans.get(model, ()),
             parallel="tensor" if model in self.spans else None,
             load=ModelLoad(running=self.running.get((node, model), 0)),
+            bench=self.benches.get((node, model)),
         )
 
     def poll(self, *nodes: str) -> None:

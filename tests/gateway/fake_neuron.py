@@ -14,6 +14,7 @@ from aiohttp import web
 
 from cortex.wire.events import Usage
 from cortex.wire.node import usage_report
+from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.headers import PRINCIPAL
 from cortex.wire.node.protocol import (
     Capabilities,
@@ -35,6 +36,8 @@ from cortex.wire.node.protocol import (
     UnloadRequest,
 )
 from cortex.wire.node.sampling import SamplingDefaults
+
+from ..waiting import NEVER_S
 
 GB = 1 << 30
 JSON = {"content-type": "application/json"}
@@ -106,6 +109,9 @@ class FakeNeuron:
     quants_on_disk: dict[str, str] = field(default_factory=dict)
     """The quantisation of the files that it has of a model."""
     pull: PullStatus | None = None
+    bench_requests: list[BenchRequest] = field(default_factory=list)
+    bench: BenchStatus | None = None
+    """The measurement; tests replace it to end it."""
     """The latest download; a test ends it by replacing it."""
     hub: dict[str, HubRepository] = field(default_factory=dict)
     """What the hub offers, by source."""
@@ -151,6 +157,7 @@ class FakeNeuron:
             reason=self.reason if state is ModelState.FAILED else None,
             state_age_s=1000.0,
             idle_s=1000.0,
+            bench=self.bench.result if self.bench is not None and self.bench.model_id == model else None,
         )
 
     def health(self) -> Health:
@@ -195,6 +202,9 @@ class FakeNeuron:
         app.router.add_post("/files/pull", self._pull)
         app.router.add_get("/files/pulls/{id:.+}", self._pull_status)
         app.router.add_post("/files/cancel", self._cancel_pull)
+        app.router.add_post("/bench", self._bench)
+        app.router.add_get("/bench/{id:.+}", self._bench_status)
+        app.router.add_post("/bench/cancel", self._cancel_bench)
         app.router.add_post("/files/delete", self._delete_files)
         app.router.add_get("/hub/{source:.+}", self._hub)
         app.router.add_post("/devices/{index}/recycle", self._recycle)
@@ -234,6 +244,9 @@ class FakeNeuron:
         wanted = msgspec.json.decode(await request.read(), type=LoadRequest)
         self.load_requests.append(wanted)
         self.states[wanted.model_id] = ModelState.LOADING
+        return await asyncio.shield(self._finish_load(wanted))  # it goes on without its caller
+
+    async def _finish_load(self, wanted: LoadRequest) -> web.Response:
         await self.load_gate.wait()
         if self.states.get(wanted.model_id) is not ModelState.LOADING:
             return _json({"error": {"message": "unloaded while it was being loaded", "code": "load_cancelled"}}, 502)
@@ -270,6 +283,22 @@ class FakeNeuron:
         wanted = msgspec.json.decode(await request.read(), type=FilesRequest)
         self.pull = PullStatus(model_id=wanted.model_id, state="cancelled")
         return _json(self.pull)
+
+    async def _bench(self, request: web.Request) -> web.Response:
+        wanted = msgspec.json.decode(await request.read(), type=BenchRequest)
+        self.bench_requests.append(wanted)
+        self.bench = BenchStatus(model_id=wanted.model_id, state="running", stage="8 streams")
+        return _json(self.bench, 202)
+
+    async def _bench_status(self, request: web.Request) -> web.Response:
+        assert self.bench is not None
+        assert self.bench.model_id == request.match_info["id"]
+        return _json(self.bench)
+
+    async def _cancel_bench(self, request: web.Request) -> web.Response:
+        wanted = msgspec.json.decode(await request.read(), type=BenchRequest)
+        self.bench = BenchStatus(model_id=wanted.model_id, state="cancelled")
+        return _json(self.bench)
 
     async def _delete_files(self, request: web.Request) -> web.Response:
         wanted = msgspec.json.decode(await request.read(), type=FilesRequest)
@@ -342,7 +371,7 @@ async def plain_response(node: FakeNeuron, request: web.Request, body: dict[str,
 
 async def hang() -> NoReturn:
     """A node that no longer responds. A disconnected client cancels it."""
-    await asyncio.sleep(60)
+    await asyncio.sleep(NEVER_S)
     raise AssertionError("nobody disconnected")
 
 

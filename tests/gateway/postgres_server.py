@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from ..waiting import WAIT_S
+
 
 def _binary(name: str) -> str | None:
     installed = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"), reverse=True)
@@ -69,7 +71,7 @@ def postgres_url() -> Iterator[str]:
     data = home / "data"
 
     def run(*command: str) -> None:
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=60, **run_as)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=WAIT_S, **run_as)
 
     try:
         run(initdb, "-D", str(data), "-A", "trust", "-U", user, "--no-sync", "-E", "UTF8")

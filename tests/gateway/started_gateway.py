@@ -14,6 +14,8 @@ from aiohttp import ClientSession
 
 from cortex.gateway.server import Gateway
 
+from ..waiting import WAIT_S
+
 
 class Client:
     """A gateway under test and an HTTP client for it."""
@@ -47,10 +49,6 @@ class Client:
 
     def metrics(self) -> str:
         return self.gateway.metrics.exposition().decode()
-
-
-WAIT_S = 30.0
-"""How long tests wait; only reached on failure."""
 
 
 async def until(condition: Callable[[], Any]) -> None:

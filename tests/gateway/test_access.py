@@ -15,6 +15,8 @@ from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.gateway.ledger.store import open_store
 from cortex.settings import Listen, SettingsError
 
+from ..waiting import WAIT_S
+
 if TYPE_CHECKING:
     from .started_gateway import StartGateway
 
@@ -137,5 +139,5 @@ async def test_stream_ends_when_its_key_is_revoked_or_demoted(
         await stream.content.readuntil(b"\n\n")
         keys = (other.section,) if is_revoked else (other.section, *demoted.keys)
         await gateway.reconfigure(msgspec.structs.replace(gateway.config, keys=keys), Catalogue())
-        await asyncio.wait_for(stream.content.read(), 40)
+        await asyncio.wait_for(stream.content.read(), WAIT_S)
         assert not unaffected.content.at_eof()

@@ -14,6 +14,7 @@ from cortex.gateway.ledger.store import LedgerSection, open_store
 from cortex.gateway.ledger.unwritten import FILE
 from cortex.wire.node.protocol import ModelState
 
+from ..waiting import WAIT_S
 from .fake_neuron import GB
 from .postgres_server import frozen
 
@@ -31,22 +32,22 @@ async def test_a_frozen_server_degrades_health_and_neither_delays_the_end_nor_lo
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(database, "WORK_S", 0.5)
-    monkeypatch.setattr(database, "CONNECT_S", 2.0)
     key = generate("frozen")
     node = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
     ledger = LedgerSection(database=postgres_url, flush_s=0.1)
     client = await start_gateway(node, keys=(key.section,), ledger=ledger)
     bearer = {"authorization": f"Bearer {key.text}"}
     body = {"model": "a", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
-    with frozen(postgres_url):
+    with frozen(postgres_url), monkeypatch.context() as impatient:
+        impatient.setattr(database, "WORK_S", 0.5)
+        impatient.setattr(database, "CONNECT_S", 2.0)
         status, _ = await client.post("/v1/chat/completions", body, **bearer)
         assert status == 200, "requests are served meanwhile"
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             while AWAY not in (health := await client.get("/health", **bearer))[1]["reasons"]:
                 await asyncio.sleep(0.1)
         assert health[1]["status"] == "degraded"
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             await client.gateway.close()
         assert (tmp_path / FILE).exists()
     restarted = await start_gateway(node, keys=(key.section,), ledger=ledger)

@@ -139,7 +139,7 @@ async def test_gauges_of_nodes_devices_and_models(measured: Measured) -> None:
 
 async def test_waiting_for_a_load_does_not_count_as_overhead(measured: Measured) -> None:
     client, beast, waiting = measured
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(2.0)
     overhead_before_s = value(scraped(client), "cortex_overhead_seconds_sum", {})
     beast.load_gate.set()
     assert (await waiting)[0] == 200
@@ -147,7 +147,7 @@ async def test_waiting_for_a_load_does_not_count_as_overhead(measured: Measured)
     assert value(found, "cortex_evictions_total", {"node": "beast", "model": "b"}) == 1
     assert value(found, "cortex_cold_starts_total", {"node": "beast", "model": "c"}) == 1
     load_s = value(found, "cortex_load_duration_seconds_sum", {"node": "beast", "model": "c"})
-    assert value(found, "cortex_request_duration_seconds_sum", {"node": "beast", "model": "c"}) > load_s > 0.4
+    assert value(found, "cortex_request_duration_seconds_sum", {"node": "beast", "model": "c"}) > load_s > 1.5
     overhead_s = value(found, "cortex_overhead_seconds_sum", {}) - overhead_before_s
     assert overhead_s < load_s, "waiting is not overhead"
     assert value(found, "cortex_queue_depth", {"model": "c"}) == 0

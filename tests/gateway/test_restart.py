@@ -19,8 +19,9 @@ from cortex.exits import ExitCode
 from cortex.wire.node.protocol import ModelState
 
 from ..ports import free_port
+from ..waiting import WAIT_S
 from .fake_neuron import GB
-from .started_gateway import WAIT_S, until
+from .started_gateway import until
 
 if TYPE_CHECKING:
     from .fake_neuron import FakeNeuron, StartNeuron

@@ -23,8 +23,9 @@ from cortex.settings import Listen
 from cortex.wire.node.protocol import ModelState
 
 from ..ports import free_port
+from ..waiting import WAIT_S
 from .fake_neuron import GB, begin_stream, chunk
-from .started_gateway import WAIT_S, until
+from .started_gateway import until
 
 if TYPE_CHECKING:
     from .fake_neuron import FakeNeuron, StartNeuron
@@ -213,7 +214,7 @@ async def test_gateway_killed_under_load_serves_again_after_restart(neurons: Sta
                 broken[0] += 1
                 await asyncio.sleep(0.05)
 
-    async with ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=40)) as session:
+    async with ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=WAIT_S)) as session:
         clients = [asyncio.create_task(client(session)) for _ in range(24)]
         await until(lambda: whole[0] >= 24)
         first.process.send_signal(signal.SIGKILL)

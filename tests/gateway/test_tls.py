@@ -17,6 +17,7 @@ from cortex.settings import SettingsError
 from cortex.tls import ServerCertificate, client_context
 from cortex.wire.node.protocol import ModelState
 
+from ..waiting import WAIT_S
 from .fake_neuron import GB
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ async def test_node_with_a_certificate_of_a_stranger_is_down_and_says_why(
     node_tls = ServerCertificate(*astuple(authority.issue("node"))).context
     beast = await neurons("beast", sizes={"a": GB}, tls=node_tls)
     client = await start_gateway(beast)
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(WAIT_S):
         while not (problem := (await client.get("/fleet/status"))[1]["nodes"][0]["problem"]):
             await asyncio.sleep(0.05)
     assert "certificate" in problem
@@ -75,7 +76,7 @@ async def test_changed_ca_file_is_used_for_new_connections(
         async with ClientSession() as session, session.get(url) as response:
             return dict((await response.json())["nodes"])
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         while await node() != {"beast": "down"}:
             await asyncio.sleep(0.05)
         shutil.copy(trusted, ca)

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..waiting import WAIT_S
+
 MEBIBYTE = 1 << 20
-WAIT_S = 60.0
-"""Upper bound of a wait; only reached on failure."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from cortex.wire.node.protocol import ModelState
 
 from ..gateway.fake_neuron import GB, REPORTED, FakeNeuron, begin_stream, chunk
 from ..gateway.started_gateway import Process, until
+from ..waiting import NEVER_S
 
 if TYPE_CHECKING:
     from ..gateway.fake_neuron import FakeNeuron, StartNeuron
@@ -261,7 +262,7 @@ async def test_requests_of_a_killed_gateway_stay_charged(
     async def endless(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin_stream(request)
         await response.write(chunk("a", {"content": "first"}))
-        await asyncio.sleep(60)
+        await asyncio.sleep(NEVER_S)
         return response
 
     key = generate("alice", balance_tokens=1000)

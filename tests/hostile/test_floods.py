@@ -15,7 +15,8 @@ from cortex.gateway.ledger.keys import as_toml, generate
 from cortex.wire.node.protocol import ModelState
 
 from ..gateway.fake_neuron import GB
-from .target import MEBIBYTE, WAIT_S, Target, write_until_blocked
+from ..waiting import WAIT_S
+from .target import MEBIBYTE, Target, write_until_blocked
 
 if TYPE_CHECKING:
     from ..certificates import Authority
@@ -67,7 +68,8 @@ async def test_connections_of_one_address_leave_descriptors_for_others(
             writer.close()
     log = target.log.read_text()
     assert "the limit of 256 open files permits 96 client connections" in log
-    assert log.count("from 127.0.0.1 rejected: 24 connections are open from your address") == 1
+    num_lines = log.count("from 127.0.0.1 rejected: 24 connections are open from your address")
+    assert 0 < num_lines < 20, "not one for each of 200, however long they took"
 
 
 async def test_bodies_of_strangers_are_not_buffered(keyed: Keyed, scaled: Callable[[int, int], int]) -> None:

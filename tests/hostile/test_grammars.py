@@ -53,9 +53,10 @@ async def test_invalid_grammar_is_rejected_with_its_place(api: Any, grammar: str
 
 @pytest.mark.parametrize("field", GRAMMAR_FIELDS)
 async def test_rejection_names_the_field_that_the_client_used(api: Any, field: str) -> None:
-    error = await rejection(api, field, "root ::= [a-z")
-    assert f"'{field}'" in error["message"]
-    assert "line 1, column 14" in error["message"]
+    for grammar, place in GRAMMARS[:4]:
+        error = await rejection(api, field, grammar)
+        assert f"'{field}'" in error["message"]
+        assert place in error["message"]
 
 
 @pytest.mark.parametrize(

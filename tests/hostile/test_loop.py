@@ -19,6 +19,7 @@ from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.node.protocol import ModelState
 
 from ..gateway.fake_neuron import GB, FakeNeuron
+from ..waiting import WAIT_S
 from .loop_watch import unit_s, watched
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def post(port: int, path: str, body: bytes) -> int:
 
 
 def send(port: int, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
     try:
         connection.request("GET" if body is None else "POST", path, body, {"content-type": "application/json"})
         response = connection.getresponse()

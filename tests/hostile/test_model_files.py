@@ -17,7 +17,8 @@ import pytest_asyncio
 
 from ..e2e.daemon.conftest import write_model
 from ..ports import free_port
-from .target import MEBIBYTE, WAIT_S, Target
+from ..waiting import WAIT_S
+from .target import MEBIBYTE, Target
 
 SOURCE = Path(__file__).parents[2] / "src"
 ENDLESS = ("{{ (7**99999999) % 7 }}", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")

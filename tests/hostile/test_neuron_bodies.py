@@ -12,6 +12,8 @@ import pytest
 from cortex.wire.dialects.registry import ROUTES
 from cortex.wire.errors import BY_CODE
 
+from ..waiting import WAIT_S
+
 PATHS = [*ROUTES, "/v1/messages/count_tokens", "/tokenize", "/models/load", "/models/unload"]
 
 
@@ -116,7 +118,7 @@ NOT_HTTP = [
 async def test_rejects_invalid_http_with_json(api: Any, sent: bytes) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(api.url.rpartition(":")[2]))
     writer.write(sent)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         reply = await reader.read()
     writer.close()
     head, _, body = reply.partition(b"\r\n\r\n")

@@ -9,6 +9,7 @@ from cortex.gateway.config import PicturesSection
 from cortex.wire.node.protocol import Capabilities, ModelState
 
 from ..gateway.fake_neuron import GB
+from ..waiting import WAIT_S
 
 if TYPE_CHECKING:
     from ..gateway.fake_neuron import StartNeuron
@@ -47,7 +48,7 @@ async def test_no_address_of_the_inside_is_connected_to(neurons: StartNeuron, st
 
     sees = {"m": Capabilities(tools=True, vision=True)}
     node = await neurons("beast", sizes={"m": GB}, states={"m": ModelState.READY}, capabilities=sees)
-    client = await start_gateway(node, pictures=PicturesSection(urls=True, timeout_s=5.0))
+    client = await start_gateway(node, pictures=PicturesSection(urls=True, timeout_s=WAIT_S))
     async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         for url in hostile_urls(port):

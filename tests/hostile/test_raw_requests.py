@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from .target import WAIT_S
+from ..waiting import WAIT_S
 
 if TYPE_CHECKING:
     from ..gateway.started_gateway import StartGateway

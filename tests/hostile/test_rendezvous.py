@@ -15,6 +15,7 @@ import pytest
 from cortex.neuron.engine.parallel.arrivals import connected
 from cortex.neuron.engine.parallel.entries import RemoteEntries
 
+from ..waiting import WAIT_S
 from .target import MEBIBYTE, Target, write_until_blocked
 
 KEY = b"key of the second rank"
@@ -42,7 +43,7 @@ def leader(tmp_path: Path) -> Iterator[Target]:
         assert process.stdin is not None
         yield Target(int(process.stdout.readline()), process.pid, tmp_path / "log")
         process.stdin.close()
-        assert process.wait(30) == 0
+        assert process.wait(WAIT_S) == 0
 
 
 async def test_strangers_read_and_store_nothing(leader: Target, scaled: Callable[[int, int], int]) -> None:
@@ -62,4 +63,4 @@ async def test_strangers_read_and_store_nothing(leader: Target, scaled: Callable
 
 
 def joined(port: int) -> RemoteEntries:
-    return RemoteEntries(connected(("127.0.0.1", port), KEY, time.monotonic() + 30))
+    return RemoteEntries(connected(("127.0.0.1", port), KEY, time.monotonic() + WAIT_S))

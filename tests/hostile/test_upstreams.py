@@ -15,11 +15,13 @@ from aiohttp import web
 from cortex.gateway.config import ResponsesSection
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy import translation
+from cortex.gateway.proxy.routes import OPAQUE, ROUTES
 from cortex.wire.node.protocol import ModelState
 
-from ..gateway.fake_neuron import GB
+from ..gateway.fake_neuron import GB, opened_gate
 from ..gateway.started_gateway import until
-from .target import MEBIBYTE, WAIT_S
+from ..waiting import WAIT_S
+from .target import MEBIBYTE
 
 MAX_SENT_BYTES = 256 * MEBIBYTE
 """Far less than an endless response on a busy machine: what sockets and loops hold while a gateway decides."""
@@ -54,7 +56,8 @@ class EndlessServer:
     rest: bytes = TEXT
     listing: bytes | None = None
     """Sent for ever in place of the list of models."""
-    delay_s: float = 0.0
+    gate: asyncio.Event = field(default_factory=opened_gate)
+    """It responds once this is set."""
     name: str = "endless"
     endpoint: str = ""
     num_sent_bytes: int = 0
@@ -75,7 +78,7 @@ class EndlessServer:
                 length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
                 await reader.readexactly(int(length.split(b":")[1]))
                 self.num_requests += 1
-                await asyncio.sleep(self.delay_s)
+                await self.gate.wait()
                 await self._send(writer, self.head, self.rest)
         self.num_ended += 1
 
@@ -184,6 +187,61 @@ async def test_what_passes_unread_is_held_back_by_a_client_that_does_not_read(
         del reader
 
 
+CHAT = {"messages": MESSAGE, "max_tokens": 9}
+RERANK = {"query": "hi", "documents": ["hi"], "texts": ["hi"]}
+FIELDS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/responses/compact": {"input": "hi"},
+    "/v1/embeddings": {"input": "hi"},
+    "/embed": {"inputs": "hi"},
+    "/v1/score": {"text_1": "hi", "text_2": "hi"},
+    "/score": {"text_1": "hi", "text_2": "hi"},
+    "/infill": {"input_prefix": "a", "input_suffix": "b"},
+    "/api/generate": {"prompt": "hi"},
+    "/api/embed": {"input": "hi"},
+    "/api/embeddings": {"prompt": "hi"},
+    "/v1/rerank": RERANK,
+    "/v2/rerank": RERANK,
+    "/rerank": RERANK,
+}
+"""What a request for a path needs; the others get a conversation."""
+EVERY_PATH = (*(path.decode() for path in (*ROUTES, *OPAQUE)), "/upstream/a/v1/other")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_route_holds_an_endless_response(
+    start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """It is cut off, or held back by a client that does not read."""
+    monkeypatch.setattr(translation, "MAX_STREAM_BYTES", 4 * MEBIBYTE)
+    head = OK + (EVENTS if stream else JSON) + CHUNKED
+    server = EndlessServer(head, delta(TEXT) if stream else chunk(TEXT))
+    reached = set()
+    async with running(server), asyncio.timeout(WAIT_S):
+        client = await start_gateway(foreign=(server,))
+        for path in EVERY_PATH:
+            body = msgspec.json.encode({"model": "a", **FIELDS.get(path, CHAT), **({"stream": True} if stream else {})})
+            num_before, num_requests = server.num_sent_bytes, server.num_requests
+            reader, writer = await asyncio.open_connection("127.0.0.1", client.port, limit=1)
+            start = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            writer.write(start.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            status = int((await reader.readexactly(12))[9:])
+            before = -1
+            while before != server.num_sent_bytes:
+                before = server.num_sent_bytes
+                await asyncio.sleep(0.1)
+            assert server.num_sent_bytes - num_before < MAX_SENT_BYTES, path
+            writer.transport.abort()
+            await until(lambda: server.num_ended == server.num_requests)
+            if server.num_requests > num_requests:
+                reached.add(path)
+            else:
+                assert status in (400, 405), path
+    unsent = {"/v1/messages/count_tokens", "/v1/responses/input_tokens", "/tokenize", "/detokenize", "/apply-template"}
+    assert set(EVERY_PATH) - reached <= unsent | {"/infill", "/v1/audio/voices", "/v1/responses/compact"}
+
+
 async def test_an_endless_error_is_not_read_to_its_end_for_a_key(start_gateway: StartGateway) -> None:
     server, key = EndlessServer(FAILED + CHUNKED, chunk(TEXT)), generate("user")
     async with running(server):
@@ -195,11 +253,14 @@ async def test_an_endless_error_is_not_read_to_its_end_for_a_key(start_gateway: 
 
 
 async def test_an_endless_error_after_a_keepalive_ends_the_stream(start_gateway: StartGateway) -> None:
-    server = EndlessServer(FAILED + CHUNKED, chunk(TEXT), delay_s=0.8)
+    server = EndlessServer(FAILED + CHUNKED, chunk(TEXT), gate=asyncio.Event())
     async with running(server):
         client = await start_gateway(foreign=(server,), keepalive_s=0.1)
-        found = await client.stream("/v1/chat/completions", {"model": "a", "messages": MESSAGE, "stream": True})
-        assert b'"error"' in found
+        body = {"model": "a", "messages": MESSAGE, "stream": True}
+        async with client.session.post(client.url + "/v1/chat/completions", json=body) as response:
+            assert response.status == 200, "a keepalive has started the stream"
+            server.gate.set()
+            assert b'"error"' in await response.read()
         await until(lambda: server.num_ended == server.num_requests)
         assert server.num_sent_bytes < 32 * MEBIBYTE
 

@@ -26,9 +26,9 @@ from cortex.http.upstream.pool import Pool
 from cortex.wire.error_encoding import envelope
 from cortex.wire.errors import CortexError, Family
 
+from ..waiting import WAIT_S
+
 TICK_S = 0.02
-WAIT_S = 30.0
-"""How long a test waits for what must happen."""
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -14,6 +14,8 @@ from cortex.http.request import Request, loggable
 from cortex.http.server.exchange import Exchange
 from cortex.wire.errors import InvalidAPIKey
 
+from ..waiting import WAIT_S
+
 if TYPE_CHECKING:
     from .conftest import Harness
 
@@ -280,7 +282,7 @@ async def test_closes_an_idle_connection_that_sends_empty_lines(harness: Harness
     server, port = await harness.server(count_body, head_s=0.2, idle_s=0.2)
     _, writer = await harness.client(port)
     await harness.eventually(lambda: server.num_connections == 1)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         while server.num_connections:
             if not writer.transport.is_closing():
                 writer.write(b"\r\n")
@@ -291,7 +293,7 @@ async def test_times_out_a_body_below_the_minimum_rate(harness: Harness) -> None
     _, port = await harness.server(count_body, body_s=0.2, body_bytes_per_s=1000)
     reader, writer = await harness.client(port, post(10_000))
     response = asyncio.create_task(harness.read_message(reader))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         while not response.done():  # each byte comes well before a silence of `body_s`
             writer.write(b"x")
             await asyncio.sleep(0.02)

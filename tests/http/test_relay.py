@@ -149,20 +149,22 @@ async def test_sends_keepalives_on_the_wall_clock_while_waiting(harness: Harness
 
 
 async def test_first_keepalive_sends_the_nodes_head_if_it_has_come(harness: Harness) -> None:
+    is_kept_alive = asyncio.Event()
+
     async def head_first(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(STREAM_HEAD.replace(b"Transfer", b"X-Node: n\r\nTransfer"))
-        await asyncio.sleep(0.15)
+        await is_kept_alive.wait()
         writer.write(chunk(b"data: a\n\n") + END)
         await reader.read()
 
     node = await harness.node(head_first)
-    _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=0.05)
+    _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=0.5)
     reader, _ = await harness.client(port, POST)
-    head, body = await harness.read_message(reader)
-    assert b"x-node: n" in head
-    assert body.startswith(b": still here\n\n")
-    assert body.endswith(b"data: a\n\n")
+    assert b"x-node: n" in await reader.readuntil(b"\r\n\r\n")
+    assert await reader.readuntil(b"\n\n\r\n") == chunk(b": still here\n\n")
+    is_kept_alive.set()
+    assert (await reader.readuntil(END)).endswith(chunk(b"data: a\n\n") + END)
 
 
 async def test_extra_headers_replace_the_nodes(harness: Harness) -> None:
@@ -175,20 +177,27 @@ async def test_extra_headers_replace_the_nodes(harness: Harness) -> None:
 
 
 async def test_sends_no_keepalive_inside_an_event_too_long_to_hold(harness: Harness) -> None:
+    is_kept_alive = asyncio.Event()
+
     async def verbose(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
         writer.write(STREAM_HEAD + chunk(b"data: " + b"x" * 300_000))
         await asyncio.sleep(0.2)
         writer.write(chunk(b"end\n\n"))
-        await asyncio.sleep(0.2)
+        await is_kept_alive.wait()
         writer.write(END)
         await reader.read()
 
     node = await harness.node(verbose)
     _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=0.05)
     reader, _ = await harness.client(port, POST)
-    _, body = await harness.read_message(reader)
+    await reader.readuntil(b"\r\n\r\n")
     event = b"data: " + b"x" * 300_000 + b"end\n\n"
+    body = b""
+    while (size := int(await reader.readuntil(b"\r\n"), 16)) > 0:
+        body += (await reader.readexactly(size + 2))[:-2]
+        if body.endswith(event + b": still here\n\n"):
+            is_kept_alive.set()
     before, _, after = body.partition(event)
     assert set(before.split(b"\n\n")) <= {b": still here", b""}, "only keepalives on a slow machine"
     assert set(after.split(b"\n\n")) == {b": still here", b""}

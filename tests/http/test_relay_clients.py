@@ -16,6 +16,7 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.call import UpstreamCall
 from cortex.http.upstream.connection import UpstreamConnection
 
+from ..waiting import WAIT_S
 from .streams import END, POST, STREAM_HEAD, chunk
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ async def test_disconnected_client_aborts_the_call(harness: Harness, phase: str,
             writer.transport.set_write_buffer_limits(high=0)
             while not reader.at_eof():
                 writer.write(chunk(b"data: " + bytes(50_000) + b"\n\n"))
-                await asyncio.wait_for(writer.drain(), 30)
+                await asyncio.wait_for(writer.drain(), WAIT_S)
         await reader.read()
 
     node = await harness.node(endless)

@@ -28,10 +28,15 @@ async def unreachable_pool(harness: Harness) -> Pool:
     return harness.pool(node.origin)
 
 
+KEEPALIVE = chunk(b": still here\n\n")
+
+
 async def test_error_after_a_keepalive_becomes_an_event(harness: Harness) -> None:
+    is_kept_alive = asyncio.Event()
+
     async def reject_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
-        await asyncio.sleep(0.1)
+        await is_kept_alive.wait()
         writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: 4\r\n\r\n{")
         await asyncio.sleep(0.02)
         writer.write(b"no}")
@@ -40,9 +45,10 @@ async def test_error_after_a_keepalive_becomes_an_event(harness: Harness) -> Non
     node = await harness.node(reject_late)
     _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=0.05)
     reader, _ = await harness.client(port, POST)
-    head, body = await harness.read_message(reader)
-    assert head.startswith(b"HTTP/1.1 200")
-    assert body.endswith(b": still here\n\nevent: late\ndata: 400 {no}\n\n")
+    assert (await reader.readuntil(KEEPALIVE)).startswith(b"HTTP/1.1 200")
+    is_kept_alive.set()
+    rest = await reader.readuntil(END)
+    assert rest.replace(KEEPALIVE, b"") == chunk(b"event: late\ndata: 400 {no}\n\n") + END
     assert harness.observers[0].outcome is Outcome.COMPLETE
 
 
@@ -130,15 +136,19 @@ async def test_observer_words_the_error_when_no_node_is_left(harness: Harness) -
 
 
 async def test_rejection_inside_a_started_stream_is_an_event(harness: Harness) -> None:
+    is_kept_alive = asyncio.Event()
+
     async def die_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await node.read(reader)
-        await asyncio.sleep(0.1)
+        await is_kept_alive.wait()
 
     node = await harness.node(die_late)
     _, port = await harness.relaying(harness.pool(node.origin), keepalive_s=0.03)
-    response = await harness.ask(port, POST)
-    assert response.startswith(b"HTTP/1.1 200")
-    assert response.endswith(chunk(b"event: error\n\n") + END)
+    reader, _ = await harness.client(port, POST)
+    assert (await reader.readuntil(KEEPALIVE)).startswith(b"HTTP/1.1 200")
+    is_kept_alive.set()
+    rest = await reader.readuntil(END)
+    assert rest.replace(KEEPALIVE, b"") == chunk(b"event: error\n\n") + END
 
 
 @pytest.mark.parametrize("half", [b"", b"data: hal"], ids=["between events", "inside an event"])

@@ -27,7 +27,8 @@ from cortex.neuron.engine.request import (
 )
 from cortex.neuron.worker.protocol import Cancel, Command, Event, Load, Loaded, MemoryReading, Outputs, Report, Submit
 
-WAIT_S = 60.0
+from ..waiting import WAIT_S
+
 OVERSIZED_FRAME = (MAX_FRAME_BYTES + 1).to_bytes(4, "little")
 DAMAGED_FRAME = b"\x02\x00\x00\x00\xc1\xc1"
 

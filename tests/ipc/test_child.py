@@ -13,6 +13,8 @@ import pytest
 
 from cortex.ipc.start import start_child
 
+from ..waiting import WAIT_S
+
 CHILD = """
 import argparse, os, time
 from cortex.ipc.child import attach_to_parent
@@ -31,7 +33,7 @@ async def main():
     process, control = await start_child("ipc_test_child")
     await asyncio.to_thread(control.recv, 16)
     print(process.pid, flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(3600)
 
 asyncio.run(main())
 """
@@ -44,7 +46,7 @@ def run():
     process, control = start_child_of_thread("ipc_test_child", environment=os.environ)
     control.recv(16)
     print(process.pid, flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 
 threading.Thread(target=run).start()
 """
@@ -68,13 +70,13 @@ async def test_child_ignores_termination_signals_and_exits_when_its_socket_close
         assert os.getsid(process.pid) == process.pid
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             process.send_signal(number)
-    assert await asyncio.wait_for(process.wait(), 30) == 0
+    assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
 
 
 @pytest.mark.parametrize("program", [PARENT, PARENT_THREAD], ids=["loop", "thread"])
 def test_child_is_killed_with_its_parent(tmp_path: Path, program: str) -> None:
     # The child's module never exits on its own: only the kernel can end it.
-    (tmp_path / "ipc_test_child.py").write_text(CHILD + "time.sleep(60)\n")
+    (tmp_path / "ipc_test_child.py").write_text(CHILD + "time.sleep(3600)\n")
     parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)],
         stdout=subprocess.PIPE,
@@ -85,7 +87,7 @@ def test_child_is_killed_with_its_parent(tmp_path: Path, program: str) -> None:
         child = int(parent.stdout.readline())
         assert is_running(child)
         parent.kill()
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + WAIT_S
     while is_running(child) and time.monotonic() < deadline_s:
         time.sleep(0.02)
     assert not is_running(child)

@@ -15,11 +15,13 @@ import pytest
 from cortex.ipc.pool import JobLost, PoolLost, RestartedPool, WorkerPool
 from cortex.ipc.start import start_child
 
-HERE = str(Path(__file__).parent)
-if HERE not in sys.path:
-    sys.path.append(HERE)  # the pool imports from where its parent does
+JOBS = str(Path(__file__).with_name("jobs"))
+if JOBS not in sys.path:
+    sys.path.append(JOBS)  # the pool imports from where its parent does
 
 from pool_jobs import Done, Job  # noqa: E402
+
+from ..waiting import WAIT_S  # noqa: E402
 
 Pool = WorkerPool[Done]
 
@@ -32,7 +34,7 @@ def is_alive(process_id: int) -> bool:
 
 
 async def until_gone(process_id: int) -> None:
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(WAIT_S):
         while is_alive(process_id):
             await asyncio.sleep(0.01)
 
@@ -45,7 +47,7 @@ async def started_job(pool: Pool) -> tuple[asyncio.Task[Done], int]:
     """A job that never ends, and the new process that runs it."""
     before = children_of(pool.process_id)
     task = asyncio.create_task(pool.run(Job("never"), in_background=True))
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(WAIT_S):
         while not (new := children_of(pool.process_id) - before):
             await asyncio.sleep(0.01)
     return task, new.pop()
@@ -126,7 +128,7 @@ async def test_pool_that_reads_slowly_is_not_lost() -> None:
     await asyncio.wait(cancelled)
     os.kill(pool.process_id, signal.SIGCONT)
     assert all(task.cancelled() for task in cancelled)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         assert len(await asyncio.gather(*jobs)) == 4
     assert not pool.has_ended
     await pool.stop()

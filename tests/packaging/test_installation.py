@@ -21,8 +21,9 @@ import yaml
 
 from cortex import __version__
 
+from ..waiting import WAIT_S
+
 ROOT = Path(__file__).parents[2]
-WAIT_S = 300.0
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("TEST_INSTALLATION"), reason="needs a package index; run `make distribution`"

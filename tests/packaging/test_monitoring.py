@@ -22,6 +22,8 @@ from cortex.neuron.engine.request import EngineStats
 from cortex.wire.events import Finish, TextDelta, Usage
 from cortex.wire.node.protocol import DeviceHealth, Health, ModelState, ModelStatus
 
+from ..waiting import WAIT_S
+
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "packaging" / "grafana" / "cortex.json"
 PROMETHEUS = ROOT / "packaging" / "prometheus"
@@ -162,7 +164,9 @@ def test_variables_and_legends_of_the_dashboard_exist(existing: Mapping[str, fro
 def promtool(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed: apt-get install prometheus")
-    return subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False, timeout=60, **options)
+    return subprocess.run(
+        ["promtool", *arguments], capture_output=True, text=True, check=False, timeout=WAIT_S, **options
+    )
 
 
 def test_promtool_accepts_the_rules_and_their_tests_pass() -> None:

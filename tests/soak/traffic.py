@@ -31,6 +31,8 @@ class Traffic:
         self.tokens: Counter[str] = Counter()
         """As responses reported them: `prompt` and `completion`."""
         self.outcomes: Counter[str] = Counter()
+        self._shown: set[str] = set()
+        """Errors of which one was printed, by status and path."""
         self.unclear: list[str] = []
         """The ids of requests whose responses began and did not end as they should."""
         self.latencies: list[tuple[float, float]] = []
@@ -113,6 +115,9 @@ class Traffic:
                 raise
             self.outcomes[f"{response.status}"] += 1
             if response.status != 200:
+                if (kind := f"{response.status} {path}") not in self._shown:
+                    self._shown.add(kind)
+                    print(f"{kind}, {body['model']}, {request_id}: {content[:400].decode()}", flush=True)
                 return
             found = _last_usage(content, usage_of) if is_stream else usage_of(msgspec.json.decode(content))
             if found is None:  # it failed after it had begun

@@ -6,6 +6,7 @@ import click
 
 from cortex import __version__
 from cortex.cli.commands.audit import audit
+from cortex.cli.commands.bench import bench
 from cortex.cli.commands.cancel import cancel
 from cortex.cli.commands.chat import chat
 from cortex.cli.commands.completion import completion
@@ -35,7 +36,7 @@ def cortex() -> None:
     """One OpenAI + Anthropic endpoint over a handful of mismatched GPU boxes."""
 
 
-_LOOK = (status, ps, models, logs, jobs, explain, doctor)
+_LOOK = (status, ps, models, logs, jobs, explain, bench, doctor)
 _USE = (run_model, chat, embed, launch)
 _CONTROL = (load, unload, cancel, pin, unpin, move, pull, rm, drain, undrain)
 

@@ -108,6 +108,11 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def rate(per_s: float | None) -> str:
+    """Tokens per second for people: `16.1`, `247`; nothing for none."""
+    return "" if not per_s else f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.1f}"
+
+
 def bar(fraction: float, width: int = 20, style: str = "") -> Text:
     """`██████▌             `: a fraction, drawn to an eighth of a character."""
     eighths = round(min(1.0, max(0.0, fraction)) * width * 8)

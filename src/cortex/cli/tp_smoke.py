@@ -17,7 +17,7 @@ from cortex.cli.output import console, print_json, size, table
 if TYPE_CHECKING:
     from cortex.wire.node.protocol import Device
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 600.0
 LAYERS = 64
 SUM_BYTES = 8 << 10
 """The size that is nearest to a token's hidden state: 5,120 values of two bytes in a model of 27 B parameters."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from cortex.wire.errors import SourceNotFound
+from cortex.wire.node.load_options import is_path
 from cortex.wire.node.protocol import (
     DeviceKind,
     Dialect,
@@ -88,8 +89,8 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def is_absent(self) -> bool:
         """Whether its path on the node has no files."""
-        is_path = (self.status.source or "").startswith(("/", "./", "../", "~"))
-        return is_path and self.state is ModelState.COLD and self.status.reason_code == SourceNotFound.code
+        is_named_by_path = is_path(self.status.source or "")
+        return is_named_by_path and self.state is ModelState.COLD and self.status.reason_code == SourceNotFound.code
 
     @property
     def is_busy(self) -> bool:

@@ -89,7 +89,7 @@ class Sqlite:
         # that reads the database would take itself for the last and delete the journal that they write to.
         with contextlib.suppress(FileExistsError):
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        connection = sqlite3.connect(self.path, timeout=10.0, check_same_thread=False)
+        connection = sqlite3.connect(self.path, timeout=30.0, check_same_thread=False)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("BEGIN IMMEDIATE")

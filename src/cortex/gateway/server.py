@@ -15,6 +15,7 @@ from cortex import open_files
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.api.activity import ActivityRoutes
 from cortex.gateway.api.audit import AuditRoutes
+from cortex.gateway.api.benches import BenchRoutes
 from cortex.gateway.api.control import Control
 from cortex.gateway.api.event_streams import EventStreams
 from cortex.gateway.api.files import FileRoutes
@@ -50,6 +51,7 @@ from cortex.gateway.listening import ListeningSockets, certificate_of
 from cortex.gateway.metrics import CONTENT_TYPE, Metrics, fleet_gauges
 from cortex.gateway.page.conversations import Conversations
 from cortex.gateway.page.page import Page
+from cortex.gateway.page.sign_in_attempts import SignInAttempts
 from cortex.gateway.page.signing_in import SigningIn
 from cortex.gateway.pictures.fetcher import PictureFetcher
 from cortex.gateway.pictures.inlining import PictureInlining
@@ -163,6 +165,7 @@ class Gateway:
         board = JobBoard()
         operator = OperatorCommands(self.dispatcher, self.event_log)
         self._file_routes = FileRoutes(self.dispatcher, self._nodes, board, self._metering, self._deferred)
+        self._bench_routes = BenchRoutes(self.dispatcher, operator, self._nodes, board, self._metering, self._deferred)
         open_paths = paths_without_key(config)
         self._ollama_routes = OllamaRoutes(
             self.dispatcher, self._file_routes, self._metering, self._deferred, open_paths
@@ -173,6 +176,7 @@ class Gateway:
             self._file_routes,
             self._ollama_routes,
             orders,
+            self._bench_routes,
             LlamaCppRoutes(self.dispatcher, orders, self._metering, open_paths, self.event_log, self._streams),
             ModelLogRoutes(self.dispatcher, self._nodes, self._metering, self._deferred),
             JobRoutes(board, self._metering),
@@ -201,8 +205,9 @@ class Gateway:
             open_paths,
             self._audit,
         )
-        self._signing_in = SigningIn(self._metering, Conversations(config.database(directory)))
-        self._page = Page(self._metering.meter, self._signing_in, is_secure=self._certificate is not None)
+        attempts = SignInAttempts(self._audit)
+        self._signing_in = SigningIn(self._metering, Conversations(config.database(directory)), attempts)
+        self._page = Page(self._metering.meter, self._signing_in, attempts, is_secure=self._certificate is not None)
         ollama = OllamaInference(self._inference, operator, self._control.cross_site)
         self._router = RequestRouter(self._inference, self._responses, ollama, self._control, self._page)
         self.server = api_server(
@@ -287,6 +292,7 @@ class Gateway:
         await self._deferred.close()
         await self._ollama_routes.close()
         await self._file_routes.close()
+        await self._bench_routes.close()
         for node in self._nodes.values():
             node.pool.close()
         # Each may wait for a database that hangs.

@@ -1,4 +1,5 @@
-"""Which replica serves a request: the one where its first token is expected first.
+"""Which replica serves a request: the one where its first token is expected first, or, where all replicas were
+measured, its last.
 
 Everything is weighed in seconds: computing what is not cached of the prompt, the prompts ahead of it, the queue, and
 the requests that share the device. A replica whose KV cache is full comes after every other one whatever it has cached:
@@ -16,6 +17,8 @@ from cortex.routing.prefixes import BYTES_PER_TOKEN, PrefixRecord, leading_block
 PREFILL_TOKENS_PER_S = 4000.0
 REQUEST_S = 5.0
 """Assumed until a request was measured."""
+RESPONSE_TOKENS = 256
+"""What a response is assumed to have, where replicas are compared by their speed."""
 SHARING_S = 0.05
 """A running request delays the first token by about one step, and slows the later ones by a few per cent."""
 SCARCE_KV_FRACTION = 0.7
@@ -38,6 +41,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
     request_s: float = REQUEST_S
     """How long a request takes there, on average."""
+    token_s: float = 0.0
+    """How long each token of one more response takes there; 0 for all replicas where one of them was not measured."""
 
     @property
     def is_saturated(self) -> bool:
@@ -66,8 +71,9 @@ class RoutingChoice(msgspec.Struct, frozen=True):
 
 
 def expected_s(replica: Replica, num_prompt_tokens: int, num_cached_tokens: int) -> float:
-    """The expected time to the first token on `replica`; less is better."""
-    return _prefill_s(replica, num_prompt_tokens, num_cached_tokens) + replica.delay_s
+    """The expected time to the first token on `replica`, and to the last where its speed is known; less is better."""
+    prefill_s = _prefill_s(replica, num_prompt_tokens, num_cached_tokens)
+    return prefill_s + replica.delay_s + RESPONSE_TOKENS * replica.token_s
 
 
 def choose(replicas: Sequence[Replica], prompt: bytes, prefixes: PrefixRecord) -> RoutingChoice:
@@ -82,7 +88,8 @@ def choose(replicas: Sequence[Replica], prompt: bytes, prefixes: PrefixRecord) -
     for position, replica in enumerate(replicas):
         num_cached_tokens = prefixes.num_cached_tokens(blocks, replica.place) if blocks else 0
         prefill_s = _prefill_s(replica, num_prompt_tokens, num_cached_tokens)
-        rank = (replica.is_saturated, prefill_s + replica.delay_s, replica.place)
+        time_s = prefill_s + replica.delay_s + RESPONSE_TOKENS * replica.token_s
+        rank = (replica.is_saturated, time_s, replica.place)
         ranked.append((rank, position, prefill_s))
     _, position, prefill_s = min(ranked)
     best = replicas[position]

@@ -46,15 +46,22 @@ def test_completes_nothing_without_a_gateway(monkeypatch: pytest.MonkeyPatch) ->
 
 
 IN_BASH = """
-eval "$(cortex completion bash)"
+eval "$SCRIPT"
 COMP_LINE=$1 COMP_POINT=${#1}
 _cortex_completion cortex
 printf '%s\\n' "${COMPREPLY[@]}"
 """
-IN_FISH = "cortex completion fish | source; complete -C $argv[1]"
+IN_ZSH = """
+compdef() { }
+compadd() { print -rl -- ${(P)argv[-1]} }
+eval "$SCRIPT"
+words=("${(@s: :)1}") CURRENT=${#words}
+_cortex_completion
+"""
+IN_FISH = "echo $SCRIPT | source; complete -C $argv[1]"
 
 
-@pytest.mark.parametrize("shell", ["bash", "fish"])
+@pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -64,7 +71,7 @@ IN_FISH = "cortex completion fish | source; complete -C $argv[1]"
     ],
 )
 def test_shell_proposes_names_of_models(
-    gateway: CannedGateway, tmp_path: Path, shell: str, line: str, expected: list[str]
+    gateway: CannedGateway, invoke: Invoke, tmp_path: Path, shell: str, line: str, expected: list[str]
 ) -> None:
     if (program := shutil.which(shell)) is None:
         pytest.skip(f"{shell} is not installed")
@@ -73,9 +80,13 @@ def test_shell_proposes_names_of_models(
     command = tmp_path / "cortex"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m cortex.cli.cortex "$@"\n')
     command.chmod(0o755)
-    environment = {**os.environ, "CORTEX_URL": gateway.url, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    script = [IN_BASH, "bash"] if shell == "bash" else [IN_FISH]
-    done = subprocess.run([program, "-c", *script, line], env=environment, capture_output=True, text=True, check=False)
+    script = invoke("completion", shell).stdout
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {**os.environ, "CORTEX_URL": gateway.url, "PATH": path, "SCRIPT": script}
+    arguments = {"bash": [IN_BASH, "bash"], "zsh": [IN_ZSH, "zsh"], "fish": [IN_FISH]}[shell]
+    done = subprocess.run(
+        [program, "-c", *arguments, line], env=environment, capture_output=True, text=True, check=False
+    )
     if shell == "bash":  # readline keeps what is before the last colon
         expected = [name.removeprefix("org/small:") if line.endswith(":") else name for name in expected]
     assert done.stdout.split() == expected, done.stderr

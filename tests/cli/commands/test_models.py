@@ -173,3 +173,13 @@ def test_models_shows_where_the_model_is_in_another_state(gateway: CannedGateway
     assert "served ready attic (unreachable), barn (loading), cellar" in lines
     assert "soon loading attic (unreachable), barn" in lines
     assert "lost unreachable attic" in lines
+
+
+def test_models_say_where_files_were_looked_for(gateway: CannedGateway, invoke: Invoke) -> None:
+    reason = "m: there is no complete model at /srv/m.gguf"
+    missing = {"id": "m", "feasible_on": [], "problems": {"attic": reason}}
+    elsewhere = {"id": "other", "feasible_on": ["beast"], "problems": {"attic": reason}}
+    gateway.responses["GET", "/v1/models"] = {"data": [missing, elsewhere, missing | {"id": "alias", "alias_of": "m"}]}
+    shown = invoke("models").stdout
+    assert shown.count("there is no complete model") == 1
+    assert "m on attic: there is no complete model at /srv/m.gguf" in shown

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
+from copy import deepcopy
+from datetime import date
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
@@ -133,11 +139,35 @@ def test_costs_of_the_matrix_are_priorities() -> None:
         ('models: {m: {cmd: "s \'unclosed"}}', "the model m: No closing quotation"),
         ("models: {m: {cmd: '# nothing'}}", "its cmd is empty"),
         ("models: {m: {cmd: 's ${PORT}'}}\npeers: {p: {}}", "the peer p has no `proxy`"),
+        ("models: {m: {cmd: 's ${PORT}', ttl: soon}}", "`ttl` is soon, which is no number"),
+        ("models: {m: {cmd: 's ${PORT}', env: {A: b}}}", "`env` is .*; give a list"),
     ],
 )
 def test_what_cannot_be_imported_is_named(text: str, problem: str) -> None:
     with pytest.raises(NotLlamaSwap, match=problem):
         convert(yaml.safe_load(text))
+
+
+ODD = ("odd", -1.5, ["odd", None], {"odd": ["odd"]}, [{"odd": 1}], date(2026, 1, 2))
+
+
+@pytest.mark.parametrize("text", [FULL, GROUPS, MATRIX], ids=["full", "groups", "matrix"])
+def test_values_of_other_types_are_rejected_or_read(text: str) -> None:
+    original = yaml.safe_load(text)
+    for *path, last in places(original):
+        for odd in ODD:
+            data = deepcopy(original)
+            reduce(getitem, path, data)[last] = odd
+            with contextlib.suppress(NotLlamaSwap):
+                convert(data)
+
+
+def places(data: Any) -> Iterator[tuple[Any, ...]]:
+    """The paths of all values, at every depth."""
+    entries = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for name, value in entries:
+        yield (name,)
+        yield from ((name, *rest) for rest in places(value))
 
 
 def test_files_are_written_and_not_replaced_without_being_told(tmp_path: Path, invoke: Invoke) -> None:

@@ -17,6 +17,8 @@ from cortex.cli.up.supervisor import ProcessSupervisor
 from cortex.exits import ExitCode
 from cortex.wire.node.protocol import Capabilities, ModelState, ModelStatus
 
+from ...waiting import WAIT_S
+
 if TYPE_CHECKING:
     from ..conftest import CannedGateway
 
@@ -33,7 +35,7 @@ def test_failed_model_is_not_among_those_that_are_ready(
     ]
     gateway.responses["GET", "/health"] = {"status": "ok", "uptime_s": 1, "devices": [], "models": statuses}
     gateway.responses["GET", "/v1/models"] = {"data": [{"id": "whole", "loaded": True}]}
-    with ProcessSupervisor(grace_s=5) as supervisor:
+    with ProcessSupervisor(grace_s=WAIT_S) as supervisor:
         ready = wait_until_loaded(console(), plan, supervisor)
     assert ready == ["whole"]
     print_ready(console(), plan, ready, 1.0)

@@ -23,11 +23,9 @@ from cortex.neuron.engine.memory.host import anonymous_bytes
 
 from ...neuron.tiny_models import write_llama
 from ...ports import free_port
+from ...waiting import WAIT_S
 
 SOURCE = Path(__file__).parents[3] / "src"
-READY_TIMEOUT_S = 180.0
-TIMEOUT_S = 120.0
-"""Only reached on failure."""
 MEMORY_MB = 1024
 """What the demo model may take: without bfloat16 its weights take 600 MB, and eight long responses 200 more."""
 DEMO, TINY = "demo", "tiny"
@@ -42,7 +40,7 @@ class Daemon:
     log: Path
     key: str = ""
 
-    def call(self, path: str, body: Any = None, timeout_s: float = 60.0) -> tuple[int, Any]:
+    def call(self, path: str, body: Any = None) -> tuple[int, Any]:
         """Status and JSON of one exchange; a POST when there is a body."""
         content = None if body is None else json.dumps(body).encode()
         headers = {"content-type": "application/json"}
@@ -50,7 +48,7 @@ class Daemon:
             headers["authorization"] = f"Bearer {self.key}"
         request = urllib.request.Request(self.url + path, content, headers)
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            with urllib.request.urlopen(request, timeout=WAIT_S) as response:
                 return response.status, json.load(response)
         except urllib.error.HTTPError as rejection:
             return rejection.code, json.load(rejection)
@@ -68,7 +66,7 @@ class Daemon:
         self.wait_for("ready", model_id)
 
     def wait_for(self, state: str, model_id: str) -> None:
-        deadline_s = time.monotonic() + READY_TIMEOUT_S
+        deadline_s = time.monotonic() + WAIT_S
         while True:
             assert self.process.poll() is None, self.log.read_text()
             try:
@@ -111,13 +109,13 @@ StartDaemon = Callable[..., Daemon]
 
 def text_of(daemon: Daemon, model: str, prompt: str = "The capital of France is") -> str:
     body = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0}
-    status, response = daemon.call("/v1/completions", body, TIMEOUT_S)
+    status, response = daemon.call("/v1/completions", body)
     assert status == 200, response
     return str(response["choices"][0]["text"])
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
+    deadline_s = time.monotonic() + WAIT_S
     while not holds():
         assert time.monotonic() < deadline_s, what
         time.sleep(0.1)
@@ -125,7 +123,7 @@ def until(holds: Callable[[], bool], what: str) -> None:
 
 def nodes_of(gateway: Daemon) -> dict[str, Any]:
     """The nodes of its fleet, by name."""
-    return {node["name"]: node for node in gateway.call("/fleet/status", timeout_s=TIMEOUT_S)[1]["nodes"]}
+    return {node["name"]: node for node in gateway.call("/fleet/status")[1]["nodes"]}
 
 
 StartGateway = Callable[[str, dict[str, Daemon]], Daemon]
@@ -213,7 +211,7 @@ def daemons(tmp_path_factory: pytest.TempPathFactory, demo_model: Path, tiny_mod
         for daemon in started:
             if daemon.process.poll() is None:
                 daemon.process.send_signal(signal.SIGKILL)
-            daemon.process.wait(60)
+            daemon.process.wait(WAIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -255,4 +253,4 @@ def start_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartGat
     yield start
     for gateway in gateways:
         gateway.process.kill()
-        gateway.process.wait(60)
+        gateway.process.wait(WAIT_S)

@@ -22,6 +22,7 @@ from cortex.gateway.ledger.keys import as_toml, generate
 
 from ...ports import free_port
 from ...telemetry.otlp_collector import Collector, ReceivedSpan
+from ...waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,8 +41,6 @@ MAX_RUNNING = 2
 WORDS = "one two three four five six seven eight nine ten "
 LONG_PROMPT = WORDS * 75
 PROMPT_STEPS = 750 // CHUNK_TOKENS
-TIMEOUT_S = 120.0
-"""Only reached on failure."""
 
 
 @dataclass
@@ -71,12 +70,12 @@ class Fleet:
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
-        self.process.wait(60)
+        self.process.wait(WAIT_S)
 
     def get(self, path: str) -> Any:
         headers = {"authorization": f"Bearer {KEY.text}"}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", headers=headers)
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+        with urllib.request.urlopen(request, timeout=WAIT_S) as response:
             return json.load(response)
 
     def is_ready(self, name: str) -> bool:
@@ -108,7 +107,7 @@ class Conversation:
     """One request on a connection of its own, read as it comes and left when the test says so."""
 
     def __init__(self, port: int, path: str, body: bytes, request_id: str = "e2e/1") -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S)
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
         head = (
             f"POST {path} HTTP/1.1",
             "host: x",
@@ -140,7 +139,7 @@ class Conversation:
 
 def until(condition: Callable[[], Any]) -> Any:
     """What `condition` returns, once that is true."""
-    deadline_s = time.monotonic() + TIMEOUT_S
+    deadline_s = time.monotonic() + WAIT_S
     while not (found := condition()):
         assert time.monotonic() < deadline_s, "it did not happen in time"
         time.sleep(0.02)
@@ -209,7 +208,7 @@ def counted(fleet: Fleet, name: str) -> float:
     """What the nodes themselves have counted, all together."""
     total = 0.0
     for node in fleet.nodes.values():
-        with urllib.request.urlopen(f"{node.url}/metrics", timeout=TIMEOUT_S) as response:
+        with urllib.request.urlopen(f"{node.url}/metrics", timeout=WAIT_S) as response:
             lines = response.read().decode().splitlines()
         total += sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
     return total

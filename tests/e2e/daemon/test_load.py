@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 
 from ...processes import alive
+from ...waiting import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -26,8 +27,6 @@ pytestmark = pytest.mark.e2e
 DEMO, TINY = "demo", "tiny"
 STREAMS = 64
 DRAIN_S = 1.0
-TIMEOUT_S = 60.0
-"""Only reached on failure."""
 LONG_RESPONSE_TOKENS = 1500
 
 
@@ -59,8 +58,8 @@ async def last(response: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
     return [event async for event in response][-1]
 
 
-async def until(condition: Callable[[], Any], timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
+async def until(condition: Callable[[], Any]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline_s
         await asyncio.sleep(0.02)
@@ -68,7 +67,7 @@ async def until(condition: Callable[[], Any], timeout_s: float) -> None:
 
 async def test_64_streams_are_complete_while_models_are_loaded_and_unloaded(daemon: Daemon) -> None:
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(300)) as session:
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(WAIT_S)) as session:
         began_s = time.monotonic()
         bodies = [completion(3, str(number)) for number in range(STREAMS)]
         responses = asyncio.gather(*(whole(session, daemon.url, body) for body in bodies))
@@ -96,7 +95,7 @@ async def leave(url: str, body: dict[str, Any], *, once: Callable[[], bool]) -> 
     """Asks for a response and disconnects once the condition holds."""
     async with aiohttp.ClientSession() as session:
         reading = asyncio.create_task(whole(session, url, body))
-        await until(once, TIMEOUT_S)
+        await until(once)
         reading.cancel()
         with suppress(asyncio.CancelledError):
             await reading
@@ -109,8 +108,8 @@ async def test_disconnected_client_does_not_stop_a_load(daemon: Daemon) -> None:
 
     daemon.call("/models/unload", {"model_id": DEMO})
     await leave(daemon.url, completion(4), once=lambda: daemon.model(DEMO)["state"] == "loading")
-    await until(lambda: daemon.model(DEMO)["state"] == "ready", TIMEOUT_S)
-    await until(is_free, TIMEOUT_S)
+    await until(lambda: daemon.model(DEMO)["state"] == "ready")
+    await until(is_free)
     assert daemon.complete()[0] == 200
 
 
@@ -122,7 +121,7 @@ async def test_sigterm_under_load_ends_streams_after_the_drain_and_leaves_no_pro
         await asyncio.gather(*(anext(response) for response in responses))
         daemon.process.send_signal(signal.SIGTERM)
         ended = await asyncio.gather(*(last(response) for response in responses))
-        assert await asyncio.to_thread(daemon.process.wait, TIMEOUT_S) == 0
+        assert await asyncio.to_thread(daemon.process.wait, WAIT_S) == 0
     # None of them was complete: the drain is bounded.
     assert [event["error"]["code"] for event in ended] == ["shutting_down"] * 8
     assert not [each for each in family if alive(each)]

@@ -21,7 +21,8 @@ import pytest
 from cortex.gateway.ledger.keys import as_toml, generate
 
 from ...ports import free_port
-from .conftest import SOURCE, TIMEOUT_S, TINY, Daemon, until
+from ...waiting import WAIT_S
+from .conftest import SOURCE, TINY, Daemon, until
 
 REVISION = os.environ.get("MIXED_WITH", "")
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not REVISION, reason="make mixed sets MIXED_WITH")]
@@ -89,7 +90,7 @@ def start(tmp_path: Path, tiny_model: Path) -> Iterator[Start]:
 def end(daemon: Daemon) -> None:
     if daemon.process.poll() is None:
         daemon.process.terminate()
-    daemon.process.wait(60)
+    daemon.process.wait(WAIT_S)
 
 
 def is_up(gateway: Daemon) -> bool:
@@ -121,7 +122,7 @@ def serve_everything(gateway: Daemon) -> None:
         ("/v1/responses", {"model": TINY, "input": "hi", "max_output_tokens": 4}),
         ("/v1/completions", {"model": TINY, "prompt": "hi", "max_tokens": 4}),
     ):
-        status, response = gateway.call(path, body, TIMEOUT_S)
+        status, response = gateway.call(path, body)
         assert status == 200, (path, response)
         usage = response["usage"]
         assert usage.get("completion_tokens", usage.get("output_tokens")) in range(1, 5), (path, usage)
@@ -132,7 +133,7 @@ def serve_everything(gateway: Daemon) -> None:
     status, body = gateway.call("/v1/chat/completions", {**chat, "model": "none"})
     assert status == 404, body
     for order, then in (("unload", "cold"), ("load", "ready")):
-        status, body = gateway.call(f"/fleet/models/{TINY}/{order}", {}, TIMEOUT_S)
+        status, body = gateway.call(f"/fleet/models/{TINY}/{order}", {})
         assert status == 200, body
         until(lambda then=then: state(gateway) == then, f"the model is not {then}")  # type: ignore[misc]
     assert "Traceback" not in gateway.log.read_text()
@@ -150,14 +151,14 @@ def test_database_of_an_earlier_gateway_is_used_on(earlier: Path, start: Start) 
     node = start(earlier)
     gateway = start(earlier, node)
     body = {"model": TINY, "prompt": "hi", "max_tokens": 4}
-    status, response = gateway.call("/v1/responses", {"model": TINY, "input": "hi", "max_output_tokens": 4}, TIMEOUT_S)
+    status, response = gateway.call("/v1/responses", {"model": TINY, "input": "hi", "max_output_tokens": 4})
     assert status == 200, response
-    assert gateway.call("/v1/completions", body, TIMEOUT_S)[0] == 200
+    assert gateway.call("/v1/completions", body)[0] == 200
     until(lambda: used(gateway) > 0, "no usage was recorded")
     before = used(gateway)
     end(gateway)
     upgraded = start(SOURCE, node)
     assert used(upgraded) == before
     again = {"model": TINY, "input": "more", "max_output_tokens": 4, "previous_response_id": response["id"]}
-    status, continued = upgraded.call("/v1/responses", again, TIMEOUT_S)
+    status, continued = upgraded.call("/v1/responses", again)
     assert status == 200, json.dumps(continued)

@@ -17,7 +17,8 @@ from urllib.parse import quote
 import pytest
 
 from ...ports import free_port
-from .conftest import TIMEOUT_S, nodes_of, text_of, until
+from ...waiting import WAIT_S
+from .conftest import nodes_of, text_of, until
 
 if TYPE_CHECKING:
     from .conftest import Daemon, StartDaemon, StartGateway
@@ -97,9 +98,9 @@ class Pair:
     def _start(self, listen: str, key: str, *settings: str) -> Daemon:
         beside = f'[[models]]\nid = "{BESIDE}"\nsource = "{self.model}"\ndevices = [1]'
         daemon = self.start_daemon(
-            "drain_s = 30.0",
+            "drain_s = 600.0",
             "cpu_devices = 2",
-            "limits.step_timeout_s = 5.0",
+            "limits.step_timeout_s = 20.0",
             "limits.sleep_mb = 64",
             *settings,
             beside,
@@ -142,7 +143,7 @@ class Response:
         request = urllib.request.Request(
             f"{daemon.url}/v1/completions", body.encode(), {"content-type": "application/json"}
         )
-        self._lines = urllib.request.urlopen(request, timeout=TIMEOUT_S)
+        self._lines = urllib.request.urlopen(request, timeout=WAIT_S)
         assert self._lines.readline().startswith(b"data:")
 
     def rest(self) -> str:
@@ -150,7 +151,7 @@ class Response:
 
 
 def test_the_model_spans_both_nodes_and_responds_as_on_one_device(pair: Pair) -> None:
-    status, body = pair.lead.call("/models/load", {"model_id": SPANNING}, TIMEOUT_S)
+    status, body = pair.lead.call("/models/load", {"model_id": SPANNING})
     assert status == 200, (body, pair.lead.log.read_text(), pair.peer.log.read_text())
     assert (body["nodes"], body["devices"], body["num_devices"]) == (["first", "second"], [0], 1)
     (share,) = pair.shares()
@@ -162,7 +163,7 @@ def test_the_model_spans_both_nodes_and_responds_as_on_one_device(pair: Pair) ->
 
 @pytest.mark.parametrize("fault", ["worker of the lead", "worker of the peer", "connection", "hanging peer worker"])
 def test_fault_fails_the_request_with_a_retryable_error_and_the_model_comes_back_alone(pair: Pair, fault: str) -> None:
-    pair.lead.call("/models/load", {"model_id": SPANNING}, TIMEOUT_S)
+    pair.lead.call("/models/load", {"model_id": SPANNING})
     expected = text_of(pair.lead, BESIDE)
     bystanders = [worker(daemon, 1) for daemon in (pair.lead, pair.peer)]
     faulty = worker(pair.lead if fault == "worker of the lead" else pair.peer, 0)
@@ -179,11 +180,11 @@ def test_fault_fails_the_request_with_a_retryable_error_and_the_model_comes_back
 
 
 def test_model_comes_back_when_the_peer_was_killed_and_starts_again(pair: Pair) -> None:
-    pair.lead.call("/models/load", {"model_id": SPANNING}, TIMEOUT_S)
+    pair.lead.call("/models/load", {"model_id": SPANNING})
     bystander = worker(pair.lead, 1)
     response = Response(pair.lead, SPANNING)
     pair.peer.process.kill()
-    pair.peer.process.wait(60)
+    pair.peer.process.wait(WAIT_S)
     assert "recovering" in response.rest()
     assert pair.lead.model(SPANNING)["state"] == "recovering"
     pair.start_peer()
@@ -193,12 +194,12 @@ def test_model_comes_back_when_the_peer_was_killed_and_starts_again(pair: Pair) 
 
 
 def test_peer_that_is_restarted_lets_the_response_end_and_the_model_comes_back(pair: Pair) -> None:
-    pair.lead.call("/models/load", {"model_id": SPANNING}, TIMEOUT_S)
+    pair.lead.call("/models/load", {"model_id": SPANNING})
     workers = [worker(pair.lead, device) for device in (0, 1)]
     response = Response(pair.lead, SPANNING, max_tokens=60)
     pair.peer.process.terminate()
     assert response.rest().rstrip().endswith("data: [DONE]")
-    pair.peer.process.wait(TIMEOUT_S)
+    pair.peer.process.wait(WAIT_S)
     pair.start_peer()
     pair.lead.wait_ready(SPANNING)
     assert text_of(pair.lead, SPANNING) == text_of(pair.lead, BESIDE)
@@ -206,11 +207,11 @@ def test_peer_that_is_restarted_lets_the_response_end_and_the_model_comes_back(p
 
 
 def test_wrong_key_and_a_second_model_on_the_device_are_rejected(pair: Pair) -> None:
-    pair.lead.call("/models/load", {"model_id": SPANNING}, TIMEOUT_S)
-    status, body = pair.lead.call("/models/load", {"model_id": WRONG_KEY}, TIMEOUT_S)
+    pair.lead.call("/models/load", {"model_id": SPANNING})
+    status, body = pair.lead.call("/models/load", {"model_id": WRONG_KEY})
     assert "it has a part of spanning, which spans nodes" in body["error"]["message"]
-    pair.lead.call("/models/unload", {"model_id": SPANNING}, TIMEOUT_S)
-    status, body = pair.lead.call("/models/load", {"model_id": WRONG_KEY}, TIMEOUT_S)
+    pair.lead.call("/models/unload", {"model_id": SPANNING})
+    status, body = pair.lead.call("/models/load", {"model_id": WRONG_KEY})
     assert status >= 400
     assert "does not accept the key" in body["error"]["message"]
     assert pair.shares() == []
@@ -224,7 +225,7 @@ def gateway(pair: Pair, start_gateway: StartGateway) -> Daemon:
 
 
 def test_gateway_plans_loads_serves_and_shows_it(pair: Pair, gateway: Daemon) -> None:
-    status, body = gateway.call("/fleet/models/shared/load", {"dry_run": True}, TIMEOUT_S)
+    status, body = gateway.call("/fleet/models/shared/load", {"dry_run": True})
     assert "and a part on second" in json.dumps(body), body
     assert text_of(gateway, "shared") == text_of(pair.lead, BESIDE)
     (held,) = [model for model in nodes_of(gateway)["beast"]["models"] if model["id"] == "shared"]
@@ -236,7 +237,7 @@ def test_gateway_plans_loads_serves_and_shows_it(pair: Pair, gateway: Daemon) ->
         ),
         "the part is not shown",
     )
-    status, body = gateway.call("/fleet/models/shared/unload", {}, TIMEOUT_S)
+    status, body = gateway.call("/fleet/models/shared/unload", {})
     assert status == 200, body
     assert pair.shares() == []
 
@@ -247,30 +248,30 @@ def test_models_over_the_same_nodes_replace_each_other_and_drain_with_each_of_th
         assert text_of(gateway, name) == expected
     held = {share["model_id"]: share["state"] for share in pair.shares()}
     assert list(held.values()) == ["ready", "ready"], "on a CPU, evicted models are unloaded"
-    gateway.call(f"/fleet/models/{quote(SHARED[-1])}/unload", {"sleep": True}, TIMEOUT_S)
+    gateway.call(f"/fleet/models/{quote(SHARED[-1])}/unload", {"sleep": True})
     assert {share["model_id"]: share["state"] for share in pair.shares()}[SHARED[-1]] == "asleep"
     assert text_of(gateway, SHARED[-1]) == expected
     gateway.call("/fleet/nodes/second/drain", {})
-    status, body = gateway.call("/v1/completions", {"model": SHARED[-1], "prompt": "x", "max_tokens": 1}, TIMEOUT_S)
+    status, body = gateway.call("/v1/completions", {"model": SHARED[-1], "prompt": "x", "max_tokens": 1})
     assert status == 502
     assert "second has a part of it, and is drained" in body["error"]["message"]
     gateway.call("/fleet/nodes/second/undrain", {})
     assert text_of(gateway, SHARED[-1]) == expected
     for name in SHARED:
-        gateway.call(f"/fleet/models/{quote(name)}/unload", {}, TIMEOUT_S)
+        gateway.call(f"/fleet/models/{quote(name)}/unload", {})
     assert pair.shares() == []
 
 
 def test_lead_that_is_killed_leaves_nothing_on_the_peer_and_unload_does_neither(pair: Pair) -> None:
-    pair.lead.call("/models/load", {"model_id": SPANNING}, TIMEOUT_S)
+    pair.lead.call("/models/load", {"model_id": SPANNING})
     bystander = worker(pair.peer, 1)
-    status, body = pair.lead.call("/models/unload", {"model_id": SPANNING}, TIMEOUT_S)
+    status, body = pair.lead.call("/models/unload", {"model_id": SPANNING})
     assert (status, body["state"]) == (200, "cold")
     assert pair.shares() == []
-    pair.lead.call("/models/load", {"model_id": SPANNING}, TIMEOUT_S)
+    pair.lead.call("/models/load", {"model_id": SPANNING})
     assert len(pair.shares()) == 1
     pair.lead.process.kill()
-    pair.lead.process.wait(60)
+    pair.lead.process.wait(WAIT_S)
     until(lambda: pair.shares() == [], "the peer keeps its part")
     assert text_of(pair.peer, BESIDE)
     assert worker(pair.peer, 1) == bystander

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from ...ports import free_port
-from .conftest import TIMEOUT_S, nodes_of, text_of, until, write_model
+from .conftest import nodes_of, text_of, until, write_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,7 +63,7 @@ def nodes(start_daemon: StartDaemon, source: Path) -> Nodes:
     for daemon in (found.lead, found.peer):
         daemon.wait_for("cold", "tiny")
     found.expected.update({prompt: text_of(found.lead, "whole", prompt) for prompt in PROMPTS})
-    assert found.lead.call("/models/unload", {"model_id": "whole"}, TIMEOUT_S)[0] == 200
+    assert found.lead.call("/models/unload", {"model_id": "whole"})[0] == 200
     return found
 
 
@@ -76,7 +76,7 @@ def gateway(nodes: Nodes, source: Path, start_gateway: StartGateway) -> Daemon:
 
 def explained(gateway: Daemon, model: str) -> str:
     """The reason of the lead."""
-    status, body = gateway.call(f"/fleet/models/{model.replace(' ', '%20')}/load", {"dry_run": True}, TIMEOUT_S)
+    status, body = gateway.call(f"/fleet/models/{model.replace(' ', '%20')}/load", {"dry_run": True})
     assert status == 200, body
     (reason,) = [node["reason"] for node in body["nodes"] if node["node"] == NODES[0]]
     return str(reason)
@@ -106,7 +106,7 @@ def test_gateway_divides_layers_by_memory_and_says_so_and_the_tokens_are_those_o
     assert layers(gateway, "staged")[0] > 2 * layers(gateway, "staged")[1] > 0
     large, small = layers(gateway, "staged")
     assert f"layers: {large} on device 0, {small} on device 0 of small" in explained(gateway, "staged")
-    status, body = gateway.call("/fleet/models/staged/unload", {}, TIMEOUT_S)
+    status, body = gateway.call("/fleet/models/staged/unload", {})
     assert status == 200, body
     assert states(nodes) == {}
 
@@ -118,15 +118,15 @@ def test_staged_models_replace_each_other_sleep_and_drain_with_each_of_their_nod
     for name in MODELS * 2:  # each node has one device, with a part of one of them
         assert text_of(gateway, name) == expected
     assert states(nodes) == {MODELS[1]: "ready"}, "on a CPU, evicted models are unloaded"
-    gateway.call(f"/fleet/models/{MODELS[1].replace(' ', '%20')}/unload", {"sleep": True}, TIMEOUT_S)
+    gateway.call(f"/fleet/models/{MODELS[1].replace(' ', '%20')}/unload", {"sleep": True})
     assert states(nodes) == {MODELS[1]: "asleep"}
     assert text_of(gateway, MODELS[1]) == expected
     gateway.call("/fleet/nodes/small/drain", {})
-    status, body = gateway.call("/v1/completions", {"model": MODELS[1], "prompt": "x", "max_tokens": 1}, TIMEOUT_S)
+    status, body = gateway.call("/v1/completions", {"model": MODELS[1], "prompt": "x", "max_tokens": 1})
     assert status == 502
     assert "small has a part of it, and is drained" in body["error"]["message"]
     gateway.call("/fleet/nodes/small/undrain", {})
     assert text_of(gateway, MODELS[1]) == expected
     for name in MODELS:
-        gateway.call(f"/fleet/models/{name.replace(' ', '%20')}/unload", {}, TIMEOUT_S)
+        gateway.call(f"/fleet/models/{name.replace(' ', '%20')}/unload", {})
     assert states(nodes) == {}

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .conftest import TIMEOUT_S, nodes_of, until
+from ...waiting import WAIT_S
+from .conftest import nodes_of, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +36,7 @@ SCHEMA = {
 def daemon(start_daemon: StartDaemon, tiny_model: Path, wide_model: Path) -> Daemon:
     divided = [f'[[models]]\nid = "{name}"\nsource = "{tiny_model}"\n{name} = 2' for name in DIVISIONS]
     daemon = start_daemon(
-        "drain_s = 60.0",
+        "drain_s = 600.0",
         "cpu_devices = 2",
         # The weights of the wide model take 60 MB, so there is room for two of them and not for three.
         "limits = { max_num_seqs = 1, add_replica_after_s = 0.2, memory_mb = 170 }",
@@ -98,12 +99,12 @@ class Clients:
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
         for thread in self._threads:
-            thread.join(TIMEOUT_S)
+            thread.join(WAIT_S)
 
     def _ask(self, number: int) -> None:
         body = {"model": WIDE, "prompt": f"{number}", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
         while not self._stopped.is_set():
-            status, response = self._gateway.call("/v1/completions", body, TIMEOUT_S)
+            status, response = self._gateway.call("/v1/completions", body)
             self.statuses[status if status == 200 else str(response)] += 1
 
 
@@ -111,7 +112,7 @@ def test_demand_through_a_gateway_adds_a_replica_that_gives_way_to_another_model
     daemon: Daemon, start_gateway: StartGateway
 ) -> None:
     for model in (TINY, *DIVISIONS):
-        assert daemon.call("/models/unload", {"model_id": model}, TIMEOUT_S)[0] == 200
+        assert daemon.call("/models/unload", {"model_id": model})[0] == 200
     gateway = start_gateway("", {NODE: daemon})
 
     def listed() -> list[dict[str, Any]]:
@@ -126,11 +127,11 @@ def test_demand_through_a_gateway_adds_a_replica_that_gives_way_to_another_model
         until(lambda: listed()[0]["load"]["running"] == 2, "only one replica has requests")  # each has one slot
         devices = gateway.call(f"/v1/models/{WIDE}")[1]["locations"][0]["replica_devices"]
         assert sorted(devices) == [[0], [1]]
-        status, response = gateway.call("/v1/completions", {"model": OTHER, "prompt": "x", "max_tokens": 2}, TIMEOUT_S)
+        status, response = gateway.call("/v1/completions", {"model": OTHER, "prompt": "x", "max_tokens": 2})
         assert status == 200, response
         assert daemon.model(WIDE)["replicas"] == 1
         num_served = clients.statuses[200]
         until(lambda: clients.statuses[200] > num_served + 4, "no responses after the replica was unloaded")
-        assert gateway.call(f"/fleet/models/{OTHER}/unload", {}, TIMEOUT_S)[0] in (200, 202)
+        assert gateway.call(f"/fleet/models/{OTHER}/unload", {})[0] in (200, 202)
         until(lambda: num_replicas() == 2, "no replica was added after the other model had gone")
     assert set(clients.statuses) == {200}

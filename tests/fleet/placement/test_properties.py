@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
@@ -15,6 +15,7 @@ from cortex.fleet.placement.explain import as_json, rejection, rows, text
 from cortex.fleet.placement.place import place
 from cortex.fleet.rules import EvictionRules
 from cortex.fleet.topology import DeviceState, Fleet, MemoryReservation, Node, Residency
+from cortex.wire.node.bench import BenchResult, StreamRate
 from cortex.wire.node.protocol import ModelLoad, ModelState, ModelStatus
 
 NOW = 10_000.0
@@ -22,6 +23,10 @@ MIB = 1024**2
 NAMES = [f"m{number}" for number in range(4)]
 NEWCOMER = "new"
 NODES = ["a", "b", "c"]
+
+
+def bench_result(stream_rate: float) -> BenchResult:
+    return BenchResult(measured_at=0.0, version="0", streams=(StreamRate(streams=1, tokens_per_s=stream_rate),))
 
 
 class Drawing:
@@ -59,6 +64,7 @@ class Drawing:
             load=ModelLoad(running=self.mostly(0, 1), waiting=self.mostly(0, 2)),
             state_age_s=self.mostly(100.0, 0.0, 10.0),
             idle_s=float(self.random.randint(0, 500)),
+            bench=self.mostly(None, bench_result(50.0), bench_result(200.0)),
         )
         return Residency(status=status, seen_at=NOW, in_flight=self.mostly(0, 1), pinned=self.mostly(False, True))
 
@@ -118,7 +124,6 @@ wanted = st.sampled_from([NEWCOMER, NEWCOMER, NEWCOMER, *NAMES])
 origins = st.sampled_from(["request", "background", "operator"])
 
 
-@settings(max_examples=500, deadline=None)
 @given(fleets, wanted, origins)
 def test_protected_model_is_never_evicted(fleet: Fleet, name: str, origin: str) -> None:
     decision = place(name, fleet, NOW, origin=origin)  # type: ignore[arg-type]
@@ -141,7 +146,6 @@ def test_protected_model_is_never_evicted(fleet: Fleet, name: str, origin: str) 
         assert spec.priority <= newcomer.priority
 
 
-@settings(max_examples=500, deadline=None)
 @given(fleets, wanted, origins)
 def test_decided_load_fits(fleet: Fleet, name: str, origin: str) -> None:
     decision = place(name, fleet, NOW, origin=origin)  # type: ignore[arg-type]
@@ -162,7 +166,6 @@ def test_decided_load_fits(fleet: Fleet, name: str, origin: str) -> None:
         assert share <= devices[index].usable_bytes(devices[index].balance_bytes + given_back)
 
 
-@settings(max_examples=500, deadline=None)
 @given(fleets, wanted, origins)
 def test_decided_load_stays_within_the_ceilings(fleet: Fleet, name: str, origin: str) -> None:
     decision = place(name, fleet, NOW, origin=origin)  # type: ignore[arg-type]
@@ -185,7 +188,6 @@ def test_decided_load_stays_within_the_ceilings(fleet: Fleet, name: str, origin:
         assert decision.takes_bytes <= max_bytes
 
 
-@settings(max_examples=200, deadline=None)
 @given(fleets, wanted)
 def test_every_node_is_assessed_and_every_decision_can_be_explained(fleet: Fleet, name: str) -> None:
     decision = place(name, fleet, NOW)
@@ -200,7 +202,6 @@ def test_every_node_is_assessed_and_every_decision_can_be_explained(fleet: Fleet
         assert "()" not in assessment.reason
 
 
-@settings(max_examples=200, deadline=None)
 @given(fleets, wanted, st.randoms())
 def test_order_of_nodes_does_not_matter(fleet: Fleet, name: str, random: object) -> None:
     shuffled = list(fleet.nodes)
@@ -212,7 +213,6 @@ def test_order_of_nodes_does_not_matter(fleet: Fleet, name: str, random: object)
 RANK = {"route": 0, "join": 1, "wake": 2, "load": 2, "wait": 3, "reject": 4}
 
 
-@settings(max_examples=200, deadline=None)
 @given(fleets, wanted)
 def test_additional_empty_node_never_makes_a_decision_worse(fleet: Fleet, name: str) -> None:
     device = DeviceState(index=0, kind="cuda", name="card", total_bytes=80 * MIB, free_bytes=80 * MIB)
@@ -220,7 +220,6 @@ def test_additional_empty_node_never_makes_a_decision_worse(fleet: Fleet, name: 
     assert RANK[place(name, fleet.with_node(extra), NOW).action] <= RANK[place(name, fleet, NOW).action]
 
 
-@settings(max_examples=200, deadline=None)
 @given(fleets, wanted)
 def test_ending_requests_never_makes_a_decision_worse(fleet: Fleet, name: str) -> None:
     assert RANK[place(name, fleet.as_if_idle(), NOW).action] <= RANK[place(name, fleet, NOW).action]

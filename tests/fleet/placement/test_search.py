@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
@@ -40,7 +40,6 @@ class WideDrawing(Drawing):
 fleets = st.integers(0, 2**48).map(lambda seed: WideDrawing(seed).fleet())
 
 
-@settings(max_examples=250, deadline=None)
 @given(fleets, wanted, origins)
 def test_decides_as_an_assessment_of_every_node_does(fleet: Fleet, name: str, origin: Any) -> None:
     whole = place(name, fleet, NOW, origin=origin)
@@ -57,7 +56,6 @@ def test_decides_as_an_assessment_of_every_node_does(fleet: Fleet, name: str, or
         )
 
 
-@settings(max_examples=120, deadline=None)
 @given(fleets, wanted, origins)
 def test_no_assessment_is_better_than_its_bound(fleet: Fleet, name: str, origin: Any) -> None:
     spec = fleet.catalogue.spec(name)
@@ -73,7 +71,6 @@ def test_no_assessment_is_better_than_its_bound(fleet: Fleet, name: str, origin:
             assert bound <= by_residents(spec, node, need, fleet, NOW, origin, bound) <= key
 
 
-@settings(max_examples=80, deadline=None)
 @given(fleets, wanted)
 def test_a_listing_names_the_nodes_that_could_serve_a_model(fleet: Fleet, name: str) -> None:
     one_by_one = {

@@ -6,7 +6,7 @@ import random
 from collections.abc import Collection
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
@@ -107,7 +107,6 @@ def fits(node: str | None, fleet: Fleet) -> bool:
     return decision.action == "load" and not decision.evictions
 
 
-@settings(max_examples=500, deadline=None)
 @given(st.integers(0, 2**48))
 def test_evicts_enough_on_all_nodes_and_no_model_more(seed: int) -> None:
     fleet = Drawing(seed).fleet()

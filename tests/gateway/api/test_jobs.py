@@ -19,6 +19,7 @@ from cortex.gateway.ledger.keys import generate
 from cortex.wire.node.protocol import HubRepository, HubVariant, ModelState, PullStatus
 from cortex.wire.node.sampling import SamplingDefaults
 
+from ...waiting import WAIT_S
 from ..fake_neuron import GB
 from ..started_gateway import Client, until
 
@@ -37,7 +38,7 @@ async def call(client: Client, method: str, path: str, body: Any = None, **heade
 
 
 async def ended(client: Client, job_id: str) -> dict[str, Any]:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         while (job := (await client.get(f"/fleet/jobs/{job_id}"))[1])["state"] == "running":
             await asyncio.sleep(0.01)
     return dict(job)

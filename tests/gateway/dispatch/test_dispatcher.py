@@ -283,3 +283,17 @@ def test_request_does_not_wait_for_a_node_that_is_down_and_does_not_have_the_mod
         fake.dispatcher.missed("n", "connection refused")
     [error] = fake.ask("b")
     assert isinstance(error, CortexError)
+
+
+def test_tokens_that_only_a_node_that_is_down_could_count_can_be_asked_for_again() -> None:
+    fake = FakeFleet({"n": {"a": GB}})
+    fake.poll()
+    got: list[Lease | CortexError] = []
+    counting = PendingRequest("a", bytes, got.append, fake.now, need="count")
+    for _ in range(3):
+        fake.dispatcher.missed("n", "connection refused")
+    with pytest.raises(Overloaded, match="are down"):
+        fake.dispatcher.request_lease(counting)
+    fake.poll()
+    fake.dispatcher.request_lease(counting)
+    assert node_of(got) == "n"

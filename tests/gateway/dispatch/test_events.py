@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
@@ -270,7 +270,6 @@ def _facts(node: Node) -> object:
     return msgspec.structs.replace(node, residencies={}), models
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**48), st.booleans())
 def test_any_sequence_of_events_leaves_a_consistent_state(seed: int, prompt: bool) -> None:
     simulation = Simulation(Random(seed), prompt=prompt)

@@ -17,6 +17,7 @@ from cortex.gateway.ledger.store import Store, open_store
 from cortex.gateway.ledger.tables import Claim, Counts, Slot
 from cortex.tasks import Supervisor
 
+from ...waiting import WAIT_S
 from .metered_requests import NOW, Clock, admit, opened, settle
 
 
@@ -108,7 +109,7 @@ async def ledger_with_a_failed_flush(path: str, key: NewKey) -> tuple[Ledger, Aw
     await ledger.start()
     store.is_away = True
     settle(admit(KeyedMeter(ledger), key), 5, 5)
-    await asyncio.wait_for(restarted.wait(), 40)
+    await asyncio.wait_for(restarted.wait(), WAIT_S)
     return ledger, store
 
 
@@ -118,7 +119,7 @@ async def test_unexpected_failure_of_a_flush_is_retried_with_the_same_usage(tmp_
     settle(admit(KeyedMeter(ledger), key), 5, 5)
     store.is_away = False
     reader = open_store(f"{tmp_path}/spend.db")
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(WAIT_S):
         while reader.exchange({}, {key.section.id: 0})[key.section.id].total != 20:
             await asyncio.sleep(0.01)
     reader.close()

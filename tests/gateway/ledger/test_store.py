@@ -18,6 +18,8 @@ from cortex.gateway.ledger.tables import Counts, GroupBy, Slot
 from cortex.gateway.ledger.usage_report import usage
 from cortex.wire.events import Usage
 
+from ...waiting import WAIT_S
+
 NOW = 1_700_000_040.0
 MINUTE = int(NOW // 60)
 DAY_S = 86400
@@ -105,7 +107,7 @@ def write(database: str, order: str, script: str = WRITER) -> subprocess.Popen[b
 
 def test_concurrent_processes_lose_nothing(database: str) -> None:
     writers = [write(database, order) for order in ("abc", "cba", "bca")]
-    assert [writer.wait(timeout=60) for writer in writers] == [0, 0, 0]
+    assert [writer.wait(timeout=WAIT_S) for writer in writers] == [0, 0, 0]
     store = open_store(database)
     spent = store.exchange({}, dict.fromkeys("abc", 0))
     assert {key: each.total for key, each in spent.items()} == {"a": 60, "b": 60, "c": 60}
@@ -114,7 +116,7 @@ def test_concurrent_processes_lose_nothing(database: str) -> None:
 
 def test_committed_usage_survives_a_killed_process(database: str) -> None:
     script = WRITER.replace("store.close()", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    assert write(database, "a", script).wait(timeout=60) == -signal.SIGKILL
+    assert write(database, "a", script).wait(timeout=WAIT_S) == -signal.SIGKILL
     store = open_store(database)
     assert store.exchange({}, {"a": 0})["a"].total == 20
     store.close()

@@ -24,6 +24,15 @@ def test_an_address_that_fails_too_often_waits() -> None:
     failures.check("a")
 
 
+def test_addresses_of_one_ipv6_network_count_as_one() -> None:
+    failures = FailedSignIns()
+    for number in range(MOST_FAILURES):
+        failures.failed(f"2001:db8::{number:x}")
+    with pytest.raises(RateLimitExceeded):
+        failures.check("2001:db8::ffff")
+    failures.check("2001:db8:0:1::1")
+
+
 def test_memory_is_bounded() -> None:
     failures = FailedSignIns()
     for _ in range(MOST_FAILURES):

@@ -14,6 +14,9 @@ import pytest
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.ledger.sessions import LIFETIME_S, SECRET_FILE, Sessions
+from cortex.gateway.page.failed_sign_ins import MOST_FAILURES
+
+from ...waiting import WAIT_S
 
 if TYPE_CHECKING:
     from ..fake_neuron import StartNeuron
@@ -155,6 +158,24 @@ async def test_session_outlives_a_restart_of_the_gateway(start_gateway: StartGat
     assert (await second.get("/session", cookie=session))[0] == 200
 
 
+async def test_sign_ins_are_in_the_audit_log_without_what_was_sent(start_gateway: StartGateway) -> None:
+    anna, ben = generate("anna", operator=True), generate("ben")
+    client = await start_gateway(keys=(anna.section, ben.section))
+    wrong = anna.text[:-4] + "zzzz"
+    for key_text, expected in ((anna.text, 200), (ben.text, 200), *[(wrong, 401)] * MOST_FAILURES, (anna.text, 429)):
+        assert (await sign_in(client, key_text))[0] == expected
+    _, body = await client.get("/fleet/audit?limit=1000", authorization=f"Bearer {anna.text}")
+    entries = body["entries"][::-1]
+    assert [(entry["key_id"], entry["key_name"], entry["status"], entry["detail"]) for entry in entries[:2]] == [
+        (anna.section.id, "anna", 200, "signed in as operator"),
+        (ben.section.id, "ben", 200, "signed in"),
+    ]
+    assert [(entry["key_id"], entry["status"]) for entry in entries[2:]] == [("", 401)] * MOST_FAILURES
+    assert "unknown" in entries[2]["detail"]
+    assert {(entry["action"], entry["client"]) for entry in entries} == {("POST /session", "127.0.0.1")}
+    assert wrong not in str(entries)
+
+
 async def test_sign_out_removes_the_cookie(start_gateway: StartGateway) -> None:
     client = await start_gateway(keys=(generate("anna").section,))
     async with client.session.delete(client.url + "/session", headers=PAGE) as response:
@@ -176,7 +197,7 @@ async def test_event_stream_has_every_node_and_then_what_changes(
     async with client.session.get(client.url + "/fleet/events?nodes=1") as response:
 
         async def next_event(kind: str) -> dict[str, Any]:
-            async with asyncio.timeout(40):
+            async with asyncio.timeout(WAIT_S):
                 while (await response.content.readline()).strip() != f"event: {kind}".encode():
                     pass
                 return msgspec.json.decode(
@@ -201,7 +222,7 @@ async def test_event_stream_has_every_node_and_then_what_changes(
 async def test_event_streams_are_kept_alive_and_do_not_delay_a_shutdown(start_gateway: StartGateway, path: str) -> None:
     client = await start_gateway()
     async with client.session.get(client.url + path) as response:
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(WAIT_S):
             for _ in range(3):
                 while (await response.content.readline()) != b": keepalive\n":
                     pass

@@ -11,6 +11,7 @@ import pytest
 from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.ledger.users import SignInSection
+from cortex.gateway.page.failed_sign_ins import MOST_FAILURES
 from cortex.gateway.page.openid import roles_in
 from cortex.wire.node.protocol import ModelState
 
@@ -162,6 +163,33 @@ async def test_rejects_what_does_not_belong_together(provider: OpenIDProvider, s
     provider.signing_key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     status, body = await sign_in(client, {})
     assert (status, "not valid" in body["error"]["message"]) == (401, True), "signed by somebody else"
+
+
+async def test_sign_ins_through_the_provider_are_in_the_audit_log(
+    provider: OpenIDProvider, start_gateway: StartGateway
+) -> None:
+    boss = generate("boss", operator=True)
+    client = await start_gateway(keys=(boss.section,), sign_in=section(provider))
+    assert (await sign_in(client, {}))[0] == 302
+    provider.claims |= {"groups": ["admins"], "preferred_username": "olga"}
+    assert (await sign_in(client, {}))[0] == 302
+    provider.changes = {"aud": "another"}
+    assert (await sign_in(client, {}))[0] == 401
+    callback = f"{client.url}/session/callback?code=secret&state=x"
+    for _ in range(MOST_FAILURES - 1):
+        assert (await visit(client, callback, {}))[0] == 401
+    assert (await visit(client, callback, {}))[0] == 429
+    body = await client.get("/fleet/audit?limit=1000", Authorization=f"Bearer {boss.text}")
+    entries = body[1]["entries"][::-1]
+    assert [(entry["key_name"], entry["status"], entry["detail"]) for entry in entries[:2]] == [
+        ("anna", 200, "signed in"),
+        ("olga", 200, "signed in as operator"),
+    ]
+    assert entries[0]["key_id"].startswith("user:")
+    assert [(entry["key_name"], entry["status"]) for entry in entries[2:]] == [("", 401)] * MOST_FAILURES
+    assert {(entry["action"], entry["client"]) for entry in entries} == {("GET /session/callback", "127.0.0.1")}
+    assert "not valid" in entries[2]["detail"]
+    assert "secret" not in str(entries)
 
 
 async def test_provider_that_does_not_respond_is_a_502(start_gateway: StartGateway) -> None:

@@ -22,12 +22,13 @@ from cortex.wire.node.protocol import Capabilities, ModelState
 
 from ...certificates import Authority
 from ...picture_files import base64_of, data_url, picture
+from ...waiting import NEVER_S, WAIT_S
 from ..fake_neuron import GB, FakeNeuron, StartNeuron
 from ..started_gateway import StartGateway
 
 FILE = picture(64, 48)
 PUBLIC = "93.184.216.34"
-ALLOWED = PicturesSection(urls=True, max_mb=1, timeout_s=5.0, max_urls=2)
+ALLOWED = PicturesSection(urls=True, max_mb=1, timeout_s=WAIT_S, max_urls=2)
 
 
 @dataclass
@@ -60,7 +61,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
                     await response.write(bytes(100_000))
                 return response
             case "/slow.png":
-                await asyncio.sleep(60)
+                await asyncio.sleep(NEVER_S)
             case "/hop":
                 raise web.HTTPFound("/x.png")
             case "/broken":

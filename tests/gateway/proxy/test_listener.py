@@ -14,6 +14,7 @@ from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.listener import client_limits
 from cortex.wire.node.protocol import ModelState
 
+from ...waiting import WAIT_S
 from ..fake_neuron import GB
 from ..started_gateway import Client
 
@@ -37,7 +38,7 @@ async def first_response(port: int, data: bytes) -> tuple[int, dict[str, Any]]:
     """The status and JSON body (empty for 1xx) of the first response to `data`, which may be an incomplete request."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             writer.write(data)
             lines = (await reader.readuntil(b"\r\n\r\n")).lower()
             status = int(lines.split()[1])

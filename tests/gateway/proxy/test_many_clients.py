@@ -18,8 +18,9 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.call import UpstreamCall
 from cortex.wire.node.protocol import ModelState
 
+from ...waiting import WAIT_S
 from ..fake_neuron import GB, JSON, begin_stream, chunk
-from ..started_gateway import WAIT_S, until
+from ..started_gateway import until
 
 if TYPE_CHECKING:
     from ..fake_neuron import FakeNeuron, StartNeuron
@@ -33,7 +34,9 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n
 
 @pytest.fixture
 async def many_clients() -> AsyncIterator[ClientSession]:
-    async with ClientSession(headers=JSON, connector=TCPConnector(limit=0), timeout=ClientTimeout(total=60)) as session:
+    async with ClientSession(
+        headers=JSON, connector=TCPConnector(limit=0), timeout=ClientTimeout(total=WAIT_S)
+    ) as session:
         yield session
 
 
@@ -68,7 +71,7 @@ async def test_counters_return_to_zero_when_a_third_of_500_streams_disconnect(
     nodes = [await neurons(f"n{i}", sizes={"a": GB, "b": GB}, states={"a": READY}, respond=paced) for i in range(2)]
     for node in nodes:
         node.load_gate = gate
-    client = await start_gateway(*nodes, max_waiting=500)
+    client = await start_gateway(*nodes, max_waiting=500, missed_polls=1000)
     chance = random.Random(5)
 
     async def stay(model: str) -> bool:
@@ -121,7 +124,7 @@ async def test_slow_readers_delay_only_their_own_responses(
         return response
 
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, respond=torrent)
-    client = await start_gateway(beast)
+    client = await start_gateway(beast, missed_polls=1000)
     readers = []
     for _ in range(10):
         sock = socket.socket()
@@ -157,7 +160,7 @@ async def test_a_thousand_requests_leave_no_objects(
     neurons: StartNeuron, start_gateway: StartGateway, many_clients: ClientSession
 ) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
-    client = await start_gateway(beast)
+    client = await start_gateway(beast, missed_polls=1000)
 
     async def ask(number: int) -> None:
         body: dict[str, Any] = {"model": "a" if number % 7 else "nobody", "messages": [], "stream": number % 2 == 0}

@@ -117,7 +117,6 @@ async def test_slow_work_that_only_its_server_understands_is_neither_sent_again_
         await asyncio.sleep(0.6)
         return web.Response(body=b"sound")
 
-    monkeypatch.setattr("cortex.gateway.proxy.request.OPAQUE_SILENCE_S", 1.5)
     nodes = [await neurons(name, sizes={"a": GB}, states={"a": READY}, respond=work) for name in ("one", "two")]
     client = await start_gateway(foreign=tuple(nodes), idle_timeout_s=0.2)
     events: list[dict[str, Any]] = []
@@ -126,6 +125,7 @@ async def test_slow_work_that_only_its_server_understands_is_neither_sent_again_
     data = msgspec.json.encode({"model": "a", "input": "long"})
     async with client.session.post(f"{client.url}/v1/audio/speech", data=data, headers=headers) as response:
         assert (response.status, await response.read()) == (200, b"sound")
+    monkeypatch.setattr("cortex.gateway.proxy.request.OPAQUE_SILENCE_S", 0.5)
     status, body = await client.post("/v1/audio/speech", {"model": "a", "input": "endless"}, **headers)
     assert (status, body["error"]["code"]) == (502, "upstream_unavailable")
     assert sum(len(node.seen) for node in nodes) == 2

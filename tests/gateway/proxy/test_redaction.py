@@ -33,6 +33,8 @@ class Keyed:
     """A gateway, and the headers of three of its keys."""
 
     client: Client
+    stream_started: asyncio.Event
+    """Set once a keepalive has started the stream."""
     operator: dict[str, str]
     user: dict[str, str]
     limited: dict[str, str]
@@ -41,12 +43,13 @@ class Keyed:
 @pytest.fixture
 async def keyed(neurons: StartNeuron, start_gateway: StartGateway) -> Keyed:
     """A node with a failing model, and the keys of an operator, of a user, and of a user of one model."""
+    stream_started = asyncio.Event()
 
     async def failing(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         code, status = ("model_not_found", 404) if body["model"] == "gone" else ("load_failed", 502)
         message = "no weights in /models/secret on beast"
         if body.get("stream"):
-            await asyncio.sleep(0.8)  # until a keepalive has started the stream
+            await stream_started.wait()
         return web.json_response({"error": {"message": message, "code": code}}, status=status)
 
     sizes = dict.fromkeys(("mine-1", "mine-2", "secret-model", "huge"), GB) | {"huge": 10_000 * GB}
@@ -58,7 +61,9 @@ async def keyed(neurons: StartNeuron, start_gateway: StartGateway) -> Keyed:
         generate("limited", models=("mine-*", "huge")),
     )
     client = await start_gateway(beast, keys=tuple(key.section for key in (operator, user, limited)))
-    return Keyed(client, *({"authorization": f"Bearer {key.text}"} for key in (operator, user, limited)))
+    return Keyed(
+        client, stream_started, *({"authorization": f"Bearer {key.text}"} for key in (operator, user, limited))
+    )
 
 
 def is_clean(body: object) -> bool:
@@ -126,6 +131,7 @@ async def test_error_after_a_keepalive_shows_no_internals(keyed: Keyed, path: st
     body = {"model": "mine-1", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}], "stream": True}
     async with keyed.client.session.post(keyed.client.url + path, json=body, headers=keyed.user) as response:
         assert response.status == 200
+        keyed.stream_started.set()
         text = await response.text()
     assert "error" in text
     assert not any(secret in text for secret in SECRETS)

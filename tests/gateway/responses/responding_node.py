@@ -16,6 +16,7 @@ from cortex.wire.events import AnyEvent, Finish, Start, TextDelta, ToolCallDelta
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import ModelState
 
+from ...waiting import WAIT_S
 from ..fake_neuron import GB, REPORTED, FakeNeuron, begin_stream
 from ..started_gateway import Client
 
@@ -85,7 +86,7 @@ async def send(client: Client, method: str, path: str, **headers: str) -> tuple[
 
 async def found(client: Client, path: str, status: str = "completed") -> dict[str, Any]:
     """The response at `path`, once it is there and has the status."""
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + WAIT_S
     while (got := await client.get(path))[0] != 200 or got[1]["status"] != status:
         assert time.monotonic() < deadline, got
         await asyncio.sleep(0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,15 +11,19 @@ from msgspec import Raw
 from openai.types.conversations import Conversation, ConversationDeletedResource, ConversationItemList, Message
 
 from cortex.gateway.config import ResponsesSection
+from cortex.gateway.database import Execute
 from cortex.gateway.ledger import keys
-from cortex.gateway.responses import conversation_tables
+from cortex.gateway.responses import conversation_tables, tables
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import NewResponse
+from cortex.http.server import held_end
 from cortex.parsing import items as stored_items
 from cortex.tasks import Supervisor
 from cortex.wire.errors import InvalidValue
 
+from ...waiting import WAIT_S
 from ..fake_neuron import FakeNeuron
+from ..started_gateway import until
 from .responding_node import CALL, create, found, send, stream_events
 
 if TYPE_CHECKING:
@@ -275,6 +280,60 @@ async def test_gateways_on_one_database_add_to_one_conversation(database: str) -
     assert row.num_bytes == conversation_tables.MIN_BYTES + 2 + sum(len(item.encode()) for item in items)
     for store in stores:
         await store.close()
+
+
+@pytest.mark.parametrize("kind", ["whole", "stream", "background", "polled"])
+async def test_next_turn_at_another_gateway_has_the_previous_one(
+    node: FakeNeuron, start_gateway: StartGateway, database: str, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    section = ResponsesSection(database=database)
+    one, other = await start_gateway(node, responses=section), await start_gateway(node, responses=section)
+    _, made = await one.post("/v1/conversations", {"items": [HELLO]})
+    fields = {"model": "a", "input": "and?", "conversation": made["id"]}
+    writing, may_write = threading.Event(), threading.Event()
+    are_written: list[str] = []
+    add, finish = tables.add, tables.finish
+
+    def add_late(execute: Execute, response: NewResponse, *args: Any, **named: Any) -> None:
+        if response.status != "queued":
+            writing.set()
+            may_write.wait(WAIT_S)
+            are_written.append(response.id)
+        add(execute, response, *args, **named)
+
+    def finish_late(*args: Any) -> bool:
+        writing.set()
+        may_write.wait(WAIT_S)
+        are_written.append(args[1])
+        return finish(*args)
+
+    monkeypatch.setattr(held_end, "MAX_HELD_S", WAIT_S)
+    monkeypatch.setattr(tables, "add", add_late)
+    monkeypatch.setattr(tables, "finish", finish_late)
+
+    async def turn() -> list[str]:
+        """What was written when the client had the end of the response."""
+        if kind == "whole":
+            await one.post("/v1/responses", fields)
+        elif kind == "polled":
+            _, queued = await one.post("/v1/responses", {**fields, "background": True})
+            await found(one, f"/v1/responses/{queued['id']}")
+        else:
+            body = {**fields, "stream": True, "background": kind == "background"}
+            async with one.session.post(one.url + "/v1/responses", json=body) as response:
+                async for line in response.content:
+                    if line.startswith(b"event: response.completed"):
+                        break
+                return list(are_written)
+        return list(are_written)
+
+    running = asyncio.create_task(turn())
+    await until(writing.is_set)
+    await asyncio.sleep(0.05)  # in which the client would get the end
+    may_write.set()
+    assert len(await running) == 1
+    _, second = await other.post("/v1/responses", fields)
+    assert second["output"][0]["content"][0]["text"] == "4 messages"
 
 
 async def test_responses_and_conversations_share_the_total_size(database: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,15 +12,6 @@ from aiohttp import web
 
 from cortex.gateway.config import ResponsesSection
 from cortex.gateway.ledger import keys
-from cortex.gateway.ledger.meter import OpenMeter
-from cortex.gateway.responses.api import StoredResponses
-from cortex.gateway.responses.background import BackgroundRuns
-from cortex.gateway.responses.store import ResponseStore
-from cortex.gateway.responses.tables import NewResponse
-from cortex.http.request import Request
-from cortex.http.server.detached import DetachedExchange
-from cortex.parsing.parser import BodyParser
-from cortex.tasks import Supervisor
 from cortex.wire.dialects import openai_responses
 from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.events import TextDelta
@@ -326,31 +316,3 @@ async def test_rejects_numbers_of_the_query_that_are_none(
     path = f"/v1/responses/{made['id']}{'' if query.startswith('?') else '/'}{query}"
     status, error = await client.get(path)
     assert (status, "it must be a number from" in error["error"]["message"]) == (400, True)
-
-
-async def test_deletes_a_response_that_is_written_while_it_looks_for_it(tmp_path: Path) -> None:
-    counted: list[str] = []
-    store = LateStore(str(tmp_path / "responses.db"), ResponsesSection(), Supervisor(), counted.append)
-    await store.add(NewResponse("resp_1", "", None, "completed", b"[]", b'{"id":"resp_1","status":"completed"}'))
-    inference: Any = None
-    meter: Any = SimpleNamespace(meter=OpenMeter())
-    routes = StoredResponses(store, BackgroundRuns(inference, store, Supervisor()), meter, BodyParser())
-    responses: list[bytes] = []
-    sink: Any = SimpleNamespace(on_start=lambda _: None, on_data=responses.append, on_end=lambda: None)
-    routes.handle(DetachedExchange(Request(b"DELETE", b"/v1/responses/resp_1", b"", (), b"", ""), sink))
-    await routes.close()
-    assert msgspec.json.decode(b"".join(responses))["deleted"] is True
-    assert await store.read("", "resp_1") is None
-    await store.close()
-
-
-class LateStore(ResponseStore):
-    """A store where another gateway writes the response just after the first attempt to delete it."""
-
-    is_late = True
-
-    async def delete(self, key_id: str, id: str) -> bool:
-        if self.is_late:
-            self.is_late = False
-            return False
-        return await super().delete(key_id, id)

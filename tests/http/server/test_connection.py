@@ -6,7 +6,7 @@ import asyncio
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.http.limits import ClientLimits
@@ -105,7 +105,6 @@ REQUESTS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(requests=REQUESTS, cuts=st.lists(st.integers(0, 800), max_size=10), at_once=st.booleans(), data=st.data())
 def test_requests_do_not_depend_on_how_their_bytes_arrive(
     requests: list[tuple[bytes, bytes, bytes, int]], cuts: list[int], at_once: bool, data: st.DataObject
@@ -129,7 +128,6 @@ def test_requests_do_not_depend_on_how_their_bytes_arrive(
     drive.close()
 
 
-@settings(deadline=None)
 @given(
     request=REQUESTS,
     damage=st.lists(st.tuples(st.integers(0, 300), st.binary(max_size=4)), min_size=1, max_size=4),

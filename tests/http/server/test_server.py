@@ -10,6 +10,7 @@ import pytest
 
 from cortex.http.server.exchange import Exchange
 
+from ...waiting import WAIT_S
 from .echo import CHUNKED, GET, POST, echo
 
 if TYPE_CHECKING:
@@ -261,7 +262,7 @@ async def test_close_lets_running_responses_end_and_aborts_the_others(harness: H
     quick_reader, _ = await harness.client(port, GET)
     stuck_reader, _ = await harness.client(port, GET)
     await harness.eventually(lambda: len(exchanges) == 2)
-    closing = asyncio.create_task(server.close(grace_s=0.3))
+    closing = asyncio.create_task(server.close(grace_s=WAIT_S))
     assert await idle_reader.read() == b""
     with pytest.raises(ConnectionRefusedError):
         await harness.client(port)
@@ -269,7 +270,8 @@ async def test_close_lets_running_responses_end_and_aborts_the_others(harness: H
     quick_head, _ = await harness.read_message(quick_reader)
     assert b"connection: close" in quick_head
     assert await quick_reader.read() == b""
-    await closing
+    closing.cancel()
+    await server.close()
     with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
         await harness.read_message(stuck_reader)
     assert server.num_connections == 0

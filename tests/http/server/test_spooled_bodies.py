@@ -20,6 +20,8 @@ from cortex.http.ticker import Ticker
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.http.upstream.pool import Pool
 
+from ...waiting import WAIT_S
+
 MIB = 1 << 20
 
 
@@ -98,7 +100,7 @@ class Site:
     async def send(self, body: Any) -> tuple[int, bytes]:
         sink = Whole()
         self.pool.send(b"POST", b"/x", (), body, sink)
-        return await asyncio.wait_for(sink.ended, 60)
+        return await asyncio.wait_for(sink.ended, WAIT_S)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1000, MIB, MIB + 1, 9 * MIB + 7])

@@ -9,6 +9,7 @@ import pytest
 
 from cortex.http.upstream.faults import ConnectFailed, ConnectionLost, MalformedResponse, UpstreamSilent
 
+from ...waiting import WAIT_S
 from .recorder import OK, Recorder
 
 if TYPE_CHECKING:
@@ -19,9 +20,9 @@ async def test_reuses_the_most_recent_connection_first(harness: Harness) -> None
     node = await harness.responding(OK)
     pool = harness.pool(node.origin)
     for _ in range(5):
-        assert (await pool.fetch(b"GET", b"/", timeout_s=30)).body == b"ok"
+        assert (await pool.fetch(b"GET", b"/", timeout_s=WAIT_S)).body == b"ok"
     assert node.num_connections == 1
-    await asyncio.gather(*(pool.fetch(b"GET", b"/", timeout_s=30) for _ in range(4)))
+    await asyncio.gather(*(pool.fetch(b"GET", b"/", timeout_s=WAIT_S) for _ in range(4)))
     assert pool.num_idle == node.num_connections <= 5
     assert pool.num_calls == 0
 
@@ -42,7 +43,7 @@ async def test_frames_the_request_itself_and_drops_hop_by_hop_headers(harness: H
         (b"authorization", b"Bearer me"),
         (b"x-other", b"2"),
     )
-    await pool.fetch(b"POST", b"/v1?a=b", headers, b"body", timeout_s=30)
+    await pool.fetch(b"POST", b"/v1?a=b", headers, b"body", timeout_s=WAIT_S)
     head, body = node.requests[0]
     assert head == (
         b"POST /base/v1?a=b HTTP/1.1\r\nauthorization: Bearer me\r\nx-other: 2\r\n"
@@ -93,7 +94,7 @@ async def test_retries_once_when_an_idle_connection_was_dead(harness: Harness) -
     node = await harness.node(one_request_per_connection)
     pool = harness.pool(node.origin)
     for _ in range(4):
-        assert (await pool.fetch(b"POST", b"/", (), b"x" * 1000, timeout_s=30)).status == 200
+        assert (await pool.fetch(b"POST", b"/", (), b"x" * 1000, timeout_s=WAIT_S)).status == 200
     assert served == 4
     assert node.num_connections == 4
 
@@ -106,7 +107,7 @@ async def test_does_not_retry_when_a_new_connection_dies(harness: Harness) -> No
     node = await harness.node(die)
     pool = harness.pool(node.origin)
     with pytest.raises(ConnectionLost, match="before responding"):
-        await pool.fetch(b"GET", b"/", timeout_s=30)
+        await pool.fetch(b"GET", b"/", timeout_s=WAIT_S)
     assert node.num_connections == 1
 
 
@@ -122,9 +123,9 @@ async def test_does_not_retry_after_the_first_byte(harness: Harness) -> None:
 
     node = await harness.node(die_second_time)
     pool = harness.pool(node.origin)
-    await pool.fetch(b"GET", b"/", timeout_s=30)
+    await pool.fetch(b"GET", b"/", timeout_s=WAIT_S)
     with pytest.raises(ConnectionLost, match="in the middle"):
-        await pool.fetch(b"GET", b"/", timeout_s=30)
+        await pool.fetch(b"GET", b"/", timeout_s=WAIT_S)
     assert node.num_connections == 1
 
 
@@ -133,9 +134,9 @@ async def test_unreachable_node_is_a_connect_failure(harness: Harness) -> None:
     node.close()
     await asyncio.sleep(0.01)
     with pytest.raises(ConnectFailed, match=node.origin):
-        await harness.pool(node.origin).fetch(b"GET", b"/", timeout_s=30)
+        await harness.pool(node.origin).fetch(b"GET", b"/", timeout_s=WAIT_S)
     with pytest.raises(ConnectFailed, match=r"no connection to http://no-such-host.invalid:1: [A-Z]"):  # no `[Errno`
-        await harness.pool("http://no-such-host.invalid:1").fetch(b"GET", b"/", timeout_s=30)
+        await harness.pool("http://no-such-host.invalid:1").fetch(b"GET", b"/", timeout_s=WAIT_S)
 
 
 async def test_fails_a_silent_node_but_not_a_slow_one(harness: Harness) -> None:
@@ -192,7 +193,7 @@ async def test_call_paused_before_it_connects_reads_nothing_until_resumed(harnes
 async def test_does_not_reuse_a_connection_that_the_node_closes(harness: Harness) -> None:
     node = await harness.responding(OK.replace(b"Content", b"Connection: close\r\nContent"))
     pool = harness.pool(node.origin)
-    await pool.fetch(b"GET", b"/", timeout_s=30)
+    await pool.fetch(b"GET", b"/", timeout_s=WAIT_S)
     assert pool.num_idle == 0
 
 
@@ -206,7 +207,7 @@ async def test_delivers_a_response_before_the_end_of_the_request_and_does_not_re
 
     node = await harness.node(reject_early)
     pool = harness.pool(node.origin)
-    response = await pool.fetch(b"POST", b"/", (), bytes(30_000_000), timeout_s=30)
+    response = await pool.fetch(b"POST", b"/", (), bytes(30_000_000), timeout_s=WAIT_S)
     assert response.status == 413
     assert pool.num_idle == 0
 
@@ -214,7 +215,7 @@ async def test_delivers_a_response_before_the_end_of_the_request_and_does_not_re
 async def test_closes_an_idle_connection_after_keep_s(harness: Harness) -> None:
     node = await harness.responding(OK)
     pool = harness.pool(node.origin, keep_s=0.1)
-    await pool.fetch(b"GET", b"/", timeout_s=30)
+    await pool.fetch(b"GET", b"/", timeout_s=WAIT_S)
     assert pool.num_idle == 1
     await harness.eventually(lambda: pool.num_idle == 0 and node.num_open == 0)
 
@@ -254,13 +255,13 @@ async def test_fetch_has_a_total_timeout_and_a_size_limit(harness: Harness) -> N
     await harness.eventually(lambda: node.num_open == 0)
     node = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n" + b"x" * 99)
     with pytest.raises(MalformedResponse, match="more than"):
-        await harness.pool(node.origin, fetch_body_bytes=50).fetch(b"GET", b"/", timeout_s=30)
+        await harness.pool(node.origin, fetch_body_bytes=50).fetch(b"GET", b"/", timeout_s=WAIT_S)
 
 
 async def test_close_lets_calls_end_and_keeps_no_connection(harness: Harness) -> None:
     node = await harness.responding(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nab", b"cd")
     pool = harness.pool(node.origin)
-    await pool.fetch(b"GET", b"/", timeout_s=30)
+    await pool.fetch(b"GET", b"/", timeout_s=WAIT_S)
     sink = Recorder()
     pool.send(b"GET", b"/", (), b"", sink)
     pool.close()

@@ -13,6 +13,7 @@ from cortex.http.upstream.connection import UpstreamConnection
 from cortex.http.upstream.faults import ConnectionLost, MalformedResponse
 from cortex.http.upstream.pool import Pool
 
+from ...waiting import WAIT_S
 from .recorder import OK, Recorder
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ async def test_drops_hop_by_hop_headers_of_a_response_and_those_that_connection_
     node = await harness.responding(OK.replace(b"Content", listed))
     pool = harness.pool(node.origin)
     for _ in range(2):
-        response = await pool.fetch(b"GET", b"/", timeout_s=30)
+        response = await pool.fetch(b"GET", b"/", timeout_s=WAIT_S)
         assert list(response.headers) == [(b"x-yours", b"2")]
 
 
@@ -47,7 +48,7 @@ NONSENSE = {
 async def test_malformed_response_is_a_fault_and_closes_the_connection(harness: Harness, name: str) -> None:
     node = await harness.responding(NONSENSE[name])
     with pytest.raises(MalformedResponse, match=node.origin):
-        await harness.pool(node.origin).fetch(b"GET", b"/", timeout_s=30)
+        await harness.pool(node.origin).fetch(b"GET", b"/", timeout_s=WAIT_S)
     await harness.eventually(lambda: node.num_open == 0)
 
 
@@ -72,7 +73,7 @@ async def test_incomplete_response_is_a_fault(harness: Harness, name: str, with_
 
     node = await harness.node(half)
     with pytest.raises(ConnectionLost, match="in the middle"):
-        await harness.pool(node.origin).fetch(b"GET", b"/", timeout_s=30)
+        await harness.pool(node.origin).fetch(b"GET", b"/", timeout_s=WAIT_S)
 
 
 async def test_response_without_a_length_ends_when_the_node_closes(harness: Harness) -> None:
@@ -83,7 +84,7 @@ async def test_response_without_a_length_ends_when_the_node_closes(harness: Harn
         writer.write(b"style")
 
     node = await harness.node(old_style)
-    response = await harness.pool(node.origin).fetch(b"GET", b"/", timeout_s=30)
+    response = await harness.pool(node.origin).fetch(b"GET", b"/", timeout_s=WAIT_S)
     assert response.body == b"old style"
 
 
@@ -100,7 +101,7 @@ async def test_reads_unusual_responses_and_keeps_the_connection(harness: Harness
     node = await harness.responding(sent)
     pool = harness.pool(node.origin)
     for _ in range(3):
-        response = await pool.fetch(b"GET", b"/", timeout_s=30)
+        response = await pool.fetch(b"GET", b"/", timeout_s=WAIT_S)
         assert response.body in (b"ok", b"")
         assert b"trailer" not in dict(response.headers)
     assert node.num_connections == 1
@@ -111,12 +112,12 @@ async def test_surplus_bytes_never_become_the_next_response(harness: Harness) ->
     node = await harness.responding(OK + forged)
     pool = harness.pool(node.origin)
     for _ in range(3):
-        assert (await pool.fetch(b"GET", b"/", timeout_s=30)).body == b"ok"
+        assert (await pool.fetch(b"GET", b"/", timeout_s=WAIT_S)).body == b"ok"
     late = await harness.responding(OK, forged)
     pool = harness.pool(late.origin)
     for _ in range(3):
-        assert (await pool.fetch(b"GET", b"/", timeout_s=30)).body == b"ok"
-        async with asyncio.timeout(30):
+        assert (await pool.fetch(b"GET", b"/", timeout_s=WAIT_S)).body == b"ok"
+        async with asyncio.timeout(WAIT_S):
             while pool.num_idle:
                 await asyncio.sleep(0.005)  # until the late bytes have come
     assert node.num_connections == late.num_connections == 3

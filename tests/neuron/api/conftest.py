@@ -49,6 +49,7 @@ from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.packed_request import PackedRequest, unpack
 from cortex.wire.prompt_overflow import prompt_too_long
 
+from ...waiting import WAIT_S
 from ..generations import PlayedGeneration
 from .served import served
 
@@ -379,7 +380,7 @@ def until() -> Until:
     """Waits for a condition; the timeout is only reached on failure."""
 
     async def wait(condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             while not condition():
                 await asyncio.sleep(0.005)
 

@@ -16,6 +16,7 @@ from cortex.neuron.config import Limits, NeuronConfig
 from cortex.settings import Listen, SettingsError
 from cortex.tls import client_context
 
+from ...waiting import WAIT_S
 from .served import served
 
 KEY, OTHER = "nk-0123456789abcdef", "nk-fedcba9876543210"
@@ -208,7 +209,7 @@ async def test_connections_over_a_limit_are_rejected_until_others_close(
             writer.close()
             return b" 200 " in response[:20]
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             while not await responds():
                 await asyncio.sleep(0.01)
         for _, writer in opened:

@@ -11,6 +11,7 @@ import pytest
 
 from cortex.http.limits import ClientLimits
 
+from ...waiting import WAIT_S
 from .served import served
 
 HEAD_S = 1.0
@@ -23,7 +24,7 @@ Open = Callable[[], Any]
 async def open_connection(node: Any) -> AsyncIterator[Open]:
     writers: list[asyncio.StreamWriter] = []
     limits = ClientLimits(head_s=HEAD_S, num_connections=1, body_bytes=1000)
-    async with served(node, limits=limits) as address, asyncio.timeout(60):
+    async with served(node, limits=limits) as address, asyncio.timeout(WAIT_S):
 
         async def open() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
             reader, writer = await asyncio.open_connection(*address)

@@ -17,6 +17,7 @@ from cortex.neuron.config import NeuronConfig, PeerEntry
 from cortex.neuron.node.spanning.protocol import PeerRejected, PeerUnreachable
 from cortex.settings import Listen
 
+from ...waiting import WAIT_S
 from .served import served
 
 KEY = "nk-0123456789abcdef"
@@ -66,7 +67,7 @@ async def test_node_that_accepts_and_never_responds_is_unreachable(monkeypatch: 
     monkeypatch.setattr(peer_connections, "CONNECT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         endpoint = f"http://127.0.0.1:{frozen.getsockname()[1]}"
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             with pytest.raises(PeerUnreachable, match="TimeoutError"):
                 await CONNECTOR.connect(peer(endpoint))
 

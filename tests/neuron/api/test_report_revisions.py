@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.gateway.dispatch.nodes.poller import merged
@@ -50,7 +50,6 @@ def test_another_process_knows_no_revision_of_this_one() -> None:
     assert ReportRevisions().report(health(cold("m")), revision).since is None
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
 def test_callers_that_merge_changes_know_all_models(seed: int) -> None:
     random = Random(seed)

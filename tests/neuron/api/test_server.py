@@ -22,11 +22,10 @@ from cortex.exits import ExitCode
 from cortex.wire.sse import Parser
 
 from ...ports import free_port
+from ...waiting import WAIT_S
 from ..tiny_models import write_llama
 
 SOURCE = Path(__file__).parents[3] / "src"
-WAIT_S = 90.0
-"""Upper bound of a wait on a slow machine: starting a worker imports torch."""
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from cortex.cli import warmup as command
-from cortex.neuron.engine import kernel_pass, warmup
+from cortex.neuron.engine import kernel_pass, meta_shapes, warmup
 from cortex.neuron.engine.errors import LoadCancelled, LoadError
 from cortex.neuron.engine.kernel_pass import KernelPass, PassedModel
 from cortex.neuron.engine.meta_shapes import light_shapes
@@ -162,3 +163,15 @@ def test_shapes_are_those_of_computed_results() -> None:
 
     with torch.inference_mode(), light_shapes():
         assert made("meta") == made("cpu")
+
+
+def test_other_threads_keep_the_rules_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.empty(2, device="meta")
+    rules = {**meta_shapes.RULES, "clone": lambda x, **_: x}
+    monkeypatch.setattr(meta_shapes, "RULES", rules)
+    meta_shapes.rules_by_operation.cache_clear()
+    with ThreadPoolExecutor(1) as other, light_shapes():
+        assert x.clone() is x
+        assert other.submit(x.clone).result() is not x
+    assert x.clone() is not x
+    meta_shapes.rules_by_operation.cache_clear()

@@ -205,5 +205,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_held == len({page for pages in self.held for page in pages})
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(stateful_step_count=30)
 TestPoolMachine = PoolMachine.TestCase

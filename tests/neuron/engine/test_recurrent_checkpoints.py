@@ -176,4 +176,4 @@ class CheckpointMachine(RuleBasedStateMachine):
 
 
 TestCheckpointMachine = CheckpointMachine.TestCase
-TestCheckpointMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCheckpointMachine.settings = settings(stateful_step_count=30)

@@ -179,7 +179,7 @@ class Trace(RuleBasedStateMachine):
 
 
 TestTrace = Trace.TestCase
-TestTrace.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestTrace.settings = settings(stateful_step_count=30)
 
 
 def run(scheduler: Scheduler, device: FoldingDevice, request: EngineRequest) -> tuple[Sequence, list[StepPlan]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence as Ordered
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -331,7 +331,5 @@ class Trace(RuleBasedStateMachine):
             assert pools[group].num_free == free[group] + len(own - others), "its pages are not free at once"
 
 
-Trace.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+Trace.TestCase.settings = settings(stateful_step_count=40)
 TestTrace = Trace.TestCase

@@ -18,6 +18,7 @@ from huggingface_hub import file_download
 
 from cortex.neuron.weights.errors import Cancelled, DownloadCorrupt, HubError, HubUnreachable, NotOnHub
 
+from ...waiting import WAIT_S
 from .hub_client import MODEL, WEIGHTS, Client, Sleeps, StartHub
 
 
@@ -63,7 +64,7 @@ def stall_after(num_bytes: int) -> Callable[[Any, bytes], None]:
         handler.wfile.write(data[:num_bytes])
         handler.wfile.flush()
         handler.hub.stalled.set()
-        handler.hub.release.wait(60)
+        handler.hub.release.wait(WAIT_S)
 
     return stall
 
@@ -186,7 +187,7 @@ def test_endless_response_is_cut_at_the_listed_size(start_hub: StartHub, client:
     hub.faults.extend([endless] * 2)
     with pytest.raises(DownloadCorrupt, match="size and digest"):
         client.resolve(hub, cache_dir=client.cache / "other")
-    assert hub.stalled.wait(30)
+    assert hub.stalled.wait(WAIT_S)
 
 
 @pytest.mark.usefixtures("real_process")
@@ -199,7 +200,7 @@ def test_cancels_a_stalled_download_at_once_and_keeps_what_it_has(start_hub: Sta
 
     with pytest.raises(Cancelled):
         client.resolve(hub, cancelled=cancelled)
-    assert time.monotonic() - began_s < 30  # the download would stall for longer
+    assert time.monotonic() - began_s < WAIT_S  # the download would stall for longer
     hub.release.set()
     hub.requests.clear()
     assert client.resolve(hub).read_bytes() == WEIGHTS
@@ -275,7 +276,7 @@ def test_concurrent_calls_download_a_file_once(start_hub: StartHub, client: Clie
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(WAIT_S)
     assert len(paths) == 4
     assert len(set(paths)) == 1
     assert paths[0].read_bytes() == WEIGHTS

@@ -21,6 +21,7 @@ from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.registry import FAMILIES, read_architecture
 from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, position_bytes, state_bytes, weight_bytes
 
+from ...waiting import WAIT_S
 from ..tiny_models import tiny_delta, tiny_sizes
 
 META = torch.device("meta")
@@ -193,4 +194,4 @@ def test_computed_size_of_packed_matrices_is_what_the_layers_allocate(family: st
 
 def test_sizes_are_computed_without_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import cortex.neuron.models.sizes, cortex.neuron.models.registry"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_S)

@@ -26,6 +26,7 @@ from cortex.neuron.models.registry import open_model, read_architecture
 from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, weight_bytes
 from cortex.neuron.models.transformers import library
 
+from ...waiting import WAIT_S
 from ..engine.parallel.test_logits import logits_of
 from .test_parity import CPU, PROMPT_TOKENS, Driver, assert_parity, some_tokens, spec
 from .transformers_models import CASES, TABLE, reference_of
@@ -184,4 +185,4 @@ described = read_architecture({"model_type": "gpt_neox", "num_hidden_layers": 6,
 assert described.config.num_layers == 6 and described.config.kv_heads == 8 and described.config.hidden == 6144
 assert "transformers" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_S)

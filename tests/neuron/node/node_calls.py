@@ -15,11 +15,9 @@ from cortex.neuron.node.generation import Generation
 from cortex.neuron.node.node import Node
 from cortex.wire.node.protocol import LoadRequest, ModelStatus
 
+from ...waiting import WAIT_S
 from ..generations import Reader
 from ..tiny_models import write_llama
-
-WAIT_S = 60.0
-"""Upper bound of a wait; only reached on failure."""
 
 
 def request(request_id: str = "r", token: int = faulty_engine.PLAIN, max_tokens: int = 5) -> EngineRequest:

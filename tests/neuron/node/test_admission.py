@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.neuron.node.admission import Admission, QueuedRequest, QueueFull
@@ -158,7 +158,6 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=300)
 @given(st.integers(1, 5), st.integers(0, 4), actions)
 def test_counters_match_the_live_requests_after_any_history(
     slots: int, max_queue: int, history: list[tuple[str, str, int]]

@@ -8,6 +8,8 @@ from typing import Any
 
 from faulty_models import parts, running_node
 
+from ...waiting import WAIT_S
+
 
 async def test_sampling_goes_on_after_failures_and_shows_as_degraded(tmp_path: Path) -> None:
     read = parts().read_devices
@@ -18,7 +20,7 @@ async def test_sampling_goes_on_after_failures_and_shows_as_degraded(tmp_path: P
             raise RuntimeError("a bug")
         return read(*arguments)
 
-    async with running_node(tmp_path, read_devices=read_devices) as node, asyncio.timeout(30):
+    async with running_node(tmp_path, read_devices=read_devices) as node, asyncio.timeout(WAIT_S):
         assert node.health().status == "ok"
         while node.health().status == "ok":
             await asyncio.sleep(0.01)
@@ -35,7 +37,7 @@ async def test_bug_in_one_load_leaves_the_other_default_models(tmp_path: Path) -
         raise RuntimeError("a bug")
 
     config = {"default_models": [{"id": "org/one"}, {"id": "org/two"}]}
-    async with running_node(tmp_path, config, fetch=fetch) as node, asyncio.timeout(30):
+    async with running_node(tmp_path, config, fetch=fetch) as node, asyncio.timeout(WAIT_S):
         while node.health().activation.state != "done":
             await asyncio.sleep(0.01)
         assert node.health().activation.failed == ("org/one", "org/two")

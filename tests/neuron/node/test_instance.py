@@ -1,7 +1,10 @@
 import asyncio
+import time
+
+import pytest
 
 from cortex.neuron.config import Limits
-from cortex.neuron.engine.request import EngineStats
+from cortex.neuron.engine.request import EngineRequest, EngineStats, SamplingParams, StepOutput
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 
 from ..worker.hosts.fake_host import FakeHost
@@ -34,3 +37,18 @@ async def test_model_of_which_a_part_goes_is_unloaded_once_and_lost() -> None:
     while not lost:
         await asyncio.sleep(0)
     assert (host.num_unloads, lost) == (1, ["a node shuts down"])
+
+
+async def test_speed_leaves_out_the_prompt_and_the_first_token_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    host = FakeHost(0)
+    instance = instance_of(host, [])
+    await host.load(instance)
+    instance.generate(EngineRequest("one", (1, 2, 3), 100, SamplingParams()))
+    for number in range(41):
+        now_s = 30.0 + number / 16
+        instance.on_outputs((StepOutput("one", tokens=(7,), finish="length" if number == 40 else None),))
+    assert instance.load().tokens_per_s == 16
+    now_s += 2
+    assert instance.load().tokens_per_s == 16

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.neuron.node.lifecycle import FAILURE_S, Lifecycle, transition
@@ -335,7 +335,6 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=600)
 @given(steps)
 def test_no_caller_waits_forever_and_the_state_matches_the_memory_after_any_history(history: list[str]) -> None:
     world = World()

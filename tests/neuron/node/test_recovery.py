@@ -17,8 +17,9 @@ from cortex.wire.errors import (
 )
 from cortex.wire.node.protocol import ModelState
 
+from ...waiting import WAIT_S
 from ..generations import Reader
-from .node_calls import WAIT_S, has_worker, load, request, tokens_of, until, worker_of
+from .node_calls import has_worker, load, request, tokens_of, until, worker_of
 
 
 async def test_recovers_each_time_its_worker_is_killed_mid_stream(tmp_path: Path) -> None:
@@ -40,14 +41,18 @@ async def test_recovers_each_time_its_worker_is_killed_mid_stream(tmp_path: Path
 async def test_device_fault_ends_streams_with_a_retryable_error_and_the_models_recover(
     tmp_path: Path, token: int
 ) -> None:
-    timeouts = WorkerTimeouts(step_s=3.0)
-    async with running_node(tmp_path, models(tmp_path, m={}, other={}), timeouts=timeouts) as node:
+    async with running_node(tmp_path, models(tmp_path, m={}, other={})) as node:
         await load(node)
         await load(node, "other")
         innocent = Reader(node.generate("other", request("innocent", max_tokens=10**6)))
         await anext(innocent)
+        fatal = node.generate("m", request("fatal", token))
+        [supervisor] = node.devices.supervisors.values()
+        if token == faulty_engine.HANG:
+            supervisor.timeouts = WorkerTimeouts(step_s=0.5)
         with pytest.raises(Recovering):
-            await tokens_of(node.generate("m", request("fatal", token)))
+            await tokens_of(fatal)
+        supervisor.timeouts = WorkerTimeouts()
         with pytest.raises(Recovering):
             await tokens_of(innocent)
         assert node.model("m").state is ModelState.RECOVERING

@@ -20,8 +20,9 @@ from cortex.wire.errors import (
 from cortex.wire.node.protocol import LoadRequest, ModelState
 
 from ...processes import alive
+from ...waiting import WAIT_S
 from ..generations import Reader
-from .node_calls import WAIT_S, has_worker, load, request, tokens_of, until, worker_of
+from .node_calls import has_worker, load, request, tokens_of, until, worker_of
 
 
 async def test_error_of_one_request_does_not_affect_others(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ async def test_reads_do_not_wait_for_busy_engines_or_loads(tmp_path: Path) -> No
 
 
 async def test_close_ends_queued_requests_at_once_and_drains_running_ones(tmp_path: Path) -> None:
-    config = {**models(tmp_path, m={"step_s": 0.005}), "limits": {"max_num_seqs": 1}, "drain_s": 60.0}
+    config = {**models(tmp_path, m={"step_s": 0.005}), "limits": {"max_num_seqs": 1}, "drain_s": WAIT_S}
     async with running_node(tmp_path, config) as node:
         await load(node)
         worker = worker_of(node)

@@ -3,32 +3,50 @@ import pytest
 from cortex.neuron.node.throughput import Throughput
 
 
-def idle(throughput: Throughput, first_s: int, last_s: int, count: int) -> None:
-    for now_s in range(first_s, last_s + 1):
-        throughput.sample(now_s, count, is_idle=True)
+def stream(throughput: Throughput, first_s: float, num_tokens: int, step_s: float) -> float:
+    """One request whose first token comes at `first_s`. Returns when its last one came."""
+    for number in range(num_tokens):
+        now_s = first_s + number * step_s
+        throughput.sample(now_s, int(number > 0), is_generating=number < num_tokens - 1)
+    return now_s
 
 
-def test_speed_of_a_short_stream_is_not_averaged_over_idle_time() -> None:
+def test_speed_of_one_request_is_that_after_its_first_token() -> None:
     throughput = Throughput()
-    idle(throughput, 0, 40, 0)
-    throughput.sample(40.5, 50, is_idle=False)
-    throughput.sample(41.0, 100, is_idle=True)  # its last tokens
-    assert throughput.per_s(41.0) == 100
-    idle(throughput, 42, 44, 100)
-    assert throughput.per_s(44.0) == 100, "it does not fade after the stream"
-    idle(throughput, 45, 47, 100)
-    assert throughput.per_s(47.0) == 0
+    last_s = stream(throughput, 40.0, 51, 0.0625)  # after a prompt of any length
+    assert throughput.per_s(last_s) == 16
+    assert throughput.per_s(last_s + 4) == 16, "it does not fade after the stream"
+    assert throughput.per_s(last_s + 6) == 0
+
+
+def test_time_between_requests_does_not_count() -> None:
+    throughput = Throughput()
+    last_s = stream(throughput, 0.0, 11, 0.1)
+    last_s = stream(throughput, last_s + 3, 11, 0.1)
+    assert throughput.per_s(last_s) == pytest.approx(10)
+
+
+def test_speeds_of_requests_at_the_same_time_are_added() -> None:
+    throughput = Throughput()
+    throughput.sample(1.0, 0, is_generating=True)
+    for number in range(1, 11):
+        throughput.sample(1.0 + number / 10, 2, is_generating=number < 10)
+    assert throughput.per_s(2.0) == pytest.approx(20)
 
 
 def test_slow_steps_count_in_full() -> None:
     throughput = Throughput()
-    for now_s in range(20):
-        throughput.sample(now_s, now_s // 2, is_idle=False)
-    assert throughput.per_s(19) == pytest.approx(0.5, abs=0.1)
+    assert throughput.per_s(stream(throughput, 0.0, 10, 2.0)) == 0.5
 
 
 def test_speed_is_that_of_the_last_seconds() -> None:
     throughput = Throughput()
-    for now_s in range(20):
-        throughput.sample(now_s, 10 * now_s if now_s < 10 else 100 + 50 * (now_s - 10), is_idle=False)
+    for number in range(20):
+        throughput.sample(number, 10 if number < 10 else 50, is_generating=True)
     assert throughput.per_s(19) == 50
+
+
+def test_new_stream_after_a_pause_is_not_mixed_with_the_one_before() -> None:
+    throughput = Throughput()
+    stream(throughput, 0.0, 11, 0.1)
+    assert throughput.per_s(stream(throughput, 60.0, 3, 1.0)) == 1

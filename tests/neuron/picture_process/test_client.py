@@ -22,9 +22,10 @@ from cortex.wire.packed_request import PackedRequest, pack
 from cortex.wire.requests import GenerateRequest, Image, Message
 
 from ...picture_files import picture, png_of_size, saved
+from ...waiting import WAIT_S
 
 SPEC = PictureSpec("area", patch=16, merge=2, most=1 << 20, least=1 << 10)
-LIMITS = PictureLimits(memory_mb=60, timeout_s=20.0, workers=2)
+LIMITS = PictureLimits(memory_mb=60, timeout_s=WAIT_S, workers=2)
 
 
 @pytest_asyncio.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from cortex.cli.cache import cache_directory
+from cortex.cache_folder import cache_folder
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 from cortex.neuron.text.tokenizer.local import LocalEncoder, read_text
@@ -121,7 +121,7 @@ def write_model(path: Path, backend: Tokenizer, family: str | None, **files: Any
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The demo's model in the project's cache."""
-    found = min((cache_directory() / "models").glob("SmolLM2-135M-Instruct*.gguf"), default=None)
+    found = min((cache_folder() / "models").glob("SmolLM2-135M-Instruct*.gguf"), default=None)
     if found is None:
         pytest.skip("the demo model is not in the cache; `cortex up --demo` fetches it")
     return found

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from cortex.neuron.engine.request import EngineStats, FinishReason, StepOutput
 from cortex.neuron.worker.faults import FaultKind
 
-WAIT_S = 60.0
-"""How long tests wait for an event; reached only on failure."""
+from ...waiting import WAIT_S
 
 
 class RecordingSink:

@@ -19,9 +19,13 @@ from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.neuron.worker.protocol import DeviceAddress
 from cortex.neuron.worker.supervisor import WorkerSupervisor
 
+from ...waiting import WAIT_S
+
 CPU = DeviceAddress("cpu", 0)
-SHORT_TIMEOUTS = WorkerTimeouts(step_s=3.0, load_s=3.0)
-"""For workers that hang. A busy machine does not stop a healthy one for so long."""
+LONG_TIMEOUTS = WorkerTimeouts(start_s=WAIT_S, step_s=WAIT_S, load_s=WAIT_S, unload_s=WAIT_S)
+"""For healthy workers, on a machine that may be slow."""
+SHORT_TIMEOUTS = WorkerTimeouts(start_s=WAIT_S, step_s=0.5, load_s=0.5)
+"""For workers that hang, from when they do."""
 
 
 def request(request_id: str, token: int = faulty_engine.PLAIN, max_tokens: int = 5) -> EngineRequest:
@@ -37,7 +41,7 @@ def model(tmp_path: Path, name: str = "model", **behaviour: Any) -> LoadSpec:
 
 
 @contextlib.asynccontextmanager
-async def supervised(timeouts: WorkerTimeouts | None = None) -> AsyncIterator[WorkerSupervisor]:
+async def supervised(timeouts: WorkerTimeouts = LONG_TIMEOUTS) -> AsyncIterator[WorkerSupervisor]:
     supervisor = WorkerSupervisor(CPU, lasting_workers("faulty_engine:load"), timeouts=timeouts)
     try:
         yield supervisor

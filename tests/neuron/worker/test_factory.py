@@ -24,10 +24,9 @@ from cortex.neuron.worker.protocol import DeviceAddress, Exit, Exited, ForkServe
 from cortex.telemetry import logs
 
 from ...processes import alive
+from ...waiting import WAIT_S
 
 CPU = DeviceAddress("cpu", 0)
-WAIT_S = 60.0
-"""How long tests wait for an event; reached only on failure."""
 
 
 @contextlib.asynccontextmanager
@@ -156,7 +155,7 @@ def test_fork_server_without_its_daemon_exits_before_it_imports(tmp_path: Path) 
             ],
             pass_fds=(theirs.fileno(),),
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-            timeout=60,
+            timeout=WAIT_S,
             check=False,
         )
     assert ended.returncode == 0

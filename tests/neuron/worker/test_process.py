@@ -34,6 +34,13 @@ def test_worker_that_says_it_is_in_a_step_has_work_whether_or_not_a_request_wait
     ]
 
 
+def test_time_in_which_the_watchdog_did_not_run_does_not_count() -> None:
+    """A machine that was stopped, or that had no core for the daemon, had none for the worker either."""
+    watch = ProgressWatch.begin(0.0).reported("step", 5, 1.0).excusing(500.0)
+    assert watch.verdict(510.0, TIMEOUTS) is None
+    assert "no progress in 'step' for 10 s" in (watch.verdict(511.0, TIMEOUTS) or "")
+
+
 def test_load_has_its_own_timeout() -> None:
     watch = ProgressWatch.begin(0.0).reported("load", 5, 0.0)
     assert watch.verdict(99.0, TIMEOUTS) is None

@@ -12,7 +12,8 @@ from cortex.neuron.worker.model_host import LoadRejected
 from cortex.neuron.worker.process import WorkerTimeouts
 
 from ...processes import alive
-from .recording_sink import WAIT_S, RecordingSink
+from ...waiting import WAIT_S
+from .recording_sink import RecordingSink
 from .supervised import loaded, model, request, supervised, worker_bytes, worker_of
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import faulty_engine
@@ -15,12 +16,13 @@ from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.model_host import LoadRejected
-from cortex.neuron.worker.process import WorkerLost, WorkerTimeouts
+from cortex.neuron.worker.process import WorkerLost
 from cortex.neuron.worker.supervisor import WorkerSupervisor
 
 from ...processes import alive
+from ...waiting import WAIT_S
 from .recording_sink import RecordingSink
-from .supervised import CPU, SHORT_TIMEOUTS, loaded, model, request, supervised, worker_of
+from .supervised import CPU, LONG_TIMEOUTS, SHORT_TIMEOUTS, loaded, model, request, supervised, worker_of
 
 
 async def test_request_that_the_engine_rejects_fails_alone(tmp_path: Path) -> None:
@@ -59,9 +61,10 @@ async def test_model_keeps_serving_after_a_bug_in_a_step(tmp_path: Path) -> None
 
 
 async def test_worker_that_hangs_while_it_prepares_an_idle_model_is_lost_without_a_request(tmp_path: Path) -> None:
-    async with supervised(timeouts=SHORT_TIMEOUTS) as supervisor:
+    async with supervised() as supervisor:
         sink = RecordingSink()
         await loaded(supervisor, model(tmp_path, prepare="hang"), sink)
+        supervisor.timeouts = SHORT_TIMEOUTS
         await sink.until(lambda: sink.lost)
         assert "no progress in 'step'" in sink.lost[0]
 
@@ -78,16 +81,19 @@ async def test_worker_that_hangs_while_it_prepares_an_idle_model_is_lost_without
 async def test_reports_why_a_worker_was_lost_and_replaces_it_on_the_next_load(
     tmp_path: Path, token: int, reason: str
 ) -> None:
-    async with supervised(timeouts=SHORT_TIMEOUTS) as supervisor:
+    async with supervised() as supervisor:
         sink, spec = RecordingSink(), model(tmp_path)
         host = await loaded(supervisor, spec, sink)
         first_process = worker_of(supervisor)
         host.submit(request("fatal", token))
+        if token == faulty_engine.HANG:
+            supervisor.timeouts = SHORT_TIMEOUTS
         await sink.until(lambda: sink.lost)
         assert len(sink.lost) == 1
         assert reason in sink.lost[0]
         assert supervisor.state == "faulted"
         assert not alive(first_process)
+        supervisor.timeouts = LONG_TIMEOUTS
         sink = RecordingSink()
         host = await loaded(supervisor, spec, sink)
         host.submit(request("next"))
@@ -96,10 +102,11 @@ async def test_reports_why_a_worker_was_lost_and_replaces_it_on_the_next_load(
 
 async def test_worker_that_stops_right_after_a_load_is_lost_within_the_time_of_a_step(tmp_path: Path) -> None:
     """Its last report was of the load, or of its start, which may take longer."""
-    async with supervised(timeouts=WorkerTimeouts(start_s=600.0, load_s=600.0, step_s=3.0)) as supervisor:
+    async with supervised() as supervisor:
         sink = RecordingSink()
         host = await loaded(supervisor, model(tmp_path), sink)
         os.kill(worker_of(supervisor), signal.SIGSTOP)
+        supervisor.timeouts = replace(LONG_TIMEOUTS, step_s=0.5)
         host.submit(request("stuck"))
         await sink.until(lambda: sink.lost)
         assert "no progress" in sink.lost[0]
@@ -137,7 +144,8 @@ async def test_failed_load_does_not_affect_loaded_models(tmp_path: Path) -> None
     ("behaviour", "reason"), [("fault", "illegal memory"), ("exit", "code 3"), ("hang", "no progress")]
 )
 async def test_load_that_kills_the_worker_raises_worker_lost(tmp_path: Path, behaviour: str, reason: str) -> None:
-    async with supervised(timeouts=SHORT_TIMEOUTS) as supervisor:
+    timeouts = SHORT_TIMEOUTS if behaviour == "hang" else LONG_TIMEOUTS
+    async with supervised(timeouts) as supervisor:
         with pytest.raises(WorkerLost, match=reason):
             await loaded(supervisor, model(tmp_path, load=behaviour), RecordingSink())
 
@@ -173,7 +181,7 @@ def test_worker_ends_when_its_daemon_is_killed(tmp_path: Path, token: int) -> No
             host.submit(EngineRequest(id="x", prompt=({token},), max_tokens=10**6))
             await asyncio.sleep(0.1)
             print(supervisor.process_id, flush=True)
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
 
         asyncio.run(main())
     """)
@@ -183,7 +191,7 @@ def test_worker_ends_when_its_daemon_is_killed(tmp_path: Path, token: int) -> No
     assert alive(worker)
     daemon.kill()
     daemon.wait()
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + WAIT_S
     while alive(worker) and time.monotonic() < deadline_s:
         time.sleep(0.02)
     assert not alive(worker)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
@@ -78,7 +78,6 @@ def test_reports_what_is_no_picture(file: bytes, problem: str) -> None:
         read_header(file)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.sampled_from(sorted(FILES)), st.integers(0, 400), st.binary(max_size=6), st.integers(4, 500))
 def test_damaged_file_is_read_or_rejected(name: str, at: int, noise: bytes, kept: int) -> None:
     file = FILES[name]

@@ -1,4 +1,4 @@
-"""`cortex audit`: who changed the fleet and its keys."""
+"""`cortex audit`: who changed the fleet and its keys, and who signed in."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from cortex.cli.output import console, json_option, print_json, table
 @gateway_options
 @json_option
 def audit(limit: int, key: str | None, since: str | None, gateway: GatewayClient, as_json: bool) -> None:
-    """Show who changed models, nodes, keys and records.
+    """Show who changed models, nodes, keys and records, and who signed in.
 
     The oldest action comes first; STATUS is its outcome.
 
-    Needs an operator's key. Rejected attempts of valid keys are shown too. Keys that were changed in the configuration
-    file have no client. audit_days under [ledger] of the gateway says how long the log is kept.
+    Needs an operator's key. Rejected attempts of valid keys and failed sign-ins are shown too. Keys that were changed
+    in the configuration file have no client. audit_days under [ledger] of the gateway says how long the log is kept.
     """
     options: dict[str, Any] = {"limit": limit}
     if key is not None:
@@ -39,7 +39,7 @@ def audit(limit: int, key: str | None, since: str | None, gateway: GatewayClient
         print_json(entries)
         return
     if not entries:
-        console().print("nothing was changed")
+        console().print("nothing was changed, and nobody signed in")
         return
     shown = table("TIME", "KEY", "CLIENT", ">STATUS", "ACTION", "DETAIL")
     for entry in entries:

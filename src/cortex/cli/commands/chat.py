@@ -17,7 +17,7 @@ from rich.text import Text
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.model_name import MODEL
-from cortex.cli.output import console, for_terminal
+from cortex.cli.output import console, for_terminal, rate
 from cortex.cli.pictures import content, read_picture
 from cortex.cli.views.response import ResponseView
 from cortex.wire.words import plural
@@ -89,7 +89,7 @@ class ChatResponse:
     def stats(self) -> str:
         if self.first_token_s is None:
             return "no response yet"
-        speed = f"{plural(self.completion_tokens, 'token')}, {self.tokens_per_s:.0f} tok/s"
+        speed = f"{plural(self.completion_tokens, 'token')}, {rate(self.tokens_per_s) or 0} tok/s"
         return f"{speed}, first token after {self.first_token_s:.2f} s"
 
 

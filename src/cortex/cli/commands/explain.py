@@ -14,6 +14,7 @@ from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command
 from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, json_option, print_json, size, table
+from cortex.cli.views.bench import parse_bench, show_bench, when_measured
 
 
 @click.command(cls=Command)
@@ -25,7 +26,7 @@ def explain(model: str, history: bool, gateway: GatewayClient, as_json: bool) ->
     """Show what the gateway would do for a model now, and why.
 
     Lists every node with its verdict, and every device with the memory that the model needs, that it can have, and that
-    the node keeps free. Changes nothing.
+    the node keeps free; and how fast the model is there, if `cortex bench` has measured it. Changes nothing.
     """
     if history:
         decisions = gateway.get(f"/fleet/decisions?model={quote(model, safe='')}")["decisions"]
@@ -66,6 +67,9 @@ def _show_node(out: Console, node: dict[str, Any], *, is_chosen: bool) -> None:
         out.print(f"  needs {_bytes(node['need_bytes'])}")
     if node.get("ceiling_bytes") is not None:
         out.print(f"  models take at most {_bytes(node['ceiling_bytes'])} of the node")
+    if (bench := parse_bench(node.get("bench"))) is not None:
+        out.print(f"  {when_measured(bench)}:", soft_wrap=True)
+        show_bench(out, bench)
     for occupant in node["occupants"]:
         leaves = "can be evicted" if occupant["may_leave"] else occupant["reason"]
         holds = f"  {occupant['model']} holds {_bytes(occupant['bytes'])}: {leaves}"

@@ -17,7 +17,7 @@ from rich.text import Text
 from cortex.cli.client import GatewayClient, GatewayUnreachable, gateway_options
 from cortex.cli.failures import Command, CommandError
 from cortex.cli.model_name import MODEL
-from cortex.cli.output import console, json_option, print_json
+from cortex.cli.output import console, json_option, print_json, rate
 
 POLL_S = 1.0
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -221,7 +221,7 @@ def _cells(request: dict[str, Any]) -> tuple[str, ...]:
         str(request["status"]) if request["outcome"] != "client_disconnected" else "gone",
         _seconds(request["ttft_s"]),
         _seconds(request["duration_s"]),
-        f"{request['tokens_per_s']:.1f}" if request["tokens_per_s"] else "",
+        rate(request["tokens_per_s"]),
         tokens,
         request["node"] or "-",
         request["key"],

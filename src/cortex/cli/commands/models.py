@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import click
+from rich.text import Text
 
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command
@@ -35,6 +36,11 @@ def models(gateway: GatewayClient, as_json: bool) -> None:
         backend = str(entry.get("backend") or "")
         rows.add_row(_name(entry), state(_state(entry)), places, memory, quants, backend, context, _abilities(entry))
     console().print(rows)
+    for entry in listed:
+        if not entry.get("feasible_on") and "alias_of" not in entry:
+            for node, reason in entry.get("problems", {}).items():
+                why = str(reason).removeprefix(f"{entry['id']}: ")
+                console().print(Text(f"{entry['id']} on {node}: {why}", style="red"), soft_wrap=True)
 
 
 def _name(entry: dict[str, Any]) -> str:

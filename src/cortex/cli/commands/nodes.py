@@ -12,7 +12,7 @@ from rich.text import Text
 from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
-from cortex.cli.output import console, json_option, print_json, size, state, table
+from cortex.cli.output import console, json_option, print_json, rate, size, state, table
 from cortex.cli.views.jobs import parse
 from cortex.cli.views.load import describe, memory_of
 from cortex.wire.node.protocol import ModelState
@@ -26,7 +26,10 @@ WAIT_S = 0.5
 @gateway_options
 @json_option
 def ps(gateway: GatewayClient, as_json: bool) -> None:
-    """List the models in memory, and what they do."""
+    """List the models in memory, and what they do.
+
+    TOK/S is the rate of the last few seconds in which a model generated: tokens of all its requests after their first.
+    """
     fleet = fleet_view.fetch(gateway)
     held = [(node, model) for node in fleet.nodes for model in node.models if model.state is not ModelState.FAILED]
     shares = [(node, share) for node in fleet.nodes for share in node.shares]
@@ -54,7 +57,7 @@ def ps(gateway: GatewayClient, as_json: bool) -> None:
             state(describe(model)),
             memory_of(model),
             str(max(model.in_flight, model.load.running) or ""),
-            f"{model.load.tokens_per_s:.0f}" if model.load.tokens_per_s else "",
+            rate(model.load.tokens_per_s),
             duration(model.idle_s) if model.idle_s >= 1 else "",
             "yes" if model.pinned else "",
         )

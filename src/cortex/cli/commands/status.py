@@ -16,7 +16,7 @@ from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.fleet_view import FleetView, HeldModel, NodeView
-from cortex.cli.output import bar, console, json_option, print_json, size, state, table
+from cortex.cli.output import bar, console, json_option, print_json, rate, size, state, table
 from cortex.cli.views.load import fraction_done, memory_of, reason_of
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.words import duration, replicas_in_words
@@ -101,6 +101,9 @@ def _node(node: NodeView, fleet: FleetView) -> RenderableType:
     here = {share.model_id for share in node.shares}
     if cold := sorted(model for model in node.cold_models if model not in here):
         parts.append(Padding(Text(f"cold: {', '.join(cold)}", style="dim"), (0, 0, 0, 2)))
+    for model, reason in node.absent_models.items() if node.up else ():
+        why = f"{model}: {reason.removeprefix(f'{model}: ')}"
+        parts.append(Padding(Text(why, style="red"), (0, 0, 0, 2)))
     return Padding(Lines(*parts), (0, 0, 1, 0))
 
 
@@ -136,7 +139,7 @@ def _models(node: NodeView, fleet: FleetView) -> Table:
             memory_of(model),
             f"{model.context_tokens:,}" if model.context_tokens else "",
             _requests(model, fleet.waiting.get(model.id, 0)) if node.up else "",
-            f"{model.load.tokens_per_s:.0f}" if model.load.tokens_per_s and node.up else "",
+            rate(model.load.tokens_per_s) if node.up else "",
         )
     # On a narrow terminal the name folds, state and requests wrap, and numbers stay on one line.
     rows.columns[0].overflow = "fold"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 from cortex.cli.importing import server_command
 from cortex.cli.importing.macros import OURS, MacroProblem, expanded
 from cortex.cli.importing.toml_text import comment, table
+from cortex.wire.errors import shorten
 
 _NODE = "local"
 _MIN_HEALTH_S = 15.0
@@ -55,14 +57,15 @@ def convert(data: Any, name: str = "llama-swap.yaml") -> Imported:
     models = {str(model_id): _model(str(model_id), raw, data, note) for model_id, raw in data["models"].items()}
     _apply_groups(_mapping(data, "groups") or _mapping(_mapping(data, "routing"), "groups"), models, note)
     _apply_matrix(_mapping(data, "matrix") or _mapping(_mapping(data, "routing"), "matrix"), models, note)
-    preload = [str(each) for each in _mapping(_mapping(data, "hooks"), "on_startup").get("preload") or ()]
+    preload = _texts(_mapping(_mapping(data, "hooks"), "on_startup"), "preload")
     names = {alias: model_id for model_id, model in models.items() for alias in model.aliases}
     peers = [_peer(str(peer), raw, data, note) for peer, raw in _mapping(data, "peers").items()]
     if data.get("apiKeys"):
         note("apiKeys are not imported, because we store hashes only: make a key for each owner with `cortex keys add`")
     if rest := sorted(set(data) - _OF_FILE):
         note(f"without an equivalent, and left out: {', '.join(rest)}")
-    level = {"log_level": _LEVELS[str(data["logLevel"])]} if data.get("logLevel") in _LEVELS else {}
+    known = _LEVELS.get(str(data.get("logLevel")))
+    level = {} if known is None else {"log_level": known}
     head = comment(f"From {name}, by `cortex import`. Every key: docs/configuration.md")
     imported.num_models = len(models)
     imported.files = {
@@ -118,7 +121,7 @@ def _model(model_id: str, raw: Any, data: Mapping[str, Any], note: Any) -> _Mode
     entry: dict[str, Any] = {"id": model_id, "harness": model_id}
     if cmd_stop:
         harness["cmd_stop"] = cmd_stop
-    env = _environment(options.get("env") or (), entry, spec, noted)
+    env = _environment(_texts(options, "env"), entry, spec, noted)
     if server.source is not None:
         entry["source"] = spec["source"] = server.source
         if server.source.startswith("./"):
@@ -139,15 +142,14 @@ def _model(model_id: str, raw: Any, data: Mapping[str, Any], note: Any) -> _Mode
     harness["health"] = _health(options, data)
     if options.get("useModelName"):
         harness["upstream_model"] = str(options["useModelName"])
-    aliases = [str(each["id"] if isinstance(each, dict) else each) for each in options.get("aliases") or ()]
+    aliases = _texts(options, "aliases")
     aliases += _filters(model_id, _mapping(options, "filters"), harness, noted)
-    if int(options.get("concurrencyLimit") or 0) > 0:
-        harness["max_concurrent"] = int(options["concurrencyLimit"])
-    if float(options.get("unloadTimeout") or 0) > 0:
-        harness["stop_timeout_s"] = float(options["unloadTimeout"])
-    ttl = options.get("ttl", -1)
-    ttl_s = float(data.get("globalTTL") or 0) if ttl in (None, -1) else float(ttl)
-    if ttl_s > 0:
+    if (limit := int(_number(options, "concurrencyLimit"))) > 0:
+        harness["max_concurrent"] = limit
+    if (timeout_s := _number(options, "unloadTimeout")) > 0:
+        harness["stop_timeout_s"] = timeout_s
+    is_own = options.get("ttl", -1) not in (None, -1)
+    if (ttl_s := _number(options, "ttl") if is_own else _number(data, "globalTTL")) > 0:
         spec["ttl_s"] = ttl_s
     if options.get("unlisted"):
         noted("unlisted has no equivalent: keys with `models` see and use only those")
@@ -157,16 +159,16 @@ def _model(model_id: str, raw: Any, data: Mapping[str, Any], note: Any) -> _Mode
 
 
 def _health(options: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    timeout_s = float(options.get("healthCheckTimeout") or data.get("healthCheckTimeout") or 120)
+    timeout_s = _number(options, "healthCheckTimeout") or _number(data, "healthCheckTimeout") or 120.0
     return {
         "path": str(options.get("checkEndpoint") or "/health"),
         "timeout_s": max(_MIN_HEALTH_S, timeout_s),
     }
 
 
-def _environment(lines: Iterable[Any], entry: dict[str, Any], spec: dict[str, Any], noted: Any) -> dict[str, str]:
+def _environment(lines: Iterable[str], entry: dict[str, Any], spec: dict[str, Any], noted: Any) -> dict[str, str]:
     """The variables, without those of devices, which the node sets: the model gets these devices."""
-    env = dict(str(line).partition("=")[::2] for line in lines)
+    env = dict(line.partition("=")[::2] for line in lines)
     for name in _DEVICE_VARIABLES:
         if (value := env.pop(name, None)) is None:
             continue
@@ -182,8 +184,8 @@ def _environment(lines: Iterable[Any], entry: dict[str, Any], spec: dict[str, An
 
 def _filters(model_id: str, filters: Mapping[str, Any], harness: dict[str, Any], noted: Any) -> list[str]:
     """Sets and strips parameters. Returns more aliases."""
-    stripped = filters.get("stripParams") or filters.get("strip_params") or ""
-    names = [name.strip() for name in (stripped.split(",") if isinstance(stripped, str) else map(str, stripped))]
+    stripped = _texts(filters, "stripParams") or _texts(filters, "strip_params")
+    names = [name.strip() for text in stripped for name in text.split(",")]
     if names := [name for name in names if name and name != "model"]:
         harness["strip_params"] = names
     by_id = _mapping(filters, "setParamsByID")
@@ -205,8 +207,9 @@ def _without_null(value: Any) -> Any:
 
 
 def _apply_groups(groups: Mapping[str, Any], models: Mapping[str, _Model], note: Any) -> None:
-    for name, group in groups.items():
-        members = [models[each] for each in map(str, group.get("members") or ()) if each in models]
+    for name in groups:
+        group = _mapping(groups, name)
+        members = [models[each] for each in _texts(group, "members") if each in models]
         if group.get("persistent"):
             for member in members:
                 member.spec["load"] = "pinned"
@@ -221,9 +224,10 @@ def _apply_groups(groups: Mapping[str, Any], models: Mapping[str, _Model], note:
 
 def _apply_matrix(matrix: Mapping[str, Any], models: Mapping[str, _Model], note: Any) -> None:
     variables = {str(short): str(model_id) for short, model_id in _mapping(matrix, "vars").items()}
-    for short, cost in _mapping(matrix, "evict_costs").items():
+    costs = _mapping(matrix, "evict_costs")
+    for short in costs:
         if (model := models.get(variables.get(str(short), str(short)))) is not None:
-            model.spec["priority"] = int(cost) - 1
+            model.spec["priority"] = int(_number(costs, short)) - 1
     if matrix:
         note("the sets of the matrix have no equivalent: models run together while there is memory for them")
 
@@ -251,3 +255,24 @@ def _peer(name: str, raw: Any, data: Mapping[str, Any], note: Any) -> dict[str, 
 def _mapping(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = data.get(name)
     return value if isinstance(value, dict) else {}
+
+
+def _number(data: Mapping[str, Any], name: str) -> float:
+    """0 if it is absent. Raises NotLlamaSwap."""
+    try:
+        number = float(data.get(name) or 0)
+    except (TypeError, ValueError):
+        raise NotLlamaSwap(f"`{name}` is {shorten(str(data[name]))}, which is no number") from None
+    if not math.isfinite(number):
+        raise NotLlamaSwap(f"`{name}` is {number}; give a finite number")
+    return number
+
+
+def _texts(data: Mapping[str, Any], name: str) -> list[str]:
+    """A list, one text, or nothing. An entry that is a mapping counts by its `id`. Raises NotLlamaSwap."""
+    given = data.get(name) or []
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, list):
+        raise NotLlamaSwap(f"`{name}` is {shorten(str(given))}; give a list")
+    return [str(each.get("id", "")) if isinstance(each, dict) else str(each) for each in given]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import Any
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -31,6 +32,8 @@ def _value(value: Any) -> str:
             return _text(value)
         case int() | float():
             return str(value)
+        case date():  # which YAML reads where JSON has a text
+            return _text(value.isoformat())
         case Mapping():
             inner = ", ".join(f"{_key(str(name))} = {_value(each)}" for name, each in value.items())
             return f"{{ {inner} }}" if inner else "{}"

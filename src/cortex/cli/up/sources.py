@@ -11,9 +11,9 @@ from pathlib import Path
 from cortex.cli.failures import CommandError, ExitCode
 from cortex.fleet.known_models import AmbiguousName, KnownModel, known_model, nearest_names
 from cortex.quant_names import at_load, label_in
+from cortex.wire.node.load_options import is_path
 
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?P<revision>@[\w./-]+)?(?::(?P<quant>\w[\w.-]*))?")
-_PATH_PREFIXES = ("/", "./", "../", "~")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def parse_source(text: str) -> ModelSource | NamedModel:
     path = Path(text).expanduser()
     if path.exists():
         return _local(path)
-    if text.startswith(_PATH_PREFIXES) or text.endswith(".gguf"):
+    if is_path(text) or text.endswith(".gguf"):
         raise CommandError(f"no model file or directory at {path}", "check the path", ExitCode.USAGE)
     if match := _HUB_ID.fullmatch(text):
         return ModelSource(match["id"], match["id"] + (match["revision"] or ""), match["quant"])

@@ -124,10 +124,10 @@ def by_room(
         return _TOO_SMALL
     most_bytes = available[-1]
     if need is None:
-        return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, True, False, -sum(available))
+        return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, True, False, 0.0, -sum(available))
     if need.takes_bytes <= most_bytes and not is_divided:
         left_over = _left_over(available, (need.takes_bytes,), packs=packs)
-        return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, False, False, left_over)
+        return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, False, False, 0.0, left_over)
     if is_divided or (room.may_divide and need.takes_bytes > room.max_capacity_bytes):
         if need.least_bytes > room.total_bytes:
             return _TOO_SMALL
@@ -137,7 +137,7 @@ def by_room(
         return (_FITS, is_elsewhere)
     if need.least_bytes <= most_bytes:
         left_over = _left_over(available, (need.comfortable_bytes, need.least_bytes), packs=packs)
-        return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, False, True, left_over)
+        return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, False, True, 0.0, left_over)
     if need.least_bytes > room.max_capacity_bytes:
         return _TOO_SMALL
     return (_EVICTION, is_elsewhere, True, 0.0, min(_missing(each, need) for each in _wide(room, need)))

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from cortex.fleet.topology import MemoryReservation, ModelOnNode
+from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.protocol import DeviceKind
 
 from .eviction import Occupant, Protection
@@ -101,6 +102,10 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
     """The models that hold memory there, and why each may or may not be evicted."""
     load: float = 0.0
     """How busy the model is there, where it is resident."""
+    bench: BenchResult | None = None
+    """How fast it is there, as measured."""
+    slower_by: float = 0.0
+    """The part of the speed of the fastest measured node that is missing; 0 also where it was not measured."""
     parts: tuple[Assessment, ...] = ()
     """The assessments of the other nodes of a model that spans nodes."""
 

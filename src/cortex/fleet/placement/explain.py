@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 from cortex.units import gib
 from cortex.wire.errors import (
     CortexError,
@@ -174,6 +176,7 @@ def _assessment_json(assessment: Assessment) -> dict[str, Any]:
         "need_bytes": assessment.need_bytes,
         "takes_bytes": assessment.takes_bytes,
         "ceiling_bytes": assessment.ceiling_bytes,
+        "bench": msgspec.to_builtins(assessment.bench),
         "victims": [victim.model_id for victim in assessment.victims],
         "parts": [
             {

@@ -13,6 +13,7 @@ from cortex.fleet.memory import Need, need_of
 from cortex.fleet.rules import PlacementRules
 from cortex.fleet.topology import STARTING, Fleet, Node, Residency
 from cortex.wire.errors import ModelUnsupported
+from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.protocol import ModelShare, ModelState, ModelStatus
 from cortex.wire.words import duration, replicas_in_words
 
@@ -44,7 +45,7 @@ def place(
 
     Order: resident and least loaded; starting; asleep; fits in free memory; fits after evicting (fewest bytes, least
     recently used, lowest priority). Within each, nodes where the model is pinned come first, then those where it is
-    asleep. `only_on` restricts the decision to one node.
+    asleep; of equal ones, those where it was not measured to be slower. `only_on` restricts the decision to one node.
     """
     spec = fleet.catalogue.spec(model_id)
     nodes = fleet.nodes if only_on is None else filter(None, [fleet.node(only_on)])
@@ -71,6 +72,23 @@ def place_new(model_id: str, num_bytes: int, fleet: Fleet, now: float) -> Decisi
 def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Origin) -> Assessment:
     """Assess `spec` on `node`."""
     held = node.residencies.get(spec.id)
+    found = _assess(spec, node, held, fleet, now, origin)
+    if held is None or held.status.bench is None:
+        return found
+    bench = held.status.bench
+    return msgspec.structs.replace(found, bench=bench, slower_by=_slower_by(spec.id, bench, fleet))
+
+
+def _slower_by(model_id: str, bench: BenchResult, fleet: Fleet) -> float:
+    """How much of the speed of the fastest measured node is missing here: 0 to 1."""
+    listing = (fleet.nodes[position].residencies[model_id] for position in fleet.index.listing.get(model_id, ()))
+    fastest = max((held.status.bench.stream_rate for held in listing if held.status.bench is not None), default=0.0)
+    return 1.0 - bench.stream_rate / fastest if fastest and bench.stream_rate else 0.0
+
+
+def _assess(
+    spec: ModelSpec, node: Node, held: Residency | None, fleet: Fleet, now: float, origin: Origin
+) -> Assessment:
     need = raised_need(spec, node, need_of(spec, node, fleet))
     found = without_memory(spec, node, held, fleet, now, origin)
     if found is None and (peers := _peers(spec, held, fleet)):
@@ -234,6 +252,7 @@ def preference(assessment: Assessment, rules: PlacementRules) -> tuple[float | s
         max((victim.priority for victim in assessment.victims), default=0),
         not size_known,
         assessment.is_cut,
+        assessment.slower_by,
         # A model of unknown size goes where most is free.
         left_over if size_known and rules.strategy == "pack" else -left_over,
         assessment.node,

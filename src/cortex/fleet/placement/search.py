@@ -14,7 +14,7 @@ from .decision import Assessment, Decision, Origin, Verdict
 from .place import assess, decided, preference, raised_need, without_memory
 
 _FITS, _AFTER_EVICTION = RANK[Verdict.FITS], RANK[Verdict.FITS_AFTER_EVICTION]
-_BEFORE_NAME = 10
+_BEFORE_NAME = 11
 """The length of a bound that only lacks the name of its node, by which equally good nodes are ordered."""
 SMALL_FLEET = 8
 """A decision for at most this many nodes explains all of them."""

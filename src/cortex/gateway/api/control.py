@@ -41,6 +41,7 @@ from cortex.wire.errors import (
     Family,
     InvalidAPIKey,
     ModelNotFound,
+    NodeNotFound,
     RouteNotFound,
     shorten,
 )
@@ -203,7 +204,7 @@ class Control:
                 "activity": ["/fleet/activity", "/fleet/activity/events", "/fleet/activity/{id}"],
                 "usage": ["/fleet/usage", "/fleet/usage.csv", "/keys"],
                 "orders": [
-                    "/fleet/models/{model}/{load,unload,pin,unpin,log}",
+                    "/fleet/models/{model}/{load,unload,pin,unpin,bench,log}",
                     "/fleet/nodes/{node}/{drain,undrain}",
                     "/fleet/jobs",
                 ],
@@ -238,13 +239,14 @@ class Control:
 
     def _list_models(self, exchange: Exchange) -> None:
         """Respond with the list, made on another thread where it is long: a snapshot of the fleet does not change."""
-        may_use = partial(keys.may_use, listing_key(self.meter, exchange.request, self._open_paths))
-        for_operator = self._is_operator(exchange.request)
+        key = listing_key(self.meter, exchange.request, self._open_paths)
+        view = FleetView(self._is_operator(exchange.request), key)
         fleet, feasible_on = self._dispatcher.fleet, self._dispatcher.feasibility().nodes
 
         def make() -> Response:
-            listed = models.listing(fleet, feasible_on, self._created, may_use, for_operator=for_operator)
-            return json_response(model_list(listed, partial(query, exchange.request)))
+            may_use = partial(keys.may_use, key)
+            listed = models.listing(fleet, feasible_on, self._created, may_use, for_operator=view.is_operator)
+            return json_response(model_list(list(map(view.model, listed)), partial(query, exchange.request)))
 
         if sum(len(node.residencies) for node in fleet.nodes) <= MAX_LISTED_AT_ONCE:
             exchange.respond(*make())
@@ -261,8 +263,10 @@ class Control:
     def _model(self, request: Request, name: str) -> Response:
         resolution = self._resolve(request, name)
         fleet, feasible_on = self._dispatcher.fleet, self._dispatcher.feasibility().nodes
-        for_operator = self._is_operator(request)
-        entry = models.entry(fleet, resolution.spec, feasible_on, self._created, for_operator=for_operator)
+        view = self._view(request)
+        entry = view.model(
+            models.entry(fleet, resolution.spec, feasible_on, self._created, for_operator=view.is_operator)
+        )
         if resolution.alias is not None:
             entry |= {"id": name, "alias_of": resolution.model_id}
         return json_response(entry)
@@ -270,13 +274,18 @@ class Control:
     def _status(self, request: Request) -> Response:
         depths = self._dispatcher.queue_depths
         view = self._view(request)
-        nodes = list(map(view.node, node_statuses(self._dispatcher.fleet)))
+        nodes = view.nodes(node_statuses(self._dispatcher.fleet))
         return json_response({"version": __version__, "nodes": nodes, "waiting": view.waiting(depths)})
 
     def _decisions(self, request: Request) -> Response:
-        model = query(request, "model")
-        decisions = [each for each in self._event_log.decisions if model is None or each["model"] == model]
-        return json_response({"decisions": self._view(request).decisions(decisions)})
+        """The latest decisions, and what else happened in the fleet; of one model with `model`."""
+        model, view = query(request, "model"), self._view(request)
+
+        def of_model(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            return [each for each in records if model is None or each.get("model") == model]
+
+        events = [shown for event in of_model(self._event_log.events) for shown in view.events(event)]
+        return json_response({"decisions": view.decisions(of_model(self._event_log.decisions)), "events": events})
 
     def _explain(self, request: Request, name: str) -> Response:
         """What would be decided for a request, or with `origin=operator` for an order; with `node` for that node."""
@@ -284,9 +293,12 @@ class Control:
         origin: Origin = "background" if resolution.background else "request"
         if query(request, "origin") == "operator":
             origin = "operator"
-        decision = self._dispatcher.explain(resolution.model_id, origin, only_on=query(request, "node"))
+        view, node = self._view(request), query(request, "node")
+        if view.is_restricted and node is not None:
+            raise NodeNotFound("This key sees its models, but no nodes; leave out 'node'.", param="node")
+        decision = self._dispatcher.explain(resolution.model_id, origin, only_on=node)
         body = explain.as_json(decision) | {"at": time.time(), "text": explain.text(decision)}
-        return json_response(self._view(request).decision(body))
+        return json_response(view.decision(body))
 
     def _stream_events(self, exchange: Exchange, view: FleetView, *, with_nodes: bool) -> None:
         """Stream events from now on, on request with the state of every node. A slow reader loses events, not the

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 
 from cortex.fleet.known_models import known_repository
 from cortex.fleet.topology import Node
+from cortex.gateway.api.following import Following
 from cortex.gateway.api.jobs import Job, JobBoard
 from cortex.gateway.api.parts import DeferredResponses, expect, query, read_body
 from cortex.gateway.dispatch.dispatcher import Dispatcher
@@ -26,20 +28,15 @@ from cortex.http.server.server import Response
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.wire.errors import (
     CortexError,
-    LoadFailed,
     ModelNotFound,
     NodeNotFound,
     UpstreamUnavailable,
-    from_code,
     shorten,
 )
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.node.protocol import FilesRequest, Progress, PullStatus
 
 PULL_PATH = "/fleet/pull"
-POLL_S = 0.5
-MAX_MISSED_POLLS = 60
-"""The node may restart or be busy for this many polls before the job counts as failed."""
 _FILES = re.compile(r"/fleet/nodes/(?P<node>[^/]+)/files/(?P<model>.+)")
 _HUB = "/fleet/hub/"
 _HUB_ID = re.compile(r"(?P<name>[^/@:\s]+/[^/@:\s]+)(?P<revision>@[^:\s]+)?(?::(?P<quant>[\w.-]+))?")
@@ -146,17 +143,23 @@ class FileRoutes:
     def _pull(self, wanted: _Pull, by: str) -> Job:
         files = self._files(wanted)
         client = self._client(wanted.node or self._choose_node(files.model_id))
-        following = _Following(client, files)
+        following: Following[PullStatus] = Following(
+            lambda: client.pull(files),
+            lambda: client.pull_status(files.model_id),
+            lambda: client.cancel_pull(files.model_id),
+            described=f"the download on {client.name}",
+            after_restart=f"{client.name} has restarted; pull again to continue the download.",
+        )
         job = self._board.start(
             "pull",
             files.model_id if files.quant is None else f"{files.model_id}:{files.quant}",
             (client.name,),
             by=by,
             awaited=(client.name,),
-            read_stage=following.stage,
+            read_stage=partial(_stage, following),
             cancel=following.cancelled.set,
         )
-        task = asyncio.create_task(following.run(job), name=f"pull {files.model_id} on {client.name}")
+        task = asyncio.create_task(_follow(following, client.name, job), name=f"pull {files.model_id} on {client.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return job
@@ -197,52 +200,13 @@ class FileRoutes:
         return client
 
 
-class _Following:
-    """One download on a node, followed to its end."""
+def _stage(following: Following[PullStatus]) -> tuple[str, Progress | None]:
+    progress = following.status.progress if following.status is not None else None
+    return progress.finest_stage if progress is not None else "starting", progress
 
-    def __init__(self, client: NodeClient, files: FilesRequest) -> None:
-        self._client = client
-        self._files = files
-        self._status: PullStatus | None = None
-        self.cancelled = asyncio.Event()
 
-    def stage(self) -> tuple[str, Progress | None]:
-        progress = self._status.progress if self._status is not None else None
-        return progress.finest_stage if progress is not None else "starting", progress
-
-    async def run(self, job: Job) -> None:
-        try:
-            error = await self._outcome()
-        except (UpstreamFault, CortexError) as problem:
-            error = problem if isinstance(problem, CortexError) else UpstreamUnavailable(str(problem))
-        job.node_ended(self._client.name, error)
-
-    async def _outcome(self) -> CortexError | None:
-        """Why the download failed; None when it is complete. Raises UpstreamFault or CortexError."""
-        self._status = await self._client.pull(self._files)
-        num_missed = 0
-        while self._status.state == "running":
-            try:
-                async with asyncio.timeout(POLL_S):
-                    await self.cancelled.wait()
-            except TimeoutError:
-                pass
-            try:
-                if self.cancelled.is_set():
-                    self._status = await self._client.cancel_pull(self._files.model_id)
-                else:
-                    self._status = await self._client.pull_status(self._files.model_id)
-                num_missed = 0
-            except ModelNotFound:
-                return LoadFailed(f"{self._client.name} has restarted; pull again to continue the download.")
-            except (UpstreamFault, CortexError):
-                num_missed += 1
-                if num_missed >= MAX_MISSED_POLLS:
-                    raise
-        if self._status.state == "done":
-            return None
-        reason = self._status.reason or f"the download on {self._client.name} was {self._status.state}"
-        return from_code(self._status.code or LoadFailed.code, reason)
+async def _follow(following: Following[PullStatus], node: str, job: Job) -> None:
+    job.node_ended(node, await following.outcome())
 
 
 async def _delete(client: NodeClient, files: FilesRequest) -> Response:

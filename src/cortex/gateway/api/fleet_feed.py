@@ -45,8 +45,8 @@ class _Frame:
 class FleetFeed:
     """Writes events `fleet`, `node` and `waiting` to its readers. Owned by the loop's thread.
 
-    `fleet` has everything and comes first, and again to a reader that was too slow for a change. `node` replaces one
-    node, `waiting` the depths of the queues.
+    `fleet` has everything and comes first, and again to a reader that was too slow for a change, or that sees no single
+    nodes. `node` replaces one node, `waiting` the depths of the queues.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
@@ -78,7 +78,7 @@ class FleetFeed:
         for exchange, reader in self._readers.items():
             if exchange.paused:
                 reader.has_missed = reader.has_missed or bool(frames)
-            elif reader.has_missed:
+            elif reader.has_missed or (frames and reader.view.is_restricted):
                 reader.has_missed = False
                 exchange.write(self._everything().encoded(reader.view))
             else:
@@ -106,7 +106,7 @@ class FleetFeed:
 
     def _everything(self) -> _Frame:
         nodes, waiting = node_statuses(self._dispatcher.fleet), dict(self._dispatcher.queue_depths)
-        return _Frame("fleet", lambda view: {"nodes": list(map(view.node, nodes)), "waiting": view.waiting(waiting)})
+        return _Frame("fleet", lambda view: {"nodes": view.nodes(nodes), "waiting": view.waiting(waiting)})
 
 
 def _node_in(status: dict[str, Any], view: FleetView) -> dict[str, Any]:
@@ -146,7 +146,10 @@ def _node_status(node: Node, catalogue: Catalogue) -> dict[str, Any]:
         "files": {
             held.model_id: held.status.disk_bytes for held in node.residencies.values() if held.status.disk_bytes
         },
-        "cold_models": [held.model_id for held in node.residencies.values() if held.state is ModelState.COLD],
+        "cold_models": [
+            held.model_id for held in node.residencies.values() if held.state is ModelState.COLD and not held.is_absent
+        ],
+        "absent_models": {held.model_id: held.status.reason for held in node.residencies.values() if held.is_absent},
     }
 
 
@@ -158,6 +161,6 @@ def _comparable(node: Node) -> object:
         for held in node.residencies.values()
         if held.state is not ModelState.COLD
     ]
-    sizes = [(name, held.status.disk_bytes) for name, held in node.residencies.items()]
+    sizes = [(name, held.status.disk_bytes, held.is_absent) for name, held in node.residencies.items()]
     facts = [(held.status, held.in_flight, held.pinned) for held in models]
     return msgspec.structs.replace(node, residencies={}), facts, sizes

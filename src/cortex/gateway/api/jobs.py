@@ -23,7 +23,7 @@ from cortex.wire.node.protocol import Progress
 PATH = "/fleet/jobs"
 MAX_ENDED = 100
 
-JobKind = Literal["load", "unload", "pin", "pull"]
+JobKind = Literal["load", "unload", "pin", "pull", "bench"]
 JobState = Literal["running", "done", "failed", "cancelled"]
 
 
@@ -47,6 +47,8 @@ class Job:
     error: CortexError | None = None
     is_cancelled: bool = False
     """Whether somebody asked to cancel it."""
+    results: dict[str, Any] = field(default_factory=dict)
+    """What it found on each node, as far as its kind finds anything."""
     _remaining: set[str] = field(default_factory=set)
     _listeners: list[Callable[[], None]] = field(default_factory=list)
 
@@ -90,6 +92,7 @@ class Job:
             "can_cancel": self.state == "running" and self.cancel is not None,
             "started_at": self.started_at,
             "ended_at": self.ended_at,
+            "results": self.results,
             "error": None if self.error is None else {"code": self.error.code, "message": self.error.message},
         }
 

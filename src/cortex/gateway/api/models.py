@@ -52,8 +52,11 @@ def offered(fleet: Fleet) -> list[ModelSpec]:
 def entry(
     fleet: Fleet, spec: ModelSpec, feasible_on: FeasibleOn, created: int, *, for_operator: bool = True
 ) -> dict[str, Any]:
-    """One model. Reasons of failures, which name files, are for operators."""
-    held = [(node, node.residencies[spec.id]) for node in fleet.listing(spec.id)]
+    """One model. Reasons of failures, which name files, are for operators; `problems`: why nodes do not have its
+    files."""
+    listing = [(node, node.residencies[spec.id]) for node in fleet.listing(spec.id)]
+    held = [(node, residency) for node, residency in listing if not residency.is_absent]
+    problems = {node.name: residency.status.reason for node, residency in listing if residency.is_absent}
     context, input, output = _limits(spec, held)
     return {
         "id": spec.id,
@@ -77,7 +80,7 @@ def entry(
         "capabilities": _capabilities(spec, held),
         "sampling": _sampling(spec, held),
         "cost": msgspec.to_builtins(spec.cost),
-    }
+    } | ({"problems": problems} if problems and for_operator else {})
 
 
 def _sizes(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> list[dict[str, Any]]:

@@ -1,11 +1,12 @@
 """What keys that are not operators' see of the fleet: everything but reasons of failures, files and addresses.
 
-Reasons quote messages of nodes and of the network, which name files and hosts.
+Reasons quote messages of nodes and of the network, which name files and hosts. A key with `models` sees these models,
+as if one node without devices had them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,20 +18,41 @@ _QUOTING = (Verdict.FAILED.value, Verdict.UNSUPPORTED.value, Verdict.UNHEALTHY.v
 """Verdicts whose reason is a message from elsewhere. The others are our own words about memory."""
 
 
+WHOLE_FLEET = "fleet"
+"""The name of every node for a key with `models`."""
+_NO_PLACE: dict[str, Any] = {
+    "devices": [],
+    "replica_devices": [],
+    "device_bytes": [],
+    "stage_layers": [],
+    "nodes": [],
+    "disk_bytes": None,
+}
+"""What of a model's status says where it is."""
+_OF_ANY_PLACE = ("kind", "at", "model", "cause", "bytes")
+"""What of an event says nothing about nodes and other models."""
+
+
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """What one client sees. A key with `models` sees nothing of other models, and no reasons: those name them."""
+    """What one client sees."""
 
     is_operator: bool
     key: KeySection | None = None
     """None: a client of an open gateway."""
 
     @property
-    def _is_restricted(self) -> bool:
+    def is_restricted(self) -> bool:
+        """Whether it sees its models only, and no nodes."""
         return not self.is_operator and self.key is not None and bool(self.key.models)
 
+    def nodes(self, statuses: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The nodes of `/fleet/status` and of the feed."""
+        seen = list(map(self.node, statuses))
+        return [_as_one(seen)] if seen and self.is_restricted else seen
+
     def node(self, status: dict[str, Any]) -> dict[str, Any]:
-        """A node of `/fleet/status` and of the feed."""
+        """One of several nodes."""
         if self.is_operator:
             return status
         of_model = [("models", "id"), ("shares", "model_id"), ("pulls", "model_id")]
@@ -43,7 +65,19 @@ class FleetView:
             "problem": HIDDEN if status["problem"] else None,
             "files": {model: size for model, size in status["files"].items() if may_use(self.key, model)},
             "cold_models": [model for model in status["cold_models"] if may_use(self.key, model)],
+            "absent_models": {model: HIDDEN for model in status["absent_models"] if may_use(self.key, model)},
         }
+
+    def model(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """A model of `/v1/models` that the client may use."""
+        if not self.is_restricted:
+            return entry
+        places = [
+            {name: value for name, value in place.items() if name != "replica_devices"} | {"node": WHOLE_FLEET}
+            for place in entry["locations"]
+        ]
+        sizes = [size | {"nodes": [WHOLE_FLEET]} for size in entry["sizes"]]
+        return entry | {"locations": places, "sizes": sizes, "feasible_on": [WHOLE_FLEET] * bool(entry["feasible_on"])}
 
     def waiting(self, depths: Mapping[str, int]) -> dict[str, int]:
         """How many requests wait for each model."""
@@ -57,32 +91,35 @@ class FleetView:
         if self.is_operator:
             return record
         shown = dict(record)
-        for node in record["nodes"]:
-            if self._hides(node):
+        if self.is_restricted:
+            place = None if record["node"] is None else WHOLE_FLEET
+            shown |= {"node": place, "devices": [], "nodes": [], "nodes_omitted": 0}
+            shown |= {name: f"{record['action']}: {HIDDEN}" for name in ("outcome", "text") if name in record}
+        for node in shown["nodes"]:
+            if node["verdict"] in _QUOTING:
                 for name in ("outcome", "text"):
                     if name in shown:
-                        shown[name] = HIDDEN if self._is_restricted else shown[name].replace(node["reason"], HIDDEN)
-        nodes = list(map(self._assessment, record["nodes"]))
+                        shown[name] = shown[name].replace(node["reason"], HIDDEN)
+        nodes = list(map(self._assessment, shown["nodes"]))
         return shown | {"victims": self._allowed(record["victims"]), "nodes": nodes}
 
     def events(self, event: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """An event of `/fleet/events`, if it is shown."""
         if self.is_operator:
             yield event
-        elif "model" in event and not may_use(self.key, event["model"]):
+        elif not may_use(self.key, event["model"]) if "model" in event else self.is_restricted:
             return
         elif event["kind"] == "decision":
             yield self.decision(event)
-        else:
+        elif self.is_restricted:
             other = event.get("for_model")
-            hidden = {"why"} if other is None or may_use(self.key, other) else {"why", "for_model"}
-            yield {name: value for name, value in event.items() if name not in hidden}
-
-    def _hides(self, assessment: dict[str, Any]) -> bool:
-        return self._is_restricted or assessment["verdict"] in _QUOTING
+            named = {"for_model": other} if other is not None and may_use(self.key, other) else {}
+            yield {name: event[name] for name in _OF_ANY_PLACE if name in event} | named | {"node": WHOLE_FLEET}
+        else:
+            yield {name: value for name, value in event.items() if name != "why"}
 
     def _assessment(self, assessment: dict[str, Any]) -> dict[str, Any]:
-        shown: dict[str, Any] = {"reason": HIDDEN} if self._hides(assessment) else {}
+        shown: dict[str, Any] = {"reason": HIDDEN} if assessment["verdict"] in _QUOTING else {}
         if "victims" in assessment:
             shown["victims"] = self._allowed(assessment["victims"])
         if "parts" in assessment:
@@ -93,3 +130,29 @@ class FleetView:
 
     def _allowed(self, models: Iterable[str]) -> list[str]:
         return [model for model in models if may_use(self.key, model)]
+
+
+def _as_one(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Nodes that have been filtered, as one that has the models of all and says nothing about any of them."""
+    models = [model | _NO_PLACE for node in nodes for model in node["models"]]
+    warm = {model["id"] for model in models}
+    return {
+        "name": WHOLE_FLEET,
+        "kind": "neuron",
+        "up": any(node["up"] for node in nodes),
+        "draining": False,
+        "drained": False,
+        "problem": None,
+        "missed_polls": 0,
+        "can_sleep": False,
+        "dialects": [],
+        "ceiling_bytes": None,
+        "devices": [],
+        "models": models,
+        "shares": [],
+        "disk": None,
+        "pulls": [],
+        "files": {},
+        "cold_models": sorted({model for node in nodes for model in node["cold_models"]} - warm),
+        "absent_models": {},
+    }

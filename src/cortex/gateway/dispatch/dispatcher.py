@@ -27,6 +27,7 @@ from cortex.gateway.dispatch.leases import Lease, LeasePool, Need, PendingReques
 from cortex.gateway.dispatch.measured_sizes import Measured
 from cortex.gateway.dispatch.model_jobs import Effects, ModelJobs
 from cortex.gateway.dispatch.queues import Queues
+from cortex.gateway.dispatch.source_surveys import SourceSurveys
 from cortex.gateway.dispatch.state_machine import StateMachine, event
 from cortex.gateway.dispatch.undecided import Undecided
 from cortex.gateway.dispatch.waiting_requests import WaitingRequests
@@ -54,6 +55,7 @@ class Dispatcher(StateMachine):
         self._fleet_state = FleetState(settings, Fleet(measured=dict(measured or {})))
         self._leases = LeasePool(self._fleet_state, clock)
         self._jobs = ModelJobs(self._fleet_state, effects, event_log, clock)
+        self._surveys = SourceSurveys(self._fleet_state, effects, clock)
         self._queues = Queues()
         self._waiting = WaitingRequests(self._queues, self._leases, self._jobs, clock)
         self._counted = CountedFleet(self._fleet_state, self._leases)
@@ -247,6 +249,8 @@ class Dispatcher(StateMachine):
         self._fleet_state.reconfigure(settings)
         self._leases.reconfigured()
         self._counted.forget()
+        for name in self._fleet_state:
+            self._surveys.forget(name)
         for node in self._fleet_state.fleet.nodes if gone else ():
             if node.name in self._fleet_state and node.has_lifecycle and node.healthy:
                 for model in gone & node.residencies.keys():
@@ -291,9 +295,11 @@ class Dispatcher(StateMachine):
         self._leases.observed(node)
         self._leases.suspects.discard(node)
         if not was_up:
+            self._surveys.forget(node)
             self._effects.mark_down(node, is_down=False)
             self._event_log.happened("node_up", node=node, models=len(health.models))
         self._jobs.observed(node, health)
+        self._surveys.ask(node)
 
     @event
     def missed(self, node: str, why: str) -> None:
@@ -313,6 +319,17 @@ class Dispatcher(StateMachine):
             self._leases.suspects.discard(node)
             self._leases.forget_cache(node)
             self._jobs.abandon(node, f"went down: {why}")
+
+    @event
+    def source_surveyed(self, target: ModelOnNode, result: ModelStatus | CortexError) -> None:
+        """A node responded about a model that the catalogue names by its path."""
+        if target.node in self._fleet_state:
+            self._surveys.responded(target, result)
+
+    @event
+    def sources_surveyed(self, node: str) -> None:
+        """It responded about all of them."""
+        self._surveys.ended(node)
 
     # --- loads and unloads
 

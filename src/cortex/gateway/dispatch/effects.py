@@ -31,6 +31,8 @@ class Outcomes(Protocol):
 
     def load_ended(self, target: ModelOnNode, result: ModelStatus | CortexError) -> None: ...
     def unload_ended(self, target: ModelOnNode, error: CortexError | None) -> None: ...
+    def source_surveyed(self, target: ModelOnNode, result: ModelStatus | CortexError) -> None: ...
+    def sources_surveyed(self, node: str) -> None: ...
     def recycle_ended(self, node: str, result: tuple[int, ...] | CortexError) -> None: ...
 
 
@@ -63,6 +65,9 @@ class NodeEffects:
 
     def forget(self, node: str, model: str) -> None:
         self._start(node, f"forget {model} on {node}", self._forget(node, UnloadRequest(model_id=model, forget=True)))
+
+    def survey(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
+        self._start(node, f"survey the models of {node}", self._survey(node, requests))
 
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         self._start(node, f"recycle the workers of {node}", self._recycle(node, devices))
@@ -118,6 +123,12 @@ class NodeEffects:
         if isinstance(result, CortexError):
             log.info("%s still lists %s, which models.toml does not: %s", node, request.model_id, result.message)
         await self._poll(node)
+
+    async def _survey(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
+        for request in requests:
+            result = await _result(self._nodes[node].survey(request))
+            self.outcomes.source_surveyed(ModelOnNode(node, request.model_id), result)
+        self.outcomes.sources_surveyed(node)
 
     async def _recycle(self, node: str, devices: tuple[int, ...]) -> None:
         recycled: list[int] = []

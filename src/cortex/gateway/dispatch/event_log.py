@@ -14,6 +14,8 @@ from cortex.fleet.placement.decision import Decision
 log = logging.getLogger(__name__)
 
 MAX_DECISIONS = 256
+MAX_EVENTS = 256
+"""Loads, failures and changes of nodes that are kept; decisions have a limit of their own."""
 
 Subscriber = Callable[[dict[str, Any]], None]
 
@@ -24,6 +26,7 @@ class EventLog:
     def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
         self._wall_clock = wall_clock
         self._decisions: deque[dict[str, Any]] = deque(maxlen=MAX_DECISIONS)
+        self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._last: dict[str, tuple[object, ...]] = {}
         self._subscribers: set[Subscriber] = set()
 
@@ -31,6 +34,11 @@ class EventLog:
     def decisions(self) -> list[dict[str, Any]]:
         """Newest first."""
         return list(reversed(self._decisions))
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What happened in the fleet, other than decisions, newest first."""
+        return list(reversed(self._events))
 
     def decided(self, decision: Decision) -> None:
         """Record a decision, unless the last one for the model has the same outcome for the same reasons."""
@@ -51,7 +59,9 @@ class EventLog:
     def happened(self, kind: str, **fields: Any) -> None:
         """Log and publish an event of the fleet. One with a `why` is a problem."""
         log.log(logging.WARNING if "why" in fields else logging.INFO, kind.replace("_", " "), extra=fields)
-        self._publish({"kind": kind, "at": self._wall_clock(), **fields})
+        event = {"kind": kind, "at": self._wall_clock(), **fields}
+        self._events.append(event)
+        self._publish(event)
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
         """Call `subscriber` with every event until the returned function is called."""

@@ -110,6 +110,8 @@ class FleetState:
         """When each was ordered."""
         self.failures: NodeEntries[LoadFailure] = NodeEntries(self._stale)
         self.shortfalls: NodeEntries[Shortfall] = NodeEntries(self._stale)
+        self.rejected_sources: NodeEntries[ModelStatus] = NodeEntries(self._stale)
+        """Models of the catalogue that a node does not list, because it may not read their path, or cannot."""
         self.pins: NodeEntries[bool] = NodeEntries(self._stale)
         """Set by the operator."""
         self.drained: frozenset[str] = frozenset()
@@ -137,7 +139,7 @@ class FleetState:
             )
             for neuron in settings.neurons
         }
-        for entries in (self.loads, self.unloads, self.failures, self.shortfalls):
+        for entries in (self.loads, self.unloads, self.failures, self.shortfalls, self.rejected_sources):
             for node in [node for node in entries.nodes if node not in self]:
                 entries.drop_node(node)
         names = self._reported.keys()
@@ -255,7 +257,8 @@ class FleetState:
 
     def _overlaid(self, node: Node, now: float) -> Node:
         """What the node reported, with this gateway's jobs, failures and pins on top."""
-        models = dict(node.residencies)
+        rejected = self.rejected_sources.on(node.name)
+        models = {model: Residency(status=status, seen_at=now) for model, status in rejected} | node.residencies
 
         def overlay(model: str, state: ModelState, age_s: float, **reason: str) -> None:
             held = models.get(model) or Residency(status=ModelStatus(id=model, state=ModelState.COLD), seen_at=now)

@@ -14,7 +14,7 @@ from cortex.gateway.dispatch.fleet_state import ChangedNode, FleetState
 from cortex.gateway.dispatch.replicas import ReadyReplica, ReadyReplicas, ReplicaLoads, ready_models
 from cortex.routing import choice
 from cortex.routing.prefixes import PrefixRecord
-from cortex.wire.errors import CortexError, UnsupportedModality
+from cortex.wire.errors import CortexError, Overloaded, UnsupportedModality
 from cortex.wire.node.protocol import Dialect, ModelState, ModelStatus
 from cortex.wire.pictures.rejection import reads_text_only
 
@@ -161,15 +161,17 @@ class LeasePool:
 
     def tokeniser(self, model: str, *, has_pictures: bool = False) -> Lease | None:
         """A node that can count tokens for `model`, loaded or not. None: no node has its files yet; a load brings them.
-        Raises UnsupportedModality when no node ever can."""
+        Raises UnsupportedModality when no node ever can, and Overloaded when those that can are down."""
         fleet = self._fleet_state.fleet
-        candidates = [node for node in fleet.listing(model) if _counts_tokens(node)]
+        listing = fleet.listing(model)
+        able = [node for node in listing if _counts_tokens(node) and not node.residencies[model].is_absent]
+        candidates = [node for node in able if node.healthy]
+        if able and not candidates:
+            raise Overloaded(f"The nodes that count tokens for {model} are down; try again.", retry_after_s=5.0)
         if not candidates:
             if fleet.catalogue.has(model) and any(_counts_tokens(node) and node.has_lifecycle for node in fleet.nodes):
                 return None
-            raise UnsupportedModality(
-                f"No node that is up can count tokens for {model}; start a neuron that lists the model."
-            )
+            raise UnsupportedModality(f"No node can count tokens for {model}; start a neuron that lists the model.")
 
         def rank(node: Node) -> tuple[bool, bool]:
             held = node.residencies[model]
@@ -325,7 +327,7 @@ def _known_capabilities(node: Node, model: str, capabilities: tuple[str, ...]) -
 
 
 def _counts_tokens(node: Node) -> bool:
-    return node.healthy and "anthropic_messages" in node.dialects
+    return "anthropic_messages" in node.dialects
 
 
 def _reports_what_it_reads(node: Node, status: ModelStatus) -> bool:

@@ -9,12 +9,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, Protocol
 
+import msgspec
+
 from cortex.fleet.holdings import ON_DEVICE
 from cortex.fleet.placement.decision import Decision
 from cortex.fleet.placement.eviction import is_freed_by_sleep
 from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import FleetState, LoadFailure, LoadJob
+from cortex.gateway.dispatch.load_requests import load_request
 from cortex.wire.errors import CortexError, LoadFailed, UnloadedWhileLoading, UpstreamUnavailable, from_code
 from cortex.wire.node.protocol import Health, LoadRequest, ModelState, ModelStatus, UnloadRequest
 
@@ -38,6 +41,10 @@ class Effects(Protocol):
 
     def forget(self, node: str, model: str) -> None:
         """Have a model that only load requests have named unloaded and listed no longer. Ends in `observed`."""
+
+    def survey(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
+        """Have models listed and their files read, without a load. Ends in `source_surveyed` for each, and in
+        `sources_surveyed`."""
 
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         """Replace the workers of these devices, which hold no model. Ends in `recycle_ended`."""
@@ -283,24 +290,12 @@ class ModelJobs:
         self._event_log.happened("load_started", node=node, model=model)
         self._effects.load(
             node,
-            LoadRequest(
-                model_id=spec.id,
-                source=spec.source,
-                harness=spec.harness,
-                quant=spec.quant,
+            msgspec.structs.replace(
+                load_request(spec),
                 devices=job.reservation.devices,
                 tensor_parallel=1
                 if spec.pipeline_parallel > 1
                 else max(1, len(job.reservation.devices)) * max(1, len(spec.nodes)),
-                pipeline_parallel=spec.pipeline_parallel,
-                nodes=spec.nodes,
-                context_tokens=spec.context,
-                control_tokens_in_messages=spec.control_tokens_in_messages,
-                kv_dtype=spec.kv_dtype,
-                sampling=spec.sampling,
-                deterministic=spec.deterministic,
-                speculation=spec.speculation,
-                vision=spec.vision,
                 max_bytes=None if max_bytes is None or spans_by_layers else max_bytes * num_nodes,
                 max_bytes_of_nodes=job.max_bytes if spans_by_layers and max_bytes is not None else (),
             ),

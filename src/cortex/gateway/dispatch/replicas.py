@@ -12,7 +12,8 @@ from typing import NamedTuple
 from cortex.fleet.index import remembered
 from cortex.fleet.topology import ModelOnNode, Node, Residency
 from cortex.gateway.dispatch.fleet_state import ChangedNode, FleetState
-from cortex.routing.choice import PREFILL_TOKENS_PER_S, REQUEST_S, Replica
+from cortex.routing.choice import PREFILL_TOKENS_PER_S, REQUEST_S, RESPONSE_TOKENS, Replica
+from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.protocol import Dialect, ModelLoad, ModelState
 
 REPORT_AGE_S = 1.0
@@ -103,6 +104,24 @@ class _ReplicaLoad:
     backlog_until: float = 0.0
     prefill_tokens_per_s: float | None = None
     request_s: float | None = None
+    bench: BenchResult | None = None
+    """What the node measured: it holds until requests show more."""
+
+    @property
+    def prompt_rate(self) -> float | None:
+        """Tokens of prompts per second, as far as it is known."""
+        return self.prefill_tokens_per_s or (self.bench.prompt_tokens_per_s if self.bench is not None else None)
+
+    @property
+    def whole_s(self) -> float | None:
+        """Seconds of a request, as far as they are known."""
+        if self.request_s is not None or self.bench is None or (token_s := self.bench.token_s(1)) is None:
+            return self.request_s
+        return RESPONSE_TOKENS * token_s
+
+    def token_s(self, num_requests: int) -> float | None:
+        """Seconds per token of one response more; None: not measured."""
+        return None if self.bench is None else self.bench.token_s(num_requests + 1)
 
     def num_released_since(self, moment: float) -> int:
         return sum(1 for _ in takewhile(lambda released_at: released_at >= moment, reversed(self.releases)))
@@ -119,6 +138,7 @@ class ReplicaLoads:
         """The node reported the model ready; `in_flight` requests of this gateway are there now."""
         load = self._load(target)
         load.reported = held.status.load
+        load.bench = held.status.bench
         load.num_released = 0
         load.num_foreign = 0
         if num_reported := load.reported.running + load.reported.waiting:
@@ -155,16 +175,20 @@ class ReplicaLoads:
             load.prefill_tokens_per_s = _averaged(load.prefill_tokens_per_s, num_computed_tokens / prefill_s)
 
     def replicas(self, ready: Iterable[ReadyReplica], in_flight: dict[ModelOnNode, int]) -> list[Replica]:
-        """The replicas of one model now. One without a measurement counts as fast as the others."""
+        """The replicas of one model now. One whose speed is not known counts as fast as the others."""
         now, rate, request_s = self._clock(), 0.0, 0.0
-        loads = []
+        loads, all_measured = [], True
         for each in ready:
             load = self._load(each.target)
             loads.append((each.target, load))
-            rate = max(rate, load.prefill_tokens_per_s or 0.0)
-            request_s = max(request_s, load.request_s or 0.0)
+            rate = max(rate, load.prompt_rate or 0.0)
+            request_s = max(request_s, load.whole_s or 0.0)
+            all_measured = all_measured and load.bench is not None and bool(load.bench.stream_rate)
         rate, request_s = rate or PREFILL_TOKENS_PER_S, request_s or REQUEST_S
-        return [_replica(target.node, load, in_flight.get(target, 0), now, rate, request_s) for target, load in loads]
+        return [
+            _replica(target.node, load, in_flight.get(target, 0), now, rate, request_s, weighs_tokens=all_measured)
+            for target, load in loads
+        ]
 
     def _load(self, target: ModelOnNode) -> _ReplicaLoad:
         load = self._loads.get(target)
@@ -174,7 +198,14 @@ class ReplicaLoads:
 
 
 def _replica(
-    node: str, load: _ReplicaLoad, in_flight: int, now: float, usual_rate: float, usual_request_s: float
+    node: str,
+    load: _ReplicaLoad,
+    in_flight: int,
+    now: float,
+    usual_rate: float,
+    usual_request_s: float,
+    *,
+    weighs_tokens: bool,
 ) -> Replica:
     reported, current = load.reported, load.num_foreign + in_flight
     waiting = min(current, max(0, reported.waiting - load.num_released)) if reported.waiting else 0
@@ -188,8 +219,9 @@ def _replica(
         waiting=waiting,
         kv_used_fraction=kv_used_fraction,
         backlog_s=load.backlog_until - now if load.backlog_until > now else 0.0,
-        prefill_tokens_per_s=load.prefill_tokens_per_s or usual_rate,
-        request_s=load.request_s or usual_request_s,
+        prefill_tokens_per_s=load.prompt_rate or usual_rate,
+        request_s=load.whole_s or usual_request_s,
+        token_s=(load.token_s(current) or 0.0) if weighs_tokens else 0.0,
     )
 
 

@@ -119,8 +119,8 @@ class Meter(Protocol):
     def authenticate_operator(self, request: Request) -> str:
         """The principal of a request that changes the fleet. Raises InvalidAPIKey or OperatorOnly."""
 
-    def sign_in(self, key_text: str) -> str | None:
-        """A session of the page for the owner of a key; None where there are none. Raises InvalidAPIKey."""
+    def sign_in(self, key_text: str) -> tuple[KeySection, str] | None:
+        """A key and a session of the page for its owner; None where there are none. Raises InvalidAPIKey."""
 
 
 class _OpenReservation:
@@ -169,7 +169,7 @@ class OpenMeter:
     def authenticate_operator(self, request: Request) -> str:  # noqa: ARG002
         return ANONYMOUS
 
-    def sign_in(self, key_text: str) -> str | None:  # noqa: ARG002
+    def sign_in(self, key_text: str) -> tuple[KeySection, str] | None:  # noqa: ARG002
         return None
 
 
@@ -229,9 +229,9 @@ class KeyedMeter:
         check_operator(key)
         return key.name
 
-    def sign_in(self, key_text: str) -> str | None:
+    def sign_in(self, key_text: str) -> tuple[KeySection, str] | None:
         key = self._ledger.keyring.recognise(key_text)
-        return self._sessions.issue(key) if self._sessions is not None else None
+        return (key, self._sessions.issue(key)) if self._sessions is not None else None
 
 
 def has_credentials(request: Request) -> bool:

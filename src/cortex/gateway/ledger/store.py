@@ -31,7 +31,7 @@ class LedgerSection(Section, frozen=True):
     within this time; requests that had been running for longer stay charged."""
 
     audit_days: Annotated[int, msgspec.Meta(ge=0)] = 365
-    """How long the audit log is kept: every change of models, nodes, keys and records, with the key that made it.
+    """How long the audit log is kept: every change of models, nodes, keys and records, and every sign-in, with the key.
     0: nothing is recorded."""
 
     def __post_init__(self) -> None:

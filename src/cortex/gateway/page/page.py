@@ -13,7 +13,7 @@ from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Meter
 from cortex.gateway.ledger.sessions import COOKIE, LIFETIME_S, PAGE_HEADER, is_cross_site
 from cortex.gateway.page.bundle import INDEX, PageFile, read_bundle, respond, wants_html
-from cortex.gateway.page.failed_sign_ins import FailedSignIns
+from cortex.gateway.page.sign_in_attempts import SignInAttempts
 from cortex.gateway.page.signing_in import SigningIn
 from cortex.gateway.proxy.listener import CONVERSATIONS_PATH, PAGE_FILES, SESSION_PATH, SIGN_IN_PATHS
 from cortex.gateway.proxy.routes import error_response, json_response
@@ -43,13 +43,15 @@ class _SignIn(msgspec.Struct, frozen=True):
 class Page:
     """Serves the page. Used on the loop's thread; files are read on another one, at the first request for one."""
 
-    def __init__(self, meter: Meter, signing_in: SigningIn, *, is_secure: bool = False) -> None:
+    def __init__(
+        self, meter: Meter, signing_in: SigningIn, attempts: SignInAttempts, *, is_secure: bool = False
+    ) -> None:
         """`is_secure`: browsers reach the page over HTTPS only, so that its cookie is never sent without."""
         self._is_secure = is_secure
         self._signing_in = signing_in
         self.meter = meter
         """Replaced by a reload."""
-        self._failed_sign_ins = FailedSignIns()
+        self._attempts = attempts
         self._bundle: Mapping[str, PageFile] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._waiting: list[Callable[[], None]] = []
@@ -109,14 +111,16 @@ class Page:
             text = msgspec.json.decode(request.body, type=_SignIn).key.strip()
         except (msgspec.DecodeError, UnicodeDecodeError) as problem:
             raise InvalidValue(f'The body must be {{"key": "…"}}: {shorten(str(problem))}') from problem
-        self._failed_sign_ins.check(request.client)
+        self._attempts.check(request)
         try:
-            session = self.meter.sign_in(text)
-        except InvalidAPIKey:
-            self._failed_sign_ins.failed(request.client)
+            signed_in = self.meter.sign_in(text)
+        except InvalidAPIKey as error:
+            self._attempts.failed(request, error)
             raise
-        if session is None:
+        if signed_in is None:
             raise InvalidAPIKey("This gateway is open: there is nothing to sign in to.")
+        key, session = signed_in
+        self._attempts.succeeded(request, key)
         response = json_response({"signed_in": True})
         return response._replace(headers=(*response.headers, self._cookie(session, LIFETIME_S, request), _NOT_STORED))
 

@@ -13,6 +13,7 @@ from cortex.gateway.ledger.sessions import COOKIE, LIFETIME_S
 from cortex.gateway.ledger.users import SignInSection
 from cortex.gateway.page.conversations import Conversations
 from cortex.gateway.page.openid import FLOW_S, Flow, OpenIDClient, check_library
+from cortex.gateway.page.sign_in_attempts import SignInAttempts
 from cortex.gateway.proxy.listener import CONVERSATIONS_PATH, SIGN_IN_CALLBACK, SIGN_IN_METHODS, SIGN_IN_START
 from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.request import Request
@@ -28,8 +29,9 @@ FLOW_COOKIE = b"cortex_sign_in"
 class SigningIn:
     """Used on the loop's thread."""
 
-    def __init__(self, metering: Metering, conversations: Conversations) -> None:
+    def __init__(self, metering: Metering, conversations: Conversations, attempts: SignInAttempts) -> None:
         self._metering = metering
+        self._attempts = attempts
         self._conversations = conversations
         self._section = SignInSection()
         self._client: OpenIDClient | None = None
@@ -59,8 +61,6 @@ class SigningIn:
         try:
             response = await self._response(exchange.request)
         except CortexError as error:
-            if exchange.request.path == SIGN_IN_CALLBACK:
-                log.warning("sign-in failed: %s", error.message)
             response = error_response(error, Family.OPENAI)
         except Exception:
             log.exception("sign-in failed unexpectedly")
@@ -86,8 +86,15 @@ class SigningIn:
             location, flow = await self._client.begin()
             return _redirect(location, self._cookie(FLOW_COOKIE, sessions.sealed(flow), FLOW_S, "Lax"))
         assert request.path == SIGN_IN_CALLBACK
-        user = await self._client.complete(request.query, sessions.unsealed(_flow_of(request), Flow))
-        key = self._section.key_of(user)
+        self._attempts.check(request)
+        try:
+            user = await self._client.complete(request.query, sessions.unsealed(_flow_of(request), Flow))
+            key = self._section.key_of(user)
+        except CortexError as error:
+            log.warning("sign-in failed: %s", error.message)
+            self._attempts.failed(request, error)
+            raise
+        self._attempts.succeeded(request, key)
         kept = replace(user, roles=self._section.relevant(user.roles))
         log.info("signed in: %s, operator: %s", key.name, key.operator)
         return _redirect(

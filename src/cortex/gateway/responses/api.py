@@ -107,13 +107,13 @@ class StoredResponses:
     async def _body(self, key_id: str, id: str) -> bytes:
         """The response object as it is now."""
         run = self._background.find(key_id, id)
-        return run.body if run is not None else current_body(await self._read(key_id, id), self._store.clock())
+        if run is not None:
+            return await run.shown_body()
+        return current_body(await self._read(key_id, id), self._store.clock())
 
     async def _delete(self, key_id: str, id: str) -> Response:
         if not await self._store.delete(key_id, id):
-            await self._read(key_id, id)  # another gateway may just have written it
-            if not await self._store.delete(key_id, id):
-                raise _not_found(id)
+            raise _not_found(id)
         if self._background.find(key_id, id) is not None:
             self._background.forget(id)
         return json_response({"id": id, "object": "response", "deleted": True})
@@ -127,7 +127,7 @@ class StoredResponses:
         run = self._background.find(key_id, id)
         if run is not None:
             run.cancel()
-            return run.body
+            return await run.shown_body()
         stored = await self._read(key_id, id)
         if not head_of(stored.body).background:
             raise InvalidValue(
@@ -149,7 +149,7 @@ class StoredResponses:
         if run is not None and run.streams:
             run.follow(exchange, (), starting_after)
             return None
-        body = run.body if run is not None else current_body(await self._read(key_id, id), self._store.clock())
+        body = await self._body(key_id, id)
         if head_of(body).status in ("queued", "in_progress"):
             raise InvalidValue(
                 "stream: this response was made without `stream`, or another gateway runs it; poll it instead.",

@@ -177,8 +177,13 @@ class BackgroundRuns:
         task.add_done_callback(self._writing.discard)
 
     async def _write_end(self, run: BackgroundRun) -> None:
-        if not run.is_announced:
-            return
+        try:
+            if run.is_announced:
+                await self._write(run)
+        finally:
+            run.settle()
+
+    async def _write(self, run: BackgroundRun) -> None:
         body = run.body
         if len(body) > self._store.max_entry_bytes:
             self._store.too_large()

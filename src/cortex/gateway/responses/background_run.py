@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -63,6 +64,8 @@ class BackgroundRun:
         """The client knows its id."""
         self.is_written = False
         """Its end is in the database."""
+        self.settled = asyncio.Event()
+        """Its end was written, or could not be: clients may see it, who may go on at another gateway."""
         self.num_body_bytes = 0
         """The bytes of its request body; they count as buffered until the run ends."""
         self.streams = streams
@@ -115,6 +118,18 @@ class BackgroundRun:
             self._end(ended_body(self.body, "cancelled" if code is None else "failed", code=code, message=message))
             if self.exchange is not None:
                 self.exchange.cancel()
+
+    def settle(self) -> None:
+        """Show the end to clients. Idempotent."""
+        self.settled.set()
+        for follower in list(self.followers):
+            follower.pump()
+
+    async def shown_body(self) -> bytes:
+        """The response object now; of a response that has ended, once that is written."""
+        if self.ended_at is not None:
+            await self.settled.wait()
+        return self.body
 
     def follow(self, exchange: Exchange, headers: Headers, starting_after: int) -> None:
         """Send the events after number `starting_after` to a client, and all that follow."""
@@ -185,11 +200,13 @@ class _Follower:
     # --- for its run
 
     def pump(self) -> None:
-        events = self._run.events
-        while self._position < len(events) and not self._exchange.paused:
+        events, is_over = self._run.events, self._run.settled.is_set()
+        is_last_held = self._run.ended_at is not None and not is_over
+        num_shown = len(events) - is_last_held
+        while self._position < num_shown and not self._exchange.paused:
             self._exchange.write(events[self._position])
             self._position += 1
-        if self._run.ended_at is not None and self._position >= len(events):
+        if is_over and self._position >= num_shown:
             self._exchange.finish()
 
     def keep_alive(self, comment: bytes) -> None:

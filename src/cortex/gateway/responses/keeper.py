@@ -1,7 +1,8 @@
 """Captures a response while it is relayed, and stores it when it has ended.
 
 Of a stream only the last event is captured: it has the whole response object. So keeping a stream costs no work for
-each event. A response without its end is not stored: of a client that disconnected, or of a node that failed.
+each event. A response without its end is not stored: of a client that disconnected, or of a node that failed. Where
+another gateway may get the next request, the client gets the end of the response once it is stored.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from cortex.gateway.responses.tables import NewResponse
 from cortex.gateway.responses.whole_events import WholeEvents
 from cortex.http.observer import Outcome
 from cortex.http.request import Headers
+from cortex.http.server.held_end import HeldEnd
 from cortex.parsing import items
 from cortex.wire.dialects.openai_responses.kept import KeptResponse
 from cortex.wire.node.headers import NOT_STORED
@@ -74,7 +76,7 @@ class BodyCapture:
 class StoringKeeper:
     """Stores the response of one request."""
 
-    __slots__ = ("_capture", "_input", "_key_id", "_store", "kept")
+    __slots__ = ("_capture", "_held_end", "_input", "_key_id", "_store", "kept")
 
     headers: Headers = ()
 
@@ -86,29 +88,43 @@ class StoringKeeper:
         input: Raw | bytes,
         *,
         stream: bool,
+        held_end: HeldEnd | None = None,
     ) -> None:
-        """`input` is that of the client's request; bytes if its references are resolved and its items have ids."""
+        """`input` is that of the client's request; bytes if its references are resolved and its items have ids. The
+        client gets the end of the response, the `held_end`, after the response has been stored."""
         self.kept = kept
         self._store = store
         self._key_id = key_id
         self._input = input
+        self._held_end = held_end
         self._capture = (StreamCapture if stream else BodyCapture)(store.max_entry_bytes)
 
     @property
     def capture(self) -> Callable[[bytes], None]:
-        return self._capture.push
+        return self._capture.push if self._held_end is None else self._capture_and_hold
+
+    def _capture_and_hold(self, data: bytes) -> None:
+        """`data` is not written yet; a whole body is held from its first byte."""
+        self._capture.push(data)
+        assert self._held_end is not None
+        if self._capture.captured is not None:
+            self._held_end.hold()
+        elif self._capture.is_too_large:
+            self._held_end.release()
 
     def ended(self, status: int, outcome: Outcome) -> None:
         """Store the response if its end was captured, whether or not the client has read it."""
-        if status != 200:
-            return
+        release = self._held_end.release if self._held_end is not None else _nothing
         captured = self._capture.captured
-        if captured is not None:
+        if status == 200 and captured is not None:
             num_bytes = len(captured) + memoryview(self._input).nbytes
-            self._store.save(partial(_built, self.kept, self._key_id, self._input, self._capture), num_bytes)
-        elif self._capture.is_too_large:
+            build = partial(_built, self.kept, self._key_id, self._input, self._capture)
+            self._store.save(build, num_bytes, release)
+            return
+        release()
+        if status == 200 and self._capture.is_too_large:
             self._store.too_large()
-        elif outcome is Outcome.COMPLETE:
+        elif status == 200 and outcome is Outcome.COMPLETE:
             self._store.without_end()
 
 
@@ -125,6 +141,10 @@ class NotStored:
 
     def ended(self, status: int, outcome: Outcome) -> None:
         """Nothing is kept."""
+
+
+def _nothing() -> None:
+    """Nothing waits for the store."""
 
 
 def _built(kept: KeptResponse, key_id: str, input: Raw | bytes, capture: StreamCapture | BodyCapture) -> NewResponse:

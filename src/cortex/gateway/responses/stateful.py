@@ -25,6 +25,7 @@ from cortex.gateway.responses.response_object import new_response_id
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import StoredResponse
 from cortex.http.server.exchange import Exchange
+from cortex.http.server.held_end import HeldEnd
 from cortex.parsing import items
 from cortex.parsing.conversations import Completed, Completion, References
 from cortex.parsing.envelope import ABSENT, Facts
@@ -155,7 +156,10 @@ class StatefulInference:
             conversation_id=facts.conversation_id,
             store=is_kept,
         )
-        return StoringKeeper(self._store, kept, _key_id(received), input, stream=facts.stream)
+        held_end = None
+        if self._store.is_shared or facts.conversation_id is not None:
+            held_end = HeldEnd.of(received.exchange, self._store.max_entry_bytes)
+        return StoringKeeper(self._store, kept, _key_id(received), input, stream=facts.stream, held_end=held_end)
 
     async def _referred(self, received: ReceivedRequest, facts: Facts) -> _Referred:
         """Everything that a request refers to. Raises the CortexError of what is not stored."""

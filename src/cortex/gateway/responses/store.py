@@ -1,7 +1,8 @@
 """Stored responses on the event loop: reads and writes run on one thread, in order.
 
-Because of that order a request finds the response that was saved before it, although `save` does not wait. While the
-database is unavailable, responses are served as always and not stored. That is logged once and counted.
+Because of that order a request finds the response that was saved before it, although `save` does not wait. Where
+gateways share the database, clients get the end of a response after it was written. While the database is unavailable,
+responses are served as always and not stored. That is logged once and counted.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -31,8 +32,6 @@ T = TypeVar("T")
 PURGE_S = 30.0
 MAX_UNWRITTEN_BYTES = 64 * 1024 * 1024
 """Responses that wait to be written; more are not stored, so that a slow database does not fill the memory."""
-_WRITTEN_BY_ANOTHER_S = 0.5
-"""How long a read waits for a response that another gateway may be writing, where gateways share the database."""
 
 
 class ResponseStore:
@@ -52,14 +51,16 @@ class ResponseStore:
         """Replaced by a reload."""
         self.failure: str | None = None
         """Why the database could not be used last time; None when it could."""
-        self._is_shared = is_url(database)
+        self.is_shared = is_url(database)
+        """Whether other gateways may use the database too."""
         self._database = Database(driver_of(database), tables.SCHEMA, "database of stored responses")
         self._tasks = tasks
         self._count = count
         self.clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="responses")
         self._lock = threading.Lock()
-        self._unwritten: list[Callable[[], NewResponse]] = []
+        self._unwritten: list[tuple[Callable[[], NewResponse], Callable[[], None]]] = []
+        """How each is built, and what is called afterwards."""
         self._num_unwritten_bytes = 0
         self._purging: SupervisedTask | None = None
         self._is_closed = False
@@ -83,25 +84,29 @@ class ResponseStore:
     def max_entry_bytes(self) -> int:
         return self.section.max_entry_mb * 1024 * 1024
 
-    def save(self, build: Callable[[], NewResponse], num_bytes: int) -> None:
-        """Store the response that `build` makes, soon. `num_bytes` is about its size.
+    def save(self, build: Callable[[], NewResponse], num_bytes: int, then: Callable[[], None] = lambda: None) -> None:
+        """Store the response that `build` makes, soon, and call `then`, also if it could not be stored. `num_bytes` is
+        about its size.
 
         `build` runs on the thread. It raises msgspec.DecodeError when a node's response is not one, and InvalidValue
         when the input cannot be stored.
         """
         if num_bytes > self.max_entry_bytes:
             self.too_large()
+            then()
             return
         with self._lock:
-            if self._num_unwritten_bytes + num_bytes > MAX_UNWRITTEN_BYTES:
-                self._count("failed")
-                return
-            self._num_unwritten_bytes += num_bytes
-            self._unwritten.append(build)
-            is_first = len(self._unwritten) == 1
-        if is_first:
-            task = asyncio.get_running_loop().run_in_executor(self._thread, self._write)
-            task.add_done_callback(self._written)
+            has_room = self._num_unwritten_bytes + num_bytes <= MAX_UNWRITTEN_BYTES
+            if has_room:
+                self._num_unwritten_bytes += num_bytes
+                self._unwritten.append((build, then))
+            is_first = has_room and len(self._unwritten) == 1
+        if not has_room:
+            self._count("failed")
+            then()
+        elif is_first:
+            loop = asyncio.get_running_loop()
+            loop.run_in_executor(self._thread, self._write, loop).add_done_callback(self._written)
 
     def too_large(self) -> None:
         """Count a response that is not stored because of its size."""
@@ -124,11 +129,11 @@ class ResponseStore:
 
     async def read(self, key_id: str, id: str) -> StoredResponse | None:
         """A stored response of the key. Raises `Overloaded`."""
-        return await self._read(lambda execute: tables.read(execute, key_id, id, self.clock()))
+        return await self.run(lambda execute: tables.read(execute, key_id, id, self.clock()))
 
     async def read_chain(self, key_id: str, id: str) -> list[StoredResponse]:
         """A stored response of the key and those that it continues, oldest first. Raises `Overloaded`."""
-        return await self._read(lambda execute: tables.read_chain(execute, key_id, id, self.clock()))
+        return await self.run(lambda execute: tables.read_chain(execute, key_id, id, self.clock()))
 
     async def delete(self, key_id: str, id: str) -> bool:
         """Delete a response of the key; False if there is none. Raises `Overloaded`."""
@@ -144,13 +149,6 @@ class ResponseStore:
         limit = self.section.max_total_mb * 1024 * 1024
         while await self.run(partial(_purge, now_s=self.clock(), max_bytes=limit)):
             pass  # in steps, so that reads and writes of requests come between
-
-    async def _read(self, work: Callable[[Execute], T]) -> T:
-        found = await self.run(work)
-        if not found and self._is_shared:
-            await asyncio.sleep(_WRITTEN_BY_ANOTHER_S)
-            found = await self.run(work)
-        return found
 
     async def run(self, work: Callable[[Execute], T]) -> T:
         """Do `work` in one transaction, after what was saved before. Raises `Overloaded`, and InvalidValue for a value
@@ -170,12 +168,19 @@ class ResponseStore:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _write(self) -> tuple[int, int, Exception | None]:
+    def _write(self, loop: asyncio.AbstractEventLoop) -> tuple[int, int, Exception | None]:
         """Write what waits; on the thread. Returns how many were written, how many were not, and why, if the database
         is unavailable."""
         with self._lock:
-            builds, self._unwritten = self._unwritten, []
+            unwritten, self._unwritten = self._unwritten, []
             self._num_unwritten_bytes = 0
+        try:
+            return self._write_all([build for build, _ in unwritten])
+        finally:
+            for _, then in unwritten:
+                loop.call_soon_threadsafe(then)
+
+    def _write_all(self, builds: Sequence[Callable[[], NewResponse]]) -> tuple[int, int, Exception | None]:
         responses = [response for build in builds if (response := _built(build)) is not None]
         responses.sort(key=lambda response: response.conversation_id or "")  # all gateways lock rows in this order
         now_s, retention_s = self.clock(), self.section.retention_s

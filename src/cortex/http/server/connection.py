@@ -251,7 +251,8 @@ class ClientConnection(asyncio.Protocol):
     def exchange_ended(self, keep_alive: bool) -> None:
         """The response is complete: serve the next request, or close once everything is sent."""
         exchange = self._exchange
-        assert exchange is not None  # only a running exchange calls this
+        if exchange is None:
+            return  # the client disconnected while the end of its response was held back
         self._release(exchange)
         if not keep_alive or self._retiring:
             self._close()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from cortex.http.request import Headers, Request
-from cortex.http.server.exchange import Exchange
+from cortex.http.server.exchange import Exchange, ResponseTransport
 
 
 class DetachedSink(Protocol):
@@ -27,7 +27,7 @@ class _NoConnection:
     """In place of a client's connection."""
 
     @property
-    def transport(self) -> asyncio.WriteTransport:
+    def transport(self) -> ResponseTransport:
         raise RuntimeError("a detached exchange has no connection")
 
     def exchange_ended(self, keep_alive: bool) -> None:

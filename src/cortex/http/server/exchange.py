@@ -25,11 +25,21 @@ class _Body(Enum):
 _LENGTH, _CHUNKED, _CLOSE, _NONE = _Body
 
 
+class ResponseTransport(Protocol):
+    """What an exchange needs of its connection's transport."""
+
+    def write(self, data: bytes, /) -> None:
+        """Send soon; never blocks."""
+
+    def abort(self) -> None:
+        """Close at once."""
+
+
 class ExchangeConnection(Protocol):
     """What an exchange needs of its connection."""
 
     @property
-    def transport(self) -> asyncio.WriteTransport:
+    def transport(self) -> ResponseTransport:
         """The transport to the client."""
 
     def exchange_ended(self, keep_alive: bool) -> None:
@@ -63,7 +73,6 @@ class Exchange:
 
     __slots__ = (
         "_body",
-        "_connection",
         "_keep_alive",
         "_listener",
         "_num_bytes_due",
@@ -71,6 +80,7 @@ class Exchange:
         "_on_status",
         "added_headers",
         "closed",
+        "connection",
         "disconnected",
         "on_end",
         "paused",
@@ -92,7 +102,8 @@ class Exchange:
         """The client reads more slowly than we write: write no more until `resume` is called."""
         self.on_end: Callable[[], None] | None = None
         """Called once, when the exchange is closed for whatever reason."""
-        self._connection = connection
+        self.connection = connection
+        """Where the response goes; a `HeldEnd` may stand before it."""
         self._keep_alive = request.keeps_alive
         self._body = _NONE
         self._num_bytes_due = 0
@@ -134,7 +145,7 @@ class Exchange:
         self._keep_alive = keep_alive
         self._body = body
         self._num_bytes_due = content_length or 0
-        self._connection.transport.write(head + self._framed(first) if first else head)
+        self.connection.transport.write(head + self._framed(first) if first else head)
 
     def _frame(self, status: int, content_length: int | None) -> tuple[_Body, bytes]:
         bodiless_status = status in (204, 304) or status < 200
@@ -155,14 +166,14 @@ class Exchange:
         if not self.started:
             raise RuntimeError("start the response before writing to it")
         if framed := self._framed(data):
-            self._connection.transport.write(framed)
+            self.connection.transport.write(framed)
 
     def chunk_writer(self) -> Callable[[bytes], None] | None:
         """Sends parts of the body that `chunks.frame` has framed; None when the body is not chunked.
 
         It checks nothing, so it must not be called after the exchange has closed.
         """
-        return self._connection.transport.write if self._body is _CHUNKED and not self.closed else None
+        return self.connection.transport.write if self._body is _CHUNKED and not self.closed else None
 
     def _framed(self, data: bytes) -> bytes:
         """A part of the body with its framing."""
@@ -187,18 +198,18 @@ class Exchange:
         if not self.started:
             raise RuntimeError("start the response before finishing it")
         if self._body is _CHUNKED:
-            self._connection.transport.write(chunks.LAST)
+            self.connection.transport.write(chunks.LAST)
         elif self._body is _LENGTH and self._num_bytes_due:
             self.abort()
             return
         self._end()
-        self._connection.exchange_ended(keep_alive and self._keep_alive)
+        self.connection.exchange_ended(keep_alive and self._keep_alive)
 
     def abort(self) -> None:
         """Close the connection at once, so that the client sees a broken response, not a short one."""
         if not self.closed:
             self._end()
-            self._connection.transport.abort()
+            self.connection.transport.abort()
 
     def upgrade(self, protocol: bytes, max_buffered_bytes: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Switch the connection to `protocol`, for which the client has asked with an `Upgrade` header.
@@ -206,7 +217,7 @@ class Exchange:
         What follows goes through the streams, of which at most about twice `max_buffered_bytes` is held unread; their
         owner closes them. The exchange reports nothing any more. Raises MalformedHTTP when the client did not wait.
         """
-        streams = self._connection.upgrade(protocol, max_buffered_bytes)
+        streams = self.connection.upgrade(protocol, max_buffered_bytes)
         self._on_disconnect = self._listener = None
         self.started = True
         return streams

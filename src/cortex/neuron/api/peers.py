@@ -27,7 +27,7 @@ PROTOCOL = b"cortex-share-2"
 """The number changes with all that the nodes of a model send each other, also between their workers."""
 PING_S = 15.0
 SILENCE_S = 2.5 * PING_S
-CONNECT_S = 10.0
+CONNECT_S = 30.0
 """How long a peer may take to accept a connection and respond: a host that is frozen accepts and never responds."""
 _MAX_MESSAGE_BYTES = 1 << 20
 _LENGTH_BYTES = 4

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import NamedTuple
 from urllib.parse import parse_qsl, unquote
 
+from cortex.http.observer import Translation
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
@@ -16,13 +17,17 @@ from cortex.wire.errors import MethodNotAllowed, RouteNotFound, shorten
 class ApiCall:
     """One request, and the exchange that its response goes to."""
 
-    __slots__ = ("exchange", "request", "values")
+    __slots__ = ("exchange", "load_s", "request", "translate", "values")
 
     def __init__(self, exchange: Exchange, values: dict[str, str]) -> None:
         self.exchange = exchange
         self.request = exchange.request
         self.values = values
         """What the named groups of the route's path matched, percent-decoded."""
+        self.load_s = 0.0
+        """How long the request waited for its model and for its turn; set by handlers that measure it."""
+        self.translate: Callable[[str], Translation] | None = None
+        """Makes the translation of a response that a server wrote, for the model of this name."""
 
     def query(self, name: str) -> str | None:
         """The first value of a query parameter, or None."""

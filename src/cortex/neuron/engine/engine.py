@@ -13,7 +13,7 @@ import torch
 
 from cortex.neuron.engine.errors import RequestError, SleepError
 from cortex.neuron.engine.execution.batch_invariant import block_tokens
-from cortex.neuron.engine.execution.graphs import SIZES
+from cortex.neuron.engine.execution.graphs import MAX_NATIVE_ROWS, SIZES
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.filling import Progress
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors
@@ -22,6 +22,7 @@ from cortex.neuron.engine.host_pages.tier import DeviceHostMemory, HostTier
 from cortex.neuron.engine.kv_pages import KVPages
 from cortex.neuron.engine.loading import LoadedModel, load_model, step_tokens
 from cortex.neuron.engine.memory.sequences import StateMemory
+from cortex.neuron.engine.model_work import work_of
 from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
 from cortex.neuron.engine.sampling.constraints import Constraints
@@ -37,6 +38,11 @@ from cortex.neuron.models.towers.config import PASS_PATCHES
 MIXED_PREFILL_TOKENS = {"cuda": 2_048, "cpu": 128}
 RESERVED_TOKENS = 512
 """Responses up to this length do not preempt each other."""
+STEP_SIZES = {
+    "cuda": SIZES,
+    "cpu": (*range(1, MAX_NATIVE_ROWS + 1), *(size for size in SIZES if size > MAX_NATIVE_ROWS)),
+}
+"""Numbers of tokens: decode steps up to the same one take about as long. On a CPU steps are not padded."""
 STEP_GROWTH = {"cuda": 0.015, "cpu": 0.15}
 """What a token more adds to the time of a decode step, until it is measured."""
 FETCHED_PAGES = {"cuda": 8, "cpu": 1}
@@ -117,6 +123,7 @@ class Engine:
             page_tokens=memory.page_tokens,
             num_pages=self.stats().num_pages,
             notes=loaded.notes,
+            work=work_of(loaded.body) if isinstance(loaded.body, Decoder) else None,
         )
 
     @classmethod
@@ -196,7 +203,7 @@ class Engine:
 
     def _fastest_widths(self, runner: Runner) -> WidthRule:
         growth, cost = STEP_GROWTH[self._device.type], self._loaded.proposal_cost
-        return FastestWidths(SIZES, growth, lambda: runner.max_draft_tokens, cost)
+        return FastestWidths(STEP_SIZES[self._device.type], growth, lambda: runner.max_draft_tokens, cost)
 
     def _new_runner(self) -> Runner:
         size = block_tokens(self._device) if self._spec.deterministic else None

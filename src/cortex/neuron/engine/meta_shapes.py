@@ -6,15 +6,18 @@ compiling a kernel. Operations that are not here follow torch's rules.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
@@ -77,13 +80,46 @@ RULES: Mapping[str, Callable[..., Tensor]] = {
 }
 
 
-@contextlib.contextmanager
-def light_shapes() -> Iterator[None]:
-    """The operations of this process follow these rules on the `meta` device."""
-    library = torch.library.Library("aten", "IMPL", "Meta")
-    try:
-        for name, rule in RULES.items():
-            library.impl(name, rule, allow_override=True)
-        yield
-    finally:
-        library._destroy()
+class light_shapes(TorchDispatchMode):  # noqa: N801 - used like a function
+    """Within it, operations of this thread follow these rules on the `meta` device; those of other threads do not."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what keeps the compiler out of it would import the compiler
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        rule = rules_by_operation().get(func)
+        if rule is not None and _is_on_meta(args, kwargs):
+            return rule(*args, **kwargs)
+        if not _is_composite(func):
+            return func(*args, **kwargs)
+        with self:  # its parts follow the rules too
+            return func._op_dk(_COMPOSITE, *args, **kwargs)
+
+
+@functools.cache
+def rules_by_operation() -> Mapping[OpOverload, Callable[..., Tensor]]:
+    """`RULES` by operation."""
+    found = {}
+    for name, rule in RULES.items():
+        packet, _, overload = name.partition(".")
+        found[getattr(getattr(torch.ops.aten, packet), overload or "default")] = rule
+    return found
+
+
+@functools.cache
+def _is_composite(func: OpOverload) -> bool:
+    """Whether an operation consists of others."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
+
+
+def _is_on_meta(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation makes a tensor there."""
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"]).type == "meta"
+    given = (each for arg in (*args, *kwargs.values()) for each in (arg if isinstance(arg, (list, tuple)) else (arg,)))
+    return any(isinstance(each, Tensor) and each.is_meta for each in given)

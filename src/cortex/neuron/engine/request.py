@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from cortex.neuron.engine.errors import RequestError
+from cortex.neuron.engine.step_work import StepWork
 from cortex.neuron.vision.picture import Picture
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -255,6 +256,8 @@ class EngineInfo:
     """For the user: a vision tower that was not loaded, a context limited by memory."""
     vector_width: int = 0
     """The length of a text's vector, 1 for a score; 0 for a model that generates text."""
+    work: StepWork | None = None
+    """What its steps read and compute; None: it is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ class _Running:
     request: EngineRequest
     generation: Generation
     queued: QueuedRequest
+    has_token: bool = False
 
 
 class Instance:
@@ -80,6 +81,8 @@ class Instance:
         self._empty.set()
         self._stats = EngineStats()
         self._throughput = Throughput()
+        self._num_generating = 0
+        """Requests that have their first token."""
         self._idle_since_s = time.monotonic()
 
     def loaded(self) -> None:
@@ -100,6 +103,11 @@ class Instance:
     def stats(self) -> EngineStats:
         """The engine's counters, as of its latest report."""
         return self._stats
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that run or wait in its queue."""
+        return len(self._requests)
 
     @property
     def idle_s(self) -> float:
@@ -185,6 +193,8 @@ class Instance:
         if not self._has_produced and any(output.tokens or output.vectors for output in outputs):
             self._has_produced = True
             self._callbacks.on_produced()
+        now_s = time.monotonic()
+        num_tokens = 0
         for output in outputs:
             running = self._requests.get(output.request_id)
             if running is None:
@@ -195,9 +205,19 @@ class Instance:
             else:
                 running.generation.push(output)
                 if output.tokens or output.vectors:
-                    self._admission.produced(running.queued, time.monotonic())
+                    self._admission.produced(running.queued, now_s)
+                num_tokens += self._num_later_tokens(running, output)
             if output.finish is not None:
                 self._release(running, finished=output.finish in ("stop", "length"))
+        self._throughput.sample(now_s, num_tokens, is_generating=self._num_generating > 0)
+
+    def _num_later_tokens(self, running: _Running, output: StepOutput) -> int:
+        """How many tokens the output has, other than the first of the request."""
+        if not output.tokens or running.has_token:
+            return len(output.tokens)
+        running.has_token = True
+        self._num_generating += 1
+        return len(output.tokens) - 1
 
     def on_request_failed(self, request_id: str, kind: FaultKind, message: str) -> None:
         if (running := self._requests.get(request_id)) is not None:
@@ -206,7 +226,6 @@ class Instance:
 
     def on_stats(self, stats: EngineStats) -> None:
         self._stats = stats
-        self._throughput.sample(time.monotonic(), stats.completion_tokens, is_idle=not self._admission.running)
         self._update_capacity()
 
     def on_lost(self, reason: str) -> None:
@@ -285,7 +304,10 @@ class Instance:
         self._admission.release(running.queued, time.monotonic(), finished=finished)
 
     def _forget(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
+        running = self._requests.pop(request_id, None)
+        if running is not None and running.has_token:
+            self._num_generating -= 1
+            self._throughput.sample(time.monotonic(), 0, is_generating=self._num_generating > 0)
         if not self._requests:
             self._idle_since_s = time.monotonic()
             self._empty.set()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from cortex.neuron.engine.request import EngineStats
+from cortex.neuron.node.bench.results import BenchResults
 from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.instance import Instance
 from cortex.neuron.node.loading.library import KnownModel, Library
@@ -21,6 +22,7 @@ from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.wire.errors import CortexError
+from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
 
@@ -45,6 +47,7 @@ class Models:
         policy: BackoffPolicy,
         sleep_budget: SleepBudget,
         max_prompt_tokens: int | None,
+        bench_results: BenchResults,
     ) -> None:
         """`on_changed`: called with the id of a model whose status has changed."""
         self._library = library
@@ -57,6 +60,7 @@ class Models:
         self._unused: dict[str, _UnusedModel] = {}
         self._sleep_budget = sleep_budget
         self._max_prompt_tokens = max_prompt_tokens
+        self._bench_results = bench_results
 
     def controller(self, model_id: str) -> ModelController:
         """Raises ModelNotFound."""
@@ -85,7 +89,8 @@ class Models:
         model = self.options(model_id)
         survey, damage = self._loader.surveys.get(model_id), self._loader.damaged.get(model_id)
         controller = self._controllers.get(model_id)
-        sources = (model, survey, damage, self._files.sizes)
+        bench = self._bench_results.find(model, survey.facts.digest if survey is not None else None)
+        sources = (model, survey, damage, self._files.sizes, bench)
         estimate_basis = None if survey is None else self._loader.estimate_basis(model)
         if controller is None and (known := self._unused.get(model_id)) is not None:
             is_same = known.estimate_basis == estimate_basis and all(map(operator.is_, known.sources, sources))
@@ -100,6 +105,7 @@ class Models:
             self._files.disk_bytes(model),
             self._max_prompt_tokens,
             damage,
+            bench,
         )
         if controller is None:
             self._unused[model_id] = _UnusedModel(sources, estimate_basis, status)
@@ -126,6 +132,22 @@ class Models:
             for model_id, controller in self._controllers.items()
             if controller.instance is not None
         }
+
+    def busy_on(self, devices: Iterable[int]) -> dict[str, int]:
+        """The models with requests on any of `devices`, and how many each has."""
+        return {
+            model_id: count
+            for model_id, controller in self._controllers.items()
+            if (instance := controller.instance) is not None
+            and not set(devices).isdisjoint(instance.host.device_indices)
+            and (count := instance.num_requests + self._texts.num_jobs(model_id))
+        }
+
+    def keep_bench(self, model_id: str, result: BenchResult) -> None:
+        """From now on the status of the model has this result. Raises ModelNotFound."""
+        survey = self._loader.surveys.get(model_id)
+        digest = survey.facts.digest if survey is not None else None
+        self._bench_results.keep(self.options(model_id), digest, result)
 
     def in_memory(self) -> list[str]:
         return [model_id for model_id in self._controllers if self.is_in_memory(model_id)]

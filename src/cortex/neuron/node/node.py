@@ -18,6 +18,9 @@ from typing import Any
 from cortex.neuron.config import Limits, NeuronConfig
 from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.engine.request import EngineRequest, EngineStats
+from cortex.neuron.node.bench.benches import Benches
+from cortex.neuron.node.bench.measurement import Measurement
+from cortex.neuron.node.bench.results import BenchResults
 from cortex.neuron.node.devices import NodeDevices, ReadDevices, inventory_of, warn_of_unknown_devices
 from cortex.neuron.node.event_feed import EventFeed
 from cortex.neuron.node.generation import Generation
@@ -155,6 +158,15 @@ class Node:
             parts.policy,
             sleep_budget,
             limits.max_prompt_tokens,
+            BenchResults(inventory.devices),
+        )
+        self.benches = Benches(
+            self._models,
+            lambda controller, on_stage: Measurement(
+                controller, self.devices, config, can_sleep=self.discovery.can_sleep, on_stage=on_stage
+            ),
+            lambda model: self._harnesses.of(model).upstream(model) is not None,
+            self._model_changed,
         )
         self._replica_demand = ReplicaDemand(
             ReplicaRules.of(limits), self._models.growing, self._loader.add_replica, self._model_changed
@@ -249,6 +261,17 @@ class Node:
             self._models.controller(model.id).want_ready(model)
         return self.model(request.model_id)
 
+    async def survey(self, request: LoadRequest) -> ModelStatus:
+        """Lists a model and reads its files, so that its size is known, or why it cannot be loaded. Does nothing to one
+        that the node has by itself, or that is in memory. Raises ModelNotFound and LoadFailed, as `load` does."""
+        self._check_open()
+        model = self._library.adopt(request)
+        if self._library.is_adopted(model.id) and not self._models.is_in_memory(model.id):
+            if self._library.keep_options(model):
+                self._loader.forget(model.id)
+            await self._loader.survey_listed(self._library.find(model.id))
+        return self.model(model.id)
+
     def _free_another_quant(self, model_id: str, quant: str) -> None:
         """Starts to unload the model where it sleeps in another quantisation than `quant`. Raises ModelInUse where it
         serves in another one, or soon will: to join that would give the caller other weights than it asked for."""
@@ -319,6 +342,7 @@ class Node:
             regular.cancel()
         for task in self._background:
             task.cancel()
+        await self.benches.close()
         drain_s = self._config.drain_s
         await asyncio.gather(self._models.close(_shutting_down(), drain_s), self.shares.drain(drain_s))
         await self.shares.close()

@@ -15,6 +15,7 @@ from cortex.neuron.node.loading.loader import Estimate, Survey
 from cortex.neuron.node.memory.sleep_budget import can_sleep
 from cortex.neuron.worker.discovery import Inventory
 from cortex.wire.errors import CortexError
+from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.protocol import Capabilities, Discovery, ModelLoad, ModelState, ModelStatus, QuantisedSize
 from cortex.wire.node.sampling import SamplingDefaults
 
@@ -75,6 +76,7 @@ def describe_model(
     disk_bytes: int | None,
     max_prompt_tokens: int | None,
     damage: CortexError | None,
+    bench: BenchResult | None = None,
 ) -> ModelStatus:
     """`num_in_preparation`: requests that are tokenised, or wait for that, and so are not with the instance yet.
     `damage`: why its files cannot be used."""
@@ -128,6 +130,7 @@ def describe_model(
         reason_code=error.code if error is not None else None,
         state_age_s=round(now_s - life.since_s, 3) if life is not None else 0.0,
         idle_s=round(instance.idle_s, 3) if instance is not None else 0.0,
+        bench=bench,
     )
 
 

@@ -6,32 +6,40 @@ from collections import deque
 
 
 class Throughput:
-    """Tokens per second over the last seconds in which the model had requests, from samples of a growing counter."""
+    """Completion tokens per second over the last seconds in which the model generated.
+
+    Counts as the log of requests does: without the first token of a request, and without the time before it. The rate
+    of one request is the one that the log has of it; that of several is their sum.
+    """
 
     def __init__(self, window_s: float = 5.0) -> None:
         self._window_s = window_s
         self._samples: deque[tuple[float, int]] = deque()
-        self._idle_s: float | None = None
-        """When it was last seen idle, if it was so at the latest sample."""
+        """Seconds in which a request generated, and the tokens of all in them."""
+        self._total_s = 0.0
+        self._num_tokens = 0
+        self._latest_s = float("-inf")
+        self._since_s: float | None = None
+        """The end of the latest sample, while a request generates."""
 
-    def sample(self, now_s: float, count: int, *, is_idle: bool) -> None:
-        """`is_idle`: no request runs. Idle time is not part of the rate: a short stream has the speed of a long one."""
-        if is_idle and self._samples and self._samples[-1][1] == count:
-            self._idle_s = now_s
-            return
-        if self._idle_s is not None:
-            before = self._samples[-1][1]
+    def sample(self, now_s: float, num_tokens: int, *, is_generating: bool) -> None:
+        """`num_tokens` have come since the last call. `is_generating`: a request has its first token and goes on."""
+        if self._since_s is None and now_s - self._latest_s > self._window_s:
             self._samples.clear()
-            self._samples.append((self._idle_s, before))
-            self._idle_s = None
-        self._samples.append((now_s, count))
-        # Keep one sample older than the window: the rate is measured from it.
-        while len(self._samples) > 1 and now_s - self._samples[1][0] >= self._window_s:
-            self._samples.popleft()
+            self._total_s, self._num_tokens = 0.0, 0
+        elapsed_s = 0.0 if self._since_s is None else now_s - self._since_s
+        self._since_s = now_s if is_generating else None
+        self._latest_s = now_s
+        self._samples.append((elapsed_s, num_tokens))
+        self._total_s += elapsed_s
+        self._num_tokens += num_tokens
+        while self._total_s - self._samples[0][0] >= self._window_s:
+            oldest_s, oldest = self._samples.popleft()
+            self._total_s -= oldest_s
+            self._num_tokens -= oldest
 
     def per_s(self, now_s: float) -> float:
         """0 when the latest sample is older than the window."""
-        if len(self._samples) < 2 or now_s - self._samples[-1][0] > self._window_s:
+        if self._total_s <= 0 or now_s - self._latest_s > self._window_s:
             return 0.0
-        (first_s, first), (last_s, last) = self._samples[0], self._samples[-1]
-        return round((last - first) / max(last_s - first_s, 0.001), 2)
+        return round(self._num_tokens / self._total_s, 2)

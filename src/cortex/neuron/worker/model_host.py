@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, StepOutput
+from cortex.neuron.engine.step_work import StepWork
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
 
@@ -57,11 +58,13 @@ class Resident:
     def together(cls, parts: Sequence[Resident]) -> Resident:
         """The parts of a model as one: the facts of the first, the sizes of all."""
         info = parts[0].info
+        works = [part.info.work for part in parts if part.info.work is not None]
         return cls(
             info=replace(
                 info,
                 weight_bytes=sum(part.info.weight_bytes for part in parts),
                 kv_bytes=sum(part.info.kv_bytes for part in parts),
+                work=StepWork.together(works) if len(works) == len(parts) else None,
                 notes=tuple(dict.fromkeys(note for part in parts for note in part.info.notes)),
             ),
             measured_bytes=sum(part.measured_bytes for part in parts),

@@ -12,13 +12,26 @@ from dataclasses import dataclass
 
 from cortex.ipc.loop_channel import LoopChannel
 from cortex.neuron.worker.factory import WorkerFactory, WorkerHandle
-from cortex.neuron.worker.protocol import Activity, Command, DeviceAddress, Event, Exit, Faulted, Memory, Reply, Report
+from cortex.neuron.worker.protocol import (
+    Activity,
+    Command,
+    DeviceAddress,
+    Event,
+    Exit,
+    Faulted,
+    LimitsMeasured,
+    Memory,
+    Reply,
+    Report,
+)
 from cortex.tasks import Supervisor, run_once
 
 log = logging.getLogger(__name__)
 
-_LAST_EVENTS_S = 1.0
+_LAST_EVENTS_S = 5.0
 """How long to wait for the last events of a dead worker, which hold the reason of its death."""
+_EXIT_REPORT_S = 2.0
+"""How long the exit of a worker that has closed its channel may take to be reported, which says how it died."""
 _WATCH_INTERVAL_S = 0.5
 
 
@@ -26,7 +39,7 @@ _WATCH_INTERVAL_S = 0.5
 class WorkerTimeouts:
     """How long a worker may take. The first four are times without progress; a load progresses piece by piece."""
 
-    start_s: float = 120.0
+    start_s: float = 300.0
     step_s: float = 120.0
     load_s: float = 300.0
     unload_s: float = 30.0
@@ -81,6 +94,10 @@ class ProgressWatch:
         """The state while no work is pending, and after a reply: the clock restarts."""
         return ProgressWatch(self.activity, self.progress, now_s)
 
+    def excusing(self, late_s: float) -> ProgressWatch:
+        """The state after the watchdog itself was `late_s` late: in that time, the worker may not have run either."""
+        return ProgressWatch(self.activity, self.progress, self.since_s + late_s)
+
     def verdict(self, now_s: float, timeouts: WorkerTimeouts, *, is_called: bool = True) -> str | None:
         """Why the worker must be replaced, or None. Without a call, it can only be in a step: a worker that stops
         right after a load has reported nothing else."""
@@ -103,8 +120,8 @@ class WorkerProcess:
     def __init__(
         self,
         device: DeviceAddress,
-        timeouts: WorkerTimeouts,
         *,
+        timeouts: Callable[[], WorkerTimeouts],
         on_event: Callable[[Event], None],
         on_lost: Callable[[str], None],
         has_live_requests: Callable[[], bool],
@@ -118,6 +135,8 @@ class WorkerProcess:
         self._replies: dict[int, asyncio.Future[Reply]] = {}
         self._process: WorkerHandle | None = None
         self._reason: str | None = None
+        self._closed_reason: str | None = None
+        """Why it is killed if it closes its channel and does not exit."""
         self._reaper: asyncio.Task[None] | None = None
         self._received_all = asyncio.Event()
         self._watch = ProgressWatch.begin(_now_s())
@@ -177,7 +196,7 @@ class WorkerProcess:
             self._watch = self._watch.reported(event.activity, event.progress, _now_s())
         self._on_event(event)
         if isinstance(event, Reply):
-            number = event.query if isinstance(event, Memory) else event.handle
+            number = event.query if isinstance(event, Memory | LimitsMeasured) else event.handle
             reply = self._replies.pop(number, None)
             if reply is not None and not reply.done():
                 reply.set_result(event)
@@ -187,7 +206,12 @@ class WorkerProcess:
         # Either the process is exiting and can be reaped in a moment, or its stream was corrupt. It is unusable.
         self._received_all.set()
         if self._process is not None and not self._process.exited.done():
-            asyncio.get_running_loop().call_later(0.2, self.kill, reason)
+            asyncio.get_running_loop().call_later(_EXIT_REPORT_S, self._kill_closed, self._process, reason)
+
+    def _kill_closed(self, process: WorkerHandle, reason: str) -> None:
+        if not process.exited.done():
+            self._closed_reason = reason
+            process.kill()
 
     async def _reap(self, process: WorkerHandle) -> None:
         watchdog = Supervisor().start(f"watch the worker of {self._device.thread_name}", self._keep_watch)
@@ -196,7 +220,8 @@ class WorkerProcess:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._received_all.wait(), _LAST_EVENTS_S)
         self._channel.close()
-        reason = self._reason or _describe_exit(return_code)
+        closed = self._closed_reason if return_code == -signal.SIGKILL else None
+        reason = self._reason or closed or _describe_exit(return_code)
         log.info("worker %s ended: %s", process.process_id, reason)
         for reply in self._replies.values():
             if not reply.done():
@@ -205,12 +230,16 @@ class WorkerProcess:
         self._on_lost(reason)
 
     async def _keep_watch(self) -> None:
-        interval_s = min(_WATCH_INTERVAL_S, self._timeouts.shortest_s / 4)
+        looked_s = _now_s()
         while True:
+            timeouts = self._timeouts()
+            interval_s = min(_WATCH_INTERVAL_S, timeouts.shortest_s / 4)
             await asyncio.sleep(interval_s)
+            before_s, looked_s = looked_s, _now_s()
+            self._watch = self._watch.excusing(max(0.0, looked_s - before_s - 2 * interval_s))
             if not (self._replies or self._has_live_requests() or self._watch.is_in_step):
                 self._watch = self._watch.restarted(_now_s())
-            elif verdict := self._watch.verdict(_now_s(), self._timeouts, is_called=bool(self._replies)):
+            elif verdict := self._watch.verdict(_now_s(), timeouts, is_called=bool(self._replies)):
                 log.error("killing the worker of %s: %s", self._device.thread_name, verdict)
                 self.kill(verdict)
                 self._watch = self._watch.restarted(_now_s())

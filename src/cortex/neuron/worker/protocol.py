@@ -2,7 +2,8 @@
 
 The daemon gives each model a handle, which it never reuses. The reply to `Load` is `Loaded` or `ModelLoadFailed`, to
 `Unload` it is `Unloaded`, to `Sleep` it is `Slept` or `SleepFailed`, to `Wake` it is `Woken` or `WakeFailed`, and to
-`Submit` it is outputs that end with a `finish`, or one `RequestFailed`. A worker that dies sends no reply.
+`Submit` it is outputs that end with a `finish`, or one `RequestFailed`. The reply to a query has
+its number. A worker that dies sends no reply.
 """
 
 from __future__ import annotations
@@ -111,6 +112,12 @@ class QueryMemory(ChannelMessage, frozen=True):
     query: int
 
 
+class MeasureLimits(ChannelMessage, frozen=True):
+    """Measure how fast the device is. Models on it wait for about a second."""
+
+    query: int
+
+
 class Exit(ChannelMessage, frozen=True):
     """Exit now, with everything that is loaded."""
 
@@ -136,7 +143,8 @@ class Compiled(ChannelMessage, frozen=True):
     problem: str | None = None
 
 
-Command = Load | CancelLoad | Submit | Cancel | Unload | Sleep | Wake | LimitHostPages | QueryMemory | Exit
+Query = QueryMemory | MeasureLimits
+Command = Load | CancelLoad | Submit | Cancel | Unload | Sleep | Wake | LimitHostPages | Query | Exit
 
 
 class Hello(ChannelMessage, frozen=True):
@@ -233,6 +241,14 @@ class Memory(ChannelMessage, frozen=True):
     memory: MemoryReading
 
 
+class LimitsMeasured(ChannelMessage, frozen=True):
+    """The reply to `MeasureLimits`. Both are 0 if the device has no memory left for a measurement."""
+
+    query: int
+    bytes_per_s: float
+    flops: float
+
+
 class Report(ChannelMessage, frozen=True):
     """The heartbeat, sent by a thread that never waits for the device.
 
@@ -253,7 +269,7 @@ class Faulted(ChannelMessage, frozen=True):
     message: str
 
 
-Reply = Loaded | ModelLoadFailed | Unloaded | Slept | SleepFailed | Woken | WakeFailed | Memory
+Reply = Loaded | ModelLoadFailed | Unloaded | Slept | SleepFailed | Woken | WakeFailed | Memory | LimitsMeasured
 ModelEvent = (
     Loaded
     | ModelLoadFailed
@@ -268,7 +284,7 @@ ModelEvent = (
     | ModelBroken
 )
 """Each concerns the model with its handle."""
-Event = ModelEvent | Memory | Hello | Report | Faulted
+Event = ModelEvent | Memory | LimitsMeasured | Hello | Report | Faulted
 
 
 # Between the daemon and the fork server, one message per packet

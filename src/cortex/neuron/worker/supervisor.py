@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 from cortex.ipc.channel import Unsendable
 from cortex.neuron.engine.request import EngineStats, LoadSpec
+from cortex.neuron.engine.step_work import DeviceLimits
 from cortex.neuron.worker import protocol
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.faults import FaultKind
@@ -40,6 +41,7 @@ class WorkerSupervisor:
     ) -> None:
         self.device = device
         self.timeouts = timeouts or WorkerTimeouts()
+        """The watchdog reads them at each look."""
         self.state: WorkerState = "none"
         self.freed_at_s = -math.inf
         """When memory was last freed here, on the loop's clock; readings of the device may lag behind."""
@@ -94,6 +96,16 @@ class WorkerSupervisor:
         assert isinstance(reply, protocol.Memory)
         return reply.memory
 
+    async def limits(self) -> DeviceLimits | None:
+        """How fast the device is; None if it has no memory left for a measurement. Its models wait for about a second.
+        Raises WorkerLost."""
+        if self._worker is None:
+            raise WorkerLost("the device has no worker")
+        query = next(self._numbers)
+        reply = await self._worker.call(query, protocol.MeasureLimits(query))
+        assert isinstance(reply, protocol.LimitsMeasured)
+        return DeviceLimits(reply.bytes_per_s, reply.flops) if reply.bytes_per_s and reply.flops else None
+
     def send(self, command: Command) -> None:
         """Does nothing without a worker. Raises Unsendable."""
         if self._worker is not None:
@@ -129,7 +141,7 @@ class WorkerSupervisor:
                 self.state = "starting"
                 worker = WorkerProcess(
                     self.device,
-                    self.timeouts,
+                    timeouts=lambda: self.timeouts,
                     on_event=self._on_event,
                     on_lost=self._on_worker_lost,
                     has_live_requests=lambda: any(model.has_requests for model in self._models.values()),
@@ -151,7 +163,7 @@ class WorkerSupervisor:
                 for handle, stats in event.stats.items():
                     if (model := self._models.get(handle)) is not None:
                         model.on_stats(stats)
-            case protocol.Memory() | protocol.Faulted():
+            case protocol.Memory() | protocol.LimitsMeasured() | protocol.Faulted():
                 pass
             case _:
                 self._on_model_event(event)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,8 @@ from cortex.wire.requests import GenerateRequest
 from cortex.wire.response import summed, total_usage
 from cortex.wire.sse import frame
 
+_MARK = "\ufdd0text\ufdd0"
+_encode_text = msgspec.json.Encoder().encode
 DONE = frame(b"[DONE]")
 SYSTEM_FINGERPRINT = f"fp_cortex_{__version__}"
 """With the same fingerprint, the same request with a seed gives the same response."""
@@ -48,6 +50,19 @@ class ChunkEncoder:
         self._returns_ids = request.return_token_ids
         self._token_ids: dict[int, tuple[int, ...]] = {}
         """The same of token ids."""
+        self._frames: dict[tuple[int, str], tuple[bytes, bytes]] = {}
+        """By choice and field: what is before and after the text of a chunk that has nothing else."""
+
+    def _text_chunk(self, index: int, field: str, text: str, encode: Callable[[str], bytes]) -> bytes:
+        """The chunk of a choice with `text`, as `encode` encodes it: most chunks differ in nothing else, so the rest is
+        encoded once."""
+        if self._logprobs or self._returns_ids or self._continuous:
+            return encode(text)
+        frame = self._frames.get((index, field))
+        if frame is None:
+            before, _, after = encode(_MARK).rpartition(_encode_text(_MARK))
+            frame = self._frames[index, field] = (before, after)
+        return frame[0] + _encode_text(text) + frame[1]
 
     def _ids(self, index: int) -> dict[str, Any]:
         """The fields of a choice's chunk with the tokens that wait for it."""

@@ -120,6 +120,7 @@ class Encoder(ChunkEncoder):
     def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
         super().__init__("text_completion", request, id=id, created=created, model=model)
         self._offsets: dict[int, int] = {}
+        self._counts_offsets = request.sampling.logprobs
         self._counting: set[int] = set()
         """Choices whose first token was sent; from then on the tokens count the characters."""
         self._prompts: dict[int, tuple[int, ...]] = {}
@@ -128,7 +129,7 @@ class Encoder(ChunkEncoder):
     def encode(self, event: AnyEvent) -> bytes:
         match event:
             case TextDelta(text=text) | ReasoningDelta(text=text):
-                return self._chunk([self._choice(event.index, text, {"finish_reason": None})])
+                return self._text(event.index, text)
             case Logprobs(tokens=tokens):
                 self._logprobs[event.index] = self._logprobs.get(event.index, ()) + tokens
                 return b""
@@ -147,6 +148,12 @@ class Encoder(ChunkEncoder):
                 return stream_error(errors.from_code(code, message))
             case _:
                 return b""  # this dialect has neither roles nor tool calls
+
+    def _text(self, index: int, text: str) -> bytes:
+        def encode(shown: str) -> bytes:
+            return self._chunk([self._choice(index, shown, {"finish_reason": None})])
+
+        return encode(text) if self._counts_offsets else self._text_chunk(index, "text", text, encode)
 
     def _choice(self, index: int, text: str, finish: dict[str, str | None]) -> dict[str, Any]:
         tokens = self._logprobs.pop(index, None)

@@ -21,6 +21,14 @@ Speculation = Annotated[str, Meta(max_length=4096)]
 _DRAFT: Final = "draft:"
 
 
+_PATH_PREFIXES = ("/", "./", "../", "~")
+
+
+def is_path(source: str) -> bool:
+    """Whether a source is written as a path, and never a repository of the hub."""
+    return source.startswith(_PATH_PREFIXES)
+
+
 def checked_speculation(speculation: str | None, draft: str | None) -> str | None:
     """The setting as `off`, `lookup`, `mtp` or `draft:NAME`, from the two options that may give it.
 

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.load_options import Count, LoadOptions
 from cortex.wire.node.sampling import SamplingDefaults
 
@@ -144,7 +145,7 @@ class ModelLoad(NodeValue, frozen=True):
     waiting: int = 0
     kv_used_fraction: float = 0.0
     tokens_per_s: float = 0.0
-    """Completion tokens over the last few seconds."""
+    """Completion tokens of all requests, without the first of each, over the last few seconds in which one came."""
 
 
 class Capabilities(NodeValue, frozen=True):
@@ -233,6 +234,8 @@ class ModelStatus(NodeValue, frozen=True):
     state_age_s: float = 0.0
     idle_s: float = 0.0
     """Seconds since the last request ended; 0 while one runs."""
+    bench: BenchResult | None = None
+    """How fast it is there, as measured; absent: it was not, or something has changed since."""
 
 
 class ModelList(NodeValue, frozen=True):

@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 
+from ....waiting import WAIT_S
 from .gguf_files import write_gguf
 
 if TYPE_CHECKING:
@@ -157,13 +158,13 @@ def test_damaged_file_is_rejected_by_tensor_and_reason_and_a_good_one_loads_afte
     path.write_bytes(raw)
     load = {"model_id": f"damaged-{kind.replace(' ', '-')}", "source": str(path)}
     before = daemon.held_bytes()
-    status, rejection = daemon.call("/models/load", load, timeout_s=120)
+    status, rejection = daemon.call("/models/load", load)
     expected = (422, "model_unsupported") if kind in UNSUPPORTED else (502, "load_failed")
     assert (status, rejection["error"]["code"]) == expected, rejection
     assert reason in rejection["error"]["message"]
     model = daemon.model(load["model_id"])
     assert (model["state"], model["measured_bytes"], model["reason"]) == ("failed", None, rejection["error"]["message"])
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + WAIT_S
     while users := users_of(path):  # the tokenizer process may be ending
         assert time.monotonic() < deadline_s, users
         time.sleep(0.02)
@@ -171,7 +172,7 @@ def test_damaged_file_is_rejected_by_tensor_and_reason_and_a_good_one_loads_afte
     if "scale" not in kind and "another" not in kind:  # found in the header: nothing was started to read weights
         assert daemon.held_bytes() - before < 64 * MEBIBYTE
     path.write_bytes(good)
-    assert daemon.call("/models/load", load, timeout_s=120)[0] == 200
+    assert daemon.call("/models/load", load)[0] == 200
     daemon.wait_ready(load["model_id"])
     assert daemon.complete(load["model_id"])[0] == 200
-    assert daemon.call("/models/unload", load, timeout_s=120)[0] == 200
+    assert daemon.call("/models/unload", load)[0] == 200

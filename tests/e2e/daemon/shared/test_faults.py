@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ....waiting import WAIT_S
 from .conftest import WIDE
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def kill_mid_stream(daemon: Daemon, name: str = "neuron-worker") -> dict[str, An
     """Kills the process of that name once a response has begun; what the stream says last."""
     host, _, port = daemon.url.removeprefix("http://").partition(":")
     victim = daemon.process_called(name)
-    connection = http.client.HTTPConnection(host, int(port), timeout=120)
+    connection = http.client.HTTPConnection(host, int(port), timeout=WAIT_S)
     body = {"model": WIDE, "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
     response = connection.getresponse()
@@ -52,7 +53,7 @@ def next_response(daemon: Daemon) -> Any:
     while (response := daemon.complete(WIDE))[0] != 200:
         status, rejection = response
         assert (status, rejection["error"]["code"]) == (503, "recovering")
-        assert time.monotonic() - told_s < 60.0
+        assert time.monotonic() - told_s < WAIT_S
         time.sleep(0.05)
     return response[1]["choices"]
 

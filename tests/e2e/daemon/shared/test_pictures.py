@@ -38,7 +38,7 @@ def write_model(folder: Path) -> Path:
 def gateway(daemon: Daemon, start_gateway: StartGateway, tiny_model: Path) -> Iterator[Daemon]:
     folder = write_model(tiny_model.with_name("seer"))
     load = {"model_id": MODEL, "source": str(folder), "wait": True}
-    status, loaded = daemon.call("/models/load", load, timeout_s=120)
+    status, loaded = daemon.call("/models/load", load)
     assert status == 200, loaded
     assert loaded["capabilities"]["vision"], loaded
     yield start_gateway("", {"beast": daemon})

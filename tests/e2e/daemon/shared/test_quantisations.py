@@ -15,6 +15,8 @@ from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.memory.dtypes import likely_cpu_form
 from cortex.neuron.kernels.cpu.forms import best_form
 
+from ....waiting import WAIT_S
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -29,7 +31,7 @@ def pull(daemon: Daemon, model: str, quant: str | None = None) -> dict[str, Any]
     """The download, when it has ended."""
     status, pulled = daemon.call("/files/pull", {"model_id": model, "quant": quant})
     assert status == 202, pulled
-    deadline_s = time.monotonic() + 120
+    deadline_s = time.monotonic() + WAIT_S
     while pulled["state"] == "running":
         assert time.monotonic() < deadline_s, daemon.log.read_text()
         time.sleep(0.05)
@@ -38,7 +40,7 @@ def pull(daemon: Daemon, model: str, quant: str | None = None) -> dict[str, Any]
 
 
 def load(daemon: Daemon, model: str, **options: Any) -> dict[str, Any]:
-    status, loaded = daemon.call("/models/load", {"model_id": model, **options}, timeout_s=120)
+    status, loaded = daemon.call("/models/load", {"model_id": model, **options})
     assert status == 200, loaded
     daemon.wait_ready(model)
     assert daemon.complete(model)[0] == 200
@@ -46,7 +48,7 @@ def load(daemon: Daemon, model: str, **options: Any) -> dict[str, Any]:
 
 
 def unload(daemon: Daemon, model: str) -> None:
-    assert daemon.call("/models/unload", {"model_id": model}, timeout_s=120)[0] == 200
+    assert daemon.call("/models/unload", {"model_id": model})[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -69,31 +71,31 @@ def test_any_spelling_loads_its_file_and_the_report_names_it(
     ready = load(daemon, model, quant=quant)
     assert (ready["quant"], ready.get("requested_quant")) == (stored, quant)
     unload(daemon, model)
-    assert daemon.call("/files/delete", {"model_id": model}, timeout_s=60)[0] == 200
+    assert daemon.call("/files/delete", {"model_id": model})[0] == 200
 
 
 def test_load_of_another_quantisation_than_the_one_in_memory_is_rejected(daemon: Daemon) -> None:
     request = {"model_id": "tiny/quants-GGUF", "quant": "Q8_0"}
     load(daemon, "tiny/quants-GGUF", quant="Q8_0")
     for same in ("q8", "int8", None):
-        assert daemon.call("/models/load", request | {"quant": same}, timeout_s=120)[0] == 200
-    status, rejected = daemon.call("/models/load", request | {"quant": "q4"}, timeout_s=120)
+        assert daemon.call("/models/load", request | {"quant": same})[0] == 200
+    status, rejected = daemon.call("/models/load", request | {"quant": "q4"})
     assert (status, rejected["error"]["code"]) == (409, "model_in_use")
     assert "is ready as Q8_0, not as q4; unload it first" in rejected["error"]["message"]
     sleep = {"model_id": "tiny/quants-GGUF", "sleep": True}
-    assert daemon.call("/models/unload", sleep, timeout_s=120)[0] == 200
+    assert daemon.call("/models/unload", sleep)[0] == 200
     assert load(daemon, "tiny/quants-GGUF", quant="q4")["quant"] == "q4_0"
     unload(daemon, "tiny/quants-GGUF")
 
 
 def test_model_that_does_not_exist_is_listed_until_its_failure_is_cleared(daemon: Daemon) -> None:
     request = {"model_id": "tiny/absent"}
-    assert daemon.call("/models/load", request, timeout_s=120)[1]["error"]["code"] == "source_not_found"
+    assert daemon.call("/models/load", request)[1]["error"]["code"] == "source_not_found"
     assert daemon.model("tiny/absent")["state"] == "failed"
-    assert daemon.call("/models/unload", request, timeout_s=60)[0] == 200
+    assert daemon.call("/models/unload", request)[0] == 200
     _, listed = daemon.call("/models")
     assert "tiny/absent" not in {model["id"] for model in listed["models"]}
-    assert daemon.call("/models/unload", request, timeout_s=60)[0] == 404
+    assert daemon.call("/models/unload", request)[0] == 404
 
 
 @pytest.fixture
@@ -120,13 +122,13 @@ def test_dense_weights_are_quantised_at_load_where_no_file_is(
 ) -> None:
     request = {"model_id": model, "source": source, "quant": quant}
     if stored is None:
-        assert daemon.call("/models/load", request, timeout_s=120)[0] == 502  # quantised files of other bits only
+        assert daemon.call("/models/load", request)[0] == 502  # quantised files of other bits only
         return
     ready = load(daemon, model, source=source, quant=quant)
     assert ready["quant"] == stored
     unload(daemon, model)
     assert daemon.model(model)["least_bytes"] == ready["least_bytes"]
-    assert daemon.call("/files/delete", {"model_id": model}, timeout_s=60)[0] == 200
+    assert daemon.call("/files/delete", {"model_id": model})[0] == 200
 
 
 @pytest.mark.usefixtures("_quantises_at_load")
@@ -135,7 +137,7 @@ def test_size_of_a_quantised_load_is_known_before_it(daemon: Daemon) -> None:
     sizes = {size["quant"]: size["least_bytes"] for size in daemon.model("tiny/dense")["quantised"]}
     assert pull(daemon, "tiny/dense", "q4")["state"] == "done"
     assert daemon.model("tiny/dense")["least_bytes"] == sizes["q4_k"]
-    assert daemon.call("/files/delete", {"model_id": "tiny/dense"}, timeout_s=60)[0] == 200
+    assert daemon.call("/files/delete", {"model_id": "tiny/dense"})[0] == 200
 
 
 def test_model_is_loaded_as_it_was_pulled_and_estimated(daemon: Daemon) -> None:
@@ -147,7 +149,7 @@ def test_model_is_loaded_as_it_was_pulled_and_estimated(daemon: Daemon) -> None:
         assert load(daemon, "tiny/mixed")["quant"] == stored
         unload(daemon, "tiny/mixed")
     assert pull(daemon, "tiny/mixed", "q4")["state"] == "done"
-    status, deleted = daemon.call("/files/delete", {"model_id": "tiny/mixed"}, timeout_s=60)
+    status, deleted = daemon.call("/files/delete", {"model_id": "tiny/mixed"})
     assert status == 200, deleted
     assert daemon.call("/models/tiny/mixed")[0] == 404, "all of its files are gone, whatever was pulled last"
 
@@ -177,7 +179,7 @@ def test_what_a_repository_cannot_give_is_rejected_and_leaves_no_files(
     failed = pull(daemon, model, quant)
     assert (failed["state"], failed["code"]) == ("failed", "source_not_found")
     assert reason in failed["reason"]
-    status, error = daemon.call("/models/load", {"model_id": model, "quant": quant}, timeout_s=120)
+    status, error = daemon.call("/models/load", {"model_id": model, "quant": quant})
     assert status >= 400
     assert reason in error["error"]["message"]
     assert daemon.call("/health")[1]["disk"]["models_bytes"] == before
@@ -188,7 +190,7 @@ def test_cortex_up_serves_the_quantisation_of_its_option_and_leaves_no_process_w
 ) -> None:
     run = start("tiny/quants-GGUF", "tiny/mixed:int8", "--quant", "q4", HF_ENDPOINT=hub.endpoint, HF_HOME=str(tmp_path))
     run.wait_ready()
-    with urllib.request.urlopen(f"{run.url}/v1/models", timeout=60) as response:
+    with urllib.request.urlopen(f"{run.url}/v1/models", timeout=WAIT_S) as response:
         listed = json.load(response)["data"]
     assert {entry["id"]: [size["quant"] for size in entry["sizes"]] for entry in listed} == {
         "tiny/quants-GGUF": ["q4_0"],

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ....waiting import WAIT_S
 from ..conftest import TINY
 from .conftest import WIDE
 
@@ -38,7 +39,7 @@ def ask(daemon: Daemon, model_id: str = WIDE) -> Any:
 
 
 def wait_until(condition: Callable[[], bool], daemon: Daemon) -> None:
-    deadline_s = time.monotonic() + 60.0
+    deadline_s = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline_s, daemon.log.read_text()
         time.sleep(0.05)

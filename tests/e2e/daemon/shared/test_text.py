@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ....waiting import WAIT_S
 from ..conftest import TINY
 from .conftest import LARGE
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-SHARE = 0.25
+SHARE = 0.5
 """A read that waited for concurrent work would take all of its time, not a part."""
 
 
@@ -49,7 +50,7 @@ def reading(daemon: Daemon) -> Iterator[Reads]:
     reads, ended = Reads(), threading.Event()
 
     def read() -> None:
-        connection = http.client.HTTPConnection(daemon.url.removeprefix("http://"), timeout=60)
+        connection = http.client.HTTPConnection(daemon.url.removeprefix("http://"), timeout=WAIT_S)
         for path in itertools.cycle(("/health", "/models", "/discovery")):
             began_s = time.monotonic()
             connection.request("GET", path)
@@ -124,7 +125,7 @@ def test_reads_do_not_wait_for_a_body_of_millions_of_arrays(daemon: Daemon) -> N
 
     def worst_share() -> float:
         with reading(daemon) as reads:
-            connection = http.client.HTTPConnection(address, timeout=120)
+            connection = http.client.HTTPConnection(address, timeout=WAIT_S)
             connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
             assert connection.getresponse().status == 400
         return reads.worst_share
@@ -148,7 +149,7 @@ def test_long_texts_do_not_delay_a_short_one_and_end_when_their_clients_disconne
     count(daemon, LARGE[0], "hello")  # its tokenizer is there
     turns = [{"role": "user", "content": "some words " * 600_000}]
     body = json.dumps({"model": LARGE[0], "max_tokens": 1, "messages": turns}).encode()
-    clients = [http.client.HTTPConnection(daemon.url.removeprefix("http://"), timeout=60) for _ in range(4)]
+    clients = [http.client.HTTPConnection(daemon.url.removeprefix("http://"), timeout=WAIT_S) for _ in range(4)]
     for client in clients:
         client.request("POST", "/v1/messages/count_tokens", body, {"content-type": "application/json"})
     wait_until(busy_in_background)
@@ -162,7 +163,7 @@ def test_long_texts_do_not_delay_a_short_one_and_end_when_their_clients_disconne
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen in time"
         time.sleep(0.02)

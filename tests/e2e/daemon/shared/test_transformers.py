@@ -26,9 +26,7 @@ def test_model_of_the_library_is_loaded_responds_sleeps_and_wakes(daemon: Daemon
     transformers.GPTNeoXForCausalLM(config).save_pretrained(folder)
     shutil.copy(tiny_model / "tokenizer.json", folder)
     model_id = "neox"
-    status, loaded = daemon.call(
-        "/models/load", {"model_id": model_id, "source": str(folder), "wait": True}, timeout_s=120
-    )
+    status, loaded = daemon.call("/models/load", {"model_id": model_id, "source": str(folder), "wait": True})
     assert status == 200, loaded
     assert (loaded["state"], loaded["family"], loaded["backend"]) == ("ready", "gpt_neox", "transformers")
     assert any("GPTNeoXForCausalLM" in note for note in loaded["capabilities"]["notes"])

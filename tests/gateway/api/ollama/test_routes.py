@@ -1,10 +1,10 @@
-"""Ollama's listings, pulls and deletions of a fleet, and the sequences of requests that known clients send."""
+"""Ollama's listings, pulls and deletions of a fleet."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -151,76 +151,3 @@ async def test_keys_are_needed_unless_the_listing_is_open(node: FakeNeuron, star
     assert (await opened.get("/api/tags", authorization="Bearer wrong"))[0] == 401
     for path in ("/api/chat", "/api/pull"):
         assert (await opened.post(path, {"model": "org/big"}))[0] == 401
-
-
-VS_CODE = [
-    ("GET", "/api/version", None),
-    ("GET", "/api/tags", None),
-    ("POST", "/api/show", {"model": "org/big"}),
-    (
-        "POST",
-        "/v1/chat/completions",
-        {
-            "model": "org/big",
-            "stream": False,
-            "messages": [{"role": "system", "content": "You code."}, {"role": "user", "content": "hi"}],
-            "tools": [{"type": "function", "function": {"name": "read_file", "parameters": {"type": "object"}}}],
-            "temperature": 0.1,
-            "top_p": 1,
-            "n": 1,
-        },
-    ),
-]
-ZED = [
-    ("GET", "/api/tags", None),
-    ("POST", "/api/show", {"model": "org/big"}),
-    (
-        "POST",
-        "/api/chat",
-        {
-            "model": "org/big",
-            "messages": [{"role": "user", "content": "hi", "images": None}],
-            "stream": True,
-            "keep_alive": -1,
-            "options": {"num_ctx": 16384, "num_predict": None, "stop": [], "temperature": 1.0, "top_p": None},
-            "tools": [{"type": "function", "function": {"name": "grep", "description": None, "parameters": {}}}],
-            "think": True,
-        },
-    ),
-]
-HOME_ASSISTANT = [
-    ("GET", "/api/tags", None),
-    (
-        "POST",
-        "/api/chat",
-        {
-            "model": "org/big",
-            "messages": [{"role": "system", "content": "You run a house."}, {"role": "user", "content": "light?"}],
-            "tools": [{"type": "function", "function": {"name": "HassTurnOn", "parameters": {"type": "object"}}}],
-            "stream": True,
-            "keep_alive": "-1s",
-            "options": {"num_ctx": 8192},
-            "think": False,
-        },
-    ),
-]
-
-
-@pytest.mark.parametrize("requests", [VS_CODE, ZED, HOME_ASSISTANT], ids=["vs-code", "zed", "home-assistant"])
-async def test_known_clients_get_what_they_need(
-    client: Client, node: FakeNeuron, requests: list[tuple[str, str, dict[str, Any] | None]]
-) -> None:
-    for method, path, body in requests:
-        async with client.session.request(method, client.url + path, json=body) as response:
-            data = await response.read()
-            assert response.status == 200, data
-            replies = [json.loads(line) for line in data.splitlines()]
-        assert not any("error" in reply for reply in replies)
-        if path == "/api/chat":
-            assert "".join(reply["message"]["content"] for reply in replies) == "from beast"
-            assert replies[-1]["done"]
-        if path == "/api/show":
-            information = replies[0]["model_info"]
-            assert information[f"{information['general.architecture']}.context_length"] == 32768
-    assert not client.gateway.dispatcher.pins
-    assert not node.unload_requests

@@ -17,6 +17,7 @@ from cortex.gateway.server import Gateway
 from cortex.settings import Listen
 from cortex.wire.node.protocol import ModelState
 
+from ....waiting import WAIT_S
 from ...fake_neuron import GB, JSON, FakeNeuron
 from ...started_gateway import Client, until
 
@@ -119,4 +120,4 @@ async def test_node_joins_a_running_gateway_and_leaves_it(
             await until(lambda: not gateway.dispatcher.fleet.nodes)
             assert (await client.chat("a"))[0] == 404
     finally:
-        await asyncio.wait_for(gateway.close(), 40)
+        await asyncio.wait_for(gateway.close(), WAIT_S)

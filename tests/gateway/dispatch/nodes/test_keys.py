@@ -11,6 +11,7 @@ from aiohttp import web
 from cortex.gateway.config import Config, GatewaySection, NeuronSection
 from cortex.wire.node.protocol import ModelState
 
+from ....waiting import WAIT_S
 from ...fake_neuron import GB
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ async def test_node_that_needs_another_key_is_down_and_says_why(
     monkeypatch.setenv("NODE_KEY", sent or "")
     beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY}, key=NODE_KEY)
     client = await start_gateway(beast, node_key_env="NODE_KEY")
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(WAIT_S):
         while not (found := (await client.get("/fleet/status"))[1]["nodes"][0]["problem"]):
             await asyncio.sleep(0.05)
     assert problem in found
@@ -54,7 +55,7 @@ async def test_client_gets_502_and_not_401_when_a_node_rejects_the_gateway(
 ) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
     attic = await neurons("attic", sizes={"a": GB}, states={"a": ModelState.READY})
-    client = await start_gateway(beast, attic, poll_interval_s=60.0, max_wait_s=0.5)
+    client = await start_gateway(beast, attic, poll_interval_s=WAIT_S, max_wait_s=3.0)
     beast.key = NODE_KEY
     for _ in range(4):
         status, body = await client.chat("a")

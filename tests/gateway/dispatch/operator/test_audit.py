@@ -90,6 +90,20 @@ async def test_nul_characters_are_recorded_and_do_not_end_the_log(location: str)
     await log.close()
 
 
+async def test_attempts_without_a_key_push_out_only_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "MAX_REJECTED", 3)
+    monkeypatch.setattr(audit, "MAX_WITHOUT_KEY", 1)
+    now = NOW
+    log = AuditLog(str(tmp_path / "audit.db"), 1, lambda: now)
+    for number, (status, key_id) in enumerate([(403, "abcdefgh"), (200, ""), (401, ""), (502, ""), (401, "")]):
+        now += 1
+        log.record("POST /session", status, key_id=key_id, detail=str(number))
+    await log.flush()
+    now += EXPIRE_S
+    assert [entry.detail for entry in await log.read(0, now, 10)] == ["4", "1", "0"]
+    await log.close()
+
+
 async def test_rejected_requests_do_not_push_out_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit, "MAX_ENTRIES", 4)
     monkeypatch.setattr(audit, "MAX_REJECTED", 2)

@@ -2,7 +2,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -48,7 +48,6 @@ def without_ids(blocks: tuple[Block, ...]) -> list[Block]:
 
 
 @given(cuts=st.lists(st.integers(0, 1000), max_size=20), stop=st.sampled_from([(), ("answer",), ("nope",), ("🙂",)]))
-@settings(deadline=None)
 def test_events_do_not_depend_on_how_tokens_are_batched(
     text: TextModel, cuts: list[int], stop: tuple[str, ...]
 ) -> None:

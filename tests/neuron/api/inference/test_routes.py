@@ -15,6 +15,7 @@ from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.headers import PROMPT_TOKENS, TOKEN_LIMIT
 from cortex.wire.node.sampling import SamplingDefaults
 
+from ....waiting import WAIT_S
 from ..conftest import Api, ChatBody, Until
 from .route_calls import BODIES, ROUTES, ask, body, frames, text_of
 
@@ -210,7 +211,7 @@ async def test_accepts_a_principal_that_is_not_utf8(api: Api) -> None:
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-cortex-principal: \xff\xfe\r\n"
         b"content-length: %d\r\n\r\n%s" % (len(data), data)
     )
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         reply = await reader.read()
     writer.close()
     assert reply.startswith(b"HTTP/1.1 200")

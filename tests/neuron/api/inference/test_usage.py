@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from ....waiting import NEVER_S, WAIT_S
+
 
 async def exposition(api: Any) -> str:
     async with api.client.get(api.url + "/metrics") as response:
@@ -16,7 +18,7 @@ async def exposition(api: Any) -> str:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_reports_usage_up_to_the_disconnect(api: Any, chat_body: Any, stream: bool) -> None:
-    api.node.script.pause_s = 30
+    api.node.script.pause_s = NEVER_S
     api.node.script.cached = 2
 
     async def send() -> None:
@@ -27,7 +29,7 @@ async def test_reports_usage_up_to_the_disconnect(api: Any, chat_body: Any, stre
             await response.read()
 
     request = asyncio.create_task(send())
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         while 'neuron_time_to_first_token_seconds_count{model="org/tiny"} 1.0' not in await exposition(api):
             await asyncio.sleep(0.01)
     early = asyncio.create_task(api.client.get(api.url + "/requests/a/b:1/usage"))  # before the disconnect

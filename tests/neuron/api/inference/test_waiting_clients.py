@@ -12,6 +12,7 @@ import pytest
 
 from cortex.wire.node.protocol import ModelState
 
+from ....waiting import NEVER_S
 from ..conftest import Api, ChatBody, Until
 from .route_calls import ROUTES, ask, body, frames, is_ollama, received_until
 
@@ -67,12 +68,12 @@ async def test_disconnected_client_frees_everything_in_every_phase(
     api: Api, path: str, stream: bool, phase: str, until: Until
 ) -> None:
     if phase == "prefill":
-        api.node.script.first_s = 30
+        api.node.script.first_s = NEVER_S
     elif phase == "decode":
-        api.node.script.pause_s = 30
+        api.node.script.pause_s = NEVER_S
     else:
         api.node.state = ModelState.COLD
-        api.node.load_s = 30
+        api.node.load_s = NEVER_S
     asking = asyncio.create_task(ask(api, path, body(path, stream=stream)))
     reached = {
         "load": lambda: api.node.loads,
@@ -93,7 +94,7 @@ async def test_disconnected_client_frees_everything_in_every_phase(
 
 
 async def test_cancels_every_choice_when_the_client_disconnects(api: Api, chat_body: ChatBody, until: Until) -> None:
-    api.node.script.pause_s = 30
+    api.node.script.pause_s = NEVER_S
     asking = asyncio.create_task(ask(api, "/v1/chat/completions", chat_body(n=4, stream=True)))
     await until(lambda: len(api.node.generations) == 4)
     await disconnect(asking)

@@ -33,6 +33,12 @@ def test_much_slower_try_ends_after_its_first_step() -> None:
     assert all(pair != [1, 1] for pair in map(list, pairwise(taken)))
 
 
+def test_slower_try_ends_after_its_second_step() -> None:
+    taken = run(ThreadChoice(ALL), {1: 1.7, ALL: 1.0}, 100)
+    assert taken.count(1) == 6  # after 8, 16 and 32 steps
+    assert all(triple != (1, 1, 1) for triple in zip(taken, taken[1:], taken[2:], strict=False))
+
+
 def test_switches_to_one_thread_if_faster_and_back() -> None:
     choice = ThreadChoice(ALL)
     assert run(choice, {1: 1.0, ALL: 3.0}, 200)[-100:].count(ALL) <= 3

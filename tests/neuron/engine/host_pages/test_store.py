@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.neuron.engine.host_pages import store as stores
@@ -76,7 +76,6 @@ DIGESTS = st.binary(min_size=1, max_size=1)
 KINDS = st.sampled_from([PAGES, STATES, OTHER])
 
 
-@settings(max_examples=60)
 @given(
     budget=st.integers(0, 600),
     steps=st.lists(st.tuples(st.sampled_from(["put", "lose", "use", "forget", "limit"]), KINDS, DIGESTS), max_size=40),

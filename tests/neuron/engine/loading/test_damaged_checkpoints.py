@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tests.neuron.models.gguf_builds import reference_of
@@ -26,7 +26,6 @@ from cortex.neuron.engine.request import LoadSpec
 from ...tiny_models import tiny_sizes
 
 CPU = torch.device("cpu")
-FUZZ = settings(max_examples=60)
 ODD_VALUES = st.one_of(
     st.none(),
     st.booleans(),
@@ -63,7 +62,6 @@ HEADER_BYTES = 8 << 10
 Patch = tuple[int, bytes]
 
 
-@FUZZ
 @given(
     patches=st.lists(
         st.tuples(
@@ -109,7 +107,6 @@ COUNTS = (
 SOME_COUNTS = st.one_of(st.integers(0, 1 << 10), st.sampled_from([1 << 16, 1 << 24, (1 << 31) - 1, (1 << 32) - 1]))
 
 
-@FUZZ
 @given(counts=st.dictionaries(st.sampled_from(COUNTS), SOME_COUNTS, min_size=1, max_size=3))
 @example(counts={"expert_shared_feed_forward_length": 768})
 @example(counts={"expert_shared_feed_forward_length": 256})
@@ -173,7 +170,6 @@ KINDS = st.sampled_from([torch.float32, torch.int32, torch.int8, torch.uint8, to
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 8, 64]), max_size=3)
 
 
-@FUZZ
 @given(
     odd=st.dictionaries(st.sampled_from(sorted(QUANTISATION)), ODD_VALUES, max_size=2),
     reshaped=st.dictionaries(TENSORS, st.tuples(SHAPES, KINDS), max_size=2),
@@ -242,7 +238,6 @@ ROPE = st.dictionaries(
 )
 
 
-@FUZZ
 @given(
     changes=st.dictionaries(
         st.sampled_from(FIELDS), st.one_of(ODD_VALUES, SOME_COUNTS, st.floats(), ROPE), min_size=1, max_size=3

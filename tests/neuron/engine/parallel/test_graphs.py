@@ -28,6 +28,7 @@ from cortex.neuron.kernels.jit import TRITON
 from cortex.neuron.kernels.peer_buffer import MAX_BYTES, MAX_RANKS
 from cortex.neuron.layers.parallel import UNLIMITED_BYTES
 
+from ....waiting import WAIT_S
 from ...rank_threads import RankThreads, run, tokens_of
 from ...tiny_models import write_llama
 
@@ -177,7 +178,7 @@ def test_ranks_connect_again_if_the_library_cannot_be_captured_on_one_of_them(
 
     def exchange(rank: int, outcome: str) -> list[str]:
         outcomes[rank] = outcome
-        barrier.wait(60)
+        barrier.wait(WAIT_S)
         return outcomes
 
     def total(rank: int) -> tuple[int, float]:
@@ -187,13 +188,13 @@ def test_ranks_connect_again_if_the_library_cannot_be_captured_on_one_of_them(
         group.agree_on_capture(spec, device, lambda _, outcome: exchange(rank, outcome))
         summed = group.all_reduce(torch.ones(1)).item()
         max_bytes = group.max_captured_bytes
-        barrier.wait(60)
+        barrier.wait(WAIT_S)
         group.close()
         return max_bytes, summed
 
     with ThreadPoolExecutor(2) as threads:
         expected = (0 if incapable else UNLIMITED_BYTES, 2.0)
-        assert list(threads.map(total, range(2), timeout=120)) == [expected] * 2
+        assert list(threads.map(total, range(2), timeout=WAIT_S)) == [expected] * 2
 
 
 @pytest.mark.parametrize(

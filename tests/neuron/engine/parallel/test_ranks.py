@@ -21,6 +21,7 @@ from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.parallel.ranks import load_engine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
 
+from ....waiting import WAIT_S
 from ...rank_threads import QueueLink, RankThreads, run, tokens_of
 from ...tiny_models import tiny_delta, tiny_sizes
 
@@ -110,7 +111,7 @@ def test_rank_begins_no_step_of_its_own_while_the_leader_waits_for_it_to_connect
         while not steps_begun and not second.done():
             time.sleep(0.01)
         first = threads.submit(join, 0)
-        for group in (first.result(60), second.result(60)):
+        for group in (first.result(WAIT_S), second.result(WAIT_S)):
             group.close()
     assert steps_begun
     assert not any(steps_begun)
@@ -133,9 +134,9 @@ def test_rank_that_fails_while_it_connects_ends_the_wait_of_the_others(
             for rank in range(2)
         )
         with pytest.raises(LoadError, match="the links are broken"):
-            second.result(60)
+            second.result(WAIT_S)
         with pytest.raises(LoadCancelled, match="another rank of the model ended its load"):
-            first.result(60)
+            first.result(WAIT_S)
 
 
 def test_leader_sleeps_and_wakes_after_and_before_the_others(pair: RankThreads) -> None:

@@ -17,6 +17,8 @@ from cortex.neuron.engine.errors import LoadCancelled
 from cortex.neuron.engine.parallel.sockets import MAX_DIRECT_BYTES, Sockets
 from cortex.neuron.layers.configs import Shard
 
+from ....waiting import WAIT_S
+
 T = TypeVar("T")
 
 BUFFERED_BYTES = 16 << 20
@@ -34,10 +36,10 @@ def on_ranks(
         def exchange(address: str) -> list[str]:
             on_listening(address)
             addresses[rank] = address
-            barrier.wait(60)
+            barrier.wait(WAIT_S)
             return addresses
 
-        sockets = Sockets.connect(Shard(rank, num_ranks), exchange, None, 60.0, lambda: None)
+        sockets = Sockets.connect(Shard(rank, num_ranks), exchange, None, WAIT_S, lambda: None)
         try:
             return call(rank, sockets)
         finally:

@@ -33,6 +33,8 @@ from cortex.neuron.engine.parallel.ports import listening
 from cortex.neuron.engine.parallel.store import EntryStore, RankStore
 from cortex.neuron.engine.request import RankSpec, RendezvousAddress
 
+from ....waiting import WAIT_S
+
 library: Any = torch.distributed
 HOST, KEY = "127.0.0.1", b"key of rank 1"
 
@@ -55,7 +57,7 @@ def served() -> Iterator[tuple[ServedEntries, tuple[str, int]]]:
 
 
 def joined(address: tuple[str, int], key: bytes = KEY) -> RemoteEntries:
-    return RemoteEntries(arrivals.connected(address, key, time.monotonic() + 30))
+    return RemoteEntries(arrivals.connected(address, key, time.monotonic() + WAIT_S))
 
 
 def test_ranks_on_two_hosts_meet_and_sum(ranks: list[RankSpec]) -> None:
@@ -69,7 +71,7 @@ def test_ranks_on_two_hosts_meet_and_sum(ranks: list[RankSpec]) -> None:
             assert spec.rendezvous is not None
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((HOST, spec.rendezvous.store_port))
-        all_met.wait(30)
+        all_met.wait(WAIT_S)
         group.close()
         return total
 
@@ -88,7 +90,7 @@ def test_leader_that_ends_its_load_ends_the_wait_of_the_others(ranks: list[RankS
             time.sleep(0.01)
         leader.close()
         with pytest.raises(LoadCancelled, match="another rank of the model ended its load"):
-            follower.result(30)
+            follower.result(WAIT_S)
         with pytest.raises(LoadCancelled):
             TorchGroup.join(ranks[1], torch.device("cpu"), end)
 
@@ -231,7 +233,7 @@ def test_library_calls_every_method_of_the_store() -> None:
 def test_call_that_is_malformed_gets_an_error_and_the_next_is_served(
     served: tuple[ServedEntries, tuple[str, int]], call: bytes
 ) -> None:
-    connection = arrivals.connected(served[1], KEY, time.monotonic() + 30)
+    connection = arrivals.connected(served[1], KEY, time.monotonic() + WAIT_S)
     connection.sendall(len(call).to_bytes(4, "little") + call)
     length = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")
     value, error = json.loads(connection.recv(length, socket.MSG_WAITALL))
@@ -270,7 +272,7 @@ def test_library_of_torch_meets_through_the_store(ranks: list[RankSpec]) -> None
         )
         values = torch.ones(1)
         group.allreduce([values]).wait()
-        all_met.wait(30)
+        all_met.wait(WAIT_S)
         del group
         own.close()
         return values.item()

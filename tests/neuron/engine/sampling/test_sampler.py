@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -116,7 +116,6 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
     assert statistic < freedom + 5 * math.sqrt(2 * freedom)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     top_k=st.integers(0, VOCAB + 5),
@@ -161,7 +160,6 @@ def test_temperature_near_zero_is_greedy(temperature: float) -> None:
     assert set(frequencies(logits, SamplingParams(temperature=temperature), 30)) == {int(logits.argmax())}
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     repetition=st.sampled_from([1.0, 1.3, 0.7]),

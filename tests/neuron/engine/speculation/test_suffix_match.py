@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.neuron.engine.speculation.suffix_match import MAX_MATCH, SuffixMatch
@@ -20,7 +20,6 @@ def longest_suffix(text: list[int]) -> int:
     return 0
 
 
-@settings(max_examples=200, deadline=None)
 @given(prompt=TOKENS, output=TOKENS)
 def test_place_follows_an_earlier_occurrence_of_the_latest_tokens(prompt: list[int], output: list[int]) -> None:
     text = list(prompt)

@@ -1,5 +1,7 @@
 """Attention of decode rows on a CPU, without kernels of Triton."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.neuron.kernels.attention.test_paged import PAGE_TOKENS, as_decode_rows, behind_windows, make_batch
@@ -69,7 +71,7 @@ def test_attention_of_one_row_reads_no_pages_behind_the_window(window: int) -> N
     [(9, 3, 64, 64, False), (2, 2, 80, 16, True), (4, 1, 24, 24, True)],
 )
 @pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("lengths", [[1], [32, 200], [33, 1, 64, 7]])
+@pytest.mark.parametrize("lengths", [[1], [32, 300], [33, 1, 64, 7]])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_of_decode_rows_in_c_matches_the_reference(
@@ -118,7 +120,7 @@ def test_tokens_of_one_sequence_attend_to_each_other_in_c(
     monkeypatch.setattr(native, "_MIN_PARALLEL_NUMBERS", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     torch.manual_seed(0)
-    batch, num_pages = make_batch([], [(70, 8), (0, 3), (31, 2), (130, 1)], torch.device("cpu"))
+    batch, num_pages = make_batch([], [(70, 8), (0, 3), (31, 2), (130, 1), (250, 16)], torch.device("cpu"))
     rules = AttentionRules(0.1, torch.randn(400, 64), window=window)
     q, k, v = (torch.randn(len(batch.positions), heads, 64) for heads in (4, 2, 2))
     pages = torch.randn(2, num_pages, PAGE_TOKENS, 2, 64)
@@ -127,3 +129,41 @@ def test_tokens_of_one_sequence_attend_to_each_other_in_c(
     out = native.native_attention(q, k, v, rules, as_decode_rows(batch), *kept)
     assert (out - expected).norm() / expected.norm() < 1e-5
     assert torch.allclose(kept, expected_kept, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_does_not_depend_on_those_that_are_computed_with_it(
+    dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draft tokens are right if and only if they are the tokens of steps without drafts."""
+    if native_library_or_none() is None:
+        pytest.skip("nothing can be compiled on this host")
+    monkeypatch.setattr(native, "_MIN_PARALLEL_NUMBERS", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    torch.manual_seed(0)
+    count = 16
+    batch, num_pages = make_batch([], [(120, count)], torch.device("cpu"))  # from one chunk into the next
+    batch = as_decode_rows(batch)
+    rules = AttentionRules(0.1, torch.randn(400, 64), window=window, sinks=torch.randn(6))
+    q, k, v = (torch.randn(count, heads, 64).to(dtype) for heads in (6, 2, 2))
+    pages = torch.randn(2, num_pages, PAGE_TOKENS, 2, 64).to(dtype)
+    for width in (1, 3, 5, 8, count):
+        kept = pages.clone()
+        parts = []
+        for first in range(0, count, width):
+            some = slice(first, first + width)
+            part = replace(
+                batch,
+                positions=batch.positions[some],
+                slots=batch.slots[some],
+                rows=batch.rows[some],
+                lengths=batch.lengths[some],
+                num_decodes=len(batch.rows[some]),
+                _shared={},
+            )
+            parts.append(native.native_attention(q[some], k[some], v[some], rules, part, *kept))
+        if width == 1:
+            expected, expected_kept = torch.cat(parts), kept
+        assert torch.equal(torch.cat(parts), expected)
+        assert torch.equal(kept, expected_kept)

@@ -81,6 +81,18 @@ def test_product_matches_the_dequantised_product(form: CpuForm, stored: str, row
     assert (y - expected).norm() / expected.norm() < tolerance
 
 
+@pytest.mark.parametrize("stored", FORMATS)
+def test_a_row_of_a_native_product_does_not_depend_on_the_number_of_rows(stored: str) -> None:
+    """Draft tokens are right if and only if they are the tokens of steps without drafts."""
+    if not is_available(CpuForm.NATIVE):
+        pytest.skip("nothing can be compiled on this host")
+    matrix, _ = filled(layout_of(stored, CpuForm.NATIVE), ROW_BLOCK + 5, 96)
+    x = torch.randn(17, 96, generator=torch.Generator().manual_seed(1))
+    expected = torch.cat([matrix.product(row[None]) for row in x])
+    for rows in range(2, len(x) + 1):
+        assert torch.equal(matrix.product(x[:rows]), expected[:rows])
+
+
 @pytest.mark.parametrize("inputs", [32, 96])
 @pytest.mark.parametrize("stored", FORMATS)
 def test_looked_up_rows_are_the_dequantised_ones(form: CpuForm, stored: str, inputs: int) -> None:

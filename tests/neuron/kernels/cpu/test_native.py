@@ -1,5 +1,6 @@
 """What `native/products.c` computes in addition to the GEMM, and hosts on which it cannot be compiled."""
 
+import multiprocessing
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from cortex.neuron.kernels.native import library as native_library
 from cortex.neuron.kernels.norm import rms_norm_reference
 
 OUTPUTS, INPUTS = 200, 96
+TIMEOUT_S = 120
+"""Only reached on failure."""
 
 
 @pytest.fixture
@@ -226,6 +229,23 @@ def test_products_are_compiled_once_per_host(cache: Path, caplog: pytest.LogCapt
     assert caplog.text.count("compiling the functions in C") == 1
 
 
+def test_processes_that_start_together_compile_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = native_library.compiler()
+    calls = cache.parent / "calls"
+    slow = cache.parent / "compiler"
+    slow.write_text(f'#!/bin/sh\necho called >> "{calls}"\nsleep 0.2\nexec "{compiler}" "$@"\n')
+    slow.chmod(0o700)
+    monkeypatch.setattr(native_library, "compiler", lambda: str(slow))
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=load_again) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(TIMEOUT_S)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert calls.read_text().split() == ["called"]
+
+
 def test_damaged_library_is_compiled_again(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     load_again()
     (whole,) = cache.iterdir()
@@ -264,7 +284,7 @@ def test_library_that_another_process_compiles_counts(
     monkeypatch.setenv("CORTEX_CACHE", str(other.parent))
 
     def times_out(*_arguments: object) -> None:
-        other.mkdir(parents=True)
+        other.mkdir(parents=True, exist_ok=True)
         (other / compiled.name).write_bytes(compiled.read_bytes())
         raise subprocess.TimeoutExpired("cc", 120)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.neuron.kernels.batch import Batch, PrefillRow
@@ -80,7 +80,6 @@ def test_chunked_equals_recurrent_when_all_tokens_are_equal() -> None:
     assert_same(key, key, torch.randn(1, 128, 4), torch.zeros(1, 128), torch.ones(1, 128), torch.zeros(1, 16, 4))
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     cuts=st.lists(st.lists(st.integers(1, 70), min_size=1, max_size=6), min_size=1, max_size=3),
     seed=st.integers(0, 1000),

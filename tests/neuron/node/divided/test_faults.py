@@ -41,16 +41,21 @@ async def recover_from_every_fault(node: Node, model_id: str, source: str, devic
     await load(node, model_id)
     first = await generate(node, model_id)
     for number, (place, fault) in enumerate(itertools.islice(itertools.cycle(FAULTS), NUM_FAULTS)):
-        stream = Reader(node.generate(model_id, EngineRequest(id=f"long {number}", prompt=(1, 2, 3), max_tokens=400)))
+        stream = Reader(node.generate(model_id, EngineRequest(id=f"long {number}", prompt=(1, 2, 3), max_tokens=3000)))
         await anext(stream)
         group = [worker_of(node, device) for device in devices]
         if isinstance(fault, signal.Signals):
             os.kill(group[place], fault)
         else:
             faulty_ranks.fail_next_step(source, place, fault)
+        supervisors = [node.devices.supervisors[device] for device in devices]
+        for supervisor in supervisors if fault is signal.SIGSTOP else []:
+            supervisor.timeouts = WorkerTimeouts(step_s=0.5)
         with pytest.raises(Recovering):
             async for _ in stream:
                 pass
+        for supervisor in supervisors:
+            supervisor.timeouts = WorkerTimeouts()
         assert (await load(node, model_id)).state is ModelState.READY
         assert await generate(node, model_id, f"again {number}") == first
         assert not set(group) & {worker_of(node, device) for device in devices}
@@ -68,15 +73,14 @@ async def test_divided_models_recover_alone_from_faults_of_any_of_their_workers(
     their faults at the same time, and another model is not disturbed."""
     sources = {name: write_source(tmp_path / name, seed=1, num_hidden_layers=5) for name in NAMES}
     models = (
-        ModelEntry(id="shares", source=sources["shares"], context_tokens=512, tensor_parallel=2, devices=(0, 1)),
-        ModelEntry(id="stages", source=sources["stages"], context_tokens=512, pipeline_parallel=2, devices=(2, 3)),
+        ModelEntry(id="shares", source=sources["shares"], context_tokens=4096, tensor_parallel=2, devices=(0, 1)),
+        ModelEntry(id="stages", source=sources["stages"], context_tokens=4096, pipeline_parallel=2, devices=(2, 3)),
         ModelEntry(id="beside", source=sources["beside"], context_tokens=4096, devices=(4,)),
     )
     config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8), drain_s=1.0, cpu_devices=5)
-    timeouts = WorkerTimeouts(step_s=5.0)
     node = await Node.start(
         config,
-        parts(make_workers=partial(WorkerFactory, "faulty_ranks:load"), timeouts=timeouts, policy=BackoffPolicy()),
+        parts(make_workers=partial(WorkerFactory, "faulty_ranks:load"), timeouts=None, policy=BackoffPolicy()),
     )
     try:
         await load(node, "beside")

@@ -16,7 +16,6 @@ from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.factory import WorkerFactory
-from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import LoadFailed
 from cortex.wire.node.protocol import ModelState, UnloadRequest
 
@@ -43,8 +42,7 @@ async def node(tmp_path: Path, workers: WorkerFactory) -> AsyncIterator[Node]:
         ModelEntry(id="in stages", source=source, context_tokens=512, pipeline_parallel=2, deterministic=True),
     )
     config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8, sleep_mb=64), drain_s=1.0, cpu_devices=3)
-    timeouts = WorkerTimeouts(step_s=20.0, load_s=20.0)
-    node = await Node.start(config, parts(make_workers=lambda: workers, timeouts=timeouts, policy=BackoffPolicy()))
+    node = await Node.start(config, parts(make_workers=lambda: workers, timeouts=None, policy=BackoffPolicy()))
     yield node
     await node.close()
 

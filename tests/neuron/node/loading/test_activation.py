@@ -10,7 +10,8 @@ from faulty_models import running_node, write_model
 from cortex.neuron.weights.errors import HubUnreachable
 from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
 
-from ..node_calls import WAIT_S, until
+from ....waiting import WAIT_S
+from ..node_calls import until
 
 
 async def test_failed_default_model_does_not_stop_the_next(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from cortex.cli.cache import cache_directory
+from cortex.cache_folder import cache_folder
 from cortex.cli.up.demo import SMOLLM2
 from cortex.neuron.config import HarnessSettings, Limits, NeuronConfig, TorchHarness
 from cortex.neuron.engine.loading import load_model
@@ -91,7 +91,7 @@ def test_engine_accepts_a_model_with_its_least_bytes(tmp_path: Path, family: str
 
 
 def test_demo_model_takes_the_forecast_bytes() -> None:
-    path = cache_directory() / "models" / SMOLLM2.file_name
+    path = cache_folder() / "models" / SMOLLM2.file_name
     if not path.exists():
         pytest.skip("the demo model is not in the cache; `cortex up --demo` fetches it")
     forecaster, facts = forecast(), inspect(path)

@@ -28,8 +28,9 @@ from cortex.wire.errors import (
 )
 from cortex.wire.node.protocol import Device, LoadRequest, ModelState, UnloadRequest
 
+from ....waiting import WAIT_S
 from ...generations import Reader
-from ..node_calls import WAIT_S, has_worker, load, request, tokens_of, until, worker_bytes
+from ..node_calls import has_worker, load, request, tokens_of, until, worker_bytes
 
 
 async def test_loads_generates_and_unloads(tmp_path: Path) -> None:
@@ -261,7 +262,7 @@ async def test_unload_waits_for_running_requests_and_rejects_new_ones(tmp_path: 
         await load(node)
         running = asyncio.create_task(tokens_of(node.generate("m", request(max_tokens=200))))
         await until(lambda: node.model("m").load.running == 1)
-        unloading = asyncio.create_task(node.unload(UnloadRequest(model_id="m", drain_s=60)))
+        unloading = asyncio.create_task(node.unload(UnloadRequest(model_id="m", drain_s=WAIT_S)))
         await until(lambda: node.model("m").state is ModelState.UNLOADING)
         with pytest.raises(Overloaded):
             node.generate("m", request("late"))
@@ -274,7 +275,7 @@ async def test_forced_unload_ends_a_drain_in_progress(tmp_path: Path) -> None:
         await load(node)
         running = asyncio.create_task(tokens_of(node.generate("m", request(max_tokens=10**6))))
         await until(lambda: node.model("m").load.running == 1)
-        patient = asyncio.create_task(node.unload(UnloadRequest(model_id="m", drain_s=60)))
+        patient = asyncio.create_task(node.unload(UnloadRequest(model_id="m", drain_s=WAIT_S)))
         await until(lambda: node.model("m").state is ModelState.UNLOADING)
         await asyncio.wait_for(node.unload(UnloadRequest(model_id="m", force=True)), WAIT_S)
         assert (await asyncio.wait_for(patient, WAIT_S)).state is ModelState.COLD

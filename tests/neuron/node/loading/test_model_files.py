@@ -14,6 +14,8 @@ from cortex.neuron.node.node import Node
 from cortex.wire.errors import LoadFailed, ModelInUse, ModelNotFound
 from cortex.wire.node.protocol import FilesRequest, LoadRequest, ModelState, UnloadRequest
 
+from ....waiting import WAIT_S
+
 MODEL = "org/model"
 REQUEST = FilesRequest(model_id=MODEL)
 
@@ -22,7 +24,7 @@ def stall(handler: Any, data: bytes) -> bytes:
     """Sends half of a file, and the rest when the hub is released."""
     hub = handler.hub
     hub.stalled.set()
-    hub.release.wait(30)
+    hub.release.wait(WAIT_S)
     return data[: len(data) // 2]
 
 
@@ -41,7 +43,7 @@ def real_files(monkeypatch: pytest.MonkeyPatch, start_hub: Any, tmp_path: Path) 
 
 
 async def ended(node: Node) -> str:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         while (status := node.files.pull_status(MODEL)).state == "running":
             await asyncio.sleep(0.01)
     return status.state

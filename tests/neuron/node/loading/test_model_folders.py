@@ -11,7 +11,8 @@ from faulty_models import running_node, write_model
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.loading.library import Library
 from cortex.neuron.node.loading.model_folders import scan_folders
-from cortex.wire.node.protocol import ModelState, UnloadRequest
+from cortex.wire.errors import LoadFailed
+from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
 
 from ..node_calls import load
 
@@ -95,3 +96,23 @@ async def test_path_without_files_is_reported_until_they_come(tmp_path: Path, mo
         while node.model("m").estimate_bytes is None:
             await asyncio.sleep(0.02)
         assert node.model("m").reason is None
+
+
+async def test_model_that_a_catalogue_names_by_path_is_sized_or_found_missing_without_a_load(tmp_path: Path) -> None:
+    roots, path = tmp_path / "roots", tmp_path / "roots" / "m"
+    roots.mkdir()
+    write_model(tmp_path / "copy").rename(path)
+    async with running_node(tmp_path, {"model_roots": [str(roots)]}) as node:
+        status = await node.survey(LoadRequest(model_id="m", source=str(path), context_tokens=64))
+        assert (status.state, status.reason) == (ModelState.COLD, None)
+        assert status.estimate_bytes is not None
+        longer = await node.survey(LoadRequest(model_id="m", source=str(path), context_tokens=4096))
+        assert (longer.estimate_bytes or 0) > status.estimate_bytes, "the options of the catalogue count"
+        status = await node.survey(LoadRequest(model_id="m", source=str(roots / "typo")))
+        assert (status.reason_code, status.estimate_bytes) == ("source_not_found", None)
+        assert f"no complete model at {roots / 'typo'}" in (status.reason or "")
+        with pytest.raises(LoadFailed, match="outside the model roots"):
+            await node.survey(LoadRequest(model_id="other", source=str(tmp_path / "elsewhere")))
+        assert {each.id for each in node.models()} == {"m"}
+        await node.unload(UnloadRequest(model_id="m", forget=True))
+        assert node.models() == ()

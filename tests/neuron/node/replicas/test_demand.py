@@ -20,6 +20,7 @@ from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.wire.errors import CortexError, Recovering
 from cortex.wire.node.protocol import Device, ModelState, UnloadRequest
 
+from ....waiting import WAIT_S
 from ...generations import Reader
 from ..node_calls import load, tokens_of, until, worker_of
 
@@ -189,7 +190,7 @@ async def test_sleep_ends_extra_replicas(tmp_path: Path) -> None:
         streams = await with_two_requests(node)
         (extra,) = {0, 1} - set(node.model("m").devices)
         asleep = node.unload(UnloadRequest(model_id="m", sleep=True, force=True))
-        assert (await asyncio.wait_for(asleep, 60)).state is ModelState.ASLEEP
+        assert (await asyncio.wait_for(asleep, WAIT_S)).state is ModelState.ASLEEP
         assert not node.devices.supervisors[extra].has_models
         for stream in streams:
             await error_of(stream)

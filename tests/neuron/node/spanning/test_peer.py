@@ -34,7 +34,8 @@ from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import Resident
 from cortex.wire.node.protocol import LoadRequest
 
-WAIT_S = 60.0
+from ....waiting import WAIT_S
+
 NODES = ("first", "second")
 PREPARE = PrepareShare(LoadRequest(model_id="m", tensor_parallel=2, nodes=NODES), "digest")
 ADDRESS = RendezvousAddress("127.0.0.1", 1, 2, "secret", "127.0.0.1")

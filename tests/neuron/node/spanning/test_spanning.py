@@ -14,10 +14,10 @@ from cortex.neuron.config import Limits, ModelEntry, NeuronConfig, PeerEntry
 from cortex.neuron.node.node import Node
 from cortex.neuron.node.spanning.protocol import PeerUnreachable
 from cortex.neuron.worker.factory import WorkerFactory
-from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, Recovering
 from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
 
+from ....waiting import WAIT_S
 from ...generations import Reader
 from ..node_calls import generate, greedy_request, load, tokens_of, until, worker_of, write_source
 
@@ -119,13 +119,12 @@ async def nodes(tmp_path: Path, workers: WorkerFactory, peer_sleep_mb: int) -> A
     def config(models: tuple[ModelEntry, ...], *peers: PeerEntry, sleep_mb: int = 64) -> NeuronConfig:
         limits = Limits(max_num_seqs=8, sleep_mb=sleep_mb)
         return NeuronConfig(
-            models=models, peers=peers, limits=limits, drain_s=60.0, cpu_devices=2, model_roots=(tmp_path,)
+            models=models, peers=peers, limits=limits, drain_s=WAIT_S, cpu_devices=2, model_roots=(tmp_path,)
         )
 
     peer = PeerEntry(name="second", endpoint="http://second:1")
     changes = {
         "make_workers": lambda: workers,
-        "timeouts": WorkerTimeouts(step_s=20.0, load_s=20.0),
         "connect_peer": nodes.connect,
     }
     nodes.second = await Node.start(config(held, sleep_mb=peer_sleep_mb), parts(**changes))
@@ -323,7 +322,7 @@ async def test_peer_that_shuts_down_lets_requests_end_and_replaces_no_worker(nod
         await keep_asking()
     tokens = [token for output in first for token in output.tokens] + await tokens_of(running)
     assert tokens == expected
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         await ending
     await until(lambda: nodes.first.model("two").state is ModelState.RECOVERING)
     assert worker_of(nodes.first) == process

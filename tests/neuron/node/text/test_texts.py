@@ -19,8 +19,10 @@ from cortex.wire.errors import LoadFailed, Overloaded, PreparationLimitExceeded,
 from cortex.wire.packed_request import PackedRequest, pack
 from cortex.wire.requests import GenerateRequest, OutputFormat
 
+from ....waiting import WAIT_S
+
 HERE, THERE = Path("here"), Path("there")
-LIMITS = TextLimits(workers=1, timeout_s=30.0)
+LIMITS = TextLimits(workers=1, timeout_s=WAIT_S)
 
 
 class Source:
@@ -232,7 +234,7 @@ async def test_queries_count_for_the_length_of_pairs(texts: Texts, opened: list[
 
 
 async def test_divided_texts_keep_their_literal_parts(opened: list[Source]) -> None:
-    texts = make_texts(opened, {}, TextLimits(workers=3, timeout_s=30.0))
+    texts = make_texts(opened, {}, TextLimits(workers=3, timeout_s=WAIT_S))
     literal = tuple(((0, end),) for end in (1, 2, 3))
     await texts.encode_texts("m", TextsToEncode(("d" * (1 << 15),) * 3, literal=literal), principal="a")
     assert sorted(opened[0].literal) == list(literal)

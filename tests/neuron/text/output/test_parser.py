@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.neuron.text.output import harmony
@@ -250,7 +250,6 @@ FRAGMENTS = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     pieces=st.lists(FRAGMENTS, max_size=12),
     syntax=st.sampled_from([None, *ToolSyntax]),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.neuron.text.output.stops import StopScanner
@@ -23,7 +23,6 @@ def scan(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
     return shown + scanner.flush(), None
 
 
-@settings(deadline=None)
 @given(text=LETTERS, stops=STOPS, cuts=st.lists(st.integers(0, 30)))
 def test_result_does_not_depend_on_the_split(text: str, stops: list[str], cuts: list[int]) -> None:
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
@@ -31,7 +30,6 @@ def test_result_does_not_depend_on_the_split(text: str, stops: list[str], cuts: 
     assert scan(split, stops) == scan([text], stops) == scan(list(text), stops)
 
 
-@settings(deadline=None)
 @given(text=LETTERS, stops=STOPS)
 def test_shows_the_text_before_the_stop_that_completes_first(text: str, stops: list[str]) -> None:
     shown, hit = scan([text], stops)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -73,7 +73,6 @@ def harmless(model: TextModel) -> Rendered:
     return model.render(conversation(*"xxxxxx"))
 
 
-@settings(max_examples=40, deadline=None)
 @given(content=st.lists(texts(ORDINARY, HOSTILE), min_size=6, max_size=6))
 def test_content_yields_no_control_token(model: TextModel, harmless: Rendered, content: list[str]) -> None:
     rendered = model.render(conversation(*content))
@@ -81,7 +80,6 @@ def test_content_yields_no_control_token(model: TextModel, harmless: Rendered, c
     assert model.decode(rendered.ids) == rendered.text
 
 
-@settings(max_examples=25, deadline=None)
 @given(content=st.lists(texts(ORDINARY), min_size=6, max_size=6))
 def test_content_without_control_tokens_renders_like_the_reference(model: TextModel, content: list[str]) -> None:
     request = conversation(*content)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.neuron.text.tokenizer.detokenizer import Detokenizer
@@ -11,7 +11,6 @@ from cortex.wire.requests import GenerateRequest, Tool
 from ..conftest import known_id
 
 
-@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_pushes_and_flush_join_to_the_whole_text_for_every_split(make_model: Any, data: st.DataObject) -> None:
     tokenizer = make_model("chatml").tokenizer

@@ -3,9 +3,9 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 from cortex.neuron.text.tokenizer.segments import SegmentEncoder
@@ -15,7 +15,6 @@ from ..conftest import CONTROL, CORPUS, WHOLE
 PIECES = st.one_of(st.text(), st.sampled_from([*CONTROL, *WHOLE, *CORPUS, "<|im_", "<think", CORPUS[0] * 4]))
 
 
-@settings(max_examples=100, deadline=None)
 @given(pieces=st.lists(PIECES, max_size=10), name=st.sampled_from(["gpt-2", "smollm", "llama-bpe", "qwen2", "qwen35"]))
 def test_segments_have_the_ids_of_the_whole_text(gguf_metadata: dict[str, Any], pieces: list[str], name: str) -> None:
     tokenizer, encoder = _encoder(gguf_metadata, name)
@@ -76,7 +75,6 @@ def test_evicts_the_least_recently_used_segments_beyond_the_limit(backend: Token
     assert tokenizer.encoded == [*texts, texts[0], texts[5]]
 
 
-@settings(max_examples=100, deadline=None)
 @given(pieces=st.lists(st.sampled_from([*CONTROL, *WHOLE, "a", "<", "think", "<|im_"]), max_size=30))
 def test_windows_do_not_split_whole_tokens(gguf_metadata: dict[str, Any], pieces: list[str]) -> None:
     tokenizer, _ = _encoder(gguf_metadata, "gpt-2")
@@ -84,3 +82,58 @@ def test_windows_do_not_split_whole_tokens(gguf_metadata: dict[str, Any], pieces
     for window in (1, 2, 7, 30):
         encoder = SegmentEncoder(tokenizer, window_characters=window)
         assert list(encoder.encode(text).ids) == tokenizer.encode(text)
+
+
+def _sentencepiece(scheme: str) -> Tokenizer:
+    """BPE over `▁` for spaces, which begins texts, or all parts of them, with one: as Llama 2, Mistral and Gemma."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    if scheme == "prepended":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    elif scheme == "replaced":
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False, special_tokens=["<unk>"])
+    tokenizer.train_from_iterator([text.replace(" ", "▁") for text in CORPUS], trainer)
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in CONTROL])
+    return tokenizer
+
+
+_SENTENCEPIECE = {scheme: _sentencepiece(scheme) for scheme in ("first", "always", "never", "prepended", "replaced")}
+
+
+@given(pieces=st.lists(PIECES, max_size=10), scheme=st.sampled_from(sorted(_SENTENCEPIECE)))
+def test_segments_of_sentencepiece_have_the_ids_of_the_whole_text(pieces: list[str], scheme: str) -> None:
+    tokenizer = LibraryTokenizer(_SENTENCEPIECE[scheme], {}, ())
+    encoder = SegmentEncoder(tokenizer)
+    text = "".join(pieces)
+    for _ in range(2):
+        encoded = encoder.encode(text)
+        assert list(encoded.ids) == tokenizer.encode(text)
+    for character, token in zip(encoded.cut_characters, encoded.cut_tokens, strict=True):
+        assert tokenizer.encode(text[:character]) == list(encoded.ids[:token])
+
+
+def test_turn_of_a_growing_conversation_encodes_only_what_is_new(backend: Tokenizer) -> None:
+    turns = [f"<|im_start|>user\n{number} {CORPUS[0] * 6}<|im_end|>\n" for number in range(5)]
+    for library in (backend, _SENTENCEPIECE["first"]):
+        tokenizer = CountingTokenizer(library, {}, ())
+        encoder = SegmentEncoder(tokenizer)
+        encoder.encode("".join(turns[:4]))
+        tokenizer.encoded.clear()
+        conversation = "".join(turns)
+        assert list(encoder.encode(conversation).ids) == LibraryTokenizer(library, {}, ()).encode(conversation)
+        assert [text for text in tokenizer.encoded if CORPUS[0] in text and "4 " not in text[:20]] == []
+        assert sum(map(len, tokenizer.encoded)) < 2 * len(turns[-1])
+
+
+def test_finds_the_longest_of_thousands_of_tokens(backend: Tokenizer) -> None:
+    changed = Tokenizer.from_str(backend.to_str())
+    many = [f"<unused{number}>" for number in range(3000)] + ["<un", "<unused", "[[", "[[[", "[.]"]
+    changed.add_tokens([AddedToken(token, normalized=False) for token in many])
+    tokenizer = LibraryTokenizer(changed, {}, ())
+    encoder = SegmentEncoder(tokenizer)
+    for text in ("a<unused17>b<unused2999><unused3000>", "<unus<unused<un", "[[[[[.][[.]", "<<un>unused1>"):
+        assert list(encoder.encode(text).ids) == tokenizer.encode(text)
+        assert encoder.encode(text).cut_characters

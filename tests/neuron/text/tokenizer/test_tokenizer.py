@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -322,7 +322,6 @@ def test_vocabulary_size_counts_ids_with_gaps(backend: Tokenizer) -> None:
 
 @pytest.mark.parametrize("normal_form", [False, True])
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
-@settings(deadline=None)
 def test_min_tokens_is_a_lower_bound_for_any_text(gguf_metadata: dict[str, Any], text: str, normal_form: bool) -> None:
     tokenizer = _by_cut(gguf_metadata, "qwen2" if normal_form else "gpt-2")
     for each in (

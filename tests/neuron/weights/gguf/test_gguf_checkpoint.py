@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.neuron.kernels.quantised.layout import Q8
@@ -320,7 +320,6 @@ def test_rejects_an_unknown_architecture_and_lists_the_supported_ones(tmp_path: 
         open_checkpoint(write(tmp_path, model(gguf_writer(), "mamba")))
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_random_damage_raises_only_checkpoint_errors(tmp_path: Path, gguf_writer: Writer, data: st.DataObject) -> None:
     """Opens the checkpoint and reads all tensors: damage that the header check accepts must raise no other error."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.neuron.weights.errors import CheckpointError, FilesMissing, Malformed, Unsupported
@@ -237,7 +237,6 @@ def test_path_that_is_no_regular_file_raises_files_missing(tmp_path: Path) -> No
             read_metadata(path)
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_random_damage_raises_only_checkpoint_errors(tmp_path: Path, gguf_writer: Writer, data: st.DataObject) -> None:
     raw = bytearray(valid(gguf_writer()).build())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.neuron.weights.errors import CheckpointError
@@ -52,7 +52,6 @@ def test_published_llama_tables_give_the_published_parameters(
     }
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     head_dim=st.sampled_from([32, 64, 128]),
     factor=st.floats(1.5, 64),

@@ -17,6 +17,7 @@ from cortex.neuron.worker.hosts.any_of import AnyOf
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
 
+from ....waiting import WAIT_S
 from ..recording_sink import RecordingSink
 from .fake_host import INFO, FakeHost
 
@@ -35,10 +36,6 @@ async def loaded() -> AsyncIterator[Loaded]:
     await replicas.load(sink)
     yield replicas, hosts, sink
     replicas.stop_reloads()
-
-
-WAIT_S = 60.0
-"""Upper bound of a wait; only reached on failure."""
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -157,7 +154,7 @@ async def test_extra_replica_serves_and_is_not_among_devices_and_sizes(loaded: L
     assert replicas.extras.idle() == []
     third.sink.on_stats(EngineStats(completion_tokens=5, num_pages=7))
     assert sink.stats.completion_tokens == 5
-    removal = asyncio.create_task(replicas.extras.remove(extra, 60.0))
+    removal = asyncio.create_task(replicas.extras.remove(extra, WAIT_S))
     await asyncio.sleep(0)
     for name in "de":
         replicas.submit(request(name))
@@ -301,5 +298,5 @@ async def test_reload_that_sleep_interrupts_is_repeated_after_the_wake(loaded: L
     await replicas.sleep()
     assert first.sink is old
     await replicas.wake()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         await until(lambda: first.sink is not old)

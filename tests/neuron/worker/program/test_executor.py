@@ -34,7 +34,7 @@ from cortex.neuron.worker.protocol import (
     Unloaded,
 )
 
-WAIT_S = 60.0
+from ....waiting import WAIT_S
 
 Batch = list[Command | FollowStep | Compiled]
 Prepare = Callable[[faulty_engine.FaultyEngine], bool]

@@ -17,6 +17,8 @@ from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.worker.program import step_link
 from cortex.neuron.worker.program.step_link import FollowerLink, LeaderLink
 
+from ....waiting import WAIT_S
+
 SECRET = "s" * 32
 
 
@@ -36,7 +38,7 @@ def assert_only_ranks_are_served(leader: LeaderLink, port: int, peers: list[sock
     follower = FollowerLink(rank(1, port), plans.put, lambda: None)
     follower.open()
     leader.announce(StepPlan((), 0, (), ()))
-    assert plans.get(timeout=30).rows == ()
+    assert plans.get(timeout=WAIT_S).rows == ()
     for peer in peers:
         assert len(peer.recv(64, socket.MSG_WAITALL)) <= 32  # the nonce, and then the end
         peer.close()
@@ -75,7 +77,7 @@ def test_port_that_is_held_for_the_load_is_free_for_its_leader_alone() -> None:
         follower = FollowerLink(rank(1, port), plans.put, lambda: None)
         follower.open()
         leader.announce(StepPlan((), 0, (), ()))
-        assert plans.get(timeout=30).rows == ()
+        assert plans.get(timeout=WAIT_S).rows == ()
         follower.close()
         leader.close()
 
@@ -98,7 +100,7 @@ def test_leader_without_the_locks_of_its_devices_does_not_keep_listening(port: i
         LeaderLink(replace(rank(0, port), device_locks=(str(tmp_path / "absent"),)), lambda: None)
     for thread in threading.enumerate():
         if thread.name == "arrivals":
-            thread.join(30)
+            thread.join(WAIT_S)
             assert not thread.is_alive()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))

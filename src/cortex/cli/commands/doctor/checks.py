@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from cortex import __version__
-from cortex.cli.cache import cache_directory
+from cortex.cache_folder import cache_folder
 from cortex.cli.client import GatewayClient, GatewayUnreachable
 from cortex.cli.failures import CommandError
 from cortex.cli.output import size
@@ -169,7 +169,7 @@ def _is_ours(listen: Listen) -> bool:
 
 def disk(hub_cache: Path | None = None) -> Iterator[Finding]:
     """Free disk space in the model caches."""
-    folders = {"cortex cache": cache_directory(), "model cache": hub_cache or hub_cache_directory()}
+    folders = {"cortex cache": cache_folder(), "model cache": hub_cache or hub_cache_folder()}
     for name, folder in folders.items():
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
         free_bytes = shutil.disk_usage(existing).free
@@ -184,23 +184,22 @@ def disk(hub_cache: Path | None = None) -> Iterator[Finding]:
             yield Finding("disk", Severity.FINE, what)
 
 
-def hub_cache_directory() -> Path:
+def hub_cache_folder() -> Path:
     """The directory of models that a neuron on this machine has downloaded."""
-    from cortex.neuron.weights.hub.cache import cache_directory  # here, because a gateway-only installation lacks it
 
-    return cache_directory(os.environ)
+    return cache_folder(os.environ)
 
 
 def cache(hub_cache: Path | None = None) -> Iterator[Finding]:
     """Models that are already on disk."""
-    demo = cache_directory() / "models" / SMOLLM2.file_name
+    demo = cache_folder() / "models" / SMOLLM2.file_name
     if not demo.exists():
         yield Finding("cache", Severity.FINE, "no demo model yet: the first `cortex up` downloads 93 MB")
     elif demo.stat().st_size != SMOLLM2.size_bytes:
         yield Finding("cache", Severity.NOTE, f"{demo} is damaged", "the next `cortex up` downloads it again")
     else:
         yield Finding("cache", Severity.FINE, f"the demo model is in {demo.parent}")
-    folders = (hub_cache or hub_cache_directory()).glob("models--*")
+    folders = (hub_cache or hub_cache_folder()).glob("models--*")
     models = sorted(folder.name.removeprefix("models--") for folder in folders)
     if models:
         names = ", ".join(name.replace("--", "/") for name in models[:5]) + (", …" if len(models) > 5 else "")

@@ -22,6 +22,7 @@ from cortex.http.upstream.pool import Pool
 from cortex.tls import client_context
 from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, UpstreamUnavailable, from_code
 from cortex.wire.events import Usage
+from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.model_log import ModelLog
 from cortex.wire.node.protocol import (
     DeletedFiles,
@@ -41,15 +42,18 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-POLL_TIMEOUT_S = 2.0
+POLL_TIMEOUT_S = 5.0
+"""A busy node responds late, and is not down."""
 LOAD_CALL_TIMEOUT_S = 3600.0
 """A node may hold the load call until the model is ready; polls show meanwhile that the node is up."""
-CONTROL_TIMEOUT_S = 15.0
+CONTROL_TIMEOUT_S = 30.0
 DELETE_TIMEOUT_S = 120.0
 """Deleting hundreds of gigabytes takes a slow disk a while."""
 HUB_TIMEOUT_S = 60.0
 """A node tries several times to reach the hub."""
-USAGE_TIMEOUT_S = 4.0
+SURVEY_TIMEOUT_S = 300.0
+"""The headers of a large model on a slow disk take a while."""
+USAGE_TIMEOUT_S = 10.0
 """A node waits briefly for the end of the request whose usage is read."""
 STATE_POLL_S = 0.25
 MAX_KEPT = 256
@@ -204,6 +208,10 @@ class NodeClient:
             raise LoadFailed(f"{request.model_id} is {status.state} after the unload")
         return status
 
+    async def survey(self, request: LoadRequest) -> ModelStatus:
+        """Have the node list the model and read its files, without a load. Raises the node's error when it may not."""
+        return await self._post(b"/models/survey", request, ModelStatus, SURVEY_TIMEOUT_S)
+
     async def request_usage(self, attempt_id: str) -> Usage:
         """The usage of a request whose client disconnected."""
         return await self._get(f"/requests/{quote(attempt_id, safe='')}/usage".encode(), Usage, USAGE_TIMEOUT_S)
@@ -227,6 +235,17 @@ class NodeClient:
         """Returns when the download has ended."""
         return await self._post(b"/files/cancel", FilesRequest(model_id=model), PullStatus, CONTROL_TIMEOUT_S)
 
+    async def bench(self, request: BenchRequest) -> BenchStatus:
+        """Start to measure a model, or join the measurement in progress; returns at once."""
+        return await self._post(b"/bench", request, BenchStatus, CONTROL_TIMEOUT_S)
+
+    async def bench_status(self, model: str) -> BenchStatus:
+        return await self._get(f"/bench/{quote(model)}".encode(), BenchStatus)
+
+    async def cancel_bench(self, model: str) -> BenchStatus:
+        """Returns when the measurement has ended."""
+        return await self._post(b"/bench/cancel", BenchRequest(model_id=model), BenchStatus, CONTROL_TIMEOUT_S)
+
     async def delete_files(self, request: FilesRequest) -> DeletedFiles:
         return await self._post(b"/files/delete", request, DeletedFiles, DELETE_TIMEOUT_S)
 
@@ -240,8 +259,8 @@ class NodeClient:
                 return status
         return ModelStatus(id=model, state=ModelState.COLD)
 
-    async def _get(self, target: bytes, kind: type[T], timeout_s: float = POLL_TIMEOUT_S) -> T:
-        return await self._fetch(b"GET", target, b"", kind, timeout_s)
+    async def _get(self, target: bytes, kind: type[T], timeout_s: float | None = None) -> T:
+        return await self._fetch(b"GET", target, b"", kind, timeout_s or POLL_TIMEOUT_S)
 
     async def _post(self, target: bytes, value: Any, kind: type[T], timeout_s: float) -> T:
         return await self._fetch(b"POST", target, msgspec.json.encode(value), kind, timeout_s)

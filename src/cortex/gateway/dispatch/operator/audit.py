@@ -1,4 +1,5 @@
-"""The audit log: who changed the fleet, its keys or its records, what, when, and with which outcome, in the database.
+"""The audit log: who changed the fleet, its keys or its records, who signed in, when, and with which outcome, in the
+database.
 
 Entries are written in batches, off the loop. While the database is unavailable, the latest ones wait in memory.
 """
@@ -34,6 +35,8 @@ MAX_ENTRIES = 1_000_000
 MAX_REJECTED = 100_000
 """The oldest of rejected requests beyond it are deleted first, so that no key without rights can push out the changes
 of others."""
+MAX_WITHOUT_KEY = 20_000
+"""The same for what failed without a valid key, as sign-ins do: strangers push out nothing of people with keys."""
 MAX_DETAIL = 1000
 
 SCHEMA = (
@@ -54,6 +57,9 @@ _NTH = "SELECT at_ms FROM audit ORDER BY at_ms DESC LIMIT 1 OFFSET ?"
 _IS_REJECTED = "status BETWEEN 400 AND 499"
 _EXPIRE_REJECTED = f"DELETE FROM audit WHERE at_ms < ? AND {_IS_REJECTED}"
 _NTH_REJECTED = f"SELECT at_ms FROM audit WHERE {_IS_REJECTED} ORDER BY at_ms DESC LIMIT 1 OFFSET ?"
+_IS_WITHOUT_KEY = "status >= 400 AND key_id = ''"
+_EXPIRE_WITHOUT_KEY = f"DELETE FROM audit WHERE at_ms < ? AND {_IS_WITHOUT_KEY}"
+_NTH_WITHOUT_KEY = f"SELECT at_ms FROM audit WHERE {_IS_WITHOUT_KEY} ORDER BY at_ms DESC LIMIT 1 OFFSET ?"
 _READ = """
     SELECT at_ms, key_id, key_name, client, action, detail, status FROM audit
     WHERE at_ms >= ? AND at_ms < ?{of_key} ORDER BY at_ms DESC LIMIT ?
@@ -76,14 +82,14 @@ class AuditEntry(msgspec.Struct, frozen=True):
 
     at_ms: int
     key_id: str
-    """Empty: there is no key, on an open gateway or for a change of the configuration file."""
+    """Empty: there is no key, on an open gateway, for a failed sign-in or a change of the configuration file."""
     key_name: str
     client: str
     """The address of the client; empty for a change of the configuration file."""
     action: str
     """Method and path, such as `POST /fleet/models/small/unload`."""
     detail: str
-    """The body of the request, shortened."""
+    """The body of the request, shortened; for a sign-in, what came of it."""
     status: int
     """The HTTP status of the response; 0 for a change of the configuration file."""
 
@@ -198,6 +204,7 @@ def _add(execute: Execute, entry: AuditEntry) -> None:
 def _expire(execute: Execute, oldest_ms: int) -> None:
     execute(_EXPIRE, (oldest_ms,))
     for nth, expire, max_entries in (
+        (_NTH_WITHOUT_KEY, _EXPIRE_WITHOUT_KEY, MAX_WITHOUT_KEY),
         (_NTH_REJECTED, _EXPIRE_REJECTED, MAX_REJECTED),
         (_NTH, _EXPIRE, MAX_ENTRIES),
     ):

@@ -66,6 +66,10 @@ class Stopwatch:
         if self._first_s is None:
             self._first_s = time.monotonic()
 
+    def note_whole(self) -> None:
+        """The response is there at once: all of it counts as generated."""
+        self._first_s = self._submitted_s
+
     def timing(self) -> Timing:
         """Until now."""
         now_s = time.monotonic()
@@ -101,6 +105,12 @@ class Choice:
         self._num_cached_tokens = 0
         self._num_drafted = self._num_accepted = self._num_predicted = 0
         self._has_called = False
+        request = context.request
+        self._may_be_plain = not (
+            request.sampling.stop or request.continuous_usage or request.return_token_ids
+        ) and bool(request.tool_choice.parallel and request.sampling.max_tokens != 0)
+        self._is_plain = False
+        """Whether an output that neither begins nor ends the response needs no more than its text."""
         self._spellings: dict[int, tuple[str, tuple[int, ...]]] = {}
 
     @property
@@ -119,8 +129,10 @@ class Choice:
             accepted_draft_tokens=self._num_accepted,
         )
 
-    def push(self, outputs: Iterable[StepOutput], stopwatch: Stopwatch) -> list[AnyEvent]:
+    def push(self, outputs: Sequence[StepOutput], stopwatch: Stopwatch) -> list[AnyEvent]:
         """Raises `GenerationFailed` or `Overloaded` when the engine ended the request by itself."""
+        if self._is_plain and len(outputs) == 1 and outputs[0].finish is None and not outputs[0].logprobs:
+            return self._next(outputs[0])
         stopwatch.note_output()
         events: list[AnyEvent] = []
         tokens: list[int] = []
@@ -135,6 +147,17 @@ class Choice:
         if tokens and self._context.request.return_token_ids:
             events.insert(place, TokenIds(index=self.index, tokens=tuple(tokens)))
         return _joined(events)
+
+    def _next(self, output: StepOutput) -> list[AnyEvent]:
+        """As `push`, for what most outputs are: tokens in the middle of a response, of which the client wants the
+        text."""
+        num_tokens = len(output.tokens)
+        self.num_tokens += num_tokens
+        self._num_drafted += output.num_drafted
+        self._num_accepted += output.num_accepted
+        self._num_predicted += output.num_predicted
+        text = self._detokenizer.push(output.tokens)
+        return self._parse(text, num_tokens)
 
     def echo(self) -> list[AnyEvent]:
         """The whole choice of a request for no tokens: the prompt alone."""
@@ -187,6 +210,7 @@ class Choice:
 
     def _start(self, cached_tokens: int, prompt_logprobs: Sequence[TokenLogprobs] = ()) -> list[AnyEvent]:
         self._started = True
+        self._is_plain = self._may_be_plain
         context = self._context
         sampling = context.request.sampling
         self._num_cached_tokens = cached_tokens
@@ -226,7 +250,7 @@ class Choice:
             self._has_called = self._has_called or isinstance(event, ToolCallStart)
 
     def _end(self, reason: FinishReason, stop_sequence: str | None, timing: Timing) -> list[AnyEvent]:
-        self.ended = True
+        self.ended, self._is_plain = True, False
         events: list[AnyEvent] = list(self._parser.finish(is_cut=reason == "length"))
         self._note(events)
         if self._parser.broke_off:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from dataclasses import dataclass
 
@@ -39,11 +40,12 @@ class OpaqueRelay:
     async def pass_on(
         self, call: ApiCall, model: str, target: bytes, body: Body, upstream: Upstream, watch: RequestWatch
     ) -> None:
-        """Loads the model, waits for a slot, and passes request and response on."""
+        """Loads the model, waits for a slot, and passes request and response on, unread unless the call translates."""
         http = call.request
         if http.method == b"HEAD":
             raise MethodNotAllowed("A server is not asked for heads; use GET.", details={"allowed_methods": ["GET"]})
         watch.phase = lambda: "load"
+        arrived_s = time.monotonic()
         await self.drain_gate.wait_for(ready(self.backend, model))
         watch.phase = lambda: "prefill"
         id = f"opaque-{uuid.uuid4().hex}"
@@ -53,7 +55,9 @@ class OpaqueRelay:
         try:
             await slot.wait()
             slot.on_lost = response.fail
-            relay.send(upstream.pool(), http.method, target, passed_headers(http), body)
+            call.load_s = time.monotonic() - arrived_s
+            translation = None if call.translate is None else call.translate(model)
+            relay.send(upstream.pool(), http.method, target, passed_headers(http), body, translation)
             try:
                 await response.ended
             except UpstreamFault as fault:

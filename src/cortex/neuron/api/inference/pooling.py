@@ -80,7 +80,7 @@ class PoolingRoutes:
         http, created = call.request, int(time.time())
         principal, limit = bodies.principal_of(http), bodies.token_limit_of(http)
         id = f"{'embd' if request.task == 'embed' else 'score'}-{uuid.uuid4().hex}"
-        pooling, texts = await self._tokens(request, principal, watch)
+        pooling, texts = await self._tokens(call, request, watch)
         num_tokens = sum(texts.lengths)
         _check_limit(num_tokens, limit)
         usage = Usage(prompt_tokens=num_tokens)
@@ -104,12 +104,14 @@ class PoolingRoutes:
         return Response(200, (*responses.JSON, *headers), body)
 
     async def _tokens(
-        self, request: PoolingRequest, principal: str, watch: RequestWatch
+        self, call: ApiCall, request: PoolingRequest, watch: RequestWatch
     ) -> tuple[PoolingConfig, PooledTexts]:
         """What the loaded model does with texts, and the tokens of the request's."""
-        shared = self.inference
+        shared, principal = self.inference, bodies.principal_of(call.request)
         watch.phase = lambda: "load"
+        arrived_s = time.monotonic()
         served = await shared.drain_gate.wait_for(ready(shared.backend, request.model))
+        call.load_s = time.monotonic() - arrived_s
         check_task(shared.backend, request.model, served, request.task, is_of_gateway=bool(principal))
         pooling, context_tokens = served.pooling, served.context_tokens
         if pooling is None or context_tokens is None:

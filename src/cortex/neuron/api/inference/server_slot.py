@@ -9,7 +9,7 @@ from cortex.neuron.api.backend import Backend
 from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.wire.errors import CortexError
 
-_LOSS_S = 1.0
+_LOSS_S = 5.0
 """A server that closes a connection may have died, which is noticed a moment later."""
 
 

@@ -14,7 +14,7 @@ from cortex.wire.events import AnyEvent, Failure, Finish, Usage
 from cortex.wire.node import failure_report, usage_report
 
 MAX_RECORDS = 1024
-WAIT_S = 2.0
+WAIT_S = 5.0
 """The gateway may ask for a request's usage before the request has ended here."""
 
 

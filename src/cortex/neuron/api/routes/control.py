@@ -22,6 +22,7 @@ from cortex.neuron.api.stream import EventStream
 from cortex.wire import llama_cpp, sse
 from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
 from cortex.wire.errors import InvalidValue, MalformedJSON, RouteNotFound, shorten
+from cortex.wire.node.bench import BenchRequest
 from cortex.wire.node.protocol import (
     Endpoint,
     FilesRequest,
@@ -57,6 +58,7 @@ class Control:
             Route("GET", "/events", self.events),
             Route("GET", "/models", self.models),
             Route("POST", "/models/load", self.load),
+            Route("POST", "/models/survey", self.survey),
             Route("POST", "/models/unload", self.unload),
             Route("POST", r"/devices/(?P<index>\d{1,4})/recycle", self.recycle),
             Route("GET", SHARES_PATH, self.share),
@@ -64,6 +66,9 @@ class Control:
             Route("GET", "/files/pulls/(?P<id>.+)", self.pull_status),
             Route("POST", "/files/cancel", self.cancel_pull),
             Route("POST", "/files/delete", self.delete_files),
+            Route("POST", "/bench", self.bench),
+            Route("POST", "/bench/cancel", self.cancel_bench),
+            Route("GET", "/bench/(?P<id>.+)", self.bench_status),
             Route("GET", "/hub/(?P<source>.+)", self.offer),
             Route("GET", "/models/(?P<id>.+)/endpoint", self.endpoint),
             Route("GET", "/models/(?P<id>.+)/log", self.log),
@@ -135,6 +140,11 @@ class Control:
             status = await self.drain_gate.wait_for(self.backend.load(load_request, wait=wait))
         return responses.json(status, status=200 if status.state is ModelState.READY else 202)
 
+    async def survey(self, call: ApiCall) -> Response:
+        """Lists a model with the options of a load, and responds when its files have been read. Loads nothing."""
+        load_request = _decode(_with_model_id(call.request.body), LoadRequest)
+        return responses.json(await self.backend.survey(load_request))
+
     async def share(self, call: ApiCall) -> None:
         """A node that leads a model has this one hold a part of it, for as long as its connection lasts."""
         with self.drain_gate.enter():  # rejects it while the node shuts down
@@ -161,6 +171,19 @@ class Control:
     async def delete_files(self, call: ApiCall) -> Response:
         """Deletes a model's files from the cache, never while the model is in memory."""
         return responses.json(await self.backend.files.delete(_decode(call.request.body, FilesRequest)))
+
+    async def bench(self, call: ApiCall) -> Response:
+        """Starts to measure a model that is ready, and responds at once; `/bench/{model}` shows the progress."""
+        bench_request = _decode(call.request.body, BenchRequest)
+        with self.drain_gate.enter():
+            return responses.json(self.backend.benches.start(bench_request), status=202)
+
+    async def bench_status(self, call: ApiCall) -> Response:
+        return responses.json(self.backend.benches.status(call.values["id"]))
+
+    async def cancel_bench(self, call: ApiCall) -> Response:
+        bench_request = _decode(call.request.body, BenchRequest)
+        return responses.json(await self.backend.benches.cancel(bench_request.model_id))
 
     async def offer(self, call: ApiCall) -> Response:
         """What a repository of the hub offers: its quantisations and their sizes. Nothing is downloaded."""

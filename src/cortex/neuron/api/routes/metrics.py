@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.token_times import Observe, TokenTimes
 from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent, Finish, Usage
 from cortex.wire.node.protocol import DeviceHealth, ModelState, ModelStatus
@@ -39,7 +40,9 @@ class Metrics:
         self.first_token = histogram(
             "time_to_first_token_seconds", "From arrival to the first token, queue and load included.", _SECONDS
         )
-        self.inter_token = histogram("inter_token_seconds", "Between two outputs of a response.", _TOKEN_SECONDS)
+        self.inter_token = TokenTimes(
+            "neuron_inter_token_seconds", "Between two outputs of a response.", _TOKEN_SECONDS, self._registry
+        )
         self.duration = histogram("request_duration_seconds", "From arrival to the end.", _SECONDS)
         self._registry.register(_NodeState(backend))
 
@@ -93,7 +96,7 @@ class RequestWatch:
         """The ends of the choices that have ended."""
         self._metrics = metrics
         self._last_s = self.began_s
-        self._inter_token: Histogram | None = None
+        self._inter_token: Observe | None = None
         """Set at the first token, so that the label is looked up once and not for every token."""
 
     def observe(self, events: Iterable[AnyEvent]) -> None:
@@ -102,9 +105,9 @@ class RequestWatch:
         passed_s, self._last_s = now_s - self._last_s, now_s
         if self._inter_token is None:
             self._metrics.first_token.labels(self.model).observe(passed_s)
-            self._inter_token = self._metrics.inter_token.labels(self.model)
+            self._inter_token = self._metrics.inter_token.of(self.model)
         else:
-            self._inter_token.observe(passed_s)
+            self._inter_token(passed_s)
         for event in events:
             if isinstance(event, Finish):
                 self.finishes.append(event)
@@ -177,7 +180,7 @@ def _of_models(models: Iterable[ModelStatus]) -> Iterator[Metric]:
     used = {m: load.kv_used_fraction for m, load in loads.items()}
     yield _gauge("kv_used_fraction", "Share of the cache pages in use.", "model", used)
     speeds = {m: load.tokens_per_s for m, load in loads.items()}
-    yield _gauge("tokens_per_second", "Completion tokens over the last few seconds.", "model", speeds)
+    yield _gauge("tokens_per_second", "Completion tokens after the first, over the last few seconds.", "model", speeds)
     sizes = {model.id: model.measured_bytes for model in models if model.state is not ModelState.ASLEEP}
     yield _gauge("model_bytes", "Device memory that a loaded model takes.", "model", sizes)
     replicas = {model.id: model.replicas for model in models if sizes.get(model.id) is not None}

@@ -17,6 +17,7 @@ from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.bodies import client_of
 from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.routes.server_embeddings import ServerEmbeddings
 from cortex.neuron.api.routing import ApiCall, Route
 from cortex.neuron.api.stream import EventStream
 from cortex.parsing.parser import BodyParser
@@ -113,16 +114,18 @@ class OllamaRoutes:
         began_s = time.monotonic()
         request = call.request
         body = await self.parser.translate_embed(request.body, None, client_of(request))
+        path = request.path.decode("latin-1")
         inner = ApiCall(call.exchange, {})
+        inner.translate = lambda model: ServerEmbeddings(path, model, began_s, inner.load_s)
+        headers = (*(header for header in request.headers if header[0] != b"content-type"), *responses.JSON)
         inner.request = Request(
-            b"POST", embeddings.TARGET.encode(), b"", request.headers, body, request.client, request.keeps_alive
+            b"POST", embeddings.TARGET.encode(), b"", headers, body, request.client, request.keeps_alive
         )
         response = await self.serve(inner)
         if response is None or response.status != 200:
             return response
         total_s = time.monotonic() - began_s
-        path = request.path.decode("latin-1")
-        written, _ = embeddings.response_body(response.body, path, load_s=0.0, total_s=total_s)
+        written, _ = embeddings.response_body(response.body, path, load_s=inner.load_s, total_s=total_s)
         return Response(200, response.headers, written)
 
     async def _ended(self, model: str, status: PullStatus) -> PullStatus:

@@ -18,8 +18,8 @@ import torch
 _TRY_STEPS = 4
 _FIRST_TRY_AFTER = 8
 _LONGEST_PAUSE = 4096
-_ABORT_RATIO = 2.0
-"""A try ends at once if a step of it takes this many times as long as usual."""
+_ABORT_RATIOS = (2.0, 1.3)
+"""A try ends early if its first step, or its first steps in the mean, take this many times as long as usual."""
 
 
 class ThreadChoice:
@@ -48,10 +48,11 @@ class ThreadChoice:
             return
         self._tried_s.append(seconds)
         usual_s = sum(self._usual_s) / len(self._usual_s)
-        if seconds > _ABORT_RATIO * usual_s:
+        tried_s = sum(self._tried_s) / len(self._tried_s)
+        if tried_s > _ABORT_RATIOS[min(len(self._tried_s), len(_ABORT_RATIOS)) - 1] * usual_s:
             self._end_try(won=False)
         elif len(self._tried_s) == _TRY_STEPS:
-            self._end_try(won=sum(self._tried_s) / _TRY_STEPS < usual_s)
+            self._end_try(won=tried_s < usual_s)
 
     def _end_try(self, *, won: bool) -> None:
         if won:

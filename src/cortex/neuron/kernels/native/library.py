@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -12,14 +13,17 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+from cortex.cache_folder import cache_folder
 
 log = logging.getLogger(__name__)
 
 _NAMES = ("values.h", "operations.h", "tiles.h", "products.c", "lookups.c", "attention.c", "steps.c")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
-_COMPILE_TIMEOUT_S = 120
+_COMPILE_TIMEOUT_S = 300
 _LOGGED_LINES = 3
 """How much of the compiler's output is logged."""
 _NO_SUCH_ROW = 2
@@ -115,14 +119,33 @@ def _load() -> NativeLibrary:
     path = _built(command)
     library = _opened(path)
     if library is None:
-        try:
-            _compile(command, path)
-        except (OSError, subprocess.SubprocessError):  # such as a time-out, while another process has compiled them
-            if (library := _opened(path)) is None:
-                raise
-        else:
-            library = ctypes.CDLL(str(path))
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(path.parent):  # the workers of a divided model start together, and one of them compiles
+            library = _opened(path) or _compiled(command, path)
     return NativeLibrary(library, _threads())
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds a lock of the folder that is shared by all processes, where its file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _compiled(command: str, path: Path) -> ctypes.CDLL:
+    """Raises OSError or SubprocessError."""
+    try:
+        _compile(command, path)
+    except (OSError, subprocess.SubprocessError):  # such as a time-out, while another process has compiled them
+        if (library := _opened(path)) is None:
+            raise
+        return library
+    return ctypes.CDLL(str(path))
 
 
 def _options() -> tuple[str, ...]:
@@ -133,7 +156,7 @@ def _options() -> tuple[str, ...]:
 
 def _built(command: str) -> Path:
     """Where the functions are once this compiler has compiled them."""
-    return _folder() / f"native-{_digest(command)}.so"
+    return cache_folder() / "kernels" / f"native-{_digest(command)}.so"
 
 
 def _failure(path: Path) -> Path:
@@ -170,14 +193,7 @@ def _opened(path: Path) -> ctypes.CDLL | None:
         return None
 
 
-def _folder() -> Path:
-    environment = os.environ
-    own = environment.get("CORTEX_CACHE")
-    return Path(own or Path(environment.get("XDG_CACHE_HOME", "~/.cache")) / "cortex").expanduser() / "kernels"
-
-
 def _compile(command: str, path: Path) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         log.info("compiling the functions in C for this host, once: %s", command)
         built = Path(folder) / path.name

@@ -8,7 +8,8 @@ enum { NO_MEMORY = 1, NO_SUCH_ROW = 2 };
 // What the threads of a run share. Parts of an operation are handed out one by one: other programs may slow some threads.
 typedef struct {
     int64_t rows;
-    uint8_t *room;  // for the inputs of products
+    uint8_t *room;      // for the inputs of products, or the sums of attention
+    int32_t *finished;  // units of attention, by row and KV head; 0 between operations
     int32_t failed;
     _Alignas(64) int64_t next;  // of the parts that no thread has taken
     _Alignas(64) int32_t arrived;
@@ -80,5 +81,6 @@ typedef struct {
 
 int64_t product_room(const Product *product, int64_t rows);
 void run_product(const Product *product, const Member *member);
+int64_t attention_room(const Attention *attention, int64_t rows);
 void run_attention(const Attention *attention, const Member *member);
 void run_lookup(const Lookup *lookup, const Member *member);

@@ -24,34 +24,13 @@ INLINE Ints dot(Ints sums, Bytes codes, const int8_t *inputs, int wide) {
 #endif
 }
 
-// sums + a · b, rounded once: the same in every function, as compilers do not make it by themselves here.
-INLINE Floats added(Floats sums, Floats a, Floats b) {
-#if WIDTH == 16
-    return (Floats)vfmaq_f32((float32x4_t)sums, (float32x4_t)a, (float32x4_t)b);
-#elif WIDTH == 64
-    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sums);
-#else
-    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sums);
-#endif
-}
-
-INLINE Floats repeated(float number) {
-#if WIDTH == 16
-    return (Floats)vdupq_n_f32(number);
-#elif WIDTH == 64
-    return (Floats)_mm512_set1_ps(number);
-#else
-    return (Floats)_mm256_set1_ps(number);
-#endif
-}
-
 // Inputs, quantised to sixteen bits, 256 · high + low, with one scale per tile. The second dot product of codes costs little
 // next to their load and unpacking; with inputs of eight bits the answers of a small model change.
-enum { MOST_ROWS = WIDTH == 64 ? 4 : 2, PLANES = 2, LARGEST = 127 * 256 };
+enum { MOST_ROWS = WIDTH == 64 ? 8 : 2, PLANES = 2, LARGEST = 127 * 256 };
 
 typedef struct {
-    int8_t *values;  // per tile the high halves of its columns, then the low ones
-    float *scales;   // include UNIT
+    int8_t *values;  // of each tile and row the high halves of its columns, then the low ones
+    float *scales;   // of each tile and row; include UNIT
     float *shifts;   // what a group's zero, or its minimum, is multiplied by: the sum of its columns with their scale
 } Inputs;
 
@@ -89,7 +68,7 @@ INLINE void prepare(const Product *call, int64_t row, int64_t tile, float factor
     for (int i = 0; i < COLUMNS; i++) out[i] *= factor * other[i];
 }
 
-// One tile of inputs, the number of which is `at`.
+// The columns of one tile and row, the number of which is `at`.
 INLINE void quantise(const float *x, Inputs inputs, int64_t at, const Matrix *m) {
     typedef int8_t Planes __attribute__((vector_size(LANES)));
     const Floats whole = repeated(0x1.8p23f);  // sums with it end before the point, in the lowest bits of their words
@@ -122,57 +101,10 @@ INLINE void quantise(const float *x, Inputs inputs, int64_t at, const Matrix *m)
     inputs.shifts[2 * at + 1] = sums[1] * factor_of_sum;
 }
 
-// 16 rows of the matrix times `count` inputs, the first of which is `row`. The last three are constants wherever it is called:
-// branches inside the loop would take longer than the products.
-INLINE void block_product(const Job *job, int64_t block, int64_t row, int count, int bits, int has_minimums) {
-    const Product *call = job->call;
-    const Matrix *m = call->matrix;
-    const int64_t tiles = m->tiles, size = tile_bytes(bits, has_minimums);
-    const int group_steps = STEPS / groups_of(bits);
-    const uint8_t *tile = block_at(m, block);
-    const int8_t *values = job->inputs.values + row * tiles * PLANES * COLUMNS;
-    const float *scales = job->inputs.scales + row * tiles, *shifts = job->inputs.shifts + 2 * row * tiles;
-    Floats totals[MOST_ROWS][PARTS] = {0};
-    for (int64_t t = 0; t < tiles; t++, tile += size) {
-        if (FETCHED_AHEAD)
-            for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(tile + FETCHED_AHEAD + line);
-#pragma GCC unroll 2
-        for (int group = 0; group < groups_of(bits); group++) {
-            Ints highs[MOST_ROWS][PARTS] = {0}, lows[MOST_ROWS][PARTS] = {0};
-#pragma GCC unroll 8
-            for (int step = group * group_steps; step < (group + 1) * group_steps; step++) {
-#pragma GCC unroll 4
-                for (int part = 0; part < PARTS; part++) {
-                    const Bytes codes = codes_of(tile, bits, step, part, m->table);
-#pragma GCC unroll 4
-                    for (int i = 0; i < count; i++) {
-                        const int8_t *from = values + (i * tiles + t) * PLANES * COLUMNS + 4 * step;
-                        highs[i][part] = dot(highs[i][part], codes, from, is_wide(bits));
-                        lows[i][part] = dot(lows[i][part], codes, from + COLUMNS, is_wide(bits));
-                    }
-                }
-            }
-#pragma GCC unroll 4
-            for (int part = 0; part < PARTS; part++) {
-                Floats scale, minimum;
-                scales_of(tile, t, bits, has_minimums, group, part, &scale, &minimum);
-#pragma GCC unroll 4
-                for (int i = 0; i < count; i++) {
-                    const Floats whole = __builtin_convertvector((highs[i][part] << 8) + lows[i][part], Floats);
-                    const Floats shift = repeated(shifts[2 * (i * tiles + t) + group]);
-                    Floats value = repeated(scales[i * tiles + t]);
-                    if (has_minimums) {
-                        value *= whole;
-                        totals[i][part] = added(totals[i][part], minimum, shift);
-                    } else {
-                        value = added(shift, whole, value);
-                    }
-                    totals[i][part] = added(totals[i][part], value, scale);
-                }
-            }
-        }
-    }
-    const int64_t first = block * ROWS, rows = m->outputs - first < ROWS ? m->outputs - first : ROWS;
+// Bias and residual added to `count` rows of 16 outputs, in one function for all kinds of matrices.
+static void put_outputs(const Product *call, int64_t block, int64_t row, int count, const Floats (*totals)[PARTS]) {
+    const int64_t outputs = call->matrix->outputs, first = block * ROWS;
+    const int64_t rows = outputs - first < ROWS ? outputs - first : ROWS;
     float bias[ROWS] = {0};
     if (call->bias) widen(call->bias, first, rows, call->is_bias_half, bias);
     for (int i = 0; i < count; i++) {
@@ -185,13 +117,73 @@ INLINE void block_product(const Job *job, int64_t block, int64_t row, int count,
     }
 }
 
-#define KERNEL(BITS, HAS_MINIMUMS)                                                       \
-    static void block_of_##BITS##_##HAS_MINIMUMS(const Job *job, int64_t block) {        \
-        int64_t row = 0;                                                                 \
-        for (; row + MOST_ROWS <= job->rows; row += MOST_ROWS)                           \
-            block_product(job, block, row, MOST_ROWS, BITS, HAS_MINIMUMS);               \
-        for (; row < job->rows; row++) block_product(job, block, row, 1, BITS, HAS_MINIMUMS); \
+// 16 rows of the matrix times `count` inputs, the first of which is `row`. The last three are constants wherever it is called:
+// branches inside the loop would take longer than the products.
+INLINE void block_product(const Job *job, int64_t block, int64_t row, int count, int bits, int has_minimums) {
+    const Product *call = job->call;
+    const Matrix *m = call->matrix;
+    const int64_t tiles = m->tiles, size = tile_bytes(bits, has_minimums), rows = job->rows;
+    const int group_steps = STEPS / groups_of(bits);
+    const uint8_t *tile = block_at(m, block);
+    const int8_t *values = job->inputs.values + row * PLANES * COLUMNS;
+    const float *scales = job->inputs.scales + row, *shifts = job->inputs.shifts + 2 * row;
+    Floats totals[MOST_ROWS][PARTS] = {0};
+    for (int64_t t = 0; t < tiles; t++, tile += size, values += rows * PLANES * COLUMNS, scales += rows, shifts += 2 * rows) {
+        if (FETCHED_AHEAD)
+            for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(tile + FETCHED_AHEAD + line);
+#pragma GCC unroll 2
+        for (int group = 0; group < groups_of(bits); group++) {
+            Ints highs[MOST_ROWS][PARTS] = {0}, lows[MOST_ROWS][PARTS] = {0};
+#pragma GCC unroll 8
+            for (int step = group * group_steps; step < (group + 1) * group_steps; step++) {
+#pragma GCC unroll 4
+                for (int part = 0; part < PARTS; part++) {
+                    const Bytes codes = codes_of(tile, bits, step, part, m->table);
+#pragma GCC unroll 8
+                    for (int i = 0; i < count; i++) {
+                        const int8_t *from = values + i * PLANES * COLUMNS + 4 * step;
+                        highs[i][part] = dot(highs[i][part], codes, from, is_wide(bits));
+                        lows[i][part] = dot(lows[i][part], codes, from + COLUMNS, is_wide(bits));
+                    }
+                }
+            }
+#pragma GCC unroll 4
+            for (int part = 0; part < PARTS; part++) {
+                Floats scale, minimum;
+                scales_of(tile, t, bits, has_minimums, group, part, &scale, &minimum);
+#pragma GCC unroll 8
+                for (int i = 0; i < count; i++) {
+                    const Floats whole = __builtin_convertvector((highs[i][part] << 8) + lows[i][part], Floats);
+                    const Floats shift = repeated(shifts[2 * i + group]);
+                    Floats value = repeated(scales[i]);
+                    if (has_minimums) {
+                        value *= whole;
+                        totals[i][part] = added(totals[i][part], minimum, shift);
+                    } else {
+                        value = added(shift, whole, value);
+                    }
+                    totals[i][part] = added(totals[i][part], value, scale);
+                }
+            }
+        }
     }
+    put_outputs(call, block, row, count, totals);
+}
+
+// Rows are divided into equal parts of up to MOST_ROWS, so that the codes of a tile are unpacked as rarely as possible.
+#define KERNEL(BITS, HAS_MINIMUMS)                                                                       \
+    static void block_of_##BITS##_##HAS_MINIMUMS(const Job *job, int64_t block) {                        \
+        const int64_t parts = (job->rows + MOST_ROWS - 1) / MOST_ROWS;                                   \
+        for (int64_t part = 0; part < parts; part++) {                                                   \
+            const int64_t row = job->rows * part / parts, count = job->rows * (part + 1) / parts - row;  \
+            EACH_COUNT(BITS, HAS_MINIMUMS)                                                               \
+        }                                                                                                \
+    }
+#define COUNT(NUMBER, BITS, HAS_MINIMUMS) \
+    if (NUMBER <= MOST_ROWS && count == NUMBER) block_product(job, block, row, NUMBER, BITS, HAS_MINIMUMS);
+#define EACH_COUNT(...)                                                                         \
+    COUNT(1, __VA_ARGS__) COUNT(2, __VA_ARGS__) COUNT(3, __VA_ARGS__) COUNT(4, __VA_ARGS__)     \
+    COUNT(5, __VA_ARGS__) COUNT(6, __VA_ARGS__) COUNT(7, __VA_ARGS__) COUNT(8, __VA_ARGS__)
 KERNEL(0, 0)
 KERNEL(2, 1)
 KERNEL(3, 0)
@@ -228,7 +220,7 @@ void run_product(const Product *call, const Member *member) {
             if (call->norm) factor = norm_factor(call, row, tiles * COLUMNS);
         }
         prepare(call, row, at % tiles, factor, values);
-        quantise(values, inputs, at, call->matrix);
+        quantise(values, inputs, at % tiles * team->rows + row, call->matrix);
     }
     await_barrier(member);
     const Job job = {call, team->rows, inputs};

@@ -94,18 +94,28 @@ static void work(void *data) {
 
 // Runs operations on rows, on several threads if `threads` says how. 0, NO_MEMORY or NO_SUCH_ROW.
 int run(const void *const *operations, int64_t count, int64_t rows, const Threads *threads, unsigned num_threads) {
-    int64_t room = 0;
+    int64_t room = 0, kv_heads = 0;
     for (int64_t i = 0; i < count; i++) {
-        if (kind_of(operations[i]) != PRODUCT) continue;
-        const int64_t own = product_room(operations[i], rows);
+        const Attention *attention = operations[i];
+        int64_t own = 0;
+        if (kind_of(operations[i]) == PRODUCT) own = product_room(operations[i], rows);
+        if (kind_of(operations[i]) == ATTENTION) {
+            own = attention_room(attention, rows);
+            kv_heads = attention->kv_heads > kv_heads ? attention->kv_heads : kv_heads;
+        }
         room = own > room ? own : room;
     }
     Run run = {operations, count, num_threads > 1 ? threads : 0, {.rows = rows}};
     if (room && !(run.team.room = malloc(room))) return NO_MEMORY;
+    if (kv_heads && !(run.team.finished = calloc(rows * kv_heads, sizeof(int32_t)))) {
+        free(run.team.room);
+        return NO_MEMORY;
+    }
     if (run.threads)
         threads->parallel(work, &run, num_threads, 0);
     else
         work(&run);
     free(run.team.room);
+    free(run.team.finished);
     return run.team.failed;
 }

@@ -30,7 +30,6 @@ typedef float Floats __attribute__((vector_size(WIDTH)));
 typedef int32_t Ints __attribute__((vector_size(WIDTH)));
 enum { LANES = WIDTH / 4 };
 
-
 // Values of either kind as float32.
 INLINE void widen(const void *from, int64_t first, int64_t count, int is_half, float *out) {
     if (!is_half) {
@@ -99,6 +98,8 @@ INLINE Floats floats_at(const float *from) {
     return floats;
 }
 
+INLINE void put_floats(float *to, Floats floats) { memcpy(to, &floats, sizeof floats); }
+
 // One number, or a vector of them, of either kind as float32.
 INLINE float number_at(const void *from, int64_t at, int is_half) {
     float number;
@@ -118,6 +119,27 @@ INLINE Floats widened_at(const void *from, int64_t first, int is_half) {
 #endif
 }
 
+// sums + a · b, rounded once: the same in every function, as compilers do not make it by themselves here.
+INLINE Floats added(Floats sums, Floats a, Floats b) {
+#if WIDTH == 16
+    return (Floats)vfmaq_f32((float32x4_t)sums, (float32x4_t)a, (float32x4_t)b);
+#elif WIDTH == 64
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sums);
+#else
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sums);
+#endif
+}
+
+INLINE Floats repeated(float number) {
+#if WIDTH == 16
+    return (Floats)vdupq_n_f32(number);
+#elif WIDTH == 64
+    return (Floats)_mm512_set1_ps(number);
+#else
+    return (Floats)_mm256_set1_ps(number);
+#endif
+}
+
 INLINE float sum_of_lanes(Floats floats) {
 #if WIDTH == 16
     return vaddvq_f32((float32x4_t)floats);
@@ -127,6 +149,25 @@ INLINE float sum_of_lanes(Floats floats) {
     __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)floats), _mm256_extractf128_ps((__m256)floats, 1));
     four = _mm_hadd_ps(four, four);
     return _mm_cvtss_f32(_mm_hadd_ps(four, four));
+#endif
+}
+
+// The sums of four vectors.
+INLINE void sums_of_lanes(const Floats *floats, float *out) {
+#if WIDTH == 16
+    const float32x4_t some = vpaddq_f32((float32x4_t)floats[0], (float32x4_t)floats[1]);
+    vst1q_f32(out, vpaddq_f32(some, vpaddq_f32((float32x4_t)floats[2], (float32x4_t)floats[3])));
+#else
+#if WIDTH == 64
+    __m256 halves[4];
+    for (int i = 0; i < 4; i++)
+        halves[i] = _mm256_add_ps(_mm512_castps512_ps256((__m512)floats[i]), _mm512_extractf32x8_ps((__m512)floats[i], 1));
+#else
+    const __m256 *halves = (const __m256 *)floats;
+#endif
+    const __m256 some = _mm256_hadd_ps(halves[0], halves[1]), others = _mm256_hadd_ps(halves[2], halves[3]);
+    const __m256 both = _mm256_hadd_ps(some, others);
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1)));
 #endif
 }
 

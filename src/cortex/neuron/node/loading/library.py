@@ -20,11 +20,10 @@ from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directo
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
 from cortex.wire.errors import LoadFailed, ModelNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
-from cortex.wire.node.load_options import KVDtype, LoadOptions, Speculation, Vision, draft_of
+from cortex.wire.node.load_options import KVDtype, LoadOptions, Speculation, Vision, draft_of, is_path
 from cortex.wire.node.protocol import LoadRequest
 
 _CACHE_PREFIX = "models--"
-_PATH_PREFIXES = ("/", "./", "../", "~")
 _NOWHERE = Path()
 """Inside no root: roots are absolute."""
 MAX_ADOPTED = 1000
@@ -78,11 +77,6 @@ def _with_own_quant(model: KnownModel) -> KnownModel:
     if isinstance(parsed, Path) or parsed.quant is None:
         return model
     return replace(model, quant=parsed.quant)
-
-
-def is_path(source: str) -> bool:
-    """Whether a source is written as a path, and never a repository of the hub."""
-    return source.startswith(_PATH_PREFIXES)
 
 
 class Library:
@@ -170,6 +164,14 @@ class Library:
             memory_bytes=smallest(known.memory_bytes, max_bytes),
         )
         return _with_own_quant(adopted)
+
+    def keep_options(self, model: KnownModel) -> bool:
+        """Keep the options of a model that requests have named, for its size and for later loads that name none.
+        Returns whether they are others than before."""
+        kept = replace(model, devices=(), memory_bytes=None, max_bytes_of_nodes=())
+        is_other = kept != self._models.get(model.id)
+        self._models[model.id] = kept
+        return is_other
 
     def remember_quant(self, model_id: str, quant: str | None) -> None:
         """Take `quant` for later loads that name none, unless the model is configured: `owner/name` that was pulled as

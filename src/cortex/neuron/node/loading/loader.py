@@ -24,7 +24,7 @@ from cortex.neuron.node.harness.harness import Harnesses
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.loading.device_choice import check_devices
 from cortex.neuron.node.loading.device_room import DeviceRoom, RoomElsewhere, wake_settled
-from cortex.neuron.node.loading.library import Fetch, KnownModel, Library, is_path
+from cortex.neuron.node.loading.library import Fetch, KnownModel, Library
 from cortex.neuron.node.survey_process.client import Surveys
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.text.model import TextSurvey
@@ -45,6 +45,7 @@ from cortex.wire.errors import (
     about,
     from_code,
 )
+from cortex.wire.node.load_options import is_path
 
 log = logging.getLogger(__name__)
 
@@ -247,27 +248,31 @@ class ModelLoader:
         """Surveys every model whose files are complete, so that its size is known before it is loaded. A path without
         files is reported; files that come later are found."""
         for model in self._library:
-            if model.id in self.surveys or (model.id in self.damaged and model.id not in self._absent):
-                continue
-            try:
-                path = await self.find_local(model)
-                if path is None:
-                    if is_path(model.source) and model.id not in self._absent:
-                        self._absent.add(model.id)
-                        raise SourceNotFound(
-                            f"{model.id}: there is no complete model at {model.source}; correct its `source`, or put "
-                            "the files there"
-                        )
-                    continue
-                if model.id in self._absent:
-                    self._absent.discard(model.id)
-                    self.damaged.pop(model.id, None)
-                survey = await self.read(model, path)
-            except CortexError as error:
-                self.damaged[model.id] = error.with_traceback(None)
-                log.warning("%s", error.message)
-            else:
-                self.surveys.setdefault(model.id, survey)  # unless a load has surveyed the form that it was asked for
+            await self.survey_listed(model)
+
+    async def survey_listed(self, model: KnownModel) -> None:
+        """Surveys one of them, unless that was done."""
+        if model.id in self.surveys or (model.id in self.damaged and model.id not in self._absent):
+            return
+        try:
+            path = await self.find_local(model)
+            if path is None:
+                if is_path(model.source) and model.id not in self._absent:
+                    self._absent.add(model.id)
+                    raise SourceNotFound(
+                        f"{model.id}: there is no complete model at {model.source}; correct its `source`, or put "
+                        "the files there"
+                    )
+                return
+            if model.id in self._absent:
+                self._absent.discard(model.id)
+                self.damaged.pop(model.id, None)
+            survey = await self.read(model, path)
+        except CortexError as error:
+            self.damaged[model.id] = error.with_traceback(None)
+            log.warning("%s", error.message)
+        else:
+            self.surveys.setdefault(model.id, survey)  # unless a load has surveyed the form that it was asked for
 
     def estimate_basis(self, model: KnownModel) -> object:
         """What an estimate depends on in addition to the model and its files."""

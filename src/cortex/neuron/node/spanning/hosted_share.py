@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ROOM_S = 30.0
+ROOM_S = 60.0
 """How long a share may wait for other loads on its devices."""
-FREE_S = 5.0
+FREE_S = 15.0
 """How long a rank whose lead is gone may take to leave its step; then its worker is killed."""
 
 

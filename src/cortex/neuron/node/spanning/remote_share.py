@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 UNLOAD_S = 60.0
 """How long a peer may take to free its part. Where its worker is busy with another load, it does so after that."""
-KILL_S = 15.0
+KILL_S = 30.0
 """How long a peer may take to end its workers. Then the share counts as lost, and the connection is closed."""
 
 

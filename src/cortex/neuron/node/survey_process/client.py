@@ -24,7 +24,7 @@ from cortex.neuron.text.model import TextSurvey
 from cortex.wire.errors import LoadFailed
 from cortex.wire.rejection import Rejected, error_of
 
-WALL_S: Final = 120.0
+WALL_S: Final = 300.0
 """Disks may be slow."""
 _MAX_JOBS: Final = 2
 _REST_AFTER_S: Final = 60.0

@@ -1,8 +1,9 @@
 """Tokenises long prompts without repeating the work of earlier turns.
 
 An agent sends its whole conversation again with each turn. Text is always split at whole tokens such as `<|im_end|>`,
-so a segment between two of them has the same ids everywhere, and is cached. The tokens of a prompt up to such a cut do
-not depend on the text after it.
+so a segment between two of them has the same ids everywhere, and is cached. SentencePiece treats the beginning of a
+text differently: a segment after a token is encoded after it there. The tokens of a prompt up to such a cut do not
+depend on the text after it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from array import array
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise, takewhile
+from operator import itemgetter
 from typing import Final
 
 from cortex.neuron.text.tokenizer.encoder import Segmented
@@ -23,8 +25,8 @@ from cortex.neuron.text.tokenizer.vocabulary import WholeToken
 _MAX_CACHED_CHARACTERS: Final = 8 << 20
 _MIN_CACHED_CHARACTERS: Final = 256
 """Shorter segments are tokenised faster than they are looked up."""
-_MAX_WHOLE_TOKENS: Final = 1024
-"""With more of them, searching in Python costs more than it saves."""
+_MAX_WHOLE_TOKENS: Final = 16_384
+"""Gemma has 6,400. With more, the pattern takes long to build."""
 _WINDOW_CHARACTERS: Final = 1 << 16
 """Searched at once: a search blocks all other threads."""
 
@@ -50,36 +52,41 @@ class SegmentEncoder:
         vocabulary = tokenizer.vocabulary
         self._ids_by_whole = {token.text: token.id for token in vocabulary.whole_tokens}
         self._longest_whole = max(map(len, self._ids_by_whole), default=0)
-        self._pattern = _pattern(vocabulary.whole_tokens) if vocabulary.is_context_free else None
-        self._cached: OrderedDict[str, array[int]] = OrderedDict()
+        self._pattern = _pattern(vocabulary.whole_tokens)
+        self._is_context_free = vocabulary.is_context_free
+        self._cached: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
+        """By segment, and by the whole token before it where that matters."""
         self._num_characters = 0
         self._lock = threading.Lock()
 
     def encode(self, text: str, literal_at: Sequence[int] = ()) -> Segmented:
         """At the characters `literal_at`, ascending, no whole token begins."""
-        if self._pattern is None:
+        if self._pattern is None or (literal_at and not self._is_context_free):
             return self._encode_whole(text, literal_at)
         return self._encode_segments(self._pattern, text, literal_at)
 
     def _encode_segments(self, pattern: re.Pattern[str], text: str, literal_at: Sequence[int]) -> Segmented:
         ids: list[int] = []
         cuts: list[tuple[int, int]] = []
-        position = 0
+        position, before = 0, ""
         for found in self._whole_tokens(pattern, text, frozenset(literal_at)):
-            ids += self._literal_segment(text, position, found.start(), literal_at)
+            ids += self._literal_segment(text, position, found.start(), literal_at, before)
             cuts.append((found.start(), len(ids)))
             ids.append(self._ids_by_whole[found.group()])
             cuts.append((found.end(), len(ids)))
             position = found.end()
-        ids += self._literal_segment(text, position, len(text), literal_at)
+            before = "" if self._is_context_free else found.group()
+        ids += self._literal_segment(text, position, len(text), literal_at, before)
         return _segmented(ids, cuts)
 
-    def _literal_segment(self, text: str, start: int, end: int, literal_at: Sequence[int]) -> list[int] | array[int]:
+    def _literal_segment(
+        self, text: str, start: int, end: int, literal_at: Sequence[int], before: str
+    ) -> list[int] | array[int]:
         """The ids of a part of `text` without whole tokens. Where it contains the text of one, it is encoded in two
-        pieces: the library would find the token in the whole."""
+        pieces: the library would find the token in the whole. `before`: the whole token that it is encoded after."""
         inside = literal_at[bisect_left(literal_at, start) : bisect_left(literal_at, end)]
         if not inside:
-            return self._segment(text[start:end])
+            return self._segment(text[start:end], before)
         bounds = (start, *(at + 1 for at in inside), end)
         return [token for piece in pairwise(bounds) for token in self._segment(text[slice(*piece)])]
 
@@ -116,23 +123,27 @@ class SegmentEncoder:
                 cuts += [(start - num_breaks, len(ids) - 1), (end - num_breaks, len(ids))]
         return _segmented(ids, cuts)
 
-    def _segment(self, text: str) -> list[int] | array[int]:
+    def _segment(self, text: str, before: str = "") -> list[int] | array[int]:
         if len(text) < _MIN_CACHED_CHARACTERS:
-            return self._tokenizer.encode(text) if text else []
+            return self._encoded_after(before, text) if text else []
+        key = text, before
         with self._lock:
-            known = self._cached.get(text)
+            known = self._cached.get(key)
             if known is not None:
-                self._cached.move_to_end(text)
+                self._cached.move_to_end(key)
                 return known
-        ids = array("I", self._tokenizer.encode(text))
+        ids = array("I", self._encoded_after(before, text))
         with self._lock:
-            if text not in self._cached:
-                self._cached[text] = ids
+            if key not in self._cached:
+                self._cached[key] = ids
                 self._num_characters += len(text)
             while self._num_characters > self._max_cached_characters:
-                oldest, _ = self._cached.popitem(last=False)
+                (oldest, _), _ = self._cached.popitem(last=False)
                 self._num_characters -= len(oldest)
         return ids
+
+    def _encoded_after(self, before: str, text: str) -> list[int]:
+        return self._tokenizer.encode(before + text)[1:] if before else self._tokenizer.encode(text)
 
 
 def _segmented(ids: list[int], cuts: list[tuple[int, int]]) -> Segmented:
@@ -143,5 +154,16 @@ def _pattern(whole: tuple[WholeToken, ...]) -> re.Pattern[str] | None:
     """Finds whole tokens like the library, longest first; None if some of them also match surrounding text."""
     if not whole or len(whole) > _MAX_WHOLE_TOKENS or not all(token.is_plain for token in whole):
         return None
-    contents = sorted((token.text for token in whole), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, contents)))
+    return re.compile(_any_of(sorted({token.text for token in whole} - {""})))
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    """A pattern of any of `texts`, which are sorted, the longest that matches. Common beginnings are tried once: with
+    thousands of tokens that begin alike, one alternative after another takes long at every such character."""
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(texts[0], texts[-1], strict=False))
+    shared = "".join(first for first, _ in pairs)
+    rests = [text[len(shared) :] for text in texts]
+    is_whole = rests[0] == ""
+    branches = [_any_of(list(group)) for _, group in groupby(rests[is_whole:], key=itemgetter(0))]
+    tail = "" if not branches else f"(?:{'|'.join(branches)})"
+    return re.escape(shared) + (f"{tail}?" if is_whole and tail else tail)

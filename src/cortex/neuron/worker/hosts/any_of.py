@@ -131,7 +131,10 @@ class AnyOf:
         whole = Resident.together(present)
         context_tokens = min(part.info.context_tokens for part in present)
         num_pages = sum(part.info.num_pages for part in present)
-        self.resident = replace(whole, info=replace(whole.info, context_tokens=context_tokens, num_pages=num_pages))
+        info = replace(
+            whole.info, context_tokens=context_tokens, num_pages=num_pages, work=present[0].info.work
+        )  # a step runs on one of them
+        self.resident = replace(whole, info=info)
         return self.resident
 
     def submit(self, request: EngineRequest) -> None:

@@ -196,6 +196,20 @@ class DeviceModels(dict[int, DeviceModel]):
             return reading
         return structs.replace(reading, process_bytes=max(0, reading.process_bytes - self.kv_host_bytes))
 
+    def measure_limits(self, query: int) -> protocol.LimitsMeasured:
+        """How fast the device is; zeros if there is no memory for a measurement."""
+        import torch  # the fork server has imported it with the engine
+
+        from cortex.neuron.engine.device_limits import measure_limits
+
+        try:
+            limits = measure_limits(torch.device(self._device.torch_device), self.measure().free_bytes)
+        except (RuntimeError, MemoryError) as error:
+            raise_device_fault(error, "measure the device")
+            log.warning("the device's limits cannot be measured: %s", explain(error))
+            return protocol.LimitsMeasured(query, 0.0, 0.0)
+        return protocol.LimitsMeasured(query, limits.bytes_per_s, limits.flops)
+
     # -- pages in host memory --------------------------------------------------------------------------------------
 
     @property

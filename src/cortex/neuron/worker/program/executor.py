@@ -169,6 +169,9 @@ class Executor:
                 self._models.limit_host_pages(command.num_bytes)
             case protocol.QueryMemory():
                 self._emit(protocol.Memory(command.query, self._models.measure()))
+            case protocol.MeasureLimits():
+                self.activity = "load"
+                self._emit(self._models.measure_limits(command.query))
             case protocol.Exit():
                 self._is_exiting = True
             case protocol.CancelLoad():

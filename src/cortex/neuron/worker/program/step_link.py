@@ -27,7 +27,7 @@ from cortex.neuron.worker.protocol import AnnouncedStep
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.0005
-CONNECT_S = 5.0
+CONNECT_S = 60.0
 ACCEPT_S = 60.0
 """The other ranks connect as soon as they are loaded, and they are loaded when the first plan is sent."""
 

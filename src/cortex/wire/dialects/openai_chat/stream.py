@@ -50,10 +50,10 @@ class Encoder(ChunkEncoder):
     def encode(self, event: AnyEvent) -> bytes:
         match event:
             case TextDelta(text=text):
-                return self._delta(event.index, {"content": text})
+                return self._text(event.index, "content", text)
             case ReasoningDelta(text=text):
                 if self._shows_reasoning:
-                    return self._delta(event.index, {"reasoning_content": text})
+                    return self._text(event.index, "reasoning_content", text)
                 self._logprobs.pop(event.index, None)
                 return b""
             case ToolCallStart():
@@ -103,6 +103,9 @@ class Encoder(ChunkEncoder):
 
     def _custom_input(self, index: int, call: int, text: str) -> bytes:
         return self._delta(index, {"tool_calls": [{"index": call, "custom": {"input": text}}]})
+
+    def _text(self, index: int, field: str, text: str) -> bytes:
+        return self._text_chunk(index, field, text, lambda shown: self._delta(index, {field: shown}))
 
     def _delta(self, index: int, delta: dict[str, Any], **finish: str | None) -> bytes:
         return self._chunk([self._choice(index, delta, **finish)])

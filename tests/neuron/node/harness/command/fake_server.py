@@ -52,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         text = body["messages"][-1]["content"]
         if text == "hang":
-            time.sleep(600)
+            time.sleep(3600)
         if text == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
         if text == "crash":
@@ -66,7 +66,10 @@ class Handler(BaseHTTPRequestHandler):
             usage = {"prompt_tokens": 7, "completion_tokens": 2}
             message = {"role": "assistant", "content": json.dumps(body)}
             choice = {"index": 0, "message": message, "finish_reason": "stop"}
-            self._json(200, {"id": "x", "model": "y", "created": 1, "choices": [choice], "usage": usage})
+            reply = {"id": "x", "model": "y", "created": 1, "choices": [choice], "usage": usage}
+            if text == "timings":  # as llama.cpp reports them
+                reply["timings"] = {"prompt_ms": 0.001, "predicted_ms": 0.002}
+            self._json(200, reply)
 
     def do_PUT(self) -> None:
         self._echo()
@@ -93,8 +96,10 @@ class Handler(BaseHTTPRequestHandler):
         received = {"method": self.command, "path": self.path, "headers": dict(self.headers.items())}
         ends = {"first": first.decode("latin-1"), "last": last.decode("latin-1")}
         facts = {**received, **ends, "num_bytes": num_bytes, "sha256": digest.hexdigest()}
-        usage = {"usage": {"prompt_tokens": 7, "total_tokens": 7}} if "embeddings" in self.path else {}
-        self._json(404 if "absent" in self.path else 200, facts | usage)
+        if "embeddings" in self.path:
+            facts["data"] = [{"index": 0, "embedding": [0.5, -1.0]}]
+            facts["usage"] = {"prompt_tokens": 7, "total_tokens": 7}
+        self._json(400 if b"spicy" in first else 404 if "absent" in self.path else 200, facts)
 
     def _stream(self, body: Any, text: str) -> None:
         self.send_response(200)

@@ -80,11 +80,12 @@ async def test_a_model_is_loaded_measured_and_unloaded(tmp_path: Path) -> None:
 def test_a_measurement_that_is_too_small_does_not_count(
     memory_mb: int | None, measured_mb: int | None, expected_mb: int
 ) -> None:
-    measured = {} if measured_mb is None else {"m": measured_mb << 20}
     entry = HarnessEntry(name="fake", cmd=START, memory_mb=memory_mb)
-    facts = ServedFiles(Path(), "fake", "", 100 << 20, 0, 1)
-    estimates = CommandEstimates(NeuronConfig(), entry, measured)
-    assert estimates.whole_bytes(KnownModel(id="m", source="m"), facts) == expected_mb << 20
+    facts, model = ServedFiles(Path(), "fake", "", 100 << 20, 0, 1), KnownModel(id="m", source="m")
+    estimates = CommandEstimates(NeuronConfig(), entry)
+    if measured_mb is not None:
+        assert estimates.note_measured(model, facts, measured_mb << 20) == expected_mb << 20, "while it is loaded"
+    assert estimates.whole_bytes(model, facts) == expected_mb << 20
 
 
 async def test_closing_the_node_ends_the_server(tmp_path: Path) -> None:
@@ -108,8 +109,8 @@ async def test_placed_by_bytes(tmp_path: Path, where: dict[str, Any]) -> None:
         ({"cmd": [*START, "--exits", "4", "--say", "no card"]}, "ended with status 4; the end of its log: no card"),
         ({"cmd": [*START, "--exits", "0"]}, "ended with status 0"),
         (
-            {"cmd": [*START, "--is-never-healthy", "--ignores-sigterm"], "health": {"timeout_s": 1.5}},
-            "not healthy within 1.5 s .health.path /health.*ready",
+            {"cmd": [*START, "--is-never-healthy", "--ignores-sigterm"], "health": {"timeout_s": 0.5}},
+            "not healthy within 0.5 s .health.path /health",
         ),
         (
             {"cmd": ["/bin/sh", "-c", 'ulimit -v 90000; exec "$@"', "sh", *START, "--holds-mb", "200"]},

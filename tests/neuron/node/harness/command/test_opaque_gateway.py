@@ -19,6 +19,7 @@ from faulty_models import running_node, write_model
 from cortex.fleet.catalogue import ModelSpec
 from cortex.gateway.ledger.keys import generate
 
+from .....waiting import WAIT_S
 from ....api.served import served
 from .commands import config, through_gateway
 from .test_opaque_requests import FILE, form
@@ -53,7 +54,7 @@ async def client(tmp_path: Path) -> AsyncIterator[Client]:
         running_node(tmp_path, settings) as node,
         served(node) as (host, port),
         through_gateway(f"http://{host}:{port}", tmp_path, *keys, models=models) as url,
-        aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=60)) as session,
+        aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=WAIT_S)) as session,
     ):
         yield Client(session)
 

@@ -18,6 +18,7 @@ from cortex.neuron.node.node import Node
 from cortex.wire.node import headers
 from cortex.wire.node.protocol import ModelState
 
+from .....waiting import WAIT_S
 from ....api.served import served
 from .commands import config, servers, until
 
@@ -48,7 +49,7 @@ async def call(tmp_path: Path) -> AsyncIterator[Caller]:
     }
     settings = config(max_concurrent=1, **entry)
     settings["models"].append({"id": "native", "source": str(write_model(tmp_path / "native"))})
-    timeout = aiohttp.ClientTimeout(total=60)
+    timeout = aiohttp.ClientTimeout(total=WAIT_S)
     async with (
         running_node(tmp_path, settings) as node,
         served(node, keepalive_s=0.2) as (host, port),

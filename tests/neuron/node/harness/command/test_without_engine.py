@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from .....ports import free_port
+from .....waiting import WAIT_S
 from .commands import START
 
 HIDE = """
@@ -30,7 +31,6 @@ def find_spec(name, path=None, target=None):
 importlib.machinery.PathFinder.find_spec = find_spec
 """
 ENGINE = ("torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "llguidance", "transformers", "PIL")
-WAIT_S = 120
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,6 @@ def pattern(node: Node) -> str:
             raise AssertionError(node)
 
 
-@hypothesis.settings(max_examples=60)
 @hypothesis.given(nodes(st.sampled_from("ab\n"), max_leaves=8))
 def test_matches_the_same_texts_as_the_tree(body: Node) -> None:
     try:

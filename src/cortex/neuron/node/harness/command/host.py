@@ -28,10 +28,12 @@ from cortex.wire.errors import LoadFailed
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
-_HEALTH_S = 5.0
+_HEALTH_S = 15.0
 """How long one health check may take."""
 _PORT_TRIES = 3
 _RECLAIM_S = 5.0
+_SHORTEST_STREAM_S = 0.02
+"""A response that is complete sooner after its first piece came whole: its speed is not known."""
 _PAGES = 1 << 40
 """A server manages its own KV cache: the node only bounds the number of its requests."""
 
@@ -74,18 +76,22 @@ class CommandHost:
     info: EngineInfo
     ticker: Ticker
     choose_port: Callable[[], int]
-    on_measured: Callable[[int], None]
+    on_measured: Callable[[int], int]
+    """Remembers a measurement, and returns the size that the model counts as."""
     log: ServerLog = field(default_factory=ServerLog)
     resident: Resident | None = None
     pool: Pool | None = None
     """Requests to the server, while it is healthy."""
     freed_at_s: float = 0.0
+    _loaded_bytes: int = 0
+    """As measured when it was loaded."""
     _server: ServerProcess | None = None
     _sink: ModelSink | None = None
     _port: int = 0
     _kill_reason: str | None = None
     _watch: asyncio.Task[None] | None = None
-    _live: set[str] = field(default_factory=set)
+    _live: dict[str, float | None] = field(default_factory=dict)
+    """Requests with a slot → when the server began to respond."""
     _stats: EngineStats = EngineStats()  # noqa: RUF009 - immutable
 
     @property
@@ -110,8 +116,9 @@ class CommandHost:
                 await self._server.ended()
             self._gone()
             raise
-        self.on_measured(measured)
-        self.resident = Resident(replace(self.info, weight_bytes=measured), measured, measured)
+        counted = self.on_measured(measured)
+        self._loaded_bytes = measured
+        self.resident = Resident(replace(self.info, weight_bytes=counted), counted, measured)
         self._watch = run_once(self._watch_end(), f"server of {self.model_id}")
         return self.resident
 
@@ -216,7 +223,7 @@ class CommandHost:
         if problem := await self._ask(self.entry.wake):
             await self.unload()
             raise Damaged(f"its server ({self.entry.name}) was asked to wake and {problem}")
-        self.resident = replace(resident, process_bytes=resident.measured_bytes, host_bytes=0)
+        self.resident = replace(resident, process_bytes=self._loaded_bytes, host_bytes=0)
         return self.resident
 
     async def _ask(self, request: StateRequest) -> str | None:
@@ -237,7 +244,7 @@ class CommandHost:
         if server is None or resident is None:
             return Reclaimed(0, 0)
         if self.memory.free_bytes is None:  # with the caches that its requests have filled
-            self.on_measured(max(resident.measured_bytes, await asyncio.to_thread(lambda: server.num_bytes)))
+            self.on_measured(max(self._loaded_bytes, await asyncio.to_thread(lambda: server.num_bytes)))
         free_before = await self._free_bytes()
         await server.stop(self.entry.stop_timeout_s, *self._stop_command(server))
         self._gone()
@@ -296,18 +303,19 @@ class CommandHost:
     # Requests
 
     def submit(self, request: EngineRequest) -> None:
-        self._live.add(request.id)
+        self._live[request.id] = None
         self._report(StepOutput(request.id))
 
     def cancel(self, request_id: str) -> None:
         if request_id in self._live:
-            self._live.discard(request_id)
+            del self._live[request_id]
             self._report(StepOutput(request_id, finish="cancelled"))
 
     def produced(self, request_id: str) -> None:
         """The server has begun to respond."""
         if request_id in self._live:
-            self._report(StepOutput(request_id, tokens=(0,)))
+            self._live[request_id] = asyncio.get_running_loop().time()
+            self._report(StepOutput(request_id, tokens=(0,)))  # the server keeps the ids of its tokens to itself
 
     def finished(self, request_id: str, prompt_tokens: int, completion_tokens: int) -> None:
         """The response is complete."""
@@ -319,8 +327,10 @@ class CommandHost:
             completion_tokens=stats.completion_tokens + completion_tokens,
         )
         if request_id in self._live:
-            self._live.discard(request_id)
-            self._report(StepOutput(request_id, finish="stop"))
+            begun_s = self._live.pop(request_id)
+            is_stream = begun_s is not None and asyncio.get_running_loop().time() - begun_s >= _SHORTEST_STREAM_S
+            later = (0,) * max(0, completion_tokens - 1) if is_stream else ()
+            self._report(StepOutput(request_id, tokens=later, finish="stop"))
             if self._sink is not None:
                 self._sink.on_stats(self._stats)
 

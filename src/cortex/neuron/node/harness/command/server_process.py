@@ -17,7 +17,7 @@ from cortex.neuron.node.harness.command.server_log import ServerLog
 log = logging.getLogger(__name__)
 
 _GUARD = str(Path(guard.__file__).resolve())
-_PID_S = 10.0
+_PID_S = 60.0
 """How long the command that prints a process id may take."""
 
 

@@ -159,9 +159,10 @@ function Decisions() {
   const [chosen, setChosen] = useState(null);
   if (error && !value) return html`<${Problem} error=${error} retry=${reload} />`;
   if (!value) return html`<${Loading} what="the decisions" />`;
-  const seen = new Set(events.value.map((event) => `${event.at} ${event.model}`));
-  const older = value.decisions.filter((each) => !seen.has(`${each.at} ${each.model}`)).map((each) => ({ kind: "decision", ...each }));
-  const all = [...events.value, ...older].sort((a, b) => b.at - a.at);
+  const nameOf = (event) => [event.at, event.kind, event.model, event.node].join(" ");
+  const seen = new Set(events.value.map(nameOf));
+  const known = [...value.decisions.map((each) => ({ kind: "decision", ...each })), ...value.events];
+  const all = [...events.value, ...known.filter((each) => !seen.has(nameOf(each)))].sort((a, b) => b.at - a.at);
   if (!all.length) return html`<${Empty} title="No decisions yet">The first request for a model, a load or an eviction appears here.<//>`;
   return html`
     <ol class="timeline card">${all.map((event, index) => html`

@@ -1,0 +1,174 @@
+"""`POST /fleet/models/{model}/bench`: measures how fast a model is on its nodes, as a job. For operators.
+
+The model is measured where it is ready, on all nodes at once; where it is ready nowhere, it is loaded first. Nodes keep
+the results and report them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+
+import msgspec
+
+from cortex.fleet.topology import ModelOnNode
+from cortex.gateway.api.following import Following
+from cortex.gateway.api.jobs import Job, JobBoard
+from cortex.gateway.api.parts import DeferredResponses, expect, read_body
+from cortex.gateway.dispatch.dispatcher import Dispatcher
+from cortex.gateway.dispatch.nodes.client import NodeClient
+from cortex.gateway.dispatch.operator.commands import OperatorCommands
+from cortex.gateway.ledger.meter import Metering
+from cortex.gateway.proxy.routes import error_response, json_response
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import Response
+from cortex.wire.errors import CortexError, Family, ModelUnsupported
+from cortex.wire.node.bench import BenchRequest, BenchStatus
+from cortex.wire.node.protocol import Progress
+
+_MODELS, _BENCH = "/fleet/models/", "/bench"
+
+
+class _BenchOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    node: str | None = None
+    force: bool = False
+    reload: bool = True
+    wait: bool = True
+    """Respond when all is measured; otherwise at once, with the job."""
+
+
+class BenchRoutes:
+    """Owns one task for each node of a measurement."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        operator: OperatorCommands,
+        nodes: Mapping[str, NodeClient],
+        board: JobBoard,
+        metering: Metering,
+        deferred: DeferredResponses,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._operator = operator
+        self._nodes = nodes
+        self._board = board
+        self._metering = metering
+        self._deferred = deferred
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def serves(self, path: str) -> bool:
+        return path.startswith(_MODELS) and path.endswith(_BENCH) and len(path) > len(_MODELS) + len(_BENCH)
+
+    def handle(self, exchange: Exchange, path: str) -> Response | None:
+        request = exchange.request
+        expect(request, b"POST")
+        by = self._metering.meter.authenticate_operator(request)
+        order = read_body(request.body, _BenchOrder)
+        model = self._dispatcher.resolve(path.removeprefix(_MODELS).removesuffix(_BENCH)).model_id
+        job = self._start(model, order, by)
+        if not order.wait:
+            return json_response(_body(job), 202)
+        job.on_end(lambda: exchange.respond(*_ended(job)))
+        return None
+
+    async def close(self) -> None:
+        """Stop watching; nodes finish without us."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start(self, model: str, order: _BenchOrder, by: str) -> Job:
+        targets = self._targets(model, order.node)
+        request = BenchRequest(model_id=model, force=order.force, reload=order.reload)
+        runs = [_NodeRun(self._dispatcher, self._nodes[target.node], target, request) for target in targets]
+
+        def stage() -> tuple[str, Progress | None]:
+            return next((run.stage for run in runs if not run.has_ended), "starting"), None
+
+        def cancel() -> None:
+            for run in runs:
+                run.cancel()
+
+        names = [target.node for target in targets]
+        job = self._board.start("bench", model, names, by=by, awaited=names, read_stage=stage, cancel=cancel)
+        for run in runs:
+            task = asyncio.create_task(run.run(job), name=f"measure {model} on {run.node}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return job
+
+    def _targets(self, model: str, node: str | None) -> list[ModelOnNode]:
+        """Where the model is ready, else where it is being loaded from now on. Raises CortexError."""
+        self._dispatcher.check_node(node)
+        ready = [here for here, _ in self._dispatcher.fleet.replicas(model) if node in (None, here.name)]
+        if ready:
+            own = [ModelOnNode(here.name, model) for here in ready if here.has_lifecycle]
+            if not own:
+                names = ", ".join(here.name for here in ready)
+                raise ModelUnsupported(f"{model} is served by {names}, which is no neuron: it cannot be measured.")
+            return own
+        chosen = self._operator.load(model, node).node
+        assert chosen is not None, "a load that is not rejected has a node"
+        return [ModelOnNode(chosen, model)]
+
+
+class _NodeRun:
+    """The measurement on one node, after the load that it may need."""
+
+    def __init__(self, dispatcher: Dispatcher, client: NodeClient, target: ModelOnNode, request: BenchRequest) -> None:
+        self.node = target.node
+        self.has_ended = False
+        self._dispatcher = dispatcher
+        self._target = target
+        self._following: Following[BenchStatus] = Following(
+            lambda: client.bench(request),
+            lambda: client.bench_status(request.model_id),
+            lambda: client.cancel_bench(request.model_id),
+            described=f"the measurement on {client.name}",
+            after_restart=f"{client.name} has restarted; measure again.",
+        )
+        self._is_loading = False
+
+    @property
+    def stage(self) -> str:
+        if self._is_loading:
+            return "loading"
+        return self._following.status.stage if self._following.status is not None else "starting"
+
+    def cancel(self) -> None:
+        self._following.cancelled.set()
+        if self._is_loading:
+            self._dispatcher.cancel_load(self._target)
+
+    async def run(self, job: Job) -> None:
+        error = await self._loaded() or await self._following.outcome()
+        self.has_ended = True
+        if error is None and self._following.status is not None:
+            job.results[self.node] = msgspec.to_builtins(self._following.status.result)
+        job.node_ended(self.node, error)
+
+    async def _loaded(self) -> CortexError | None:
+        """Why the model is not ready there."""
+        if self._dispatcher.is_ready(self._target.model, self._target.node):
+            return None
+        ended: asyncio.Future[CortexError | None] = asyncio.get_running_loop().create_future()
+        self._dispatcher.watch(self._target, "load", partial(_end, ended))
+        self._is_loading = True
+        error = await ended
+        self._is_loading = False
+        return error
+
+
+def _end(ended: asyncio.Future[CortexError | None], error: CortexError | None) -> None:
+    if not ended.done():  # the gateway may be closing
+        ended.set_result(error)
+
+
+def _body(job: Job) -> dict[str, object]:
+    return {"model": job.model, "nodes": job.nodes, "job": job.as_json()}
+
+
+def _ended(job: Job) -> Response:
+    return json_response(_body(job)) if job.error is None else error_response(job.error, Family.OPENAI)

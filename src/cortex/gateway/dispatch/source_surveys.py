@@ -1,0 +1,84 @@
+"""Asks nodes about the files of models whose `source` in the catalogue is a path, before anything is loaded.
+
+A node lists such a model from then on, with its size, or with the reason why it cannot be loaded there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+from cortex.fleet.catalogue import ModelSpec
+from cortex.fleet.topology import ModelOnNode, Node
+from cortex.gateway.dispatch.fleet_state import FleetState
+from cortex.gateway.dispatch.load_requests import load_request
+from cortex.gateway.dispatch.model_jobs import Effects
+from cortex.wire.errors import CortexError, LoadFailed, SourceNotFound, UpstreamUnavailable
+from cortex.wire.node.load_options import is_path
+from cortex.wire.node.protocol import ModelState, ModelStatus
+
+log = logging.getLogger(__name__)
+
+
+class SourceSurveys:
+    """Owned by the dispatcher; every method runs inside one of its events. Nodes that do not know the request, because
+    they are older, are asked once."""
+
+    def __init__(self, fleet_state: FleetState, effects: Effects, clock: Callable[[], float]) -> None:
+        self._fleet_state = fleet_state
+        self._effects = effects
+        self._clock = clock
+        self._asked: dict[str, set[str]] = {}
+        """The models that each node was asked about since it came up, or the catalogue changed."""
+        self._listed: dict[str, set[str]] = {}
+        """Those of them that it lists. A node that was restarted lists none."""
+        self._busy: set[str] = set()
+        """The nodes that have not responded about all of them."""
+
+    def ask(self, name: str) -> None:
+        """Ask a node that is up about the models that it was not asked about, or does not list any more."""
+        node = self._fleet_state.reported(name)
+        if name in self._busy or not node.has_lifecycle:
+            return
+        asked = self._asked.setdefault(name, set())
+        asked -= self._listed.setdefault(name, set()) - node.residencies.keys()
+        requests = tuple(load_request(spec) for spec in self._named_by_path(node) if spec.id not in asked)
+        if requests:
+            self._busy.add(name)
+            asked.update(request.model_id for request in requests)
+            self._effects.survey(name, requests)
+
+    def responded(self, target: ModelOnNode, result: ModelStatus | CortexError) -> None:
+        """The node responded about one model."""
+        if isinstance(result, ModelStatus):
+            self._listed.setdefault(target.node, set()).add(target.model)
+            self._fleet_state.update_model(target.node, result, self._clock())
+        elif isinstance(result, UpstreamUnavailable):
+            self._asked.get(target.node, set()).discard(target.model)
+        elif isinstance(result, LoadFailed):
+            log.warning("%s cannot be loaded on %s: %s", target.model, target.node, result.message)
+            self._fleet_state.rejected_sources[target] = ModelStatus(
+                id=target.model,
+                state=ModelState.COLD,
+                source=self._fleet_state.settings.catalogue.spec(target.model).source,
+                reason=result.message,
+                reason_code=SourceNotFound.code,
+            )
+
+    def ended(self, node: str) -> None:
+        """The node responded about all."""
+        self._busy.discard(node)
+
+    def forget(self, node: str) -> None:
+        """The node is asked again: it went down, or the catalogue has changed."""
+        self._asked.pop(node, None)
+        self._listed.pop(node, None)
+        self._busy.discard(node)
+        self._fleet_state.rejected_sources.drop_node(node)
+
+    def _named_by_path(self, node: Node) -> Iterator[ModelSpec]:
+        for spec in self._fleet_state.settings.catalogue.models:
+            is_possible = spec.harness is None or spec.harness in node.harnesses
+            nodes = spec.nodes[:1] or spec.only_on
+            if is_possible and (not nodes or node.name in nodes) and is_path(spec.source or ""):
+                yield spec

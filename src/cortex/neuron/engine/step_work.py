@@ -1,0 +1,72 @@
+"""What a step of a model must read and compute at least: with the device's limits, the fastest that it could be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """How fast a device is, as measured on it."""
+
+    bytes_per_s: float
+    """A large read of its memory."""
+    flops: float
+    """Floating-point operations per second of a large product, in the dtype that models compute in."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWork:
+    """The routed experts of some layers, all with the same share."""
+
+    num_bytes: int
+    share: float
+    """The part of them that one token selects."""
+
+    def read_bytes(self, rows: int) -> float:
+        """Those that a batch of `rows` selects under uniform routing."""
+        return self.num_bytes * (1 - (1 - self.share) ** rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """Counts of one model, or of one rank of it; those of ranks add up."""
+
+    weight_bytes: int
+    """Weights that every step reads: all but the embedding and the routed experts."""
+    experts: tuple[ExpertWork, ...] = ()
+    token_bytes: int = 0
+    """KV that a row reads for each token before it."""
+    state_bytes: int = 0
+    """Recurrent states that a row reads."""
+    weights_per_token: int = 0
+    """Weights that a token of a prompt is multiplied with; the head is not among them."""
+    attention_width: int = 0
+    """The query heads' elements, over all layers."""
+
+    def read_bytes(self, rows: int, context_tokens: int = 0) -> float:
+        """What a step of `rows` sequences reads, each with `context_tokens` before it."""
+        experts = sum(each.read_bytes(rows) for each in self.experts)
+        return self.weight_bytes + experts + rows * (self.state_bytes + context_tokens * self.token_bytes)
+
+    def prompt_flops(self, tokens: int) -> float:
+        """Floating-point operations of a prompt: products with weights, and causal attention."""
+        return tokens * 2.0 * (self.weights_per_token + tokens * self.attention_width)
+
+    @classmethod
+    def together(cls, parts: Iterable[StepWork]) -> StepWork:
+        """The ranks of a divided model as one. `parts` is not empty."""
+        ranks = list(parts)
+        shares = dict.fromkeys(each.share for rank in ranks for each in rank.experts)
+        return cls(
+            weight_bytes=sum(rank.weight_bytes for rank in ranks),
+            experts=tuple(
+                ExpertWork(sum(each.num_bytes for rank in ranks for each in rank.experts if each.share == share), share)
+                for share in shares
+            ),
+            token_bytes=sum(rank.token_bytes for rank in ranks),
+            state_bytes=sum(rank.state_bytes for rank in ranks),
+            weights_per_token=sum(rank.weights_per_token for rank in ranks),
+            attention_width=sum(rank.attention_width for rank in ranks),
+        )

@@ -1,0 +1,1 @@
+"""Measures how fast a model is on this node, and keeps the results."""

@@ -1,0 +1,81 @@
+"""The results of measurements: a small file for each model, valid as long as what was measured is the same."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+from pathlib import Path
+
+import msgspec
+
+import cortex
+from cortex.cache_folder import cache_folder
+from cortex.neuron.node.loading.library import KnownModel
+from cortex.private_file import write
+from cortex.wire.node.bench import BenchResult
+from cortex.wire.node.protocol import Device
+from cortex.wire.words import os_error_in_words
+
+log = logging.getLogger(__name__)
+
+
+class _KeptResult(msgspec.Struct, frozen=True):
+    model_id: str
+    basis: str
+    result: BenchResult
+
+
+class BenchResults:
+    """Belongs to the daemon's loop, except for the reads and writes of files, which are small."""
+
+    def __init__(self, devices: tuple[Device, ...]) -> None:
+        self._folder = _folder()
+        self._devices = [(device.kind, device.name, device.total_bytes >> 30) for device in devices]
+        self._kept: dict[str, _KeptResult] = {kept.model_id: kept for kept in _read(self._folder)}
+
+    def find(self, model: KnownModel, digest: str | None) -> BenchResult | None:
+        """The result, if it is of this model as it is now: its files, its options, these devices, this version."""
+        kept = self._kept.get(model.id)
+        return kept.result if kept is not None and kept.basis == self._basis(model, digest) else None
+
+    def keep(self, model: KnownModel, digest: str | None, result: BenchResult) -> None:
+        """A result that cannot be written is kept until the node ends."""
+        kept = self._kept[model.id] = _KeptResult(model.id, self._basis(model, digest), result)
+        try:
+            if self._folder is None:
+                raise FileNotFoundError(errno.ENOENT, "this user has no home folder, and CORTEX_CACHE is not set")
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            name = hashlib.sha256(model.id.encode()).hexdigest()[:32]
+            write(self._folder / f"{name}.json", msgspec.json.encode(kept))
+        except OSError as error:
+            log.warning("the measurement of %s is not kept: %s", model.id, os_error_in_words(error))
+
+    def _basis(self, model: KnownModel, digest: str | None) -> str:
+        """Equal for measurements that could be compared."""
+        options = (model.quant, model.kv_dtype, model.deterministic, model.vision, model.replicas)
+        division = (model.tensor_parallel, model.pipeline_parallel, model.nodes)
+        stated = msgspec.json.encode((cortex.__version__, digest, options, division, self._devices))
+        return hashlib.sha256(stated).hexdigest()
+
+
+def _folder() -> Path | None:
+    try:
+        return cache_folder() / "bench"
+    except RuntimeError:  # there is no home folder
+        return None
+
+
+def _read(folder: Path | None) -> list[_KeptResult]:
+    """Those that are in order. Others are of another version, or were damaged: to measure again replaces them."""
+    found = []
+    try:
+        paths = [] if folder is None else sorted(folder.glob("*.json"))
+    except OSError:
+        return []
+    for path in paths:
+        try:
+            found.append(msgspec.json.decode(path.read_bytes(), type=_KeptResult))
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            log.info("the measurement in %s cannot be read: %s", path, error)
+    return found

@@ -1,0 +1,108 @@
+"""What a measurement asks of a model, within its limits, and what follows from the times. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cortex.neuron.engine.step_work import DeviceLimits, StepWork
+
+STREAMS = (1, 8, 64)
+DECODE_PROMPT_TOKENS = 32
+"""Short: it is the decoding that is measured."""
+DECODE_TOKENS = 256
+MIN_DECODE_TOKENS = 16
+"""Fewer say nothing about a rate."""
+PROMPT_TOKENS = 2048
+PROBE_TOKENS = 128
+"""A first prompt, which shows how long a prompt may be here."""
+PROMPT_S = 4.0
+"""A prompt that is measured takes about this long at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRoom:
+    """How much a model takes at once."""
+
+    context_tokens: int
+    max_prompt_tokens: int | None
+    slots: int
+    """Requests that run together."""
+    cache_tokens: int
+    """Tokens of all sequences together."""
+
+    def decode_tokens(self, streams: int) -> int:
+        """The tokens of each of `streams` concurrent responses; 0: they do not fit."""
+        if streams > self.slots:
+            return 0
+        longest = min(self.context_tokens, self.cache_tokens // streams) - DECODE_PROMPT_TOKENS
+        tokens = min(DECODE_TOKENS, longest)
+        return tokens if tokens >= MIN_DECODE_TOKENS else 0
+
+    def prompt_tokens(self, tokens_per_s: float) -> int:
+        """The length of the prompt to measure, where a short one had this rate."""
+        longest = min(self.context_tokens - 1, self.max_prompt_tokens or self.context_tokens, self.cache_tokens - 1)
+        return max(1, min(PROMPT_TOKENS, longest, max(PROBE_TOKENS, round(tokens_per_s * PROMPT_S))))
+
+
+Arrivals = Sequence[tuple[float, int]]
+"""When tokens of one stream came, in order: (seconds, how many)."""
+
+
+def steady_rate(streams: Sequence[Arrivals]) -> float | None:
+    """Tokens per second of all streams while all of them ran: from the last one's first token to the first one's last.
+    None if there was no such time."""
+    if not streams or not all(streams):
+        return None
+    begin_s = max(arrivals[0][0] for arrivals in streams)
+    end_s = min(arrivals[-1][0] for arrivals in streams)
+    if end_s <= begin_s:
+        return None
+    count = sum(tokens for arrivals in streams for at_s, tokens in arrivals if begin_s < at_s <= end_s)
+    return count / (end_s - begin_s)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLimits:
+    """The limits of the devices that run one step of a model, and how often the model is there."""
+
+    work: StepWork
+    devices: DeviceLimits
+    replicas: int = 1
+
+    @classmethod
+    def of(
+        cls, work: StepWork, devices: Sequence[DeviceLimits], *, replicas: int, is_staged: bool
+    ) -> ReplicaLimits | None:
+        """`devices`: those of one replica; ranks that divide every layer read together, stages one after the other."""
+        if not devices:
+            return None
+        bytes_per_s = sum(each.bytes_per_s for each in devices)
+        flops = sum(each.flops for each in devices)
+        if is_staged:
+            bytes_per_s, flops = bytes_per_s / len(devices), flops / len(devices)
+        return cls(work, DeviceLimits(bytes_per_s, flops), replicas)
+
+    def or_faster(self, other: ReplicaLimits) -> ReplicaLimits:
+        """The higher limits of two measurements."""
+        bytes_per_s = max(self.devices.bytes_per_s, other.devices.bytes_per_s)
+        return replace(self, devices=DeviceLimits(bytes_per_s, max(self.devices.flops, other.devices.flops)))
+
+    def decode_share(self, streams: int, tokens_per_s: float) -> float:
+        """The share of the limit that a rate of concurrent responses is."""
+        rows = -(-streams // self.replicas)
+        used = min(self.replicas, streams)
+        context_tokens = DECODE_PROMPT_TOKENS + DECODE_TOKENS // 2
+        step_s = max(
+            self.work.read_bytes(rows, context_tokens) / self.devices.bytes_per_s,
+            2.0 * rows * self.work.weights_per_token / self.devices.flops,
+        )
+        return tokens_per_s * step_s / (rows * used)
+
+    def prompt_share(self, tokens: int, tokens_per_s: float) -> float:
+        """The share of the limit that the rate of one prompt is."""
+        limit_s = max(
+            self.work.prompt_flops(tokens) / self.devices.flops,
+            self.work.read_bytes(tokens) / self.devices.bytes_per_s,
+        )
+        return tokens_per_s * limit_s / tokens

@@ -1,0 +1,107 @@
+"""Models that the catalogue names by a path are sized, or found missing, before their first load."""
+
+from __future__ import annotations
+
+import pytest
+
+from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.placement.decision import Verdict
+from cortex.fleet.topology import ModelOnNode
+from cortex.wire.errors import CortexError, LoadFailed, RouteNotFound, UpstreamUnavailable
+from cortex.wire.node.protocol import ModelState, ModelStatus
+
+from ..fake_fleet import GB, FakeFleet
+
+SPEC = ModelSpec(id="a", source="/srv/a.gguf")
+OUTSIDE = "the path '/srv/a.gguf' is outside the model roots of this node"
+
+
+def fleet_of(spec: ModelSpec = SPEC) -> FakeFleet:
+    fake = FakeFleet({"n": {}, "m": {}}, catalogue=Catalogue(models=(spec, ModelSpec(id="own"))))
+    fake.dispatcher.reconfigure(fake.settings("n", "m"))
+    fake.poll()
+    return fake
+
+
+def respond(fake: FakeFleet, node: str, result: ModelStatus | CortexError) -> None:
+    fake.dispatcher.source_surveyed(ModelOnNode(node, "a"), result)
+    fake.dispatcher.sources_surveyed(node)
+
+
+def verdicts(fake: FakeFleet) -> dict[str, tuple[Verdict, int | None]]:
+    return {each.node: (each.verdict, each.need_bytes) for each in fake.dispatcher.explain("a").assessments}
+
+
+@pytest.mark.parametrize(
+    ("spec", "asked"),
+    [
+        (SPEC, [("n", "a"), ("m", "a")]),
+        (ModelSpec(id="a", source="~/a"), [("n", "a"), ("m", "a")]),
+        (ModelSpec(id="a", source="/srv/a", only_on=("m",)), [("m", "a")]),
+        (ModelSpec(id="a", source="/srv/a", nodes=("n", "m"), min_devices=2), [("n", "a")]),
+        (ModelSpec(id="a", source="/srv/a", harness="llama"), []),
+        (ModelSpec(id="a", source="org/a"), []),
+        (ModelSpec(id="a"), []),
+    ],
+)
+def test_nodes_that_may_serve_a_path_are_asked_about_it_once(spec: ModelSpec, asked: list[tuple[str, str]]) -> None:
+    fake = fleet_of(spec)
+    fake.poll()
+    assert fake.surveys == asked
+
+
+def test_size_is_known_before_the_first_load() -> None:
+    fake = fleet_of()
+    assert verdicts(fake) == {"n": (Verdict.FITS, None), "m": (Verdict.FITS, None)}
+    respond(fake, "n", ModelStatus(id="a", state=ModelState.COLD, source="/srv/a.gguf", estimate_bytes=3 * GB))
+    respond(fake, "m", LoadFailed(OUTSIDE))
+    assert verdicts(fake) == {"n": (Verdict.FITS, 3 * GB), "m": (Verdict.FAILED, 3 * GB)}
+    assert fake.dispatcher.feasibility().nodes("a") == ("n",)
+
+
+def test_path_that_no_node_can_read_is_an_error_that_says_where_it_was_looked_for() -> None:
+    fake = fleet_of()
+    gone = "a: there is no complete model at /srv/a.gguf"
+    absent = ModelStatus(
+        id="a", state=ModelState.COLD, source="/srv/a.gguf", reason=gone, reason_code="source_not_found"
+    )
+    respond(fake, "n", absent)
+    respond(fake, "m", LoadFailed(OUTSIDE))
+    assert fake.dispatcher.feasibility().nodes("a") == ()
+    (error,) = fake.ask("a")
+    assert isinstance(error, LoadFailed)
+    assert f"n: {gone}" in error.message
+    assert f"m: {OUTSIDE}" in error.message
+
+
+def test_node_that_was_restarted_is_asked_again() -> None:
+    fake = fleet_of()
+    fake.surveys.clear()
+    respond(fake, "n", ModelStatus(id="a", state=ModelState.COLD, estimate_bytes=GB))
+    fake.poll("n")  # it lists nothing any more
+    assert fake.surveys == [("n", "a")]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_asked_again"),
+    [(UpstreamUnavailable("timed out"), True), (LoadFailed(OUTSIDE), False), (RouteNotFound("no route"), False)],
+)
+def test_node_without_a_useful_response_is_asked_again_only_if_that_may_help(
+    error: CortexError, is_asked_again: bool
+) -> None:
+    fake = fleet_of()
+    fake.surveys.clear()
+    respond(fake, "n", error)
+    fake.poll("n")
+    assert fake.surveys == [("n", "a")] * is_asked_again
+
+
+def test_new_catalogue_is_asked_about_and_old_errors_are_gone() -> None:
+    fake = fleet_of()
+    respond(fake, "n", LoadFailed(OUTSIDE))
+    fake.surveys.clear()
+    fake.catalogue = Catalogue(models=(ModelSpec(id="a", source="/srv/b.gguf"),))
+    fake.dispatcher.reconfigure(fake.settings("n", "m"))
+    assert verdicts(fake)["n"] == (Verdict.FITS, None)
+    fake.poll()
+    assert fake.surveys == [("n", "a"), ("m", "a")]

@@ -1,0 +1,114 @@
+"""Measurements on a node with the real engine, and of models that cannot be measured."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from faulty_models import parts
+
+from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
+from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.node.bench import measurement, workload
+from cortex.neuron.node.node import Node
+from cortex.neuron.worker.backoff import BackoffPolicy
+from cortex.neuron.worker.factory import WorkerFactory
+from cortex.wire.errors import ModelInUse, ModelNotFound, Overloaded
+from cortex.wire.node.bench import BenchRequest, BenchStatus
+from cortex.wire.node.protocol import ModelState
+
+from ...generations import Reader
+from ..node_calls import generate, load, tokens_of, until, write_source
+
+
+@pytest.fixture(autouse=True)
+def small_workload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload, "DECODE_TOKENS", 24)
+    monkeypatch.setattr(workload, "PROMPT_TOKENS", 200)
+    monkeypatch.setattr(measurement, "PROMPT_REPEATS", 1)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CORTEX_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@asynccontextmanager
+async def node_with(tmp_path: Path, workers: WorkerFactory, **limits: int) -> AsyncIterator[Node]:
+    model = ModelEntry(id="a", source=write_source(tmp_path / "a", seed=1), context_tokens=512)
+    config = NeuronConfig(models=(model,), limits=Limits(max_num_seqs=8, **limits), drain_s=5.0)
+    node = await Node.start(config, parts(make_workers=lambda: workers, timeouts=None, policy=BackoffPolicy()))
+    try:
+        yield node
+    finally:
+        await node.close()
+
+
+async def measured(node: Node, **options: bool) -> BenchStatus:
+    node.benches.start(BenchRequest(model_id="a", **options))
+    while node.benches.status("a").state == "running":
+        await asyncio.sleep(0.05)
+    return node.benches.status("a")
+
+
+async def test_measures_a_model_and_keeps_the_result(tmp_path: Path, workers: WorkerFactory, cache: Path) -> None:
+    async with node_with(tmp_path, workers, sleep_mb=256) as node:
+        with pytest.raises(Overloaded, match="not loaded"):
+            node.benches.start(BenchRequest(model_id="a"))
+        with pytest.raises(ModelNotFound):
+            node.benches.status("a")
+        await load(node, "a")
+        before = await generate(node, "a")
+        status = await measured(node)
+        assert (status.state, status.reason) == ("done", None)
+        result = status.result
+        assert result is not None
+        assert [each.streams for each in result.streams] == [1, 8]
+        assert all(each.tokens_per_s > 0 and each.share is not None and each.share > 0 for each in result.streams)
+        assert 0 < result.prompt_tokens <= 511
+        assert result.prompt_tokens_per_s > 0
+        assert result.prompt_share is not None
+        assert result.wake_s is not None
+        assert result.load_s is not None
+        assert result.bytes_per_s
+        assert result.flops
+        assert result.notes == ("64 streams: they do not fit into its slots and its KV cache together",)
+        assert node.model("a").state is ModelState.READY
+        assert node.model("a").bench == result
+        assert await generate(node, "a") == before
+    async with node_with(tmp_path, workers) as node:
+        await until(lambda: node.model("a").digest is not None)
+        assert node.model("a").bench == result, "it is kept on disk"
+    for file in (cache / "bench").iterdir():
+        file.write_bytes(b"{")
+    async with node_with(tmp_path, workers) as node:
+        assert node.model("a").bench is None
+
+
+async def test_requests_of_others_are_not_disturbed_unnoticed(tmp_path: Path, workers: WorkerFactory) -> None:
+    async with node_with(tmp_path, workers) as node:
+        await load(node, "a")
+        stream = Reader(node.generate("a", EngineRequest(id="long", prompt=(1, 2, 3), max_tokens=500)))
+        await anext(stream)
+        with pytest.raises(ModelInUse, match="a has 1 request"):
+            node.benches.start(BenchRequest(model_id="a"))
+        node.benches.start(BenchRequest(model_id="a", force=True))
+        with pytest.raises(ModelInUse, match="a is being measured"):
+            node.benches.start(BenchRequest(model_id="b"))
+        assert (await node.benches.cancel("a")).state == "cancelled"
+        assert len(await tokens_of(stream)) > 400, "the request goes on"
+
+
+async def test_cancelled_measurement_leaves_the_model_ready(
+    tmp_path: Path, workers: WorkerFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurement, "STREAMS", ())
+    async with node_with(tmp_path, workers) as node:
+        await load(node, "a")
+        node.benches.start(BenchRequest(model_id="a"))
+        await until(lambda: node.model("a").state is not ModelState.READY)
+        assert (await node.benches.cancel("a")).state == "cancelled"
+        assert node.model("a").bench is None
+        await load(node, "a")

@@ -88,6 +88,8 @@ class SimulatedFleet:
 
     def forget(self, node: str, model: str) -> None: ...
 
+    def survey(self, node: str, requests: tuple[LoadRequest, ...]) -> None: ...
+
     def recycle(self, node: str, _devices: tuple[int, ...]) -> None:
         self.orders.append(("recycle", ModelOnNode(node, "")))
 

@@ -29,7 +29,11 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "embeddings_client.py": (
         *("openai", "langchain", "langchain: ollama", "llamaindex", "litellm", "litellm: rerank", "ollama"),
     ),
-    "litellm_client.py": (*named("openai", "anthropic", tasks=(*TASKS, "overflow")), "responses"),
+    "litellm_client.py": (
+        *named("openai", "anthropic", tasks=(*TASKS, "overflow")),
+        *named("ollama"),
+        "responses",
+    ),
     "openai_agents_client.py": (*named("responses", "chat"), "responses: second turn"),
     "llm_client.py": TASKS,
     "aider_client.py": ("chat", "stream", "edit"),
@@ -43,10 +47,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     ),
     "langchain_node.mjs": named("chat", "responses", "anthropic", "ollama"),
     "llamaindex_node.mjs": TASKS,
-    "agents.mjs": (
-        *named("Claude Code", "Codex", "Qwen Code", "opencode", tasks=("chat", "tools")),
-        *named("pi", "Continue", tasks=("chat",)),
-    ),
+    "agents.mjs": named(*("Claude Code", "Codex", "Qwen Code", "opencode", "pi", "Continue"), tasks=("chat", "tools")),
 }
 
 

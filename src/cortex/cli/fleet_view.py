@@ -44,6 +44,8 @@ class NodeView(NodeValue, frozen=True, kw_only=True):
     devices: tuple[DeviceView, ...] = ()
     models: tuple[HeldModel, ...] = ()
     cold_models: tuple[str, ...] = ()
+    absent_models: dict[str, str] = msgspec.field(default_factory=dict)
+    """Models whose path has no files there → why."""
     shares: tuple[ModelShare, ...] = ()
     """Parts of models that other nodes serve."""
     files: dict[str, int] = msgspec.field(default_factory=dict)

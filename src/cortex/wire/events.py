@@ -58,6 +58,16 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
+    def with_reported(self, reported: Timing) -> Timing:
+        """This timing, measured from outside, with the durations that the server reported. The rest of its time was a
+        wait in the server. As it is where the server reported none."""
+        spent_s = self.prefill_s + self.decode_s
+        waited_s = spent_s - reported.prefill_s - reported.decode_s
+        if waited_s == spent_s or waited_s < 0:
+            return self
+        queue_s = self.queue_s + waited_s
+        return msgspec.structs.replace(reported, gateway_s=self.gateway_s, queue_s=queue_s)
+
 
 class Start(Event, frozen=True, tag="start"):
     """The request was admitted. `prompt_tokens` is known before the first token."""

@@ -139,6 +139,12 @@ def test_status_shows_the_part_that_a_node_has_of_a_model(gateway: CannedGateway
     assert "cold: other\n" in shown
 
 
+def test_status_shows_where_files_are_missing(gateway: CannedGateway, invoke: Invoke) -> None:
+    absent = {"typo": "typo: there is no complete model at /srv/typo"}
+    gateway.responses["GET", "/fleet/status"] = fleet(absent_models=absent)
+    assert "  typo: there is no complete model at /srv/typo\n" in invoke("status").stdout
+
+
 def test_status_shows_why_a_node_is_down_and_exits_with_1(gateway: CannedGateway, invoke: Invoke) -> None:
     gateway.responses["GET", "/fleet/status"] = fleet(up=False, problem="connection refused")
     outcome = invoke("status")

@@ -1,5 +1,5 @@
 // Coding agents as commands: Claude Code over Messages, Codex over Responses, Qwen Code, opencode, pi and Continue over chat.
-// Each replies; the first four also run a tool.
+// Each replies, and runs a tool.
 
 import assert from "node:assert/strict";
 import { execFile } from "node:child_process";
@@ -153,6 +153,16 @@ await report({
   },
   async "Continue: chat"() {
     assert.equal((await continues("-p", "Say hello.")).output.trim(), greeting);
+  },
+  async "pi: tools"() {
+    const { output, folder } = await pi("-p", "Make made.txt.");
+    assert.equal(output.trim(), result);
+    assert.equal(await readFile(join(folder, "made.txt"), "utf8"), "scripted\n");
+  },
+  async "Continue: tools"() {
+    const { output, folder } = await continues("--auto", "-p", "Make made.txt.");
+    assert.equal(output.trim(), result);
+    assert.equal(await readFile(join(folder, "made.txt"), "utf8"), "scripted\n");
   },
   async "Codex: chat"() {
     assert.equal((await codex("Say hello.")).output.trim(), greeting);

@@ -1,4 +1,4 @@
-"""LiteLLM as a client, with its OpenAI and Anthropic routes and its Responses API."""
+"""LiteLLM as a client, with its OpenAI, Anthropic and Ollama routes and its Responses API."""
 
 import json
 from functools import partial
@@ -11,6 +11,7 @@ litellm.suppress_debug_info = True
 routes: dict[str, dict[str, Any]] = {
     "openai": {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": KEY, "max_retries": 0},
     "anthropic": {"model": f"anthropic/{MODEL}", "api_base": URL, "api_key": KEY, "max_tokens": 500, "max_retries": 0},
+    "ollama": {"model": f"ollama_chat/{MODEL}", "api_base": URL},
 }
 messages = [{"role": "user", "content": QUESTION}]
 tools = [{"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}]
@@ -57,6 +58,11 @@ def responses() -> None:
 
 tasks = {"chat": chat, "stream": stream, "tools": tool_round_trip, "structured": structured, "overflow": overflow}
 report(
-    {f"{name}: {what}": partial(task, route) for name, route in routes.items() for what, task in tasks.items()}
+    {
+        f"{name}: {what}": partial(task, route)
+        for name, route in routes.items()
+        for what, task in tasks.items()
+        if (name, what) != ("ollama", "overflow")  # which it does not recognise there
+    }
     | {"responses": responses}
 )

@@ -52,7 +52,7 @@ def listings() -> None:
     (listed,) = (each for each in client.list().models if each.model == MODEL)
     equal((listed.size > 0, len(listed.digest)), (True, 64))
     (loaded,) = (each for each in client.ps().models if each.name == MODEL)
-    equal((loaded.size_vram > 0, loaded.digest), (True, listed.digest))
+    equal((loaded.size > 0, loaded.size_vram, loaded.digest), (True, 0, listed.digest))
     shown = client.show(MODEL)
     equal("completion" in shown.capabilities, True)
     equal(shown.modelinfo[f"{shown.modelinfo['general.architecture']}.context_length"] > 0, True)

@@ -11,9 +11,8 @@ from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.keys import generate
 from cortex.wire.node.protocol import ModelState
 
-from ..conftest import StartGateway, StartNeuron
-from ..fake_neuron import GB
-from ..started_gateway import Client
+from ..fake_neuron import GB, StartNeuron
+from ..started_gateway import Client, StartGateway
 
 SECRETS = ("attic-7", "cellar-9", "Fake 3090", "secret", "/srv/")
 """Nodes, their devices, models of others, and files."""

@@ -16,6 +16,7 @@ from cortex.gateway.ledger import keys
 from cortex.gateway.responses import conversation_tables, tables
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import NewResponse
+from cortex.http.server import held_end
 from cortex.parsing import items as stored_items
 from cortex.tasks import Supervisor
 from cortex.wire.errors import InvalidValue
@@ -306,6 +307,7 @@ async def test_next_turn_at_another_gateway_has_the_previous_one(
         are_written.append(args[1])
         return finish(*args)
 
+    monkeypatch.setattr(held_end, "MAX_HELD_S", WAIT_S)
     monkeypatch.setattr(tables, "add", add_late)
     monkeypatch.setattr(tables, "finish", finish_late)
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from cortex.http.request import Request
+from cortex.http.server import held_end
 from cortex.http.server.exchange import Exchange, ResponseTransport
 from cortex.http.server.held_end import HeldEnd
+
+from ...waiting import WAIT_S
 
 
 class RecordedConnection:
@@ -41,7 +46,7 @@ def begun(max_bytes: int = 1000) -> tuple[RecordedConnection, Exchange, HeldEnd]
     return connection, exchange, held
 
 
-def test_end_is_sent_after_its_release() -> None:
+async def test_end_is_sent_after_its_release() -> None:
     connection, exchange, held = begun()
     assert b"first" in connection.written.pop()
     held.hold()
@@ -55,7 +60,7 @@ def test_end_is_sent_after_its_release() -> None:
         assert (connection.written, connection.ends) == ([b"4\r\nlast\r\n0\r\n\r\n"], [True])
 
 
-def test_what_is_released_before_the_end_passes() -> None:
+async def test_what_is_released_before_the_end_passes() -> None:
     connection, exchange, held = begun()
     held.hold()
     held.release()
@@ -65,7 +70,7 @@ def test_what_is_released_before_the_end_passes() -> None:
     assert connection.ends == [False]
 
 
-def test_holds_a_bounded_number_of_bytes() -> None:
+async def test_holds_a_bounded_number_of_bytes() -> None:
     connection, exchange, held = begun(max_bytes=100)
     connection.written.clear()
     held.hold()
@@ -76,7 +81,7 @@ def test_holds_a_bounded_number_of_bytes() -> None:
     assert connection.ends == [True]
 
 
-def test_aborted_response_is_not_sent_later() -> None:
+async def test_aborted_response_is_not_sent_later() -> None:
     connection, exchange, held = begun()
     connection.written.clear()
     held.hold()
@@ -84,3 +89,15 @@ def test_aborted_response_is_not_sent_later() -> None:
     exchange.abort()
     held.release()
     assert (connection.written, connection.ends) == ([], ["aborted"])
+
+
+async def test_end_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_end, "MAX_HELD_S", 0.01)
+    connection, exchange, held = begun()
+    held.hold()
+    exchange.finish()
+    assert not connection.ends
+    async with asyncio.timeout(WAIT_S):
+        while not connection.ends:
+            await asyncio.sleep(0.01)
+    assert connection.written[-1] == b"0\r\n\r\n"

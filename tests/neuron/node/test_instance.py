@@ -48,8 +48,7 @@ async def test_speed_leaves_out_the_prompt_and_the_first_token_of_a_request(monk
     instance.generate(EngineRequest("one", (1, 2, 3), 100, SamplingParams()))
     for number in range(41):
         now_s = 30.0 + number / 16
-        finish = "length" if number == 40 else None
-        instance.on_outputs((StepOutput("one", tokens=(7,), finish=finish),))
+        instance.on_outputs((StepOutput("one", tokens=(7,), finish="length" if number == 40 else None),))
     assert instance.load().tokens_per_s == 16
     now_s += 2
     assert instance.load().tokens_per_s == 16

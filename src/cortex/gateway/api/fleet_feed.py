@@ -146,7 +146,10 @@ def _node_status(node: Node, catalogue: Catalogue) -> dict[str, Any]:
         "files": {
             held.model_id: held.status.disk_bytes for held in node.residencies.values() if held.status.disk_bytes
         },
-        "cold_models": [held.model_id for held in node.residencies.values() if held.state is ModelState.COLD],
+        "cold_models": [
+            held.model_id for held in node.residencies.values() if held.state is ModelState.COLD and not held.is_absent
+        ],
+        "absent_models": {held.model_id: held.status.reason for held in node.residencies.values() if held.is_absent},
     }
 
 
@@ -158,6 +161,6 @@ def _comparable(node: Node) -> object:
         for held in node.residencies.values()
         if held.state is not ModelState.COLD
     ]
-    sizes = [(name, held.status.disk_bytes) for name, held in node.residencies.items()]
+    sizes = [(name, held.status.disk_bytes, held.is_absent) for name, held in node.residencies.items()]
     facts = [(held.status, held.in_flight, held.pinned) for held in models]
     return msgspec.structs.replace(node, residencies={}), facts, sizes

@@ -20,7 +20,7 @@ _QUOTING = (Verdict.FAILED.value, Verdict.UNSUPPORTED.value, Verdict.UNHEALTHY.v
 
 WHOLE_FLEET = "fleet"
 """The name of every node for a key with `models`."""
-_NO_PLACE = {
+_NO_PLACE: dict[str, Any] = {
     "devices": [],
     "replica_devices": [],
     "device_bytes": [],
@@ -65,6 +65,7 @@ class FleetView:
             "problem": HIDDEN if status["problem"] else None,
             "files": {model: size for model, size in status["files"].items() if may_use(self.key, model)},
             "cold_models": [model for model in status["cold_models"] if may_use(self.key, model)],
+            "absent_models": {model: HIDDEN for model in status["absent_models"] if may_use(self.key, model)},
         }
 
     def model(self, entry: dict[str, Any]) -> dict[str, Any]:
@@ -91,9 +92,9 @@ class FleetView:
             return record
         shown = dict(record)
         if self.is_restricted:
-            texts = {name: f"{record['action']}: {HIDDEN}" for name in ("outcome", "text") if name in record}
             place = None if record["node"] is None else WHOLE_FLEET
-            shown |= {**texts, "node": place, "devices": [], "nodes": [], "nodes_omitted": 0}
+            shown |= {"node": place, "devices": [], "nodes": [], "nodes_omitted": 0}
+            shown |= {name: f"{record['action']}: {HIDDEN}" for name in ("outcome", "text") if name in record}
         for node in shown["nodes"]:
             if node["verdict"] in _QUOTING:
                 for name in ("outcome", "text"):
@@ -153,4 +154,5 @@ def _as_one(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "pulls": [],
         "files": {},
         "cold_models": sorted({model for node in nodes for model in node["cold_models"]} - warm),
+        "absent_models": {},
     }

@@ -124,14 +124,19 @@ class ChatTranslation:
             raise MalformedResponse(problem.message) from problem
 
     def _timed(self, events: list[AnyEvent]) -> list[AnyEvent]:
-        """`events` with the durations that were measured here: the server reports none. A whole response counts as
-        decoded."""
+        """`events` with the durations that were measured here, and those that the server reported. A whole response
+        counts as decoded."""
         if not events:
             return events
         now = time.monotonic()
         first_at = self._first_at = self._first_at or (now if self._decoder is not None else self._began_at)
-        timing = Timing(gateway_s=self.gateway_s, prefill_s=first_at - self._began_at, decode_s=now - first_at)
-        return [msgspec.structs.replace(each, timing=timing) if isinstance(each, Finish) else each for each in events]
+        measured = Timing(gateway_s=self.gateway_s, prefill_s=first_at - self._began_at, decode_s=now - first_at)
+        return [
+            msgspec.structs.replace(each, timing=measured.with_reported(each.timing))
+            if isinstance(each, Finish)
+            else each
+            for each in events
+        ]
 
     def _encode(self, events: list[AnyEvent]) -> bytes:
         events = self._timed(events)

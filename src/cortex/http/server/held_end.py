@@ -6,12 +6,15 @@ import asyncio
 
 from cortex.http.server.exchange import Exchange, ExchangeConnection, ResponseTransport
 
+MAX_HELD_S = 5.0
+"""No client waits longer than this for something that does not happen."""
+
 
 class HeldEnd:
     """Stands between an exchange and its connection. Used on the loop's thread.
 
     Everything passes until `hold`. What the exchange writes from then on, its end included, is kept until `release`,
-    which may come more than once. More than `max_bytes` are not kept: then everything is released.
+    which may come more than once. After `MAX_HELD_S`, and beyond `max_bytes`, everything is released by itself.
     """
 
     def __init__(self, connection: ExchangeConnection, max_bytes: int) -> None:
@@ -21,6 +24,7 @@ class HeldEnd:
         self._num_held_bytes = 0
         self._is_holding = False
         self._is_released = False
+        self._timer: asyncio.TimerHandle | None = None
         self._keep_alive: bool | None = None
         """How the exchange ended while it was held; None: it has not."""
 
@@ -32,15 +36,17 @@ class HeldEnd:
         return held
 
     def hold(self) -> None:
-        """Keep what is written from now on."""
-        self._is_holding = not self._is_released
+        """Keep what is written from now on. Idempotent."""
+        if not self._is_released and not self._is_holding:
+            self._is_holding = True
+            self._timer = asyncio.get_running_loop().call_later(MAX_HELD_S, self.release)
 
     def release(self) -> None:
         """Send what was kept. Nothing is held from now on."""
         self._is_released = True
         if not self._is_holding:
             return
-        self._is_holding = False
+        self._stop()
         held, self._held = self._held, []
         if held:
             self._connection.transport.write(b"".join(held))
@@ -74,6 +80,12 @@ class HeldEnd:
             self.release()
 
     def abort(self) -> None:
-        self._is_released, self._is_holding = True, False
+        self._is_released = True
+        self._stop()
         self._held.clear()
         self._connection.transport.abort()
+
+    def _stop(self) -> None:
+        self._is_holding = False
+        if self._timer is not None:
+            self._timer.cancel()

@@ -196,8 +196,8 @@ def test_pages_behind_the_window_are_not_read(
 ) -> None:
     batch, num_pages = make_batch(*rows, device)
     rules = AttentionRules(0.1, torch.randn(400, 64, device=device), window=window)
-    q, k, v = (torch.randn(len(batch.positions), heads, 64, device=device, dtype=dtype) for heads in (4, 2, 2))
-    pages = torch.randn(2, num_pages + 1, PAGE_TOKENS, 2, 64, device=device, dtype=dtype)
+    q, k, v = (torch.randn(len(batch.positions), heads, 64, device=device, dtype=dtype) for heads in (2, 1, 1))
+    pages = torch.randn(2, num_pages + 1, PAGE_TOKENS, 1, 64, device=device, dtype=dtype)
     pages[:, num_pages] = torch.nan
     expected = function(q, k, v, rules, batch, *pages.clone())
     found = function(q, k, v, rules, behind_windows(batch, window, num_pages), *pages.clone())

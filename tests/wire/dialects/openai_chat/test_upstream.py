@@ -14,6 +14,7 @@ from cortex.wire.events import (
     ReasoningDelta,
     Start,
     TextDelta,
+    Timing,
     ToolCallDelta,
     ToolCallStart,
     ToolCallStop,
@@ -116,3 +117,31 @@ def test_rejects_interleaved_calls() -> None:
 
     with pytest.raises(UpstreamInterrupted, match="several tool calls"):
         decode(piece(0), piece(1), piece(0))
+
+
+@pytest.mark.parametrize(
+    ("timings", "timing"),
+    [
+        ({"prompt_ms": 250.0, "predicted_ms": 1500}, Timing(prefill_s=0.25, decode_s=1.5)),
+        ({"prompt_ms": None}, Timing()),
+        ({"prompt_ms": -1, "predicted_ms": 5}, Timing()),
+        ({"predicted_ms": 1e30}, Timing()),
+        ("soon", Timing()),
+    ],
+)
+def test_durations_of_llama_cpp_are_read(timings: Any, timing: Timing) -> None:
+    *_, finish = decode(chunk({"content": "c"}, "stop", timings=timings), DONE)
+    assert isinstance(finish, Finish)
+    assert finish.timing == timing
+
+
+@pytest.mark.parametrize(
+    ("reported", "expected"),
+    [
+        (Timing(), Timing(gateway_s=1, queue_s=2, prefill_s=3, decode_s=4)),
+        (Timing(prefill_s=1, decode_s=5), Timing(gateway_s=1, queue_s=3, prefill_s=1, decode_s=5)),
+        (Timing(prefill_s=1, decode_s=50), Timing(gateway_s=1, queue_s=2, prefill_s=3, decode_s=4)),
+    ],
+)
+def test_reported_durations_are_part_of_the_measured_time(reported: Timing, expected: Timing) -> None:
+    assert Timing(gateway_s=1, queue_s=2, prefill_s=3, decode_s=4).with_reported(reported) == expected

@@ -66,6 +66,10 @@ class Stopwatch:
         if self._first_s is None:
             self._first_s = time.monotonic()
 
+    def note_whole(self) -> None:
+        """The response is there at once: all of it counts as generated."""
+        self._first_s = self._submitted_s
+
     def timing(self) -> Timing:
         """Until now."""
         now_s = time.monotonic()

@@ -101,7 +101,10 @@ class RelayedSession:
         def receive_events(events: list[AnyEvent]) -> None:
             if self.phase == "prefill":
                 self.phase = "decode"
-                self._stopwatch.note_output()
+                if response.is_whole:
+                    self._stopwatch.note_whole()
+                else:
+                    self._stopwatch.note_output()
                 self._upstream.produced(self._id)
             deliver([self._observed(event) for event in events])
 
@@ -144,7 +147,7 @@ class RelayedSession:
         if isinstance(event, TextDelta | ReasoningDelta | ToolCallDelta):
             self._num_deltas += 1
         if isinstance(event, Finish):
-            event = msgspec.structs.replace(event, timing=self._stopwatch.timing())
+            event = msgspec.structs.replace(event, timing=self._stopwatch.timing().with_reported(event.timing))
             self._finishes.append(event)
         return event
 
@@ -207,6 +210,11 @@ class _Response:
         kind = next((value for name, value in headers if name == b"content-type"), b"")
         if status >= 400 or not kind.startswith(_EVENT_STREAM):
             self._decoder = None  # an error, or a server that does not stream
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the response is not a stream."""
+        return self._decoder is None
 
     @property
     def is_rejected(self) -> bool:

@@ -117,8 +117,9 @@ class OllamaRoutes:
         path = request.path.decode("latin-1")
         inner = ApiCall(call.exchange, {})
         inner.translate = lambda model: ServerEmbeddings(path, model, began_s, inner.load_s)
+        headers = (*(header for header in request.headers if header[0] != b"content-type"), *responses.JSON)
         inner.request = Request(
-            b"POST", embeddings.TARGET.encode(), b"", request.headers, body, request.client, request.keeps_alive
+            b"POST", embeddings.TARGET.encode(), b"", headers, body, request.client, request.keeps_alive
         )
         response = await self.serve(inner)
         if response is None or response.status != 200:

@@ -17,6 +17,7 @@ from cortex.wire.events import (
     ReasoningDelta,
     Start,
     TextDelta,
+    Timing,
     TokenLogprob,
     ToolCallDelta,
     ToolCallStart,
@@ -33,6 +34,7 @@ _FINISH_REASONS: dict[str, FinishReason] = {
     "function_call": "tool_calls",
     "content_filter": "content_filter",
 }
+_MAX_MS = 1e9
 
 
 class _ChoiceReader:
@@ -97,11 +99,11 @@ class _ChoiceReader:
         self._open_call = None
         return [closed]
 
-    def end(self, usage: Usage) -> list[AnyEvent]:
+    def end(self, usage: Usage, timing: Timing) -> list[AnyEvent]:
         reason: FinishReason = self.reason or "stop"
         if reason == "stop" and self._calls:
             reason = "tool_calls"
-        finish = Finish(index=self.index, reason=reason, usage=usage, stop_sequence=self.stop_sequence)
+        finish = Finish(index=self.index, reason=reason, usage=usage, stop_sequence=self.stop_sequence, timing=timing)
         is_complete = reason != "length" or _is_json("".join(self._arguments))
         return [*self._close_call(is_complete=is_complete), finish]
 
@@ -112,6 +114,7 @@ class _ResponseReader:
     def __init__(self) -> None:
         self._choices: dict[int, _ChoiceReader] = {}
         self._usage = Usage()
+        self._timing = Timing()
         self.ended = False
 
     @property
@@ -134,6 +137,8 @@ class _ResponseReader:
             return [_failure(error)]
         if (usage := chunk.get("usage")) is not None:
             self._usage = _usage(usage)
+        if isinstance(timings := chunk.get("timings"), dict):
+            self._timing = _timing(timings)
         events: list[AnyEvent] = []
         for choice in chunk.get("choices") or ():
             index = int(choice.get("index") or 0)
@@ -167,7 +172,9 @@ class _ResponseReader:
         if not self._choices:
             raise UpstreamInterrupted("The node ended its response before it began; try again.")
         usages = {index: Usage() for index in self._choices} | {min(self._choices): self._usage}
-        return [event for index in sorted(self._choices) for event in self._choices[index].end(usages[index])]
+        return [
+            event for index in sorted(self._choices) for event in self._choices[index].end(usages[index], self._timing)
+        ]
 
 
 class ResponseDecoder:
@@ -239,6 +246,13 @@ def _usage(usage: dict[str, Any]) -> Usage:
         rejected_prediction_tokens=int(completion_details.get("rejected_prediction_tokens") or 0),
     )
     return reported if all(0 <= tokens <= MAX_TOKENS for tokens in msgspec.structs.astuple(reported)) else Usage()
+
+
+def _timing(timings: dict[str, Any]) -> Timing:
+    """llama.cpp's durations, in milliseconds; none if one is impossible."""
+    prefill_ms, decode_ms = (float(timings.get(name) or 0) for name in ("prompt_ms", "predicted_ms"))
+    is_possible = 0 <= prefill_ms <= _MAX_MS and 0 <= decode_ms <= _MAX_MS
+    return Timing(prefill_s=prefill_ms / 1000, decode_s=decode_ms / 1000) if is_possible else Timing()
 
 
 def _token(token: dict[str, Any]) -> TokenLogprob:

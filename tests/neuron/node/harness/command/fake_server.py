@@ -66,7 +66,10 @@ class Handler(BaseHTTPRequestHandler):
             usage = {"prompt_tokens": 7, "completion_tokens": 2}
             message = {"role": "assistant", "content": json.dumps(body)}
             choice = {"index": 0, "message": message, "finish_reason": "stop"}
-            self._json(200, {"id": "x", "model": "y", "created": 1, "choices": [choice], "usage": usage})
+            reply = {"id": "x", "model": "y", "created": 1, "choices": [choice], "usage": usage}
+            if text == "timings":  # as llama.cpp reports them
+                reply["timings"] = {"prompt_ms": 0.001, "predicted_ms": 0.002}
+            self._json(200, reply)
 
     def do_PUT(self) -> None:
         self._echo()

@@ -80,11 +80,12 @@ async def test_a_model_is_loaded_measured_and_unloaded(tmp_path: Path) -> None:
 def test_a_measurement_that_is_too_small_does_not_count(
     memory_mb: int | None, measured_mb: int | None, expected_mb: int
 ) -> None:
-    measured = {} if measured_mb is None else {"m": measured_mb << 20}
     entry = HarnessEntry(name="fake", cmd=START, memory_mb=memory_mb)
-    facts = ServedFiles(Path(), "fake", "", 100 << 20, 0, 1)
-    estimates = CommandEstimates(NeuronConfig(), entry, measured)
-    assert estimates.whole_bytes(KnownModel(id="m", source="m"), facts) == expected_mb << 20
+    facts, model = ServedFiles(Path(), "fake", "", 100 << 20, 0, 1), KnownModel(id="m", source="m")
+    estimates = CommandEstimates(NeuronConfig(), entry)
+    if measured_mb is not None:
+        assert estimates.note_measured(model, facts, measured_mb << 20) == expected_mb << 20, "while it is loaded"
+    assert estimates.whole_bytes(model, facts) == expected_mb << 20
 
 
 async def test_closing_the_node_ends_the_server(tmp_path: Path) -> None:

@@ -109,8 +109,22 @@ async def test_ollamas_dialect(caller: Caller) -> None:
     await until(lambda: not servers())
 
 
+async def test_durations_of_a_whole_response_are_those_of_the_server_or_of_its_generation(caller: Caller) -> None:
+    fields = {"model": "m", "stream": False, "messages": [{"role": "user", "content": "hi"}]}
+    async with caller.session.post(caller.url + "/api/chat", json=fields) as response:
+        reply = await response.json()
+    assert (reply["prompt_eval_duration"], reply["eval_duration"] > 0) == (0, True)
+    fields["messages"] = [{"role": "user", "content": "timings"}]
+    async with caller.session.post(caller.url + "/api/chat", json=fields) as response:
+        reply = await response.json()
+    durations = [reply[f"{name}_duration"] for name in ("load", "prompt_eval", "eval", "total")]
+    assert durations[1:3] == [1_000, 2_000]
+    assert durations[-1] == pytest.approx(sum(durations[:-1]), abs=3)
+
+
 async def test_ollamas_embeddings_are_those_of_the_server(caller: Caller) -> None:
-    async with caller.session.post(caller.url + "/api/embed", json={"model": "m:latest", "input": ["hi"]}) as response:
+    body = json.dumps({"model": "m:latest", "input": ["hi"]}).encode()  # as curl sends it: without a type, or another
+    async with caller.session.post(caller.url + "/api/embed", data=body) as response:
         reply = await response.json()
     assert (reply["model"], reply["embeddings"], reply["prompt_eval_count"]) == ("m", [[0.5, -1.0]], 7)
     assert 0 < reply["load_duration"] <= reply["total_duration"], "the server was started"

@@ -41,6 +41,11 @@ class Sink:
 def host_on(card: Card, measured: list[int], **entry: Any) -> CommandHost:
     fake = HarnessEntry(name="fake", cmd=START, **entry)
     start = list(START[:-1])
+
+    def note(num_bytes: int) -> int:
+        measured.append(num_bytes)
+        return max(num_bytes, 2 * GIB)
+
     return CommandHost(
         "m",
         fake,
@@ -49,7 +54,7 @@ def host_on(card: Card, measured: list[int], **entry: Any) -> CommandHost:
         server_info("fake", None),
         Ticker(asyncio.get_running_loop()),
         free_port,
-        measured.append,
+        note,
     )
 
 
@@ -124,3 +129,13 @@ async def test_free_memory_counts_where_the_driver_does_not_know_the_processes()
     sink: Any = Sink()
     assert (await host.load(sink)).measured_bytes == 7 * GIB
     await host.unload()
+
+
+async def test_a_small_measurement_counts_only_for_what_an_unload_frees() -> None:
+    host = host_on(Card(), [])
+    readings = iter([80 * GIB, 79 * GIB])
+    host.memory = ServerMemory((0,), lambda: next(readings, 80 * GIB), GIB, lambda _: GIB)
+    sink: Any = Sink()
+    resident = await host.load(sink)
+    assert (resident.measured_bytes, resident.process_bytes) == (2 * GIB, GIB)
+    assert (await host.unload()).is_complete

@@ -80,6 +80,13 @@ class CommandEstimates(NodeLimits):
             return max(measured, configured)
         return measured if measured and measured >= facts.num_bytes else _unmeasured(facts)
 
+    def note_measured(self, model: KnownModel, facts: ServedFiles, num_bytes: int) -> int:
+        """Remember a measurement. Returns what the loaded model counts as, by the same rule as before its load: pages
+        of its files that other programs have mapped too are not in the measurement, and become its own when these
+        end."""
+        self.measured[model.id] = num_bytes
+        return self.whole_bytes(model, facts)
+
     def first_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
         """Without measurements: a server that is told its size takes a little more than that."""
         configured = self._configured_bytes(model)
@@ -265,7 +272,7 @@ class CommandHarness:
             server_info(entry.name, model.context_tokens),
             self._ticker,
             self._choose_port,
-            lambda num_bytes: self.estimates.measured.update({model.id: num_bytes}),
+            lambda num_bytes: self.estimates.note_measured(model, facts, num_bytes),
             self._logs.setdefault(model.id, ServerLog()),
         )
         self._hosts[model.id] = host

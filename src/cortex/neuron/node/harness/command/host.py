@@ -76,12 +76,15 @@ class CommandHost:
     info: EngineInfo
     ticker: Ticker
     choose_port: Callable[[], int]
-    on_measured: Callable[[int], None]
+    on_measured: Callable[[int], int]
+    """Remembers a measurement, and returns the size that the model counts as."""
     log: ServerLog = field(default_factory=ServerLog)
     resident: Resident | None = None
     pool: Pool | None = None
     """Requests to the server, while it is healthy."""
     freed_at_s: float = 0.0
+    _loaded_bytes: int = 0
+    """As measured when it was loaded."""
     _server: ServerProcess | None = None
     _sink: ModelSink | None = None
     _port: int = 0
@@ -113,8 +116,9 @@ class CommandHost:
                 await self._server.ended()
             self._gone()
             raise
-        self.on_measured(measured)
-        self.resident = Resident(replace(self.info, weight_bytes=measured), measured, measured)
+        counted = self.on_measured(measured)
+        self._loaded_bytes = measured
+        self.resident = Resident(replace(self.info, weight_bytes=counted), counted, measured)
         self._watch = run_once(self._watch_end(), f"server of {self.model_id}")
         return self.resident
 
@@ -219,7 +223,7 @@ class CommandHost:
         if problem := await self._ask(self.entry.wake):
             await self.unload()
             raise Damaged(f"its server ({self.entry.name}) was asked to wake and {problem}")
-        self.resident = replace(resident, process_bytes=resident.measured_bytes, host_bytes=0)
+        self.resident = replace(resident, process_bytes=self._loaded_bytes, host_bytes=0)
         return self.resident
 
     async def _ask(self, request: StateRequest) -> str | None:
@@ -240,7 +244,7 @@ class CommandHost:
         if server is None or resident is None:
             return Reclaimed(0, 0)
         if self.memory.free_bytes is None:  # with the caches that its requests have filled
-            self.on_measured(max(resident.measured_bytes, await asyncio.to_thread(lambda: server.num_bytes)))
+            self.on_measured(max(self._loaded_bytes, await asyncio.to_thread(lambda: server.num_bytes)))
         free_before = await self._free_bytes()
         await server.stop(self.entry.stop_timeout_s, *self._stop_command(server))
         self._gone()

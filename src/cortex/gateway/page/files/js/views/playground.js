@@ -240,7 +240,7 @@ function Settings({ conversation, models }) {
           </label>`)}
       </div>
       <label>Tools, as a JSON list
-        <textarea rows="3" class="mono" spellcheck="false" value=${conversation.sampling.tools} onInput=${set("tools")}
+        <textarea rows="3" class="mono" spellcheck=${false} value=${conversation.sampling.tools} onInput=${set("tools")}
           placeholder=${'[{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]'}></textarea>
       </label>
     </div>`;

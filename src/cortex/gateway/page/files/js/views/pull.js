@@ -40,12 +40,12 @@ export function Pull({ onClose }) {
     <${Dialog} title="Pull a model from the hub" wide onClose=${onClose}>
       <form onSubmit=${submit}>
         <div class="fields">
-          <label>Repository<input required placeholder="Qwen/Qwen3-8B-GGUF" spellcheck="false" autocapitalize="off" value=${fields.model} onInput=${set("model")} /></label>
+          <label>Repository<input required placeholder="Qwen/Qwen3-8B-GGUF" spellcheck=${false} autocapitalize="off" value=${fields.model} onInput=${set("model")} /></label>
           <label>Node<select value=${fields.node} onChange=${set("node")}><option value="">Choose for me</option>${nodes.map((node) => html`<option key=${node.name} value=${node.name}>${node.name}</option>`)}</select></label>
         </div>
         ${offer
           ? html`<${Variants} offer=${offer} value=${fields.quant} onChoose=${(quant) => setFields({ ...fields, quant })} />`
-          : html`<div class="fields"><label>Quantisation<input placeholder="The repository's own" spellcheck="false" value=${fields.quant} onInput=${set("quant")} /></label></div>`}
+          : html`<div class="fields"><label>Quantisation<input placeholder="The repository's own" spellcheck=${false} value=${fields.quant} onInput=${set("quant")} /></label></div>`}
         ${isAsking && html`<p class="dim" role="status">Asking the hub for the sizes of ${name}…</p>`}
         ${problem && html`<p class="dim" role="status">The sizes are not known. ${problem.message}</p>`}
         ${error && html`<${Problem} error=${error} />`}

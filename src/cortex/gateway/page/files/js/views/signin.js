@@ -29,7 +29,7 @@ export function SignIn() {
         <h1>Sign in to cortex</h1>
         ${methods.openid && html`<a class="button primary" href="session/start">Sign in with your account</a>`}
         <label for="key">API key</label>
-        <input id="key" type="password" autocomplete="current-password" placeholder="ck-…" required spellcheck="false" autofocus
+        <input id="key" type="password" autocomplete="current-password" placeholder="ck-…" required spellcheck=${false} autofocus
           value=${key} onInput=${(event) => setKey(event.target.value)} aria-describedby="key-help" />
         ${error && html`<${Problem} error=${error} />`}
         <button class="primary" disabled=${busy || !key.trim()}>${busy ? "Signing in…" : "Sign in"}</button>

@@ -18,6 +18,7 @@ from cortex.wire.errors import ModelInUse, ModelNotFound, Overloaded
 from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.protocol import ModelState
 
+from ....waiting import WAIT_S
 from ...generations import Reader
 from ..node_calls import generate, load, tokens_of, until, write_source
 
@@ -28,7 +29,7 @@ def small_workload(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload, "PROMPT_TOKENS", 200)
     monkeypatch.setattr(measurement, "PROMPT_REPEATS", 1)
     for limit in ("WARM_UP_S", "STREAMS_S", "PROMPT_TIMEOUT_S"):  # a slow machine measures the same
-        monkeypatch.setattr(measurement, limit, 600.0)
+        monkeypatch.setattr(measurement, limit, WAIT_S)
 
 
 @pytest.fixture(autouse=True)

@@ -81,7 +81,7 @@ def test_failure_is_the_reason_of_the_node(gateway: CannedGateway, invoke: Invok
 
 
 def test_explain_shows_the_speed_on_each_node(gateway: CannedGateway, invoke: Invoke) -> None:
-    node = {"node": "beast", "verdict": "resident", "reason": "ready", "devices": [], "occupants": []}
+    node: dict[str, Any] = {"node": "beast", "verdict": "resident", "reason": "ready", "devices": [], "occupants": []}
     node |= {"need_bytes": None, "bench": RESULT}
     gateway.responses["GET", "/fleet/explain/m"] = {"at": 0, "node": "beast", "outcome": "routes", "nodes": [node]}
     shows_the_result(invoke("explain", "m").stdout)

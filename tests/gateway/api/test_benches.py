@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cortex.wire.node.bench import BenchRequest, BenchResult, BenchStatus, StreamRate
 from cortex.wire.node.protocol import ModelState
@@ -21,7 +21,7 @@ RESULT = BenchResult(measured_at=1.0, version="0", streams=(StreamRate(streams=1
 DONE = BenchStatus(model_id="a", state="done", result=RESULT)
 
 
-async def ended(client: Client, job_id: str) -> dict[str, object]:
+async def ended(client: Client, job_id: str) -> dict[str, Any]:
     async with asyncio.timeout(WAIT_S):
         while (job := (await client.get(f"/fleet/jobs/{job_id}"))[1])["state"] == "running":
             await asyncio.sleep(0.01)

@@ -38,7 +38,7 @@ class SourceSurveys:
     def ask(self, name: str) -> None:
         """Ask a node that is up about the models that it was not asked about, or does not list any more."""
         node = self._fleet_state.reported(name)
-        if name in self._busy or not node.has_lifecycle:
+        if not self._fleet_state.settings.catalogue.named_by_path or name in self._busy or not node.has_lifecycle:
             return
         asked = self._asked.setdefault(name, set())
         asked -= self._listed.setdefault(name, set()) - node.residencies.keys()
@@ -80,8 +80,8 @@ class SourceSurveys:
         self._fleet_state.rejected_sources.drop_node(node)
 
     def _named_by_path(self, node: Node) -> Iterator[ModelSpec]:
-        for spec in self._fleet_state.settings.catalogue.models:
+        for spec in self._fleet_state.settings.catalogue.named_by_path:
             is_possible = spec.harness is None or spec.harness in node.harnesses
             nodes = spec.nodes[:1] or spec.only_on
-            if is_possible and (not nodes or node.name in nodes) and is_path(spec.source or ""):
+            if is_possible and (not nodes or node.name in nodes):
                 yield spec

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ def running_neuron() -> Iterator[tuple[Neuron, int]]:
             yield _wait_for(process, f"http://127.0.0.1:{port}"), process.pid
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(600)
 
 
 def _wait_for(process: subprocess.Popen[bytes], url: str) -> Neuron:
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while process.poll() is None and time.monotonic() < deadline_s:
-        with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(f"{url}/version", timeout=5):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/version", timeout=START_TIMEOUT_S):
             return Neuron(url)
         time.sleep(0.02)
     sys.exit(f"the neuron did not start within {START_TIMEOUT_S:.0f} s; see its log above")

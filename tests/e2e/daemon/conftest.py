@@ -72,7 +72,7 @@ class Daemon:
             try:
                 if self.model(model_id)["state"] == state:
                     return
-            except urllib.error.URLError:
+            except OSError:
                 pass  # it does not listen yet
             assert time.monotonic() < deadline_s, self.log.read_text()
             time.sleep(0.05)

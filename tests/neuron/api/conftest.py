@@ -206,6 +206,7 @@ class ScriptedNode:
             ModelStatus(
                 id="org/tiny",
                 state=self.state,
+                family="tiny",
                 context_tokens=self.context_tokens,
                 sampling=self.sampling,
                 measured_bytes=6,

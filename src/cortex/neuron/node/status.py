@@ -32,6 +32,8 @@ class ServedModel:
     """What an embedding or rerank model does with texts; None for a model that generates text, or is not known yet."""
     vector_width: int = 0
     """The length of a loaded embedding model's vectors."""
+    is_read: bool = True
+    """Whether its files have been read, so that it is known what it does."""
 
 
 def describe_node(inventory: Inventory, sleep_mb: int | None, harnesses: tuple[str, ...]) -> Discovery:
@@ -64,6 +66,7 @@ def served_model(model: KnownModel, controller: ModelController | None, survey: 
         sampling=model.sampling if survey is None else model.sampling.over(survey.text.generation),
         pooling=survey.facts.pooling if survey is not None else None,
         vector_width=instance.resident.info.vector_width if instance is not None else 0,
+        is_read=survey is not None,
     )
 
 

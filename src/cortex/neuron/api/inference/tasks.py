@@ -21,9 +21,8 @@ def check_task(backend: Backend, model_id: str, served: ServedModel, task: Task,
     """Raises UnsupportedModality; it names no other models to a gateway, whose client may not know them.
 
     A model that is not known yet passes: it is checked again once it is loaded."""
-    is_known = served.pooling is not None or served.context_tokens is not None
     actual: Task = served.pooling.task if served.pooling is not None else "chat"
-    if actual == task or not is_known or (actual, task) == ("embed", "score"):  # whose scores are cosines
+    if actual == task or not served.is_read or (actual, task) == ("embed", "score"):  # whose scores are cosines
         return
     problem = f"{model_id} is {_KINDS[actual]} and {_OUTPUTS[task]}"
     if is_of_gateway:
@@ -40,7 +39,7 @@ def check_pictures(backend: Backend, request: GenerateRequest, *, is_of_gateway:
         return
     backend.pictures.limits.check(request.images)
     status = backend.model(request.model)
-    if status.capabilities.vision or status.context_tokens is None or backend.upstream(request.model) is not None:
+    if status.capabilities.vision or status.family is None or backend.upstream(request.model) is not None:
         return  # a model that is not known yet is checked when its prompt is written
     others = [] if is_of_gateway else [each.id for each in backend.models() if each.capabilities.vision]
     raise reads_text_only(request.model, others, request.images[0].param)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from cortex.neuron.hub_process.resolver import resolve
 from cortex.neuron.node.loading.preflight import objection
-from cortex.neuron.weights.errors import CheckpointError
+from cortex.neuron.weights.errors import CheckpointError, Malformed
+from cortex.wire.errors import LoadFailed
 
 
 def fetch(
@@ -22,7 +23,8 @@ def fetch(
 
 
 def find_local(source: str, cache: Path, quant: str | None) -> Path | None:
-    """The local path of `source` when the whole model is on disk; never uses the network."""
+    """The local path of `source` when the whole model is on disk; never uses the network. Raises LoadFailed for one
+    that is on disk and damaged."""
     try:
         return resolve(
             source,
@@ -33,5 +35,7 @@ def find_local(source: str, cache: Path, quant: str | None) -> Path | None:
             progress=lambda *_: None,
             cancelled=lambda: False,
         )
+    except Malformed as error:
+        raise LoadFailed(f"{source} is damaged: {error}") from error
     except CheckpointError:
         return None

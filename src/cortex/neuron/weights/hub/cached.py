@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cortex.neuron.weights.directory import read_json
-from cortex.neuron.weights.errors import CheckpointError, HubError, HubUnreachable
+from cortex.neuron.weights.errors import CheckpointError, HubError, HubUnreachable, Malformed
 from cortex.neuron.weights.hub.cache import RepositoryCache
 from cortex.neuron.weights.hub.selection import SHARD, Objection, Selection, gguf_of, missing_parts, select
 from cortex.neuron.weights.hub.source import HubSource
@@ -21,7 +21,8 @@ def in_directory(path: Path, quant: str | None) -> Path:
 
 
 def in_cache(cache: RepositoryCache, source: HubSource, objection: Objection, reason: HubError) -> Path:
-    """The model in the cache. Raises `reason` where the cache has no complete one."""
+    """The model in the cache. Raises `reason` where the cache has no complete one, and Malformed where its
+    index cannot be read."""
     commit = cache.commit_of(source.revision)
     if commit is None:
         raise reason
@@ -29,6 +30,8 @@ def in_cache(cache: RepositoryCache, source: HubSource, objection: Objection, re
     try:
         selection = select(source.repository, cache.paths_in(commit), source.quant, objection=objection)
         missing = missing_parts(selection) if selection.entry else _missing_shards(snapshot, selection)
+    except Malformed:
+        raise  # the model is there, and damaged
     except CheckpointError:
         raise reason from None
     if missing:

@@ -13,7 +13,8 @@ from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.fleet_state import FleetState
 from cortex.gateway.dispatch.load_requests import load_request
 from cortex.gateway.dispatch.model_jobs import Effects
-from cortex.wire.errors import CortexError, LoadFailed, SourceNotFound, UpstreamUnavailable
+from cortex.wire.errors import CortexError, LoadFailed, SourceNotFound
+from cortex.wire.node.load_options import is_path
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
 log = logging.getLogger(__name__)
@@ -49,20 +50,23 @@ class SourceSurveys:
 
     def responded(self, target: ModelOnNode, result: ModelStatus | CortexError) -> None:
         """The node responded about one model."""
-        if isinstance(result, ModelStatus):
+        spec = self._fleet_state.settings.catalogue.spec(target.model)
+        if not is_path(spec.source or ""):  # not any more
+            self._effects.forget(target.node, target.model)
+        elif isinstance(result, ModelStatus):
             self._listed.setdefault(target.node, set()).add(target.model)
             self._fleet_state.update_model(target.node, result, self._clock())
-        elif isinstance(result, UpstreamUnavailable):
-            self._asked.get(target.node, set()).discard(target.model)
         elif isinstance(result, LoadFailed):
             log.warning("%s cannot be loaded on %s: %s", target.model, target.node, result.message)
             self._fleet_state.rejected_sources[target] = ModelStatus(
                 id=target.model,
                 state=ModelState.COLD,
-                source=self._fleet_state.settings.catalogue.spec(target.model).source,
+                source=spec.source,
                 reason=result.message,
                 reason_code=SourceNotFound.code,
             )
+        elif result.status >= 500:  # it shuts down, or cannot be reached; an older node responds with less
+            self._asked.get(target.node, set()).discard(target.model)
 
     def ended(self, node: str) -> None:
         """The node responded about all."""

@@ -55,6 +55,7 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(3600)
         if text == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(3600)  # another thread may take the signal, and this one would respond first
         if text == "crash":
             print("it is time to crash", flush=True)
             os._exit(3)

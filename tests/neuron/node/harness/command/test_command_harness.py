@@ -169,7 +169,7 @@ async def test_a_failed_start_leaves_no_connection(monkeypatch: pytest.MonkeyPat
         server_info("fake", None),
         Ticker(asyncio.get_running_loop()),
         free_port,
-        lambda _: None,
+        lambda num_bytes: num_bytes,
     )
     sink: Any = FailingSink() if fails_at == "health" else SilentSink()
     with pytest.raises(RuntimeError):

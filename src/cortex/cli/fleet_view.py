@@ -20,8 +20,9 @@ class DeviceView(NodeValue, frozen=True, kw_only=True):
     ceiling_bytes: int | None = None
     """The most that models may hold there."""
     extra_replica_bytes: int = 0
-    kv_host_bytes: int = 0
     """The part of `free_bytes` that extra replicas hold."""
+    kv_host_bytes: int = 0
+    """Host memory of KV pages that are not on the device."""
 
 
 class HeldModel(ModelStatus, frozen=True, kw_only=True):

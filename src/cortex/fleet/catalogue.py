@@ -19,7 +19,7 @@ from cortex.settings import Section
 from cortex.wire.errors import ModelNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.model_names import plain_name, split_quant
-from cortex.wire.node.load_options import Count, KVDtype, Speculation, Vision, checked_speculation
+from cortex.wire.node.load_options import Count, KVDtype, Speculation, Vision, checked_speculation, is_path
 from cortex.wire.node.sampling import SamplingDefaults
 
 MEBIBYTE = 1024 * 1024
@@ -208,6 +208,11 @@ class Catalogue(Section, frozen=True, dict=True):
     def pinned(self) -> tuple[ModelSpec, ...]:
         """The models that must be kept loaded."""
         return tuple(spec for spec in self.models if spec.policy == "pinned")
+
+    @cached_property
+    def named_by_path(self) -> tuple[ModelSpec, ...]:
+        """The models whose `source` is a path on the nodes."""
+        return tuple(spec for spec in self.models if is_path(spec.source or ""))
 
     @cached_property
     def _patterns(self) -> tuple[str, ...]:

@@ -17,28 +17,33 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-_PREFIX = "remembered "
+_REMEMBERED = "remembered"
 
 
 def remembered(derive: Callable[[S], T]) -> Callable[[S], T]:
     """Call `derive` once for each value, which must be immutable and have a `__dict__`: the result is kept there.
     It must not depend on requests in flight: `carry` takes it over to a node that differs only in those."""
-    key = f"{_PREFIX}{derive.__module__}.{derive.__qualname__}"
 
     @wraps(derive)
     def known(value: S) -> T:
-        kept: dict[str, Any] = value.__dict__
-        if key not in kept:
-            kept[key] = derive(value)
-        found: T = kept[key]
+        try:
+            found: T = value.__dict__[_REMEMBERED][derive]
+        except KeyError:
+            found = derive(value)
+            _kept(value)[derive] = found
         return found
 
     return known
 
 
 def carry(before: object, after: object) -> None:
-    """Let `after` have what is remembered of `before`."""
-    after.__dict__.update({key: kept for key, kept in before.__dict__.items() if key.startswith(_PREFIX)})
+    """Let `after` have what is remembered of `before`, and the other way round."""
+    after.__dict__[_REMEMBERED] = _kept(before)
+
+
+def _kept(value: object) -> dict[Callable[..., Any], Any]:
+    kept: dict[Callable[..., Any], Any] = value.__dict__.setdefault(_REMEMBERED, {})
+    return kept
 
 
 class IndexedNode(Protocol):

@@ -19,7 +19,7 @@ from .topology import DeviceState, Fleet, Measured, Node
 Basis = Literal["measured", "estimated", "reserved"]
 
 
-class Holding(msgspec.Struct, frozen=True, kw_only=True):
+class Holding(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one model holds, or has reserved, on one device."""
 
     model_id: str
@@ -27,7 +27,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     basis: Basis
 
 
-class DeviceLedger(DeviceState, frozen=True, kw_only=True):
+class DeviceLedger(DeviceState, frozen=True, kw_only=True, gc=False):
     """A device, and what each model holds there."""
 
     holdings: tuple[Holding, ...]
@@ -101,7 +101,7 @@ def _ledger(node: Node, newcomer: str | None) -> tuple[DeviceLedger, ...]:
     for reservation in node.reservations:
         shares = reservation.device_bytes
         _enter(holdings, node, reservation.model_id, reservation.devices, reservation.num_bytes, "reserved", shares)
-    for held in node.residencies.values():
+    for held in node.active:
         if held.model_id not in reserved and held.state in ON_DEVICE and held.num_bytes:
             basis: Basis = "estimated" if held.status.measured_bytes is None else "measured"
             shares = held.status.device_bytes
@@ -110,7 +110,7 @@ def _ledger(node: Node, newcomer: str | None) -> tuple[DeviceLedger, ...]:
         if share.model_id not in reserved and not share.is_asleep:
             _enter(holdings, node, share.model_id, share.devices, share.num_bytes, "measured", share.device_bytes)
     returned = dict.fromkeys(holdings, 0)
-    asleep = [held.status for held in node.residencies.values() if held.state is ModelState.ASLEEP]
+    asleep = [held.status for held in node.active if held.state is ModelState.ASLEEP]
     for status in (*asleep, *map(as_model, node.shares)):
         if status.state is ModelState.ASLEEP and status.id not in reserved:
             for device in node.devices:
@@ -213,8 +213,12 @@ def measurements(fleet: Fleet, models: Iterable[str] | None = None) -> Measured:
 def measured_anew(before: Node, after: Node) -> Iterator[str]:
     """The models whose measured size may be another one since the report `before`."""
     for model_id, held in after.residencies.items():
-        old = before.residencies.get(model_id)
-        if old is None or _measured(old.status) != _measured(held.status):
+        old, status = before.residencies.get(model_id), held.status
+        if old is None:
+            yield model_id
+        elif status.measured_bytes is None and old.status.measured_bytes is None:
+            continue  # it measures nothing, as before
+        elif old.status is not status and _measured(old.status) != _measured(status):
             yield model_id
     yield from before.residencies.keys() - after.residencies.keys()
     if before.shares != after.shares:

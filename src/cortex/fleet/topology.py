@@ -6,7 +6,7 @@ a decision; the node itself is the authority on its state.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from functools import cached_property
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from cortex.wire.node.protocol import (
 
 from .catalogue import Catalogue, ModelSpec
 from .holdings import as_model, bytes_held
-from .index import FleetIndex, carry
+from .index import FleetIndex, carry, remembered
 from .rules import EvictionRules, PlacementRules
 
 STARTING = frozenset({ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING})
@@ -41,7 +41,7 @@ class ModelOnNode(NamedTuple):
     model: str
 
 
-class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A device as its node last reported it, with what this gateway knows beyond that."""
 
     index: int
@@ -68,7 +68,7 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
     temperature_c: float | None = None
 
 
-class Residency(msgspec.Struct, frozen=True, kw_only=True):
+class Residency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One model on one node: the node's report, and what this gateway knows beyond it."""
 
     status: ModelStatus
@@ -110,7 +110,7 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True):
         return self.status.measured_bytes if self.status.measured_bytes is not None else self.status.estimate_bytes
 
 
-class MemoryReservation(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryReservation(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Memory reserved for a load that this gateway has decided on and the node may not report yet."""
 
     model_id: str
@@ -203,12 +203,17 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         )
 
     @cached_property
+    def active(self) -> tuple[Residency, ...]:
+        """The models that are not cold. Of the many that a node lists these are few."""
+        return tuple([self.residencies[model_id] for model_id in _active_ids(self)])
+
+    @cached_property
     def placement_facts(self) -> PlacementFacts:
         return PlacementFacts(
             self.healthy and not self.draining,
             not self.healthy and self.problem is None,
             tuple(device.free_bytes >> 28 for device in self.devices),
-            tuple((id, held.state) for id, held in self.residencies.items() if held.state is not ModelState.COLD),
+            tuple([(held.status.id, held.status.state) for held in self.active]),
             len(self.residencies),
             self.reservations,
             self.shares,
@@ -218,9 +223,13 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def is_idle(self) -> bool:
         """No request runs, and no model loads or unloads there."""
         return not self.reservations and not any(
-            held.is_busy or held.state in STARTING or held.state is ModelState.UNLOADING
-            for held in self.residencies.values()
+            held.is_busy or held.state in STARTING or held.state is ModelState.UNLOADING for held in self.active
         )
+
+
+@remembered
+def _active_ids(node: Node) -> tuple[str, ...]:
+    return tuple([id for id, held in node.residencies.items() if held.status.state is not ModelState.COLD])
 
 
 Measured = dict[tuple[str, str | None, int | None], int]
@@ -347,7 +356,11 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def with_in_flight(self, counts: Mapping[ModelOnNode, int]) -> Fleet:
         """This fleet, which has no requests in flight yet, with the gateway's own request counts."""
-        return self.with_nodes(counted_nodes(self.nodes, counts))
+        by_node: dict[str, dict[str, int]] = {node.name: {} for node in self.nodes}
+        for (name, model_id), count in counts.items():
+            if name in by_node:
+                by_node[name][model_id] = count
+        return self.with_nodes([counted_node(node, by_node[node.name]) for node in self.nodes])
 
     def as_if_idle(self, only: Node | None = None) -> Fleet:
         """This fleet if every request had ended: shows what could be evicted once current requests are done. `only`:
@@ -356,24 +369,16 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.with_nodes([quiet for node in nodes if (quiet := _quiet(node)) is not node])
 
 
-def counted_nodes(nodes: Sequence[Node], counts: Mapping[ModelOnNode, int]) -> list[Node]:
-    """`nodes`, which have no requests in flight yet, with those of `counts`."""
-    by_node: dict[str, dict[str, int]] = {node.name: {} for node in nodes}
-    for (name, model_id), count in counts.items():
-        if name in by_node:
-            by_node[name][model_id] = count
-    return [_counted(node, here) if (here := by_node[node.name]) else node for node in nodes]
-
-
-def _counted(node: Node, counts: Mapping[str, int]) -> Node:
-    known = {model_id: count for model_id, count in counts.items() if model_id in node.residencies}
-    return _with_requests(
-        node,
-        {
-            model_id: msgspec.structs.replace(node.residencies[model_id], in_flight=count)
-            for model_id, count in known.items()
-        },
-    )
+def counted_node(node: Node, counts: Mapping[str, int]) -> Node:
+    """`node`, which has no requests in flight yet, with those of `counts`, by model."""
+    if not counts:
+        return node
+    changed = {
+        model_id: msgspec.structs.replace(held, in_flight=count)
+        for model_id, count in counts.items()
+        if (held := node.residencies.get(model_id)) is not None
+    }
+    return _with_requests(node, changed)
 
 
 def _quiet(node: Node) -> Node:

@@ -34,20 +34,22 @@ clients, and what browsers remember of an origin is not for nodes to say."""
 _FRAMING = frozenset((b"connection", b"content-length", b"transfer-encoding"))
 _BREAKS = b"\r\n\0"
 _BYTES_PER_BREAK = len(b"\r\n")
+_join_pair = b": ".join
 _ORDINARY_CONNECTION = frozenset((b"keep-alive", b"close", b"upgrade"))
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}".encode() for status in HTTPStatus}
 _STATUS_LINES[529] = b"HTTP/1.1 529 Overloaded"
 
 
-def end_to_end(headers: Headers, dropped: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
+def end_to_end(headers: Headers, dropped: frozenset[bytes]) -> Headers:
     """The headers to pass on: without those in `dropped` and those that a `Connection` header lists."""
+    if dropped.isdisjoint(dict(headers)):
+        return headers
     kept = [pair for pair in headers if pair[0] not in dropped]
-    if len(kept) != len(headers):
-        for name, value in headers:
-            if name == b"connection" and value.lower() not in _ORDINARY_CONNECTION:
-                listed = {token.strip() for token in value.lower().split(b",")}
-                kept = [pair for pair in kept if pair[0] not in listed]
+    for name, value in headers:
+        if name == b"connection" and value.lower() not in _ORDINARY_CONNECTION:
+            listed = {token.strip() for token in value.lower().split(b",")}
+            kept = [pair for pair in kept if pair[0] not in listed]
     return kept
 
 
@@ -56,14 +58,11 @@ def encode_head(start_line: bytes, headers: Headers, framing: bytes) -> bytes:
 
     Raises ValueError when a part contains a line break, or when `headers` contain framing.
     """
-    lines = [start_line]
-    for pair in headers:
-        if pair[0] in _FRAMING:
-            raise ValueError(
-                "connection, content-length and transfer-encoding are written by the data path; do not pass them"
-            )
-        lines.append(b": ".join(pair))
-    head = b"\r\n".join(lines)
+    if not _FRAMING.isdisjoint(dict(headers)):
+        raise ValueError(
+            "connection, content-length and transfer-encoding are written by the data path; do not pass them"
+        )
+    head = b"\r\n".join((start_line, *map(_join_pair, headers)))
     # One pass finds all three: exactly two bytes per line must be ours.
     if len(head) - len(head.translate(None, _BREAKS)) != _BYTES_PER_BREAK * len(headers):
         raise ValueError("a header, method or target contains a line break or NUL byte; it was not sent")

@@ -52,7 +52,7 @@ _NONE: Final = FoundPictures(0, 0)
 
 def find_pictures(body: bytes, dialect: Dialect) -> FoundPictures:
     """The pictures in `body` whose files it contains."""
-    if not any(mark in body for mark in _MARKS.get(dialect, ())):
+    if not any(map(body.__contains__, _MARKS.get(dialect, ()))):
         return _NONE
     num_bytes = num_tokens = 0
     for start, end in _files(body, dialect in _OLLAMA):

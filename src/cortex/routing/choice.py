@@ -52,9 +52,14 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def delay_s(self) -> float:
         """What a request waits for there before its own prompt is computed."""
-        queue_s = self.waiting * self.request_s / self.running if self.running else self.waiting * SHARING_S
-        scarcity = max(0.0, self.kv_used_fraction - SCARCE_KV_FRACTION) / (1 - SCARCE_KV_FRACTION)
-        return self.backlog_s + queue_s + self.running * SHARING_S + scarcity * PREEMPTION_S
+        delay_s = self.backlog_s
+        if self.running or self.waiting:
+            queue_s = self.waiting * self.request_s / self.running if self.running else self.waiting * SHARING_S
+            delay_s += queue_s + self.running * SHARING_S
+        if self.kv_used_fraction > SCARCE_KV_FRACTION:
+            scarcity = (self.kv_used_fraction - SCARCE_KV_FRACTION) / (1 - SCARCE_KV_FRACTION)
+            delay_s += scarcity * PREEMPTION_S
+        return delay_s
 
 
 class RoutingChoice(msgspec.Struct, frozen=True):
@@ -79,13 +84,17 @@ def choose(replicas: Sequence[Replica], prompt: bytes, prefixes: PrefixRecord) -
     blocks = leading_blocks(prompt)
     num_prompt_tokens = len(prompt) // BYTES_PER_TOKEN
 
-    def rank(replica: Replica) -> tuple[bool, float, str]:
-        num_cached_tokens = prefixes.num_cached_tokens(blocks, replica.place)
-        return replica.is_saturated, expected_s(replica, num_prompt_tokens, num_cached_tokens), replica.place
-
-    best = min(replicas, key=rank)
-    prefill_s = _prefill_s(best, num_prompt_tokens, prefixes.num_cached_tokens(blocks, best.place))
-    prefixes.record(blocks, best.place)
+    ranked = []
+    for position, replica in enumerate(replicas):
+        num_cached_tokens = prefixes.num_cached_tokens(blocks, replica.place) if blocks else 0
+        prefill_s = _prefill_s(replica, num_prompt_tokens, num_cached_tokens)
+        time_s = prefill_s + replica.delay_s + RESPONSE_TOKENS * replica.token_s
+        rank = (replica.is_saturated, time_s, replica.place)
+        ranked.append((rank, position, prefill_s))
+    _, position, prefill_s = min(ranked)
+    best = replicas[position]
+    if blocks:
+        prefixes.record(blocks, best.place)
     return RoutingChoice(best, prefill_s)
 
 

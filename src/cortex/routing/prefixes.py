@@ -34,6 +34,8 @@ EDGES = _edges()
 def leading_blocks(prompt: bytes) -> Blocks:
     """Chained fingerprints of the leading full blocks of a prompt. Equal fingerprints almost certainly mean an equal
     prefix, which is enough for a preference."""
+    if len(prompt) < _SMALLEST_BLOCK:
+        return ()
     fingerprints = []
     fingerprint = 0
     view = memoryview(prompt)

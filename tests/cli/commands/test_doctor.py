@@ -159,6 +159,14 @@ def test_doctor_checks_nodes_that_are_found_by_dns(gateway: CannedGateway, invok
     assert "problem" not in findings(outcome, "config").values()
 
 
+def test_doctor_reports_paths_that_no_node_can_read(gateway: CannedGateway, invoke: Invoke) -> None:
+    problems = {"attic": "m: there is no complete model at /srv/m"}
+    found = {"id": "m", "feasible_on": [], "problems": problems}
+    gateway.responses["GET", "/v1/models"] = {"data": [found, found | {"id": "other", "feasible_on": ["beast"]}]}
+    outcome = invoke("doctor", "--json")
+    assert findings(outcome, "models") == {"m on attic: there is no complete model at /srv/m": "problem"}
+
+
 def test_doctor_reports_a_name_without_nodes(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "cortex.toml").write_text('[discovery]\ndns = "no-such-name.invalid"\n')
     outcome = invoke("doctor", "--json", "--config", str(tmp_path / "cortex.toml"))

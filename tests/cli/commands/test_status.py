@@ -33,6 +33,7 @@ def test_models_as_json_is_the_response_of_the_gateway(gateway: CannedGateway, i
 def test_ps_lists_models_in_memory(gateway: CannedGateway, invoke: Invoke) -> None:
     gateway.responses["GET", "/fleet/status"] = fleet({**READY, "pinned": True}, LOADING | {"id": "other"})
     shown = invoke("ps").stdout
+    assert "beast keeps 3.0 GiB of KV in RAM" in shown
     for part in ("small", "beast", "ready", "900 MiB", "11 min 40 s", "yes", "loading: read 50%, 4 s left"):
         assert part in shown
     assert [entry["model"]["id"] for entry in json.loads(invoke("ps", "--json").stdout)] == ["small", "other"]
@@ -43,7 +44,7 @@ def test_ps_shows_no_activity_of_a_node_that_is_down(gateway: CannedGateway, inv
     gateway.responses["GET", "/fleet/status"] = fleet(busy)
     assert "55" in invoke("ps").stdout
     gateway.responses["GET", "/fleet/status"] = fleet(busy, up=False)
-    *_, row = invoke("ps").stdout.splitlines()
+    _, row, *_ = invoke("ps").stdout.splitlines()
     assert row.split() == ["small", "beast", "(down)", "unreachable", "900", "MiB"]
 
 

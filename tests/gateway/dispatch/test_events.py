@@ -21,6 +21,7 @@ from cortex.fleet.placement.decision import Origin
 from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.leases import Lease, PendingRequest
 from cortex.gateway.dispatch.model_jobs import Cause
+from cortex.gateway.dispatch.replicas import ReadyReplicas
 from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed, UnloadedWhileLoading, UpstreamUnavailable
 from cortex.wire.node.protocol import LoadRequest, UnloadRequest
 
@@ -244,7 +245,7 @@ class Simulation(FakeFleet):
         assert state.fleet.measured == measurements(state.fleet)
         assert self.dispatcher.fleet == state.fleet.with_in_flight(leases.in_flight)
         for model in SIZES:
-            assert list(leases._replicas(model)) == list(state.fleet.replicas(model))
+            assert leases._ready.of(model) == ReadyReplicas(state).of(model)
 
     def settle(self) -> None:
         """Let everything end: no request may be left behind."""

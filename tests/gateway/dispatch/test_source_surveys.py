@@ -7,7 +7,7 @@ import pytest
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.placement.decision import Verdict
 from cortex.fleet.topology import ModelOnNode
-from cortex.wire.errors import CortexError, LoadFailed, RouteNotFound, UpstreamUnavailable
+from cortex.wire.errors import CortexError, LoadFailed, RouteNotFound, ShuttingDown, UpstreamUnavailable
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
 from ..fake_fleet import GB, FakeFleet
@@ -84,7 +84,12 @@ def test_node_that_was_restarted_is_asked_again() -> None:
 
 @pytest.mark.parametrize(
     ("error", "is_asked_again"),
-    [(UpstreamUnavailable("timed out"), True), (LoadFailed(OUTSIDE), False), (RouteNotFound("no route"), False)],
+    [
+        (UpstreamUnavailable("timed out"), True),
+        (ShuttingDown("the node is shutting down"), True),
+        (LoadFailed(OUTSIDE), False),
+        (RouteNotFound("no route"), False),
+    ],
 )
 def test_node_without_a_useful_response_is_asked_again_only_if_that_may_help(
     error: CortexError, is_asked_again: bool
@@ -105,3 +110,13 @@ def test_new_catalogue_is_asked_about_and_old_errors_are_gone() -> None:
     assert verdicts(fake)["n"] == (Verdict.FITS, None)
     fake.poll()
     assert fake.surveys == [("n", "a"), ("m", "a")]
+
+
+def test_model_that_left_the_catalogue_while_its_files_were_read_is_forgotten() -> None:
+    fake = fleet_of()
+    fake.catalogue = Catalogue()
+    fake.dispatcher.reconfigure(fake.settings("n", "m"))
+    respond(fake, "n", ModelStatus(id="a", state=ModelState.COLD, estimate_bytes=GB))
+    respond(fake, "m", LoadFailed(OUTSIDE))
+    assert fake.forgotten == [("n", "a"), ("m", "a")]
+    assert "a" not in fake.dispatcher.fleet.live_models()

@@ -26,6 +26,7 @@ class Limits(NamedTuple):
     completion_limit: int | None
     num_choices: int = 1
     picture_tokens: int = 0
+    model: str = "m"
 
 
 def request(*headers: tuple[bytes, bytes]) -> Request:
@@ -38,7 +39,7 @@ def bearer(key: NewKey) -> Request:
 
 def admit(meter: Meter, key: NewKey, *, limit: int | None = 100) -> Reservation:
     """A request with a prompt of about 100 tokens, whose response ends at `limit` or, without one, at its budget."""
-    return meter.admit(meter.key(bearer(key)), 400, Limits(limit), lambda: None if limit is None else 100 + limit)
+    return meter.admit(meter.key(bearer(key)), 400, Limits(limit), lambda _: None if limit is None else 100 + limit)
 
 
 def settle(reservation: Reservation, prompt: int, completion: int) -> None:

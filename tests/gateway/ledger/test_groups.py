@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +22,7 @@ from ..fake_neuron import GB, StartNeuron
 from ..started_gateway import StartGateway
 from .metered_requests import NOW, Clock, Limits
 
+FREE = Cost()
 PRICED = Cost(input=1.0, cached_input=0.5, output=2.0)
 
 
@@ -40,8 +39,8 @@ async def opened(database: str, groups: tuple[GroupSection, ...], *keys: NewKey)
     return ledger, KeyedMeter(ledger)
 
 
-def admit(meter: KeyedMeter, key: NewKey, cost: Callable[[], Cost] = Cost, limit: int = 100) -> Reservation:
-    return meter.admit(key.section, 400, Limits(limit), lambda: 8192, cost)
+def admit(meter: KeyedMeter, key: NewKey, cost: Cost = FREE, limit: int = 100) -> Reservation:
+    return meter.admit(key.section, 400, Limits(limit), lambda _: 8192, lambda _: cost)
 
 
 def settle(reservation: Reservation, prompt: int, completion: int) -> None:
@@ -74,14 +73,14 @@ async def test_budget_in_money_ends_where_the_prices_say(database: str) -> None:
     key = generate("anna", balance_cost=0.001)
     ledger, meter = await opened(database, (), key)
     settle(admit(meter, key), 5000, 5000)
-    reservation = admit(meter, key, lambda: PRICED, limit=4000)
+    reservation = admit(meter, key, PRICED, limit=4000)
     assert reservation.token_limit == 500, "a thousandth buys this many tokens at the highest price"
     settle(reservation, 200, 300)
     ledger_account = ledger.budgets(key.section)[0][1]
     assert ledger_account.total_spent() == (200 * 1 + 300 * 2) * 1000
-    settle(admit(meter, key, lambda: PRICED), 0, 100)
+    settle(admit(meter, key, PRICED), 0, 100)
     with pytest.raises(InsufficientQuota, match=r"The key `anna` has 0 of 0.001 \(cost by the prices"):
-        admit(meter, key, lambda: PRICED)
+        admit(meter, key, PRICED)
     settle(admit(meter, key), 5000, 5000)  # a model without prices is free
     await ledger.close()
 

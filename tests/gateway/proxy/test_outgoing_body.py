@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import pytest
 
+from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.dispatch.nodes.poller import FOREIGN_DIALECTS
 from cortex.gateway.ledger.keys import generate
-from cortex.gateway.proxy.admission import AdmittedRequest
+from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.outgoing_body import MOST_UNASKED_TOKENS, OutgoingBody, choice_limit
 from cortex.gateway.proxy.routes import CHAT, MESSAGES, Route
 from cortex.parsing import relayed
@@ -67,7 +68,7 @@ async def test_prompt_with_more_bytes_than_the_context_has_tokens_gets_a_respons
     alice = generate("alice", balance_tokens=BALANCE)
     ledger, meter = await opened(str(tmp_path / "ledger.db"), alice)
     facts = Facts("a", False, limit, 1)
-    reservation = meter.admit(meter.key(bearer(alice)), 10_000, facts, lambda: 8192)
+    reservation = meter.admit(meter.key(bearer(alice)), 10_000, facts, lambda _: 8192)
     assert choice_limit(reservation, facts) == limit
     reservation.cancel()
     await ledger.close()
@@ -99,17 +100,16 @@ async def test_choice_without_a_limit_gets_no_more_than_servers_accept(tmp_path:
 
 
 def outgoing(route: Route, body: bytes) -> OutgoingBody:
-    admitted = SimpleNamespace(
-        model="m", key=None, reservation=SimpleNamespace(max_prompt_tokens=0, extend=lambda _: None)
-    )
+    admitted = SimpleNamespace(model="m", key=None, reservation=SimpleNamespace(token_limit=None))
     envelope = relayed.read(body, route.dialect, generates=True, strip_billing=False).envelope
-    return OutgoingBody(route, body, envelope, cast("AdmittedRequest", admitted), b"req_1", None, "alice")
+    exchange = SimpleNamespace(request=SimpleNamespace(client="alice"))
+    received = SimpleNamespace(exchange=exchange, route=route, body=body, envelope=envelope, id=b"req_1")
+    return OutgoingBody(cast("ReceivedRequest", received), cast("AdmittedRequest", admitted), None)
 
 
 def lease(*, has_lifecycle: bool) -> Lease:
-    return Lease(
-        "n", "m", (*FOREIGN_DIALECTS, "anthropic_messages") if has_lifecycle else FOREIGN_DIALECTS, has_lifecycle
-    )
+    dialects = (*FOREIGN_DIALECTS, "anthropic_messages") if has_lifecycle else FOREIGN_DIALECTS
+    return Lease("n", "m", ModelOnNode("n", "m"), dialects, has_lifecycle)
 
 
 def picture_body(route: Route, url: str, num_padding: int = 0) -> bytes:

@@ -237,8 +237,9 @@ def _encoded(tensor: Tensor, format_name: str) -> tuple[np.ndarray, Tensor]:
             data[..., at : at + 2] = scales[..., None].view(np.uint8)
         data = data.reshape(*numbers.shape[:-1], -1)
     else:
-        data = gguf.quantize(numbers, kind)
-    return data, torch.from_numpy(gguf.dequantize(data, kind).astype(np.float32).reshape(numbers.shape).copy())
+        data = gguf.quantize(numbers.reshape(1, -1), kind).reshape(*numbers.shape[:-1], -1)
+    decoded = gguf.dequantize(data.reshape(1, -1), kind)  # as one row: the package takes 16 rows at a time, slowly
+    return data, torch.from_numpy(decoded.astype(np.float32).reshape(numbers.shape).copy())
 
 
 def _add_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:

@@ -67,6 +67,10 @@ def ps(gateway: GatewayClient, as_json: bool) -> None:
         memory = f"{size(share.host_bytes)} in RAM" if asleep else size(share.num_bytes)
         rows.add_row(share.model_id, node.name, what, memory, "", "", "", "")
     console().print(rows)
+    for node in fleet.nodes:
+        if node.up and (kept := sum(device.kv_host_bytes for device in node.devices)):
+            line = f"{node.name} keeps {size(kept)} of KV in RAM, for conversations that are not on its devices"
+            console().print(Text(line, style="dim"), soft_wrap=True)
 
 
 @click.command(cls=Command)
@@ -74,7 +78,7 @@ def ps(gateway: GatewayClient, as_json: bool) -> None:
 @gateway_options
 @json_option
 def jobs(cancel: str | None, gateway: GatewayClient, as_json: bool) -> None:
-    """List loads, unloads and downloads, or cancel one."""
+    """List loads, unloads, downloads and measurements, or cancel one."""
     found = [_cancelled(gateway, cancel)] if cancel is not None else gateway.get("/fleet/jobs")["jobs"]
     if as_json:
         print_json(found)

@@ -7,7 +7,7 @@ node's assessment, so that nodes whose bound is worse than the best assessment n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.index import remembered
@@ -19,8 +19,9 @@ from .decision import Origin, Verdict
 from .eviction import protected
 from .fitting import eligible_devices
 
-Bound = tuple[float, ...]
-"""A prefix of a preference: a shorter one is better than any that continues it."""
+Bound = tuple[Any, ...]
+"""A prefix of a preference, which begins with numbers and ends with a name: a shorter one is better than any that
+continues it."""
 
 RANK = {verdict: rank for rank, verdict in enumerate(Verdict)}
 _ASLEEP, _FITS, _EVICTION = RANK[Verdict.ASLEEP], RANK[Verdict.FITS], RANK[Verdict.FITS_AFTER_EVICTION]
@@ -124,6 +125,9 @@ def by_room(
     most_bytes = available[-1]
     if need is None:
         return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, True, False, 0.0, -sum(available))
+    if need.takes_bytes <= most_bytes and not is_divided:
+        left_over = _left_over(available, (need.takes_bytes,), packs=packs)
+        return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, False, False, 0.0, left_over)
     if is_divided or (room.may_divide and need.takes_bytes > room.max_capacity_bytes):
         if need.least_bytes > room.total_bytes:
             return _TOO_SMALL
@@ -131,15 +135,17 @@ def by_room(
             free_bytes = sum(max(0, each.balance_bytes) for each in room.devices)
             return (_EVICTION, is_elsewhere, True, 0.0, max(0, need.least_bytes - free_bytes))
         return (_FITS, is_elsewhere)
-    if need.takes_bytes <= most_bytes:
-        left_over = _left_over(available, (need.takes_bytes,), packs=packs)
-        return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, False, False, 0.0, left_over)
     if need.least_bytes <= most_bytes:
         left_over = _left_over(available, (need.comfortable_bytes, need.least_bytes), packs=packs)
         return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, False, True, 0.0, left_over)
     if need.least_bytes > room.max_capacity_bytes:
         return _TOO_SMALL
     return (_EVICTION, is_elsewhere, True, 0.0, min(_missing(each, need) for each in _wide(room, need)))
+
+
+def has_free(room: _NodeRoom, need: Need) -> bool:
+    """Whether a device has enough free memory for `need`, or several may have it together."""
+    return room.may_divide or need.least_bytes <= room.available_bytes[-1]
 
 
 def by_residents(

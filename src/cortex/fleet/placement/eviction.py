@@ -13,12 +13,12 @@ import msgspec
 
 from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.holdings import ON_DEVICE, sleep_frees
-from cortex.fleet.index import remembered
 from cortex.fleet.rules import EvictionRules
 from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.words import duration, plural
 
+_AT_REST = (ModelState.READY, ModelState.ASLEEP)
 WHOLE_NODE = -1
 """The key of a shortfall that an unload on any device of the node relieves: one of the node's memory ceiling."""
 
@@ -181,21 +181,15 @@ def expired(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
     for node in fleet.nodes:
         if not (node.healthy and node.has_lifecycle):
             continue
-        for held in map(node.residencies.__getitem__, _at_rest(node)):
-            spec = fleet.catalogue.spec(held.model_id)
-            if spec.ttl_s is None:
+        for held in node.active:
+            status = held.status
+            spec = fleet.catalogue.spec(status.id)
+            unused_s = now - held.seen_at + min(status.idle_s, status.state_age_s)
+            if spec.ttl_s is None or unused_s < spec.ttl_s or status.state not in _AT_REST:
                 continue
-            unused_s = now - max(held.last_used, held.state_since)
-            if not held.is_busy and not held.pinned and not spec.is_pinned_on(node.name) and unused_s >= spec.ttl_s:
+            if not held.is_busy and not held.pinned and not spec.is_pinned_on(node.name):
                 found.append(ModelOnNode(node.name, held.model_id))
     return tuple(found)
-
-
-@remembered
-def _at_rest(node: Node) -> tuple[str, ...]:
-    """The models that are ready or asleep there."""
-    states = (ModelState.READY, ModelState.ASLEEP)
-    return tuple(model_id for model_id, held in node.residencies.items() if held.state in states)
 
 
 def due_for_recycling(node: Node, rules: EvictionRules) -> bool:

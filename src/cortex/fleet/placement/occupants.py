@@ -26,7 +26,8 @@ def occupants_of(
     found = []
     reserved = {reservation.model_id: reservation for reservation in node.reservations}
     shares = {share.model_id: share for share in node.shares if not share.is_asleep or not is_freed_by_sleep(node)}
-    for model_id in {**node.residencies, **reserved, **shares}:
+    is_any_held_back = reserved or shares
+    for model_id in {**node.residencies, **reserved, **shares} if is_any_held_back else _ids(node.active):
         if model_id == spec.id and model_id not in reserved and _sleeps(model_id, node):
             continue  # what it holds is a part of what it needs
         known = fleet.catalogue.spec(model_id)
@@ -39,7 +40,7 @@ def occupants_of(
             kept = Protection.CHANGING, "load ordered"
             indices, num_nodes = (
                 reservation.devices,
-                max((len(each.nodes_of(known)) for each in fleet.nodes), default=0),
+                max((len(each.nodes_of(known)) for each in fleet.listing(model_id)), default=len(known.nodes)),
             )
             is_divided = num_nodes > 1 or len(indices) > 1
         elif share is not None:
@@ -71,6 +72,10 @@ def occupants_of(
             )
         )
     return tuple(found)
+
+
+def _ids(models: Sequence[Residency]) -> list[str]:
+    return [held.model_id for held in models]
 
 
 def _sleeps(model_id: str, node: Node) -> bool:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.memory import Need, need_of
 from cortex.fleet.topology import Fleet, Node
 
-from .bounds import RANK, Bound, by_free_memory, by_residents, by_room, is_plain, node_room
+from .bounds import RANK, Bound, by_free_memory, by_residents, by_room, has_free, is_plain, node_room
 from .decision import Assessment, Decision, Origin, Verdict
 from .place import assess, decided, preference, raised_need, without_memory
 
-_AFTER_EVICTION = RANK[Verdict.FITS_AFTER_EVICTION]
+_FITS, _AFTER_EVICTION = RANK[Verdict.FITS], RANK[Verdict.FITS_AFTER_EVICTION]
+_BEFORE_NAME = 11
+"""The length of a bound that only lacks the name of its node, by which equally good nodes are ordered."""
 SMALL_FLEET = 8
 """A decision for at most this many nodes explains all of them."""
 MIN_ASSESSED = 3
@@ -69,6 +71,8 @@ class _Candidates:
         self._elsewhere = need_of(spec, Node(name=""), fleet)
         """What the model needs on nodes that do not list it."""
         self._is_plain = is_plain(spec, fleet, origin)
+        self._full: list[int] = []
+        """Nodes without the memory free: they are looked at only where no other has it."""
         if only_on is not None:
             self._queue = [self._entry(fleet.index.positions[only_on.name])]
             return
@@ -76,13 +80,27 @@ class _Candidates:
         self._queue = [self._entry(position) for position in positions]
         is_running = any(bound[0] <= RANK[Verdict.STARTING] for bound, _, _ in self._queue)
         if not is_running or len(fleet.nodes) <= SMALL_FLEET:
-            listing = set(positions)
-            self._queue += [self._entry(each) for each in range(len(fleet.nodes)) if each not in listing]
+            self._add_others(set(positions))
         heapq.heapify(self._queue)
+
+    def _add_others(self, listing: Set[int]) -> None:
+        """Add the nodes that do not list the model."""
+        need = self._elsewhere if self._is_plain else None
+        for position, node in enumerate(self._fleet.nodes):
+            if position in listing:
+                continue
+            if need is not None and (room := node_room(node)).is_plain and not has_free(room, need):
+                self._full.append(position)
+            else:
+                self._queue.append(self._entry(position))
 
     def bound(self) -> Bound | None:
         """That of the next node; None: there is none."""
-        while self._queue:
+        while self._queue or self._full:
+            if self._full and (not self._queue or self._queue[0][0][0] > _FITS):
+                self._queue += map(self._entry, self._full)
+                self._full.clear()
+                heapq.heapify(self._queue)
             bound, position, is_final = self._queue[0]
             if is_final:
                 return bound
@@ -99,11 +117,14 @@ class _Candidates:
         node, spec = self._fleet.nodes[position], self._spec
         held = node.residencies.get(spec.id)
         if held is None and self._is_plain and (room := node_room(node)).is_plain:
-            bound = by_room(room, self._elsewhere, packs=self._packs)
-            return bound, position, bound[0] != _AFTER_EVICTION
+            return self._entry_of(by_room(room, self._elsewhere, packs=self._packs), position)
         if (found := without_memory(spec, node, held, self._fleet, self._now, self._origin)) is not None:
             return (RANK[found[0]],), position, True
-        bound = by_free_memory(spec, node, self._need(node), packs=self._packs)
+        return self._entry_of(by_free_memory(spec, node, self._need(node), packs=self._packs), position)
+
+    def _entry_of(self, bound: Bound, position: int) -> tuple[Bound, int, bool]:
+        if len(bound) == _BEFORE_NAME:
+            bound = (*bound, self._fleet.nodes[position].name)
         return bound, position, bound[0] != _AFTER_EVICTION
 
     def _need(self, node: Node) -> Need | None:

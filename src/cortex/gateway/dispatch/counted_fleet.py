@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cortex.fleet.topology import Fleet, counted_nodes
+from cortex.fleet.topology import Fleet, counted_node
 from cortex.gateway.dispatch.fleet_state import FleetState
 from cortex.gateway.dispatch.leases import LeasePool
 
@@ -21,12 +21,12 @@ class CountedFleet:
         self._last = None
 
     def fleet(self) -> Fleet:
-        fleet, counts, recount = self._fleet_state.fleet, self._leases.in_flight, self._leases.recount
+        fleet, leases, recount = self._fleet_state.fleet, self._leases, self._leases.recount
         if self._last is None:
-            self._last = fleet.with_in_flight(counts)
+            self._last = fleet.with_in_flight(leases.in_flight)
         elif recount or fleet.measured is not self._last.measured:
             nodes = [node for name in recount if (node := fleet.node(name)) is not None]
-            counted = counted_nodes(nodes, counts)
+            counted = [counted_node(node, leases.in_flight_on(node.name)) for node in nodes]
             self._last = self._last.with_nodes(counted, measured=fleet.measured, index=fleet.index)
         recount.clear()
         return self._last

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.catalogue import Catalogue, Cost, ModelSpec
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement import explain
 from cortex.fleet.placement.decision import Decision, Origin, Verdict
@@ -155,6 +155,10 @@ class Dispatcher(StateMachine):
             return self.catalogue.spec(self.resolve(name).model_id)
         except CortexError:
             return ModelSpec(id=name)
+
+    def cost(self, name: str) -> Cost:
+        """The prices of the model that a request names."""
+        return self.spec(name).cost
 
     def lease_now(
         self,

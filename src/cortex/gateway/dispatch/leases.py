@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, lru_cache
+from functools import cache
 from typing import Literal
 
-from cortex.fleet.index import remembered
+import msgspec
+
 from cortex.fleet.placement.decision import Origin
-from cortex.fleet.topology import ModelOnNode, Node, Residency
+from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.fleet_state import ChangedNode, FleetState
-from cortex.gateway.dispatch.replica_loads import ReplicaLoads
+from cortex.gateway.dispatch.replicas import ReadyReplica, ReadyReplicas, ReplicaLoads, ready_models
 from cortex.routing import choice
 from cortex.routing.prefixes import PrefixRecord
 from cortex.wire.errors import CortexError, Overloaded, UnsupportedModality
@@ -33,51 +34,29 @@ NO_NODES: frozenset[str] = frozenset()
 RELOAD_TOLERANCE_S = 2.0
 """By how much the time since which a model is ready varies between reports, without a reload."""
 
-_target = lru_cache(maxsize=4096)(ModelOnNode)
 
+class Lease(msgspec.Struct, eq=False, gc=False):
+    """The right to send one request to a model on a node; counted there until released. Thousands of requests may be
+    open, so the garbage collector does not look at them: a lease refers only to values."""
 
-class Lease:
-    """The right to send one request to a model on a node; counted there until released."""
-
-    __slots__ = (
-        "dialects",
-        "has_alternatives",
-        "has_lifecycle",
-        "is_alone",
-        "load_s",
-        "model",
-        "node",
-        "reason",
-        "target",
-        "waited_s",
-    )
-
-    def __init__(
-        self,
-        node: str,
-        model: str,
-        dialects: tuple[Dialect, ...] = (),
-        has_lifecycle: bool = True,
-        has_alternatives: bool = False,
-        reason: str = "",
-    ) -> None:
-        self.node = node
-        self.model = model
-        self.target = _target(node, model)
-        self.dialects = dialects
-        """The dialects of the node."""
-        self.has_lifecycle = has_lifecycle
-        """Whether the node loads the model on request, should it be gone."""
-        self.has_alternatives = has_alternatives
-        """Whether another node could have served the request."""
-        self.is_alone = False
-        """Whether no other request was expected there when it was chosen among replicas."""
-        self.waited_s = 0.0
-        """Time in the queue."""
-        self.load_s = 0.0
-        """The part of `waited_s` in which the model was loaded."""
-        self.reason = reason
-        """Why this node, in a few words."""
+    node: str
+    model: str
+    target: ModelOnNode
+    """Both as a key."""
+    dialects: tuple[Dialect, ...] = ()
+    """The dialects of the node."""
+    has_lifecycle: bool = True
+    """Whether the node loads the model on request, should it be gone."""
+    has_alternatives: bool = False
+    """Whether another node could have served the request."""
+    reason: str = ""
+    """Why this node, in a few words."""
+    is_alone: bool = False
+    """Whether no other request was expected there when it was chosen among replicas."""
+    waited_s: float = 0.0
+    """Time in the queue."""
+    load_s: float = 0.0
+    """The part of `waited_s` in which the model was loaded."""
 
 
 class PendingRequest:
@@ -118,7 +97,9 @@ class LeasePool:
         self._fleet_state = fleet_state
         self._loads = ReplicaLoads(clock)
         self._in_flight: dict[ModelOnNode, int] = {}
-        self._ready: dict[str, tuple[tuple[Node, Residency], ...]] = {}
+        self._busy: dict[str, set[str]] = {}
+        """The models of each node with requests in flight."""
+        self._ready = ReadyReplicas(fleet_state)
         self._ready_since: dict[str, dict[str, float]] = {}
         """By node and model."""
         self._prefixes: dict[str, PrefixRecord] = {}
@@ -134,15 +115,14 @@ class LeasePool:
         """Requests open at each model on each node; only those with any."""
         return self._in_flight
 
+    def in_flight_on(self, node: str) -> dict[str, int]:
+        """The same at the models of one node."""
+        return {model: self._in_flight[ModelOnNode(node, model)] for model in self._busy.get(node, ())}
+
     def nodes_changed(self, changed: Iterable[ChangedNode]) -> None:
         """The fleet was rebuilt: drop what was derived from the nodes as they were."""
-        for before, after in changed:
-            self.recount.add(after.name)
-            for node in (before, after):
-                for model in ready_models(node):
-                    self._ready.pop(model, None)
-                for share in node.shares:
-                    self._ready.pop(share.model_id, None)
+        self.recount.update(after.name for _, after in changed)
+        self._ready.nodes_changed(changed)
 
     def reconfigured(self) -> None:
         """Other nodes make up the fleet: nothing that was derived from it holds any more."""
@@ -158,39 +138,24 @@ class LeasePool:
     ) -> Lease | None:
         """A lease where `model` is ready, or `None`. The hot path: with one replica nothing is computed.
         `has_pictures`: a replica that reads pictures is preferred."""
-        ready = self._ready.get(model)
-        if ready is None:
-            ready = self._replicas(model)
+        ready = self._ready.of(model)
+        if excluded or self.suspects or self.closed:
+            avoided, closed = excluded | self.suspects, self.closed
+            ready = tuple(each for each in ready if each.target.node not in avoided and each.target not in closed)
         if not ready:
             return None
-        if len(ready) > 1 or excluded or self.suspects or self.closed:
-            avoided = excluded | self.suspects
-            ready = tuple(
-                (node, held)
-                for node, held in ready
-                if node.name not in avoided and ModelOnNode(node.name, model) not in self.closed
-            )
-            if not ready:
-                return None
         if has_pictures and len(ready) > 1:
-            reading = tuple((node, held) for node, held in ready if held.status.capabilities.vision)
-            ready = reading or ready
+            ready = tuple(each for each in ready if each.reads_pictures) or ready
         if len(ready) == 1:
-            return self._take(ready[0][0], model)
+            return self._take(ready[0])
         return self._take_best(model, ready, prompt())
 
     def acquire_for(self, pending: PendingRequest, excluded: frozenset[str] = NO_NODES) -> Lease | None:
         return self.acquire(pending.model, pending.prompt, excluded, has_pictures=pending.has_pictures)
 
-    def _replicas(self, model: str) -> tuple[tuple[Node, Residency], ...]:
-        ready = self._ready.get(model)
-        if ready is None:
-            ready = self._ready[model] = tuple(self._fleet_state.fleet.replicas(model))
-        return ready
-
     def context_tokens(self, model: str) -> int | None:
         """The largest context of `model` where it is ready; None where that is not known."""
-        contexts = [held.status.context_tokens for _, held in self._replicas(model)]
+        contexts = [each.context_tokens for each in self._ready.of(model)]
         known = [context for context in contexts if context is not None]
         return max(known) if known and len(known) == len(contexts) else None
 
@@ -212,7 +177,11 @@ class LeasePool:
             held = node.residencies[model]
             return has_pictures and held.status.capabilities.vision, held.state is ModelState.READY
 
-        return self._take(max(candidates, key=rank), model, reason="counts tokens for this model")
+        node = max(candidates, key=rank)
+        target = ModelOnNode(node.name, model)
+        return self._counted(
+            Lease(*target, target, node.dialects, node.has_lifecycle, False, "counts tokens for this model")
+        )
 
     def check_pictures(self, model: str, may_use: Callable[[str], bool]) -> None:
         """Raises UnsupportedModality where it is known that `model` reads text only, with models that read pictures
@@ -275,6 +244,7 @@ class LeasePool:
             self._in_flight[lease.target] = remaining
         else:
             self._in_flight.pop(lease.target, None)
+            self._busy.get(lease.node, set()).discard(lease.model)
         self.recount.add(lease.node)
         if lease.has_alternatives:
             self._loads.released(lease.target, is_last=remaining <= 0)
@@ -302,7 +272,7 @@ class LeasePool:
             if node.has_lifecycle and held.state_since > before + RELOAD_TOLERANCE_S:
                 known[model] = held.state_since
                 self.left_device(name, model)
-            target = _target(name, model)
+            target = ModelOnNode(name, model)
             self._loads.observed(target, held, self._in_flight.get(target, 0))
 
     def forget_cache(self, node: str, model: str | None = None) -> None:
@@ -318,26 +288,32 @@ class LeasePool:
         elif model in self._prefixes:
             self._prefixes[model].moved_to_host(node)
 
-    def _take(
-        self,
-        node: Node,
-        model: str,
-        has_alternatives: bool = False,
-        reason: str = "the only replica that is ready",
-    ) -> Lease:
-        lease = Lease(node.name, model, node.dialects, node.has_lifecycle, has_alternatives, reason)
-        self._in_flight[lease.target] = self._in_flight.get(lease.target, 0) + 1
-        self.recount.add(node.name)
-        return lease
+    def _take(self, replica: ReadyReplica) -> Lease:
+        target = replica.target
+        return self._counted(
+            Lease(*target, target, replica.dialects, replica.has_lifecycle, False, "the only replica that is ready")
+        )
 
-    def _take_best(self, model: str, ready: tuple[tuple[Node, Residency], ...], prompt: bytes) -> Lease:
-        replicas = self._loads.replicas(model, [node.name for node, _ in ready], self._in_flight)
-        prefixes = self._prefixes.setdefault(model, PrefixRecord())
+    def _take_best(self, model: str, ready: tuple[ReadyReplica, ...], prompt: bytes) -> Lease:
+        replicas = self._loads.replicas(ready, self._in_flight)
+        if (prefixes := self._prefixes.get(model)) is None:
+            prefixes = self._prefixes[model] = PrefixRecord()
         chosen = choice.choose(replicas, prompt, prefixes)
-        node = next(node for node, _ in ready if node.name == chosen.replica.place)
-        lease = self._take(node, model, has_alternatives=True, reason=_least_time(len(ready)))
-        lease.is_alone = chosen.replica.running + chosen.replica.waiting == 0
-        self._loads.sent(lease.target, chosen.prefill_s)
+        replica = ready[replicas.index(chosen.replica)]
+        target, is_alone = replica.target, chosen.replica.running + chosen.replica.waiting == 0
+        reason = _least_time(len(ready))
+        lease = Lease(*target, target, replica.dialects, replica.has_lifecycle, True, reason, is_alone)
+        self._loads.sent(target, chosen.prefill_s)
+        return self._counted(lease)
+
+    def _counted(self, lease: Lease) -> Lease:
+        target, in_flight = lease.target, self._in_flight
+        if target in in_flight:
+            in_flight[target] += 1
+        else:
+            in_flight[target] = 1
+            self._busy.setdefault(lease.node, set()).add(lease.model)
+        self.recount.add(lease.node)
         return lease
 
 
@@ -352,12 +328,6 @@ def _known_capabilities(node: Node, model: str, capabilities: tuple[str, ...]) -
 
 def _counts_tokens(node: Node) -> bool:
     return "anthropic_messages" in node.dialects
-
-
-@remembered
-def ready_models(node: Node) -> tuple[str, ...]:
-    """The models that `node` has ready."""
-    return tuple(model for model, held in node.residencies.items() if held.state is ModelState.READY)
 
 
 def _reports_what_it_reads(node: Node, status: ModelStatus) -> bool:

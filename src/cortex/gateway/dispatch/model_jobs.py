@@ -268,7 +268,7 @@ class ModelJobs:
 
     def observed(self, node: str, health: Health) -> None:
         """Notify the watchers of loads that another gateway ordered: those end in a poll."""
-        for status in health.models:
+        for status in health.models if self._watchers else ():
             target = ModelOnNode(node, status.id)
             is_watched = (target, "load") in self._watchers
             if not is_watched or target in self._fleet_state.loads or target in self._fleet_state.unloads:

@@ -13,7 +13,7 @@ from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.fleet_state import FleetState
 from cortex.gateway.dispatch.load_requests import load_request
 from cortex.gateway.dispatch.model_jobs import Effects
-from cortex.wire.errors import CortexError, LoadFailed, SourceNotFound, UpstreamUnavailable
+from cortex.wire.errors import CortexError, LoadFailed, SourceNotFound
 from cortex.wire.node.load_options import is_path
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
@@ -38,7 +38,7 @@ class SourceSurveys:
     def ask(self, name: str) -> None:
         """Ask a node that is up about the models that it was not asked about, or does not list any more."""
         node = self._fleet_state.reported(name)
-        if name in self._busy or not node.has_lifecycle:
+        if not self._fleet_state.settings.catalogue.named_by_path or name in self._busy or not node.has_lifecycle:
             return
         asked = self._asked.setdefault(name, set())
         asked -= self._listed.setdefault(name, set()) - node.residencies.keys()
@@ -50,20 +50,23 @@ class SourceSurveys:
 
     def responded(self, target: ModelOnNode, result: ModelStatus | CortexError) -> None:
         """The node responded about one model."""
-        if isinstance(result, ModelStatus):
+        spec = self._fleet_state.settings.catalogue.spec(target.model)
+        if not is_path(spec.source or ""):  # not any more
+            self._effects.forget(target.node, target.model)
+        elif isinstance(result, ModelStatus):
             self._listed.setdefault(target.node, set()).add(target.model)
             self._fleet_state.update_model(target.node, result, self._clock())
-        elif isinstance(result, UpstreamUnavailable):
-            self._asked.get(target.node, set()).discard(target.model)
         elif isinstance(result, LoadFailed):
             log.warning("%s cannot be loaded on %s: %s", target.model, target.node, result.message)
             self._fleet_state.rejected_sources[target] = ModelStatus(
                 id=target.model,
                 state=ModelState.COLD,
-                source=self._fleet_state.settings.catalogue.spec(target.model).source,
+                source=spec.source,
                 reason=result.message,
                 reason_code=SourceNotFound.code,
             )
+        elif result.status >= 500:  # it shuts down, or cannot be reached; an older node responds with less
+            self._asked.get(target.node, set()).discard(target.model)
 
     def ended(self, node: str) -> None:
         """The node responded about all."""
@@ -77,8 +80,8 @@ class SourceSurveys:
         self._fleet_state.rejected_sources.drop_node(node)
 
     def _named_by_path(self, node: Node) -> Iterator[ModelSpec]:
-        for spec in self._fleet_state.settings.catalogue.models:
+        for spec in self._fleet_state.settings.catalogue.named_by_path:
             is_possible = spec.harness is None or spec.harness in node.harnesses
             nodes = spec.nodes[:1] or spec.only_on
-            if is_possible and (not nodes or node.name in nodes) and is_path(spec.source or ""):
+            if is_possible and (not nodes or node.name in nodes):
                 yield spec

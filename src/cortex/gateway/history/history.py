@@ -34,16 +34,31 @@ class History:
         self.rings: dict[Window, Ring] = {"hour": Ring(10, 360), "day": Ring(300, 288)}
         self.memory = DeviceMemory(_DAY_S)
         self._memory_at = 0.0
+        self._recent = Bucket(at=0.0)
+        """What is in no ring yet: requests are counted once, and added to the rings together."""
+        self._step_ends_at = 0.0
+        """The end of the shortest step that `_recent` is in."""
 
     def request_ended(self, record: RequestRecord) -> None:
         """Counted in the step in which it ended."""
-        for bucket in self._current():
-            bucket.requests += 1
-            if record.usage is not None:
-                bucket.prompt_tokens += record.usage.prompt_tokens
-                bucket.completion_tokens += record.usage.completion_tokens
-            if record.first_token_s is not None:
-                bucket.count_first_token(record.first_token_s)
+        if record.ended_at >= self._step_ends_at:
+            self.fold()
+        recent, usage = self._recent, record.usage
+        recent.requests += 1
+        if usage is not None:
+            recent.prompt_tokens += usage.prompt_tokens
+            recent.completion_tokens += usage.completion_tokens
+        if record.first_token_s is not None:
+            recent.count_first_token(record.first_token_s)
+
+    def fold(self) -> None:
+        """Add what was counted since the last time to the rings."""
+        if self._recent.requests:
+            for ring in self.rings.values():
+                ring.current(self._recent.at).add(self._recent)
+        now, step_s = self._wall_clock(), self.rings["hour"].step_s
+        self._recent = Bucket(at=now)
+        self._step_ends_at = now - now % step_s + step_s
 
     def happened(self, event: dict[str, Any]) -> None:
         """An event of the fleet: loads and evictions count when they begin."""
@@ -56,6 +71,7 @@ class History:
 
     def sample(self, seen: Seen) -> None:
         """About once a second. The memory is looked at once a step."""
+        self.fold()
         num_waiting = sum(seen.queue_depths.values())
         hour, day = self._current()
         for bucket in (hour, day):
@@ -66,6 +82,7 @@ class History:
 
     def as_json(self, window: Window) -> dict[str, Any]:
         """For the page and `/fleet/history`: one value per step, oldest first; None where nothing was measured."""
+        self.fold()
         now, ring = self._wall_clock(), self.rings[window]
         buckets = ring.window(now)
         return {

@@ -35,6 +35,17 @@ class Bucket(msgspec.Struct, kw_only=True):
         length = length_of(first_token_s)
         self.first_tokens[length] = self.first_tokens.get(length, 0) + 1
 
+    def add(self, other: Bucket) -> None:
+        """Count what happened in `other` here too."""
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        for length, count in other.first_tokens.items():
+            self.first_tokens[length] = self.first_tokens.get(length, 0) + count
+        self.waiting = max(self.waiting, other.waiting)
+        self.loads += other.loads
+        self.evictions += other.evictions
+
     def quantile(self, part: float) -> float | None:
         """The time to the first token that `part` of the requests did not exceed."""
         total = sum(self.first_tokens.values())

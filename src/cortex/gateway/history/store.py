@@ -90,6 +90,7 @@ class HistoryStore:
 
     async def save(self) -> None:
         """Write what has changed since the last time."""
+        self.history.fold()
         now, since = time.time(), self._saved_at
         entries = [
             _Entry(window, bucket.at, msgspec.json.encode(bucket).decode())

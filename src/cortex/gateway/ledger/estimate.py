@@ -24,6 +24,10 @@ class TokenLimits(Protocol):
     """What the body of a request says about the tokens that may be generated for it."""
 
     @property
+    def model(self) -> str:
+        """As the client named it."""
+
+    @property
     def completion_limit(self) -> int | None:
         """The most tokens of one choice; None where the client sets no limit."""
 

@@ -34,14 +34,18 @@ ANONYMOUS = "anonymous"
 """The principal of every request to a gateway without keys."""
 
 
-ContextOf = Callable[[], int | None]
-"""The context of a request's model; None where it is not known."""
-PricesOf = Callable[[], Prices]
-"""The prices of a request's model."""
+ContextOf = Callable[[str], int | None]
+"""The context of the model that a request names; None where it is not known."""
+PricesOf = Callable[[str], Prices]
+"""The prices of the model that a request names."""
 
 
-def _unknown() -> None:
+def _unknown(_model: str) -> None:
     return None
+
+
+def _free(_model: str) -> NoPrices:
+    return NoPrices()
 
 
 class Reservation(Protocol):
@@ -91,7 +95,7 @@ class Meter(Protocol):
         prompt_bytes: int,
         limits: TokenLimits,
         context: ContextOf = _unknown,
-        prices: PricesOf = NoPrices,
+        prices: PricesOf = _free,
         *,
         is_counted: bool = False,
     ) -> Reservation:
@@ -150,7 +154,7 @@ class OpenMeter:
         prompt_bytes: int,  # noqa: ARG002
         limits: TokenLimits,  # noqa: ARG002
         context: ContextOf = _unknown,  # noqa: ARG002
-        prices: PricesOf = NoPrices,  # noqa: ARG002
+        prices: PricesOf = _free,  # noqa: ARG002
         *,
         is_counted: bool = False,  # noqa: ARG002
     ) -> Reservation:
@@ -184,14 +188,14 @@ class KeyedMeter:
         prompt_bytes: int,
         limits: TokenLimits,
         context: ContextOf = _unknown,
-        prices: PricesOf = NoPrices,
+        prices: PricesOf = _free,
         *,
         is_counted: bool = False,
     ) -> Reservation:
         if key is None:
             raise _no_key()
         account, budgets = self._ledger.account(key), self._ledger.budgets(key)
-        context_tokens = context() if account.has_budget or budgets else None
+        context_tokens = context(limits.model) if account.has_budget or budgets else None
         estimate = Estimate(
             prompt_bytes,
             limits.completion_limit,
@@ -200,7 +204,7 @@ class KeyedMeter:
             prompt_bytes if is_counted else None,
             picture_tokens=limits.picture_tokens if prompt_bytes else 0,
         )
-        return KeyedReservation(self._ledger, account, estimate, prices() if budgets else NoPrices())
+        return KeyedReservation(self._ledger, account, estimate, prices(limits.model) if budgets else NoPrices())
 
     def authenticate(self, request: Request) -> str:
         return self.key(request).name

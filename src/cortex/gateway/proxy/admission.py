@@ -15,9 +15,27 @@ from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.ledger.keys import KeySection, may_use
 from cortex.gateway.ledger.meter import Meter, Reservation
 from cortex.gateway.proxy.redaction import shown_to
+from cortex.gateway.proxy.routes import Route
 from cortex.http.request import Request
-from cortex.parsing.envelope import Facts
+from cortex.http.server.exchange import Exchange
+from cortex.parsing.envelope import Envelope, Facts
+from cortex.telemetry.spans import Span
 from cortex.wire.errors import CortexError
+
+
+class ReceivedRequest(msgspec.Struct, frozen=True):
+    """An authenticated request whose body was read, before it is admitted."""
+
+    exchange: Exchange
+    route: Route
+    body: bytes
+    envelope: Envelope
+    key: KeySection | None
+    """None on an open gateway."""
+    id: bytes
+    span: Span
+    received_at: float
+    """When all of its bytes were there."""
 
 
 class AdmittedRequest(msgspec.Struct, frozen=True):
@@ -48,13 +66,12 @@ class AdmissionController:
         """Reserve what a request of `key` may use and resolve its model. Raises the `CortexError` that rejects it.
 
         `is_counted`: `prompt_bytes` are tokens."""
-        dispatcher, model = self._dispatcher, facts.model
-        context = partial(dispatcher.context_tokens, model)
+        dispatcher = self._dispatcher
         reservation = self.meter.admit(
-            key, prompt_bytes, facts, context, lambda: dispatcher.spec(model).cost, is_counted=is_counted
+            key, prompt_bytes, facts, dispatcher.context_tokens, dispatcher.cost, is_counted=is_counted
         )
         try:
-            resolution = self._dispatcher.resolve(facts.model)
+            resolution = dispatcher.resolve(facts.model)
             reservation.check_model(resolution.model_id)
             if facts.has_pictures:
                 self.check_pictures(key, resolution.model_id)

@@ -15,7 +15,7 @@ from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import ANONYMOUS
 from cortex.gateway.proxy.accounting.activity import RequestRecord
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE
-from cortex.gateway.proxy.admission import AdmittedRequest
+from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.opaque.body import OpaqueBody
 from cortex.gateway.proxy.request import ProxyRequest
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
@@ -51,21 +51,6 @@ def request_id_of(given: bytes | None) -> bytes:
     return f"{_id_prefix}{next(_id_counter):06x}".encode()
 
 
-class ReceivedRequest(msgspec.Struct, frozen=True):
-    """An authenticated request whose body was read, before it is admitted."""
-
-    exchange: Exchange
-    route: Route
-    body: bytes
-    envelope: Envelope
-    key: KeySection | None
-    """None on an open gateway."""
-    id: bytes
-    span: Span
-    received_at: float
-    """When all of its bytes were there."""
-
-
 def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
 
@@ -86,16 +71,16 @@ class Inference:
         """Call `then` with the request of an exchange once its key is known and its body is read, or reject it."""
         received_at = self.services.clock()
         request = exchange.request
-        id = request_id_of(request.header(b"x-request-id"))
-        span = self.services.tracer.begin(route.span_name, request.header(b"traceparent"))
+        headers = dict(reversed(request.headers))  # of repeated ones the first
+        id = request_id_of(headers.get(b"x-request-id"))
+        span = self.services.tracer.begin(route.span_name, headers.get(b"traceparent"))
         key: KeySection | None = None
         try:
             if self.closing:
                 raise ShuttingDown("This gateway is shutting down; try again in a moment.", retry_after_s=5.0)
             # The key comes before the body: a client without one costs nothing and learns nothing.
             key = self.services.admission.authenticate(request)
-            content_type = request.header(b"content-type")
-            is_from_page = request.header(b"origin") is not None
+            content_type, is_from_page = headers.get(b"content-type"), b"origin" in headers
             # Ollama's clients do not declare their bodies, and web pages always send their origin.
             if content_type != _JSON and (is_from_page or route.family is not Family.OLLAMA):
                 check_content_type((content_type or b"").decode("latin-1"), required=is_from_page)
@@ -193,18 +178,8 @@ class Inference:
             task = run_once(self._serve_inlined(received, admitted, keeper), "fetch pictures")
             received.exchange.on_disconnect(partial(_cancel, task))
         else:
-            self._send(received, admitted, keeper, None if make_body is None else make_body(admitted.model))
-
-    def _send(
-        self,
-        received: ReceivedRequest,
-        admitted: AdmittedRequest,
-        keeper: ResponseKeeper | None,
-        other: OpaqueBody | None = None,
-    ) -> None:
-        exchange, route, body, envelope = received.exchange, received.route, received.body, received.envelope
-        id, span, started_at = received.id, received.span, received.received_at
-        ProxyRequest(self.services, exchange, route, body, envelope, admitted, id, span, started_at, keeper, other).go()
+            other = None if make_body is None else make_body(admitted.model)
+            ProxyRequest(self.services, received, admitted, keeper, other).go()
 
     async def _serve_inlined(
         self, received: ReceivedRequest, admitted: AdmittedRequest, keeper: ResponseKeeper | None
@@ -241,7 +216,8 @@ class Inference:
             if not exchange.closed:  # the body with the files is held until the response ends
                 buffered.num_bytes += num_bytes
                 exchange.on_end = release
-            self._send(msgspec.structs.replace(received, body=read.body, envelope=read.envelope), admitted, keeper)
+            inlined = msgspec.structs.replace(received, body=read.body, envelope=read.envelope)
+            ProxyRequest(self.services, inlined, admitted, keeper).go()
 
     def reject(self, received: ReceivedRequest, error: CortexError) -> None:
         """Reject a request that was received."""

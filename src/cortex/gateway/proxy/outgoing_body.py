@@ -11,16 +11,16 @@ from functools import partial
 
 from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.ledger.meter import Reservation
-from cortex.gateway.proxy.admission import AdmittedRequest
+from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.embedding_translation import EmbeddingTranslation
 from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
-from cortex.gateway.proxy.routes import CHAT, Route
+from cortex.gateway.proxy.routes import CHAT
 from cortex.gateway.proxy.translation import ChatTranslation
 from cortex.http.request import Headers
 from cortex.parsing import protocol
 from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
-from cortex.parsing.envelope import Envelope, Facts
+from cortex.parsing.envelope import Facts
 from cortex.parsing.parser import BodyParser
 from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
@@ -47,57 +47,31 @@ _WHOLE: Headers = (_JSON, (b"accept", b"application/json"))
 class OutgoingBody:
     """One per request. For each attempt call `choose`, then `prepare` if that is needed, then `made`."""
 
-    __slots__ = (
-        "_admitted",
-        "_choice_limit",
-        "_client",
-        "_edited",
-        "_envelope",
-        "_form",
-        "_is_checked",
-        "_keeper",
-        "_received",
-        "_request_id",
-        "_route",
-        "_translated",
-        "_unchecked",
-    )
+    _choice_limit: int | None = None
+    """The limit for foreign servers, once it is known."""
+    _form: tuple[bool, int | None] = (False, None)
+    """Whether the body is translated, and the limit that is written into it."""
+    _is_checked = False
+    """Whether the media of the body are known to be in it."""
+    _unchecked = False
+    """Whether that must be known before the body is sent."""
+    _edited: bytes | None = None
+    """The body in its form, once it is made; not of a translation."""
+    _translated: tuple[GenerateRequest, bytes] | None = None
 
-    def __init__(
-        self,
-        route: Route,
-        received: bytes,
-        envelope: Envelope,
-        admitted: AdmittedRequest,
-        request_id: bytes,
-        keeper: ResponseKeeper | None,
-        client: str,
-    ) -> None:
-        """`client` shares the parser of large bodies with others."""
-        self._route = route
-        self._received = received
-        self._envelope = envelope
+    def __init__(self, received: ReceivedRequest, admitted: AdmittedRequest, keeper: ResponseKeeper | None) -> None:
+        self._request = received
+        self._route = received.route
+        self._received = received.body
         self._admitted = admitted
-        self._request_id = request_id
         self._keeper = keeper
-        self._client = client
-        self._choice_limit: int | None = None
-        """The limit for foreign servers, once it is known."""
-        self._form: tuple[bool, int | None] = (False, None)
-        """Whether the body is translated, and the limit that is written into it."""
-        self._is_checked = False
-        """Whether the media of the body are known to be in it."""
-        self._unchecked = False
-        """Whether that must be known before the body is sent."""
-        self._edited: bytes | None = None
-        self._translated: tuple[GenerateRequest, bytes] | None = None
 
     method = b"POST"
 
     @property
     def headers(self) -> Headers:
         """What the node learns about the body and the response."""
-        return _STREAM if self._route.generates and self._envelope.facts.stream else _WHOLE
+        return _STREAM if self._route.generates and self._request.envelope.facts.stream else _WHOLE
 
     def choose(self, lease: Lease) -> bool:
         """Choose the form for the node of `lease`; False: call `prepare` before `made`.
@@ -105,39 +79,45 @@ class OutgoingBody:
         Raises InsufficientQuota or RateLimitExceeded where the budget is too small for a foreign server, which cannot
         receive a limit for the tokens of the prompt.
         """
-        limit = None if lease.has_lifecycle else self._foreign_limit()
-        if self._route.target:
-            return self._edited is not None or not is_parsed_elsewhere(self._received)
-        form = (self._route.generates and self._route.dialect not in lease.dialects, limit)
+        route, body, is_foreign = self._route, self._received, not lease.has_lifecycle
+        has_budget = is_foreign and self._admitted.reservation.token_limit is not None
+        limit = self._foreign_limit() if has_budget else None
+        if route.target:
+            return self._edited is not None or not is_parsed_elsewhere(body)
+        form = (route.generates and route.dialect not in lease.dialects, limit)
         if form != self._form:
             self._form, self._edited, self._translated = form, None, None
         if form[0]:
-            return self._translated is not None or not is_parsed_elsewhere(self._received)
-        self._unchecked = not lease.has_lifecycle and not self._is_checked and may_have_media(self._received)
-        if self._unchecked and is_parsed_elsewhere(self._received):
+            return self._translated is not None or not is_parsed_elsewhere(body)
+        if self._edited is None and not self._edits:
+            self._edited = body
+        self._unchecked = is_foreign and not self._is_checked and may_have_media(body)
+        if self._unchecked and is_parsed_elsewhere(body):
             return False
-        return self._edited is not None or not is_edited_elsewhere(self._received) or not self._edits
+        return self._edited is not None or not is_edited_elsewhere(body)
 
     async def prepare(self, parser: BodyParser) -> None:
         """Makes a body that would block the loop in another process. Raises CortexError on an invalid one."""
         translates, limit = self._form
+        key, exchange = self._admitted.key, self._request.exchange
+        client = key.id if key is not None else exchange.request.client  # who shares the parser with others
         if self._route.target:
-            self._edited = await parser.translate_embed(self._received, self._admitted.model, self._client)
+            self._edited = await parser.translate_embed(self._received, self._admitted.model, client)
         elif translates:
             dialect, model = self._route.dialect, self._admitted.model
-            self._translated = await parser.translate(dialect, self._received, model, self._client, max_tokens=limit)
+            self._translated = await parser.translate(dialect, self._received, model, client, max_tokens=limit)
         else:
             if self._unchecked:
-                await parser.check_media(self._received, self._client)
+                await parser.check_media(self._received, client)
                 self._is_checked = True
-            if self._edits:
-                self._edited = await parser.edit(self._received, self._edits, self._client, without=self._without)
+            if self._edited is None:
+                self._edited = await parser.edit(self._received, self._edits, client, without=self._without)
 
     def made(self) -> tuple[bytes, bytes, ChatTranslation | EmbeddingTranslation | None]:
         """The path, the body, and the translation of the response. Raises CortexError on an invalid body."""
         if self._route.target:
             body = self._edited = self._edited or embeddings.request_body(self._received, self._admitted.model)
-            translation = EmbeddingTranslation(self._route.path.decode(), self._envelope.facts.model)
+            translation = EmbeddingTranslation(self._route.path.decode(), self._request.envelope.facts.model)
             return self._route.target, body, translation
         translates, limit = self._form
         if translates:
@@ -146,19 +126,18 @@ class OutgoingBody:
             check_media(self._received)
             self._is_checked, self._unchecked = True, False
         if self._edited is None:
-            edits = self._edits
-            self._edited = replace_fields(self._received, edits, without=self._without) if edits else self._received
+            self._edited = replace_fields(self._received, self._edits, without=self._without)
         return self._route.path, self._edited, None
 
     def _foreign_limit(self) -> int | None:
         if self._choice_limit is None:
-            self._choice_limit = choice_limit(self._admitted.reservation, self._envelope.facts)
+            self._choice_limit = choice_limit(self._admitted.reservation, self._request.envelope.facts)
         return self._choice_limit
 
     @property
     def _edits(self) -> dict[str, str | int]:
         edits: dict[str, str | int] = {}
-        if self._envelope.facts.model != self._admitted.model:  # the client named the model by an alias
+        if self._request.envelope.facts.model != self._admitted.model:  # the client named the model by an alias
             edits["model"] = self._admitted.model
         if self._form[1] is not None and self._route.generates:
             edits[_LIMITS[self._route.dialect][0]] = self._form[1]
@@ -173,10 +152,10 @@ class OutgoingBody:
             request = self._route.codec.parse(self._received)
             self._translated = request, protocol.translated(request, self._admitted.model, limit)
         request, body = self._translated
-        response_id = self._route.codec.ID_PREFIX + self._request_id.decode().removeprefix("req_")
+        response_id = self._route.codec.ID_PREFIX + self._request.id.decode().removeprefix("req_")
         if self._keeper is not None and self._keeper.kept is not None:
             request, response_id = self._keeper.kept.described(request), self._keeper.kept.id
-        name, show = self._envelope.facts.model, partial(shown_to, self._admitted.key)
+        name, show = self._request.envelope.facts.model, partial(shown_to, self._admitted.key)
         return body, ChatTranslation(self._route, request, id=response_id, model=name, show=show)
 
 

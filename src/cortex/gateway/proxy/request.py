@@ -7,14 +7,16 @@ while the response is relayed. Its `RequestAccounting` records the result.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from cortex.gateway.dispatch.leases import NO_NODES, Lease, PendingRequest
 from cortex.gateway.dispatch.nodes.client import NOT_ADMITTED, error_from
+from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.proxy import float_vectors, outgoing_headers
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE, RequestAccounting
 from cortex.gateway.proxy.accounting.running import RunningRequest
 from cortex.gateway.proxy.accounting.usage import reported_usage
-from cortex.gateway.proxy.admission import AdmittedRequest
+from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.embedding_translation import EmbeddingTranslation
 from cortex.gateway.proxy.opaque.body import OpaqueBody
 from cortex.gateway.proxy.outgoing_body import OutgoingBody
@@ -25,16 +27,14 @@ from cortex.gateway.proxy.redaction import (
     shown_to,
 )
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
-from cortex.gateway.proxy.routes import JSON_HEADERS, Route, error_response
+from cortex.gateway.proxy.routes import JSON_HEADERS, error_response
 from cortex.gateway.proxy.routes import keepalive as keepalive_of
 from cortex.gateway.proxy.services import Services
 from cortex.gateway.proxy.translation import ChatTranslation
 from cortex.http.observer import ObservedRelay, Outcome
 from cortex.http.relay import Relay
 from cortex.http.request import Headers
-from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.faults import NotAdmitted, ResponseTooLarge, UpstreamFault, UpstreamSilent
-from cortex.parsing.envelope import Envelope
 from cortex.routing.prefixes import MAX_PREFIX_BYTES
 from cortex.tasks import run_once
 from cortex.telemetry.spans import Span
@@ -50,6 +50,8 @@ _DIMENSIONS_HEADER = DIMENSIONS.encode()
 _PROMPT_TOKENS_HEADER = PROMPT_TOKENS.encode()
 _RECOVERS_HEADER = RECOVERS.encode()
 _RELAYED_HEADER = RELAYED.encode()
+_REPORTS = frozenset((_USAGE_HEADER, _DIMENSIONS_HEADER, _RELAYED_HEADER))
+"""What nodes report about a response in its head."""
 _OVERLOADED = (503, 529)
 
 MAX_ATTEMPTS = 3
@@ -75,41 +77,29 @@ class ProxyRequest:
         "_translation",
         "_usage_header",
         "admitted",
-        "envelope",
-        "id",
         "keeper",
         "received",
         "route",
         "services",
-        "span",
     )
 
     def __init__(
         self,
         services: Services,
-        exchange: Exchange,
-        route: Route,
-        received: bytes,
-        envelope: Envelope,
+        received: ReceivedRequest,
         admitted: AdmittedRequest,
-        id: bytes,
-        span: Span,
-        started_at: float,
         keeper: ResponseKeeper | None = None,
         body: OpaqueBody | None = None,
     ) -> None:
-        """`body`: what nodes get in place of `received`."""
+        """`body`: what nodes get in place of the body that was received."""
+        route, facts = received.route, received.envelope.facts
         self.services = services
         self.route = route
         self.received = received
-        self.envelope = envelope
         self.admitted = admitted
-        self.id = id
-        self.span = span
         self.keeper = keeper
         self._attempt: Span | None = None
-        client = admitted.key.id if admitted.key is not None else exchange.request.client
-        self._body = body or OutgoingBody(route, received, envelope, admitted, id, keeper, client)
+        self._body = body or OutgoingBody(received, admitted, keeper)
         self._lease: Lease | None = None
         self._pending: PendingRequest | None = None
         self._excluded = NO_NODES
@@ -119,16 +109,13 @@ class ProxyRequest:
         self._usage_header: bytes | None = None
         self._is_unread = False
         """Whether the node has not read the response either."""
-        is_stream = route.generates and envelope.facts.stream
-        num_bytes, num_choices = len(received) - envelope.facts.picture_bytes, envelope.facts.num_choices
-        self._accounting = RequestAccounting(
-            services, route, admitted, id, span, num_bytes, num_choices, is_stream, started_at
-        )
+        is_stream = route.generates and facts.stream
+        self._accounting = RequestAccounting(services, received, admitted, is_stream)
         keepalive = keepalive_of(route.dialect, services.config.keepalive_s) if is_stream else None
-        headers, capture = route.id_headers(id), None
+        headers, capture = route.id_headers(received.id), None
         if keeper is not None:
             headers, capture = (*headers, *keeper.headers), keeper.capture
-        relay = Relay(exchange, self, services.ticker, keepalive, headers, capture)
+        relay = Relay(received.exchange, self, services.ticker, keepalive, headers, capture)
         self._relay: Relay | None = None if relay.closed else relay
         """Cleared in `on_done`: request and relay refer to each other, and the cycle would outlive them."""
         if self._relay is not None:
@@ -140,9 +127,13 @@ class ProxyRequest:
             return
         try:
             if self.route.runs_model:
-                need, model = self.route.need, self.admitted.model
-                prompt, excluded, has_pictures = self._prompt_bytes, self._excluded, self.envelope.facts.has_pictures
-                lease = self.services.dispatcher.lease_now(model, prompt, excluded, need, has_pictures=has_pictures)
+                lease = self.services.dispatcher.lease_now(
+                    self.admitted.model,
+                    self._prompt_bytes,
+                    self._excluded,
+                    self.route.need,
+                    has_pictures=self.received.envelope.facts.has_pictures,
+                )
                 if lease is not None:
                     self._deliver(lease)
                     return
@@ -154,7 +145,7 @@ class ProxyRequest:
                 origin=self.admitted.origin,
                 need=self.route.need,
                 excluded=self._excluded,
-                has_pictures=self.envelope.facts.has_pictures,
+                has_pictures=self.received.envelope.facts.has_pictures,
             )
             self.services.dispatcher.request_lease(pending)
         except CortexError as error:
@@ -163,9 +154,10 @@ class ProxyRequest:
     def _deliver(self, result: Lease | CortexError) -> None:
         """There is a lease, or there will be none."""
         self._pending = None
+        if isinstance(result, CortexError):
+            self._reject(result)
+            return
         try:
-            if isinstance(result, CortexError):
-                raise result
             self._send(result)
         except CortexError as error:
             self._reject(error)
@@ -178,34 +170,34 @@ class ProxyRequest:
         if not self._body.choose(lease):
             self._rewriting = run_once(self._prepare_elsewhere(lease), "edit or translate a large request")
             return
-        if self.envelope.facts.loads_only and not lease.has_lifecycle:
+        route, received, admitted, accounting = self.route, self.received, self.admitted, self._accounting
+        if received.envelope.facts.loads_only and not lease.has_lifecycle:
             self._reply_loaded()
             return
-        target, body, self._translation = self._body.made()
-        self._accounting.sent(lease)
-        if self._translation is not None:
-            self._translation.gateway_s = self._accounting.held_s
-        self._attempt = self.span.call(lease.node)
-        ours = outgoing_headers.for_node(
-            lease, self.route, self.admitted, self._accounting, self.keeper, self._attempt.traceparent
-        )
+        target, body, translation = self._body.made()
+        self._translation = translation
+        accounting.sent(lease)
+        if translation is not None:
+            translation.gateway_s = accounting.held_s
+        self._attempt = received.span.call(lease.node)
+        ours = outgoing_headers.for_node(lease, route, admitted, accounting, self.keeper, self._attempt.traceparent)
         headers: Headers = (*node.headers, *self._body.headers, *ours)
-        names_node = services.config.node_header
-        for_client = outgoing_headers.for_client(lease, self.route, self.admitted, names_node=names_node)
-        silence_s = services.config.idle_timeout_s
-        if self.route.need == "relay":
+        config = services.config
+        for_client = outgoing_headers.for_client(lease, route, admitted, names_node=config.node_header)
+        silence_s = config.idle_timeout_s
+        if route.need == "relay":
             silence_s = max(silence_s, OPAQUE_SILENCE_S)
-        self._relay.send(node.pool, self._body.method, target, headers, body, self._translation, for_client, silence_s)
+        self._relay.send(node.pool, self._body.method, target, headers, body, translation, for_client, silence_s)
 
     def _reply_loaded(self) -> None:
         """Respond to a request that asks only for a model which a foreign server has: there is nothing to send."""
         self._accounting.status = 200
-        body = self.route.state_reply(self.envelope.facts.model, unloads=False)
+        body = self.route.state_reply(self.received.envelope.facts.model, unloads=False)
         if self._relay is not None:
             self._relay.reject(200, JSON_HEADERS, body, body + b"\n")
 
     def _prompt_bytes(self) -> bytes:
-        return self.envelope.prompt_bytes(MAX_PREFIX_BYTES)
+        return self.received.envelope.prompt_bytes(MAX_PREFIX_BYTES)
 
     async def _prepare_elsewhere(self, lease: Lease) -> None:
         """Makes a body that would block the loop in another process, and sends it."""
@@ -254,14 +246,9 @@ class ProxyRequest:
         self._accounting.status = status
         self._usage_header = None
         self._is_unread = False
-        for name, value in headers:
-            if name == _USAGE_HEADER:
-                self._usage_header = value
-                self._accounting.reported_first_token_s = usage_report.first_token_s(value)
-            elif name == _RELAYED_HEADER:
-                self._is_unread = True
-            elif name == _DIMENSIONS_HEADER and value.isdigit():
-                self._accounting.dimensions = int(value[:9])
+        found = dict(headers)
+        if not _REPORTS.isdisjoint(found):
+            self._read_reports(found)
         lease = self._lease
         if status < 400 and lease is not None and not lease.has_lifecycle:
             self.services.nodes[lease.node].served_needs.add((lease.model, self.route.need))
@@ -269,8 +256,7 @@ class ProxyRequest:
         if status < 400 or lease is None:
             if self._translation is None and self.route.need == "embeddings" and float_vectors.are_encoded(headers):
                 relay.translate(float_vectors.FloatVectors(self.route.path.decode()))
-            is_foreign = lease is not None and not lease.has_lifecycle and self._translation is None
-            if is_foreign and self._accounting.stream and key is not None and not key.operator:
+            if key is not None and self._hides_errors_of_stream(key, lease):
                 relay.translate(StreamRedaction(key, self.route.codec.stream_error))
             return True
         if status in NOT_ADMITTED and lease.has_lifecycle:
@@ -300,6 +286,21 @@ class ProxyRequest:
         self._release(f"status {status}")
         self.go()
         return False
+
+    def _hides_errors_of_stream(self, key: KeySection, lease: Lease | None) -> bool:
+        """Whether a foreign server's stream may contain errors that the owner of `key` must not see."""
+        is_foreign = lease is not None and not lease.has_lifecycle and self._translation is None
+        return is_foreign and self._accounting.stream and not key.operator
+
+    def _read_reports(self, headers: Mapping[bytes, bytes]) -> None:
+        """Take over what a node reports about the response in its head."""
+        usage, dimensions = headers.get(_USAGE_HEADER), headers.get(_DIMENSIONS_HEADER, b"")
+        if usage is not None:
+            self._usage_header = usage
+            self._accounting.reported_first_token_s = usage_report.first_token_s(usage)
+        if dimensions.isdigit():
+            self._accounting.dimensions = int(dimensions[:9])
+        self._is_unread = _RELAYED_HEADER in headers
 
     def _has_more_tokens(self, headers: Headers) -> bool:
         """Whether the budget has enough for the prompt, which has more tokens than the node was allowed to use."""
@@ -371,24 +372,24 @@ class ProxyRequest:
             self._pending = None
         if self._rewriting is not None:
             self._rewriting.cancel()
-        lease = self._lease
+        lease, accounting = self._lease, self._accounting
         tail = relay.tail
         end_of_body = bytes(tail)
-        if self._accounting.stream and self._accounting.error_code is None and self._accounting.status < 400:
-            self._accounting.error_code = failure_report.from_stream(end_of_body)
-        self._release(self._accounting.error_code)
-        if self._accounting.status >= 400:
-            self._accounting.relayed_code = failure_report.from_body(end_of_body)
+        if accounting.stream and accounting.error_code is None and accounting.status < 400:
+            accounting.error_code = failure_report.from_stream(end_of_body)
+        self._release(accounting.error_code)
+        if accounting.status >= 400:
+            accounting.relayed_code = failure_report.from_body(end_of_body)
         if self._translation is not None:
             usage = self._translation.usage
         else:
             is_foreign = self._is_unread or (lease is not None and not lease.has_lifecycle)
             usage = reported_usage(self._usage_header, end_of_body, is_foreign)
         if self.services.activity.captures:
-            is_stream = self._accounting.stream
+            is_stream = accounting.stream
             is_text = self.route.need not in ("embeddings", "relay")  # vectors and sounds tell nobody anything
             shown = end_of_body if is_text else b""
-            self._accounting.capture = self.services.activity.capture(self.received, shown, is_stream=is_stream)
-        self._accounting.close(lease, outcome, usage, tail.num_bytes)
+            accounting.capture = self.services.activity.capture(self.received.body, shown, is_stream=is_stream)
+        accounting.close(lease, outcome, usage, tail.num_bytes)
         if self.keeper is not None:
-            self.keeper.ended(self._accounting.status, outcome)
+            self.keeper.ended(accounting.status, outcome)

@@ -13,7 +13,8 @@ import time
 
 import msgspec
 
-from cortex.gateway.proxy.inference import Inference, ReceivedRequest, client_of
+from cortex.gateway.proxy.admission import ReceivedRequest
+from cortex.gateway.proxy.inference import Inference, client_of
 from cortex.gateway.proxy.routes import JSON_HEADERS
 from cortex.gateway.responses.background_run import BackgroundRun
 from cortex.gateway.responses.response_object import ended_body, head_of, without_output

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Raw
 
-from cortex.gateway.proxy.inference import Inference, ReceivedRequest, client_of
+from cortex.gateway.proxy.admission import ReceivedRequest
+from cortex.gateway.proxy.inference import Inference, client_of
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import Route
 from cortex.gateway.responses.background import BackgroundRuns

@@ -12,6 +12,7 @@ from cortex.http.chunks import ends_with_chunk
 from cortex.http.composed_body import ComposedBody
 from cortex.http.head import NOT_FOR_CLIENTS, end_to_end
 from cortex.http.limits import UpstreamLimits
+from cortex.http.request import Headers
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.body_writer import BodyWriter
 from cortex.http.upstream.call import UpstreamCall
@@ -267,7 +268,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._head_due and self._malformed is None:
             self._head_due = False
             call.body = b""  # it will not be sent again
-            headers = self._headers
+            headers: Headers = self._headers
             if self._connection_options:
                 headers = end_to_end([*headers, *self._connection_options], NOT_FOR_CLIENTS)
             call.sink.on_head(self._status, headers, self._content_length)

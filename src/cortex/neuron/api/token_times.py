@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 Observe = Callable[[float], None]
 
@@ -40,9 +40,9 @@ class TokenTimes(Collector):
         family = HistogramMetricFamily(self._name, self._documentation, labels=["model"])
         for model, counts in self._counts.items():
             buckets, below = [], 0
-            for bound, count in zip((*self._bounds, float("inf")), counts, strict=True):
+            for bound, count in zip((*self._bounds, inf), counts, strict=True):
                 below += count
-                buckets.append((floatToGoString(bound), float(below)))
+                buckets.append((repr(float(bound)) if bound != inf else "+Inf", float(below)))
             family.add_metric([model], buckets, self._sums[model][0])
         yield family
 

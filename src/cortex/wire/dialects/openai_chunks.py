@@ -53,11 +53,14 @@ class ChunkEncoder:
         self._frames: dict[tuple[int, str], tuple[bytes, bytes]] = {}
         """By choice and field: what is before and after the text of a chunk that has nothing else."""
 
+    @property
+    def _is_text_alone(self) -> bool:
+        """Whether the next chunk with text has nothing of its own but the text."""
+        return not (self._logprobs or self._returns_ids or self._continuous)
+
     def _text_chunk(self, index: int, field: str, text: str, encode: Callable[[str], bytes]) -> bytes:
-        """The chunk of a choice with `text`, as `encode` encodes it: most chunks differ in nothing else, so the rest is
-        encoded once."""
-        if self._logprobs or self._returns_ids or self._continuous:
-            return encode(text)
+        """The chunk of a choice with `text` alone, as `encode` encodes it: most chunks differ in nothing else, so the
+        rest is encoded once."""
         frame = self._frames.get((index, field))
         if frame is None:
             before, _, after = encode(_MARK).rpartition(_encode_text(_MARK))

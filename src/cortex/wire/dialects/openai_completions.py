@@ -120,7 +120,6 @@ class Encoder(ChunkEncoder):
     def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
         super().__init__("text_completion", request, id=id, created=created, model=model)
         self._offsets: dict[int, int] = {}
-        self._counts_offsets = request.sampling.logprobs
         self._counting: set[int] = set()
         """Choices whose first token was sent; from then on the tokens count the characters."""
         self._prompts: dict[int, tuple[int, ...]] = {}
@@ -150,10 +149,18 @@ class Encoder(ChunkEncoder):
                 return b""  # this dialect has neither roles nor tool calls
 
     def _text(self, index: int, text: str) -> bytes:
-        def encode(shown: str) -> bytes:
-            return self._chunk([self._choice(index, shown, {"finish_reason": None})])
+        if not self._is_text_alone:
+            return self._chunk([self._choice(index, text, {"finish_reason": None})])
+        self._count_offset(index, text)
 
-        return encode(text) if self._counts_offsets else self._text_chunk(index, "text", text, encode)
+        def encode(shown: str) -> bytes:
+            return self._chunk([{"index": index, "text": shown, "logprobs": None, "finish_reason": None}])
+
+        return self._text_chunk(index, "text", text, encode)
+
+    def _count_offset(self, index: int, text: str) -> None:
+        if index not in self._counting:
+            self._offsets[index] = self._offsets.get(index, 0) + len(text)
 
     def _choice(self, index: int, text: str, finish: dict[str, str | None]) -> dict[str, Any]:
         tokens = self._logprobs.pop(index, None)
@@ -161,8 +168,8 @@ class Encoder(ChunkEncoder):
         if tokens is not None:
             self._counting.add(index)
             self._offsets[index] = offset + sum(map(_num_characters, tokens))
-        elif index not in self._counting:
-            self._offsets[index] = offset + len(text)
+        else:
+            self._count_offset(index, text)
         logprobs = None if tokens is None else _logprobs_body(tokens, offset)
         prompt = self._prompts.pop(index, ())
         ids = self._ids(index) | ({"prompt_token_ids": prompt} if prompt else {})

@@ -35,7 +35,7 @@ DeviceKind = Literal["cuda", "rocm", "cpu"]
 """`rocm`: an AMD card, for harnesses only."""
 
 
-class NodeValue(msgspec.Struct, frozen=True, kw_only=True):
+class NodeValue(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Base of the values that nodes send and receive."""
 
 

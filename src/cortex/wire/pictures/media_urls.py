@@ -23,7 +23,7 @@ _MARKS = (b'url"', b'base64"', b":/", rb":\/", b"file:", rb"\u")
 def may_have_media(body: bytes) -> bool:
     """Whether it is worth parsing `body` for `check_media`."""
     lowered = body.lower()  # a pattern that ignores case takes ten times as long, on the loop
-    return any(mark in lowered for mark in _MARKS)
+    return any(map(lowered.__contains__, _MARKS))
 
 
 def check_media(body: bytes) -> None:

@@ -18,9 +18,9 @@ from cortex.neuron.kernels.matrix import Epilogue, Prologue
 from cortex.neuron.kernels.native import library as native_library
 from cortex.neuron.kernels.norm import rms_norm_reference
 
+from ....waiting import WAIT_S
+
 OUTPUTS, INPUTS = 200, 96
-TIMEOUT_S = 120
-"""Only reached on failure."""
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_processes_that_start_together_compile_once(cache: Path, monkeypatch: py
     for process in processes:
         process.start()
     for process in processes:
-        process.join(TIMEOUT_S)
+        process.join(WAIT_S)
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert calls.read_text().split() == ["called"]
 

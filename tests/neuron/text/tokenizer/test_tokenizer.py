@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -302,13 +302,16 @@ def test_other_threads_run_while_a_long_text_is_encoded(backend: Tokenizer) -> N
         while not ended.wait(0.001):
             ticks += 1
 
+    def ticks_during(encode: Callable[[str], Any]) -> int:
+        before = ticks
+        encode(text)
+        return ticks - before
+
     ticker = threading.Thread(target=tick)
     ticker.start()
     try:
         for encode in (tokenizer.encode, tokenizer.encoding, tokenizer.encode_document):
-            before = ticks
-            encode(text)
-            assert ticks - before > 3, encode
+            assert any(ticks_during(encode) > 3 for _ in range(5)), encode  # a busy machine may have no core for both
     finally:
         ended.set()
         ticker.join()

@@ -88,6 +88,20 @@ def gateway(client: GatewayClient, config: Path | None) -> Iterator[Finding]:
         yield Finding("gateway", Severity.NOTE, error.message, remedy)
 
 
+def models(client: GatewayClient) -> Iterator[Finding]:
+    """The models whose files no node has, although their `source` is a path."""
+    try:
+        listed = client.get("/v1/models")["data"]
+    except CommandError:  # the check of the gateway says why
+        return
+    for entry in listed:
+        missing = {} if entry.get("feasible_on") or "alias_of" in entry else entry.get("problems", {})
+        for node, reason in missing.items():
+            why = str(reason).removeprefix(f"{entry['id']}: ")
+            what = f"{entry['id']} on {node}: {why}"
+            yield Finding("models", Severity.PROBLEM, what, "correct its `source` in models.toml")
+
+
 @dataclass(frozen=True, slots=True)
 class NodeEndpoint:
     """A node as another program reaches it."""

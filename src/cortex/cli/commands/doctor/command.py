@@ -28,8 +28,8 @@ _MARKS = {Severity.FINE: ("✓", "green"), Severity.NOTE: ("!", "yellow"), Sever
 def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
     """Check the usual problems and say how to fix them.
 
-    Checks versions, configuration, databases, gateway, nodes, devices, ports, disk and cache. Exit code 1 when there is
-    a problem.
+    Checks versions, configuration, databases, gateway, models, nodes, devices, ports, disk and cache. Exit code 1 when
+    there is a problem.
     With --config, the gateway is expected at the address in that file, unless --url names another. Variables come also
     from the file next to it that the systemd unit reads: cortex.env for cortex.toml.
     """
@@ -48,6 +48,7 @@ def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
         *configuration_checks.references(config),
         *configuration_checks.database(config),
         *checks.gateway(gateway, expected),
+        *checks.models(gateway),
         *configuration_checks.nodes(config),
         *devices(),
         *checks.ports(listens),

@@ -8,7 +8,8 @@ from functools import partial
 
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
-from cortex.gateway.proxy.inference import Inference, ReceivedRequest
+from cortex.gateway.proxy.admission import ReceivedRequest
+from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.routes import JSON_HEADERS, Route
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.observer import Outcome

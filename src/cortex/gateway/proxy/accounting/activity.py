@@ -90,7 +90,7 @@ class ActivityLog:
         self._num_requests = 0
         self.version = 0
         """Changes with the records."""
-        self._subscribers: set[Subscriber] = set()
+        self._subscribers: tuple[Subscriber, ...] = ()
         self._records: deque[RequestRecord] = deque()
         self.configure(section)
 
@@ -138,9 +138,8 @@ class ActivityLog:
         """Record a request that has ended."""
         self.version += 1
         self._records.append(record)
-        if self._subscribers:
-            for subscriber in tuple(self._subscribers):
-                subscriber(record)
+        for subscriber in self._subscribers:
+            subscriber(record)
 
     def restore(self, records: Sequence[RequestRecord]) -> None:
         """Begin with the records of an earlier process, oldest first; before the first request."""
@@ -165,8 +164,12 @@ class ActivityLog:
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
         """Call `subscriber` with every request that ends, until the returned function is called."""
-        self._subscribers.add(subscriber)
-        return lambda: self._subscribers.discard(subscriber)
+        self._subscribers = (*self._subscribers, subscriber)
+
+        def unsubscribe() -> None:
+            self._subscribers = tuple(each for each in self._subscribers if each is not subscriber)
+
+        return unsubscribe
 
     def _redacted(self, text: bytes) -> bytes:
         for pattern in self._patterns:

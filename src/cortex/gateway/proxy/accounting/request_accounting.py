@@ -5,17 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from dataclasses import dataclass
 from functools import partial
 
 from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.proxy.accounting.activity import Capture, RequestRecord
 from cortex.gateway.proxy.accounting.running import Phase, RunningRequest
-from cortex.gateway.proxy.admission import AdmittedRequest
-from cortex.gateway.proxy.routes import Route
+from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.services import Services
 from cortex.http.observer import Outcome
-from cortex.telemetry.spans import Span
 from cortex.telemetry.tracing import UNTRACED
 from cortex.wire.errors import CortexError, ModelNotFound
 from cortex.wire.events import Usage
@@ -34,20 +31,12 @@ BYTES_PER_STREAMED_TOKEN = 200
 """The size of an event with one token."""
 
 
-@dataclass(slots=True, eq=False)
 class RequestAccounting:
-    """The facts about one request. The `ProxyRequest` writes them and calls `close` exactly once."""
+    """The facts about one request. The `ProxyRequest` writes them and calls `close` exactly once.
 
-    services: Services
-    route: Route
-    admitted: AdmittedRequest
-    id: bytes
-    span: Span
-    num_request_bytes: int
-    num_choices: int
-    stream: bool
-    started_at: float
-    """When all of its bytes were there."""
+    Most requests change few of the values that they all begin with.
+    """
+
     status: int = 0
     """The HTTP status for the client; 0 before there is one."""
     error_code: str | None = None
@@ -74,6 +63,19 @@ class RequestAccounting:
     first_data_at: float | None = None
     reported_first_token_s: float | None = None
     """The time from the arrival at the node to the first token, as the node measured it; for a whole response only."""
+
+    def __init__(self, services: Services, received: ReceivedRequest, admitted: AdmittedRequest, stream: bool) -> None:
+        self.services = services
+        self.received = received
+        self.route = received.route
+        self.admitted = admitted
+        self.stream = stream
+        self.started_at = received.received_at
+        """When all of its bytes were there."""
+
+    @property
+    def id(self) -> bytes:
+        return self.received.id
 
     def sent(self, lease: Lease) -> None:
         """The request is about to be sent to a node."""
@@ -146,7 +148,7 @@ class RequestAccounting:
             services.metrics.errors.labels(self.admitted.model, node, failure).inc()
         if node:
             self._count(node, now, usage)
-        if self.span is not UNTRACED:
+        if self.received.span is not UNTRACED:
             self._end_span(node, outcome, usage)
         if services.config.access_log:
             self._log(node, now, outcome, usage)
@@ -159,7 +161,7 @@ class RequestAccounting:
             minutes = (self.services.clock() - self.sent_at) / 60
             return Usage(prompt_tokens=spec.tokens_per_request + round(spec.tokens_per_minute * minutes))
         bytes_per_token = BYTES_PER_STREAMED_TOKEN if self.stream else BYTES_PER_TOKEN
-        prompt = self.num_request_bytes // BYTES_PER_TOKEN
+        prompt = (len(self.received.body) - self.received.envelope.facts.picture_bytes) // BYTES_PER_TOKEN
         completion = num_response_bytes // bytes_per_token if self.route.generates else 0
         if (limit := self.admitted.reservation.token_limit) is not None:
             prompt = min(prompt, limit)
@@ -168,10 +170,11 @@ class RequestAccounting:
 
     def _settle(self, lease: Lease | None, outcome: Outcome, ended_at: float, usage: Usage | None) -> None:
         """Record the usage, once it is known."""
-        model, reservation = self.admitted.model, self.admitted.reservation
+        services, received, route, admitted = self.services, self.received, self.route, self.admitted
+        model, reservation, key = admitted.model, admitted.reservation, admitted.key
         node = lease.node if lease is not None else ""
         reason = self._reason(lease)
-        if usage is not None and self._ended_at_budget(usage):
+        if usage is not None and reservation.token_limit is not None and self._ended_at_budget(usage):
             reason = f"{reason}; ended at the {reservation.token_limit} tokens that its key had left for it"
             fields = {"request_id": self.id.decode(), "principal": reservation.principal, "model": model}
             budget_log.info("response ended at its budget: %d tokens", reservation.token_limit, extra=fields)
@@ -180,19 +183,19 @@ class RequestAccounting:
         else:
             reservation.settle(usage, model=model, node=node)
         if usage is not None:
-            self.services.metrics.spend(model, reservation.principal).add(usage)
-        number, wall_time = self.services.activity.stamp()
-        self.services.activity.append(
+            services.metrics.spend(model, reservation.principal).add(usage)
+        number, wall_time = services.activity.stamp()
+        services.activity.append(
             RequestRecord(
                 number=number,
-                id=self.id,
+                id=received.id,
                 ended_at=wall_time,
-                key_id=self.admitted.key.id if self.admitted.key is not None else None,
+                key_id=key.id if key is not None else None,
                 key_name=reservation.principal,
                 model=model,
                 node=node,
-                dialect=self.route.dialect,
-                path=self.route.path,
+                dialect=route.dialect,
+                path=route.path,
                 status=self.status,
                 outcome=self._result(outcome),
                 waited_s=self.waited_s if self.num_attempts else ended_at - self.started_at,
@@ -213,7 +216,8 @@ class RequestAccounting:
         """Whether the budget, and not the client's limit or the model, ended the choices: each has its part of it."""
         reservation = self.admitted.reservation
         limit = reservation.token_limit
-        if limit is None or usage.prompt_tokens + usage.completion_tokens + self.num_choices <= limit:
+        num_choices = self.received.envelope.facts.num_choices
+        if limit is None or usage.prompt_tokens + usage.completion_tokens + num_choices <= limit:
             return False
         return reservation.is_tight and self.route.generates
 
@@ -280,7 +284,7 @@ class RequestAccounting:
         if usage is not None:
             attributes["gen_ai.usage.input_tokens"] = usage.prompt_tokens
             attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
-        self.span.end(attributes, error=self._failure())
+        self.received.span.end(attributes, error=self._failure())
 
     def _log(self, node: str, now: float, outcome: Outcome, usage: Usage | None) -> None:
         fields = {

@@ -71,15 +71,25 @@ class RequestLog:
         self._waiting: deque[RequestRecord] = deque(maxlen=MAX_WAITING)
         self._expired_at = 0.0
         self._is_closed = False
-        self.retention_days = 0
-        """0: nothing is written."""
+        self._activity = activity
+        self._retention_days = 0
+        self._unsubscribe: Callable[[], None] | None = None
         self.is_failing = False
         """Whether the database could not be used."""
-        activity.subscribe(self._ended)
 
-    def _ended(self, record: RequestRecord) -> None:
-        if self.retention_days:
-            self._waiting.append(record)
+    @property
+    def retention_days(self) -> int:
+        """0: nothing is written, and requests pass here unseen."""
+        return self._retention_days
+
+    @retention_days.setter
+    def retention_days(self, days: int) -> None:
+        self._retention_days = days
+        if days and self._unsubscribe is None:
+            self._unsubscribe = self._activity.subscribe(self._waiting.append)
+        elif not days and self._unsubscribe is not None:
+            self._unsubscribe()
+            self._unsubscribe = None
 
     async def run(self) -> None:
         """Write regularly, until cancelled."""

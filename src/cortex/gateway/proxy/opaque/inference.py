@@ -6,7 +6,8 @@ import asyncio
 from functools import partial
 
 from cortex.gateway.ledger.keys import KeySection, check_operator
-from cortex.gateway.proxy.inference import Inference, ReceivedRequest, request_id_of
+from cortex.gateway.proxy.admission import ReceivedRequest
+from cortex.gateway.proxy.inference import Inference, request_id_of
 from cortex.gateway.proxy.opaque.body import OpaqueBody
 from cortex.gateway.proxy.routes import Route
 from cortex.http.cross_site import CrossSiteCheck

@@ -26,7 +26,7 @@ INLINE Ints dot(Ints sums, Bytes codes, const int8_t *inputs, int wide) {
 
 // Inputs, quantised to sixteen bits, 256 · high + low, with one scale per tile. The second dot product of codes costs little
 // next to their load and unpacking; with inputs of eight bits the answers of a small model change.
-enum { MOST_ROWS = WIDTH == 64 ? 8 : 2, PLANES = 2, LARGEST = 127 * 256 };
+enum { MOST_ROWS = WIDTH == 64 ? 6 : 2, PLANES = 2, LARGEST = 127 * 256 };
 
 typedef struct {
     int8_t *values;  // of each tile and row the high halves of its columns, then the low ones
@@ -34,9 +34,12 @@ typedef struct {
     float *shifts;   // what a group's zero, or its minimum, is multiplied by: the sum of its columns with their scale
 } Inputs;
 
+// Rows are divided into equal parts of up to MOST_ROWS, so that the codes of a tile are unpacked as rarely as possible. More
+// at a time would gain little, and the compiler would take longer: hosts wait for it once.
 typedef struct {
     const Product *call;
     int64_t rows;
+    int64_t part_rows, larger_parts;  // rows of a part, and how many parts have one more
     Inputs inputs;
 } Job;
 
@@ -170,20 +173,18 @@ INLINE void block_product(const Job *job, int64_t block, int64_t row, int count,
     put_outputs(call, block, row, count, totals);
 }
 
-// Rows are divided into equal parts of up to MOST_ROWS, so that the codes of a tile are unpacked as rarely as possible.
-#define KERNEL(BITS, HAS_MINIMUMS)                                                                       \
-    static void block_of_##BITS##_##HAS_MINIMUMS(const Job *job, int64_t block) {                        \
-        const int64_t parts = (job->rows + MOST_ROWS - 1) / MOST_ROWS;                                   \
-        for (int64_t part = 0; part < parts; part++) {                                                   \
-            const int64_t row = job->rows * part / parts, count = job->rows * (part + 1) / parts - row;  \
-            EACH_COUNT(BITS, HAS_MINIMUMS)                                                               \
-        }                                                                                                \
+#define KERNEL(BITS, HAS_MINIMUMS)                                                                   \
+    static void block_of_##BITS##_##HAS_MINIMUMS(const Job *job, int64_t block) {                    \
+        for (int64_t row = 0, part = 0, count; row < job->rows; row += count, part++) {              \
+            count = job->part_rows + (part < job->larger_parts);                                     \
+            EACH_COUNT(BITS, HAS_MINIMUMS)                                                           \
+        }                                                                                            \
     }
 #define COUNT(NUMBER, BITS, HAS_MINIMUMS) \
     if (NUMBER <= MOST_ROWS && count == NUMBER) block_product(job, block, row, NUMBER, BITS, HAS_MINIMUMS);
 #define EACH_COUNT(...)                                                                         \
-    COUNT(1, __VA_ARGS__) COUNT(2, __VA_ARGS__) COUNT(3, __VA_ARGS__) COUNT(4, __VA_ARGS__)     \
-    COUNT(5, __VA_ARGS__) COUNT(6, __VA_ARGS__) COUNT(7, __VA_ARGS__) COUNT(8, __VA_ARGS__)
+    COUNT(1, __VA_ARGS__) COUNT(2, __VA_ARGS__) COUNT(3, __VA_ARGS__)                           \
+    COUNT(4, __VA_ARGS__) COUNT(5, __VA_ARGS__) COUNT(6, __VA_ARGS__)
 KERNEL(0, 0)
 KERNEL(2, 1)
 KERNEL(3, 0)
@@ -208,6 +209,7 @@ void run_product(const Product *call, const Member *member) {
         [8] = {block_of_8_0, block_of_8_1},
     };
     Team *team = member->team;
+    if (!team->rows) return;
     const int64_t tiles = call->matrix->tiles, all = team->rows * tiles;
     uint8_t *room = team->room;
     const Inputs inputs = {(int8_t *)room, (float *)(room + all * PLANES * COLUMNS),
@@ -223,7 +225,8 @@ void run_product(const Product *call, const Member *member) {
         quantise(values, inputs, at % tiles * team->rows + row, call->matrix);
     }
     await_barrier(member);
-    const Job job = {call, team->rows, inputs};
+    const int64_t parts = (team->rows + MOST_ROWS - 1) / MOST_ROWS;
+    const Job job = {call, team->rows, team->rows / parts, team->rows % parts, inputs};
     const int64_t blocks = (call->matrix->outputs + ROWS - 1) / ROWS, chunk = blocks / (8 * member->threads) + 1;
     for (int64_t first; (first = take(team, chunk)) < blocks;)
         for (int64_t block = first; block < first + chunk && block < blocks; block++)

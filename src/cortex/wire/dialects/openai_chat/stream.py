@@ -105,6 +105,8 @@ class Encoder(ChunkEncoder):
         return self._delta(index, {"tool_calls": [{"index": call, "custom": {"input": text}}]})
 
     def _text(self, index: int, field: str, text: str) -> bytes:
+        if not self._is_text_alone:
+            return self._delta(index, {field: text})
         return self._text_chunk(index, field, text, lambda shown: self._delta(index, {field: shown}))
 
     def _delta(self, index: int, delta: dict[str, Any], **finish: str | None) -> bytes:

@@ -15,7 +15,7 @@ from cortex.cli import warmup as command
 from cortex.neuron.engine import kernel_pass, meta_shapes, warmup
 from cortex.neuron.engine.errors import LoadCancelled, LoadError
 from cortex.neuron.engine.kernel_pass import KernelPass, PassedModel
-from cortex.neuron.engine.meta_shapes import light_shapes
+from cortex.neuron.engine.meta_shapes import LightShapes
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels import compilation
 from cortex.neuron.kernels.device_facts import CARDS
@@ -161,7 +161,7 @@ def test_shapes_are_those_of_computed_results() -> None:
         ]
         return [(each.shape, each.dtype) for each in found]
 
-    with torch.inference_mode(), light_shapes():
+    with torch.inference_mode(), LightShapes():
         assert made("meta") == made("cpu")
 
 
@@ -170,7 +170,7 @@ def test_other_threads_keep_the_rules_of_torch(monkeypatch: pytest.MonkeyPatch) 
     rules = {**meta_shapes.RULES, "clone": lambda x, **_: x}
     monkeypatch.setattr(meta_shapes, "RULES", rules)
     meta_shapes.rules_by_operation.cache_clear()
-    with ThreadPoolExecutor(1) as other, light_shapes():
+    with ThreadPoolExecutor(1) as other, LightShapes():
         assert x.clone() is x
         assert other.submit(x.clone).result() is not x
     assert x.clone() is not x

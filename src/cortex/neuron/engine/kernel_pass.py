@@ -23,7 +23,7 @@ from cortex.neuron.engine.execution.graphs import Graph, Outputs
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS, STEP_TOKENS, StateSlots
 from cortex.neuron.engine.memory.sequences import SequenceMemory
-from cortex.neuron.engine.meta_shapes import light_shapes
+from cortex.neuron.engine.meta_shapes import LightShapes
 from cortex.neuron.kernels import jit
 from cortex.neuron.kernels.compilation import POLL_S, KernelCompiler, Report
 from cortex.neuron.kernels.device_facts import DeviceFacts, facts_of, pretend
@@ -157,7 +157,7 @@ class KernelPass:
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            with torch.inference_mode(), self._compiler.collected(), light_shapes():
+            with torch.inference_mode(), self._compiler.collected(), LightShapes():
                 runner = self._model.runner()
                 _pack_one_of_each(runner.model.parameters)
                 runner.prepare_first()

@@ -80,8 +80,11 @@ RULES: Mapping[str, Callable[..., Tensor]] = {
 }
 
 
-class light_shapes(TorchDispatchMode):  # noqa: N801 - used like a function
+class LightShapes(TorchDispatchMode):
     """Within it, operations of this thread follow these rules on the `meta` device; those of other threads do not."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

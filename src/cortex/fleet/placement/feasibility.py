@@ -77,7 +77,7 @@ class Feasibility:
         bound = by_free_memory(spec, node, need, packs=True)
         if bound[0] == RANK[Verdict.FITS_AFTER_EVICTION]:
             bound = by_residents(spec, node, need, self._fleet, self._now, "operator", bound)
-        return bound[0] <= _WORST_FEASIBLE
+        return bool(bound[0] <= _WORST_FEASIBLE)
 
 
 def _is_simple(node: Node) -> bool:

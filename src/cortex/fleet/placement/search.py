@@ -57,7 +57,7 @@ def _is_settled(found: Sequence[Assessment], best: tuple[float | str, ...], boun
     if origin == "background" and rank > RANK[Verdict.CROWDED] and bound[0] <= RANK[Verdict.HELD]:
         # Whether another request could load the model decides which error it gets.
         return rank <= bound[0] and any(each.waits_for_foreground for each in found)
-    return rank <= bound[0]
+    return bool(rank <= bound[0])
 
 
 class _Candidates:

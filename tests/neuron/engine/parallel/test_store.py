@@ -117,8 +117,11 @@ def test_listener_without_the_secret_is_not_trusted() -> None:
             peer.sendall(bytes(32))
 
         threading.Thread(target=accept, daemon=True).start()
-        with pytest.raises(arrivals.NotAuthenticated, match="does not have the secret"):
-            arrivals.connected(impostor.getsockname(), KEY, time.monotonic())
+        with (
+            socket.create_connection(impostor.getsockname()) as connection,
+            pytest.raises(arrivals.NotAuthenticated, match="does not have the secret"),
+        ):
+            arrivals.introduce(connection, KEY, time.monotonic() + WAIT_S, lambda: None)
 
 
 def test_leader_of_another_version_is_an_error_and_not_waited_for(

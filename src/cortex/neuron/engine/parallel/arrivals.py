@@ -153,7 +153,7 @@ def connected(
         try:
             connection = socket.create_connection(address, min(left_s, _ATTEMPT_S))
             try:
-                _introduce(connection, key, deadline_s, poll)
+                introduce(connection, key, deadline_s, poll)
             except BaseException:
                 connection.close()
                 raise
@@ -166,8 +166,8 @@ def connected(
             return connection
 
 
-def _introduce(connection: socket.socket, key: bytes, deadline_s: float, poll: Callable[[], None]) -> None:
-    """Raises NotAuthenticated."""
+def introduce(connection: socket.socket, key: bytes, deadline_s: float, poll: Callable[[], None]) -> None:
+    """Prove to the listener that this side has the secret, and have it prove the same. Raises NotAuthenticated."""
     connection.settimeout(_POLL_S)
     try:
         nonces = b"".join(_received(connection, _NONCE_BYTES, deadline_s, poll))

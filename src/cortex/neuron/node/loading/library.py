@@ -49,8 +49,9 @@ class KnownModel(LoadOptions, frozen=True, kw_only=True):
 
     @property
     def num_devices(self) -> int:
-        """How many devices it takes on this node, each replica its own."""
-        return self.tensor_parallel * self.pipeline_parallel * self.replicas // max(1, len(self.nodes))
+        """How many devices it takes on this node, each replica its own. Of a model over several nodes, at least one:
+        how it is divided may be said by its load only."""
+        return max(1, self.tensor_parallel * self.pipeline_parallel * self.replicas // max(1, len(self.nodes)))
 
     @property
     def is_divided(self) -> bool:

@@ -8,6 +8,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from cortex.gateway.dispatch.operator.audit import SIGN_IN_ACTIONS
 from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.ledger.users import SignInSection
@@ -188,6 +189,7 @@ async def test_sign_ins_through_the_provider_are_in_the_audit_log(
         ("olga", 200, "signed in as operator"),
     ]
     assert entries[0]["key_id"].startswith("user:")
+    assert entries[0]["action"] in SIGN_IN_ACTIONS
     assert [(entry["key_name"], entry["status"]) for entry in entries[2:]] == [("", 401)] * MOST_FAILURES
     assert {(entry["action"], entry["client"]) for entry in entries} == {("GET /session/callback", "127.0.0.1")}
     assert "not valid" in entries[2]["detail"]

@@ -355,6 +355,12 @@ class SourceNotFound(LoadFailed):
     code = "source_not_found"
 
 
+class SourceNotAllowed(LoadFailed):
+    """The source is a path that requests may not name on this node: it is outside of the model roots."""
+
+    code = "source_not_allowed"
+
+
 class DiskFull(LoadFailed):
     """The model does not fit on the node's disk."""
 

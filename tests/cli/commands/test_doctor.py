@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from cortex.cli.client import DEFAULT_URL
-from cortex.cli.commands.doctor.checks import Finding, Severity
+from cortex.cli.commands.doctor.checks import Finding, Severity, cache, disk
 from cortex.cli.commands.doctor.command import show
 from cortex.cli.failures import ExitCode
 from cortex.cli.neuron import neuron
@@ -198,6 +198,13 @@ def test_neuron_doctor_reports_what_would_keep_the_node_from_starting(tmp_path: 
     assert result.return_value == ExitCode.FAILED
     assert any("cannot read key_file" in what for what in findings(result, "config"))
     assert any(f"model cache {tmp_path}/models" in what for what in findings(result, "disk"))
+
+
+def test_doctor_finds_what_neurons_have_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models--org--small").mkdir()
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert any(f"model cache {tmp_path}:" in finding.what for finding in disk())
+    assert any(finding.what == "1 model from the hub: org/small" for finding in cache())
 
 
 def test_neuron_doctor_notes_a_node_that_needs_a_key(tmp_path: Path) -> None:

@@ -7,7 +7,14 @@ import pytest
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.placement.decision import Verdict
 from cortex.fleet.topology import ModelOnNode
-from cortex.wire.errors import CortexError, LoadFailed, RouteNotFound, ShuttingDown, UpstreamUnavailable
+from cortex.wire.errors import (
+    CortexError,
+    LoadFailed,
+    RouteNotFound,
+    ShuttingDown,
+    SourceNotAllowed,
+    UpstreamUnavailable,
+)
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
 from ..fake_fleet import GB, FakeFleet
@@ -23,8 +30,8 @@ def fleet_of(spec: ModelSpec = SPEC) -> FakeFleet:
     return fake
 
 
-def respond(fake: FakeFleet, node: str, result: ModelStatus | CortexError) -> None:
-    fake.dispatcher.source_surveyed(ModelOnNode(node, "a"), result)
+def respond(fake: FakeFleet, node: str, result: ModelStatus | CortexError, source: str = "/srv/a.gguf") -> None:
+    fake.dispatcher.source_surveyed(ModelOnNode(node, "a"), source, result)
     fake.dispatcher.sources_surveyed(node)
 
 
@@ -54,7 +61,7 @@ def test_size_is_known_before_the_first_load() -> None:
     fake = fleet_of()
     assert verdicts(fake) == {"n": (Verdict.FITS, None), "m": (Verdict.FITS, None)}
     respond(fake, "n", ModelStatus(id="a", state=ModelState.COLD, source="/srv/a.gguf", estimate_bytes=3 * GB))
-    respond(fake, "m", LoadFailed(OUTSIDE))
+    respond(fake, "m", SourceNotAllowed(OUTSIDE))
     assert verdicts(fake) == {"n": (Verdict.FITS, 3 * GB), "m": (Verdict.FAILED, 3 * GB)}
     assert fake.dispatcher.feasibility().nodes("a") == ("n",)
 
@@ -66,7 +73,7 @@ def test_path_that_no_node_can_read_is_an_error_that_says_where_it_was_looked_fo
         id="a", state=ModelState.COLD, source="/srv/a.gguf", reason=gone, reason_code="source_not_found"
     )
     respond(fake, "n", absent)
-    respond(fake, "m", LoadFailed(OUTSIDE))
+    respond(fake, "m", SourceNotAllowed(OUTSIDE))
     assert fake.dispatcher.feasibility().nodes("a") == ()
     (error,) = fake.ask("a")
     assert isinstance(error, LoadFailed)
@@ -87,7 +94,8 @@ def test_node_that_was_restarted_is_asked_again() -> None:
     [
         (UpstreamUnavailable("timed out"), True),
         (ShuttingDown("the node is shutting down"), True),
-        (LoadFailed(OUTSIDE), False),
+        (SourceNotAllowed(OUTSIDE), False),
+        (LoadFailed("load requests have named 1000 models"), False),
         (RouteNotFound("no route"), False),
     ],
 )
@@ -103,7 +111,8 @@ def test_node_without_a_useful_response_is_asked_again_only_if_that_may_help(
 
 def test_new_catalogue_is_asked_about_and_old_errors_are_gone() -> None:
     fake = fleet_of()
-    respond(fake, "n", LoadFailed(OUTSIDE))
+    for node in ("n", "m"):
+        respond(fake, node, SourceNotAllowed(OUTSIDE))
     fake.surveys.clear()
     fake.catalogue = Catalogue(models=(ModelSpec(id="a", source="/srv/b.gguf"),))
     fake.dispatcher.reconfigure(fake.settings("n", "m"))
@@ -117,6 +126,41 @@ def test_model_that_left_the_catalogue_while_its_files_were_read_is_forgotten() 
     fake.catalogue = Catalogue()
     fake.dispatcher.reconfigure(fake.settings("n", "m"))
     respond(fake, "n", ModelStatus(id="a", state=ModelState.COLD, estimate_bytes=GB))
-    respond(fake, "m", LoadFailed(OUTSIDE))
+    respond(fake, "m", SourceNotAllowed(OUTSIDE))
     assert fake.forgotten == [("n", "a"), ("m", "a")]
     assert "a" not in fake.dispatcher.fleet.live_models()
+
+
+def test_what_is_not_about_the_source_does_not_keep_a_node_from_loading_it() -> None:
+    fake = fleet_of()
+    respond(fake, "n", LoadFailed("load requests have named 1000 models on this node, which is the limit"))
+    assert verdicts(fake)["n"] == (Verdict.FITS, None)
+
+
+def test_reload_during_a_survey_waits_for_its_end_and_drops_what_it_finds() -> None:
+    fake = fleet_of()
+    fake.surveys.clear()
+    fake.catalogue = Catalogue(models=(ModelSpec(id="a", source="/srv/b.gguf"),))
+    fake.dispatcher.reconfigure(fake.settings("n", "m"))
+    fake.poll("n")
+    assert fake.surveys == [], "the first one still runs"
+    respond(fake, "n", SourceNotAllowed(OUTSIDE), "/srv/a.gguf")
+    assert verdicts(fake)["n"] == (Verdict.FITS, None)
+    fake.poll("n")
+    assert fake.surveys == [("n", "a")]
+
+
+def test_survey_that_ended_with_its_node_is_not_waited_for() -> None:
+    fake = fleet_of()
+    fake.surveys.clear()
+    fake.dispatcher.reconfigure(fake.settings("n", "m", endpoint="http://y"))
+    fake.poll("n")
+    assert fake.surveys == [("n", "a")]
+
+
+def test_source_that_a_node_can_read_after_all_is_no_longer_rejected() -> None:
+    fake = fleet_of()
+    respond(fake, "n", SourceNotAllowed(OUTSIDE))
+    respond(fake, "n", ModelStatus(id="a", state=ModelState.COLD, source="/srv/a.gguf", estimate_bytes=GB))
+    fake.poll("n")  # which does not list it, as after a restart
+    assert verdicts(fake)["n"][0] is Verdict.FITS

@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 
 import jwt
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 CLIENT_ID, SECRET = "cortex", "a secret / with signs"
@@ -27,10 +28,12 @@ class OpenIDProvider:
         self._published = json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(self.signing_key.public_key()))
         self._codes: dict[str, dict[str, str]] = {}
         self.issuer = ""
+        self.is_failing_at: str | None = None
+        """The path that responds 500."""
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
-        app = web.Application()
+        app = web.Application(middlewares=[self._fail])
         app.add_routes(
             [
                 web.get("/realm/.well-known/openid-configuration", self._configuration),
@@ -49,6 +52,12 @@ class OpenIDProvider:
     async def stop(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
+
+    @web.middleware
+    async def _fail(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path == self.is_failing_at:
+            raise web.HTTPInternalServerError
+        return await handler(request)
 
     async def _configuration(self, request: web.Request) -> web.Response:
         del request

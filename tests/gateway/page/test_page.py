@@ -162,7 +162,8 @@ async def test_sign_ins_are_in_the_audit_log_without_what_was_sent(start_gateway
     anna, ben = generate("anna", operator=True), generate("ben")
     client = await start_gateway(keys=(anna.section, ben.section))
     wrong = anna.text[:-4] + "zzzz"
-    for key_text, expected in ((anna.text, 200), (ben.text, 200), *[(wrong, 401)] * MOST_FAILURES, (anna.text, 429)):
+    signed_in = [(anna.text, 200), *[(ben.text, 200)] * 5]
+    for key_text, expected in (*signed_in, *[(wrong, 401)] * MOST_FAILURES, (anna.text, 429)):
         assert (await sign_in(client, key_text))[0] == expected
     _, body = await client.get("/fleet/audit?limit=1000", authorization=f"Bearer {anna.text}")
     entries = body["entries"][::-1]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from cortex.gateway.dispatch.operator.audit import SIGN_IN_ACTIONS
 from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.ledger.users import SignInSection
@@ -176,9 +177,11 @@ async def test_sign_ins_through_the_provider_are_in_the_audit_log(
     provider.changes = {"aud": "another"}
     assert (await sign_in(client, {}))[0] == 401
     callback = f"{client.url}/session/callback?code=secret&state=x"
+    begun: dict[str, str] = {}
+    await visit(client, f"{client.url}/session/start", begun)
     for _ in range(MOST_FAILURES - 1):
-        assert (await visit(client, callback, {}))[0] == 401
-    assert (await visit(client, callback, {}))[0] == 429
+        assert (await visit(client, callback, begun))[0] == 401
+    assert (await visit(client, callback, begun))[0] == 429
     body = await client.get("/fleet/audit?limit=1000", Authorization=f"Bearer {boss.text}")
     entries = body[1]["entries"][::-1]
     assert [(entry["key_name"], entry["status"], entry["detail"]) for entry in entries[:2]] == [
@@ -186,10 +189,53 @@ async def test_sign_ins_through_the_provider_are_in_the_audit_log(
         ("olga", 200, "signed in as operator"),
     ]
     assert entries[0]["key_id"].startswith("user:")
+    assert entries[0]["action"] in SIGN_IN_ACTIONS
     assert [(entry["key_name"], entry["status"]) for entry in entries[2:]] == [("", 401)] * MOST_FAILURES
     assert {(entry["action"], entry["client"]) for entry in entries} == {("GET /session/callback", "127.0.0.1")}
     assert "not valid" in entries[2]["detail"]
     assert "secret" not in str(entries)
+
+
+@pytest.mark.parametrize(
+    ("sent", "message", "description"),
+    [
+        ("error=access_denied&error_description=Ask+Olga.", "access_denied", "Ask Olga."),
+        ("error=boss+signed+in", "no code", ""),
+        ("", "no code", ""),
+    ],
+)
+async def test_rejection_of_the_provider_is_shown_and_only_its_code_is_recorded(
+    provider: OpenIDProvider, start_gateway: StartGateway, sent: str, message: str, description: str
+) -> None:
+    boss = generate("boss", operator=True)
+    client = await start_gateway(keys=(boss.section,), sign_in=section(provider))
+    cookies: dict[str, str] = {}
+    _, at_provider, _ = await visit(client, f"{client.url}/session/start", cookies)
+    state = parse_qs(urlsplit(at_provider).query)["state"][0]
+    status, _, body = await visit(client, f"{client.url}/session/callback?state={state}&{sent}", cookies)
+    assert status == 401
+    assert body["error"].get("error_description", "") == description
+    _, audit = await client.get("/fleet/audit", Authorization=f"Bearer {boss.text}")
+    assert [entry["detail"] for entry in audit["entries"]] == [f"The provider did not sign you in: {message}"]
+
+
+@pytest.mark.parametrize("failure", ["no flow", "no token", "no keys"])
+async def test_what_is_not_a_wrong_attempt_keeps_nobody_from_signing_in(
+    provider: OpenIDProvider, start_gateway: StartGateway, failure: str
+) -> None:
+    """Any other page can make a browser call the callback, and a provider that fails is not the user's fault."""
+    boss = generate("boss", operator=True)
+    client = await start_gateway(keys=(boss.section,), sign_in=section(provider))
+    provider.is_failing_at = {"no token": "/token", "no keys": "/jwks"}.get(failure)
+    for _ in range(MOST_FAILURES):
+        if failure == "no flow":
+            assert (await visit(client, f"{client.url}/session/callback?code=x&state=x", {}))[0] == 401
+        else:
+            assert (await sign_in(client, {}))[0] == 502
+    provider.is_failing_at = None
+    assert (await sign_in(client, {}))[0] == 302
+    _, audit = await client.get("/fleet/audit", Authorization=f"Bearer {boss.text}")
+    assert [entry["key_name"] for entry in audit["entries"]] == ["anna", ""], "the same failure is recorded once"
 
 
 async def test_provider_that_does_not_respond_is_a_502(start_gateway: StartGateway) -> None:

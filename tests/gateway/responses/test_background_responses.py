@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pytest
 from aiohttp import web
 
 from cortex.gateway.config import ResponsesSection
+from cortex.gateway.responses import tables
 from cortex.gateway.responses.background import LOST_AFTER_S, current_body
 from cortex.gateway.responses.response_object import head_of
 from cortex.gateway.responses.tables import StoredResponse
+from cortex.http.server import held_end
 
+from ...waiting import NEVER_S, WAIT_S
 from ..fake_neuron import FakeNeuron
 from ..started_gateway import until
 from .responding_node import create, found, stream_events
@@ -151,3 +156,34 @@ async def test_background_requests_at_the_same_time_do_not_exceed_the_limit(
     node.stream_gate = asyncio.Event()
     results = await asyncio.gather(*(create(client, background=True) for _ in range(4)))
     assert sorted(status for status, _ in results) == [200, 503, 503, 503]
+
+
+@pytest.mark.parametrize("in_conversation", [False, True])
+async def test_the_end_of_a_background_response_does_not_wait_for_a_database_that_does_not_respond(
+    node: FakeNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, *, in_conversation: bool
+) -> None:
+    """Only that of one that may be continued elsewhere waits, for a limited time."""
+    may_write = threading.Event()
+    are_written: list[str] = []
+    finish = tables.finish
+
+    def finish_late(*args: Any) -> bool:
+        may_write.wait(WAIT_S)
+        are_written.append(args[1])
+        return finish(*args)
+
+    monkeypatch.setattr(tables, "finish", finish_late)
+    monkeypatch.setattr(held_end, "MAX_HELD_S", 0.01 if in_conversation else NEVER_S)
+    client = await start_gateway(node)
+    fields: dict[str, Any] = {"background": True, "stream": True}
+    if in_conversation:
+        fields["conversation"] = (await client.post("/v1/conversations", {}))[1]["id"]
+    try:
+        body = msgspec.json.encode({"model": "a", "input": "x", **fields})
+        async with client.session.post(client.url + "/v1/responses", data=body) as response:
+            last = stream_events(await response.read())[-1]
+        assert last["type"] == "response.completed"
+        assert (await client.get(f"/v1/responses/{last['response']['id']}"))[1]["status"] == "completed"
+        assert not are_written
+    finally:
+        may_write.set()

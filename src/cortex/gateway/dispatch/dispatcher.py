@@ -242,6 +242,7 @@ class Dispatcher(StateMachine):
         for section in self._fleet_state.settings.neurons:
             if section not in settings.neurons:
                 self._jobs.abandon(section.name, "was changed in the configuration")
+                self._surveys.ended(section.name)
         self._undecided.is_all = True
         self._queues.max_wait_s = settings.max_wait_s
         self._queues.max_waiting = settings.max_waiting
@@ -319,12 +320,13 @@ class Dispatcher(StateMachine):
             self._leases.suspects.discard(node)
             self._leases.forget_cache(node)
             self._jobs.abandon(node, f"went down: {why}")
+            self._surveys.ended(node)
 
     @event
-    def source_surveyed(self, target: ModelOnNode, result: ModelStatus | CortexError) -> None:
-        """A node responded about a model that the catalogue names by its path."""
+    def source_surveyed(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None:
+        """A node responded about a model that the catalogue names by its path, or did when the node was asked."""
         if target.node in self._fleet_state:
-            self._surveys.responded(target, result)
+            self._surveys.responded(target, source, result)
 
     @event
     def sources_surveyed(self, node: str) -> None:

@@ -13,7 +13,7 @@ from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.fleet_state import FleetState
 from cortex.gateway.dispatch.load_requests import load_request
 from cortex.gateway.dispatch.model_jobs import Effects
-from cortex.wire.errors import CortexError, LoadFailed, SourceNotFound
+from cortex.wire.errors import CortexError, LoadFailed, SourceNotAllowed, SourceNotFound
 from cortex.wire.node.load_options import is_path
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
@@ -48,16 +48,21 @@ class SourceSurveys:
             asked.update(request.model_id for request in requests)
             self._effects.survey(name, requests)
 
-    def responded(self, target: ModelOnNode, result: ModelStatus | CortexError) -> None:
-        """The node responded about one model."""
+    def responded(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None:
+        """The node responded about one model, which was at `source` when it was asked."""
         spec = self._fleet_state.settings.catalogue.spec(target.model)
         if not is_path(spec.source or ""):  # not any more
             self._effects.forget(target.node, target.model)
+        elif spec.source != source:
+            pass  # the node is asked again about the other one
         elif isinstance(result, ModelStatus):
             self._listed.setdefault(target.node, set()).add(target.model)
+            self._fleet_state.rejected_sources.pop(target, None)
             self._fleet_state.update_model(target.node, result, self._clock())
         elif isinstance(result, LoadFailed):
             log.warning("%s cannot be loaded on %s: %s", target.model, target.node, result.message)
+            if not isinstance(result, SourceNotAllowed | SourceNotFound):
+                return  # other reasons pass: loads are tried, and fail with theirs
             self._fleet_state.rejected_sources[target] = ModelStatus(
                 id=target.model,
                 state=ModelState.COLD,
@@ -69,14 +74,13 @@ class SourceSurveys:
             self._asked.get(target.node, set()).discard(target.model)
 
     def ended(self, node: str) -> None:
-        """The node responded about all."""
+        """The node responded about all, or its responses are not waited for any more."""
         self._busy.discard(node)
 
     def forget(self, node: str) -> None:
-        """The node is asked again: it went down, or the catalogue has changed."""
+        """The node is asked again, once it has responded about all: it went down, or the catalogue has changed."""
         self._asked.pop(node, None)
         self._listed.pop(node, None)
-        self._busy.discard(node)
         self._fleet_state.rejected_sources.drop_node(node)
 
     def _named_by_path(self, node: Node) -> Iterator[ModelSpec]:

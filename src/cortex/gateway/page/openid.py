@@ -38,6 +38,27 @@ _LEEWAY_S = 60
 _MAX_BYTES = 1 << 20
 _ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 """Signatures with the provider's private key. Those with a shared secret are not accepted."""
+_REJECTIONS = frozenset(
+    {
+        "invalid_request",
+        "unauthorized_client",
+        "access_denied",
+        "unsupported_response_type",
+        "invalid_scope",
+        "server_error",
+        "temporarily_unavailable",
+        "interaction_required",
+        "login_required",
+        "account_selection_required",
+        "consent_required",
+        "invalid_request_uri",
+        "invalid_request_object",
+        "request_not_supported",
+        "request_uri_not_supported",
+        "registration_not_supported",
+    }
+)
+"""What a provider may say instead of a code (RFC 6749, 4.1.2.1, and OpenID Connect Core, 3.1.2.6)."""
 
 
 class Flow(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,8 +146,11 @@ class OpenIDClient:
         if not hmac.compare_digest(fields.get("state", "").encode(), flow.state.encode()):
             raise InvalidAPIKey("This sign-in was not begun in this browser; sign in again.")
         if "code" not in fields:
-            reason = fields.get("error_description") or fields.get("error") or "no code"
-            raise InvalidAPIKey(f"The provider did not sign you in: {reason[:200]}")
+            # The message is logged and recorded, so it has nothing that anybody could have written into the address.
+            reason = fields["error"] if fields.get("error") in _REJECTIONS else "no code"
+            description = fields.get("error_description")
+            details = {"error_description": description[:200]} if description else {}
+            raise InvalidAPIKey(f"The provider did not sign you in: {reason}", details=details)
         claims = await asyncio.to_thread(self._claims, fields["code"], flow)
         name = claims.get(self._section.name_claim) or claims["sub"]
         if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_NAME:
@@ -169,6 +193,8 @@ class OpenIDClient:
                 leeway=_LEEWAY_S,
                 options={"require": ["exp", "iat", "iss", "aud", "sub"]},
             )
+        except jwt.PyJWKClientConnectionError as problem:
+            raise UpstreamUnavailable(f"The sign-in provider does not send its keys: {problem}") from problem
         except jwt.PyJWTError as problem:
             raise InvalidAPIKey(f"The token of the provider is not valid: {problem}") from problem
         if not hmac.compare_digest(str(claims.get("nonce", "")).encode(), flow.nonce.encode()):

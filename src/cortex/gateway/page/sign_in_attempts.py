@@ -3,19 +3,35 @@ them. Used on the loop's thread."""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
 from cortex.gateway.dispatch.operator.audit import AuditLog
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.page.failed_sign_ins import FailedSignIns
+from cortex.http.connection_counts import network_of
 from cortex.http.request import Request
 from cortex.wire.errors import CortexError
+
+log = logging.getLogger(__name__)
+
+ONCE_IN_S = 60.0
+"""What happens again within this time, from the same network, is not recorded again."""
+MOST_RECORDED = 10_000
+"""Records that are remembered for that; the oldest are forgotten first."""
 
 
 class SignInAttempts:
     """Counts and records attempts. What the client sent is never recorded: it has keys, codes and tokens."""
 
-    def __init__(self, audit: AuditLog) -> None:
+    def __init__(self, audit: AuditLog, clock: Callable[[], float] = time.monotonic) -> None:
         self._audit = audit
-        self._failures = FailedSignIns()
+        self._clock = clock
+        self._failures = FailedSignIns(clock)
+        self._recorded: OrderedDict[tuple[str, ...], float] = OrderedDict()
+        """When each was recorded, the oldest first."""
 
     def check(self, request: Request) -> None:
         """Raises RateLimitExceeded where this address failed too often. Such an attempt is not made and not recorded,
@@ -23,20 +39,34 @@ class SignInAttempts:
         self._failures.check(request.client)
 
     def succeeded(self, request: Request, key: KeySection) -> None:
-        """Record a sign-in that gives what `key` may do."""
-        self._audit.record(
-            _action(request),
-            200,
-            key_id=key.id,
-            key_name=key.name,
-            client=request.client,
-            detail="signed in as operator" if key.operator else "signed in",
-        )
+        """Record a sign-in that gives what `key` may do, unless it did so a moment ago: no key can fill the audit
+        log either."""
+        detail = "signed in as operator" if key.operator else "signed in"
+        if self._is_new(request, key.id, key.name, detail):
+            self._audit.record(
+                _action(request), 200, key_id=key.id, key_name=key.name, client=request.client, detail=detail
+            )
 
-    def failed(self, request: Request, error: CortexError) -> None:
-        """Count and record a sign-in that was rejected, or that failed at the provider."""
-        self._failures.failed(request.client)
+    def failed(self, request: Request, error: CortexError, *, is_counted: bool = True) -> None:
+        """Record a sign-in that was rejected, or that failed at the provider. With `is_counted` it counts against the
+        address; otherwise nothing limits it, and it is recorded only once in a while."""
+        if is_counted:
+            self._failures.failed(request.client)
+        elif not self._is_new(request, error.message):
+            return
+        log.warning("sign-in failed: %s", error.message)
         self._audit.record(_action(request), error.status, client=request.client, detail=error.message)
+
+    def _is_new(self, request: Request, *facts: str) -> bool:
+        """Whether this was not recorded within `ONCE_IN_S`; it is from now on."""
+        record, now = (network_of(request.client), _action(request), *facts), self._clock()
+        if now - self._recorded.get(record, -ONCE_IN_S) < ONCE_IN_S:
+            return False
+        self._recorded[record] = now
+        self._recorded.move_to_end(record)
+        if len(self._recorded) > MOST_RECORDED:
+            self._recorded.popitem(last=False)
+        return True
 
 
 def _action(request: Request) -> str:

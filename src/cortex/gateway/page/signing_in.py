@@ -19,7 +19,7 @@ from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.wire.errors import CortexError, Family, MethodNotAllowed, RouteNotFound
+from cortex.wire.errors import CortexError, Family, InvalidAPIKey, MethodNotAllowed, RouteNotFound
 
 log = logging.getLogger(__name__)
 
@@ -87,12 +87,13 @@ class SigningIn:
             return _redirect(location, self._cookie(FLOW_COOKIE, sessions.sealed(flow), FLOW_S, "Lax"))
         assert request.path == SIGN_IN_CALLBACK
         self._attempts.check(request)
+        sealed = _flow_of(request)
         try:
-            user = await self._client.complete(request.query, sessions.unsealed(_flow_of(request), Flow))
+            user = await self._client.complete(request.query, sessions.unsealed(sealed, Flow))
             key = self._section.key_of(user)
         except CortexError as error:
-            log.warning("sign-in failed: %s", error.message)
-            self._attempts.failed(request, error)
+            # Without the cookie nothing was tried: any other page can make a browser send that.
+            self._attempts.failed(request, error, is_counted=bool(sealed) and isinstance(error, InvalidAPIKey))
             raise
         self._attempts.succeeded(request, key)
         kept = replace(user, roles=self._section.relevant(user.roles))

@@ -21,6 +21,7 @@ from cortex.gateway.responses.response_object import ended_body, head_of, withou
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import NewResponse, StoredResponse
 from cortex.http.request import Request
+from cortex.http.server import held_end
 from cortex.http.server.detached import DetachedExchange
 from cortex.http.server.spool import no_room
 from cortex.tasks import SupervisedTask, Supervisor
@@ -172,9 +173,13 @@ class BackgroundRuns:
     def _ended(self, run: BackgroundRun) -> None:
         self._inference.services.buffered.num_bytes -= run.num_body_bytes
         run.num_body_bytes = 0
-        task = asyncio.get_running_loop().create_task(self._write_end(run))
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._write_end(run))
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
+        # Where this gateway alone continues the response, the next request is behind its end in the store anyway.
+        is_awaited = self._store.is_shared or run.kept.conversation_id is not None
+        loop.call_later(held_end.MAX_HELD_S if is_awaited else 0, run.settle)
 
     async def _write_end(self, run: BackgroundRun) -> None:
         try:

@@ -65,7 +65,8 @@ class BackgroundRun:
         self.is_written = False
         """Its end is in the database."""
         self.settled = asyncio.Event()
-        """Its end was written, or could not be: clients may see it, who may go on at another gateway."""
+        """Its end was written, could not be, or was waited for long enough: clients may see it, who may go on at
+        another gateway."""
         self.num_body_bytes = 0
         """The bytes of its request body; they count as buffered until the run ends."""
         self.streams = streams
@@ -126,7 +127,7 @@ class BackgroundRun:
             follower.pump()
 
     async def shown_body(self) -> bytes:
-        """The response object now; of a response that has ended, once that is written."""
+        """The response object now; of a response that has ended, once that is settled."""
         if self.ended_at is not None:
             await self.settled.wait()
         return self.body

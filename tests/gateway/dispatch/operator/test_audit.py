@@ -116,3 +116,17 @@ async def test_rejected_requests_do_not_push_out_changes(tmp_path: Path, monkeyp
     now += EXPIRE_S
     assert [entry.detail for entry in await log.read(0, now, 10)] == ["6", "5", "4", "0"]
     await log.close()
+
+
+async def test_sign_ins_do_not_push_out_changes(location: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "MAX_SIGN_INS", 2)
+    now = NOW + 20 * DAY_S
+    log = AuditLog(location, 1, lambda: now)
+    log.record("POST /fleet/pull", 200, detail="a change")
+    for number in range(5):
+        now += 1
+        log.record(("POST /session", "GET /session/callback")[number % 2], 200, key_id="abcdefgh", detail=str(number))
+    await log.flush()
+    now += EXPIRE_S
+    assert [entry.detail for entry in await log.read(NOW + 20 * DAY_S, now, 10)] == ["4", "3", "a change"]
+    await log.close()

@@ -126,6 +126,9 @@ def test_rejects_interleaved_calls() -> None:
         ({"prompt_ms": None}, Timing()),
         ({"prompt_ms": -1, "predicted_ms": 5}, Timing()),
         ({"predicted_ms": 1e30}, Timing()),
+        ({"predicted_ms": 10**400}, Timing()),
+        ({"prompt_ms": [250.0], "predicted_ms": 1500}, Timing()),
+        ({"prompt_ms": "soon"}, Timing()),
         ("soon", Timing()),
     ],
 )

@@ -200,8 +200,9 @@ def disk(hub_cache: Path | None = None) -> Iterator[Finding]:
 
 def hub_cache_folder() -> Path:
     """The directory of models that a neuron on this machine has downloaded."""
+    from cortex.neuron.weights.hub.cache import cache_directory  # here, because a gateway-only installation lacks it
 
-    return cache_folder(os.environ)
+    return cache_directory(os.environ)
 
 
 def cache(hub_cache: Path | None = None) -> Iterator[Finding]:

@@ -37,6 +37,9 @@ MAX_REJECTED = 100_000
 of others."""
 MAX_WITHOUT_KEY = 20_000
 """The same for what failed without a valid key, as sign-ins do: strangers push out nothing of people with keys."""
+MAX_SIGN_INS = 100_000
+"""The same for sign-ins, which every key may make as often as it likes."""
+SIGN_IN_ACTIONS = ("POST /session", "GET /session/callback", "HEAD /session/callback")
 MAX_DETAIL = 1000
 
 SCHEMA = (
@@ -60,6 +63,9 @@ _NTH_REJECTED = f"SELECT at_ms FROM audit WHERE {_IS_REJECTED} ORDER BY at_ms DE
 _IS_WITHOUT_KEY = "status >= 400 AND key_id = ''"
 _EXPIRE_WITHOUT_KEY = f"DELETE FROM audit WHERE at_ms < ? AND {_IS_WITHOUT_KEY}"
 _NTH_WITHOUT_KEY = f"SELECT at_ms FROM audit WHERE {_IS_WITHOUT_KEY} ORDER BY at_ms DESC LIMIT 1 OFFSET ?"
+_IS_SIGN_IN = f"status < 400 AND action IN {SIGN_IN_ACTIONS}"
+_EXPIRE_SIGN_INS = f"DELETE FROM audit WHERE at_ms < ? AND {_IS_SIGN_IN}"
+_NTH_SIGN_IN = f"SELECT at_ms FROM audit WHERE {_IS_SIGN_IN} ORDER BY at_ms DESC LIMIT 1 OFFSET ?"
 _READ = """
     SELECT at_ms, key_id, key_name, client, action, detail, status FROM audit
     WHERE at_ms >= ? AND at_ms < ?{of_key} ORDER BY at_ms DESC LIMIT ?
@@ -205,6 +211,7 @@ def _expire(execute: Execute, oldest_ms: int) -> None:
     execute(_EXPIRE, (oldest_ms,))
     for nth, expire, max_entries in (
         (_NTH_WITHOUT_KEY, _EXPIRE_WITHOUT_KEY, MAX_WITHOUT_KEY),
+        (_NTH_SIGN_IN, _EXPIRE_SIGN_INS, MAX_SIGN_INS),
         (_NTH_REJECTED, _EXPIRE_REJECTED, MAX_REJECTED),
         (_NTH, _EXPIRE, MAX_ENTRIES),
     ):

@@ -18,7 +18,7 @@ from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directory
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
-from cortex.wire.errors import LoadFailed, ModelNotFound, shorten
+from cortex.wire.errors import LoadFailed, ModelNotFound, SourceNotAllowed, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.node.load_options import KVDtype, LoadOptions, Speculation, Vision, draft_of, is_path
 from cortex.wire.node.protocol import LoadRequest
@@ -128,8 +128,9 @@ class Library:
         """The model with the options of a load request, and the configured ones where the request has none. A new id
         is kept with its source; the other options hold for this load alone (but see `remember_quant`).
 
-        Raises ModelNotFound for an id that is neither known, nor a hub id, nor an existing path. Raises LoadFailed for
-        a path outside the model roots, whether or not it exists, of the model or of its draft model.
+        Raises ModelNotFound for an id that is neither known, nor a hub id, nor an existing path. Raises
+        SourceNotAllowed for a path outside the model roots, whether or not it exists, and LoadFailed for that of its
+        draft model.
         """
         known = self._models.get(request.model_id)
         source = request.source or (known.source if known is not None else request.model_id)
@@ -137,7 +138,10 @@ class Library:
             self._check_source(source)
         draft = draft_of(request.speculation or "")
         if draft is not None and draft not in self._models and (known is None or draft != draft_of(known.speculation)):
-            self._check_source(draft)  # the name of a draft model that is not known is its source
+            try:
+                self._check_source(draft)  # the name of a draft model that is not known is its source
+            except SourceNotAllowed as error:
+                raise LoadFailed(f"draft model: {error.message}") from error
         if known is None:
             if request.source is None and not _names_a_model(source):
                 return self.find(request.model_id)
@@ -197,7 +201,7 @@ class Library:
         return gone
 
     def _check_source(self, source: str) -> None:
-        """Raises LoadFailed for a path that load requests may not name."""
+        """Raises SourceNotAllowed for a path that load requests may not name."""
         if not is_path(source) and not _exists(source):
             return  # not a path: the hub, or the caller, rejects what it does not know
         try:
@@ -205,7 +209,7 @@ class Library:
         except (OSError, RuntimeError, ValueError):  # no valid name, an unknown user, a loop of links
             path = _NOWHERE
         if not any(path.is_relative_to(root) for root in self._roots):
-            raise LoadFailed(
+            raise SourceNotAllowed(
                 f"the path {shorten(source)!r} is outside the model roots of this node; add its directory to"
                 " `model_roots` in neuron.toml, or list the model there"
             )

@@ -250,9 +250,10 @@ def _usage(usage: dict[str, Any]) -> Usage:
 
 def _timing(timings: dict[str, Any]) -> Timing:
     """llama.cpp's durations, in milliseconds; none if one is impossible."""
-    prefill_ms, decode_ms = (float(timings.get(name) or 0) for name in ("prompt_ms", "predicted_ms"))
-    is_possible = 0 <= prefill_ms <= _MAX_MS and 0 <= decode_ms <= _MAX_MS
-    return Timing(prefill_s=prefill_ms / 1000, decode_s=decode_ms / 1000) if is_possible else Timing()
+    prefill_ms, decode_ms = (timings.get(name) or 0 for name in ("prompt_ms", "predicted_ms"))
+    if not all(isinstance(ms, int | float) and 0 <= ms <= _MAX_MS for ms in (prefill_ms, decode_ms)):
+        return Timing()
+    return Timing(prefill_s=prefill_ms / 1000, decode_s=decode_ms / 1000)
 
 
 def _token(token: dict[str, Any]) -> TokenLogprob:

@@ -110,10 +110,11 @@ async def test_model_on_several_nodes_is_shown_once_and_without_its_speed(
 
 async def test_feed_of_a_key_with_models_has_no_nodes(client: Client) -> None:
     async with client.session.get(client.url + "/fleet/events?nodes=1", headers=bearer(USER.text)) as response:
-        for model in ("mine", "secret-1", "mine-2"):
+        seen = await response.content.readuntil(b"event: fleet")
+        for model, kind in (("secret-1", b"unload_started"), ("mine-2", b"model_loaded")):
             await client.post("/v1/chat/completions", {"model": model, "messages": []}, **bearer(OPERATOR.text))
-        seen = await response.content.readuntil(b"event: model_loaded")
-        seen += await response.content.readuntil(b"event: fleet")
+            seen += await response.content.readuntil(b"event: " + kind)
+            seen += await response.content.readuntil(b"event: fleet")
         seen += await response.content.readuntil(b"\n\n")
     assert b"event: node" not in seen
     assert not [each for each in SECRETS if each.encode() in seen]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cortex.gateway.ledger.groups import GroupSection
-from cortex.gateway.ledger.keys import generate
+from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.wire.node.bench import BenchResult, BenchStatus
 from cortex.wire.node.protocol import ModelLoad, ModelState
 
@@ -106,6 +106,15 @@ async def test_model_on_several_nodes_is_shown_once_and_without_its_speed(
     _, listed = await client.get("/v1/models", **bearer(USER.text))
     (place,) = listed["data"][0]["locations"]
     assert (place["status"], place["node"]) == ("ready", "fleet")
+
+
+@pytest.mark.parametrize(("key", "node"), [(USER, None), (MEMBER, None), (OPERATOR, "attic-7")])
+async def test_response_to_a_key_with_models_does_not_name_its_node(
+    client: Client, key: NewKey, node: str | None
+) -> None:
+    path, body = "/v1/chat/completions", {"model": "mine", "messages": []}
+    async with client.session.post(client.url + path, json=body, headers=bearer(key.text)) as response:
+        assert (response.status, response.headers.get("x-cortex-node")) == (200, node)
 
 
 async def test_feed_of_a_key_with_models_has_no_nodes(client: Client) -> None:

@@ -46,7 +46,7 @@ class FleetView:
     @property
     def is_restricted(self) -> bool:
         """Whether it sees its models only, and no nodes."""
-        return not self.is_operator and self.key is not None and bool(self.key.models)
+        return not self.is_operator and self.key is not None and not self.key.sees_nodes
 
     def nodes(self, statuses: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The nodes of `/fleet/status` and of the feed."""

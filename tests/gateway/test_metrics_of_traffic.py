@@ -16,6 +16,7 @@ import uvloop
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
+from cortex.gateway import server
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.metrics import OVERHEAD_BUCKETS
 from cortex.gateway.proxy.services import Services
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 
 READY = ModelState.READY
+LOAD_S = 16.0
 MODEL = {"node": "beast", "model": "a"}
 SPEND = {"key": "alice", "model": "a"}
 DEVICE = {"node": "beast", "device": "0"}
@@ -49,6 +51,16 @@ async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) 
     await asyncio.sleep(0.05)
     await response.write(b"data: [DONE]\n\n" + usage_report.comment(REPORTED))
     return response
+
+
+class Clock:
+    """The gateway's clock, which a test can stop and set."""
+
+    def __init__(self) -> None:
+        self.stopped_at: float | None = None
+
+    def monotonic(self) -> float:
+        return time.monotonic() if self.stopped_at is None else self.stopped_at
 
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
@@ -71,10 +83,20 @@ def value(found: Samples, name: str, labels: dict[str, str]) -> float:
 
 
 @pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of gateways that are started later."""
+    clock = Clock()
+    monkeypatch.setattr(server, "time", clock)
+    monkeypatch.setattr(Services, "clock", clock.monotonic)
+    return clock
+
+
+@pytest.fixture
 async def measured(
-    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+    neurons: StartNeuron, start_gateway: StartGateway, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Measured]:
-    """A gateway after responses, streams, an error, a cold start that evicts, and with a request that waits."""
+    """A gateway after responses, streams, an error, a cold start that evicts, and with a request that waits since its
+    clock was stopped."""
     key = generate("alice")
     beast = await neurons("beast", sizes={"a": GB, "b": 20 * GB, "c": 20 * GB}, states={"a": READY, "b": READY})
     beast.respond = respond
@@ -93,6 +115,7 @@ async def measured(
             await response.read()
     assert (await client.post("/v1/chat/completions", body | {"model": "nobody"}, **headers))[0] == 404
     beast.load_gate = asyncio.Event()
+    clock.stopped_at = time.monotonic()
     waiting = asyncio.create_task(client.post("/v1/chat/completions", body | {"model": "c"}, **headers))
     await until(lambda: client.gateway.dispatcher.queue_depths.get("c") == 1 and beast.load_requests)
     yield client, beast, waiting
@@ -137,19 +160,21 @@ async def test_gauges_of_nodes_devices_and_models(measured: Measured) -> None:
     assert value(found, "cortex_model_kv_used_ratio", MODEL) == 0.25
 
 
-async def test_waiting_for_a_load_does_not_count_as_overhead(measured: Measured) -> None:
+async def test_waiting_for_a_load_does_not_count_as_overhead(measured: Measured, clock: Clock) -> None:
     client, beast, waiting = measured
-    await asyncio.sleep(2.0)
+    assert clock.stopped_at is not None
+    clock.stopped_at += LOAD_S
     overhead_before_s = value(scraped(client), "cortex_overhead_seconds_sum", {})
     beast.load_gate.set()
     assert (await waiting)[0] == 200
     found = scraped(client)
     assert value(found, "cortex_evictions_total", {"node": "beast", "model": "b"}) == 1
     assert value(found, "cortex_cold_starts_total", {"node": "beast", "model": "c"}) == 1
-    load_s = value(found, "cortex_load_duration_seconds_sum", {"node": "beast", "model": "c"})
-    assert value(found, "cortex_request_duration_seconds_sum", {"node": "beast", "model": "c"}) > load_s > 1.5
+    cold = {"node": "beast", "model": "c"}
+    for name in ("load_duration", "request_duration"):
+        assert value(found, f"cortex_{name}_seconds_sum", cold) == pytest.approx(LOAD_S)
     overhead_s = value(found, "cortex_overhead_seconds_sum", {}) - overhead_before_s
-    assert overhead_s < load_s, "waiting is not overhead"
+    assert overhead_s == pytest.approx(0.0, abs=1e-6), "waiting is not overhead"
     assert value(found, "cortex_queue_depth", {"model": "c"}) == 0
 
 

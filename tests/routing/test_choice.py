@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.routing.choice import Replica, choose, expected_s
+from cortex.routing.choice import Replica, choose, expected_s, prefill_s
 from cortex.routing.prefixes import PrefixRecord, leading_blocks
 
 LONG = bytes(range(256)) * 400
@@ -75,11 +75,16 @@ def test_affinity_never_overrides_saturation(candidates: list[Replica], data: st
     assert not chosen.is_saturated or all(replica.is_saturated for replica in candidates)
 
 
+def time_with(replica: Replica, num_prompt_tokens: int, num_cached_tokens: int) -> float:
+    return expected_s(replica, prefill_s(replica, num_prompt_tokens, num_cached_tokens))
+
+
 @given(replicas, st.integers(0, 10**6), st.integers(0, 10**6), st.integers(1, 10))
 def test_more_work_never_scores_better(replica: Replica, prompt: int, cached: int, extra: int) -> None:
     queued = msgspec.structs.replace(replica, waiting=replica.waiting + extra)
     behind = msgspec.structs.replace(replica, backlog_s=replica.backlog_s + extra)
-    assert expected_s(queued, prompt, cached) >= expected_s(replica, prompt, cached)
-    assert expected_s(behind, prompt, cached) >= expected_s(replica, prompt, cached)
-    assert expected_s(replica, prompt + extra, cached) >= expected_s(replica, prompt, cached)
-    assert expected_s(replica, prompt, cached + extra) <= expected_s(replica, prompt, cached)
+    time_s = time_with(replica, prompt, cached)
+    assert time_with(queued, prompt, cached) >= time_s
+    assert time_with(behind, prompt, cached) >= time_s
+    assert time_with(replica, prompt + extra, cached) >= time_s
+    assert time_with(replica, prompt, cached + extra) <= time_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -65,6 +65,19 @@ class FleetView(NodeValue, frozen=True, kw_only=True):
             for held in node.models:
                 if held.id == model:
                     yield node, held
+
+
+def missing_files(listed: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Why no node has the files of a model, for each node; `listed`: as `/v1/models` lists them."""
+    for entry in listed:
+        if not entry.get("feasible_on") and "alias_of" not in entry:
+            for node, reason in entry.get("problems", {}).items():
+                yield f"{entry['id']} on {node}: {without_name(entry['id'], reason)}"
+
+
+def without_name(model: str, reason: str) -> str:
+    """The reason of a model for a line that begins with its name."""
+    return reason.removeprefix(f"{model}: ")
 
 
 def fetch(gateway: GatewayClient) -> FleetView:

@@ -112,7 +112,8 @@ class GatewaySection(Section, frozen=True):
     """Origins such as `https://chat.example` whose scripts may use the API from a browser; `*` allows every origin.
     Changes need a restart."""
     node_header: bool = True
-    """Name the node that served a request in the response header `x-cortex-node`."""
+    """Name the node that served a request in the response header `x-cortex-node`, except to keys with `models`,
+    which see no nodes."""
     access_log: bool = False
     """Log one line for every request."""
     log_format: logs.Format = "text"

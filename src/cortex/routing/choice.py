@@ -70,10 +70,15 @@ class RoutingChoice(msgspec.Struct, frozen=True):
     """How long it is expected to compute what it has not cached of the prompt."""
 
 
-def expected_s(replica: Replica, num_prompt_tokens: int, num_cached_tokens: int) -> float:
-    """The expected time to the first token on `replica`, and to the last where its speed is known; less is better."""
-    prefill_s = _prefill_s(replica, num_prompt_tokens, num_cached_tokens)
-    return prefill_s + replica.delay_s + RESPONSE_TOKENS * replica.token_s
+def prefill_s(replica: Replica, num_prompt_tokens: int, num_cached_tokens: int) -> float:
+    return max(0, num_prompt_tokens - num_cached_tokens) / replica.prefill_tokens_per_s
+
+
+def expected_s(replica: Replica, compute_s: float) -> float:
+    """The expected time to the first token on `replica`, and to the last where its speed is known; less is better.
+
+    `compute_s`: of the prompt."""
+    return compute_s + replica.delay_s + RESPONSE_TOKENS * replica.token_s
 
 
 def choose(replicas: Sequence[Replica], prompt: bytes, prefixes: PrefixRecord) -> RoutingChoice:
@@ -87,16 +92,11 @@ def choose(replicas: Sequence[Replica], prompt: bytes, prefixes: PrefixRecord) -
     ranked = []
     for position, replica in enumerate(replicas):
         num_cached_tokens = prefixes.num_cached_tokens(blocks, replica.place) if blocks else 0
-        prefill_s = _prefill_s(replica, num_prompt_tokens, num_cached_tokens)
-        time_s = prefill_s + replica.delay_s + RESPONSE_TOKENS * replica.token_s
-        rank = (replica.is_saturated, time_s, replica.place)
-        ranked.append((rank, position, prefill_s))
-    _, position, prefill_s = min(ranked)
+        compute_s = prefill_s(replica, num_prompt_tokens, num_cached_tokens)
+        rank = (replica.is_saturated, expected_s(replica, compute_s), replica.place)
+        ranked.append((rank, position, compute_s))
+    _, position, compute_s = min(ranked)
     best = replicas[position]
     if blocks:
         prefixes.record(blocks, best.place)
-    return RoutingChoice(best, prefill_s)
-
-
-def _prefill_s(replica: Replica, num_prompt_tokens: int, num_cached_tokens: int) -> float:
-    return max(0, num_prompt_tokens - num_cached_tokens) / replica.prefill_tokens_per_s
+    return RoutingChoice(best, compute_s)

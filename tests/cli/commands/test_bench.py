@@ -72,12 +72,35 @@ def test_without_a_name_measures_every_model_that_is_ready(gateway: CannedGatewa
     assert "cortex bench MODEL" in outcome.error
 
 
+def test_model_that_cannot_be_measured_does_not_keep_others_from_it(gateway: CannedGateway, invoke: Invoke) -> None:
+    names = ("a", "b", "c", "d")
+    gateway.responses["GET", "/fleet/status"] = fleet(*({"id": name, "state": "ready"} for name in names))
+    served = {"code": "model_unsupported", "message": "a is run by a server of its own"}
+    can_measure(gateway, "a", state="failed", error=served, results={})
+    gateway.responses["POST", "/fleet/models/b/bench"] = 409, {"error": {"code": "model_in_use", "message": "b waits"}}
+    can_measure(gateway, "c", state="failed", error={"code": "model_in_use", "message": "attic: c has 2 requests"})
+    can_measure(gateway, "d")
+    outcome = invoke("bench")
+    assert re.findall(r"(\w+) on beast, measured", outcome.stdout) == ["c", "d"], "c has failed on another node"
+    assert "3 of 4 models" in outcome.error
+    listed = {"a": {}, "b": {}, "c": {"beast": RESULT}, "d": {"beast": RESULT}}
+    assert json.loads(invoke("bench", "--json").stdout) == [
+        {"model": name, "results": results} for name, results in listed.items()
+    ]
+    can_measure(gateway, "b")
+    can_measure(gateway, "c")
+    assert invoke("bench").code is ExitCode.OK, "of a server it is known that it is never measured"
+
+
 def test_failure_is_the_reason_of_the_node(gateway: CannedGateway, invoke: Invoke) -> None:
     error = {"code": "model_in_use", "message": "m has 2 requests: wait until they have ended"}
     can_measure(gateway, "m", state="failed", error=error, results={})
     outcome = invoke("bench", "m")
     assert outcome.code is not ExitCode.OK
     assert "m has 2 requests" in outcome.error
+    gateway.responses["GET", "/fleet/status"] = fleet({"id": "m", "state": "ready"}, {"id": "n", "state": "ready"})
+    gateway.responses["POST", "/fleet/models/m/bench"] = 403, {"error": {"code": "forbidden", "message": "operators"}}
+    assert "operators" in invoke("bench").error, "which holds for n, too"
 
 
 def test_explain_shows_the_speed_on_each_node(gateway: CannedGateway, invoke: Invoke) -> None:

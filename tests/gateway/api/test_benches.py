@@ -76,6 +76,27 @@ async def test_loads_a_model_that_is_ready_nowhere_and_reports_a_failure(
     assert "it was unloaded" in str(job["error"])
 
 
+async def test_failure_on_one_node_leaves_the_others_to_their_end(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    attic = await neurons("attic", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast, attic)
+    _, body = await client.post("/fleet/models/a/bench", {"wait": False})
+    await until(lambda: beast.bench_requests and attic.bench_requests)
+    one, other = (beast, attic) if body["nodes"][0] == "beast" else (attic, beast)
+    other.bench = BenchStatus(model_id="a", state="running", stage="wake")
+    one.bench = BenchStatus(model_id="a", state="failed", reason="a has 2 requests", code="model_in_use")
+    async with asyncio.timeout(WAIT_S):
+        while (job := (await client.get(f"/fleet/jobs/{body['job']['id']}"))[1])["stage"] == "8 streams":
+            await asyncio.sleep(0.01)
+    assert (job["state"], job["stage"], job["can_cancel"]) == ("running", "wake", True)
+    other.bench = DONE
+    job = await ended(client, body["job"]["id"])
+    assert (job["state"], list(job["results"])) == ("failed", [other.name])
+    assert job["error"] == {"code": "model_in_use", "message": f"{one.name}: a has 2 requests"}
+
+
 async def test_cancelled_measurement_ends_on_the_node_and_bad_orders_are_rejected(
     neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:

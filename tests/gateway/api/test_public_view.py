@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from cortex.gateway.ledger.groups import GroupSection
-from cortex.gateway.ledger.keys import generate
-from cortex.wire.node.protocol import ModelState
+from cortex.gateway.ledger.keys import NewKey, generate
+from cortex.wire.node.bench import BenchResult, BenchStatus
+from cortex.wire.node.protocol import ModelLoad, ModelState
 
 from ..fake_neuron import GB, StartNeuron
 from ..started_gateway import Client, StartGateway
@@ -86,12 +87,43 @@ async def test_key_with_models_sees_their_state_memory_and_history(client: Clien
     assert {("mine-2", "load_started"), ("mine-2", "model_loaded"), ("mine-3", "load_failed")} <= kinds
 
 
+async def test_model_on_several_nodes_is_shown_once_and_without_its_speed(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    load, result = ModelLoad(running=2, kv_used_fraction=0.5), BenchResult(measured_at=1.0, version="0", flops=7e14)
+    nodes = []
+    for name, state in (("attic-7", ModelState.LOADING), ("cellar-9", ModelState.READY), ("beast", ModelState.READY)):
+        node = await neurons(name, sizes={"mine": GB}, states={"mine": state})
+        node.loads["mine"] = load
+        node.bench = BenchStatus(model_id="mine", state="done", result=result)
+        nodes.append(node)
+    client = await start_gateway(*nodes, keys=(OPERATOR.section, USER.section))
+    _, fleet = await client.get("/fleet/status", **bearer(OPERATOR.text))
+    assert [model["bench"]["flops"] for node in fleet["nodes"] for model in node["models"]] == [7e14] * 3
+    _, fleet = await client.get("/fleet/status", **bearer(USER.text))
+    (model,) = fleet["nodes"][0]["models"]
+    assert (model["state"], model["bench"], model["load"]["running"]) == ("ready", None, 6)
+    _, listed = await client.get("/v1/models", **bearer(USER.text))
+    (place,) = listed["data"][0]["locations"]
+    assert (place["status"], place["node"]) == ("ready", "fleet")
+
+
+@pytest.mark.parametrize(("key", "node"), [(USER, None), (MEMBER, None), (OPERATOR, "attic-7")])
+async def test_response_to_a_key_with_models_does_not_name_its_node(
+    client: Client, key: NewKey, node: str | None
+) -> None:
+    path, body = "/v1/chat/completions", {"model": "mine", "messages": []}
+    async with client.session.post(client.url + path, json=body, headers=bearer(key.text)) as response:
+        assert (response.status, response.headers.get("x-cortex-node")) == (200, node)
+
+
 async def test_feed_of_a_key_with_models_has_no_nodes(client: Client) -> None:
     async with client.session.get(client.url + "/fleet/events?nodes=1", headers=bearer(USER.text)) as response:
-        for model in ("mine", "secret-1", "mine-2"):
+        seen = await response.content.readuntil(b"event: fleet")
+        for model, kind in (("secret-1", b"unload_started"), ("mine-2", b"model_loaded")):
             await client.post("/v1/chat/completions", {"model": model, "messages": []}, **bearer(OPERATOR.text))
-        seen = await response.content.readuntil(b"event: model_loaded")
-        seen += await response.content.readuntil(b"event: fleet")
+            seen += await response.content.readuntil(b"event: " + kind)
+            seen += await response.content.readuntil(b"event: fleet")
         seen += await response.content.readuntil(b"\n\n")
     assert b"event: node" not in seen
     assert not [each for each in SECRETS if each.encode() in seen]

@@ -22,7 +22,7 @@ from cortex.cli.output import console, json_option, print_json, table
 @gateway_options
 @json_option
 def audit(limit: int, key: str | None, since: str | None, gateway: GatewayClient, as_json: bool) -> None:
-    """Show who changed models, nodes, keys and records, and who signed in.
+    """Show who changed models, nodes and keys, or signed in.
 
     The oldest action comes first; STATUS is its outcome.
 

@@ -8,12 +8,13 @@ import click
 from rich.text import Text
 
 from cortex.cli import fleet_view
-from cortex.cli.client import GatewayClient, gateway_options, model_path
+from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options, model_path
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, json_option, print_json
 from cortex.cli.views.bench import parse_bench, show_bench, when_measured
 from cortex.cli.views.jobs import follow
+from cortex.wire.errors import ModelUnsupported
 from cortex.wire.node.protocol import ModelState
 
 
@@ -31,28 +32,52 @@ def bench(
 
     Runs 1, 8 and 64 streams and a prompt of 2,048 tokens, as far as the model takes them, then a wake and a load, and
     shows what share of the machine's own limit each of them reaches. A model that is ready nowhere is loaded first;
-    without MODEL, every model that is ready is measured, one after the other. Nodes keep the results, for `cortex
-    explain` and for routing. Ctrl-C cancels.
+    without MODEL, every model that is ready is measured, one after the other; one that cannot be is reported, and the
+    others follow. Nodes keep the results, for `cortex explain` and for routing. Ctrl-C cancels.
 
     For wake and load the model leaves memory for a moment: requests wait, and its prefix cache is lost.
     """
     models = [model] if model is not None else _ready_models(gateway, node)
+    body: dict[str, Any] = {"wait": False, "reload": reload, "force": force} | ({} if node is None else {"node": node})
     out = console()
-    measured = []
+    measured: list[dict[str, Any]] = []
+    failures: list[GatewayRejected] = []
     for name in models:
-        body: dict[str, Any] = {"wait": False, "reload": reload, "force": force}
-        response = gateway.post(model_path(name, "bench"), body if node is None else body | {"node": node})
-        job = gateway.get(f"/fleet/jobs/{follow(gateway, response['job']).id}")
-        measured.append({"model": response["model"], "results": job["results"]})
-        if as_json:
-            continue
-        for place, found in job["results"].items():
-            if (result := parse_bench(found)) is not None:
-                heading = (f"{response['model']} on {place}", "bold"), f", {when_measured(result)}"
+        found, failure = _measure(gateway, name, body)
+        measured.append(found)
+        for place, value in found["results"].items() if not as_json else ():
+            if (result := parse_bench(value)) is not None:
+                heading = (f"{found['model']} on {place}", "bold"), f", {when_measured(result)}"
                 out.print(Text.assemble(*heading), soft_wrap=True)
                 show_bench(out, result)
+        if failure is not None:
+            failures.append(failure)
+            if len(models) > 1:
+                click.echo(f"{name}: {failure}", err=True)
     if as_json:
         print_json(measured)
+    if len(models) == 1 and failures:
+        raise failures[0]
+    count = sum(failure.code != ModelUnsupported.code for failure in failures)
+    if count or len(failures) == len(models):
+        what = f"{len(failures)} of {len(models)} models were not measured, or not everywhere"
+        raise CommandError(what, "see above why, and name one to measure it again: `cortex bench MODEL`")
+
+
+def _measure(gateway: GatewayClient, model: str, body: dict[str, Any]) -> tuple[dict[str, Any], GatewayRejected | None]:
+    """What was found, and why not more. Raises CommandError for what holds for every model."""
+    failure = None
+    try:
+        job = gateway.post(model_path(model, "bench"), body)["job"]
+    except GatewayRejected as rejected:
+        if rejected.status in (401, 403):
+            raise
+        return {"model": model, "results": {}}, rejected
+    try:
+        follow(gateway, job)
+    except GatewayRejected as rejected:
+        failure = rejected
+    return {"model": job["model"], "results": gateway.get(f"/fleet/jobs/{job['id']}")["results"]}, failure
 
 
 def _ready_models(gateway: GatewayClient, node: str | None) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 import click
 from rich.text import Text
 
+from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command
 from cortex.cli.output import console, json_option, print_json, size, state, table
@@ -36,11 +37,8 @@ def models(gateway: GatewayClient, as_json: bool) -> None:
         backend = str(entry.get("backend") or "")
         rows.add_row(_name(entry), state(_state(entry)), places, memory, quants, backend, context, _abilities(entry))
     console().print(rows)
-    for entry in listed:
-        if not entry.get("feasible_on") and "alias_of" not in entry:
-            for node, reason in entry.get("problems", {}).items():
-                why = str(reason).removeprefix(f"{entry['id']}: ")
-                console().print(Text(f"{entry['id']} on {node}: {why}", style="red"), soft_wrap=True)
+    for line in fleet_view.missing_files(listed):
+        console().print(Text(line, style="red"), soft_wrap=True)
 
 
 def _name(entry: dict[str, Any]) -> str:

@@ -78,7 +78,7 @@ def ps(gateway: GatewayClient, as_json: bool) -> None:
 @gateway_options
 @json_option
 def jobs(cancel: str | None, gateway: GatewayClient, as_json: bool) -> None:
-    """List loads, downloads and measurements, or cancel one."""
+    """List loads, unloads, downloads and benches, or cancel one."""
     found = [_cancelled(gateway, cancel)] if cancel is not None else gateway.get("/fleet/jobs")["jobs"]
     if as_json:
         print_json(found)

@@ -15,7 +15,7 @@ from rich.text import Text
 from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
-from cortex.cli.fleet_view import FleetView, HeldModel, NodeView
+from cortex.cli.fleet_view import FleetView, HeldModel, NodeView, without_name
 from cortex.cli.output import bar, console, json_option, print_json, rate, size, state, table
 from cortex.cli.views.load import fraction_done, memory_of, reason_of
 from cortex.wire.node.protocol import ModelState
@@ -102,8 +102,7 @@ def _node(node: NodeView, fleet: FleetView) -> RenderableType:
     if cold := sorted(model for model in node.cold_models if model not in here):
         parts.append(Padding(Text(f"cold: {', '.join(cold)}", style="dim"), (0, 0, 0, 2)))
     for model, reason in node.absent_models.items() if node.up else ():
-        why = f"{model}: {reason.removeprefix(f'{model}: ')}"
-        parts.append(Padding(Text(why, style="red"), (0, 0, 0, 2)))
+        parts.append(Padding(Text(f"{model}: {without_name(model, reason)}", style="red"), (0, 0, 0, 2)))
     return Padding(Lines(*parts), (0, 0, 1, 0))
 
 

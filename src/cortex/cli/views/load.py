@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cortex.cli.fleet_view import without_name
 from cortex.cli.output import size
 from cortex.cli.views.progress import ProgressView
 from cortex.wire.node.protocol import ModelState, ModelStatus
@@ -32,7 +33,7 @@ def describe(status: ModelStatus) -> str:
 
 def reason_of(status: ModelStatus) -> str:
     """The node's reason for a failure, without the model's id in front of it."""
-    return (status.reason or "the node gave no reason").removeprefix(f"{status.id}: ")
+    return without_name(status.id, status.reason or "the node gave no reason")
 
 
 def memory_of(status: ModelStatus) -> str:

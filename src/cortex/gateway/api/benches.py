@@ -7,7 +7,7 @@ the results and report them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -23,7 +23,7 @@ from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.wire.errors import CortexError, Family, ModelUnsupported
+from cortex.wire.errors import CortexError, Family, ModelUnsupported, from_code
 from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.protocol import Progress
 
@@ -39,7 +39,7 @@ class _BenchOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BenchRoutes:
-    """Owns one task for each node of a measurement."""
+    """Owns one task for each measurement."""
 
     def __init__(
         self,
@@ -93,10 +93,9 @@ class BenchRoutes:
 
         names = [target.node for target in targets]
         job = self._board.start("bench", model, names, by=by, awaited=names, read_stage=stage, cancel=cancel)
-        for run in runs:
-            task = asyncio.create_task(run.run(job), name=f"measure {model} on {run.node}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        task = asyncio.create_task(_run_all(runs, job), name=f"measure {model}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return job
 
     def _targets(self, model: str, node: str | None) -> list[ModelOnNode]:
@@ -142,12 +141,13 @@ class _NodeRun:
         if self._is_loading:
             self._dispatcher.cancel_load(self._target)
 
-    async def run(self, job: Job) -> None:
+    async def run(self, job: Job) -> CortexError | None:
+        """Why it failed; None when its result is in `job`."""
         error = await self._loaded() or await self._following.outcome()
         self.has_ended = True
         if error is None and self._following.status is not None:
             job.results[self.node] = msgspec.to_builtins(self._following.status.result)
-        job.node_ended(self.node, error)
+        return error
 
     async def _loaded(self) -> CortexError | None:
         """Why the model is not ready there."""
@@ -159,6 +159,17 @@ class _NodeRun:
         error = await ended
         self._is_loading = False
         return error
+
+
+async def _run_all(runs: Sequence[_NodeRun], job: Job) -> None:
+    """Ends the job with the last run, so that it can be cancelled until then and has the results of those that did not
+    fail."""
+    errors = await asyncio.gather(*(run.run(job) for run in runs))
+    failed = [(run.node, error) for run, error in zip(runs, errors, strict=True) if error is not None]
+    if not failed or len(runs) == 1:
+        job.end(errors[0])
+        return
+    job.end(from_code(failed[0][1].code, " ".join(f"{node}: {error.message}" for node, error in failed)))
 
 
 def _end(ended: asyncio.Future[CortexError | None], error: CortexError | None) -> None:

@@ -20,18 +20,22 @@ from cortex.http.server.exchange import Exchange
 from cortex.wire import sse
 from cortex.wire.node.protocol import ModelState
 
+_NO_AGES = {"state_age_s": 0.0, "idle_s": 0.0}
+
 
 @dataclass(slots=True)
 class _Reader:
     view: FleetView
     has_missed: bool = False
     """Whether it was too slow for a change."""
+    facts: bytes = b""
+    """What it was last sent, without ages, if it sees no single nodes."""
 
 
 class _Frame:
     """One event, encoded once for all readers with the same view."""
 
-    def __init__(self, kind: str, shown_in: Callable[[FleetView], object]) -> None:
+    def __init__(self, kind: str, shown_in: Callable[[FleetView], dict[str, Any]]) -> None:
         self._kind = kind
         self._shown_in = shown_in
         self._encoded: dict[FleetView, bytes] = {}
@@ -40,6 +44,22 @@ class _Frame:
         if view not in self._encoded:
             self._encoded[view] = sse.frame(msgspec.json.encode(self._shown_in(view)), self._kind)
         return self._encoded[view]
+
+
+class _Everything(_Frame):
+    """The whole fleet at one moment."""
+
+    def __init__(self, nodes: list[dict[str, Any]], waiting: dict[str, int]) -> None:
+        super().__init__("fleet", lambda view: {"nodes": view.nodes(nodes), "waiting": view.waiting(waiting)})
+        self._facts: dict[FleetView, bytes] = {}
+
+    def facts(self, view: FleetView) -> bytes:
+        """Equal where a view shows nothing new but the ages of models."""
+        if view not in self._facts:
+            shown = self._shown_in(view)
+            nodes = [node | {"models": [model | _NO_AGES for model in node["models"]]} for node in shown["nodes"]]
+            self._facts[view] = msgspec.json.encode(shown | {"nodes": nodes})
+        return self._facts[view]
 
 
 class FleetFeed:
@@ -62,8 +82,8 @@ class FleetFeed:
         """Write to a started exchange until the returned function is called."""
         if not self._readers:
             self._changes()  # what a first reader gets now is no change at the next tick
-        self._readers[exchange] = _Reader(view)
-        exchange.write(self._everything().encoded(view))
+        reader = self._readers[exchange] = _Reader(view)
+        self._write(exchange, reader, self._everything())
 
         def stop() -> None:
             self._readers.pop(exchange, None)
@@ -75,19 +95,28 @@ class FleetFeed:
         if not self._readers:
             return
         frames = self._changes()
+        everything: _Everything | None = None
         for exchange, reader in self._readers.items():
             if exchange.paused:
                 reader.has_missed = reader.has_missed or bool(frames)
             elif reader.has_missed or (frames and reader.view.is_restricted):
-                reader.has_missed = False
-                exchange.write(self._everything().encoded(reader.view))
+                everything = everything or self._everything()
+                self._write(exchange, reader, everything)
             else:
                 for frame in frames:
                     exchange.write(frame.encoded(reader.view))
 
+    def _write(self, exchange: Exchange, reader: _Reader, everything: _Everything) -> None:
+        reader.has_missed = False
+        if reader.view.is_restricted:
+            if (facts := everything.facts(reader.view)) == reader.facts:
+                return
+            reader.facts = facts
+        exchange.write(everything.encoded(reader.view))
+
     def _changes(self) -> list[_Frame]:
         """Frames with what has changed since the last call."""
-        frames = []
+        frames: list[_Frame] = []
         fleet = self._dispatcher.fleet
         seen = {node.name: _comparable(node) for node in fleet.nodes}
         if seen.keys() != self._seen.keys() or fleet.catalogue is not self._catalogue:
@@ -104,9 +133,8 @@ class FleetFeed:
             frames.append(_Frame("waiting", lambda view: view.waiting(waiting)))
         return frames
 
-    def _everything(self) -> _Frame:
-        nodes, waiting = node_statuses(self._dispatcher.fleet), dict(self._dispatcher.queue_depths)
-        return _Frame("fleet", lambda view: {"nodes": view.nodes(nodes), "waiting": view.waiting(waiting)})
+    def _everything(self) -> _Everything:
+        return _Everything(node_statuses(self._dispatcher.fleet), dict(self._dispatcher.queue_depths))
 
 
 def _node_in(status: dict[str, Any], view: FleetView) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -61,14 +62,17 @@ class Following(Generic[StatusT]):
     async def _outcome(self) -> CortexError | None:
         status = self.status = await self._start()
         num_missed = 0
+        is_cancelling = False
         while status.state == "running":
+            if is_cancelling:
+                await asyncio.sleep(POLL_S)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_S):
+                        await self.cancelled.wait()
+            is_cancelling = self.cancelled.is_set()
             try:
-                async with asyncio.timeout(POLL_S):
-                    await self.cancelled.wait()
-            except TimeoutError:
-                pass
-            try:
-                status = self.status = await (self._cancel() if self.cancelled.is_set() else self._poll())
+                status = self.status = await (self._cancel() if is_cancelling else self._poll())
                 num_missed = 0
             except ModelNotFound:
                 return LoadFailed(self._after_restart)

@@ -12,6 +12,7 @@ from typing import Any
 
 from cortex.fleet.placement.decision import Verdict
 from cortex.gateway.ledger.keys import KeySection, may_use
+from cortex.wire.node.protocol import ModelState
 
 HIDDEN = "an operator's key shows the reason"
 _QUOTING = (Verdict.FAILED.value, Verdict.UNSUPPORTED.value, Verdict.UNHEALTHY.value)
@@ -27,8 +28,9 @@ _NO_PLACE: dict[str, Any] = {
     "stage_layers": [],
     "nodes": [],
     "disk_bytes": None,
+    "bench": None,
 }
-"""What of a model's status says where it is."""
+"""What of a model's status says where it is, and by its speed on which devices."""
 _OF_ANY_PLACE = ("kind", "at", "model", "cause", "bytes")
 """What of an event says nothing about nodes and other models."""
 
@@ -44,7 +46,7 @@ class FleetView:
     @property
     def is_restricted(self) -> bool:
         """Whether it sees its models only, and no nodes."""
-        return not self.is_operator and self.key is not None and bool(self.key.models)
+        return not self.is_operator and self.key is not None and not self.key.sees_nodes
 
     def nodes(self, statuses: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The nodes of `/fleet/status` and of the feed."""
@@ -74,7 +76,7 @@ class FleetView:
             return entry
         places = [
             {name: value for name, value in place.items() if name != "replica_devices"} | {"node": WHOLE_FLEET}
-            for place in entry["locations"]
+            for place in _nearest_to_ready(entry["locations"], "status")
         ]
         sizes = [size | {"nodes": [WHOLE_FLEET]} for size in entry["sizes"]]
         return entry | {"locations": places, "sizes": sizes, "feasible_on": [WHOLE_FLEET] * bool(entry["feasible_on"])}
@@ -132,9 +134,27 @@ class FleetView:
         return [model for model in models if may_use(self.key, model)]
 
 
+def _nearest_to_ready(places: Sequence[dict[str, Any]], field: str) -> Sequence[dict[str, Any]]:
+    """The one of a model's places, if it has any, that serves first. `field` has its state."""
+    order = {ModelState.READY: 0, ModelState.UNREACHABLE: 2}
+    return sorted(places, key=lambda place: order.get(place[field], 1))[:1]
+
+
+def _everywhere(places: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A model in all its places as if it were in one: the state where it is nearest to ready, and the load of all."""
+    (nearest,) = _nearest_to_ready(places, "state")
+    loads = [place["load"] for place in places]
+    load = {name: sum(each[name] for each in loads) for name in ("running", "waiting", "tokens_per_s")}
+    in_flight = sum(place["in_flight"] for place in places)
+    return nearest | {"load": nearest["load"] | load, "in_flight": in_flight} | _NO_PLACE
+
+
 def _as_one(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Nodes that have been filtered, as one that has the models of all and says nothing about any of them."""
-    models = [model | _NO_PLACE for node in nodes for model in node["models"]]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for model in (model for node in nodes for model in node["models"]):
+        found.setdefault(model["id"], []).append(model)
+    models = [_everywhere(places) for places in found.values()]
     warm = {model["id"] for model in models}
     return {
         "name": WHOLE_FLEET,

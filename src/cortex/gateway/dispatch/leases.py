@@ -337,4 +337,4 @@ def _reports_what_it_reads(node: Node, status: ModelStatus) -> bool:
 
 @cache
 def _least_time(num_replicas: int) -> str:
-    return f"least expected time to the first token of {num_replicas} replicas"
+    return f"least expected time of {num_replicas} replicas"

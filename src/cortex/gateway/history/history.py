@@ -62,6 +62,7 @@ class History:
 
     def happened(self, event: dict[str, Any]) -> None:
         """An event of the fleet: loads and evictions count when they begin."""
+        self.fold()  # into their step, before an event opens the next one
         if event["kind"] == "load_started":
             for bucket in self._current():
                 bucket.loads += 1

@@ -70,6 +70,11 @@ class KeySection(Section, frozen=True):
             expiry_of(self.expires)
 
     @property
+    def sees_nodes(self) -> bool:
+        """Whether its owner is told on which nodes models are."""
+        return self.operator or not self.models
+
+    @property
     def expires_at(self) -> float:
         """When it stops working, in seconds since 1970."""
         return math.inf if self.expires is None else expiry_of(self.expires)

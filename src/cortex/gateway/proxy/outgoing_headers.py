@@ -58,7 +58,8 @@ def for_node(
 
 def for_client(lease: Lease, route: Route, admitted: AdmittedRequest, *, names_node: bool) -> Headers:
     """What is added to the response of a node."""
-    ours: Headers = ((_NODE, header_value(lease.node)),) if names_node else ()
+    is_named = names_node and (admitted.key is None or admitted.key.sees_nodes)
+    ours: Headers = ((_NODE, header_value(lease.node)),) if is_named else ()
     reservation = admitted.reservation
     if reservation.token_limit is not None and reservation.is_tight:
         ours = (*ours, (_BUDGET, b"%d tokens" % reservation.token_limit))

@@ -18,6 +18,7 @@ import msgspec
 
 from cortex import __version__
 from cortex.cache_folder import cache_folder
+from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, GatewayUnreachable
 from cortex.cli.failures import CommandError
 from cortex.cli.output import size
@@ -94,12 +95,8 @@ def models(client: GatewayClient) -> Iterator[Finding]:
         listed = client.get("/v1/models")["data"]
     except CommandError:  # the check of the gateway says why
         return
-    for entry in listed:
-        missing = {} if entry.get("feasible_on") or "alias_of" in entry else entry.get("problems", {})
-        for node, reason in missing.items():
-            why = str(reason).removeprefix(f"{entry['id']}: ")
-            what = f"{entry['id']} on {node}: {why}"
-            yield Finding("models", Severity.PROBLEM, what, "correct its `source` in models.toml")
+    for line in fleet_view.missing_files(listed):
+        yield Finding("models", Severity.PROBLEM, line, "correct its `source` in models.toml")
 
 
 @dataclass(frozen=True, slots=True)

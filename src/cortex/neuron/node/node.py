@@ -262,14 +262,18 @@ class Node:
         return self.model(request.model_id)
 
     async def survey(self, request: LoadRequest) -> ModelStatus:
-        """Lists a model and reads its files, so that its size is known, or why it cannot be loaded. Does nothing to one
-        that the node has by itself, or that is in memory. Raises ModelNotFound and LoadFailed, as `load` does."""
+        """Lists a model and reads its files, so that its size is known, or why it cannot be loaded. The options hold
+        for later loads. Does nothing to a model that the node has by itself, and reads no files of one in memory.
+        Raises ModelNotFound and LoadFailed, as `load` does."""
         self._check_open()
         model = self._library.adopt(request)
-        if self._library.is_adopted(model.id) and not self._models.is_in_memory(model.id):
-            if self._library.keep_options(model):
-                self._loader.forget(model.id)
-            await self._loader.survey_listed(self._library.find(model.id))
+        if self._library.is_adopted(model.id):
+            before = self._library.find(model.id)
+            kept = self._library.keep_options(request)
+            if not self._models.is_in_memory(model.id):
+                if kept != before:
+                    self._loader.forget(model.id)
+                await self._loader.survey_listed(kept)
         return self.model(model.id)
 
     def _free_another_quant(self, model_id: str, quant: str) -> None:

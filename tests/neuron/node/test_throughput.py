@@ -56,5 +56,5 @@ def test_outputs_of_a_model_that_streams_none_take_no_memory() -> None:
     throughput = Throughput()
     for number in range(1000):
         throughput.sample(number / 100, 0, is_generating=False)
-    assert len(throughput._samples) == 1
+    assert len(throughput._samples) == 1  # noqa: SLF001 - nothing else shows what is kept
     assert throughput.per_s(stream(throughput, 10.0, 11, 0.1)) == pytest.approx(10)

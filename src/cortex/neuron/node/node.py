@@ -268,10 +268,11 @@ class Node:
         self._check_open()
         model = self._library.adopt(request)
         if self._library.is_adopted(model.id):
-            before = self._library.find(model.id)
+            before = self._models.options(model.id)
             kept = self._library.keep_options(request)
             if not self._models.is_in_memory(model.id):
                 if kept != before:
+                    self._models.set_options(kept)
                     self._loader.forget(model.id)
                 await self._loader.survey_listed(kept)
         return self.model(model.id)

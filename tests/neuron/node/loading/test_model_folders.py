@@ -132,3 +132,8 @@ async def test_options_that_a_catalogue_takes_back_hold_no_more(tmp_path: Path) 
         await node.survey(plain)
         await node.unload(UnloadRequest(model_id="m"))
         assert (await node.load(plain, wait=True)).estimate_bytes == plain_bytes, "also while it was in memory"
+        await node.unload(UnloadRequest(model_id="m"))
+        described = await node.survey(replace(plain, context_tokens=64))
+        assert described.estimate_bytes == given.estimate_bytes, "not those of the last load"
+        moved = await node.survey(replace(plain, source=str(write_model(tmp_path / "moved"))))
+        assert moved.source == str(tmp_path / "moved")

@@ -256,7 +256,7 @@ async def test_a_server_that_hangs_is_killed_and_started_again(caller: Caller, m
 async def test_a_drain_waits_for_the_response(caller: Caller) -> None:
     async with caller.post(text="forever", stream=True) as response:
         await _first_piece(response)
-        unloading = asyncio.create_task(caller.node.unload(UnloadRequest(model_id="m", drain_s=WAIT_S)))
+        unloading = asyncio.create_task(caller.node.unload(UnloadRequest(model_id="m", drain_s=NEVER_S)))
         await until(lambda: caller.node.model("m").state is ModelState.UNLOADING)
         assert len(servers()) == 1
     await unloading

@@ -17,7 +17,7 @@ from urllib.parse import quote
 import pytest
 
 from ...ports import free_port
-from ...waiting import WAIT_S
+from ...waiting import NEVER_S, WAIT_S
 from .conftest import nodes_of, text_of, until
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Pair:
     def _start(self, listen: str, key: str, *settings: str) -> Daemon:
         beside = f'[[models]]\nid = "{BESIDE}"\nsource = "{self.model}"\ndevices = [1]'
         daemon = self.start_daemon(
-            "drain_s = 600.0",
+            f"drain_s = {NEVER_S}",
             "cpu_devices = 2",
             "limits.step_timeout_s = 20.0",
             "limits.sleep_mb = 64",

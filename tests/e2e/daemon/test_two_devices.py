@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ...waiting import WAIT_S
+from ...waiting import NEVER_S, WAIT_S
 from .conftest import nodes_of, until
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ SCHEMA = {
 def daemon(start_daemon: StartDaemon, tiny_model: Path, wide_model: Path) -> Daemon:
     divided = [f'[[models]]\nid = "{name}"\nsource = "{tiny_model}"\n{name} = 2' for name in DIVISIONS]
     daemon = start_daemon(
-        "drain_s = 600.0",
+        f"drain_s = {NEVER_S}",
         "cpu_devices = 2",
         # The weights of the wide model take 60 MB, so there is room for two of them and not for three.
         "limits = { max_num_seqs = 1, add_replica_after_s = 0.2, memory_mb = 170 }",

@@ -15,7 +15,7 @@ from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.wire.errors import InsufficientCapacity, ModelInUse, Overloaded
 from cortex.wire.node.protocol import Device, LoadRequest, ModelState, ModelStatus, UnloadRequest
 
-from ...waiting import WAIT_S
+from ...waiting import NEVER_S
 from ..generations import Reader
 from .node_calls import has_worker, load, request, tokens_of, until, worker_of
 
@@ -86,7 +86,7 @@ async def test_running_requests_finish_before_sleep(tmp_path: Path) -> None:
         await load(node)
         running = asyncio.create_task(generate(node))
         await until(lambda: node.model("m").load.running == 1)
-        status = await put_to_sleep(node, drain_s=WAIT_S)
+        status = await put_to_sleep(node, drain_s=NEVER_S)
         assert status.state is ModelState.ASLEEP
         assert await running == [1, 2, 3, 4, 5]
 
@@ -168,7 +168,7 @@ async def test_unload_while_falling_asleep_leaves_nothing(tmp_path: Path) -> Non
         await load(node)
         running = asyncio.create_task(generate(node))
         await until(lambda: node.model("m").load.running == 1)
-        falling_asleep = asyncio.create_task(put_to_sleep(node, drain_s=WAIT_S))
+        falling_asleep = asyncio.create_task(put_to_sleep(node, drain_s=NEVER_S))
         await until(lambda: node.model("m").state is ModelState.UNLOADING)
         assert (await node.unload(UnloadRequest(model_id="m"))).state is ModelState.COLD
         assert (await falling_asleep).state is ModelState.COLD
@@ -213,7 +213,7 @@ async def test_load_ordered_during_an_unload_keeps_its_quantisation(tmp_path: Pa
         await load(node)
         generation = Reader(node.generate("m", request(max_tokens=100_000)))
         await anext(generation)
-        unload = asyncio.create_task(node.unload(UnloadRequest(model_id="m", sleep=to_sleep, drain_s=WAIT_S)))
+        unload = asyncio.create_task(node.unload(UnloadRequest(model_id="m", sleep=to_sleep, drain_s=NEVER_S)))
         await until(lambda: node.model("m").state is ModelState.UNLOADING)
         orders = [LoadRequest(model_id="m", quant=quant) for quant in ("q4", "q8", "q4_k", None)]
         ended = await asyncio.gather(*(node.load(order, wait=False) for order in orders), return_exceptions=True)

@@ -50,3 +50,11 @@ def test_new_stream_after_a_pause_is_not_mixed_with_the_one_before() -> None:
     throughput = Throughput()
     stream(throughput, 0.0, 11, 0.1)
     assert throughput.per_s(stream(throughput, 60.0, 3, 1.0)) == 1
+
+
+def test_outputs_of_a_model_that_streams_none_take_no_memory() -> None:
+    throughput = Throughput()
+    for number in range(1000):
+        throughput.sample(number / 100, 0, is_generating=False)
+    assert len(throughput._samples) == 1  # noqa: SLF001 - nothing else shows what is kept
+    assert throughput.per_s(stream(throughput, 10.0, 11, 0.1)) == pytest.approx(10)

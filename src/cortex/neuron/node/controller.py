@@ -84,15 +84,24 @@ class ModelController:
 
     # For callers
 
+    def set_options(self, model: KnownModel) -> None:
+        """The options hold for the next load, if none is in progress or ordered. A sleeping model wakes where it is,
+        unless `model` excludes its device: then it is unloaded first."""
+        held = set() if self.instance is None else set(self.instance.host.device_indices)
+        if model.devices and not held <= set(model.devices):
+            self.unload_sleeping()
+        if self.life.state in (ModelState.COLD, ModelState.FAILED) or self._is_leaving:
+            self.model = model
+
     def want_ready(self, model: KnownModel) -> None:
         """Starts to load `model`. A load in progress or done is joined, whatever its options: the node has
         rejected another quantisation before."""
-        self._set_options(model)
+        self.set_options(model)
         self._post(events.EnsureReady())
 
     async def ensure_ready(self, model: KnownModel) -> None:
         """Returns when the model is ready; raises why it is not. Cancelling this call does not stop the load."""
-        self._set_options(model)
+        self.set_options(model)
         await self._wait(self._ready_waiters, events.EnsureReady())
 
     async def ensure_asleep(self, drain_s: float) -> None:
@@ -146,15 +155,6 @@ class ModelController:
         """Returns when nothing is in progress. The workers must have ended before."""
         if self._task is not None:
             await asyncio.wait({self._task})
-
-    def _set_options(self, model: KnownModel) -> None:
-        """The options hold for the next load, if none is in progress or ordered. A sleeping model wakes where it is,
-        unless `model` excludes its device: then it is unloaded first."""
-        held = set() if self.instance is None else set(self.instance.host.device_indices)
-        if model.devices and not held <= set(model.devices):
-            self.unload_sleeping()
-        if self.life.state in (ModelState.COLD, ModelState.FAILED) or self._is_leaving:
-            self.model = model
 
     @property
     def _is_leaving(self) -> bool:

@@ -76,6 +76,11 @@ class Models:
         controller = self._controllers.get(model_id)
         return controller.model if controller is not None else known
 
+    def set_options(self, model: KnownModel) -> None:
+        """The options that the model will have when it is loaded next, unless it is in memory."""
+        if (controller := self._controllers.get(model.id)) is not None:
+            controller.set_options(model)
+
     def statuses(self) -> tuple[ModelStatus, ...]:
         found = tuple(self.status(model.id) for model in self._library)
         if len(self._unused) > len(found):  # some are not listed any more

@@ -31,7 +31,7 @@ from cortex.neuron.node.harness.upstream import Upstream
 from cortex.neuron.node.loading.device_room import DeviceRoom
 from cortex.neuron.node.loading.files import fetch
 from cortex.neuron.node.loading.forecast import Forecast
-from cortex.neuron.node.loading.library import Fetch, Library, scan_cache
+from cortex.neuron.node.loading.library import Fetch, KnownModel, Library, scan_cache
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.loading.model_folders import scan_folders
@@ -248,11 +248,7 @@ class Node:
 
     async def load(self, request: LoadRequest, *, wait: bool) -> ModelStatus:
         """Idempotent: joins a load in progress. With `wait`, returns when the model is ready or raises why not."""
-        self._check_open()
-        if request.harness is not None:
-            self._harnesses.named(request.harness)
-        model = self._library.adopt(request)
-        self.files.reject_if_deleting(model)
+        model = self._adopt(request)
         if request.quant is not None:
             self._free_another_quant(model.id, request.quant)
         if wait:
@@ -262,15 +258,29 @@ class Node:
         return self.model(request.model_id)
 
     async def survey(self, request: LoadRequest) -> ModelStatus:
-        """Lists a model and reads its files, so that its size is known, or why it cannot be loaded. Does nothing to one
-        that the node has by itself, or that is in memory. Raises ModelNotFound and LoadFailed, as `load` does."""
-        self._check_open()
-        model = self._library.adopt(request)
-        if self._library.is_adopted(model.id) and not self._models.is_in_memory(model.id):
-            if self._library.keep_options(model):
-                self._loader.forget(model.id)
-            await self._loader.survey_listed(self._library.find(model.id))
+        """Lists a model and reads its files, so that its size is known, or why it cannot be loaded. The options hold
+        for later loads. Does nothing to a model that the node has by itself, and reads no files of one in memory.
+        Raises what `load` raises of a request."""
+        model = self._adopt(request)
+        if self._library.is_adopted(model.id):
+            before = self._models.options(model.id)
+            kept = self._library.keep_options(request)
+            if not self._models.is_in_memory(model.id):
+                if kept != before:
+                    self._models.set_options(kept)
+                    self._loader.forget(model.id)
+                await self._loader.survey_listed(kept)
         return self.model(model.id)
+
+    def _adopt(self, request: LoadRequest) -> KnownModel:
+        """The model with the options of the request. Raises ModelNotFound, ModelUnsupported, ModelInUse or
+        LoadFailed."""
+        self._check_open()
+        if request.harness is not None:
+            self._harnesses.named(request.harness)
+        model = self._library.adopt(request)
+        self.files.reject_if_deleting(model)
+        return model
 
     def _free_another_quant(self, model_id: str, quant: str) -> None:
         """Starts to unload the model where it sleeps in another quantisation than `quant`. Raises ModelInUse where it

@@ -30,7 +30,11 @@ class Throughput:
         elapsed_s = 0.0 if self._since_s is None else now_s - self._since_s
         self._since_s = now_s if is_generating else None
         self._latest_s = now_s
-        self._samples.append((elapsed_s, num_tokens))
+        if self._samples and not elapsed_s:  # samples of no length never fill the window, so none would leave it
+            latest_s, latest = self._samples[-1]
+            self._samples[-1] = (latest_s, latest + num_tokens)
+        else:
+            self._samples.append((elapsed_s, num_tokens))
         self._total_s += elapsed_s
         self._num_tokens += num_tokens
         while self._total_s - self._samples[0][0] >= self._window_s:

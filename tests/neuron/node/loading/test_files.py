@@ -28,7 +28,7 @@ def test_model_whose_index_cannot_be_read_is_damaged_and_not_absent(tmp_path: Pa
     snapshot = cached(tmp_path, b'{"weight_map": {"a": "%s"}}' % SHARD.encode())
     assert find_local("org/m", tmp_path, None) == snapshot
     (snapshot / INDEX).write_bytes(b"[]")
-    with pytest.raises(LoadFailed, match=r"org/m is damaged: .*index\.json"):
+    with pytest.raises(LoadFailed, match=r"org/m is damaged: .*index\.json.*; delete its files"):
         find_local("org/m", tmp_path, None)
     (snapshot / SHARD).unlink()
     (snapshot / INDEX).unlink()

@@ -2,6 +2,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from cortex.neuron.config import DefaultModel, HarnessSettings, ModelEntry, NeuronConfig, PeerEntry, TorchHarness
 from cortex.neuron.node.loading.library import MAX_ADOPTED, Library, cache_directory, scan_cache
@@ -130,6 +131,25 @@ def test_load_request_overrides_only_the_options_it_has() -> None:
     assert not adopted.control_tokens_in_messages
     opted_out = library.adopt(LoadRequest(model_id="b", control_tokens_in_messages=True))
     assert opted_out.control_tokens_in_messages
+
+
+def test_kept_options_are_those_of_the_latest_request_alone(tmp_path: Path) -> None:
+    library = Library(NeuronConfig(model_roots=(tmp_path,)), {})
+    plain = LoadRequest(model_id="m", source=str(tmp_path / "m"))
+    given = replace(plain, context_tokens=64, deterministic=True, quant="q4", tensor_parallel=2, devices=(0, 1))
+    bare = library.adopt(plain)
+    library.adopt(given)
+    kept = library.keep_options(given)
+    assert (kept.context_tokens, kept.quant, kept.tensor_parallel, kept.devices) == (64, "q4", 2, ())
+    assert library.find("m") == kept == library.keep_options(given)
+    assert library.keep_options(plain) == bare == library.adopt(plain)
+
+
+def test_quantisation_that_was_pulled_from_the_hub_is_kept() -> None:
+    library = Library(CONFIG, {})
+    library.adopt(LoadRequest(model_id="org/new"))
+    library.remember_quant("org/new", "q4")
+    assert library.keep_options(LoadRequest(model_id="org/new")).quant == "q4"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from cortex.wire.errors import (
 )
 from cortex.wire.node.protocol import Device, LoadRequest, ModelState, UnloadRequest
 
-from ....waiting import WAIT_S
+from ....waiting import NEVER_S, WAIT_S
 from ...generations import Reader
 from ..node_calls import has_worker, load, request, tokens_of, until, worker_bytes
 
@@ -262,7 +262,7 @@ async def test_unload_waits_for_running_requests_and_rejects_new_ones(tmp_path: 
         await load(node)
         running = asyncio.create_task(tokens_of(node.generate("m", request(max_tokens=200))))
         await until(lambda: node.model("m").load.running == 1)
-        unloading = asyncio.create_task(node.unload(UnloadRequest(model_id="m", drain_s=WAIT_S)))
+        unloading = asyncio.create_task(node.unload(UnloadRequest(model_id="m", drain_s=NEVER_S)))
         await until(lambda: node.model("m").state is ModelState.UNLOADING)
         with pytest.raises(Overloaded):
             node.generate("m", request("late"))
@@ -275,7 +275,7 @@ async def test_forced_unload_ends_a_drain_in_progress(tmp_path: Path) -> None:
         await load(node)
         running = asyncio.create_task(tokens_of(node.generate("m", request(max_tokens=10**6))))
         await until(lambda: node.model("m").load.running == 1)
-        patient = asyncio.create_task(node.unload(UnloadRequest(model_id="m", drain_s=WAIT_S)))
+        patient = asyncio.create_task(node.unload(UnloadRequest(model_id="m", drain_s=NEVER_S)))
         await until(lambda: node.model("m").state is ModelState.UNLOADING)
         await asyncio.wait_for(node.unload(UnloadRequest(model_id="m", force=True)), WAIT_S)
         assert (await asyncio.wait_for(patient, WAIT_S)).state is ModelState.COLD

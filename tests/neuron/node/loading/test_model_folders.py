@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from faulty_models import running_node, write_model
+from msgspec.structs import replace
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.loading.library import Library
 from cortex.neuron.node.loading.model_folders import scan_folders
-from cortex.wire.errors import LoadFailed
+from cortex.wire.errors import LoadFailed, ModelInUse, ModelUnsupported
 from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
 
 from ..node_calls import load
@@ -116,3 +117,38 @@ async def test_model_that_a_catalogue_names_by_path_is_sized_or_found_missing_wi
         assert {each.id for each in node.models()} == {"m"}
         await node.unload(UnloadRequest(model_id="m", forget=True))
         assert node.models() == ()
+
+
+async def test_options_that_a_catalogue_takes_back_hold_no_more(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m")
+    plain = LoadRequest(model_id="m", source=str(path))
+    async with running_node(tmp_path, {"model_roots": [str(tmp_path)]}) as node:
+        given = await node.survey(replace(plain, context_tokens=64))
+        plain_bytes = (await node.survey(plain)).estimate_bytes
+        assert (plain_bytes or 0) > (given.estimate_bytes or 0)
+        await node.survey(replace(plain, context_tokens=64))
+        loaded = await node.load(plain, wait=True)
+        assert loaded.estimate_bytes == given.estimate_bytes, "a load that names none has those of the survey"
+        await node.survey(plain)
+        await node.unload(UnloadRequest(model_id="m"))
+        assert (await node.load(plain, wait=True)).estimate_bytes == plain_bytes, "also while it was in memory"
+        await node.unload(UnloadRequest(model_id="m"))
+        described = await node.survey(replace(plain, context_tokens=64))
+        assert described.estimate_bytes == given.estimate_bytes, "not those of the last load"
+        moved = await node.survey(replace(plain, source=str(write_model(tmp_path / "moved"))))
+        assert moved.source == str(tmp_path / "moved")
+
+
+async def test_survey_with_an_unknown_harness_is_rejected_and_not_kept(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m")
+    async with running_node(tmp_path, {"model_roots": [str(tmp_path)]}) as node:
+        with pytest.raises(ModelUnsupported, match="no harness 'other'"):
+            await node.survey(LoadRequest(model_id="m", source=str(path), harness="other"))
+        assert node.models() == ()
+
+
+async def test_files_that_are_being_deleted_are_not_surveyed(tmp_path: Path) -> None:
+    async with running_node(tmp_path) as node:
+        node.files._deleting.add("org/m")  # noqa: SLF001 - a deletion takes no time that a test could use
+        with pytest.raises(ModelInUse, match="being deleted"):
+            await node.survey(LoadRequest(model_id="org/m"))

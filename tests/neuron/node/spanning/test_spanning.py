@@ -17,7 +17,7 @@ from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, Recovering
 from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
 
-from ....waiting import WAIT_S
+from ....waiting import NEVER_S, WAIT_S
 from ...generations import Reader
 from ..node_calls import generate, greedy_request, load, tokens_of, until, worker_of, write_source
 
@@ -119,7 +119,7 @@ async def nodes(tmp_path: Path, workers: WorkerFactory, peer_sleep_mb: int) -> A
     def config(models: tuple[ModelEntry, ...], *peers: PeerEntry, sleep_mb: int = 64) -> NeuronConfig:
         limits = Limits(max_num_seqs=8, sleep_mb=sleep_mb)
         return NeuronConfig(
-            models=models, peers=peers, limits=limits, drain_s=WAIT_S, cpu_devices=2, model_roots=(tmp_path,)
+            models=models, peers=peers, limits=limits, drain_s=NEVER_S, cpu_devices=2, model_roots=(tmp_path,)
         )
 
     peer = PeerEntry(name="second", endpoint="http://second:1")

@@ -63,7 +63,8 @@ class OpaqueRelay:
             except UpstreamFault as fault:
                 if isinstance(fault, UpstreamSilent):
                     await upstream.end_if_hung(str(fault))
-                await slot.check_lost()
+                slot.release()  # the server may live, and others wait for it
+                await upstream.check_lost()
                 raise UpstreamInterrupted(f"The model's server failed: {fault}; try again.") from fault
             if response.error is not None:
                 watch.failed(response.error)

@@ -121,7 +121,8 @@ class RelayedSession:
             except UpstreamFault as fault:
                 if isinstance(fault, UpstreamSilent):
                     await self._upstream.end_if_hung(str(fault))
-                await slot.check_lost()
+                slot.release()  # the server may live, and others wait for it
+                await self._upstream.check_lost()
                 raise UpstreamInterrupted(f"The model's server failed: {fault}; try again.") from fault
             except CortexError:
                 if response.is_rejected:

@@ -9,20 +9,15 @@ from cortex.neuron.api.backend import Backend
 from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.wire.errors import CortexError
 
-_LOSS_S = 5.0
-"""A server that closes a connection may have died, which is noticed a moment later."""
-
 
 class ServerSlot:
     """Owned by one request's task: `wait`, then send the request, and `release` however it ends."""
 
     def __init__(self, backend: Backend, model: str, request_id: str, principal: str) -> None:
         """Raises what `Backend.generate` raises."""
-        loop = asyncio.get_running_loop()
         self.on_lost: Callable[[CortexError], None] | None = None
         """Called where the server is lost after `wait` has returned."""
-        self._granted: asyncio.Future[None] = loop.create_future()
-        self._lost: asyncio.Future[CortexError] = loop.create_future()
+        self._granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._generation = backend.generate(model, EngineRequest(request_id, (), 1, principal=principal))
         self._generation.follow(self._receive, self._fail)
 
@@ -30,13 +25,8 @@ class ServerSlot:
         """Returns when the request may be sent. Raises CortexError."""
         await self._granted
 
-    async def check_lost(self) -> None:
-        """Raises the error of a server that was lost, also a moment from now: for a request that failed."""
-        await asyncio.wait({self._lost}, timeout=_LOSS_S)
-        if self._lost.done():
-            raise self._lost.result() from None
-
     def release(self) -> None:
+        """May be called repeatedly."""
         self._generation.cancel()
 
     def _receive(self, _: Sequence[StepOutput]) -> None:
@@ -44,7 +34,6 @@ class ServerSlot:
             self._granted.set_result(None)
 
     def _fail(self, error: CortexError) -> None:
-        self._lost.set_result(error)
         if not self._granted.done():
             self._granted.set_exception(error.with_traceback(None))
         elif self.on_lost is not None:

@@ -13,6 +13,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,9 @@ log = logging.getLogger(__name__)
 _NAMES = ("values.h", "operations.h", "tiles.h", "products.c", "lookups.c", "attention.c", "steps.c")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _COMPILE_TIMEOUT_S = 300
+_LOCK_TIMEOUT_S = _COMPILE_TIMEOUT_S + 30
+"""After it, whoever holds the lock does not go on."""
+_LOCK_POLL_S = 0.05
 _LOGGED_LINES = 3
 """How much of the compiler's output is logged."""
 _NO_SUCH_ROW = 2
@@ -120,21 +124,36 @@ def _load() -> NativeLibrary:
     library = _opened(path)
     if library is None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        failed_before = _failed_at(path)
         with _locked(path.parent):  # the workers of a divided model start together, and one of them compiles
-            library = _opened(path) or _compiled(command, path)
+            if (library := _opened(path)) is None and _failed_at(path) != failed_before:
+                raise RuntimeError("another process could not compile them; its log says why")
+            library = library or _compiled(command, path)
     return NativeLibrary(library, _threads())
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds a lock of the folder that is shared by all processes, where its file system has locks."""
+    """Holds a lock of the folder that is shared by all processes, where its file system has locks, and unless another
+    process keeps it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
     try:
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            while not _has_locked(descriptor) and time.monotonic() < deadline_s:
+                time.sleep(_LOCK_POLL_S)
         yield
     finally:
         os.close(descriptor)
+
+
+def _has_locked(descriptor: int) -> bool:
+    """Raises OSError."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _compiled(command: str, path: Path) -> ctypes.CDLL:
@@ -143,6 +162,7 @@ def _compiled(command: str, path: Path) -> ctypes.CDLL:
         _compile(command, path)
     except (OSError, subprocess.SubprocessError):  # such as a time-out, while another process has compiled them
         if (library := _opened(path)) is None:
+            _failure(path).touch()  # before the lock is free, for those that wait for it
             raise
         return library
     return ctypes.CDLL(str(path))
@@ -162,6 +182,14 @@ def _built(command: str) -> Path:
 def _failure(path: Path) -> Path:
     """Exists if they could not be compiled or opened, for `may_have_library`."""
     return path.with_suffix(".failed")
+
+
+def _failed_at(path: Path) -> int | None:
+    """When they could not be compiled the last time; None: they could."""
+    try:
+        return _failure(path).stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 @cache

@@ -35,6 +35,9 @@ class Upstream(Protocol):
         """A response is overdue. Unless another one goes on, or the server responds to a health check, it is ended, as
         one that has crashed."""
 
+    async def check_lost(self) -> None:
+        """For a request that failed: raises Recovering where the server has ended, or ends in a moment from now."""
+
     def produced(self, request_id: str) -> None:
         """The response has begun."""
 

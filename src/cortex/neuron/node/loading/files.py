@@ -36,6 +36,8 @@ def find_local(source: str, cache: Path, quant: str | None) -> Path | None:
             cancelled=lambda: False,
         )
     except Malformed as error:
-        raise LoadFailed(f"{source} is damaged: {error}") from error
+        raise LoadFailed(
+            f"{source} is damaged: {error}; delete its files (POST /files/delete) and load it again, which downloads it"
+        ) from error
     except CheckpointError:
         return None

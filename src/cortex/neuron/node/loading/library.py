@@ -80,6 +80,27 @@ def _with_own_quant(model: KnownModel) -> KnownModel:
     return replace(model, quant=parsed.quant)
 
 
+def _requested(known: KnownModel, request: LoadRequest) -> KnownModel:
+    """The model with the options of a load request, and its own where the request has none."""
+    # A gateway may name fewer devices than the model is configured to take here.
+    has_enough = len(request.devices) >= known.num_devices
+    # It divides a model among the devices that it names, but does not know of replicas. Stages are preferred to
+    # a division of every layer: where either program is configured for them, the links need them.
+    stages, shares = known.pipeline_parallel, known.tensor_parallel
+    if known.replicas == 1:
+        stages = max(stages, request.pipeline_parallel)
+        shares = 1 if stages > 1 else max(shares, request.tensor_parallel)
+    max_bytes = None if request.max_bytes is None else max(1, request.max_bytes // known.replicas)
+    model = replace(
+        request.over(known),
+        devices=request.devices if has_enough else known.devices,
+        tensor_parallel=shares,
+        pipeline_parallel=stages,
+        memory_bytes=smallest(known.memory_bytes, max_bytes),
+    )
+    return _with_own_quant(model)
+
+
 class Library:
     """Belongs to the daemon's loop."""
 
@@ -126,7 +147,7 @@ class Library:
 
     def adopt(self, request: LoadRequest) -> KnownModel:
         """The model with the options of a load request, and the configured ones where the request has none. A new id
-        is kept with its source; the other options hold for this load alone (but see `remember_quant`).
+        is kept with its source; the other options hold for this load alone (but see `keep_options`, `remember_quant`).
 
         Raises ModelNotFound for an id that is neither known, nor a hub id, nor an existing path. Raises
         SourceNotAllowed for a path outside the model roots, whether or not it exists, and LoadFailed for that of its
@@ -152,31 +173,17 @@ class Library:
                 )
             self._adopted.add(request.model_id)
             known = self._models[request.model_id] = KnownModel(id=request.model_id, source=source)
-        # A gateway may name fewer devices than the model is configured to take here.
-        has_enough = len(request.devices) >= known.num_devices
-        # It divides a model among the devices that it names, but does not know of replicas. Stages are preferred to
-        # a division of every layer: where either program is configured for them, the links need them.
-        stages, shares = known.pipeline_parallel, known.tensor_parallel
-        if known.replicas == 1:
-            stages = max(stages, request.pipeline_parallel)
-            shares = 1 if stages > 1 else max(shares, request.tensor_parallel)
-        max_bytes = None if request.max_bytes is None else max(1, request.max_bytes // known.replicas)
-        adopted = replace(
-            request.over(known),
-            devices=request.devices if has_enough else known.devices,
-            tensor_parallel=shares,
-            pipeline_parallel=stages,
-            memory_bytes=smallest(known.memory_bytes, max_bytes),
-        )
-        return _with_own_quant(adopted)
+        return _requested(known, request)
 
-    def keep_options(self, model: KnownModel) -> bool:
-        """Keep the options of a model that requests have named, for its size and for later loads that name none.
-        Returns whether they are others than before."""
-        kept = replace(model, devices=(), memory_bytes=None, max_bytes_of_nodes=())
-        is_other = kept != self._models.get(model.id)
-        self._models[model.id] = kept
-        return is_other
+    def keep_options(self, request: LoadRequest) -> KnownModel:
+        """Keep the options of a request that was adopted, for the size of a model that only requests have named and for
+        later loads that name none. Options that were kept before and are not in the request are dropped."""
+        before = self.find(request.model_id)
+        source = request.source or before.source
+        quant = None if is_path(source) else before.quant  # what was pulled from the hub is still what is here
+        kept = _requested(KnownModel(id=before.id, source=source, quant=quant), request)
+        kept = self._models[before.id] = replace(kept, devices=(), memory_bytes=None, max_bytes_of_nodes=())
+        return kept
 
     def remember_quant(self, model_id: str, quant: str | None) -> None:
         """Take `quant` for later loads that name none, unless the model is configured: `owner/name` that was pulled as

@@ -59,7 +59,9 @@ class Handler(BaseHTTPRequestHandler):
         if text == "crash":
             print("it is time to crash", flush=True)
             os._exit(3)
-        if text == "reject":
+        if text == "close":
+            self.close_connection = True
+        elif text == "reject":
             self._json(400, {"error": {"message": "too spicy"}})
         elif body.get("stream"):
             self._stream(body, text)

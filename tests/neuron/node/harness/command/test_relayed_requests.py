@@ -19,7 +19,7 @@ from cortex.wire.node import headers, usage_report
 from cortex.wire.node.protocol import ModelState, UnloadRequest
 from cortex.wire.sse import Parser
 
-from .....waiting import WAIT_S
+from .....waiting import NEVER_S, WAIT_S
 from ....api.inference.route_calls import BODIES, text_of
 from ....api.served import served
 from .commands import config, servers, through_gateway, until
@@ -214,6 +214,23 @@ async def test_a_crash_in_a_response_is_a_retryable_error_and_the_next_one_is_se
     assert await _status(caller) == 200
 
 
+async def test_a_closed_connection_frees_its_slot_before_the_server_is_known_to_live(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cortex.neuron.node.harness.command.host._LOSS_S", NEVER_S)
+    async with caller.post(text="forever", stream=True) as response:
+        await _first_piece(response)
+        failing = asyncio.create_task(_status(caller, "close"))
+        await until(lambda: caller.node.model("m").load.waiting == 1)
+        next_one = asyncio.create_task(_status(caller))
+        await until(lambda: caller.node.model("m").load.waiting == 2)
+    assert await next_one == 200
+    assert not failing.done()
+    async with caller.post(text="crash") as response:
+        assert response.status == 503
+    assert await failing == 503, "it hears of the end, too"
+
+
 @pytest.mark.parametrize("caller", [{"silence_timeout_s": 3.0}], indirect=True)
 async def test_a_response_that_hangs_fails_alone_while_the_server_is_healthy(caller: Caller) -> None:
     assert await _status(caller) == 200
@@ -239,7 +256,7 @@ async def test_a_server_that_hangs_is_killed_and_started_again(caller: Caller, m
 async def test_a_drain_waits_for_the_response(caller: Caller) -> None:
     async with caller.post(text="forever", stream=True) as response:
         await _first_piece(response)
-        unloading = asyncio.create_task(caller.node.unload(UnloadRequest(model_id="m", drain_s=WAIT_S)))
+        unloading = asyncio.create_task(caller.node.unload(UnloadRequest(model_id="m", drain_s=NEVER_S)))
         await until(lambda: caller.node.model("m").state is ModelState.UNLOADING)
         assert len(servers()) == 1
     await unloading
@@ -288,6 +305,6 @@ async def _first_piece(response: aiohttp.ClientResponse) -> None:
     await response.content.readuntil(b"on and on")
 
 
-async def _status(caller: Caller) -> int:
-    async with caller.post() as response:
+async def _status(caller: Caller, text: str = "hi") -> int:
+    async with caller.post(text=text) as response:
         return int(response.status)

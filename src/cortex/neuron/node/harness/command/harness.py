@@ -138,8 +138,12 @@ class ServerOfModel:
     def pool(self) -> Pool:
         host = self.hosts.get(self.model_id)
         if host is None or host.pool is None:
-            raise Recovering(f"the server of {self.model_id} has ended and is being started; try again")
+            raise self._recovering
         return host.pool
+
+    @property
+    def _recovering(self) -> Recovering:
+        return Recovering(f"the server of {self.model_id} has ended and is being started; try again")
 
     def check_route(self, path: str) -> None:
         if (routes := self.entry.routes) and path not in routes:
@@ -151,6 +155,10 @@ class ServerOfModel:
     async def end_if_hung(self, reason: str) -> None:
         if (host := self.hosts.get(self.model_id)) is not None:
             await host.end_if_hung(reason)
+
+    async def check_lost(self) -> None:
+        if (host := self.hosts.get(self.model_id)) is None or await host.has_ended_soon():
+            raise self._recovering
 
     def produced(self, request_id: str) -> None:
         if (host := self.hosts.get(self.model_id)) is not None:

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _HEALTH_S = 15.0
 """How long one health check may take."""
+_LOSS_S = 5.0
+"""A server that closes a connection may have died, which is noticed a moment later."""
 _PORT_TRIES = 3
 _RECLAIM_S = 5.0
 _SHORTEST_STREAM_S = 0.02
@@ -291,6 +293,12 @@ class CommandHost:
             log.warning("%s: a response is overdue, but the server responds to others: %s", self.model_id, reason)
         elif self.pool is pool:
             self.kill(reason)
+
+    async def has_ended_soon(self) -> bool:
+        """Whether the server has ended, or does in a moment from now."""
+        if self.pool is not None and self._watch is not None:
+            await asyncio.wait({self._watch}, timeout=_LOSS_S)
+        return self.pool is None
 
     def kill(self, reason: str) -> None:
         if self._server is not None:

@@ -10,7 +10,7 @@ from faulty_models import parts
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.node.bench import measurement, workload
+from cortex.neuron.node.bench import measurement, results, workload
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.factory import WorkerFactory
@@ -34,7 +34,8 @@ def small_workload(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("CORTEX_CACHE", str(tmp_path / "cache"))
+    """Only that of the results: with CORTEX_CACHE, workers would compile the native library again."""
+    monkeypatch.setattr(results, "cache_folder", lambda: tmp_path / "cache")
     return tmp_path / "cache"
 
 

@@ -158,7 +158,7 @@ class Node:
             parts.policy,
             sleep_budget,
             limits.max_prompt_tokens,
-            BenchResults(inventory.devices),
+            BenchResults(inventory.devices, limits.max_num_seqs),
         )
         self.benches = Benches(
             self._models,

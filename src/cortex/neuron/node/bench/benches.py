@@ -133,8 +133,9 @@ class Benches:
             bench.stage = stage
 
         try:
+            devices = bench.controller.serving_instance().host.device_indices
             result = await self._measure(bench.controller, on_stage).run(reload=request.reload)
-            self._models.keep_bench(bench.model_id, result)
+            self._models.keep_bench(bench.model_id, devices, result)
             self._on_changed(bench.model_id)
             bench.state, bench.result = "done", result
         except CortexError as error:

@@ -15,6 +15,7 @@ from cortex.neuron.node.bench.workload import (
     STREAMS,
     ModelRoom,
     ReplicaLimits,
+    mean_tokens,
     steady_rate,
 )
 from cortex.neuron.node.controller import ModelController
@@ -57,7 +58,7 @@ class Measurement:
         """Raises CortexError. The model is ready at the end, or a note says why it could not be loaded again.
         A cancelled run may leave it out of memory."""
         before = await self._limits()
-        rates = [(count, rate) for count in STREAMS if (rate := await self._streams(count)) is not None]
+        rates = [(count, *rate) for count in STREAMS if (rate := await self._streams(count)) is not None]
         prompt_tokens, prompt_rate = await self._prompt()
         after = await self._limits() if before is not None else None
         # Other programs may have slowed down one of the two.
@@ -70,9 +71,9 @@ class Measurement:
                 StreamRate(
                     streams=count,
                     tokens_per_s=round(rate, 1),
-                    share=round(limits.decode_share(count, rate), 4) if limits is not None else None,
+                    share=round(limits.decode_share(count, rate, tokens=tokens), 4) if limits is not None else None,
                 )
-                for count, rate in rates
+                for count, rate, tokens in rates
             ),
             prompt_tokens=prompt_tokens,
             prompt_tokens_per_s=round(prompt_rate, 1),
@@ -108,8 +109,9 @@ class Measurement:
         replicas = len(instance.host.replica_devices)
         return ReplicaLimits.of(work, measured, replicas=replicas, is_staged=model.pipeline_parallel > 1)
 
-    async def _streams(self, count: int) -> float | None:
-        """Tokens per second of so many together; None, with a note, if they do not run together here."""
+    async def _streams(self, count: int) -> tuple[float, float] | None:
+        """Tokens per second of so many together, and the tokens of each; None, with a note, if they do not run together
+        here."""
         instance = self._instance()
         named = plural(count, "stream")
         self._on_stage(named)
@@ -122,7 +124,8 @@ class Measurement:
         rate = steady_rate(measured.arrivals)
         if rate is None:
             self._notes.append(f"{named}: not all of them had begun after {STREAMS_S:.0f} s")
-        return rate
+            return None
+        return rate, mean_tokens(measured.arrivals)
 
     async def _prompt(self) -> tuple[int, float]:
         """The length of the longest prompt that was measured, and its tokens per second; 0 if none ended in time."""

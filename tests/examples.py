@@ -2,6 +2,6 @@
 
 import hypothesis
 
-MANY = hypothesis.settings(max_examples=max(100, hypothesis.settings.default.max_examples))
+MANY = hypothesis.settings(max_examples=max(100, hypothesis.settings().max_examples))
 """Decorates tests of hostile input and of long histories, whose examples cost little: 100 of them, and more in
 `make fuzz`."""

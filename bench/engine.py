@@ -219,6 +219,7 @@ def main() -> None:
     if is_gpu:
         torch.cuda.set_device(0)
     limits = measure_limits(device, 4 << 30)
+    assert limits is not None, "that much is enough"
     start = time.perf_counter()
     spec = LoadSpec(
         str(arguments.checkpoint or ""),

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from cortex.http.event_boundary import EventBoundary, LineBoundary, after_keepalives
 
+from ..examples import MANY
+
 BLANKS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 
@@ -33,6 +35,7 @@ def test_drops_only_leading_keepalives(events: bytes, rest: bytes) -> None:
     assert after_keepalives(events, PING) == rest
 
 
+@MANY
 @given(
     blank=st.sampled_from(BLANKS),
     events=st.lists(st.binary(min_size=1, max_size=12).filter(lambda data: not set(data) & set(b"\r\n")), max_size=8),
@@ -83,6 +86,7 @@ def test_passes_an_event_too_long_to_hold_in_pieces(piece_bytes: int) -> None:
     assert boundary.flush() == b"data: hal"
 
 
+@MANY
 @given(
     lines=st.lists(st.binary(max_size=12).filter(lambda data: not set(data) & set(b"\r\n")), max_size=8),
     rest=st.sampled_from([b"", b'{"hal', b' {"hal']),

@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 
 from cortex.http.head import HOP_BY_HOP, NOT_FOR_CLIENTS, NOT_FOR_NODES, encode_head, end_to_end, status_line
 
+from ..examples import MANY
 
+
+@MANY
 @given(name=st.binary(max_size=20), value=st.binary(max_size=40))
 def test_a_header_cannot_break_out_of_its_line(name: bytes, value: bytes) -> None:
     try:

@@ -12,6 +12,8 @@ from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.fields.sampling import DEFAULT_COMPLETION_TOKENS
 from cortex.wire.node.protocol import Dialect
 
+from ..examples import MANY
+
 
 def test_reads_the_fields_that_routing_needs() -> None:
     read = envelope.read(b'{"model":"a/b","stream":true,"max_tokens":5,"anything":{"else":[1,2]}}', "openai_chat").facts
@@ -138,6 +140,7 @@ values = st.recursive(
 )
 
 
+@MANY
 @given(st.dictionaries(st.text(min_size=1, max_size=8), values, max_size=5), st.text(max_size=12))
 def test_replacing_the_model_changes_nothing_else(fields: Any, model: Any) -> None:
     body = msgspec.json.encode(fields | {"model": "before"})

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from cortex.parsing.fair_queue import Entry, FairQueue, NoPlace
 
+from ..examples import MANY
+
 
 class Places:
     """A queue, and who was started in which order."""
@@ -64,6 +66,7 @@ def test_waiting_requests_are_bounded_in_all_and_for_each_client() -> None:
     assert places.queue.num_waiting == 3
 
 
+@MANY
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(0, 20)), max_size=60))
 def test_every_request_gets_a_place_once_and_places_are_never_exceeded(
     steps: list[tuple[str, bool, int]],

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from cortex.settings import Listen, Section, SettingsError, check_variables, load, loads
 
+from ..examples import MANY
+
 
 class Gateway(Section, frozen=True):
     listen: Listen = Listen("127.0.0.1:31313")
@@ -416,6 +418,7 @@ variables = st.dictionaries(
 )
 
 
+@MANY
 @given(st.lists(lines, max_size=8).map("\n".join), variables)
 def test_arbitrary_input_gives_a_config_or_a_one_line_error(text: str, env: dict[str, str]) -> None:
     try:

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from cortex.wire.errors import UpstreamInterrupted
 from cortex.wire.sse import Frame, Parser, frame
 
+from ..examples import MANY
+
 STREAM = (
     b"\xef\xbb\xbf: a comment\n\nevent: ping\ndata: {}\n\n"
     b"data: one\r\ndata: two\r\n\r\nid: 7\rretry: 5\rdata:three\r\rdata: \xc3\xa9\n\nevent: lost\n\ndata: unended"
@@ -14,6 +16,7 @@ STREAM = (
 FRAMES = [Frame("ping", "{}"), Frame("message", "one\ntwo"), Frame("message", "three"), Frame("message", "é")]
 
 
+@MANY
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
 def test_frames_do_not_depend_on_how_the_bytes_are_split(cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(STREAM)]

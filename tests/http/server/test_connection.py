@@ -15,6 +15,8 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response, Server
 from cortex.http.ticker import Ticker
 
+from ...examples import MANY
+
 
 class Wire:
     """A transport that records what is written."""
@@ -105,6 +107,7 @@ REQUESTS = st.lists(
 )
 
 
+@MANY
 @given(requests=REQUESTS, cuts=st.lists(st.integers(0, 800), max_size=10), at_once=st.booleans(), data=st.data())
 def test_requests_do_not_depend_on_how_their_bytes_arrive(
     requests: list[tuple[bytes, bytes, bytes, int]], cuts: list[int], at_once: bool, data: st.DataObject
@@ -128,6 +131,7 @@ def test_requests_do_not_depend_on_how_their_bytes_arrive(
     drive.close()
 
 
+@MANY
 @given(
     request=REQUESTS,
     damage=st.lists(st.tuples(st.integers(0, 300), st.binary(max_size=4)), min_size=1, max_size=4),

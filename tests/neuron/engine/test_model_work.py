@@ -59,6 +59,12 @@ def test_mixture_reads_the_experts_that_its_rows_select() -> None:
 
 
 def test_limits_of_a_device_are_rates() -> None:
-    limits = measure_limits(CPU, 16 << 20)
+    limits = measure_limits(CPU, 128 << 20)
+    assert limits is not None
     assert limits.bytes_per_s > 0
     assert limits.flops > 0
+
+
+@pytest.mark.parametrize("free_bytes", [0, 127 << 20])
+def test_little_memory_says_nothing_about_a_device(free_bytes: int) -> None:
+    assert measure_limits(CPU, free_bytes) is None, "it would be the rate of a cache"

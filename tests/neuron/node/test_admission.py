@@ -4,6 +4,8 @@ from hypothesis import strategies as st
 
 from cortex.neuron.node.admission import Admission, QueuedRequest, QueueFull
 
+from ...examples import MANY
+
 
 class Callers:
     """Sends requests through an admission and records which were started and which were displaced."""
@@ -158,6 +160,7 @@ actions = st.lists(
 )
 
 
+@MANY
 @given(st.integers(1, 5), st.integers(0, 4), actions)
 def test_counters_match_the_live_requests_after_any_history(
     slots: int, max_queue: int, history: list[tuple[str, str, int]]

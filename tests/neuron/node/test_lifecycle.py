@@ -34,6 +34,8 @@ from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node.protocol import ModelState
 
+from ...examples import MANY
+
 POLICY = BackoffPolicy(first_delay_s=1.0, max_streak=2, max_faults=6)
 BAD_FILES = LoadFailed("bad files")
 NO_ROOM = InsufficientCapacity("no room")
@@ -335,6 +337,7 @@ steps = st.lists(
 )
 
 
+@MANY
 @given(steps)
 def test_no_caller_waits_forever_and_the_state_matches_the_memory_after_any_history(history: list[str]) -> None:
     world = World()

@@ -11,6 +11,7 @@ from PIL import Image
 from cortex.neuron.picture_process.decoding import decode
 from cortex.wire.pictures.header import UnreadablePicture, read_header
 
+from ...examples import MANY
 from ...picture_files import animated, picture, saved
 
 RED, WHITE = (200, 30, 30), (255, 255, 255)
@@ -85,6 +86,7 @@ def test_other_formats_are_not_opened() -> None:
             decode(picture(4, 4, kind=kind))
 
 
+@MANY
 @given(st.sampled_from(["PNG", "JPEG", "WEBP", "GIF"]), st.integers(0, 4000), st.binary(min_size=1, max_size=8))
 def test_damaged_file_is_decoded_or_rejected(kind: str, at: int, damage: bytes) -> None:
     file = noise(kind)

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from cortex.wire.fields.custom_tools import InputDecoder, arguments_of, input_of
 
+from ...examples import MANY
 
+
+@MANY
 @given(
     text=st.text(st.characters(exclude_categories=["Cs"])), ascii_only=st.booleans(), cuts=st.lists(st.integers(0, 99))
 )

@@ -11,6 +11,7 @@ from PIL import Image, ImageOps
 
 from cortex.wire.pictures.header import UnreadablePicture, read_header
 
+from ...examples import MANY
 from ...picture_files import animated, picture, png_of_size, saved
 
 FILES = {
@@ -78,6 +79,7 @@ def test_reports_what_is_no_picture(file: bytes, problem: str) -> None:
         read_header(file)
 
 
+@MANY
 @given(st.sampled_from(sorted(FILES)), st.integers(0, 400), st.binary(max_size=6), st.integers(4, 500))
 def test_damaged_file_is_read_or_rejected(name: str, at: int, noise: bytes, kept: int) -> None:
     file = FILES[name]

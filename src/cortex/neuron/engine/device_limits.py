@@ -17,15 +17,21 @@ _CPU_S = 0.3
 """Other programs use a CPU too: the best try within this time counts."""
 _CPU_READ_BYTES = 256 << 20
 _CPU_SIDE = 1024
+_GPU_READ_BYTES = 2 << 30
+_MIN_READ_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""Smaller reads would show how fast a cache is."""
 
 
-def measure_limits(device: torch.device, free_bytes: int) -> DeviceLimits:
-    """Takes at most about a second, and at most half of `free_bytes`, which it gives back."""
+def measure_limits(device: torch.device, free_bytes: int) -> DeviceLimits | None:
+    """Takes at most about a second, and at most half of `free_bytes`, which it gives back. None: that is too little."""
+    read_bytes = free_bytes // 2
+    if read_bytes < _MIN_READ_BYTES[device.type]:
+        return None
     if device.type == "cpu":
-        return DeviceLimits(_cpu_read_rate(min(_CPU_READ_BYTES, free_bytes // 2)), _cpu_product_rate(_CPU_SIDE))
+        return DeviceLimits(_cpu_read_rate(min(_CPU_READ_BYTES, read_bytes)), _cpu_product_rate(_CPU_SIDE))
     try:
         return DeviceLimits(
-            read_rate(device, min(2 << 30, free_bytes // 2)),
+            read_rate(device, min(_GPU_READ_BYTES, read_bytes)),
             product_rate(device, 8192 if free_bytes > 2 << 30 else 2048),
         )
     finally:
@@ -34,8 +40,7 @@ def measure_limits(device: torch.device, free_bytes: int) -> DeviceLimits:
 
 def read_rate(device: torch.device, num_bytes: int) -> float:
     """Bytes per second of a matrix-vector product over about `num_bytes` on a GPU."""
-    rows = max(1, num_bytes // (2 * _COLUMNS))
-    matrix = torch.randn(rows, _COLUMNS, device=device, dtype=torch.bfloat16)
+    matrix = torch.randn(num_bytes // (2 * _COLUMNS), _COLUMNS, device=device, dtype=torch.bfloat16)
     vector = torch.randn(_COLUMNS, 1, device=device, dtype=torch.bfloat16)
     return matrix.nbytes / median_device_s(lambda: matrix @ vector)
 
@@ -47,7 +52,7 @@ def product_rate(device: torch.device, side: int) -> float:
 
 
 def _cpu_read_rate(num_bytes: int) -> float:
-    values = torch.ones(max(1, num_bytes // 4))
+    values = torch.ones(num_bytes // 4)
     return values.nbytes / _best_s(values.sum)
 
 

@@ -94,7 +94,10 @@ class Models:
         model = self.options(model_id)
         survey, damage = self._loader.surveys.get(model_id), self._loader.damaged.get(model_id)
         controller = self._controllers.get(model_id)
-        bench = self._bench_results.find(model, survey.facts.digest if survey is not None else None)
+        devices = None
+        if controller is not None and controller.instance is not None:
+            devices = controller.instance.host.device_indices
+        bench = self._bench_results.find(model, survey.facts.digest if survey is not None else None, devices)
         sources = (model, survey, damage, self._files.sizes, bench)
         estimate_basis = None if survey is None else self._loader.estimate_basis(model)
         if controller is None and (known := self._unused.get(model_id)) is not None:
@@ -148,11 +151,12 @@ class Models:
             and (count := instance.num_requests + self._texts.num_jobs(model_id))
         }
 
-    def keep_bench(self, model_id: str, result: BenchResult) -> None:
-        """From now on the status of the model has this result. Raises ModelNotFound."""
+    def keep_bench(self, model_id: str, devices: Iterable[int], result: BenchResult) -> None:
+        """From now on the status of the model has this result, unless it is on other hardware than `devices`, where it
+        was measured. Raises ModelNotFound."""
         survey = self._loader.surveys.get(model_id)
         digest = survey.facts.digest if survey is not None else None
-        self._bench_results.keep(self.options(model_id), digest, result)
+        self._bench_results.keep(self.options(model_id), digest, devices, result)
 
     def in_memory(self) -> list[str]:
         return [model_id for model_id in self._controllers if self.is_in_memory(model_id)]

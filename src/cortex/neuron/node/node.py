@@ -158,7 +158,7 @@ class Node:
             parts.policy,
             sleep_budget,
             limits.max_prompt_tokens,
-            BenchResults(inventory.devices),
+            BenchResults(inventory.devices, limits.max_num_seqs),
         )
         self.benches = Benches(
             self._models,
@@ -306,6 +306,7 @@ class Node:
             return self.model(request.model_id)
         drain_s = request.drain_s if request.drain_s is not None else self._config.drain_s
         controller = self._models.controller(request.model_id)
+        await self.benches.give_way(request.model_id)
         has_failed = controller.life.state is ModelState.FAILED
         ensure_unloaded = controller.ensure_asleep if request.sleep else controller.ensure_gone
         await ensure_unloaded(0.0 if request.force else drain_s)

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from cortex.neuron.engine.host_pages import store as stores
 from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace, HostPages
 
+from ....examples import MANY
+
 PAGES, STATES, OTHER = BlockKind(b"a", 0, 10), BlockKind(b"a", 1, 35), BlockKind(b"b", 0, 10)
 
 
@@ -76,6 +78,7 @@ DIGESTS = st.binary(min_size=1, max_size=1)
 KINDS = st.sampled_from([PAGES, STATES, OTHER])
 
 
+@MANY
 @given(
     budget=st.integers(0, 600),
     steps=st.lists(st.tuples(st.sampled_from(["put", "lose", "use", "forget", "limit"]), KINDS, DIGESTS), max_size=40),

@@ -4,19 +4,22 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from faulty_models import parts
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.node.bench import measurement, workload
+from cortex.neuron.node.bench import measurement, results, workload
+from cortex.neuron.node.loading.loader import ModelLoader
+from cortex.neuron.node.models import Models
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.factory import WorkerFactory
-from cortex.wire.errors import ModelInUse, ModelNotFound, Overloaded
+from cortex.wire.errors import InsufficientCapacity, ModelInUse, ModelNotFound, Overloaded
 from cortex.wire.node.bench import BenchRequest, BenchStatus
-from cortex.wire.node.protocol import ModelState
+from cortex.wire.node.protocol import ModelState, UnloadRequest
 
 from ....waiting import WAIT_S
 from ...generations import Reader
@@ -34,7 +37,8 @@ def small_workload(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("CORTEX_CACHE", str(tmp_path / "cache"))
+    """Only that of the results: with CORTEX_CACHE, workers would compile the native library again."""
+    monkeypatch.setattr(results, "cache_folder", lambda: tmp_path / "cache")
     return tmp_path / "cache"
 
 
@@ -104,14 +108,68 @@ async def test_requests_of_others_are_not_disturbed_unnoticed(tmp_path: Path, wo
         assert len(await tokens_of(stream)) > 400, "the request goes on"
 
 
-async def test_cancelled_measurement_leaves_the_model_ready(
-    tmp_path: Path, workers: WorkerFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def only_reloads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "STREAMS", ())
+
+
+@pytest.mark.usefixtures("only_reloads")
+async def test_cancelled_measurement_leaves_the_model_ready(tmp_path: Path, workers: WorkerFactory) -> None:
     async with node_with(tmp_path, workers) as node:
         await load(node, "a")
         node.benches.start(BenchRequest(model_id="a"))
         await until(lambda: node.model("a").state is not ModelState.READY)
         assert (await node.benches.cancel("a")).state == "cancelled"
         assert node.model("a").bench is None
+        await until(lambda: node.model("a").state is ModelState.READY)
+
+
+@pytest.mark.usefixtures("only_reloads")
+async def test_model_that_is_unloaded_while_it_is_measured_stays_unloaded(
+    tmp_path: Path, workers: WorkerFactory
+) -> None:
+    async with node_with(tmp_path, workers) as node:
         await load(node, "a")
+        node.benches.start(BenchRequest(model_id="a"))
+        await until(lambda: node.model("a").state is not ModelState.READY)
+        assert (await node.unload(UnloadRequest(model_id="a"))).state is ModelState.COLD
+        status = node.benches.status("a")
+        assert (status.state, status.reason) == ("cancelled", "a was unloaded while it was measured")
+
+
+@pytest.mark.usefixtures("only_reloads")
+async def test_failed_reload_keeps_what_was_measured_and_is_tried_again(
+    tmp_path: Path, workers: WorkerFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with node_with(tmp_path, workers) as node:
+        await load(node, "a")
+        load_really = ModelLoader.load
+
+        async def fail_once(*_: object) -> NoReturn:
+            monkeypatch.setattr(ModelLoader, "load", load_really)
+            raise InsufficientCapacity("another model has taken its room")
+
+        monkeypatch.setattr(ModelLoader, "load", fail_once)
+        status = await measured(node)
+        assert (status.state, status.reason) == ("done", None)
+        assert status.result is not None
+        assert status.result.prompt_tokens_per_s > 0
+        assert status.result.load_s is None
+        assert "another model has taken its room" in status.result.notes[-1]
+        await until(lambda: node.model("a").state is ModelState.READY)
+
+
+@pytest.mark.usefixtures("only_reloads")
+async def test_measurement_of_a_model_that_is_gone_has_failed(
+    tmp_path: Path, workers: WorkerFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def keep(*_: object) -> NoReturn:
+        raise ModelNotFound("a is not listed any more")
+
+    monkeypatch.setattr(Models, "keep_bench", keep)
+    async with node_with(tmp_path, workers) as node:
+        await load(node, "a")
+        assert node.benches.start(BenchRequest(model_id="a", reload=False)).state == "running"
+        await until(lambda: node.benches.status("a").state == "failed")
+        assert node.benches.status("a").reason == "a is not listed any more"
+        node.benches.start(BenchRequest(model_id="a", reload=False))  # another one may follow

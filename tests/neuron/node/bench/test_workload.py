@@ -11,6 +11,7 @@ from cortex.neuron.node.bench.workload import (
     Arrivals,
     ModelRoom,
     ReplicaLimits,
+    mean_tokens,
     steady_rate,
 )
 
@@ -67,6 +68,10 @@ def test_rate_is_of_the_time_in_which_all_streams_ran(streams: list[Arrivals], r
     assert steady_rate(streams) == rate
 
 
+def test_streams_may_have_different_numbers_of_tokens() -> None:
+    assert mean_tokens([[(0.0, 9), (2.5, 3)], [(2.0, 1)], []]) == pytest.approx(13 / 3)
+
+
 LIMITS = DeviceLimits(bytes_per_s=1000.0, flops=1e6)
 
 
@@ -74,14 +79,23 @@ def test_shares_are_of_the_time_that_the_device_would_need() -> None:
     dense = ReplicaLimits.of(StepWork(100, weights_per_token=50), [LIMITS], replicas=1, is_staged=False)
     assert dense is not None
     # A step reads 100 bytes in 0.1 s.
-    assert dense.decode_share(1, 5.0) == pytest.approx(0.5)
-    assert dense.decode_share(8, 40.0) == pytest.approx(0.5)
+    assert dense.decode_share(1, 5.0, tokens=16.0) == pytest.approx(0.5)
+    assert dense.decode_share(8, 40.0, tokens=16.0) == pytest.approx(0.5)
     # 100,000 rows are bound by their 10 million operations: 10 s.
-    assert dense.decode_share(100_000, 5_000.0) == pytest.approx(0.5)
+    assert dense.decode_share(100_000, 5_000.0, tokens=16.0) == pytest.approx(0.5)
     # 10,000 tokens take 1 million operations: 1 s.
     assert dense.prompt_share(10_000, 5_000.0) == pytest.approx(0.5)
     # A prompt of one token must still read the weights.
     assert dense.prompt_share(1, 5.0) == pytest.approx(0.5)
+
+
+def test_share_is_of_the_context_that_the_streams_had() -> None:
+    work = StepWork(100, token_bytes=1)
+    limits = ReplicaLimits.of(work, [LIMITS], replicas=1, is_staged=False)
+    assert limits is not None
+    # Halfway through 36 tokens a row has read the prompt and 18 more.
+    context_tokens = DECODE_PROMPT_TOKENS + 18
+    assert limits.decode_share(8, 40.0, tokens=36.0) == pytest.approx(5.0 * work.read_bytes(8, context_tokens) / 1000)
 
 
 def test_more_rows_select_more_experts() -> None:
@@ -97,7 +111,7 @@ def test_ranks_read_together_stages_one_after_the_other_and_replicas_share_the_s
     def share(streams: int, *, replicas: int = 1, is_staged: bool = False) -> float:
         limits = ReplicaLimits.of(work, [LIMITS, LIMITS], replicas=replicas, is_staged=is_staged)
         assert limits is not None
-        return limits.decode_share(streams, 10.0)
+        return limits.decode_share(streams, 10.0, tokens=16.0)
 
     assert share(1) == pytest.approx(0.5), "two devices read 100 bytes in 0.05 s"
     assert share(1, is_staged=True) == pytest.approx(1.0)

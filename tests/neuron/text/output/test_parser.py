@@ -14,6 +14,7 @@ from cortex.neuron.text.tools.syntaxes import call_syntax
 from cortex.neuron.text.tools.values import typed
 from cortex.wire.events import ToolCallDelta, ToolCallStart
 
+from ....examples import MANY
 from ..conftest import random_splits
 from ..responses import Parts, call, parse, parser
 
@@ -250,6 +251,7 @@ FRAGMENTS = st.sampled_from(
 )
 
 
+@MANY
 @given(
     pieces=st.lists(FRAGMENTS, max_size=12),
     syntax=st.sampled_from([None, *ToolSyntax]),

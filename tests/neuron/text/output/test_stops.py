@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from cortex.neuron.text.output.stops import StopScanner
 
+from ....examples import MANY
+
 LETTERS = st.text(alphabet="ab\n", max_size=30)
 STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=4)
 
@@ -23,6 +25,7 @@ def scan(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
     return shown + scanner.flush(), None
 
 
+@MANY
 @given(text=LETTERS, stops=STOPS, cuts=st.lists(st.integers(0, 30)))
 def test_result_does_not_depend_on_the_split(text: str, stops: list[str], cuts: list[int]) -> None:
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
@@ -30,6 +33,7 @@ def test_result_does_not_depend_on_the_split(text: str, stops: list[str], cuts: 
     assert scan(split, stops) == scan([text], stops) == scan(list(text), stops)
 
 
+@MANY
 @given(text=LETTERS, stops=STOPS)
 def test_shows_the_text_before_the_stop_that_completes_first(text: str, stops: list[str]) -> None:
     shown, hit = scan([text], stops)

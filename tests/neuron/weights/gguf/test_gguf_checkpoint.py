@@ -20,6 +20,8 @@ from cortex.neuron.weights.gguf.quants import QUANTISATIONS
 from cortex.neuron.weights.gguf.types import READABLE, GGMLType
 from cortex.neuron.weights.transfer import PackedPlacement, Placement, load_into
 
+from ....examples import MANY
+
 Writer = Callable[[], Any]
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, EXPERTS = 64, 4, 2, 16, 3
@@ -320,6 +322,7 @@ def test_rejects_an_unknown_architecture_and_lists_the_supported_ones(tmp_path: 
         open_checkpoint(write(tmp_path, model(gguf_writer(), "mamba")))
 
 
+@MANY
 @given(data=st.data())
 def test_random_damage_raises_only_checkpoint_errors(tmp_path: Path, gguf_writer: Writer, data: st.DataObject) -> None:
     """Opens the checkpoint and reads all tensors: damage that the header check accepts must raise no other error."""

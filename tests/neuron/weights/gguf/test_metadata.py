@@ -17,6 +17,8 @@ from cortex.neuron.weights.errors import CheckpointError, FilesMissing, Malforme
 from cortex.neuron.weights.gguf.metadata import read_metadata
 from cortex.neuron.weights.gguf.types import GGMLType
 
+from ....examples import MANY
+
 Writer = Callable[[], Any]
 
 
@@ -237,6 +239,7 @@ def test_path_that_is_no_regular_file_raises_files_missing(tmp_path: Path) -> No
             read_metadata(path)
 
 
+@MANY
 @given(data=st.data())
 def test_random_damage_raises_only_checkpoint_errors(tmp_path: Path, gguf_writer: Writer, data: st.DataObject) -> None:
     raw = bytearray(valid(gguf_writer()).build())

@@ -15,6 +15,8 @@ from cortex.neuron.weights.mapping import MappedFile
 from cortex.neuron.weights.safetensors.header import parse_header
 from cortex.neuron.weights.stored import StoredTensor
 
+from ....examples import MANY
+
 Compose = Callable[[Any, bytes], bytes]
 
 
@@ -106,6 +108,7 @@ def test_rejects_every_truncation(tmp_path: Path, write_safetensors_bytes: Compo
             parse(tmp_path / "m.safetensors", whole[:length])
 
 
+@MANY
 @given(data=st.data())
 def test_random_damage_raises_nothing_but_checkpoint_errors(
     tmp_path: Path, write_safetensors_bytes: Compose, data: st.DataObject

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,15 @@ from cortex.neuron.node.bench.measurement import Measurement
 from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.models import Models
-from cortex.wire.errors import CortexError, LoadFailed, ModelInUse, ModelNotFound, ModelUnsupported, shorten
+from cortex.wire.errors import (
+    CortexError,
+    LoadFailed,
+    ModelInUse,
+    ModelNotFound,
+    ModelUnsupported,
+    UnloadedWhileLoading,
+    shorten,
+)
 from cortex.wire.node.bench import BenchRequest, BenchResult, BenchState, BenchStatus
 from cortex.wire.words import plural
 
@@ -23,12 +30,16 @@ NewMeasurement = Callable[[ModelController, Callable[[str], None]], Measurement]
 
 @dataclass(slots=True, eq=False)
 class _Bench:
-    model_id: str
+    controller: ModelController
     task: asyncio.Task[None] | None = None
     state: BenchState = "running"
     stage: str = "starting"
     result: BenchResult | None = None
     error: CortexError | None = None
+
+    @property
+    def model_id(self) -> str:
+        return self.controller.model_id
 
     def ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
@@ -80,8 +91,8 @@ class Benches:
         if not request.force and (busy := self._models.busy_on(instance.host.device_indices)):
             named = ", ".join(f"{model_id} has {plural(count, 'request')}" for model_id, count in busy.items())
             raise ModelInUse(f"{named}: wait until they have ended, or send `force: true` to measure all the same")
-        bench = self._benches[request.model_id] = _Bench(request.model_id)
-        bench.task = asyncio.create_task(self._run(bench, controller, request), name=f"measure {request.model_id}")
+        bench = self._benches[request.model_id] = _Bench(controller)
+        bench.task = asyncio.create_task(self._run(bench, request), name=f"measure {request.model_id}")
         bench.task.add_done_callback(bench.ended)  # also of a task that was cancelled before it began
         return bench.status()
 
@@ -92,34 +103,44 @@ class Benches:
         return self._benches[model_id].status()
 
     async def cancel(self, model_id: str) -> BenchStatus:
-        """Returns when the measurement has ended. Raises ModelNotFound when there is none."""
+        """Returns when the measurement has ended; the model gets ready again. Raises ModelNotFound: there is none."""
         self.status(model_id)
         bench = self._benches[model_id]
-        if bench.state == "running" and bench.task is not None:
-            bench.task.cancel()
-            await asyncio.wait({bench.task})
+        if bench.state == "running":
+            # Before the first `await`: an unload that comes meanwhile is the later wish.
+            bench.controller.want_ready(bench.controller.model)
+            await self._stop(bench)
         return bench.status()
+
+    async def give_way(self, model_id: str) -> None:
+        """Ends the measurement of a model that is to be unloaded, if there is one: it would load the model again."""
+        bench = self._benches.get(model_id)
+        if bench is not None and bench.state == "running":
+            bench.error = UnloadedWhileLoading(f"{model_id} was unloaded while it was measured")
+            await self._stop(bench)
 
     async def close(self) -> None:
         for bench in self._benches.values():
-            if bench.task is not None:
-                bench.task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await bench.task
+            await self._stop(bench)
 
-    async def _run(self, bench: _Bench, controller: ModelController, request: BenchRequest) -> None:
+    async def _stop(self, bench: _Bench) -> None:
+        if bench.task is not None:
+            bench.task.cancel()
+            await asyncio.wait({bench.task})
+
+    async def _run(self, bench: _Bench, request: BenchRequest) -> None:
         def on_stage(stage: str) -> None:
             bench.stage = stage
 
         try:
-            result = await self._measure(controller, on_stage).run(reload=request.reload)
+            devices = bench.controller.serving_instance().host.device_indices
+            result = await self._measure(bench.controller, on_stage).run(reload=request.reload)
+            self._models.keep_bench(bench.model_id, devices, result)
+            self._on_changed(bench.model_id)
+            bench.state, bench.result = "done", result
         except CortexError as error:
             bench.state, bench.error = "failed", error
             log.warning("the measurement of %s failed: %s", bench.model_id, error.message)
         except Exception as error:
             bench.state, bench.error = "failed", LoadFailed("the measurement failed; see the node's log")
             log.error("the measurement of %s failed", bench.model_id, exc_info=error)
-        else:
-            self._models.keep_bench(bench.model_id, result)
-            bench.state, bench.result = "done", result
-            self._on_changed(bench.model_id)

@@ -3,7 +3,6 @@ could do."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 
@@ -16,13 +15,14 @@ from cortex.neuron.node.bench.workload import (
     STREAMS,
     ModelRoom,
     ReplicaLimits,
+    mean_tokens,
     steady_rate,
 )
 from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.instance import Instance
 from cortex.neuron.worker.process import WorkerLost
-from cortex.wire.errors import LoadFailed
+from cortex.wire.errors import CortexError, LoadFailed
 from cortex.wire.node.bench import BenchResult, StreamRate
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.words import plural
@@ -55,9 +55,10 @@ class Measurement:
         self._notes: list[str] = []
 
     async def run(self, *, reload: bool) -> BenchResult:
-        """Raises CortexError. The model is ready again at the end, also of one that was cancelled or failed."""
+        """Raises CortexError. The model is ready at the end, or a note says why it could not be loaded again.
+        A cancelled run may leave it out of memory."""
         before = await self._limits()
-        rates = [(count, rate) for count in STREAMS if (rate := await self._streams(count)) is not None]
+        rates = [(count, *rate) for count in STREAMS if (rate := await self._streams(count)) is not None]
         prompt_tokens, prompt_rate = await self._prompt()
         after = await self._limits() if before is not None else None
         # Other programs may have slowed down one of the two.
@@ -70,9 +71,9 @@ class Measurement:
                 StreamRate(
                     streams=count,
                     tokens_per_s=round(rate, 1),
-                    share=round(limits.decode_share(count, rate), 4) if limits is not None else None,
+                    share=round(limits.decode_share(count, rate, tokens=tokens), 4) if limits is not None else None,
                 )
-                for count, rate in rates
+                for count, rate, tokens in rates
             ),
             prompt_tokens=prompt_tokens,
             prompt_tokens_per_s=round(prompt_rate, 1),
@@ -102,14 +103,15 @@ class Measurement:
             except WorkerLost as lost:
                 raise LoadFailed(f"{model.id} lost its device: {lost}; try again") from lost
             if limits is None:
-                self._notes.append("no shares: there is no memory left on the device to measure its limits")
+                self._notes.append("no shares: there is not enough memory left on the device to measure its limits")
                 return None
             measured.append(limits)
         replicas = len(instance.host.replica_devices)
         return ReplicaLimits.of(work, measured, replicas=replicas, is_staged=model.pipeline_parallel > 1)
 
-    async def _streams(self, count: int) -> float | None:
-        """Tokens per second of so many together; None, with a note, if they do not run together here."""
+    async def _streams(self, count: int) -> tuple[float, float] | None:
+        """Tokens per second of so many together, and the tokens of each; None, with a note, if they do not run together
+        here."""
         instance = self._instance()
         named = plural(count, "stream")
         self._on_stage(named)
@@ -122,7 +124,8 @@ class Measurement:
         rate = steady_rate(measured.arrivals)
         if rate is None:
             self._notes.append(f"{named}: not all of them had begun after {STREAMS_S:.0f} s")
-        return rate
+            return None
+        return rate, mean_tokens(measured.arrivals)
 
     async def _prompt(self) -> tuple[int, float]:
         """The length of the longest prompt that was measured, and its tokens per second; 0 if none ended in time."""
@@ -153,7 +156,7 @@ class Measurement:
 
     async def _reloads(self) -> tuple[float | None, float | None]:
         """Seconds of a wake and of a load; requests that come meanwhile wait for them."""
-        controller, model = self._controller, self._controller.model
+        controller = self._controller
         if self._num_requests():
             self._notes.append("load and wake: not measured, because it has requests")
             return None, None
@@ -171,9 +174,10 @@ class Measurement:
             self._on_stage("load")
             await controller.ensure_gone(drain_s)
             return wake_s, await self._ready_s()
-        except asyncio.CancelledError:
-            controller.want_ready(model)  # as it was
-            raise
+        except CortexError as error:
+            self._notes.append(f"it could not be loaded again, and is tried once more: {error.message}")
+            controller.want_ready(controller.model)
+            return wake_s, None
 
     async def _ready_s(self) -> float:
         begun_s = time.perf_counter()

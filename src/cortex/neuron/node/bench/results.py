@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -20,28 +22,42 @@ from cortex.wire.words import os_error_in_words
 log = logging.getLogger(__name__)
 
 
+_Hardware = tuple[str, str, int]
+"""A device's kind, name and GiB: two with the same are as fast."""
+
+
 class _KeptResult(msgspec.Struct, frozen=True):
     model_id: str
     basis: str
+    devices: list[_Hardware]
+    """What the model was on, sorted."""
     result: BenchResult
 
 
 class BenchResults:
     """Belongs to the daemon's loop, except for the reads and writes of files, which are small."""
 
-    def __init__(self, devices: tuple[Device, ...]) -> None:
+    def __init__(self, devices: tuple[Device, ...], max_num_seqs: int) -> None:
         self._folder = _folder()
-        self._devices = [(device.kind, device.name, device.total_bytes >> 30) for device in devices]
+        self._hardware = {device.index: (device.kind, device.name, device.total_bytes >> 30) for device in devices}
+        self._max_num_seqs = max_num_seqs
         self._kept: dict[str, _KeptResult] = {kept.model_id: kept for kept in _read(self._folder)}
 
-    def find(self, model: KnownModel, digest: str | None) -> BenchResult | None:
-        """The result, if it is of this model as it is now: its files, its options, these devices, this version."""
+    def find(self, model: KnownModel, digest: str | None, devices: Iterable[int] | None) -> BenchResult | None:
+        """The result, if it is of this model as it is now: its files, its options, this version, and hardware like that
+        of `devices`. None: the model is not in memory, and may be loaded where it was measured."""
         kept = self._kept.get(model.id)
-        return kept.result if kept is not None and kept.basis == self._basis(model, digest) else None
+        if kept is None or kept.basis != self._basis(model, digest):
+            return None
+        if devices is None:
+            is_same = not Counter(kept.devices) - Counter(self._hardware.values())
+        else:
+            is_same = kept.devices == self._of(devices)
+        return kept.result if is_same else None
 
-    def keep(self, model: KnownModel, digest: str | None, result: BenchResult) -> None:
-        """A result that cannot be written is kept until the node ends."""
-        kept = self._kept[model.id] = _KeptResult(model.id, self._basis(model, digest), result)
+    def keep(self, model: KnownModel, digest: str | None, devices: Iterable[int], result: BenchResult) -> None:
+        """`devices`: those that it was measured on. A result that cannot be written is kept until the node ends."""
+        kept = self._kept[model.id] = _KeptResult(model.id, self._basis(model, digest), self._of(devices), result)
         try:
             if self._folder is None:
                 raise FileNotFoundError(errno.ENOENT, "this user has no home folder, and CORTEX_CACHE is not set")
@@ -51,11 +67,14 @@ class BenchResults:
         except OSError as error:
             log.warning("the measurement of %s is not kept: %s", model.id, os_error_in_words(error))
 
+    def _of(self, devices: Iterable[int]) -> list[_Hardware]:
+        return sorted(self._hardware[index] for index in devices)
+
     def _basis(self, model: KnownModel, digest: str | None) -> str:
         """Equal for measurements that could be compared."""
         options = (model.quant, model.kv_dtype, model.deterministic, model.vision, model.replicas)
         division = (model.tensor_parallel, model.pipeline_parallel, model.nodes)
-        stated = msgspec.json.encode((cortex.__version__, digest, options, division, self._devices))
+        stated = msgspec.json.encode((cortex.__version__, digest, options, division, self._max_num_seqs))
         return hashlib.sha256(stated).hexdigest()
 
 

@@ -62,6 +62,11 @@ def steady_rate(streams: Sequence[Arrivals]) -> float | None:
     return count / (end_s - begin_s)
 
 
+def mean_tokens(streams: Sequence[Arrivals]) -> float:
+    """Tokens of each stream. `streams` is not empty."""
+    return sum(tokens for arrivals in streams for _, tokens in arrivals) / len(streams)
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaLimits:
     """The limits of the devices that run one step of a model, and how often the model is there."""
@@ -88,11 +93,11 @@ class ReplicaLimits:
         bytes_per_s = max(self.devices.bytes_per_s, other.devices.bytes_per_s)
         return replace(self, devices=DeviceLimits(bytes_per_s, max(self.devices.flops, other.devices.flops)))
 
-    def decode_share(self, streams: int, tokens_per_s: float) -> float:
-        """The share of the limit that a rate of concurrent responses is."""
+    def decode_share(self, streams: int, tokens_per_s: float, *, tokens: float) -> float:
+        """The share of the limit that a rate of concurrent responses is, which had `tokens` each."""
         rows = -(-streams // self.replicas)
         used = min(self.replicas, streams)
-        context_tokens = DECODE_PROMPT_TOKENS + DECODE_TOKENS // 2
+        context_tokens = DECODE_PROMPT_TOKENS + round(tokens / 2)
         step_s = max(
             self.work.read_bytes(rows, context_tokens) / self.devices.bytes_per_s,
             2.0 * rows * self.work.weights_per_token / self.devices.flops,

@@ -207,6 +207,8 @@ class DeviceModels(dict[int, DeviceModel]):
         except (RuntimeError, MemoryError) as error:
             raise_device_fault(error, "measure the device")
             log.warning("the device's limits cannot be measured: %s", explain(error))
+            limits = None
+        if limits is None:
             return protocol.LimitsMeasured(query, 0.0, 0.0)
         return protocol.LimitsMeasured(query, limits.bytes_per_s, limits.flops)
 

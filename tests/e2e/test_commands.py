@@ -198,7 +198,7 @@ def test_interactive_chat_streams_keeps_its_history_and_exits(chat: Terminal) ->
     chat.wait_for("Tokyo")
     chat.wait_for("> ")
     chat.type("/stats\n")
-    chat.wait_for(r"\d+ tokens, [\d,]+ tok/s")
+    chat.wait_for(r"\d+ tokens, [\d,.]+ tok/s")
     chat.type("/nonsense\n")
     chat.wait_for("/help lists the commands")
     chat.type("/quit\n")

@@ -165,7 +165,7 @@ class Gateway:
         board = JobBoard()
         operator = OperatorCommands(self.dispatcher, self.event_log)
         self._file_routes = FileRoutes(self.dispatcher, self._nodes, board, self._metering, self._deferred)
-        self._bench_routes = BenchRoutes(self.dispatcher, operator, self._nodes, board, self._metering, self._deferred)
+        self._bench_routes = BenchRoutes(self.dispatcher, operator, self._nodes, board, self._metering)
         open_paths = paths_without_key(config)
         self._ollama_routes = OllamaRoutes(
             self.dispatcher, self._file_routes, self._metering, self._deferred, open_paths

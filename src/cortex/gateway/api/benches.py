@@ -15,7 +15,7 @@ import msgspec
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.api.following import Following
 from cortex.gateway.api.jobs import Job, JobBoard
-from cortex.gateway.api.parts import DeferredResponses, expect, read_body
+from cortex.gateway.api.parts import expect, read_body
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
@@ -48,14 +48,12 @@ class BenchRoutes:
         nodes: Mapping[str, NodeClient],
         board: JobBoard,
         metering: Metering,
-        deferred: DeferredResponses,
     ) -> None:
         self._dispatcher = dispatcher
         self._operator = operator
         self._nodes = nodes
         self._board = board
         self._metering = metering
-        self._deferred = deferred
         self._tasks: set[asyncio.Task[None]] = set()
 
     def serves(self, path: str) -> bool:

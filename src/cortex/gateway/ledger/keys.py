@@ -71,7 +71,7 @@ class KeySection(Section, frozen=True):
 
     @property
     def sees_nodes(self) -> bool:
-        """Whether its owner is told on which nodes models are."""
+        """Whether responses to this key may name nodes."""
         return self.operator or not self.models
 
     @property

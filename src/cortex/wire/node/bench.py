@@ -18,9 +18,10 @@ class StreamRate(msgspec.Struct, frozen=True, kw_only=True):
 
     streams: int
     tokens_per_s: float
-    """Of all streams together."""
+    """The sum over all streams."""
     share: float | None = None
-    """Of the limit of the devices: what they would need for the bytes that a step reads. None: it is not known."""
+    """The rate as a share of the memory limit: the time to read the bytes of a step, divided by the measured time.
+    None: not known."""
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +35,8 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     """The length of the prompt that was measured."""
     prompt_tokens_per_s: float = 0.0
     prompt_share: float | None = None
-    """Of the limit of the devices: what they would need for the operations of the prompt."""
+    """The rate as a share of the compute limit: the time for the operations of the prompt, divided by the measured
+    time. None: not known."""
     load_s: float | None = None
     """A load from the files, which were read before; None: not measured."""
     wake_s: float | None = None

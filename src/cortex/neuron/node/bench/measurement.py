@@ -110,8 +110,8 @@ class Measurement:
         return ReplicaLimits.of(work, measured, replicas=replicas, is_staged=model.pipeline_parallel > 1)
 
     async def _streams(self, count: int) -> tuple[float, float] | None:
-        """Tokens per second of so many together, and the tokens of each; None, with a note, if they do not run together
-        here."""
+        """The total tokens per second of `count` concurrent streams, and the mean number of tokens of each. None, with
+        a note, if they cannot run concurrently here."""
         instance = self._instance()
         named = plural(count, "stream")
         self._on_stage(named)

@@ -138,6 +138,7 @@ def test_catalogue_pin_is_marked_and_sleep_is_offered_only_where_possible(page: 
     two.get_by_role("menuitem", name="Unload…").click()
     page.get_by_text("models.toml pins it: the gateway loads it again.").wait_for()
     page.keyboard.press("Escape")
+    page.get_by_role("dialog").wait_for(state="detached")
     card(page, "beast").get_by_label("Actions for small on beast").click()
     card(page, "beast").get_by_role("menuitem", name="Sleep…").wait_for()
 
@@ -223,6 +224,20 @@ def test_keyboard_alone_opens_a_menu_and_a_dialog_and_gets_the_focus_back(page: 
     page.keyboard.press("Enter")
     page.keyboard.press("Escape")
     assert not menu.evaluate("summary => summary.parentElement.open")
+
+
+def test_dialog_is_open_as_soon_as_it_is_there(page: Page) -> None:
+    """An Escape that comes between the two would close nothing, and the dialog would then stay."""
+    page.goto("#/playground")
+    page.evaluate("""
+        window.seen = [];
+        new MutationObserver(() => document.querySelectorAll("dialog").forEach((each) => window.seen.push(each.open)))
+          .observe(document.body, {childList: true, subtree: true});
+    """)
+    page.get_by_text("Copy as").click()
+    page.get_by_role("menuitem", name="Curl").click()
+    page.get_by_role("dialog").wait_for()
+    assert page.evaluate("window.seen[0]")
 
 
 def test_unload_needs_a_confirmation(page: Page, node: DirectedNode) -> None:
@@ -340,6 +355,7 @@ def test_request_is_copied_for_other_programs(page: Page, stage: Stage) -> None:
         page.get_by_role("menuitem", name=name).click()
         assert expected in page.locator("pre.snippet").inner_text()
         page.keyboard.press("Escape")
+        page.get_by_role("dialog").wait_for(state="detached")
 
 
 HOSTILE = """

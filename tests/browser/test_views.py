@@ -190,6 +190,7 @@ def test_activity_is_live_and_shows_a_request_in_full(page: Page, stage: Stage, 
     dialog.get_by_text("7, of them 4 from the prefix cache").wait_for()
     assert "secret prompt" not in dialog.inner_text()
     page.keyboard.press("Escape")
+    dialog.wait_for(state="detached")
     page.get_by_role("button", name="Decisions").click()
     happened = page.locator(".timeline li").filter(has_text="beast is up")
     happened.first.wait_for()  # before the page was opened

@@ -1,5 +1,5 @@
 // Small parts that several views use.
-import { html, signal, useEffect, useRef, useState } from "./html.js";
+import { html, signal, useEffect, useLayoutEffect, useRef, useState } from "./html.js";
 
 /* --- notices: what happened, said once, at the bottom of the page */
 
@@ -29,7 +29,8 @@ export const Notices = () => html`
 
 export function Dialog({ title, onClose, children, wide }) {
   const element = useRef(null);
-  useEffect(() => {
+  // Before the browser paints: an Escape right after the dialog appeared would otherwise come before it is open.
+  useLayoutEffect(() => {
     const before = document.activeElement;
     element.current.showModal();
     element.current.querySelector("header ~ * :is(input, select, textarea)")?.focus(); // not the button that closes it
@@ -108,7 +109,7 @@ export function Menu({ label, text, children }) {
       document.removeEventListener("keydown", close);
     };
   }, []);
-  // The focus stays here while what was chosen opens a dialog, which gives it back at its end.
+  // The focus is here before what was chosen opens a dialog, which gives it back at its end.
   const close = () => {
     element.current.open = false;
     element.current.querySelector("summary").focus();
@@ -116,7 +117,7 @@ export function Menu({ label, text, children }) {
   return html`
     <details class="menu ${text ? "with-text" : ""}" ref=${element}>
       <summary aria-label=${text ? null : label} title=${text ? null : label}>${text ?? "⋯"}</summary>
-      <div class="menu-items" role="menu" onClick=${close}>${children}</div>
+      <div class="menu-items" role="menu" onClickCapture=${close}>${children}</div>
     </details>`;
 }
 

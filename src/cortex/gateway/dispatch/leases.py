@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Literal
@@ -96,9 +97,8 @@ class LeasePool:
     def __init__(self, fleet_state: FleetState, clock: Callable[[], float]) -> None:
         self._fleet_state = fleet_state
         self._loads = ReplicaLoads(clock)
-        self._in_flight: dict[ModelOnNode, int] = {}
-        self._busy: dict[str, set[str]] = {}
-        """The models of each node with requests in flight."""
+        self._in_flight: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        """Requests by node and model; only those with any."""
         self._ready = ReadyReplicas(fleet_state)
         self._ready_since: dict[str, dict[str, float]] = {}
         """By node and model."""
@@ -113,11 +113,15 @@ class LeasePool:
     @property
     def in_flight(self) -> dict[ModelOnNode, int]:
         """Requests open at each model on each node; only those with any."""
-        return self._in_flight
+        return {
+            ModelOnNode(node, model): count
+            for node, counts in self._in_flight.items()
+            for model, count in counts.items()
+        }
 
     def in_flight_on(self, node: str) -> dict[str, int]:
         """The same at the models of one node."""
-        return {model: self._in_flight[ModelOnNode(node, model)] for model in self._busy.get(node, ())}
+        return dict(self._in_flight.get(node, ()))
 
     def nodes_changed(self, changed: Iterable[ChangedNode]) -> None:
         """The fleet was rebuilt: drop what was derived from the nodes as they were."""
@@ -133,7 +137,6 @@ class LeasePool:
         model: str,
         prompt: Callable[[], bytes],
         excluded: frozenset[str] = NO_NODES,
-        *,
         has_pictures: bool = False,
     ) -> Lease | None:
         """A lease where `model` is ready, or `None`. The hot path: with one replica nothing is computed.
@@ -151,7 +154,7 @@ class LeasePool:
         return self._take_best(model, ready, prompt())
 
     def acquire_for(self, pending: PendingRequest, excluded: frozenset[str] = NO_NODES) -> Lease | None:
-        return self.acquire(pending.model, pending.prompt, excluded, has_pictures=pending.has_pictures)
+        return self.acquire(pending.model, pending.prompt, excluded, pending.has_pictures)
 
     def context_tokens(self, model: str) -> int | None:
         """The largest context of `model` where it is ready; None where that is not known."""
@@ -239,12 +242,12 @@ class LeasePool:
 
     def release(self, lease: Lease) -> bool:
         """End a lease; True when that was the last one for its model on its node."""
-        remaining = self._in_flight.get(lease.target, 0) - 1
+        counts = self._in_flight[lease.node]
+        remaining = counts.get(lease.model, 0) - 1
         if remaining > 0:
-            self._in_flight[lease.target] = remaining
+            counts[lease.model] = remaining
         else:
-            self._in_flight.pop(lease.target, None)
-            self._busy.get(lease.node, set()).discard(lease.model)
+            counts.pop(lease.model, None)
         self.recount.add(lease.node)
         if lease.has_alternatives:
             self._loads.released(lease.target, is_last=remaining <= 0)
@@ -273,7 +276,7 @@ class LeasePool:
                 known[model] = held.state_since
                 self.left_device(name, model)
             target = ModelOnNode(name, model)
-            self._loads.observed(target, held, self._in_flight.get(target, 0))
+            self._loads.observed(target, held, self._num_in_flight(target))
 
     def forget_cache(self, node: str, model: str | None = None) -> None:
         """`node` lost its cached prefixes, of one model or of all."""
@@ -290,12 +293,12 @@ class LeasePool:
 
     def _take(self, replica: ReadyReplica) -> Lease:
         target = replica.target
-        return self._counted(
-            Lease(*target, target, replica.dialects, replica.has_lifecycle, False, "the only replica that is ready")
-        )
+        node, model = target
+        reason = "the only replica that is ready"
+        return self._counted(Lease(node, model, target, replica.dialects, replica.has_lifecycle, False, reason))
 
     def _take_best(self, model: str, ready: tuple[ReadyReplica, ...], prompt: bytes) -> Lease:
-        replicas = self._loads.replicas(ready, self._in_flight)
+        replicas = self._loads.replicas(ready, self._num_in_flight)
         if (prefixes := self._prefixes.get(model)) is None:
             prefixes = self._prefixes[model] = PrefixRecord()
         chosen = choice.choose(replicas, prompt, prefixes)
@@ -307,14 +310,14 @@ class LeasePool:
         return self._counted(lease)
 
     def _counted(self, lease: Lease) -> Lease:
-        target, in_flight = lease.target, self._in_flight
-        if target in in_flight:
-            in_flight[target] += 1
-        else:
-            in_flight[target] = 1
-            self._busy.setdefault(lease.node, set()).add(lease.model)
+        counts = self._in_flight[lease.node]
+        counts[lease.model] = counts.get(lease.model, 0) + 1
         self.recount.add(lease.node)
         return lease
+
+    def _num_in_flight(self, target: ModelOnNode) -> int:
+        counts = self._in_flight.get(target.node)
+        return counts.get(target.model, 0) if counts else 0
 
 
 def _known_capabilities(node: Node, model: str, capabilities: tuple[str, ...]) -> list[bool]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
+import msgspec
+
 from cortex.fleet.index import remembered
 from cortex.fleet.topology import ModelOnNode, Node, Residency
 from cortex.gateway.dispatch.fleet_state import ChangedNode, FleetState
@@ -25,7 +27,7 @@ _NEWEST = 0.2
 """The weight of the newest measurement."""
 
 
-class ReadyReplica(NamedTuple):
+class ReadyReplica(msgspec.Struct, frozen=True):
     """A ready model on a node that takes requests. It stays the same until a report changes one of these."""
 
     target: ModelOnNode
@@ -174,8 +176,9 @@ class ReplicaLoads:
         if prefill_s and num_computed_tokens >= MIN_MEASURED_TOKENS:
             load.prefill_tokens_per_s = _averaged(load.prefill_tokens_per_s, num_computed_tokens / prefill_s)
 
-    def replicas(self, ready: Iterable[ReadyReplica], in_flight: dict[ModelOnNode, int]) -> list[Replica]:
-        """The replicas of one model now. One whose speed is not known counts as fast as the others."""
+    def replicas(self, ready: Iterable[ReadyReplica], in_flight: Callable[[ModelOnNode], int]) -> list[Replica]:
+        """The replicas of one model now, with the open requests of this gateway at each. One whose speed is not known
+        counts as fast as the others."""
         now, rate, request_s = self._clock(), 0.0, 0.0
         loads, all_measured = [], True
         for each in ready:
@@ -186,7 +189,7 @@ class ReplicaLoads:
             all_measured = all_measured and load.bench is not None and bool(load.bench.stream_rate)
         rate, request_s = rate or PREFILL_TOKENS_PER_S, request_s or REQUEST_S
         return [
-            _replica(target.node, load, in_flight.get(target, 0), now, rate, request_s, weighs_tokens=all_measured)
+            _replica(target.node, load, in_flight(target), now, rate, request_s, weighs_tokens=all_measured)
             for target, load in loads
         ]
 

@@ -96,7 +96,6 @@ class Meter(Protocol):
         limits: TokenLimits,
         context: ContextOf = _unknown,
         prices: PricesOf = _free,
-        *,
         is_counted: bool = False,
     ) -> Reservation:
         """Reserve what a request of `key`, from `key()`, may use. Raises RateLimitExceeded or InsufficientQuota, and
@@ -124,11 +123,14 @@ class Meter(Protocol):
 
 
 class _OpenReservation:
-    principal = ANONYMOUS
-    key = None
-    token_limit = None
-    is_tight = False
-    max_prompt_tokens = 0
+    __slots__ = ("is_tight", "key", "max_prompt_tokens", "principal", "token_limit")
+
+    def __init__(self) -> None:
+        self.principal = ANONYMOUS
+        self.key = None
+        self.token_limit = None
+        self.is_tight = False
+        self.max_prompt_tokens = 0
 
     def extend(self, prompt_tokens: int) -> None:
         """Nothing is reserved."""
@@ -155,7 +157,6 @@ class OpenMeter:
         limits: TokenLimits,  # noqa: ARG002
         context: ContextOf = _unknown,  # noqa: ARG002
         prices: PricesOf = _free,  # noqa: ARG002
-        *,
         is_counted: bool = False,  # noqa: ARG002
     ) -> Reservation:
         return self._reservation
@@ -189,7 +190,6 @@ class KeyedMeter:
         limits: TokenLimits,
         context: ContextOf = _unknown,
         prices: PricesOf = _free,
-        *,
         is_counted: bool = False,
     ) -> Reservation:
         if key is None:

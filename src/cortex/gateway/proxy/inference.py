@@ -34,6 +34,7 @@ from cortex.wire.errors import CortexError, Family, InvalidAPIKey, InvalidValue,
 from cortex.wire.fields.body import check_content_type
 
 _JSON = b"application/json"
+_READ_HEADERS = frozenset((b"content-type", b"origin", b"traceparent", b"x-request-id"))
 _sane_id = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _id_prefix = f"req_{os.urandom(6).hex()}"
 _id_counter = itertools.count(1)
@@ -71,7 +72,8 @@ class Inference:
         """Call `then` with the request of an exchange once its key is known and its body is read, or reject it."""
         received_at = self.services.clock()
         request = exchange.request
-        headers = dict(reversed(request.headers))  # of repeated ones the first
+        # Of repeated ones the first.
+        headers = {name: value for name, value in reversed(request.headers) if name in _READ_HEADERS}
         id = request_id_of(headers.get(b"x-request-id"))
         span = self.services.tracer.begin(route.span_name, headers.get(b"traceparent"))
         key: KeySection | None = None
@@ -90,7 +92,7 @@ class Inference:
                 task = run_once(reading, "read a large request")
                 exchange.on_disconnect(partial(_cancel, task))
                 return
-            read = relayed.read(request.body, route.dialect, generates=route.generates, strip_billing=strip_billing)
+            read = relayed.read(request.body, route.dialect, route.generates, strip_billing)
         except CortexError as error:
             self.reject_unread(exchange, route, key, id, span, error)
             return
@@ -170,7 +172,7 @@ class Inference:
             has_price = route.need == "relay"  # its tokens are not in its bytes
             if has_price:
                 num_bytes = self.services.dispatcher.spec(envelope.facts.model).tokens_per_request
-            admitted = self.services.admission.admit(received.key, num_bytes, envelope.facts, is_counted=has_price)
+            admitted = self.services.admission.admit(received.key, num_bytes, envelope.facts, has_price)
         except CortexError as error:
             self.reject(received, error)
             return

@@ -47,17 +47,22 @@ _WHOLE: Headers = (_JSON, (b"accept", b"application/json"))
 class OutgoingBody:
     """One per request. For each attempt call `choose`, then `prepare` if that is needed, then `made`."""
 
-    _choice_limit: int | None = None
-    """The limit for foreign servers, once it is known."""
-    _form: tuple[bool, int | None] = (False, None)
-    """Whether the body is translated, and the limit that is written into it."""
-    _is_checked = False
-    """Whether the media of the body are known to be in it."""
-    _unchecked = False
-    """Whether that must be known before the body is sent."""
-    _edited: bytes | None = None
-    """The body in its form, once it is made; not of a translation."""
-    _translated: tuple[GenerateRequest, bytes] | None = None
+    __slots__ = (
+        "_admitted",
+        "_choice_limit",
+        "_edited",
+        "_form",
+        "_is_checked",
+        "_is_renamed",
+        "_keeper",
+        "_received",
+        "_request",
+        "_route",
+        "_translated",
+        "_unchecked",
+        "headers",
+    )
+    method = b"POST"
 
     def __init__(self, received: ReceivedRequest, admitted: AdmittedRequest, keeper: ResponseKeeper | None) -> None:
         self._request = received
@@ -65,13 +70,21 @@ class OutgoingBody:
         self._received = received.body
         self._admitted = admitted
         self._keeper = keeper
-
-    method = b"POST"
-
-    @property
-    def headers(self) -> Headers:
+        self._is_renamed = received.envelope.facts.model != admitted.model
+        """Whether the client named the model by an alias."""
+        self.headers: Headers = _STREAM if self._route.generates and received.envelope.facts.stream else _WHOLE
         """What the node learns about the body and the response."""
-        return _STREAM if self._route.generates and self._request.envelope.facts.stream else _WHOLE
+        self._choice_limit: int | None = None
+        """The limit for foreign servers, once it is known."""
+        self._form: tuple[bool, int | None] = (False, None)
+        """Whether the body is translated, and the limit that is written into it."""
+        self._is_checked = False
+        """Whether the media of the body are known to be in it."""
+        self._unchecked = False
+        """Whether that must be known before the body is sent."""
+        self._edited: bytes | None = None
+        """The body in its form, once it is made; not of a translation."""
+        self._translated: tuple[GenerateRequest, bytes] | None = None
 
     def choose(self, lease: Lease) -> bool:
         """Choose the form for the node of `lease`; False: call `prepare` before `made`.
@@ -89,7 +102,7 @@ class OutgoingBody:
             self._form, self._edited, self._translated = form, None, None
         if form[0]:
             return self._translated is not None or not is_parsed_elsewhere(body)
-        if self._edited is None and not self._edits:
+        if self._edited is None and not self._is_renamed and (limit is None or not route.generates):
             self._edited = body
         self._unchecked = is_foreign and not self._is_checked and may_have_media(body)
         if self._unchecked and is_parsed_elsewhere(body):
@@ -137,7 +150,7 @@ class OutgoingBody:
     @property
     def _edits(self) -> dict[str, str | int]:
         edits: dict[str, str | int] = {}
-        if self._request.envelope.facts.model != self._admitted.model:  # the client named the model by an alias
+        if self._is_renamed:
             edits["model"] = self._admitted.model
         if self._form[1] is not None and self._route.generates:
             edits[_LIMITS[self._route.dialect][0]] = self._form[1]

@@ -58,7 +58,7 @@ class Bucket:
 
 
 def length_of(first_token_s: float) -> int:
-    return max(0, int(math.log(max(first_token_s, _SHORTEST_S) / _SHORTEST_S) / _GROWTH))
+    return int(math.log(first_token_s / _SHORTEST_S) / _GROWTH) if first_token_s > _SHORTEST_S else 0
 
 
 class Ring:

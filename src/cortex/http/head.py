@@ -72,7 +72,7 @@ def encode_passed_on(start_line: bytes, headers: Headers, framing: bytes) -> byt
 
 
 def _encoded(start_line: bytes, headers: Headers, framing: bytes) -> bytes:
-    head = b"\r\n".join((start_line, *map(_join_pair, headers)))
+    head = b"\r\n".join([start_line, *map(_join_pair, headers)])
     # One pass finds all three: exactly two bytes per line must be ours.
     if len(head) - len(head.translate(None, _BREAKS)) != _BYTES_PER_BREAK * len(headers):
         raise ValueError("a header, method or target contains a line break or NUL byte; it was not sent")

@@ -279,7 +279,7 @@ def read(body: bytes, dialect: Dialect, generates: bool = True) -> Envelope:
             f"model: the name has {len(fields.model)} characters, at most {MAX_MODEL_NAME} are allowed.",
             param="model",
         )
-    if isinstance(fields, _InfillFields):
+    if dialect == "llama_cpp_infill" and isinstance(fields, _InfillFields):
         return Envelope(fields.facts(fields.model), (fields.input_prefix, fields.prompt, fields.input_suffix))
     conversation = (fields.system, fields.instructions, fields.messages, fields.prompt, fields.input)
     facts, pictures = fields.facts(fields.model), find_pictures(body, dialect)

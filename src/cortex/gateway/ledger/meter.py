@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from cortex.gateway.config import Config
 from cortex.gateway.database import is_url
@@ -138,7 +138,7 @@ class _OpenReservation:
     def check_model(self, model: str) -> None:
         """Every model is allowed."""
 
-    def settle(self, usage: Usage | None, **where: Any) -> None:
+    def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
         """Nothing is recorded without keys."""
 
     def cancel(self) -> None:

@@ -59,8 +59,9 @@ class Run:
             self.lines.append(line)
 
     def wait_ready(self) -> None:
+        """Returns once it has printed that it is ready, and how it is used."""
         deadline = time.monotonic() + WAIT_S
-        while not any(line.startswith("ready") for line in self.lines):
+        while "Ctrl-C stops everything.\n" not in self.lines:
             assert self.process.poll() is None, f"cortex up ended with {self.process.returncode}:\n{self.output}"
             assert time.monotonic() < deadline, f"not ready after {WAIT_S:g} s:\n{self.output}"
             time.sleep(0.02)

@@ -95,6 +95,10 @@ class HarmonyParser:
 
     def push(self, text: str) -> list[OutputEvent]:
         self._held += text
+        if "<" not in self._held:  # with which every marker begins
+            self._take(self._held)
+            self._held = ""
+            return self._flushed()
         while (marker := _MARKER.search(self._held)) is not None:
             self._take(self._held[: marker.start()])
             self._held = self._held[marker.end() :]

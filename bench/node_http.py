@@ -4,9 +4,9 @@
 
 A whole node runs in a child: its HTTP API, a tokenizer process and a worker, whose engine (`bench/scripted_engine.py`)
 has a token for every stream at each step, `--step-ms` apart, so that every token is an event of its own. The daemon's
-loop has a CPU of its own if there are two. `bench/streams.c`, compiled, reads the streams. Printed is the CPU time of the
-daemon and of its worker for each event, in their own code and in the kernel, and that of the daemon for each request: two
-lengths of streams tell them apart.
+loop has a CPU of its own if there are two. `bench/streams.c`, compiled, reads the streams. Printed is the CPU time of
+the daemon and of its worker for each event, in their own code and in the kernel, and that of the daemon for each
+request: two lengths of streams tell them apart.
 """
 
 from __future__ import annotations

@@ -138,17 +138,20 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with 60 MB of weights: large enough for a leak to show, and quick to load."""
-    return write_model(tmp_path_factory.mktemp("wide"), inner=40_000)
+    """The same with 60 MB of weights: large enough for a leak to show, and quick to load.
+
+    Its longest response takes far longer than any pause of a test, so that it can be interrupted for certain.
+    """
+    return write_model(tmp_path_factory.mktemp("wide"), inner=40_000, context_tokens=4096)
 
 
-def write_model(folder: Path, inner: int, num_layers: int = 2) -> Path:
+def write_model(folder: Path, inner: int, num_layers: int = 2, context_tokens: int = 512) -> Path:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    sizes = {"vocab_size": len(alphabet), "intermediate_size": inner, "max_position_embeddings": 512}
+    sizes = {"vocab_size": len(alphabet), "intermediate_size": inner, "max_position_embeddings": context_tokens}
     return write_llama(folder, **sizes, num_hidden_layers=num_layers)
 
 

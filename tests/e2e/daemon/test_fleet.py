@@ -39,8 +39,8 @@ TRACE_ID, SPAN_ID = "1" * 32, "2" * 16
 CHUNK_TOKENS = 32
 MAX_RUNNING = 2
 WORDS = "one two three four five six seven eight nine ten "
-LONG_PROMPT = WORDS * 75
-PROMPT_STEPS = 750 // CHUNK_TOKENS
+LONG_PROMPT = WORDS * 180
+PROMPT_STEPS = 1800 // CHUNK_TOKENS
 
 
 @dataclass

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections import OrderedDict
+from itertools import takewhile
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,3 +82,30 @@ def test_prefix_in_host_memory_is_worth_less_than_on_the_device_and_more_than_no
     assert tokens == sorted(tokens, reverse=True)
     assert len(set(tokens)) == 4
     assert tokens[2] == pytest.approx(tokens[0] * HOST_WORTH, abs=1)
+
+
+PROMPTS = [leading_blocks(bytes([0] * shared + [number] * 2560)) for number in range(3) for shared in (0, 1024, 2048)]
+recorded = st.tuples(st.sampled_from(PROMPTS), st.integers(1, 16)).map(lambda each: each[0][: each[1]])
+
+
+@given(st.lists(st.one_of(recorded, st.just(None)), max_size=12), st.sampled_from(PROMPTS))
+def test_counts_what_a_look_at_every_block_would_find(
+    events: list[tuple[int, ...] | None], prompt: tuple[int, ...]
+) -> None:
+    """None: the model left the device."""
+    prefixes, every = PrefixRecord(max_blocks_per_place=20), OrderedDict[int, bool]()
+    for blocks in events:
+        if blocks is None:
+            prefixes.moved_to_host("a")
+            every = OrderedDict.fromkeys(every, False)
+            continue
+        prefixes.record(blocks, "a")
+        for block in reversed(blocks):
+            every[block] = True
+            every.move_to_end(block)
+        while len(every) > 20:
+            every.popitem(last=False)
+    num_known = len(list(takewhile(every.__contains__, prompt)))
+    num_on_device = len(list(takewhile(every.get, prompt)))
+    num_bytes = EDGES[num_on_device] + HOST_WORTH * (EDGES[num_known] - EDGES[num_on_device])
+    assert prefixes.num_cached_tokens(prompt, "a") == int(num_bytes) // BYTES_PER_TOKEN

@@ -49,36 +49,34 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         """A further request would cost running ones their memory."""
         return self.running + self.waiting > 0 and self.kv_used_fraction >= SATURATED_KV_FRACTION
 
-    @property
-    def delay_s(self) -> float:
-        """What a request waits for there before its own prompt is computed."""
-        delay_s = self.backlog_s
-        if self.running or self.waiting:
-            queue_s = self.waiting * self.request_s / self.running if self.running else self.waiting * SHARING_S
-            delay_s += queue_s + self.running * SHARING_S
-        if self.kv_used_fraction > SCARCE_KV_FRACTION:
-            scarcity = (self.kv_used_fraction - SCARCE_KV_FRACTION) / (1 - SCARCE_KV_FRACTION)
-            delay_s += scarcity * PREEMPTION_S
-        return delay_s
-
 
 class RoutingChoice(msgspec.Struct, frozen=True):
     """The replica for a request."""
 
-    replica: Replica
+    position: int
+    """Where it is among the candidates."""
     prefill_s: float
     """How long it is expected to compute what it has not cached of the prompt."""
 
 
 def prefill_s(replica: Replica, num_prompt_tokens: int, num_cached_tokens: int) -> float:
-    return max(0, num_prompt_tokens - num_cached_tokens) / replica.prefill_tokens_per_s
+    num_tokens = num_prompt_tokens - num_cached_tokens
+    return num_tokens / replica.prefill_tokens_per_s if num_tokens > 0 else 0.0
 
 
 def expected_s(replica: Replica, compute_s: float) -> float:
     """The expected time to the first token on `replica`, and to the last where its speed is known; less is better.
 
     `compute_s`: of the prompt."""
-    return compute_s + replica.delay_s + RESPONSE_TOKENS * replica.token_s
+    expected_s = compute_s + replica.backlog_s + RESPONSE_TOKENS * replica.token_s
+    if replica.running or replica.waiting:
+        running, waiting = replica.running, replica.waiting
+        expected_s += waiting * replica.request_s / running if running else waiting * SHARING_S
+        expected_s += running * SHARING_S
+    if replica.kv_used_fraction > SCARCE_KV_FRACTION:
+        scarcity = (replica.kv_used_fraction - SCARCE_KV_FRACTION) / (1 - SCARCE_KV_FRACTION)
+        expected_s += scarcity * PREEMPTION_S
+    return expected_s
 
 
 def choose(replicas: Sequence[Replica], prompt: bytes, prefixes: PrefixRecord) -> RoutingChoice:
@@ -89,14 +87,13 @@ def choose(replicas: Sequence[Replica], prompt: bytes, prefixes: PrefixRecord) -
     blocks = leading_blocks(prompt)
     num_prompt_tokens = len(prompt) // BYTES_PER_TOKEN
 
-    ranked = []
+    best, best_position, best_compute_s = None, 0, 0.0
     for position, replica in enumerate(replicas):
         num_cached_tokens = prefixes.num_cached_tokens(blocks, replica.place) if blocks else 0
         compute_s = prefill_s(replica, num_prompt_tokens, num_cached_tokens)
         rank = (replica.is_saturated, expected_s(replica, compute_s), replica.place)
-        ranked.append((rank, position, compute_s))
-    _, position, compute_s = min(ranked)
-    best = replicas[position]
+        if best is None or rank < best:
+            best, best_position, best_compute_s = rank, position, compute_s
     if blocks:
-        prefixes.record(blocks, best.place)
-    return RoutingChoice(best, compute_s)
+        prefixes.record(blocks, replicas[best_position].place)
+    return RoutingChoice(best_position, best_compute_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_left
 from collections import OrderedDict
 from itertools import pairwise
 
@@ -76,18 +77,15 @@ class PrefixRecord:
 
     def num_cached_tokens(self, blocks: Blocks, place: str) -> int:
         """About how many leading tokens `place` need not compute. Those in host memory count less, by what it costs to
-        copy them: `HOST_WORTH`."""
+        copy them: `HOST_WORTH`.
+
+        Where a block is known, so are those before it, and where it is on the device, so are they: `record` and what
+        it drops keep it so. So the ends are found by bisection, without a look at every block."""
         seen = self._blocks.get(place)
         if not seen:
             return 0
-        count = num_on_device = 0
-        for block in blocks:
-            is_on_device = seen.get(block)
-            if is_on_device is None:
-                break
-            count += 1
-            if is_on_device and num_on_device == count - 1:
-                num_on_device = count
+        count = bisect_left(blocks, True, key=lambda block: block not in seen)
+        num_on_device = bisect_left(blocks, True, hi=count, key=lambda block: not seen.get(block))
         num_bytes = EDGES[num_on_device] + HOST_WORTH * (EDGES[count] - EDGES[num_on_device])
         return int(num_bytes) // BYTES_PER_TOKEN
 

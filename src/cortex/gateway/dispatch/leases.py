@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Literal
 
@@ -13,7 +12,6 @@ from cortex.fleet.placement.decision import Origin
 from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.fleet_state import ChangedNode, FleetState
 from cortex.gateway.dispatch.replicas import ReadyReplica, ReadyReplicas, ReplicaLoads, ready_models
-from cortex.routing import choice
 from cortex.routing.prefixes import PrefixRecord
 from cortex.wire.errors import CortexError, Overloaded, UnsupportedModality
 from cortex.wire.node.protocol import Dialect, ModelState, ModelStatus
@@ -97,8 +95,8 @@ class LeasePool:
     def __init__(self, fleet_state: FleetState, clock: Callable[[], float]) -> None:
         self._fleet_state = fleet_state
         self._loads = ReplicaLoads(clock)
-        self._in_flight: defaultdict[str, dict[str, int]] = defaultdict(dict)
-        """Requests by node and model; only those with any."""
+        self._in_flight: dict[str, dict[str, int]] = {}
+        """By node and model; only models with any."""
         self._ready = ReadyReplicas(fleet_state)
         self._ready_since: dict[str, dict[str, float]] = {}
         """By node and model."""
@@ -119,9 +117,9 @@ class LeasePool:
             for model, count in counts.items()
         }
 
-    def in_flight_on(self, node: str) -> dict[str, int]:
+    def in_flight_on(self, node: str) -> Mapping[str, int]:
         """The same at the models of one node."""
-        return dict(self._in_flight.get(node, ()))
+        return self._in_flight.get(node, {})
 
     def nodes_changed(self, changed: Iterable[ChangedNode]) -> None:
         """The fleet was rebuilt: drop what was derived from the nodes as they were."""
@@ -242,7 +240,7 @@ class LeasePool:
 
     def release(self, lease: Lease) -> bool:
         """End a lease; True when that was the last one for its model on its node."""
-        counts = self._in_flight[lease.node]
+        counts = self._in_flight.get(lease.node, {})
         remaining = counts.get(lease.model, 0) - 1
         if remaining > 0:
             counts[lease.model] = remaining
@@ -276,7 +274,7 @@ class LeasePool:
                 known[model] = held.state_since
                 self.left_device(name, model)
             target = ModelOnNode(name, model)
-            self._loads.observed(target, held, self._num_in_flight(target))
+            self._loads.observed(target, held, self.in_flight_on(name).get(model, 0))
 
     def forget_cache(self, node: str, model: str | None = None) -> None:
         """`node` lost its cached prefixes, of one model or of all."""
@@ -298,26 +296,18 @@ class LeasePool:
         return self._counted(Lease(node, model, target, replica.dialects, replica.has_lifecycle, False, reason))
 
     def _take_best(self, model: str, ready: tuple[ReadyReplica, ...], prompt: bytes) -> Lease:
-        replicas = self._loads.replicas(ready, self._num_in_flight)
         if (prefixes := self._prefixes.get(model)) is None:
             prefixes = self._prefixes[model] = PrefixRecord()
-        chosen = choice.choose(replicas, prompt, prefixes)
-        replica = ready[replicas.index(chosen.replica)]
-        target, is_alone = replica.target, chosen.replica.running + chosen.replica.waiting == 0
-        reason = _least_time(len(ready))
-        lease = Lease(*target, target, replica.dialects, replica.has_lifecycle, True, reason, is_alone)
-        self._loads.sent(target, chosen.prefill_s)
-        return self._counted(lease)
+        replica, is_alone = self._loads.route(ready, self._in_flight, prompt, prefixes)
+        target, reason = replica.target, _least_time(len(ready))
+        return self._counted(Lease(*target, target, replica.dialects, replica.has_lifecycle, True, reason, is_alone))
 
     def _counted(self, lease: Lease) -> Lease:
-        counts = self._in_flight[lease.node]
+        if (counts := self._in_flight.get(lease.node)) is None:
+            counts = self._in_flight[lease.node] = {}
         counts[lease.model] = counts.get(lease.model, 0) + 1
         self.recount.add(lease.node)
         return lease
-
-    def _num_in_flight(self, target: ModelOnNode) -> int:
-        counts = self._in_flight.get(target.node)
-        return counts.get(target.model, 0) if counts else 0
 
 
 def _known_capabilities(node: Node, model: str, capabilities: tuple[str, ...]) -> list[bool]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from cortex.http.request import Headers
 from cortex.wire import sse
 
@@ -19,22 +21,17 @@ def stream_headers(content_type: str) -> Headers:
 STREAM_HEADERS = stream_headers(sse.CONTENT_TYPE)
 
 
-class ResponseHead:
-    """A head for the client. Read-only by convention."""
+class ResponseHead(msgspec.Struct, frozen=True, eq=False):
+    """A head for the client."""
 
-    __slots__ = ("content_length", "has_lines", "headers", "is_stream", "status")
-
-    def __init__(
-        self, status: int, headers: Headers, content_length: int | None, is_stream: bool, has_lines: bool = False
-    ) -> None:
-        self.status = status
-        self.headers = headers
-        self.content_length = content_length
-        """None where the length is not known; always None for a stream, which keepalives and errors make longer."""
-        self.is_stream = is_stream
-        """It is the head of an event stream, or of one of lines."""
-        self.has_lines = has_lines
-        """Each event of the stream is a line."""
+    status: int
+    headers: Headers
+    content_length: int | None
+    """None where the length is not known; always None for a stream, which keepalives and errors make longer."""
+    is_stream: bool
+    """It is the head of an event stream, or of one of lines."""
+    has_lines: bool = False
+    """Each event of the stream is a line."""
 
 
 def for_client(status: int, headers: Headers, content_length: int | None, ours: Headers) -> ResponseHead:

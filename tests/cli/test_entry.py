@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
+
+from cortex.cli.cortex import cortex
 
 from ..waiting import WAIT_S
 
@@ -50,6 +54,16 @@ def test_entry_point_runs_the_command_line(program: str) -> None:
     assert "-h, --help" in done.stdout
 
 
+def test_every_command_is_imported_when_it_is_needed() -> None:
+    names = cortex.list_commands(click.Context(cortex))
+    assert {"up", "status", "run", "import", "stop"} <= set(names)
+    for name in names:
+        command = cortex.get_command(click.Context(cortex), name)
+        assert command is not None
+        assert command.name == ("unload" if name == "stop" else name)
+    assert cortex.get_command(click.Context(cortex), "nonsense") is None
+
+
 def test_notice_about_the_configuration_is_printed_once(tmp_path: Path) -> None:
     (tmp_path / "cortex.toml").write_text('models_config = "models.toml"\n')
     arguments = ["cortex", "doctor", "--config", "cortex.toml"]
@@ -70,3 +84,9 @@ def test_option_for_ollamas_port_leaves_a_configured_address(tmp_path: Path) -> 
         )
     assert done.returncode != 0
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+
+
+def test_nearest_command_is_suggested_for_an_unknown_one() -> None:
+    result = CliRunner().invoke(cortex, ["statsu"])
+    assert result.exit_code == 2
+    assert "Did you mean 'status'?" in result.output

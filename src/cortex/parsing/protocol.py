@@ -98,7 +98,7 @@ class InlinePictures(ChannelMessage, frozen=True):
 
     urls: tuple[str, ...]
     sizes: tuple[int, ...]
-    """Of the files, which follow the request in `body`."""
+    """The bytes of each file; the files follow the request in `body`."""
     body: bytes
 
 
@@ -141,7 +141,7 @@ class Parsed(ChannelMessage, frozen=True):
     body: bytes
     """The whole request, packed or translated."""
     files: tuple[bytes, ...] = ()
-    """Of the pictures of a packed request."""
+    """The pictures of a packed request."""
 
 
 class Edited(ChannelMessage, frozen=True):

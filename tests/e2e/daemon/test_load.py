@@ -17,17 +17,15 @@ import pytest
 
 from ...processes import alive
 from ...waiting import WAIT_S
-from .conftest import TINY
+from .conftest import TINY, WIDE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
     from .conftest import Daemon, StartDaemon
 
 pytestmark = pytest.mark.e2e
 
-WIDE = "wide"
 STREAMS = 64
 RESPONSE_TOKENS = 12
 LONG_RESPONSE_TOKENS = 4000
@@ -35,10 +33,8 @@ DRAIN_S = 1.0
 
 
 @pytest.fixture(scope="module")
-def daemon(start_daemon: StartDaemon, wide_model: Path) -> Daemon:
-    entry = f'[[default_models]]\nid = "{WIDE}"\nsource = "{wide_model}"'
-    limits = f"[limits]\nmax_num_seqs = {STREAMS}"
-    daemon = start_daemon(f"drain_s = {DRAIN_S}", limits, entry, loads_demo=False)
+def daemon(start_daemon: StartDaemon, loads_wide: str) -> Daemon:
+    daemon = start_daemon(f"drain_s = {DRAIN_S}", f"[limits]\nmax_num_seqs = {STREAMS}", loads_wide)
     daemon.wait_ready(WIDE)
     return daemon
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-TINY, SPANNING, BESIDE, WRONG_KEY = "tiny", "spanning", "beside", "wrong key"
+SPANNING, BESIDE, WRONG_KEY = "spanning", "beside", "wrong key"
 SHARED = ("shared", "shared too", "shared as well")
 PEER_KEY = "key-of-the-second-node"
 
@@ -104,7 +104,6 @@ class Pair:
             "limits.sleep_mb = 64",
             *settings,
             beside,
-            loads_demo=False,
             listen=listen,
             key=key,
             environment={"PEER_KEY": PEER_KEY, "WRONG_KEY": "x" * 20},

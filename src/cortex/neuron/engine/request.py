@@ -151,7 +151,7 @@ class StepOutput(NamedTuple):
     num_predicted: int = 0
     """Those of `tokens` that the request's prediction has at the same place, drafted or not."""
     vectors: bytes = b""
-    """Of a request for texts: their vectors or scores in order, as little-endian float32."""
+    """What a request for texts gets: their vectors or scores in order, as little-endian float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class LoadSpec:
     """Where draft tokens come from, which a step checks in addition to drawing one; `off`: there are none. `mtp`: also
     from the model's own head for further tokens; `draft`: also from the model at `draft_path`."""
     draft_path: str = ""
-    """Of a smaller model with the same tokenizer; empty: there is none."""
+    """Where a smaller model with the same tokenizer is; empty: there is none."""
     vision: Literal["device", "cpu", "off"] = "device"
     """Where the vision tower is, if the model has one; `off`: it is not loaded, and the model reads text only."""
     max_num_seqs: int = 256

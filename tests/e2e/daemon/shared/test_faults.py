@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ....waiting import WAIT_S
-from ..conftest import until
-from .conftest import WIDE
+from ..conftest import WIDE, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable

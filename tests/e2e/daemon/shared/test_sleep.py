@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ....waiting import WAIT_S
-from .conftest import SLEEP_MB, WIDE
+from ..conftest import WIDE
+from .conftest import SLEEP_MB
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -73,7 +73,7 @@ class HarmonyParser:
         self._space = ""
         """White space that is layout if the message ends."""
         self._begun: set[_Part] = set()
-        """Of which parts there was something: another message is set apart from it."""
+        """The parts that have text: another message of a part is set apart from what it has."""
         self._is_apart = False
         self._name = ""
         self._arguments: ObjectScanner | None = None

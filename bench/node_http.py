@@ -31,7 +31,8 @@ import msgspec
 from cortex.neuron.api.app import NodeApi
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.config import NeuronConfig
-from cortex.neuron.node.node import Node, Parts
+from cortex.neuron.node.node import Node
+from cortex.neuron.node.parts import Parts
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.node.protocol import LoadRequest
 from neuron import compiled_client, cpu_s, request_bytes

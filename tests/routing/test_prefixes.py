@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.routing.prefixes import BYTES_PER_TOKEN, EDGES, HOST_WORTH, MAX_PREFIX_BYTES, PrefixRecord, leading_blocks
+from cortex.routing.prefixes import BYTES_PER_TOKEN, EDGES, MAX_PREFIX_BYTES, CachedPrefix, PrefixRecord, leading_blocks
 
 LONG = bytes(range(256)) * 400
 
@@ -29,7 +29,7 @@ def test_prefix_is_known_to_a_few_per_cent(num_bytes: int) -> None:
     prompt = (LONG * 3)[:num_bytes]
     prefixes = PrefixRecord()
     prefixes.record(leading_blocks(prompt), "a")
-    known = prefixes.num_cached_tokens(leading_blocks(prompt + b"more"), "a") * BYTES_PER_TOKEN
+    known = prefixes.cached(leading_blocks(prompt + b"more"), "a").device_tokens * BYTES_PER_TOKEN
     assert num_bytes - max(256, 0.02 * num_bytes) - BYTES_PER_TOKEN <= known <= num_bytes
 
 
@@ -41,7 +41,7 @@ def test_tells_conversations_behind_one_long_system_prompt_apart(shared: int) ->
     prefixes.record(leading_blocks(first), "a")
     prefixes.record(leading_blocks(second), "b")
     blocks = leading_blocks(first + b"the next turn")
-    assert prefixes.num_cached_tokens(blocks, "a") - prefixes.num_cached_tokens(blocks, "b") > 500
+    assert sum(prefixes.cached(blocks, "a")) - sum(prefixes.cached(blocks, "b")) > 500
 
 
 def test_record_is_bounded_for_each_place_and_keeps_recent_prefixes_from_their_start() -> None:
@@ -51,7 +51,7 @@ def test_record_is_bounded_for_each_place_and_keeps_recent_prefixes_from_their_s
         prefixes.record(blocks, "a")
     prefixes.record(prompts[0], "b")
     assert len(prefixes) == 25 + 10
-    cached = [prefixes.num_cached_tokens(blocks, "a") for blocks in prompts]
+    cached = [prefixes.cached(blocks, "a").device_tokens for blocks in prompts]
     assert cached[-3:] == [5 * 256 // BYTES_PER_TOKEN, 640, 640]
     assert not any(cached[:-3])
 
@@ -62,20 +62,93 @@ def test_forgets_one_place_only() -> None:
     prefixes.record(blocks, "a")
     prefixes.record(blocks, "b")
     prefixes.forget("a")
-    assert prefixes.num_cached_tokens(blocks, "a") == 0
-    assert prefixes.num_cached_tokens(blocks, "b") > 0
+    assert prefixes.cached(blocks, "a") == CachedPrefix()
+    assert prefixes.cached(blocks, "b").device_tokens > 0
 
 
-def test_prefix_in_host_memory_is_worth_less_than_on_the_device_and_more_than_none() -> None:
+TOKENS = 5000
+"""Of a prompt of 20,000 bytes, about."""
+
+
+def recorded(*prompts: bytes) -> PrefixRecord:
     prefixes = PrefixRecord()
-    blocks = leading_blocks(LONG)
-    for place in ("device", "host", "both"):
-        prefixes.record(blocks, place)
-    prefixes.moved_to_host("host")
-    prefixes.moved_to_host("both")
-    prefixes.record(blocks[: len(blocks) // 2], "both")
+    for prompt in prompts:
+        prefixes.record(leading_blocks(prompt), "a")
+    return prefixes
+
+
+def in_thousands(prefixes: PrefixRecord, prompt: bytes) -> tuple[int, int]:
+    cached = prefixes.cached(leading_blocks(prompt), "a")
+    return round(cached.device_tokens / 1000), round(cached.host_tokens / 1000)
+
+
+OLD, NEW = b"old " * TOKENS, b"new " * TOKENS
+
+
+@pytest.mark.parametrize(
+    ("device_tokens", "host_tokens", "old", "new"),
+    [
+        pytest.param(None, None, (5, 0), (5, 0), id="nothing is known"),
+        pytest.param(20_000, 0, (5, 0), (5, 0), id="all are on the device"),
+        pytest.param(5_000, 20_000, (0, 5), (5, 0), id="the older one has left the device for the host"),
+        pytest.param(5_000, None, (0, 5), (5, 0), id="how much the host holds is not known"),
+        pytest.param(5_000, 0, (0, 0), (5, 0), id="the older one is gone"),
+        pytest.param(5_000, 2_000, (0, 2), (5, 0), id="the end of the older one is gone"),
+        pytest.param(0, 20_000, (0, 5), (0, 5), id="both have left"),
+        pytest.param(0, 5_000, (0, 0), (0, 5), id="both have left, and the host holds the newer one"),
+        pytest.param(0, 0, (0, 0), (0, 0), id="both are gone"),
+        pytest.param(7_000, 20_000, (2, 3), (5, 0), id="the end of the older one is in host memory"),
+    ],
+)
+def test_most_recent_prefixes_are_on_the_device_and_earlier_ones_in_host_memory(
+    device_tokens: int | None, host_tokens: int | None, old: tuple[int, int], new: tuple[int, int]
+) -> None:
+    prefixes = recorded(OLD, NEW)
+    prefixes.limit("a", device_tokens, host_tokens)
+    assert (in_thousands(prefixes, OLD), in_thousands(prefixes, NEW)) == (old, new)
+    assert ("a" in prefixes) == (old != (0, 0) or new != (0, 0))
+
+
+def test_prefix_that_is_used_again_is_on_the_device_again() -> None:
+    prefixes = recorded(OLD)
+    prefixes.moved_to_host("a")
     prefixes.moved_to_host("unknown")
-    tokens = [prefixes.num_cached_tokens(blocks, place) for place in ("device", "both", "host", "unknown")]
-    assert tokens == sorted(tokens, reverse=True)
-    assert len(set(tokens)) == 4
-    assert tokens[2] == pytest.approx(tokens[0] * HOST_WORTH, abs=1)
+    assert in_thousands(prefixes, OLD) == (0, 5)
+    half = leading_blocks(OLD)[: len(leading_blocks(OLD)) // 2]
+    prefixes.record(half, "a")
+    device, host = prefixes.cached(leading_blocks(OLD), "a")
+    assert device == EDGES[len(half)] // BYTES_PER_TOKEN
+    assert device + host == pytest.approx(TOKENS, rel=0.05)
+    prefixes.limit("a", None, 0)
+    assert prefixes.cached(leading_blocks(OLD), "a") == (device, 0)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("record"), st.integers(0, 3), st.integers(1, 12)),
+            st.tuples(st.just("limit"), st.integers(0, 4000), st.integers(0, 4000)),
+            st.tuples(st.just("move"), st.just(0), st.just(0)),
+        ),
+        max_size=25,
+    )
+)
+def test_no_more_is_cached_than_a_place_reports_to_hold(events: list[tuple[str, int, int]]) -> None:
+    prompts = [leading_blocks(bytes([number]) * 4096) for number in range(4)]
+    prefixes = PrefixRecord(max_blocks_per_place=30)
+    for kind, one, other in events:
+        if kind == "record":
+            prefixes.record(prompts[one][:other], "a")
+            assert prefixes.cached(prompts[one][:other], "a") == (
+                EDGES[len(prompts[one][:other])] // BYTES_PER_TOKEN,
+                0,
+            )
+        elif kind == "move":
+            prefixes.moved_to_host("a")
+            assert not any(prefixes.cached(prompt, "a").device_tokens for prompt in prompts)
+        else:
+            prefixes.limit("a", one, other)
+            found = [prefixes.cached(prompt, "a") for prompt in prompts]
+            assert sum(each.device_tokens for each in found) <= one
+            assert sum(each.host_tokens for each in found) <= other
+        assert len(prefixes) <= 30

@@ -148,12 +148,17 @@ async def test_conversation_survives_the_unload_of_its_model_until_its_memory_is
         assert cached == 0
         worker = worker_of(node)
         await node.unload(UnloadRequest(model_id="a"))
-        await until(lambda: node.health().devices[0].kv_host_bytes > 0)
+        assert node.health().devices[0].kv_host_bytes > 0
+        kept = node.model("a").kv_host
+        assert kept is not None, "reported before the unload has ended"
+        assert kept.num_tokens == 192
         await load(node, "a")
         assert worker_of(node) == worker, "what is kept was not taken for memory that an unload did not free"
         assert await converse(node, "again") == (tokens, 192)
+        await until(lambda: (found := node.model("a").kv_host) is not None and found.tokens_per_s)
         node.devices.kv_host.give_way(0)
         await until(lambda: node.health().devices[0].kv_host_bytes == 0)
+        assert node.model("a").kv_host is None
     finally:
         await node.close()
 

@@ -106,6 +106,8 @@ class _ReplicaLoad:
     request_s: float | None = None
     bench: BenchResult | None = None
     """What the node measured: it holds until requests show more."""
+    copied_tokens_per_s: float | None = None
+    """How fast pages come back from host memory there."""
 
     @property
     def prompt_rate(self) -> float | None:
@@ -139,6 +141,7 @@ class ReplicaLoads:
         load = self._load(target)
         load.reported = held.status.load
         load.bench = held.status.bench
+        load.copied_tokens_per_s = None if held.status.kv_host is None else held.status.kv_host.tokens_per_s
         load.num_released = 0
         load.num_foreign = 0
         if num_reported := load.reported.running + load.reported.waiting:
@@ -220,6 +223,7 @@ def _replica(
         kv_used_fraction=kv_used_fraction,
         backlog_s=load.backlog_until - now if load.backlog_until > now else 0.0,
         prefill_tokens_per_s=load.prompt_rate or usual_rate,
+        copied_tokens_per_s=load.copied_tokens_per_s,
         request_s=load.whole_s or usual_request_s,
         token_s=(load.token_s(current) or 0.0) if weighs_tokens else 0.0,
     )

@@ -17,8 +17,9 @@ from cortex.neuron.engine.execution.graphs import MAX_NATIVE_ROWS, SIZES
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.filling import Progress
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors
+from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.fingerprint import fingerprint
-from cortex.neuron.engine.host_pages.tier import DeviceHostMemory, HostTier
+from cortex.neuron.engine.host_pages.tier import HostTier
 from cortex.neuron.engine.kv_pages import KVPages
 from cortex.neuron.engine.loading import LoadedModel, load_model, step_tokens
 from cortex.neuron.engine.memory.sequences import StateMemory
@@ -194,7 +195,8 @@ class Engine:
         is_gpu = self._device.type == "cuda"
         copies = BlockCopies(host.slabs, self._device)
         arguments = (host, scheduler.pages, scheduler.checkpoints, blocks, copies, self._name_by_content)
-        return HostTier(*arguments, copies_ahead=is_gpu, min_pages=FETCHED_PAGES[self._device.type])
+        min_pages = FETCHED_PAGES[self._device.type]
+        return HostTier(*arguments, model_id=self._spec.model_id, copies_ahead=is_gpu, min_pages=min_pages)
 
     def _name_by_content(self) -> bytes:
         if self._fingerprint is None:

@@ -10,9 +10,9 @@ import torch
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, consecutive
+from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.memory import HostSlabs
 from cortex.neuron.engine.host_pages.store import BlockPlace, HostPages
-from cortex.neuron.engine.host_pages.tier import DeviceHostMemory
 from cortex.neuron.engine.loading import build_model
 from cortex.neuron.engine.memory.host import HostMemory
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams

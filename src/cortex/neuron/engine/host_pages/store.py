@@ -10,7 +10,7 @@ first. Blocks of one conversation are written together, so little is lost with a
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -74,6 +74,7 @@ class HostPages:
         """The least recently used first."""
         self._slab_of: dict[tuple[BlockKind, Digest], _Slab] = {}
         self._filling: dict[BlockKind, _Slab] = {}
+        self._num_blocks: Counter[BlockKind] = Counter()
         self._next_number = 0
         self.num_bytes = 0
         """What the slabs take."""
@@ -102,6 +103,9 @@ class HostPages:
 
     def has(self, kind: BlockKind, digest: Digest) -> bool:
         return (kind, digest) in self._slab_of
+
+    def num_blocks(self, kind: BlockKind) -> int:
+        return self._num_blocks[kind]
 
     def borrow(self, kind: BlockKind, digests: Iterable[Digest]) -> list[BlockPlace]:
         """The places of blocks that `has` confirmed, which stay until `end`. They count as used, the first last."""
@@ -136,6 +140,7 @@ class HostPages:
         if (kind, digest) not in self._slab_of:
             slab.slots[digest] = place.slot
             self._slab_of[kind, digest] = slab
+            self._num_blocks[kind] += 1
         self._slabs.move_to_end(place.slab)
         self.end([place])
 
@@ -150,6 +155,7 @@ class HostPages:
             slab = self._slab_of.pop((kind, digest), None)
             if slab is not None:
                 del slab.slots[digest]
+                self._num_blocks[kind] -= 1
 
     # -- slabs -----------------------------------------------------------------------------------------------------
 
@@ -173,6 +179,7 @@ class HostPages:
             del self._filling[slab.kind]
         for digest in slab.slots:
             del self._slab_of[slab.kind, digest]
+        self._num_blocks[slab.kind] -= len(slab.slots)
         self.num_bytes -= slab.num_bytes
         self._memory.free(slab.number)
 
@@ -180,6 +187,7 @@ class HostPages:
         """Raises AssertionError unless every block is in one slab, and the slabs are within the budget."""
         found = {(slab.kind, digest): slab for slab in self._slabs.values() for digest in slab.slots}
         assert found == self._slab_of, "the maps of blocks disagree"
+        assert +self._num_blocks == Counter(kind for kind, _ in found), "blocks are counted wrongly"
         assert self.num_bytes == sum(slab.num_bytes for slab in self._slabs.values()), "bytes are counted wrongly"
         assert self.num_bytes <= self._budget_bytes or any(slab.num_copies for slab in self._slabs.values()), (
             "more than the budget is held"

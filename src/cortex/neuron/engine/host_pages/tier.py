@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
-import torch
-
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
-from cortex.neuron.engine.host_pages.memory import HostSlabs
-from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace, HostPages
+from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
+from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace
 from cortex.neuron.engine.kv_pages import IncomingPages, KVPages
 from cortex.neuron.engine.pages import Digest
 from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
@@ -29,25 +27,6 @@ COPY_BYTES = 256 << 20
 """Most bytes of one copy to host memory: about 5 ms."""
 STEPS_BETWEEN_SCANS = 16
 """After a look at the oldest pages that found nothing to copy."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceHostMemory:
-    """Host memory for the blocks of all models of a device."""
-
-    store: HostPages
-    slabs: HostSlabs
-
-    @classmethod
-    def on(cls, device: torch.device) -> DeviceHostMemory:
-        """Memory for the worker of a device, without a budget."""
-        slabs = HostSlabs(device)
-        return cls(HostPages(slabs), slabs)
-
-    def yield_to_host(self) -> None:
-        """Gives memory back if the host runs short of it."""
-        if missing := self.slabs.num_missing_bytes():
-            self.store.shrink(max(0, self.store.num_bytes - missing))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +44,8 @@ class _Fetch:
     state: tuple[int, Digest] | None
     places: tuple[BlockPlace, ...]
     num_tokens: int
+    num_bytes: int
+    started_s: float
 
     @property
     def is_complete(self) -> bool:
@@ -83,10 +64,12 @@ class HostTier:
         copies: BlockCopies,
         fingerprint: Callable[[], bytes],
         *,
+        model_id: str,
         copies_ahead: bool,
         min_pages: int,
     ) -> None:
-        """`blocks`: the pages of each KV group, then the slots of states. `copies_ahead`: pages are copied before the
+        """`blocks`: the pages of each KV group, then the slots of states. `model_id`: under which the host memory
+        reports them; empty: it does not. `copies_ahead`: pages are copied before the
         model sleeps, too. `min_pages`: fewer are computed rather than fetched."""
         self._host = host
         self._store = host.store
@@ -95,6 +78,7 @@ class HostTier:
         self._blocks = blocks
         self._copies = copies
         self._fingerprint = fingerprint
+        self._model_id = model_id
         self._copies_ahead = copies_ahead
         self._min_pages = min_pages
         self._outgoing: _Outgoing | None = None
@@ -110,7 +94,10 @@ class HostTier:
     @cached_property
     def _kinds(self) -> tuple[BlockKind, ...]:
         name = self._fingerprint()
-        return tuple(BlockKind(name, part, blocks.num_bytes) for part, blocks in enumerate(self._blocks))
+        kinds = tuple(BlockKind(name, part, blocks.num_bytes) for part, blocks in enumerate(self._blocks))
+        if self._model_id:
+            self._host.name(self._model_id, kinds, len(self._pages.groups), self._pages.page_tokens)
+        return kinds
 
     # -- to the device ---------------------------------------------------------------------------------------------
 
@@ -155,15 +142,19 @@ class HostTier:
         wanted = [(each.group, each.new_pages, each.new_digests) for each in incoming]
         if slot is not None:
             wanted.append((len(self._blocks) - 1, [slot], [digests[count - 1]]))
-        copies, places = [], []
+        copies, places, num_bytes = [], [], 0
+        started_s = self._host.rate.clock()
         for part, ids, names in wanted:
             if ids and self._blocks[part].num_bytes:
                 found = self._store.borrow(self._kinds[part], names)
                 copies.append(self._copies.to_device(self._blocks[part], ids, found))
                 places += found
+                num_bytes += len(ids) * self._blocks[part].num_bytes
         state = None if slot is None else (slot, digests[count - 1])
         num_tokens = (count - cached) * self._pages.page_tokens
-        self._fetches[request_id] = _Fetch(tuple(copies), incoming, state, tuple(places), num_tokens)
+        self._fetches[request_id] = _Fetch(
+            tuple(copies), incoming, state, tuple(places), num_tokens, num_bytes, started_s
+        )
         return True
 
     def collect(self, *, wait: bool = False) -> None:
@@ -178,6 +169,7 @@ class HostTier:
                 if fetch.state is not None and self._checkpoints is not None:
                     self._checkpoints.take_back(*fetch.state)
                 self.num_fetched_tokens += fetch.num_tokens
+                self._host.rate.measured(fetch.num_bytes, fetch.started_s)
         if self._outgoing is not None:
             if wait:
                 self._outgoing.copy.wait()

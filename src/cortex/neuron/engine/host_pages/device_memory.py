@@ -1,0 +1,79 @@
+"""The host memory for the blocks of all models of a device, and what it has of each model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from cortex.neuron.engine.host_pages.memory import HostSlabs
+from cortex.neuron.engine.host_pages.store import BlockKind, HostPages
+from cortex.neuron.engine.request import KeptPages
+
+_NEWEST = 0.2
+"""The weight of the newest measurement."""
+
+
+@dataclass(slots=True)
+class CopyRate:
+    """How fast blocks come back to the device, from the start of a copy until the engine sees its end."""
+
+    clock: Callable[[], float] = time.monotonic
+    bytes_per_s: float | None = None
+
+    def measured(self, num_bytes: int, started_s: float) -> None:
+        duration_s = self.clock() - started_s
+        if num_bytes and duration_s > 0:
+            rate, known = num_bytes / duration_s, self.bytes_per_s
+            self.bytes_per_s = rate if known is None else known + _NEWEST * (rate - known)
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelBlocks:
+    kinds: tuple[BlockKind, ...]
+    num_groups: int
+    page_tokens: int
+
+    @property
+    def token_bytes(self) -> float:
+        return sum(kind.num_bytes for kind in self.kinds[: self.num_groups]) / self.page_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceHostMemory:
+    """Outlasts the models, for as long as the worker of the device runs."""
+
+    store: HostPages
+    slabs: HostSlabs
+    rate: CopyRate = field(default_factory=CopyRate)
+    _models: dict[str, _ModelBlocks] = field(default_factory=dict)
+
+    @classmethod
+    def on(cls, device: torch.device) -> DeviceHostMemory:
+        """Memory for the worker of a device, without a budget."""
+        slabs = HostSlabs(device)
+        return cls(HostPages(slabs), slabs)
+
+    def yield_to_host(self) -> None:
+        """Gives memory back if the host runs short of it."""
+        if missing := self.slabs.num_missing_bytes():
+            self.store.shrink(max(0, self.store.num_bytes - missing))
+
+    def name(self, model_id: str, kinds: Sequence[BlockKind], num_groups: int, page_tokens: int) -> None:
+        """The model of this name, as it was loaded last, has blocks of these kinds: those of its KV groups first."""
+        self._models[model_id] = _ModelBlocks(tuple(kinds), num_groups, page_tokens)
+
+    def kept(self) -> dict[str, KeptPages]:
+        """What is here of each model that was loaded, by its name; only those of which there is anything."""
+        found = {}
+        for model_id, model in self._models.items():
+            counts = [self.store.num_blocks(kind) for kind in model.kinds]
+            num_bytes = sum(count * kind.num_bytes for count, kind in zip(counts, model.kinds, strict=True))
+            if num_bytes:
+                num_tokens = max(counts[: model.num_groups], default=0) * model.page_tokens
+                rate = self.rate.bytes_per_s
+                tokens_per_s = None if rate is None or not model.token_bytes else rate / model.token_bytes
+                found[model_id] = KeptPages(num_bytes, num_tokens, tokens_per_s)
+        return found

@@ -308,6 +308,12 @@ class Recovering(Overloaded):
     code = "recovering"
 
 
+class DatabaseUnavailable(Overloaded):
+    """What the request asks for is in the gateway's database, which fails or does not respond now."""
+
+    code = "database_unavailable"
+
+
 class ShuttingDown(Overloaded):
     """The program is shutting down and accepts no new requests."""
 

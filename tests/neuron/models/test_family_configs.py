@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import StrictDataclassError
 
-from cortex.neuron.layers.configs import KV_MIXERS, RopeConfig
+from cortex.neuron.layers.configs import KV_MIXERS, MoEConfig, RopeConfig
 from cortex.neuron.layers.rope import inverse_frequencies
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.errors import UnsupportedModel
@@ -70,7 +70,7 @@ def test_option_that_a_config_leaves_out_means_what_the_reference_library_takes_
         ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1: no layer before has full_attention"),
         ("gemma4_text", {"per_layer_config": {"1": {"sliding_window": 3}}}, "per_layer_config has 'sliding_window'"),
         ("gemma4_text", {"per_layer_config": {"1": {"num_key_value_heads": 3}}}, "cannot share 3 key-value heads"),
-        ("gemma4_text", {"enable_moe_block": True, "top_k_experts": 5}, "top_k_experts is 5, and there are 4 experts"),
+        ("gemma4_text", {"enable_moe_block": True, "top_k_experts": 5}, "asks for 5 of 4 experts"),
         ("gemma4_unified", {}, "no 'text_config'"),
         ("glm4_moe", {"n_group": 2}, "n_group is 2"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
@@ -182,21 +182,31 @@ def test_another_value_of_an_option_changes_the_model_or_is_rejected(family: str
     assert not ignored
 
 
+def is_bounded(architecture: Architecture) -> bool:
+    blocks = [block for layer in architecture.layers for block in (layer.feed_forward, layer.experts)]
+    num_tower_layers = 0 if architecture.tower is None else architecture.tower.layers
+    return all(block.experts < 10_000 for block in blocks if isinstance(block, MoEConfig)) and num_tower_layers < 10_000
+
+
 @pytest.mark.parametrize("family", TABLE)
 def test_damaged_value_of_any_option_is_read_or_rejected(family: str) -> None:
-    """No other error leaves the registry, whatever an option holds."""
+    """No other error leaves the registry, whatever an option holds, and what is computed layer by layer or expert by
+    expert has a bound."""
     whole = TABLE[family].config_of(list(TABLE[family].changes)[-1]).to_dict()
     text = whole if TABLE[family].tower is None else whole["text_config"]
     ropes = text.get("rope_parameters") or {}
     num_rejected = 0
-    for options in (text, ropes, *(part for part in ropes.values() if isinstance(part, dict))):
+    tower = whole.get("vision_config") or {}
+    for options in (text, ropes, tower, *(part for part in ropes.values() if isinstance(part, dict))):
         for option, value in list(options.items()):
-            for damaged in (None, 0, -1, "x", [1], {"a": 1}, float("nan"), 10**30):
+            for damaged in (None, 0, -1, "x", [1], {"a": 1}, float("nan"), 1 << 40, 10**30):
                 options[option] = damaged
                 try:
-                    read_architecture(whole)
+                    architecture = read_architecture(whole)
                 except UnsupportedModel:
                     num_rejected += 1
+                else:
+                    assert is_bounded(architecture), (option, damaged)
             options[option] = value
     read_architecture(whole)
     assert num_rejected > 50

@@ -27,7 +27,7 @@ from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire import sse
-from cortex.wire.errors import CortexError, InvalidValue, RouteNotFound, shorten
+from cortex.wire.errors import DatabaseUnavailable, InvalidValue, RouteNotFound, shorten
 
 PATH = "/fleet/activity"
 EVENTS_PATH = f"{PATH}/events"
@@ -195,9 +195,9 @@ class ActivityRoutes:
         self._streams.keep(exchange, self._activity.subscribe(send))
 
 
-def _unavailable(error: StoreError) -> CortexError:
+def _unavailable(error: StoreError) -> DatabaseUnavailable:
     log.error("the request log cannot be used: %s", error)
-    return CortexError("The request log cannot be used now; the gateway's log has the reason.")
+    return DatabaseUnavailable("The request log cannot be used now; the gateway's log has the reason.")
 
 
 def _is_operator(key: KeySection | None) -> bool:

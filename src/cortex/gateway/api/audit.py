@@ -14,7 +14,7 @@ from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.wire.errors import CortexError
+from cortex.wire.errors import DatabaseUnavailable
 
 PATH = "/fleet/audit"
 MAX_LISTED = 1000
@@ -44,6 +44,6 @@ class AuditRoutes:
         try:
             entries = await self._audit.read(since, until, limit, query(request, "key") or "")
         except StoreError as error:
-            raise CortexError(f"The audit log cannot be read: {error}.") from error
+            raise DatabaseUnavailable(f"The audit log cannot be read: {error}.") from error
         shown = [msgspec.structs.asdict(entry) for entry in entries]
         return json_response({"entries": [{"at": entry.pop("at_ms") / 1000} | entry for entry in shown]})

@@ -24,7 +24,7 @@ from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.wire.errors import CortexError, InvalidValue, OperatorOnly
+from cortex.wire.errors import DatabaseUnavailable, InvalidValue, OperatorOnly
 from cortex.wire.events import Usage
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class UsageRoutes:
             spends = await ledger.usage(group, since=since, until=until, key_id=key_id) if ledger is not None else []
         except StoreError as error:
             log.error("usage cannot be read: %s", error)
-            raise CortexError("Usage cannot be read now; the gateway's log has the reason.") from error
+            raise DatabaseUnavailable("Usage cannot be read now; the gateway's log has the reason.") from error
         rows = report(group, spends, lambda model, usage: cost_of(catalogue, model, usage))
         if wants_csv:
             return Response(200, _CSV_HEADERS, _as_csv(group, rows))

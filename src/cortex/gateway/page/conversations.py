@@ -18,7 +18,7 @@ from cortex.gateway.proxy.listener import CONVERSATIONS_PATH
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
 from cortex.http.server.server import Response
-from cortex.wire.errors import CortexError, InvalidValue, MethodNotAllowed, RouteNotFound
+from cortex.wire.errors import DatabaseUnavailable, InvalidValue, MethodNotAllowed, RouteNotFound
 
 T = TypeVar("T")
 MAX_KEPT = 60
@@ -64,7 +64,7 @@ class Conversations:
         self._is_closed = False
 
     async def respond(self, request: Request, key: KeySection) -> Response:
-        """Raises CortexError."""
+        """Raises `DatabaseUnavailable`, InvalidValue, RouteNotFound and MethodNotAllowed."""
         name = request.path.removeprefix(CONVERSATIONS_PATH).removeprefix(b"/").decode("latin-1")
         try:
             if not name and request.method in (b"GET", b"HEAD"):
@@ -77,7 +77,9 @@ class Conversations:
                     raise RouteNotFound("There is no such conversation.")
                 return json_response({"deleted": name})
         except StoreError as error:
-            raise CortexError("Conversations cannot be stored now; the gateway's log has the reason.") from error
+            raise DatabaseUnavailable(
+                "Conversations cannot be stored now; the gateway's log has the reason."
+            ) from error
         raise MethodNotAllowed("Conversations are listed with GET, and changed one by one with PUT and DELETE.")
 
     async def _put(self, name: str, body: bytes, key: KeySection) -> Response:

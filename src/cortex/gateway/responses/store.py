@@ -23,7 +23,7 @@ from cortex.gateway.database import Database, Execute, RejectedValue, StoreError
 from cortex.gateway.responses import conversation_tables, tables
 from cortex.gateway.responses.tables import NewResponse, StoredResponse
 from cortex.tasks import SupervisedTask, Supervisor
-from cortex.wire.errors import InvalidValue, Overloaded
+from cortex.wire.errors import DatabaseUnavailable, InvalidValue
 
 log = logging.getLogger(__name__)
 
@@ -119,29 +119,29 @@ class ResponseStore:
         log.info("response not stored: the stream of the node has no last event with the response")
 
     async def add(self, response: NewResponse) -> None:
-        """Store a response now. Raises `Overloaded` when the database is unavailable."""
+        """Store a response now. Raises `DatabaseUnavailable` when the database is unavailable."""
         await self.run(lambda execute: tables.add(execute, response, self.clock(), self.section.retention_s))
 
     async def finish(self, id: str, key_id: str, status: str, body: bytes) -> bool:
-        """Store the end of a background response; False if it has ended already. Raises `Overloaded`."""
+        """Store the end of a background response; False if it has ended already. Raises `DatabaseUnavailable`."""
         now_s, retention_s = self.clock(), self.section.retention_s
         return await self.run(lambda execute: tables.finish(execute, id, key_id, status, body, now_s, retention_s))
 
     async def read(self, key_id: str, id: str) -> StoredResponse | None:
-        """A stored response of the key. Raises `Overloaded`."""
+        """A stored response of the key. Raises `DatabaseUnavailable`."""
         return await self.run(lambda execute: tables.read(execute, key_id, id, self.clock()))
 
     async def read_chain(self, key_id: str, id: str) -> list[StoredResponse]:
-        """A stored response of the key and those that it continues, oldest first. Raises `Overloaded`."""
+        """A stored response of the key and those that it continues, oldest first. Raises `DatabaseUnavailable`."""
         return await self.run(lambda execute: tables.read_chain(execute, key_id, id, self.clock()))
 
     async def delete(self, key_id: str, id: str) -> bool:
-        """Delete a response of the key; False if there is none. Raises `Overloaded`."""
+        """Delete a response of the key; False if there is none. Raises `DatabaseUnavailable`."""
         return await self.run(lambda execute: tables.delete(execute, key_id, id, self.clock()))
 
     async def renew(self, ids: list[str]) -> set[str]:
         """Show that background responses still run; returns those that were cancelled or deleted. Raises
-        `Overloaded`."""
+        `DatabaseUnavailable`."""
         return await self.run(lambda execute: tables.renew(execute, ids, self.clock()))
 
     async def purge(self) -> None:
@@ -151,15 +151,15 @@ class ResponseStore:
             pass  # in steps, so that reads and writes of requests come between
 
     async def run(self, work: Callable[[Execute], T]) -> T:
-        """Do `work` in one transaction, after what was saved before. Raises `Overloaded`, and InvalidValue for a value
-        that the database cannot hold."""
+        """Do `work` in one transaction, after what was saved before. Raises `DatabaseUnavailable`, and InvalidValue
+        for a value that the database cannot hold."""
         try:
             result = await self._in_thread(partial(self._database.run, work))
         except RejectedValue as error:
             raise InvalidValue("A value of the request cannot be stored: send ids without NUL characters.") from error
         except StoreError as error:
             self._report(str(error))
-            raise Overloaded(
+            raise DatabaseUnavailable(
                 "Stored responses are not available now: their database failed. Try again later."
             ) from error
         self._report(None)
@@ -212,7 +212,7 @@ class ResponseStore:
             await asyncio.sleep(PURGE_S)
             try:
                 await self.purge()
-            except Overloaded:
+            except DatabaseUnavailable:
                 pass  # reported; the next round tries again
 
 

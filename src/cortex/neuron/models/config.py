@@ -55,13 +55,10 @@ class DecoderConfig:
             raise UnsupportedModel(
                 f"hidden_act {activation!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
             )
-        num_layers = count_in(config, "num_hidden_layers")
-        if num_layers > _MAX_LAYERS:
-            raise UnsupportedModel(f"the model's config has {num_layers} layers; at most {_MAX_LAYERS} are supported")
         return cls(
             vocab=count_in(config, "vocab_size"),
             hidden=hidden,
-            num_layers=num_layers,
+            num_layers=layer_count_in(config, "num_hidden_layers"),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=count_in(config, "head_dim", hidden // heads),
@@ -82,6 +79,14 @@ def count_in(config: Mapping[str, Any], name: str, default: int | None = None) -
     if type(value) is not int or not 0 < value <= _MAX_COUNT:  # no bool
         raise UnsupportedModel(f"the model's config has {value!r:.80} for {name!r}; it must be a positive integer")
     return value
+
+
+def layer_count_in(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """As `count_in`, for layers: each of them is computed with before a tensor is looked at."""
+    count = count_in(config, name, default)
+    if count > _MAX_LAYERS:
+        raise UnsupportedModel(f"the model's config has {count} layers; at most {_MAX_LAYERS} are supported")
+    return count
 
 
 def optional_count_in(config: Mapping[str, Any], name: str) -> int:

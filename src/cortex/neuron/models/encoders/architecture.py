@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final
 
 from cortex.neuron.layers.configs import Activation, AttentionConfig, MLPConfig, NormConfig, RopeConfig
 from cortex.neuron.models.architecture import Architecture, EndsConfig
-from cortex.neuron.models.config import DecoderConfig, count_in, number_in
+from cortex.neuron.models.config import DecoderConfig, count_in, layer_count_in, number_in
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.layer import BlockNorms, LayerConfig
 
@@ -49,7 +49,7 @@ class EncoderArchitecture(Architecture):
         return DecoderConfig(
             vocab=count_in(raw, "vocab_size"),
             hidden=hidden,
-            num_layers=count_in(raw, "num_hidden_layers"),
+            num_layers=layer_count_in(raw, "num_hidden_layers"),
             heads=heads,
             kv_heads=heads,
             head_dim=count_in(raw, "head_dim", hidden // heads),

@@ -24,6 +24,7 @@ from cortex.neuron.models.config import count_in, number_in, optional_count_in, 
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.llama import Llama
 from cortex.neuron.models.layer import BlockNorms, LayerConfig
+from cortex.neuron.models.mixtures.routed import routed
 from cortex.neuron.models.text_part import TextPart
 
 _ROPES = {
@@ -145,15 +146,12 @@ class Gemma4(Llama):
         return kv_heads, count_in(self.raw, "global_head_dim", 512)
 
     def _experts(self) -> MoEConfig:
-        hidden, experts = self.config.hidden, count_in(self.raw, "num_experts")
-        top_k = count_in(self.raw, "top_k_experts")
-        if top_k > experts:
-            raise UnsupportedModel(f"top_k_experts is {top_k}, and there are {experts} experts")
-        return MoEConfig(
+        hidden = self.config.hidden
+        return routed(
             hidden,
             count_in(self.raw, "moe_intermediate_size"),
-            experts,
-            top_k,
+            count_in(self.raw, "num_experts"),
+            count_in(self.raw, "top_k_experts"),
             renormalise=True,
             activation=self.config.activation,
             router_norm=NormConfig(self.config.norm_eps, scale=hidden**-0.5),

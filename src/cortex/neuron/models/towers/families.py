@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cortex.neuron.models.config import count_in, number_in
+from cortex.neuron.models.config import count_in, layer_count_in, number_in
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.towers.config import Activation, LayerNames, TowerConfig, TowerTensor, side_of
 from cortex.neuron.vision.picture import PictureRules
@@ -59,7 +59,7 @@ def _qwen(vision: Json, whole: Json, hidden: int) -> TowerConfig:
         raise UnsupportedModel(f"the vision tower makes vectors of {out} values, the model takes {hidden}")
     return QwenTowerConfig(
         prefix="model.visual",
-        layers=count_in(vision, "depth", 27),
+        layers=layer_count_in(vision, "depth", 27),
         hidden=width,
         heads=heads,
         head_dim=width // heads,
@@ -116,7 +116,7 @@ def _pixtral(vision: Json, whole: Json, hidden: int) -> TowerConfig:
     rope, text = vision.get("rope_parameters") or vision, whole.get("text_config") or {}
     return PixtralTowerConfig(
         prefix="model.vision_tower",
-        layers=count_in(vision, "num_hidden_layers", 24),
+        layers=layer_count_in(vision, "num_hidden_layers", 24),
         hidden=width,
         heads=heads,
         head_dim=width // heads,
@@ -172,7 +172,7 @@ def _siglip(vision: Json, whole: Json, hidden: int) -> TowerConfig:
     merge = patches // _side(count_in(whole, "mm_tokens_per_image", 256))
     return SiglipTowerConfig(
         prefix="model.vision_tower",
-        layers=count_in(vision, "num_hidden_layers", 12),
+        layers=layer_count_in(vision, "num_hidden_layers", 12),
         hidden=width,
         heads=heads,
         head_dim=width // heads,
@@ -236,7 +236,7 @@ def _gemma4(vision: Json, whole: Json, hidden: int) -> TowerConfig:
     rope = vision.get("rope_parameters") or {}
     return Gemma4TowerConfig(
         prefix="model.vision_tower",
-        layers=count_in(vision, "num_hidden_layers", 16),
+        layers=layer_count_in(vision, "num_hidden_layers", 16),
         hidden=width,
         heads=heads,
         head_dim=count_in(vision, "head_dim", 64),

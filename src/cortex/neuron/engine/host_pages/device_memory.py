@@ -61,9 +61,15 @@ class DeviceHostMemory:
         if missing := self.slabs.num_missing_bytes():
             self.store.shrink(max(0, self.store.num_bytes - missing))
 
-    def name(self, model_id: str, kinds: Sequence[BlockKind], num_groups: int, page_tokens: int) -> None:
-        """The model of this name, as it was loaded last, has blocks of these kinds: those of its KV groups first."""
-        self._models[model_id] = _ModelBlocks(tuple(kinds), num_groups, page_tokens)
+    def kinds(
+        self, model_id: str, fingerprint: bytes, sizes: Sequence[int], num_groups: int, page_tokens: int
+    ) -> tuple[BlockKind, ...]:
+        """The kinds of the blocks of a model, whose bytes are `sizes`: those of its KV groups first. What is here of
+        them is reported under `model_id` from now on, unless that is empty."""
+        kinds = tuple(BlockKind(fingerprint, part, num_bytes) for part, num_bytes in enumerate(sizes))
+        if model_id:
+            self._models[model_id] = _ModelBlocks(kinds, num_groups, page_tokens)
+        return kinds
 
     def kept(self) -> dict[str, KeptPages]:
         """What is here of each model that was loaded, by its name; only those of which there is anything."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from typing import Protocol
 
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
@@ -21,7 +22,7 @@ from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace
 from cortex.neuron.engine.kv_pages import IncomingPages, KVPages
 from cortex.neuron.engine.pages import Digest
 from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.step_plan import NamedBlocks, StepPlan
 
 COPY_BYTES = 256 << 20
 """Most bytes of one copy to host memory: about 5 ms."""
@@ -52,8 +53,18 @@ class _Fetch:
         return all(copy.is_complete for copy in self.copies)
 
 
+class OtherRanks(Protocol):
+    """The other ranks of a divided model, each with its own host memory: see `parallel/kept_blocks.py`."""
+
+    def keep(self, blocks: NamedBlocks) -> None: ...
+    def fetch(self, blocks: Sequence[NamedBlocks]) -> None: ...
+    def forget(self, digests: Sequence[Digest]) -> None: ...
+    def held(self, wanted: Sequence[NamedBlocks]) -> list[list[bool]]: ...
+    def settle(self) -> None: ...
+
+
 class HostTier:
-    """One for each step loop. Belongs to the engine thread."""
+    """One for each step loop; that of the leader for all ranks of a divided model. Belongs to the engine thread."""
 
     def __init__(
         self,
@@ -62,25 +73,27 @@ class HostTier:
         checkpoints: RecurrentCheckpoints | None,
         blocks: Sequence[BlockTensors],
         copies: BlockCopies,
-        fingerprint: Callable[[], bytes],
+        new_kinds: Callable[[], tuple[BlockKind, ...]],
         *,
-        model_id: str,
         copies_ahead: bool,
         min_pages: int,
+        others: OtherRanks | None = None,
     ) -> None:
-        """`blocks`: the pages of each KV group, then the slots of states. `model_id`: under which the host memory
-        reports them; empty: it does not. `copies_ahead`: pages are copied before the
-        model sleeps, too. `min_pages`: fewer are computed rather than fetched."""
+        """`blocks`: the pages of each KV group, then the slots of states. `new_kinds`: names them, when that is first
+        needed. `copies_ahead`: pages are copied before the model sleeps, too. `min_pages`: fewer are computed rather
+        than fetched. `others`: for a divided model."""
         self._host = host
         self._store = host.store
         self._pages = pages
         self._checkpoints = checkpoints
         self._blocks = blocks
         self._copies = copies
-        self._fingerprint = fingerprint
-        self._model_id = model_id
+        self._new_kinds = new_kinds
         self._copies_ahead = copies_ahead
         self._min_pages = min_pages
+        self._others = others
+        self._agreed: set[tuple[int, Digest]] | None = None
+        """The blocks that all ranks have of the prefix that was asked for last; None: none was."""
         self._outgoing: _Outgoing | None = None
         self._fetches: dict[str, _Fetch] = {}
         """By the id of the request that waits for it."""
@@ -93,20 +106,36 @@ class HostTier:
 
     @cached_property
     def _kinds(self) -> tuple[BlockKind, ...]:
-        name = self._fingerprint()
-        kinds = tuple(BlockKind(name, part, blocks.num_bytes) for part, blocks in enumerate(self._blocks))
-        if self._model_id:
-            self._host.name(self._model_id, kinds, len(self._pages.groups), self._pages.page_tokens)
-        return kinds
+        return self._new_kinds()
 
     # -- to the device ---------------------------------------------------------------------------------------------
 
     def has_page(self, group: int, digest: Digest) -> bool:
         """Whether host memory has this page. Pages of layers that keep no KV are everywhere."""
+        if self._agreed is not None and (group, digest) not in self._agreed:
+            return False
         return not self._blocks[group].num_bytes or self._store.has(self._kinds[group], digest)
 
     def has_state(self, digest: Digest) -> bool:
-        return self._checkpoints is not None and self._store.has(self._kinds[-1], digest)
+        return self._checkpoints is not None and self.has_page(len(self._blocks) - 1, digest)
+
+    def agree(self, digests: Sequence[Digest], cached: int, count: int) -> bool:
+        """Asks the other ranks of a divided model which blocks of the first `count` pages they have: until `fetch`,
+        only those count that all ranks have. False: there is nothing to ask."""
+        if self._others is None or count - cached < self._min_pages:
+            return False
+        wanted = [
+            NamedBlocks(part, (), tuple(digest for digest in digests[:count] if self.has_page(part, digest)))
+            for part in range(len(self._blocks))
+        ]
+        votes = self._others.held(wanted)
+        self._agreed = set()
+        for blocks, are_held in zip(wanted, votes, strict=True):
+            pairs = list(zip(blocks.digests, are_held, strict=True))
+            self._agreed |= {(blocks.part, digest) for digest, is_held in pairs if is_held}
+            # What another rank has dropped is of no use: it is kept again when it is computed again.
+            self._store.forget(self._kinds[blocks.part], [digest for digest, is_held in pairs if not is_held])
+        return True
 
     @property
     def is_empty(self) -> bool:
@@ -127,6 +156,7 @@ class HostTier:
         """Starts to copy what the device lacks of the first `count` pages, `cached` of which are usable there, and the
         state after them. False: it is not worth it, or not possible now."""
         self._fetched.add(request_id)
+        self._agreed = None
         if count - cached < self._min_pages:
             return False
         slot: int | None = None
@@ -142,6 +172,8 @@ class HostTier:
         wanted = [(each.group, each.new_pages, each.new_digests) for each in incoming]
         if slot is not None:
             wanted.append((len(self._blocks) - 1, [slot], [digests[count - 1]]))
+        if self._others is not None:
+            self._others.fetch([NamedBlocks(part, tuple(ids), tuple(names)) for part, ids, names in wanted if ids])
         copies, places, num_bytes = [], [], 0
         started_s = self._host.rate.clock()
         for part, ids, names in wanted:
@@ -228,6 +260,8 @@ class HostTier:
         while self._copy_some():
             pass
         self.collect(wait=True)
+        if self._others is not None:
+            self._others.settle()
 
     def _copy_some(self) -> bool:
         self.collect(wait=True)
@@ -235,7 +269,7 @@ class HostTier:
         if not self._store.budget_bytes:
             return False
         if self._remaining is None:
-            self._remaining = [(part, self._latest(part)) for part, each in enumerate(self._blocks) if each.num_bytes]
+            self._remaining = [(part, self._latest(part)) for part in range(len(self._blocks)) if self._is_used(part)]
         while self._remaining:
             part, blocks = self._remaining[-1]
             count = self._num_at_once(part)
@@ -250,20 +284,34 @@ class HostTier:
     def _latest(self, part: int) -> list[tuple[int, Digest]]:
         """What is not in host memory of the latest used blocks that fit in the part's share of the budget, the least
         recently used first."""
-        most = self._store.budget_bytes // len(self._blocks) // self._blocks[part].num_bytes
+        most = self._store.budget_bytes // len(self._blocks) // max(1, self._blocks[part].num_bytes)
         latest = list(self._known(part))[-most:] if most else []
         return [each for each in latest if not self._store.has(self._kinds[part], each[1])]
 
+    def _is_used(self, part: int) -> bool:
+        """Whether this rank, or perhaps another one, has layers with blocks of this part."""
+        return self._blocks[part].num_bytes > 0 or self._others is not None
+
     def _send(self, part: int, blocks: Sequence[tuple[int, Digest]]) -> bool:
-        places = self._store.reserve(self._kinds[part], len(blocks)) if blocks else []
+        if not blocks:
+            return False
+        if not self._blocks[part].num_bytes:
+            self._keep_elsewhere(part, blocks)
+            return True
+        places = self._store.reserve(self._kinds[part], len(blocks))
         if not places:
             return False
         sent = blocks[: len(places)]
+        self._keep_elsewhere(part, sent)
         copy = self._copies.to_host(self._blocks[part], [id for id, _ in sent], places)
         digests = (digest for _, digest in sent)
         ids = frozenset(id for id, _ in sent)
         self._outgoing = _Outgoing(copy, part, ids, tuple(zip(digests, places, strict=True)))
         return True
+
+    def _keep_elsewhere(self, part: int, blocks: Sequence[tuple[int, Digest]]) -> None:
+        if self._others is not None:
+            self._others.keep(NamedBlocks(part, tuple(id for id, _ in blocks), tuple(digest for _, digest in blocks)))
 
     def _publish(self, outgoing: _Outgoing) -> None:
         for digest, place in outgoing.blocks:
@@ -275,6 +323,8 @@ class HostTier:
             return
         self.collect(wait=True)
         digests = list(digests)
+        if self._others is not None:
+            self._others.forget(digests)
         for kind in self._kinds:
             self._store.forget(kind, digests)
 
@@ -293,4 +343,4 @@ class HostTier:
         return self._checkpoints.num_blank, self._checkpoints.num_slots
 
     def _num_at_once(self, part: int) -> int:
-        return max(1, COPY_BYTES // self._blocks[part].num_bytes)
+        return max(1, COPY_BYTES // max(1, self._blocks[part].num_bytes))

@@ -6,12 +6,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
+import torch
+from torch import Tensor
 
+from cortex.neuron.engine.host_pages.copies import BlockTensors
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
+from cortex.neuron.engine.parallel.group import TorchGroup
+from cortex.neuron.engine.parallel.kept_blocks import FollowingBlocks
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StageSpec
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.step_plan import BlockOrder, NamedBlocks, StepPlan
+from cortex.neuron.layers.configs import Shard
 
 from ...rank_threads import RankThreads, run, tokens_of
 from ...tiny_models import write_llama
@@ -123,11 +130,12 @@ def test_ranks_without_the_same_pages_compute_the_prompt(path: str, tmp_path: Pa
     hosts = [new_host(), new_host()]
     with loaded(specs(path, ()), tmp_path / "first", hosts) as ranks:
         expected = respond(ranks)[0]
-    for name, changed in {
+    others: dict[str, list[DeviceHostMemory | None]] = {
         "a rank has no host memory": [hosts[0], None],
         "a rank has no budget": [hosts[0], new_host(0)],
         "the ranks are on each other's devices": [hosts[1], hosts[0]],
-    }.items():
+    }
+    for name, changed in others.items():
         with loaded(specs(path, ()), tmp_path / name, changed) as ranks:
             assert respond(ranks) == (expected, 0, 0), name
 
@@ -153,3 +161,39 @@ def test_nothing_is_asked_where_the_leader_has_nothing_to_offer(
             assert announced == ["keep", "ask"], "each block once; then all ranks have it"
         respond(ranks, tuple(reversed(PROMPT)))
         assert announced == ["keep", "ask"], "host memory has nothing of this prompt"
+
+
+class Agreeing:
+    """A group of which only this rank is asked."""
+
+    shard = Shard(0, 1)
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        self.votes = [bool(vote) for vote in partial[1:]]
+        return partial
+
+
+def test_blocks_that_ranks_have_agreed_on_stay_until_the_next_order() -> None:
+    host, group = new_host(), Agreeing()
+    memory = torch.arange(40, dtype=torch.int64).view(1, 10, 4)
+    blocks = [BlockTensors([memory]), BlockTensors([])]
+    kinds = host.kinds("", b"weights", [each.num_bytes for each in blocks], 1, 32)
+    rank = FollowingBlocks(host, blocks, lambda _: kinds, cast(TorchGroup, group), torch.device("cpu"))
+    digests = (b"a", b"b", b"c")
+    rank.obey(BlockOrder("keep", (NamedBlocks(0, (1, 2), digests[:2]), NamedBlocks(1, (3,), (b"c",)))))
+    asked = (NamedBlocks(0, (), digests), NamedBlocks(1, (), digests[:1]))
+    rank.obey(BlockOrder("ask", asked))
+    assert group.votes == [True, True, False, True], "a part without memory here is with the other ranks"
+    host.store.limit(0)
+    assert host.store.num_bytes > 0, "the next order may fetch them"
+    rank.obey(BlockOrder("fetch", (NamedBlocks(0, (8, 7), digests[:2]), NamedBlocks(1, (3,), (b"a",)))))
+    assert memory[0, [8, 7]].equal(memory[0, [1, 2]])
+    host.store.limit(0)
+    assert host.store.num_bytes == 0
+    host.store.limit(1 << 20)
+    rank.obey(BlockOrder("keep", (NamedBlocks(0, (1,), (b"a",)),)))
+    rank.obey(BlockOrder("forget", (NamedBlocks(0, (), (b"a",)),)))
+    rank.obey(BlockOrder("ask", asked))
+    assert group.votes == [False, False, False, True]
+    rank.close()
+    host.store.check_integrity()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -51,8 +52,7 @@ class Neuron:
 @contextlib.contextmanager
 def running_neuron() -> Iterator[tuple[Neuron, int]]:
     """A neuron without models that already listens, and its process id. The neuron ends with the block."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "neuron.toml"
         config.write_text(f'listen = "127.0.0.1:{port}"\nlog_level = "warning"\ndrain_s = 1.0\nmodel_roots = ["/"]\n')
@@ -62,6 +62,14 @@ def running_neuron() -> Iterator[tuple[Neuron, int]]:
         finally:
             process.terminate()
             process.wait(600)
+
+
+def _free_port() -> int:
+    """A port below those that the kernel gives to clients: one of them could take it before the neuron listens."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def _wait_for(process: subprocess.Popen[bytes], url: str) -> Neuron:

@@ -13,12 +13,14 @@ Times are CPU time of the one thread, so that other programs on the machine matt
 from __future__ import annotations
 
 import argparse
+import gc
 import resource
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 
+from fleet_simulation.drive import Drive
 from fleet_simulation.nodes import SimulatedFleet
 
 SIZES = ((10, 50), (50, 300), (200, 1000), (500, 3000))
@@ -43,9 +45,9 @@ def main() -> None:
     gateways.add_argument("--counts", type=int, nargs="+", default=[1, 4])
     gateways.add_argument("--requests", type=int, default=4000)
     arguments = parser.parse_args()
+    gc.collect()
+    gc.freeze()  # as the gateway does
     if arguments.command == "drive":
-        from fleet_simulation.drive import Drive
-
         fleet = SimulatedFleet(arguments.nodes, arguments.models, arguments.seed)
         rates = (arguments.per_second, arguments.cold_per_second)
         Drive(fleet, *rates, arguments.seconds, arguments.skew, arguments.seed).run()

@@ -42,8 +42,11 @@ def host_bytes(process_id: int) -> int:
 
 
 def process_tree(process_id: int) -> list[int]:
-    """The process and all its descendants."""
-    children = Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()
+    """The process and all its descendants. Those that end meanwhile may be missing."""
+    try:
+        children = Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
     return [process_id, *(each for child in children for each in process_tree(int(child)))]
 
 

@@ -240,6 +240,24 @@ def test_dialog_is_open_as_soon_as_it_is_there(page: Page) -> None:
     assert page.evaluate("window.seen[0]")
 
 
+def test_menu_closes_on_escape_as_soon_as_it_is_there(page: Page) -> None:
+    page.goto("#/models")
+    page.get_by_role("heading", level=1, name="Models").wait_for()
+    page.evaluate("""
+        window.isOpen = null;
+        new MutationObserver(() => {
+            const menu = document.querySelector("details.menu");
+            if (window.isOpen !== null || !menu) return;
+            menu.open = true;
+            menu.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape", bubbles: true }));
+            window.isOpen = menu.open;
+        }).observe(document.body, { childList: true, subtree: true });
+    """)
+    page.get_by_role("link", name="Fleet").click()
+    page.wait_for_function("window.isOpen !== null")
+    assert page.evaluate("window.isOpen") is False
+
+
 def test_unload_needs_a_confirmation(page: Page, node: DirectedNode) -> None:
     page.goto("#/fleet")
     row = card(page, "beast").locator("li.model").filter(has_text="small")
@@ -276,7 +294,7 @@ def test_chat_streams_text_thoughts_code_and_numbers(page: Page, stage: Stage, n
     assert reply.locator("pre code .hljs-keyword").first.inner_text() == "for"
     assert not reply.get_by_text("I should keep it short.").is_visible()
     reply.get_by_text("Thoughts").click()
-    assert reply.get_by_text("I should keep it short.").is_visible()
+    reply.get_by_text("I should keep it short.").wait_for()
     page.reload()
     page.get_by_role("button", name="make me a list", exact=True).click()
     assert page.get_by_label("Response of small").locator("strong").inner_text() == "what", "kept in this browser"
@@ -514,7 +532,9 @@ def test_pictures_are_chosen_pasted_dropped_removed_and_sent(page: Page, node: D
     say(page, "what is this?")
     page.get_by_text(re.compile("3 out")).wait_for()
     assert attached.count() == 0
-    assert page.locator(".question img").evaluate_all("all => all.map((each) => each.naturalWidth)") == [400, 30, 400]
+    page.wait_for_function(
+        "[...document.querySelectorAll('.question img')].map((each) => each.naturalWidth).join() === '400,30,400'"
+    )
     shown = [{"type": "image_url", "image_url": {"url": data_url(file)}} for file in (red, blue, red)]
     assert node.seen[-1].body["messages"][0]["content"] == [*shown, {"type": "text", "text": "what is this?"}]
     page.get_by_text("Copy as").click()
@@ -522,7 +542,8 @@ def test_pictures_are_chosen_pasted_dropped_removed_and_sent(page: Page, node: D
     assert "data:image/png;base64,..." in page.locator("pre.snippet").inner_text()
     page.reload()
     page.get_by_role("button", name="what is this?", exact=True).click()
-    assert page.locator(".question img").count() == 3, "kept in this browser"
+    page.locator(".question img").nth(2).wait_for()  # kept in this browser
+    assert page.locator(".question img").count() == 3
 
 
 def test_models_that_read_text_only_are_named_before_pictures_are_sent(page: Page, node: DirectedNode) -> None:

@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
+
+from cortex.cli.cortex import cortex
 
 from ..waiting import WAIT_S
 
@@ -48,6 +51,16 @@ def test_entry_point_runs_the_command_line(program: str) -> None:
     assert done.returncode == 0
     assert done.stdout.startswith(f"Usage: {program}")
     assert "-h, --help" in done.stdout
+
+
+def test_every_command_is_imported_when_it_is_needed() -> None:
+    names = cortex.list_commands(click.Context(cortex))
+    assert {"up", "status", "run", "import", "stop"} <= set(names)
+    for name in names:
+        command = cortex.get_command(click.Context(cortex), name)
+        assert command is not None
+        assert command.name == ("unload" if name == "stop" else name)
+    assert cortex.get_command(click.Context(cortex), "nonsense") is None
 
 
 def test_notice_about_the_configuration_is_printed_once(tmp_path: Path) -> None:

@@ -59,8 +59,9 @@ class Run:
             self.lines.append(line)
 
     def wait_ready(self) -> None:
+        """Returns once it has printed that it is ready, and how it is used."""
         deadline = time.monotonic() + WAIT_S
-        while not any(line.startswith("ready") for line in self.lines):
+        while "Ctrl-C stops everything.\n" not in self.lines:
             assert self.process.poll() is None, f"cortex up ended with {self.process.returncode}:\n{self.output}"
             assert time.monotonic() < deadline, f"not ready after {WAIT_S:g} s:\n{self.output}"
             time.sleep(0.02)
@@ -97,6 +98,28 @@ class Run:
         while left := self.processes():
             assert time.monotonic() < deadline, f"left running: {left}"
             time.sleep(0.05)
+
+    def wait_for_program(self, name: str) -> int:
+        """The process of the gateway or the neuron, once there is one."""
+        deadline = time.monotonic() + WAIT_S
+        while not (found := [line for line in self.processes() if f"-m cortex.{name}" in line and "--config" in line]):
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.02)
+        return int(found[0].split()[0])
+
+    def assert_one_line_fault(self, *expected: str, code: int | None = None) -> None:
+        """The run ended by itself with one readable line and left nothing behind."""
+        ended = self.wait_end()
+        assert ended not in (0, -signal.SIGKILL), self.output
+        if code is not None:
+            assert ended == code, self.output
+        fault = self.lines[-1]
+        assert fault.startswith("cortex: "), self.output
+        for part in expected:
+            assert part in fault, self.output
+        assert "; " in fault, "no remedy in: " + fault
+        assert "Traceback" not in self.output
+        self.assert_nothing_left()
 
 
 Start = Callable[..., Run]
@@ -159,8 +182,11 @@ def start(cache: Path) -> Iterator[Start]:
 
 @pytest.fixture(scope="session")
 def up(start: Start) -> Run:
-    """One ready `cortex up` with the demo model, shared by the tests that only talk to it."""
-    run = start()
+    """One ready `cortex up` with the demo model, shared by the tests that only talk to it; the last of them ends it.
+
+    The model is in the cache, as in every start but the first. Indexes that cannot be reached prove that none is asked.
+    """
+    run = start(PIP_INDEX_URL="http://127.0.0.1:9/simple", HF_HUB_OFFLINE="1")
     run.wait_ready()
     return run
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,7 +91,9 @@ def fleet(start: Start, elsewhere: ForeignServer, tmp_path_factory: pytest.TempP
     )
     (folder / "models.toml").write_text(f'[aliases]\n"claude-*" = "{FOREIGN}"\nweather = "{NATIVE[0]}"\n')
     written = [write_model(folder / name, file) for name, file in TEMPLATE_BY_MODEL.items()]
-    run = start(*map(str, written), "--config", str(config), ELSEWHERE_KEY=KEY)
+    # It computes on as many threads as a user's run does; other runs take one where the suite itself runs in parallel.
+    threads = str(os.cpu_count())
+    run = start(*map(str, written), "--config", str(config), ELSEWHERE_KEY=KEY, OMP_NUM_THREADS=threads)
     run.wait_ready()
     return run
 
@@ -240,3 +244,9 @@ def test_one_list_of_models_for_both_clients(chat: openai.OpenAI, messages: anth
     assert listed[FOREIGN]["limit"]["context"] == CONTEXT_TOKENS
     assert messages.models.retrieve(FOREIGN).id == chat.models.retrieve(FOREIGN).id == FOREIGN
     assert chat.models.retrieve("claude-sonnet-9").model_dump()["alias_of"] == FOREIGN
+
+
+def test_up_ends_with_one_line_if_the_neuron_dies(fleet: Run) -> None:
+    """The last test of this file: no other needs this run."""
+    os.kill(fleet.wait_for_program("neuron"), signal.SIGKILL)
+    fleet.assert_one_line_fault("neuron", code=1)

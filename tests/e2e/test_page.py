@@ -114,7 +114,7 @@ def test_both_kinds_of_keys_over_a_real_and_a_second_node(
     page.get_by_role("link", name="Playground").click()
     page.get_by_label("Model", exact=True).select_option(SMOLLM2.id)
     page.get_by_role("button", name="Settings").click()
-    assert page.get_by_label("Temperature").get_attribute("placeholder") == f"Model's own: {SMOLLM2.temperature}"
+    page.get_by_label("Temperature").and_(page.get_by_placeholder(f"Model's own: {SMOLLM2.temperature}")).wait_for()
     page.get_by_label("Max tokens").fill("8")
     page.get_by_label("Message", exact=True).fill("My key is sk-123456. Say hello.")
     page.keyboard.press("Enter")

@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,30 +52,6 @@ def chat(url: str) -> str:
         return str(json.load(response)["choices"][0]["message"]["content"])
 
 
-def assert_one_line_fault(run: Run, *expected: str, code: int | None = None) -> None:
-    """The run ended by itself with one readable line and left nothing behind."""
-    ended = run.wait_end()
-    assert ended not in (0, -signal.SIGKILL), run.output
-    if code is not None:
-        assert ended == code, run.output
-    fault = run.lines[-1]
-    assert fault.startswith("cortex: "), run.output
-    for part in expected:
-        assert part in fault, run.output
-    assert "; " in fault, "no remedy in: " + fault
-    assert "Traceback" not in run.output
-    run.assert_nothing_left()
-
-
-def wait_for_program(run: Run, name: str) -> int:
-    """The process of this program, once there is one."""
-    deadline = time.monotonic() + WAIT_S
-    while not (found := [line for line in run.processes() if f"-m cortex.{name}" in line and "--config" in line]):
-        assert time.monotonic() < deadline, run.output
-        time.sleep(0.02)
-    return int(found[0].split()[0])
-
-
 def test_the_printed_curl_line_works_as_it_is(up: Run) -> None:
     command = next(line for line in up.lines if line.strip().startswith("curl "))
     result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True, timeout=WAIT_S)
@@ -91,49 +66,24 @@ def test_all_three_ports_respond(up: Run) -> None:
         assert "cortex_requests_total" in response.read().decode()
 
 
-def test_second_start_needs_no_network_and_ctrl_c_mid_response_leaves_no_process(up: Run, start: Start) -> None:
-    # `up` was the first start: the model is in the cache. An index that cannot be reached proves it is not asked.
-    # It computes on as many threads as a user's run does; other runs take one where the suite itself runs in parallel.
-    threads = str(os.cpu_count())
-    run = start(PIP_INDEX_URL="http://127.0.0.1:9/simple", HF_HUB_OFFLINE="1", OMP_NUM_THREADS=threads)
-    run.wait_ready()
-    assert "Tokyo" in chat(run.url)
-    with socket.create_connection(("127.0.0.1", run.port)) as client:
-        body = json.dumps(
-            {"model": SMOLLM2.id, "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-        ).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-        client.sendall(head.encode() + body)
-        assert client.recv(1)
-        assert run.stop(signal.SIGINT) == 0  # long before the response would have ended
-    run.assert_nothing_left()
-
-
 def test_ctrl_c_while_it_loads_leaves_no_process(start: Start) -> None:
     run = start()
-    wait_for_program(run, "neuron")
+    run.wait_for_program("neuron")
     assert run.stop(signal.SIGINT) in (0, 130)
     run.assert_nothing_left()
 
 
 def test_up_ends_with_one_line_if_the_gateway_dies_while_models_load(start: Start, small_model: str) -> None:
     run = start(small_model)
-    os.kill(wait_for_program(run, "gateway"), signal.SIGKILL)
-    assert_one_line_fault(run, "gateway", code=1)
-
-
-def test_up_ends_with_one_line_if_the_neuron_dies(start: Start, small_model: str) -> None:
-    run = start(small_model)
-    run.wait_ready()
-    os.kill(wait_for_program(run, "neuron"), signal.SIGKILL)
-    assert_one_line_fault(run, "neuron", code=1)
+    os.kill(run.wait_for_program("gateway"), signal.SIGKILL)
+    run.assert_one_line_fault("gateway", code=1)
 
 
 @pytest.mark.parametrize("option", ["--port", "--metrics-port", "--neuron-port"])
 def test_a_port_in_use_names_port_and_option(start: Start, option: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert_one_line_fault(start(option, str(port)), f"port {port}", option, code=7)
+        start(option, str(port)).assert_one_line_fault(f"port {port}", option, code=7)
 
 
 def test_a_missing_config_is_named(start: Start, tmp_path: Path) -> None:
@@ -154,7 +104,7 @@ def test_a_broken_config_names_the_line_and_the_nearest_key(start: Start, tmp_pa
 
 
 def test_a_missing_model_path_is_a_usage_error(start: Start) -> None:
-    assert_one_line_fault(start("./not-there.gguf"), "not-there.gguf", code=2)
+    start("./not-there.gguf").assert_one_line_fault("not-there.gguf", code=2)
 
 
 def test_an_unreadable_model_file_is_named(start: Start, tmp_path: Path) -> None:
@@ -163,25 +113,25 @@ def test_an_unreadable_model_file_is_named(start: Start, tmp_path: Path) -> None
     path.chmod(0)
     if os.access(path, os.R_OK):
         pytest.skip("this user can read every file")
-    assert_one_line_fault(start(str(path)), "secret.gguf", code=2)
+    start(str(path)).assert_one_line_fault("secret.gguf", code=2)
 
 
 def test_a_model_file_that_the_neuron_rejects_is_explained(start: Start, tmp_path: Path, demo_model: Path) -> None:
     path = tmp_path / "truncated.gguf"
     with demo_model.open("rb") as whole, path.open("wb") as part:
         part.write(whole.read(20_000_000))
-    assert_one_line_fault(start(str(path)), "truncated", code=1)
+    start(str(path)).assert_one_line_fault("truncated", code=1)
 
 
 def test_no_network_for_the_demo_model_is_explained(start: Start, tmp_path: Path) -> None:
     environment = {"CORTEX_CACHE": str(tmp_path), "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
     run = start(**environment, PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_EXTRA_INDEX_URL="")
-    assert_one_line_fault(run, "demo model", code=4)
+    run.assert_one_line_fault("demo model", code=4)
 
 
 def test_no_network_for_a_hub_model_is_explained(start: Start, tmp_path: Path) -> None:
     run = start("nobody/no-such-model", HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
-    assert_one_line_fault(run, "nobody/no-such-model")
+    run.assert_one_line_fault("nobody/no-such-model")
 
 
 @pytest.fixture
@@ -197,11 +147,25 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_no_disk_space_for_the_demo_model_is_explained(start: Start, full_disk: Path) -> None:
-    assert_one_line_fault(start(CORTEX_CACHE=str(full_disk)), "disk space", "CORTEX_CACHE", code=7)
+    start(CORTEX_CACHE=str(full_disk)).assert_one_line_fault("disk space", "CORTEX_CACHE", code=7)
 
 
 def test_no_disk_space_for_the_run_itself_is_explained(start: Start, full_disk: Path, demo_model: Path) -> None:
     with (full_disk / "fill").open("wb", buffering=0) as fill:
         while shutil.disk_usage(full_disk).free:
             fill.write(bytes(4096))
-    assert_one_line_fault(start(str(demo_model), CORTEX_CACHE=str(full_disk)), "no space left", code=7)
+    start(str(demo_model), CORTEX_CACHE=str(full_disk)).assert_one_line_fault("no space left", code=7)
+
+
+def test_ctrl_c_mid_response_leaves_no_process(up: Run) -> None:
+    """The last test of those that share this run, and of this folder."""
+    assert "Tokyo" in chat(up.url)
+    with socket.create_connection(("127.0.0.1", up.port)) as client:
+        body = json.dumps(
+            {"model": SMOLLM2.id, "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        ).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        assert client.recv(1)
+        assert up.stop(signal.SIGINT) == 0  # long before the response would have ended
+    up.assert_nothing_left()

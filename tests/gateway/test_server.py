@@ -75,6 +75,7 @@ async def test_serves_reloads_and_drains_on_sigterm(neurons: StartNeuron, spawn:
 
 async def test_taken_port_exits_with_one_line(spawn: SpawnGateway, tmp_path: Path) -> None:
     first = await spawn()
+    assert first.process.returncode is None, first.log
     config = tmp_path / "cortex.toml"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "cortex.gateway", "--config", str(config), stderr=asyncio.subprocess.PIPE

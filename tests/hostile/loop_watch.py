@@ -60,13 +60,23 @@ def _executor_s() -> dict[int, float]:
     }
 
 
-def unit_s() -> float:
-    """CPU time of a fixed piece of work: decoding 64 KiB of small objects. It says how fast this host is."""
-    body = b"[" + b",".join([b'{"a":[1,2]}'] * 5460) + b"]"
+class Unit:
+    """A fixed piece of work, decoding 64 KiB of small objects: its CPU time says how fast this host is."""
 
-    def once() -> float:
+    def __init__(self) -> None:
+        self._body = b"[" + b",".join([b'{"a":[1,2]}'] * 5460) + b"]"
+        self._fastest_s = self._measure_s()
+
+    def count(self, elapsed_s: float, limit: float) -> float:
+        """How many units `elapsed_s` is: as fast as the host has been, or, beyond the limit, as fast as it is now."""
+        if elapsed_s > limit * self._fastest_s:
+            return elapsed_s / self._measure_s()
+        return elapsed_s / self._fastest_s
+
+    def _measure_s(self) -> float:
+        return min(self._once_s() for _ in range(20))
+
+    def _once_s(self) -> float:
         began_s = time.thread_time()
-        msgspec.json.decode(body)
+        msgspec.json.decode(self._body)
         return time.thread_time() - began_s
-
-    return min(once() for _ in range(20))

@@ -65,14 +65,15 @@ async def test_401_does_not_repeat_a_long_model_name(keyed: Keyed) -> None:
     assert MODEL.encode() not in response
 
 
-@pytest.mark.parametrize("path", PATHS)
-async def test_error_does_not_repeat_a_long_model_name(keyed: Keyed, path: str) -> None:
-    status, response = await post(keyed.client, path, b'{"model":"' + b"s" * (5 << 20) + b'"}', keyed.good)
-    assert status == 400
-    assert len(response) < 500
-    status, response = await post(keyed.client, path, b'{"model":"' + b"s" * 201 + b'"}', keyed.good)
-    assert status == 400
-    assert b"ssssssss" not in response
+async def test_error_does_not_repeat_a_long_model_name(keyed: Keyed) -> None:
+    """One gateway gets them all: each would start a process that parses large bodies."""
+    for path in PATHS:
+        status, response = await post(keyed.client, path, b'{"model":"' + b"s" * (5 << 20) + b'"}', keyed.good)
+        assert status == 400, path
+        assert len(response) < 500, path
+        status, response = await post(keyed.client, path, b'{"model":"' + b"s" * 201 + b'"}', keyed.good)
+        assert status == 400, path
+        assert b"ssssssss" not in response, path
 
 
 async def test_error_names_near_misses_of_the_model(keyed: Keyed) -> None:

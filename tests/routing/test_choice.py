@@ -19,6 +19,10 @@ def recorded_at(*nodes: str) -> PrefixRecord:
     return prefixes
 
 
+def chosen_of(replicas: list[Replica], prompt: bytes, prefixes: PrefixRecord) -> Replica:
+    return replicas[choose(replicas, prompt, prefixes).position]
+
+
 @pytest.mark.parametrize(
     ("a", "b", "expected"),
     [
@@ -36,7 +40,7 @@ def recorded_at(*nodes: str) -> PrefixRecord:
 )
 def test_weighs_a_cached_prefix_in_seconds(a: dict[str, float], b: dict[str, float], expected: str) -> None:
     replicas = [msgspec.convert({"place": "a", **a}, Replica), msgspec.convert({"place": "b", **b}, Replica)]
-    assert choose(replicas, LONG + b"more", recorded_at("b")).replica.place == expected
+    assert chosen_of(replicas, LONG + b"more", recorded_at("b")).place == expected
 
 
 @pytest.mark.parametrize(
@@ -57,7 +61,7 @@ def test_weighs_a_prefix_in_host_memory_by_the_time_to_copy_it(
     prefixes = recorded_at("b")
     prefixes.moved_to_host("b")
     chosen = choose(replicas, LONG + b"more", prefixes)
-    assert chosen.replica.place == expected
+    assert replicas[chosen.position].place == expected
     assert bool(chosen.cached.host_tokens) == (expected == "b")
 
 
@@ -67,22 +71,25 @@ def test_device_comes_before_host_memory_and_that_before_computing() -> None:
     places = ["none", "host", "device"]
     while places:
         chosen = choose([Replica(place=place) for place in places], LONG, prefixes)
-        assert chosen.replica.place == places.pop()
+        assert places[chosen.position] == places.pop()
 
 
 def test_records_the_chosen_replica_and_expects_less_work_the_next_time() -> None:
     prefixes = PrefixRecord()
-    replicas = [Replica(place="a", running=1), Replica(place="b")]
-    first = choose(replicas, LONG, prefixes)
+    first = choose([Replica(place="a", running=1), Replica(place="b")], LONG, prefixes)
     second = choose([Replica(place="a"), Replica(place="b")], LONG + b"more", prefixes)
-    assert first.replica.place == second.replica.place == "b"
+    assert first.position == second.position == 1
     assert first.prefill_s == pytest.approx(6.4)
     assert second.prefill_s < 0.2
 
 
 def test_routes_to_the_least_busy_replica_without_a_prefix() -> None:
     replicas = [Replica(place="a", running=2), Replica(place="b", running=1), Replica(place="c", waiting=2, running=1)]
-    assert choose(replicas, b"hi", PrefixRecord()).replica.place == "b"
+    assert chosen_of(replicas, b"hi", PrefixRecord()).place == "b"
+
+
+def test_chooses_by_name_among_equals_whatever_their_order() -> None:
+    assert chosen_of([Replica(place="b"), Replica(place="a")], b"hi", PrefixRecord()).place == "a"
 
 
 replicas = st.builds(
@@ -102,7 +109,7 @@ def test_affinity_never_overrides_saturation(candidates: list[Replica], data: st
     prefixes = PrefixRecord()
     for replica in candidates:
         prefixes.record(leading_blocks(LONG[: data.draw(st.integers(0, len(LONG)))]), replica.place)
-    chosen = choose(candidates, LONG, prefixes).replica
+    chosen = chosen_of(candidates, LONG, prefixes)
     assert not chosen.is_saturated or all(replica.is_saturated for replica in candidates)
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import takewhile
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -152,3 +154,34 @@ def test_no_more_is_cached_than_a_place_reports_to_hold(events: list[tuple[str, 
             assert sum(each.device_tokens for each in found) <= one
             assert sum(each.host_tokens for each in found) <= other
         assert len(prefixes) <= 30
+
+
+PROMPTS = [leading_blocks(bytes([0] * shared + [number] * 2560)) for number in range(3) for shared in (0, 1024, 2048)]
+used = st.tuples(st.sampled_from(PROMPTS), st.integers(1, 16)).map(lambda each: each[0][: each[1]])
+limits = st.tuples(st.just("limit"), st.integers(0, 3000), st.integers(0, 3000))
+
+
+def counted(prefixes: PrefixRecord, prompt: tuple[int, ...]) -> tuple[int, int]:
+    """What `cached` finds, by a look at every block."""
+    seen = prefixes._places["a"]  # noqa: SLF001 - compared with what it has
+    known = list(takewhile(lambda block: block in seen.device or block in seen.host, prompt))
+    host_bytes = sum(EDGES[number + 1] - EDGES[number] for number, block in enumerate(known) if block in seen.host)
+    return (EDGES[len(known)] - host_bytes) // BYTES_PER_TOKEN, host_bytes // BYTES_PER_TOKEN
+
+
+@given(st.lists(st.one_of(used, st.just(None), limits), max_size=12))
+def test_bisection_finds_what_a_look_at_every_block_would(
+    events: list[tuple[int, ...] | tuple[str, int, int] | None],
+) -> None:
+    """None: the model left the device."""
+    prefixes = PrefixRecord(max_blocks_per_place=20)
+    for event in events:
+        match event:
+            case None:
+                prefixes.moved_to_host("a")
+            case ("limit", int(device_tokens), int(host_tokens)):
+                prefixes.limit("a", device_tokens, host_tokens)
+            case blocks:
+                prefixes.record(tuple(map(int, blocks)), "a")
+        if "a" in prefixes:
+            assert [prefixes.cached(prompt, "a") for prompt in PROMPTS] == [counted(prefixes, each) for each in PROMPTS]

@@ -37,6 +37,13 @@ class Growth:
         return self.grown <= self.allowed
 
 
+def compared(readings: Sequence[Reading], yardsticks: Sequence[Reading]) -> list[Reading]:
+    """The readings as they would be if what a fixed computation took at the same times had been as in the best time."""
+    at_times = dict(yardsticks)
+    best = min(at_times.values(), default=1.0)
+    return [(at, value * best / at_times[at]) for at, value in readings if at in at_times]
+
+
 def growth(readings: Sequence[Reading], bound: Bound) -> Growth:
     """The first tenth of the time does not count: caches fill, and pools reach their size. Raises ValueError where
     fewer than ten readings are left."""

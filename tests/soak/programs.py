@@ -111,7 +111,8 @@ def write_programs(folder: Path, keys: tuple[NewKey, ...]) -> tuple[Program, dic
     (gateway_folder / "cortex.toml").write_text(
         f'[gateway]\nlisten = "127.0.0.1:{port}"\nmetrics_listen = "127.0.0.1:0"\nstate = "{gateway_folder}/state"\n'
         f"poll_interval_s = 0.5\n[eviction]\nmin_residency_s = 2\nfair_wait_s = 4\nretry_failed_after_s = 2\n"
-        f"[activity]\nrequests = 200000\n{neurons}" + "\n".join(as_toml(key.section) for key in keys)
+        f"[activity]\nrequests = 1000\nlog_retention_days = 1\n{neurons}"
+        + "\n".join(as_toml(key.section) for key in keys)
     )
     command = [sys.executable, "-m", "cortex.gateway", "--config", str(gateway_folder / "cortex.toml")]
     return Program(command, f"http://127.0.0.1:{port}", gateway_folder / "log"), nodes

@@ -27,7 +27,7 @@ from typing import Any
 
 from cortex.gateway.ledger.keys import generate
 
-from .flatness import Bound, Reading, growth
+from .flatness import Bound, Reading, compared, growth
 from .programs import CHAT_MODELS, EMBEDDER, write_programs
 from .traffic import Traffic
 
@@ -37,7 +37,9 @@ HANG_S = 8.0
 SETTLE_S = 90.0
 """How long the ledger may take until the usage of cancelled requests is known."""
 WINDOW_S = 15.0
-"""Latencies are compared as medians of this long."""
+"""Latencies are compared as medians of this long, each against a fixed computation in the same time: what else the
+machine does is not a fault of the programs."""
+YARDSTICK_STEPS = 100_000
 BOUNDS = {
     "memory": Bound("memory", "MB", most=16.0, most_part=0.08),
     "descriptors": Bound("descriptors", "", most=6.0),
@@ -54,6 +56,7 @@ class Soak:
         self.gateway, self.nodes = write_programs(folder, (self.admin, self.client, self.canceller))
         self.seconds = 60.0 * minutes
         self.readings: dict[tuple[str, str], list[Reading]] = {}
+        self.yardsticks: list[Reading] = []
         self.faults: Counter[str] = Counter()
         self.traffic = Traffic(self.gateway.url, self.client.text, self.canceller.text, random.Random(seed + 1))
 
@@ -89,6 +92,7 @@ class Soak:
         watched = {"gateway": self.gateway, "north": self.nodes["north"]}
         while True:
             await asyncio.sleep(SAMPLE_S)
+            self.yardsticks.append((time.monotonic(), await asyncio.to_thread(_yardstick)))
             for name, program in watched.items():
                 for kind, value in program.measured().items():
                     self.readings.setdefault((name, kind), []).append((time.monotonic() - begun, value))
@@ -123,7 +127,8 @@ class Soak:
         is_good = True
         for (name, kind), readings in self.readings.items():
             is_good &= _report(f"{name}: {kind}", readings, BOUNDS[kind])
-        is_good &= _report("latency of ready models", _medians(self.traffic.latencies), LATENCY, scale=1000.0)
+        latencies = compared(_medians(self.traffic.latencies), _medians(self.yardsticks))
+        is_good &= _report("latency of ready models", latencies, LATENCY, scale=1000.0)
         return await self._compare_ledger() and is_good
 
     async def _compare_ledger(self) -> bool:
@@ -150,6 +155,12 @@ class Soak:
         request = urllib.request.Request(self.gateway.url + path, headers=headers)
         with urllib.request.urlopen(request, timeout=60) as response:
             return json.load(response)
+
+
+def _yardstick() -> float:
+    begun = time.perf_counter()
+    sum(range(YARDSTICK_STEPS))
+    return time.perf_counter() - begun
 
 
 def _medians(latencies: list[Reading]) -> list[Reading]:

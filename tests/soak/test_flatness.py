@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from .flatness import Bound, growth
+from .flatness import Bound, compared, growth
 
 BOUND = Bound("memory", "MB", most=5.0, most_part=0.02)
 
@@ -26,3 +26,9 @@ def test_first_tenth_does_not_count() -> None:
 def test_too_few_readings_are_an_error() -> None:
     with pytest.raises(ValueError, match="say nothing"):
         growth([(0.0, 1.0), (1.0, 1.0)], BOUND)
+
+
+def test_readings_of_a_busy_time_are_compared_with_a_yardstick() -> None:
+    readings = [(0.0, 10.0), (15.0, 30.0), (30.0, 20.0), (45.0, 7.0)]
+    yardsticks = [(0.0, 1.0), (15.0, 3.0), (30.0, 1.0)]
+    assert compared(readings, yardsticks) == [(0.0, 10.0), (15.0, 10.0), (30.0, 20.0)]

@@ -2,47 +2,72 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import click
 
 from cortex import __version__
-from cortex.cli.commands.audit import audit
-from cortex.cli.commands.bench import bench
-from cortex.cli.commands.cancel import cancel
-from cortex.cli.commands.chat import chat
-from cortex.cli.commands.completion import completion
-from cortex.cli.commands.doctor.command import doctor
-from cortex.cli.commands.embed import embed
-from cortex.cli.commands.explain import explain
-from cortex.cli.commands.files import pull, rm
-from cortex.cli.commands.keys import keys
-from cortex.cli.commands.launch import launch
-from cortex.cli.commands.load import load, move, pin, unload, unpin
-from cortex.cli.commands.logs import logs
-from cortex.cli.commands.models import models
-from cortex.cli.commands.nodes import drain, jobs, ps, undrain
-from cortex.cli.commands.run import run as run_model
-from cortex.cli.commands.serve import serve
-from cortex.cli.commands.status import status
-from cortex.cli.commands.usage import usage
 from cortex.cli.failures import EXIT_CODES_HELP, Group, run
-from cortex.cli.importing.command import import_configuration
-from cortex.cli.up.command import up
 from cortex.gateway.config import check_environment
 
+_LOOK = {
+    "status": "commands.status:status",
+    "ps": "commands.nodes:ps",
+    "models": "commands.models:models",
+    "logs": "commands.logs:logs",
+    "jobs": "commands.nodes:jobs",
+    "explain": "commands.explain:explain",
+    "bench": "commands.bench:bench",
+    "doctor": "commands.doctor.command:doctor",
+}
+_USE = {
+    "run": "commands.run:run",
+    "chat": "commands.chat:chat",
+    "embed": "commands.embed:embed",
+    "launch": "commands.launch:launch",
+}
+_CONTROL = {
+    "load": "commands.load:load",
+    "unload": "commands.load:unload",
+    "cancel": "commands.cancel:cancel",
+    "pin": "commands.load:pin",
+    "unpin": "commands.load:unpin",
+    "move": "commands.load:move",
+    "pull": "commands.files:pull",
+    "rm": "commands.files:rm",
+    "drain": "commands.nodes:drain",
+    "undrain": "commands.nodes:undrain",
+}
+_ADMINISTER = {
+    "keys": "commands.keys:keys",
+    "usage": "commands.usage:usage",
+    "audit": "commands.audit:audit",
+    "serve": "commands.serve:serve",
+    "import": "importing.command:import_configuration",
+    "completion": "commands.completion:completion",
+    "stop": "commands.load:unload",  # as users of Ollama call it
+}
+_COMMANDS = {"up": "up.command:up", **_LOOK, **_USE, **_CONTROL, **_ADMINISTER}
+"""Name → module and attribute, in the order of the help."""
 
-@click.group(cls=Group, name="cortex", epilog=EXIT_CODES_HELP, check_environment=check_environment)
+
+class _Program(Group):
+    """Imports a command when it is needed: all of them take twice as long as most of them alone, at every Tab."""
+
+    def list_commands(self, _context: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name in _COMMANDS and name not in self.commands:
+            module, _, attribute = _COMMANDS[name].partition(":")
+            self.add_command(getattr(import_module(f"cortex.cli.{module}"), attribute), name)
+        return super().get_command(context, name)
+
+
+@click.group(cls=_Program, name="cortex", epilog=EXIT_CODES_HELP, check_environment=check_environment)
 @click.version_option(__version__, prog_name="cortex")
 def cortex() -> None:
     """One OpenAI + Anthropic endpoint over a handful of mismatched GPU boxes."""
-
-
-_LOOK = (status, ps, models, logs, jobs, explain, bench, doctor)
-_USE = (run_model, chat, embed, launch)
-_CONTROL = (load, unload, cancel, pin, unpin, move, pull, rm, drain, undrain)
-
-for command in (up, *_LOOK, *_USE, *_CONTROL, keys, usage, audit, serve, import_configuration, completion):
-    cortex.add_command(command)
-cortex.add_command(unload, "stop")  # as users of Ollama call it
 
 
 def main() -> None:

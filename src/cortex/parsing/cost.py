@@ -12,7 +12,7 @@ from cortex.wire.dialects.anthropic_messages.billing import BILLING_HEADER
 LARGE_BYTES = 1 << 17
 """Bodies from this size on are never parsed on a loop."""
 LARGE_RELAYED_BYTES = 1 << 20
-"""Bodies from this size on are not even read for their envelope on a loop."""
+"""Bodies from this size on are not even read for their envelope on a loop, nor searched."""
 _SMALL_BYTES = 1 << 13
 """Bodies up to this size take little, whatever they contain."""
 _MAX_VALUES = 4096

@@ -59,7 +59,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
     """The client's limit on tokens of reasoning (messages)."""
     has_pictures: bool = False
     picture_bytes: int = 0
-    """Of the body. Pictures count as tokens instead."""
+    """How much of the body is pictures, which count as tokens instead."""
     picture_tokens: int = 0
     conversation_id: str | None = None
     """The conversation that the request continues (Responses API)."""

@@ -20,7 +20,7 @@ _FIELD: Final = re.compile(rb'"(?:url|image_url|data)"\s*:\s*"$')
 _LISTED: Final = re.compile(rb'(?:"images"\s*:\s*|[\[,]\s*)"$')
 _OLLAMA: Final[frozenset[Dialect]] = frozenset(("ollama_chat", "ollama_generate"))
 _MAX_HEAD_CHARACTERS: Final = 1 << 17
-"""Of a file, from its start: cameras put a small copy of the picture before its size."""
+"""How much of a file is read, from its start: cameras put a small copy of the picture before its size."""
 _MAX_URL_HEAD: Final = 256
 _MAX_LOOKED_AT: Final = 2048
 """What follows counts as text: looking at more would delay a loop."""

@@ -23,7 +23,7 @@ from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import encode_head
 from cortex.wire.pictures.files import check_files, take_files
-from cortex.wire.pictures.media_urls import check_media
+from cortex.wire.pictures.media_urls import check_media, may_have_media
 from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
 from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.rejection import Rejected
@@ -98,7 +98,7 @@ class InlinePictures(ChannelMessage, frozen=True):
 
     urls: tuple[str, ...]
     sizes: tuple[int, ...]
-    """Of the files, which follow the request in `body`."""
+    """The bytes of each file; the files follow the request in `body`."""
     body: bytes
 
 
@@ -141,7 +141,7 @@ class Parsed(ChannelMessage, frozen=True):
     body: bytes
     """The whole request, packed or translated."""
     files: tuple[bytes, ...] = ()
-    """Of the pictures of a packed request."""
+    """The pictures of a packed request."""
 
 
 class Edited(ChannelMessage, frozen=True):
@@ -274,7 +274,8 @@ def run(job: Job) -> Result:
             files = {url: body[start:end] for url, (start, end) in zip(urls, itertools.pairwise(ends), strict=True)}
             return Edited(picture_urls.inline(body[: ends[0]], files))
         case CheckMedia(body):
-            check_media(body)
+            if may_have_media(body):
+                check_media(body)
             return CheckedMedia()
         case FindReferences(generates, body):
             return FoundReferences(*conversations.references_in(body, generates=generates))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cortex.routing.prefixes import BYTES_PER_TOKEN, CachedPrefix, PrefixRecord, leading_blocks
+from cortex.routing.prefixes import BYTES_PER_TOKEN, NOTHING_CACHED, CachedPrefix, PrefixRecord, leading_blocks
 
 PREFILL_TOKENS_PER_S = 4000.0
 REQUEST_S = 5.0
@@ -27,7 +27,6 @@ SCARCE_KV_FRACTION = 0.7
 PREEMPTION_S = 2.0
 """What a nearly full KV cache costs: requests are preempted, and cached prefixes are lost."""
 SATURATED_KV_FRACTION = 0.95
-_NOTHING = CachedPrefix()
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,41 +53,40 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         """A further request would cost running ones their memory."""
         return self.running + self.waiting > 0 and self.kv_used_fraction >= SATURATED_KV_FRACTION
 
-    @property
-    def delay_s(self) -> float:
-        """What a request waits for there before its own prompt is computed."""
-        delay_s = self.backlog_s
-        if self.running or self.waiting:
-            queue_s = self.waiting * self.request_s / self.running if self.running else self.waiting * SHARING_S
-            delay_s += queue_s + self.running * SHARING_S
-        if self.kv_used_fraction > SCARCE_KV_FRACTION:
-            scarcity = (self.kv_used_fraction - SCARCE_KV_FRACTION) / (1 - SCARCE_KV_FRACTION)
-            delay_s += scarcity * PREEMPTION_S
-        return delay_s
-
 
 class RoutingChoice(msgspec.Struct, frozen=True):
     """The replica for a request."""
 
-    replica: Replica
+    position: int
+    """Where it is among the candidates."""
     prefill_s: float
     """How long it is expected to compute what it has not cached of the prompt, and to copy what is in host memory."""
-    cached: CachedPrefix = _NOTHING
+    cached: CachedPrefix = NOTHING_CACHED
     """What it has of the prompt."""
 
 
 def prefill_s(replica: Replica, num_prompt_tokens: int, cached: CachedPrefix) -> float:
-    compute_s = max(0, num_prompt_tokens - sum(cached)) / replica.prefill_tokens_per_s
-    if not cached.host_tokens:
-        return compute_s
-    return compute_s + cached.host_tokens / (replica.copied_tokens_per_s or COPY_SPEEDUP * replica.prefill_tokens_per_s)
+    device_tokens, host_tokens = cached
+    num_tokens = num_prompt_tokens - device_tokens - host_tokens
+    compute_s = num_tokens / replica.prefill_tokens_per_s if num_tokens > 0 else 0.0
+    if host_tokens:
+        compute_s += host_tokens / (replica.copied_tokens_per_s or COPY_SPEEDUP * replica.prefill_tokens_per_s)
+    return compute_s
 
 
 def expected_s(replica: Replica, compute_s: float) -> float:
     """The expected time to the first token on `replica`, and to the last where its speed is known; less is better.
 
     `compute_s`: of the prompt, with what is copied."""
-    return compute_s + replica.delay_s + RESPONSE_TOKENS * replica.token_s
+    expected_s = compute_s + replica.backlog_s + RESPONSE_TOKENS * replica.token_s
+    if replica.running or replica.waiting:
+        running, waiting = replica.running, replica.waiting
+        expected_s += waiting * replica.request_s / running if running else waiting * SHARING_S
+        expected_s += running * SHARING_S
+    if replica.kv_used_fraction > SCARCE_KV_FRACTION:
+        scarcity = (replica.kv_used_fraction - SCARCE_KV_FRACTION) / (1 - SCARCE_KV_FRACTION)
+        expected_s += scarcity * PREEMPTION_S
+    return expected_s
 
 
 def choose(replicas: Sequence[Replica], prompt: bytes, prefixes: PrefixRecord) -> RoutingChoice:
@@ -99,14 +97,13 @@ def choose(replicas: Sequence[Replica], prompt: bytes, prefixes: PrefixRecord) -
     blocks = leading_blocks(prompt)
     num_prompt_tokens = len(prompt) // BYTES_PER_TOKEN
 
-    ranked = []
+    best, best_position, best_compute_s, best_cached = None, 0, 0.0, NOTHING_CACHED
     for position, replica in enumerate(replicas):
-        cached = prefixes.cached(blocks, replica.place) if blocks else _NOTHING
+        cached = prefixes.cached(blocks, replica.place) if blocks else NOTHING_CACHED
         compute_s = prefill_s(replica, num_prompt_tokens, cached)
         rank = (replica.is_saturated, expected_s(replica, compute_s), replica.place)
-        ranked.append((rank, position, compute_s, cached))
-    _, position, compute_s, cached = min(ranked)
-    best = replicas[position]
+        if best is None or rank < best:
+            best, best_position, best_compute_s, best_cached = rank, position, compute_s, cached
     if blocks:
-        prefixes.record(blocks, best.place)
-    return RoutingChoice(best, compute_s, cached)
+        prefixes.record(blocks, replicas[best_position].place)
+    return RoutingChoice(best_position, best_compute_s, best_cached)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_left
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -51,6 +52,9 @@ class CachedPrefix(NamedTuple):
     device_tokens: int = 0
     host_tokens: int = 0
     """Those that are copied from host memory first."""
+
+
+NOTHING_CACHED = CachedPrefix()
 
 
 @dataclass(slots=True)
@@ -128,19 +132,21 @@ class PrefixRecord:
             recent.drop()
 
     def cached(self, blocks: Blocks, place: str) -> CachedPrefix:
-        """What `place` has of the prompt that begins with `blocks`."""
+        """What `place` has of the prompt that begins with `blocks`.
+
+        Where a block is known, so are those before it, and where it is on the device, so are they: a block is used
+        after those that follow it, and what is used least recently leaves first. So the ends are found by bisection,
+        without a look at every block."""
         seen = self._places.get(place)
         if seen is None:
-            return CachedPrefix()
+            return NOTHING_CACHED
         device, host = seen.device, seen.host
-        count = host_bytes = 0
-        for block in blocks:
-            if block not in device:
-                if block not in host:
-                    break
-                host_bytes += _num_bytes(block)
-            count += 1
-        return CachedPrefix((EDGES[count] - host_bytes) // BYTES_PER_TOKEN, host_bytes // BYTES_PER_TOKEN)
+        num_on_device = bisect_left(blocks, True, key=lambda block: block not in device)
+        count = num_on_device
+        if host:
+            count = bisect_left(blocks, True, lo=count, key=lambda block: block not in device and block not in host)
+        num_bytes = EDGES[num_on_device]
+        return CachedPrefix(num_bytes // BYTES_PER_TOKEN, (EDGES[count] - num_bytes) // BYTES_PER_TOKEN)
 
     def moved_to_host(self, place: str) -> None:
         """The model left the device of `place`, which keeps what it had computed in host memory."""

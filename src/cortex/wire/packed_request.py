@@ -41,7 +41,7 @@ class PackedRequest:
     whole: bytes
     """Without the files of pictures."""
     files: tuple[bytes, ...] = ()
-    """Of its pictures, by their numbers."""
+    """The files of its pictures, by their numbers."""
 
 
 def pack(request: GenerateRequest) -> PackedRequest:

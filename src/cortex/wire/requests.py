@@ -40,7 +40,7 @@ class Image(Value, frozen=True, tag="image"):
     number: int = 0
     num_bytes: int = 0
     width: int = 0
-    """Of the upright picture, as the header of its file says."""
+    """The upright picture's, as the header of its file says."""
     height: int = 0
 
 
@@ -203,7 +203,7 @@ class GenerateRequest(Value, frozen=True):
     truncate_prompt_tokens: int | None = None
     """Keep only this many tokens at the end of the prompt; -1: as many as fit into the context."""
     images: tuple[Image, ...] = ()
-    """Of a packed request: the pictures in its messages, by their numbers."""
+    """The pictures in the messages of a packed request, by their numbers."""
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     as_functions: bool = False

@@ -1,4 +1,4 @@
-"""A real neuron on its own: the daemon, its workers, the demo model and a second, tiny model."""
+"""A real neuron on its own: the daemon, its workers, and small random models."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ from ...ports import free_port
 from ...waiting import WAIT_S
 
 SOURCE = Path(__file__).parents[3] / "src"
-MEMORY_MB = 1024
-"""What the demo model may take: without bfloat16 its weights take 600 MB, and eight long responses 200 more."""
-DEMO, TINY = "demo", "tiny"
+TINY, WIDE = "tiny", "wide"
 
 
 @dataclass
@@ -58,11 +56,11 @@ class Daemon:
         assert status == 200, model
         return dict(model)
 
-    def complete(self, model_id: str = DEMO) -> tuple[int, Any]:
+    def complete(self, model_id: str) -> tuple[int, Any]:
         body = {"model": model_id, "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
         return self.call("/v1/completions", body)
 
-    def wait_ready(self, model_id: str = DEMO) -> None:
+    def wait_ready(self, model_id: str) -> None:
         self.wait_for("ready", model_id)
 
     def wait_for(self, state: str, model_id: str) -> None:
@@ -138,29 +136,38 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with 60 MB of weights: large enough for a leak to show, and quick to load."""
-    return write_model(tmp_path_factory.mktemp("wide"), inner=40_000)
+    """The same with 60 MB of weights: large enough for a leak to show, and quick to load. Called `WIDE`.
+
+    Its longest response takes far longer than any pause of a test, so that it can be interrupted for certain.
+    """
+    return write_model(tmp_path_factory.mktemp("wide"), inner=40_000, context_tokens=4096)
 
 
-def write_model(folder: Path, inner: int, num_layers: int = 2) -> Path:
+def write_model(folder: Path, inner: int, num_layers: int = 2, context_tokens: int = 512) -> Path:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    sizes = {"vocab_size": len(alphabet), "intermediate_size": inner, "max_position_embeddings": 512}
+    sizes = {"vocab_size": len(alphabet), "intermediate_size": inner, "max_position_embeddings": context_tokens}
     return write_llama(folder, **sizes, num_hidden_layers=num_layers)
 
 
+@pytest.fixture(scope="session")
+def loads_wide(wide_model: Path) -> str:
+    """The lines of a `neuron.toml` with which a daemon loads the wide model when it starts."""
+    return f'[[default_models]]\nid = "{WIDE}"\nsource = "{wide_model}"'
+
+
 @pytest.fixture(scope="module")
-def start_daemon(tmp_path_factory: pytest.TempPathFactory, demo_model: Path, tiny_model: Path) -> Iterator[StartDaemon]:
-    with daemons(tmp_path_factory, demo_model, tiny_model) as start:
+def start_daemon(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[StartDaemon]:
+    with daemons(tmp_path_factory, tiny_model) as start:
         yield start
 
 
 @contextmanager
-def daemons(tmp_path_factory: pytest.TempPathFactory, demo_model: Path, tiny_model: Path) -> Iterator[StartDaemon]:
-    """Start daemons that load the demo model and know the tiny one; `settings` are lines of their `neuron.toml`.
+def daemons(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[StartDaemon]:
+    """Start daemons that know the tiny model; `settings` are lines of their `neuron.toml`.
 
     With `waits=False` a daemon may not listen yet: several start at the same time. All end with the block.
     """
@@ -168,7 +175,6 @@ def daemons(tmp_path_factory: pytest.TempPathFactory, demo_model: Path, tiny_mod
 
     def start(
         *settings: str,
-        loads_demo: bool = True,
         listen: str = "",
         key: str = "",
         environment: dict[str, str] | None = None,
@@ -184,11 +190,6 @@ def daemons(tmp_path_factory: pytest.TempPathFactory, demo_model: Path, tiny_mod
             f'[harness.torch]\nhf_cache = "{folder}/hub"',
             f'[[models]]\nid = "{TINY}"\nsource = "{tiny_model}"',
         ]
-        if loads_demo:
-            config.append(
-                f'[[default_models]]\nid = "{DEMO}"\nsource = "{demo_model}"\ncontext_tokens = 2048\n'
-                f"memory_mb = {MEMORY_MB}"
-            )
         (folder / "neuron.toml").write_text("\n".join(config))
         log = folder / "log"
         with log.open("wb") as output:
@@ -202,7 +203,7 @@ def daemons(tmp_path_factory: pytest.TempPathFactory, demo_model: Path, tiny_mod
         daemon = Daemon(process, f"http://{listen}", log, key)
         started.append(daemon)
         if waits:
-            daemon.wait_for("ready", DEMO) if loads_demo else daemon.wait_for("cold", TINY)
+            daemon.wait_for("cold", TINY)
         return daemon
 
     try:

@@ -23,6 +23,7 @@ from cortex.gateway.ledger.keys import as_toml, generate
 from ...ports import free_port
 from ...telemetry.otlp_collector import Collector, ReceivedSpan
 from ...waiting import WAIT_S
+from .conftest import WIDE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,14 +34,13 @@ pytestmark = pytest.mark.e2e
 
 SOURCE = Path(__file__).parents[3] / "src"
 
-DEMO = "demo"
 KEY = generate("anna")
 TRACE_ID, SPAN_ID = "1" * 32, "2" * 16
 CHUNK_TOKENS = 32
 MAX_RUNNING = 2
 WORDS = "one two three four five six seven eight nine ten "
-LONG_PROMPT = WORDS * 75
-PROMPT_STEPS = 750 // CHUNK_TOKENS
+LONG_PROMPT = WORDS * 80
+PROMPT_STEPS = len(LONG_PROMPT) // CHUNK_TOKENS  # a token is a byte
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Fleet:
 
     def ask(self, path: str, **fields: Any) -> Conversation:
         self.num_asked += 1
-        body = {"model": DEMO, "max_tokens": 4, "temperature": 0, **fields}
+        body = {"model": WIDE, "max_tokens": 4, "temperature": 0, **fields}
         return Conversation(self.port, path, json.dumps(body).encode())
 
     def usage(self) -> dict[str, int]:
@@ -157,6 +157,7 @@ def fleet(
     start_daemon: StartDaemon,
     tmp_path_factory: pytest.TempPathFactory,
     collector: Collector,
+    loads_wide: str,
 ) -> Iterator[Fleet]:
     telemetry = f'telemetry = {{ endpoint = "{collector.endpoint}" }}'
     settings = (
@@ -166,10 +167,11 @@ def fleet(
         "[limits]",
         f"prefill_chunk_tokens = {CHUNK_TOKENS}",
         f"max_num_seqs = {MAX_RUNNING}",
+        loads_wide,
     )
     nodes = {name: start_daemon(*settings, waits=False) for name in ("one", "two")}
     for node in nodes.values():
-        node.wait_ready()
+        node.wait_ready(WIDE)
     folder = tmp_path_factory.mktemp("fleet")
     port = free_port()
     lines = [
@@ -190,7 +192,7 @@ def fleet(
 
 def loads(fleet: Fleet) -> list[tuple[int, int, float]]:
     """What runs and waits in the engine of each living node, and the fraction of its pages in use."""
-    found = [node.model(DEMO)["load"] for node in fleet.nodes.values() if node.process.poll() is None]
+    found = [node.model(WIDE)["load"] for node in fleet.nodes.values() if node.process.poll() is None]
     return [(load["running"], load["waiting"], load["kv_used_fraction"]) for load in found]
 
 
@@ -200,7 +202,7 @@ def is_free(fleet: Fleet) -> bool:
 
 def ask_node(node: Daemon, **fields: Any) -> Conversation:
     """A streamed response of a node, not through the gateway."""
-    body = {"model": DEMO, "prompt": "Once upon a time", "ignore_eos": True, "stream": True, **fields}
+    body = {"model": WIDE, "prompt": "Once upon a time", "ignore_eos": True, "stream": True, **fields}
     return Conversation(int(node.url.rpartition(":")[2]), "/v1/completions", json.dumps(body).encode(), "direct/1")
 
 
@@ -264,14 +266,14 @@ def test_turns_of_an_agent_stay_on_their_node_until_it_is_saturated(fleet: Fleet
     node = fleet.nodes[first]
     others = [ask_node(node, max_tokens=1500) for _ in range(5 * MAX_RUNNING)]
 
-    def demo_on(name: str) -> Any:
+    def model_on(name: str) -> Any:
         (status,) = [each for each in fleet.get("/fleet/status")["nodes"] if each["name"] == name]
-        return next(model for model in status["models"] if model["id"] == DEMO)
+        return next(model for model in status["models"] if model["id"] == WIDE)
 
-    until(lambda: demo_on(first)["load"]["waiting"] >= 3 * MAX_RUNNING)
+    until(lambda: model_on(first)["load"]["waiting"] >= 3 * MAX_RUNNING)
     last = fleet.ask(CHAT, messages=messages, max_tokens=1)
     until(lambda: fleet.in_flight() == 1)
-    assert demo_on(first)["in_flight"] == 0, "the other node serves it"
+    assert model_on(first)["in_flight"] == 0, "the other node serves it"
     for other in others:
         other.leave()
     assert last.read().startswith(b"HTTP/1.1 200")
@@ -336,11 +338,11 @@ def test_request_moves_if_its_node_is_killed_before_the_first_token_and_fails_wi
     fleet: Fleet,
 ) -> None:
     until(lambda: is_free(fleet))
-    asked = fleet.ask("/v1/completions", prompt=WORDS * 40, max_tokens=2, stream=True)
+    asked = fleet.ask("/v1/completions", prompt=WORDS * 20, max_tokens=2, stream=True)
 
     def working() -> list[Daemon]:
         alive = [node for node in fleet.nodes.values() if node.process.poll() is None]
-        return [node for node in alive if node.model(DEMO)["load"]["running"]]
+        return [node for node in alive if node.model(WIDE)["load"]["running"]]
 
     (first,) = until(working)  # asked again, it may have produced its tokens
     first.process.send_signal(signal.SIGSTOP)  # it holds the request and says nothing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import statistics
 import time
@@ -16,6 +17,7 @@ import pytest
 
 from ...processes import alive
 from ...waiting import WAIT_S
+from .conftest import TINY, WIDE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -24,19 +26,21 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-DEMO, TINY = "demo", "tiny"
 STREAMS = 64
+RESPONSE_TOKENS = 12
+LONG_RESPONSE_TOKENS = 4000
 DRAIN_S = 1.0
-LONG_RESPONSE_TOKENS = 1500
 
 
 @pytest.fixture(scope="module")
-def daemon(start_daemon: StartDaemon) -> Daemon:
-    return start_daemon(f"drain_s = {DRAIN_S}", "[limits]", f"max_num_seqs = {STREAMS}")
+def daemon(start_daemon: StartDaemon, loads_wide: str) -> Daemon:
+    daemon = start_daemon(f"drain_s = {DRAIN_S}", f"[limits]\nmax_num_seqs = {STREAMS}", loads_wide)
+    daemon.wait_ready(WIDE)
+    return daemon
 
 
 def completion(max_tokens: int, prompt: str = "Once upon a time", **more: Any) -> dict[str, Any]:
-    return {"model": DEMO, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True, **more}
+    return {"model": WIDE, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True, **more}
 
 
 async def stream(
@@ -69,7 +73,7 @@ async def test_64_streams_are_complete_while_models_are_loaded_and_unloaded(daem
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(WAIT_S)) as session:
         began_s = time.monotonic()
-        bodies = [completion(3, str(number)) for number in range(STREAMS)]
+        bodies = [completion(RESPONSE_TOKENS, str(number)) for number in range(STREAMS)]
         responses = asyncio.gather(*(whole(session, daemon.url, body) for body in bodies))
         cycles, read_s = 0, []
         while not responses.done():
@@ -87,7 +91,7 @@ async def test_64_streams_are_complete_while_models_are_loaded_and_unloaded(daem
     assert cycles >= 1
     # A read that waited for the engine would take as long as a response.
     assert statistics.median(read_s) < all_s / 10
-    assert daemon.model(DEMO)["load"]["running"] == 0
+    assert daemon.model(WIDE)["load"]["running"] == 0
     assert daemon.model(TINY)["state"] == "cold"
 
 
@@ -103,14 +107,19 @@ async def leave(url: str, body: dict[str, Any], *, once: Callable[[], bool]) -> 
 
 async def test_disconnected_client_does_not_stop_a_load(daemon: Daemon) -> None:
     def is_free() -> bool:
-        load = daemon.model(DEMO)["load"]
+        load = daemon.model(WIDE)["load"]
         return (load["running"], load["waiting"], load["kv_used_fraction"]) == (0, 0, 0.0)
 
-    daemon.call("/models/unload", {"model_id": DEMO})
-    await leave(daemon.url, completion(4), once=lambda: daemon.model(DEMO)["state"] == "loading")
-    await until(lambda: daemon.model(DEMO)["state"] == "ready")
+    daemon.call("/models/unload", {"model_id": WIDE})
+    worker = daemon.process_called("neuron-worker")
+    os.kill(worker, signal.SIGSTOP)  # until the client has disconnected, the load cannot end
+    try:
+        await leave(daemon.url, completion(4), once=lambda: daemon.model(WIDE)["state"] == "loading")
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    await until(lambda: daemon.model(WIDE)["state"] == "ready")
     await until(is_free)
-    assert daemon.complete()[0] == 200
+    assert daemon.complete(WIDE)[0] == 200
 
 
 async def test_sigterm_under_load_ends_streams_after_the_drain_and_leaves_no_process(daemon: Daemon) -> None:

@@ -18,14 +18,14 @@ import pytest
 
 from ...ports import free_port
 from ...waiting import NEVER_S, WAIT_S
-from .conftest import nodes_of, text_of, until
+from .conftest import nodes_of, text_of, until, write_model
 
 if TYPE_CHECKING:
     from .conftest import Daemon, StartDaemon, StartGateway
 
 pytestmark = pytest.mark.e2e
 
-TINY, SPANNING, BESIDE, WRONG_KEY = "tiny", "spanning", "beside", "wrong key"
+SPANNING, BESIDE, WRONG_KEY = "spanning", "beside", "wrong key"
 SHARED = ("shared", "shared too", "shared as well")
 PEER_KEY = "key-of-the-second-node"
 
@@ -104,7 +104,6 @@ class Pair:
             "limits.sleep_mb = 64",
             *settings,
             beside,
-            loads_demo=False,
             listen=listen,
             key=key,
             environment={"PEER_KEY": PEER_KEY, "WRONG_KEY": "x" * 20},
@@ -117,8 +116,9 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(start_daemon: StartDaemon, tiny_model: Path) -> Pair:
-    return Pair(start_daemon, tiny_model, [free_port(), free_port()])
+def pair(start_daemon: StartDaemon, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    model = write_model(tmp_path_factory.mktemp("long"), inner=128, context_tokens=8192)
+    return Pair(start_daemon, model, [free_port(), free_port()])
 
 
 def worker(daemon: Daemon, device: int) -> int:
@@ -136,9 +136,9 @@ def thread_names(process_id: int) -> set[str]:
 
 
 class Response:
-    """A streamed response of the lead, read as far as the test wants."""
+    """A streamed response of the lead, read as far as the test wants. It ends long after what the test does to it."""
 
-    def __init__(self, daemon: Daemon, model: str, max_tokens: int = 480) -> None:
+    def __init__(self, daemon: Daemon, model: str, max_tokens: int = 8000) -> None:
         body = json.dumps({"model": model, "prompt": "x", "max_tokens": max_tokens, "temperature": 0, "stream": True})
         request = urllib.request.Request(
             f"{daemon.url}/v1/completions", body.encode(), {"content-type": "application/json"}

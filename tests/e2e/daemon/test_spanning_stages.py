@@ -50,7 +50,6 @@ def nodes(start_daemon: StartDaemon, source: Path) -> Nodes:
             "limits.sleep_mb = 256",
             f"[[devices]]\nindex = 0\nmemory_mb = {MEMORY_MB[number]}",
             *settings,
-            loads_demo=False,
             listen=f"127.0.0.{number + 1}:{ports[number]}",
             key=key,
             environment={"PEER_KEY": PEER_KEY},

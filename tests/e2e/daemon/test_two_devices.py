@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ...waiting import NEVER_S, WAIT_S
-from .conftest import nodes_of, until
+from .conftest import TINY, WIDE, nodes_of, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-TINY = "tiny"
 DIVISIONS = ("tensor_parallel", "pipeline_parallel")
 """Each is also the name of the model that is divided so."""
-WIDE, OTHER, NODE = "wide", "other", "node"
+OTHER, NODE = "other", "node"
 SCHEMA = {
     "type": "object",
     "properties": {"colour": {"enum": ["red", "blue"]}},
@@ -43,7 +42,6 @@ def daemon(start_daemon: StartDaemon, tiny_model: Path, wide_model: Path) -> Dae
         f'[[models]]\nid = "{WIDE}"\nsource = "{wide_model}"\nmax_replicas = 2',
         f'[[models]]\nid = "{OTHER}"\nsource = "{wide_model}"',
         *divided,
-        loads_demo=False,
     )
     for model in (TINY, *DIVISIONS):
         status, body = daemon.call("/models/load", {"model_id": model})

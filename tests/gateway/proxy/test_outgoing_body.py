@@ -17,6 +17,7 @@ from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.outgoing_body import MOST_UNASKED_TOKENS, OutgoingBody, choice_limit
 from cortex.gateway.proxy.routes import CHAT, MESSAGES, Route
 from cortex.parsing import relayed
+from cortex.parsing.cost import LARGE_RELAYED_BYTES
 from cortex.parsing.envelope import Facts
 from cortex.parsing.parser import BodyParser
 from cortex.wire.errors import InvalidValue
@@ -131,15 +132,21 @@ def test_foreign_server_gets_no_address_of_a_picture(route: Route) -> None:
         body.made()
 
 
-async def test_large_body_is_checked_before_it_is_sent() -> None:
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(picture_body(CHAT, "data:image/png;base64,AAAA", 200_000), id="with media"),
+        pytest.param(b'{"model":"m","messages":"' + b"x" * LARGE_RELAYED_BYTES + b'"}', id="too large to look for any"),
+    ],
+)
+async def test_large_body_is_checked_before_it_is_sent(sent: bytes) -> None:
     class Checking(BodyParser):
         checked: tuple[bytes, ...] = ()
 
         async def check_media(self, body: bytes, client: str) -> None:
             self.checked += (body,)
 
-    parser, sent = Checking(), picture_body(CHAT, "data:image/png;base64,AAAA", 200_000)
-    body = outgoing(CHAT, sent)
+    parser, body = Checking(), outgoing(CHAT, sent)
     assert not body.choose(lease(has_lifecycle=False))
     await body.prepare(parser)
     assert parser.checked == (sent,)

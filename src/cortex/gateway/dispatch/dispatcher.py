@@ -101,7 +101,7 @@ class Dispatcher(StateMachine):
     @property
     def in_flight(self) -> dict[ModelOnNode, int]:
         """Requests open at each model on each node; only those with any."""
-        return dict(self._leases.in_flight)
+        return self._leases.in_flight
 
     def is_ready(self, model: str, node: str) -> bool:
         return any(here.name == node for here, _ in self._fleet_state.fleet.replicas(model))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Literal
 
@@ -12,7 +12,6 @@ from cortex.fleet.placement.decision import Origin
 from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.fleet_state import ChangedNode, FleetState
 from cortex.gateway.dispatch.replicas import ReadyReplica, ReadyReplicas, ReplicaLoads, ready_models
-from cortex.routing import choice
 from cortex.routing.prefixes import PrefixRecord
 from cortex.wire.errors import CortexError, Overloaded, UnsupportedModality
 from cortex.wire.node.protocol import Dialect, ModelState, ModelStatus
@@ -96,9 +95,8 @@ class LeasePool:
     def __init__(self, fleet_state: FleetState, clock: Callable[[], float]) -> None:
         self._fleet_state = fleet_state
         self._loads = ReplicaLoads(clock)
-        self._in_flight: dict[ModelOnNode, int] = {}
-        self._busy: dict[str, set[str]] = {}
-        """The models of each node with requests in flight."""
+        self._in_flight: dict[str, dict[str, int]] = {}
+        """By node and model; only models with any."""
         self._ready = ReadyReplicas(fleet_state)
         self._ready_since: dict[str, dict[str, float]] = {}
         """By node and model."""
@@ -113,11 +111,15 @@ class LeasePool:
     @property
     def in_flight(self) -> dict[ModelOnNode, int]:
         """Requests open at each model on each node; only those with any."""
-        return self._in_flight
+        return {
+            ModelOnNode(node, model): count
+            for node, counts in self._in_flight.items()
+            for model, count in counts.items()
+        }
 
-    def in_flight_on(self, node: str) -> dict[str, int]:
+    def in_flight_on(self, node: str) -> Mapping[str, int]:
         """The same at the models of one node."""
-        return {model: self._in_flight[ModelOnNode(node, model)] for model in self._busy.get(node, ())}
+        return self._in_flight.get(node, {})
 
     def nodes_changed(self, changed: Iterable[ChangedNode]) -> None:
         """The fleet was rebuilt: drop what was derived from the nodes as they were."""
@@ -239,12 +241,12 @@ class LeasePool:
 
     def release(self, lease: Lease) -> bool:
         """End a lease; True when that was the last one for its model on its node."""
-        remaining = self._in_flight.get(lease.target, 0) - 1
+        counts = self._in_flight.get(lease.node, {})
+        remaining = counts.get(lease.model, 0) - 1
         if remaining > 0:
-            self._in_flight[lease.target] = remaining
+            counts[lease.model] = remaining
         else:
-            self._in_flight.pop(lease.target, None)
-            self._busy.get(lease.node, set()).discard(lease.model)
+            counts.pop(lease.model, None)
         self.recount.add(lease.node)
         if lease.has_alternatives:
             self._loads.released(lease.target, is_last=remaining <= 0)
@@ -273,7 +275,7 @@ class LeasePool:
                 known[model] = held.state_since
                 self.left_device(name, model)
             target = ModelOnNode(name, model)
-            self._loads.observed(target, held, self._in_flight.get(target, 0))
+            self._loads.observed(target, held, self.in_flight_on(name).get(model, 0))
         for model, prefixes in self._prefixes.items():
             self._limit(prefixes, node, model)
 
@@ -307,24 +309,16 @@ class LeasePool:
         )
 
     def _take_best(self, model: str, ready: tuple[ReadyReplica, ...], prompt: bytes) -> Lease:
-        replicas = self._loads.replicas(ready, self._in_flight)
         if (prefixes := self._prefixes.get(model)) is None:
             prefixes = self._prefixes[model] = PrefixRecord()
-        chosen = choice.choose(replicas, prompt, prefixes)
-        replica = ready[replicas.index(chosen.replica)]
-        target, is_alone = replica.target, chosen.replica.running + chosen.replica.waiting == 0
-        reason = _least_time(len(ready), is_kept=chosen.cached.host_tokens > 0)
-        lease = Lease(*target, target, replica.dialects, replica.has_lifecycle, True, reason, is_alone)
-        self._loads.sent(target, chosen.prefill_s)
-        return self._counted(lease)
+        replica, is_alone, copies = self._loads.route(ready, self._in_flight, prompt, prefixes)
+        target, reason = replica.target, _least_time(len(ready), copies=copies)
+        return self._counted(Lease(*target, target, replica.dialects, replica.has_lifecycle, True, reason, is_alone))
 
     def _counted(self, lease: Lease) -> Lease:
-        target, in_flight = lease.target, self._in_flight
-        if target in in_flight:
-            in_flight[target] += 1
-        else:
-            in_flight[target] = 1
-            self._busy.setdefault(lease.node, set()).add(lease.model)
+        if (counts := self._in_flight.get(lease.node)) is None:
+            counts = self._in_flight[lease.node] = {}
+        counts[lease.model] = counts.get(lease.model, 0) + 1
         self.recount.add(lease.node)
         return lease
 
@@ -348,6 +342,6 @@ def _reports_what_it_reads(node: Node, status: ModelStatus) -> bool:
 
 
 @cache
-def _least_time(num_replicas: int, *, is_kept: bool) -> str:
-    kept = ", with a part of the prompt in its host memory" if is_kept else ""
+def _least_time(num_replicas: int, *, copies: bool) -> str:
+    kept = ", with a part of the prompt in its host memory" if copies else ""
     return f"least expected time of {num_replicas} replicas{kept}"

@@ -4,7 +4,7 @@ gateway has done since."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
@@ -12,7 +12,8 @@ from typing import NamedTuple
 from cortex.fleet.index import remembered
 from cortex.fleet.topology import ModelOnNode, Node, Residency
 from cortex.gateway.dispatch.fleet_state import ChangedNode, FleetState
-from cortex.routing.choice import PREFILL_TOKENS_PER_S, REQUEST_S, RESPONSE_TOKENS, Replica
+from cortex.routing.choice import PREFILL_TOKENS_PER_S, REQUEST_S, RESPONSE_TOKENS, Replica, choose
+from cortex.routing.prefixes import PrefixRecord
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.protocol import Dialect, ModelLoad, ModelState
 
@@ -37,8 +38,8 @@ class ReadyReplica(NamedTuple):
 
 
 class ReadyReplicas:
-    """Where each model takes requests: found when it is first asked for, and again after a report that changes it.
-    Owned by the lease pool."""
+    """Where each model takes requests: found with the report that changes it, so that requests find it there. Owned by
+    the lease pool."""
 
     def __init__(self, fleet_state: FleetState) -> None:
         self._fleet_state = fleet_state
@@ -52,13 +53,16 @@ class ReadyReplicas:
         return found
 
     def nodes_changed(self, changed: Iterable[ChangedNode]) -> None:
-        """The fleet was rebuilt: forget what these nodes have changed, which is nothing after most reports."""
+        """The fleet was rebuilt: find again what these nodes have changed, which is nothing after most reports."""
+        models: set[str] = set()
         for before, after in changed:
             facts = _routing_facts(after)
             if facts.spans or facts != _routing_facts(before):
                 for node in (before, after):
-                    for model in (*ready_models(node), *(share.model_id for share in node.shares)):
-                        self._found.pop(model, None)
+                    models.update(ready_models(node), (share.model_id for share in node.shares))
+        for model in models:
+            self._found.pop(model, None)
+            self.of(model)
 
     def clear(self) -> None:
         self._found.clear()
@@ -94,6 +98,9 @@ def ready_models(node: Node) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class _ReplicaLoad:
+    """What is known of one replica. Its speed changes with a report or a measured request, so that it is derived there
+    and not for every request that is routed."""
+
     reported: ModelLoad = field(default_factory=ModelLoad)
     num_foreign: int = 0
     """Requests of other clients of the node, by its last report."""
@@ -108,25 +115,56 @@ class _ReplicaLoad:
     """What the node measured: it holds until requests show more."""
     copied_tokens_per_s: float | None = None
     """How fast pages come back from host memory there."""
+    prompt_rate: float = 0.0
+    """Tokens of prompts per second; 0: not known."""
+    whole_s: float = 0.0
+    """Seconds of a request; 0: not known."""
+    has_stream_rate: bool = False
+    """Whether the node measured the speed of responses."""
 
-    @property
-    def prompt_rate(self) -> float | None:
-        """Tokens of prompts per second, as far as it is known."""
-        return self.prefill_tokens_per_s or (self.bench.prompt_tokens_per_s if self.bench is not None else None)
-
-    @property
-    def whole_s(self) -> float | None:
-        """Seconds of a request, as far as they are known."""
-        if self.request_s is not None or self.bench is None or (token_s := self.bench.token_s(1)) is None:
-            return self.request_s
-        return RESPONSE_TOKENS * token_s
-
-    def token_s(self, num_requests: int) -> float | None:
-        """Seconds per token of one response more; None: not measured."""
-        return None if self.bench is None else self.bench.token_s(num_requests + 1)
+    def derive_speed(self) -> None:
+        """After every change of what was measured."""
+        bench, token_s = self.bench, None if self.bench is None else self.bench.token_s(1)
+        self.prompt_rate = self.prefill_tokens_per_s or (bench.prompt_tokens_per_s if bench is not None else 0.0)
+        self.whole_s = self.request_s if self.request_s is not None else RESPONSE_TOKENS * (token_s or 0.0)
+        self.has_stream_rate = bench is not None and bool(bench.stream_rate)
 
     def num_released_since(self, moment: float) -> int:
         return sum(1 for _ in takewhile(lambda released_at: released_at >= moment, reversed(self.releases)))
+
+    def as_replica(
+        self, node: str, in_flight: int, now: float, usual_rate: float, usual_request_s: float, weighs_tokens: bool
+    ) -> Replica:
+        """As a candidate for a request, with `in_flight` requests of this gateway there. The usual speed counts where
+        its own is not known."""
+        reported, current = self.reported, self.num_foreign + in_flight
+        waiting = min(current, max(0, reported.waiting - self.num_released)) if reported.waiting else 0
+        kv_used_fraction = reported.kv_used_fraction
+        if kv_used_fraction and (num_reported := reported.running + reported.waiting):
+            # The pages of requests that have ended since are free.
+            kv_used_fraction *= min(1.0, current / num_reported)
+        token_s = self.bench.token_s(current + 1) if weighs_tokens and self.bench is not None else None
+        return Replica(
+            place=node,
+            running=current - waiting,
+            waiting=waiting,
+            kv_used_fraction=kv_used_fraction,
+            backlog_s=self.backlog_until - now if self.backlog_until > now else 0.0,
+            prefill_tokens_per_s=self.prompt_rate or usual_rate,
+            copied_tokens_per_s=self.copied_tokens_per_s,
+            request_s=self.whole_s or usual_request_s,
+            token_s=token_s or 0.0,
+        )
+
+
+class RoutedRequest(NamedTuple):
+    """Where a request goes."""
+
+    replica: ReadyReplica
+    is_alone: bool
+    """Whether no other request is expected there."""
+    copies: bool
+    """Whether a part of the prompt is in host memory there."""
 
 
 class ReplicaLoads:
@@ -140,7 +178,9 @@ class ReplicaLoads:
         """The node reported the model ready; `in_flight` requests of this gateway are there now."""
         load = self._load(target)
         load.reported = held.status.load
-        load.bench = held.status.bench
+        if load.bench != held.status.bench:
+            load.bench = held.status.bench
+            load.derive_speed()
         load.copied_tokens_per_s = None if held.status.kv_host is None else held.status.kv_host.tokens_per_s
         load.num_released = 0
         load.num_foreign = 0
@@ -151,11 +191,6 @@ class ReplicaLoads:
     def forget(self, target: ModelOnNode) -> None:
         """The model is not ready there any more."""
         self._loads.pop(target, None)
-
-    def sent(self, target: ModelOnNode, prefill_s: float) -> None:
-        """A request goes there; its prompt takes about `prefill_s` to compute."""
-        load = self._load(target)
-        load.backlog_until = max(self._clock(), load.backlog_until) + prefill_s
 
     def released(self, target: ModelOnNode, *, is_last: bool) -> None:
         """A request ended there; `is_last`: this gateway has no other there."""
@@ -176,57 +211,45 @@ class ReplicaLoads:
         load.request_s = _averaged(load.request_s, request_s)
         if prefill_s and num_computed_tokens >= MIN_MEASURED_TOKENS:
             load.prefill_tokens_per_s = _averaged(load.prefill_tokens_per_s, num_computed_tokens / prefill_s)
+        load.derive_speed()
 
-    def replicas(self, ready: Iterable[ReadyReplica], in_flight: dict[ModelOnNode, int]) -> list[Replica]:
-        """The replicas of one model now. One whose speed is not known counts as fast as the others."""
-        now, rate, request_s = self._clock(), 0.0, 0.0
-        loads, all_measured = [], True
+    def route(
+        self,
+        ready: Sequence[ReadyReplica],
+        in_flight: Mapping[str, Mapping[str, int]],
+        prompt: bytes,
+        prefixes: PrefixRecord,
+    ) -> RoutedRequest:
+        """The replica of one model that a request goes to. One whose speed is not known counts as fast as the others.
+        `in_flight`: requests of this gateway, by node and model."""
+        now, known = self._clock(), self._loads
+        loads, rate, request_s, weighs_tokens = [], 0.0, 0.0, True
         for each in ready:
-            load = self._load(each.target)
+            load = known.get(each.target) or self._load(each.target)
             loads.append((each.target, load))
-            rate = max(rate, load.prompt_rate or 0.0)
-            request_s = max(request_s, load.whole_s or 0.0)
-            all_measured = all_measured and load.bench is not None and bool(load.bench.stream_rate)
+            if load.prompt_rate > rate:
+                rate = load.prompt_rate
+            if load.whole_s > request_s:
+                request_s = load.whole_s
+            if not load.has_stream_rate:
+                weighs_tokens = False
         rate, request_s = rate or PREFILL_TOKENS_PER_S, request_s or REQUEST_S
-        return [
-            _replica(target.node, load, in_flight.get(target, 0), now, rate, request_s, weighs_tokens=all_measured)
-            for target, load in loads
-        ]
+        replicas = []
+        for (node, model), load in loads:
+            counts = in_flight.get(node)
+            num_own = counts.get(model, 0) if counts else 0
+            replicas.append(load.as_replica(node, num_own, now, rate, request_s, weighs_tokens))
+        chosen = choose(replicas, prompt, prefixes)
+        replica, (_, load) = replicas[chosen.position], loads[chosen.position]
+        load.backlog_until = now + replica.backlog_s + chosen.prefill_s
+        is_alone = not replica.running and not replica.waiting
+        return RoutedRequest(ready[chosen.position], is_alone, chosen.cached.host_tokens > 0)
 
     def _load(self, target: ModelOnNode) -> _ReplicaLoad:
         load = self._loads.get(target)
         if load is None:
             load = self._loads[target] = _ReplicaLoad()
         return load
-
-
-def _replica(
-    node: str,
-    load: _ReplicaLoad,
-    in_flight: int,
-    now: float,
-    usual_rate: float,
-    usual_request_s: float,
-    *,
-    weighs_tokens: bool,
-) -> Replica:
-    reported, current = load.reported, load.num_foreign + in_flight
-    waiting = min(current, max(0, reported.waiting - load.num_released)) if reported.waiting else 0
-    kv_used_fraction = reported.kv_used_fraction
-    if kv_used_fraction and (num_reported := reported.running + reported.waiting):
-        # The pages of requests that have ended since are free.
-        kv_used_fraction *= min(1.0, current / num_reported)
-    return Replica(
-        place=node,
-        running=current - waiting,
-        waiting=waiting,
-        kv_used_fraction=kv_used_fraction,
-        backlog_s=load.backlog_until - now if load.backlog_until > now else 0.0,
-        prefill_tokens_per_s=load.prompt_rate or usual_rate,
-        copied_tokens_per_s=load.copied_tokens_per_s,
-        request_s=load.whole_s or usual_request_s,
-        token_s=(load.token_s(current) or 0.0) if weighs_tokens else 0.0,
-    )
 
 
 def _averaged(before: float | None, newest: float) -> float:

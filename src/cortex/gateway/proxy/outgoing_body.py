@@ -19,7 +19,7 @@ from cortex.gateway.proxy.routes import CHAT
 from cortex.gateway.proxy.translation import ChatTranslation
 from cortex.http.request import Headers
 from cortex.parsing import protocol
-from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
+from cortex.parsing.cost import LARGE_RELAYED_BYTES, is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.envelope import Facts
 from cortex.parsing.parser import BodyParser
 from cortex.wire.dialects.ollama import embeddings
@@ -91,7 +91,9 @@ class OutgoingBody:
             return self._translated is not None or not is_parsed_elsewhere(body)
         if self._edited is None and not self._edits:
             self._edited = body
-        self._unchecked = is_foreign and not self._is_checked and may_have_media(body)
+        self._unchecked = (
+            is_foreign and not self._is_checked and (len(body) >= LARGE_RELAYED_BYTES or may_have_media(body))
+        )
         if self._unchecked and is_parsed_elsewhere(body):
             return False
         return self._edited is not None or not is_edited_elsewhere(body)

@@ -163,6 +163,9 @@ class Exchange:
         """Send a part of the body. Never blocks; `paused` and a listener report whether the client keeps up."""
         if self.closed or not data:
             return
+        if self._body is _CHUNKED:
+            self.connection.transport.write(chunks.frame(data))
+            return
         if not self.started:
             raise RuntimeError("start the response before writing to it")
         if framed := self._framed(data):

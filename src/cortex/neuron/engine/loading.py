@@ -108,7 +108,7 @@ class LoadedModel:
 
     @property
     def model(self) -> Decoder:
-        """Of a model that generates text."""
+        """The model, which generates text."""
         assert isinstance(self.body, Decoder), "the model pools texts"
         return self.body
 

@@ -14,10 +14,10 @@ class PictureSpan:
     """The positions of a picture that a row computes."""
 
     offset: int
-    """Of the first of them in the row."""
+    """Where the first of them is in the row."""
     count: int
     first: int
-    """Of the first of them in the picture."""
+    """Where the first of them is in the picture."""
     key: bytes
     grid: PictureGrid
     rope: int

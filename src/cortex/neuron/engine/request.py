@@ -1,6 +1,6 @@
 """The inputs and outputs of an engine: token ids and parameters, no text.
 
-Plain dataclasses: they import on a bare GPU host, and cross the worker's channel as typed values.
+Plain dataclasses and tuples: they import on a bare GPU host, and cross the worker's channel as typed values.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.step_work import StepWork
@@ -128,9 +128,12 @@ class TokenLogprobs:
     """For a token of the prompt: 1 if it is the top token."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """The output of one step for one request. The last output of a request has `finish`."""
+class StepOutput(NamedTuple):
+    """The output of one step for one request. The last output of a request has `finish`.
+
+    A named tuple: one is made, sent to the daemon and read there for every token, which costs a frozen dataclass of as
+    many fields ten times as much.
+    """
 
     request_id: str
     tokens: tuple[int, ...] = ()
@@ -148,7 +151,7 @@ class StepOutput:
     num_predicted: int = 0
     """Those of `tokens` that the request's prediction has at the same place, drafted or not."""
     vectors: bytes = b""
-    """Of a request for texts: their vectors or scores in order, as little-endian float32."""
+    """What a request for texts gets: their vectors or scores in order, as little-endian float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +215,7 @@ class LoadSpec:
     """Where draft tokens come from, which a step checks in addition to drawing one; `off`: there are none. `mtp`: also
     from the model's own head for further tokens; `draft`: also from the model at `draft_path`."""
     draft_path: str = ""
-    """Of a smaller model with the same tokenizer; empty: there is none."""
+    """Where a smaller model with the same tokenizer is; empty: there is none."""
     vision: Literal["device", "cpu", "off"] = "device"
     """Where the vision tower is, if the model has one; `off`: it is not loaded, and the model reads text only."""
     max_num_seqs: int = 256

@@ -232,7 +232,7 @@ class LatentAttentionConfig:
     """The factor of the scores before the softmax."""
     rope: RopeConfig
     norm: NormConfig
-    """Of latents, and of the low-rank queries."""
+    """It normalises latents and low-rank queries."""
     q_rank: int = 0
     """Elements that queries are made of; 0: they are projected directly."""
     bias: bool = False

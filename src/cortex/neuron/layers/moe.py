@@ -194,7 +194,7 @@ def _scales(parameters: Parameters, config: MoEConfig, prefix: str) -> Tensor | 
 
 
 def _biases(parameters: Parameters, config: MoEConfig, prefix: str) -> dict[str, Tensor]:
-    """Of the router and of the routed experts, by the names that `Experts` has for them."""
+    """The biases of the router and of the routed experts, by the names that `Experts` has for them."""
     if not config.biased:
         return {}
     router = parameters.load(f"{prefix}.gate.bias", config.experts)

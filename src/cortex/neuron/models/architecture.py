@@ -45,7 +45,7 @@ class EndsConfig:
     """Its scale is that of the logits."""
     embedding_scale: float = 1.0
     embedding_eps: float | None = None
-    """Of a norm of embeddings without a weight; None: there is none."""
+    """Embeddings are normalised with it, without a weight; None: they are not."""
     logit_cap: float | None = None
     """Logits x become cap · tanh(x / cap)."""
     per_layer_inputs: PerLayerInputsConfig | None = None

@@ -16,7 +16,7 @@ class BlockNorms:
     before: str | None = None
     after: str | None = None
     after_eps: float | None = None
-    """Of the norm after the block; None: that of the layer's norms."""
+    """The norm after the block has it; None: it has that of the layer's norms."""
 
     @property
     def names(self) -> list[str]:

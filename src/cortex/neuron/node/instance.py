@@ -204,20 +204,19 @@ class Instance:
                 running.generation.fail(GenerationFailed(message))
             else:
                 running.generation.push(output)
-                if output.tokens or output.vectors:
+                num_tokens += len(output.tokens)
+                if not running.has_token and (output.tokens or output.vectors):
                     self._admission.produced(running.queued, now_s)
-                num_tokens += self._num_later_tokens(running, output)
+                    num_tokens -= self._note_first(running, output)
             if output.finish is not None:
                 self._release(running, finished=output.finish in ("stop", "length"))
         self._throughput.sample(now_s, num_tokens, is_generating=self._num_generating > 0)
 
-    def _num_later_tokens(self, running: _Running, output: StepOutput) -> int:
-        """How many tokens the output has, other than the first of the request."""
-        if not output.tokens or running.has_token:
-            return len(output.tokens)
-        running.has_token = True
-        self._num_generating += 1
-        return len(output.tokens) - 1
+    def _note_first(self, running: _Running, output: StepOutput) -> int:
+        """The request had no token before this output. Returns 1 if it has one now, which counts for no rate."""
+        running.has_token = bool(output.tokens)
+        self._num_generating += running.has_token
+        return int(running.has_token)
 
     def on_request_failed(self, request_id: str, kind: FaultKind, message: str) -> None:
         if (running := self._requests.get(request_id)) is not None:

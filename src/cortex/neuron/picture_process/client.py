@@ -23,8 +23,8 @@ _MAX_OF_REQUEST = 2
 """Pictures of one request that are decoded at once: others get their turns between them."""
 _REST_AFTER_S = 60.0
 MAX_PIXEL_BYTES = 225_000_000
-"""Of one request: they are one message to the worker (`ipc.channel.MAX_FRAME_BYTES`). About seventy tiles of a
-thousand pixels square."""
+"""The pixels of one request: they are one message to the worker (`ipc.channel.MAX_FRAME_BYTES`). About seventy tiles
+of a thousand pixels square."""
 
 
 class Pictures:

@@ -79,7 +79,7 @@ class Encoded(ChannelMessage, frozen=True):
 
 class PackedTexts(ChannelMessage, frozen=True):
     ids: bytes
-    """Of all texts, one after another."""
+    """The tokens of all texts, one after another."""
     lengths: tuple[int, ...]
     first_segments: tuple[int, ...]
 

@@ -11,18 +11,18 @@ class PictureGrid:
     """A picture's size in a prompt. It follows from the size in the file's header: nothing is decoded for it."""
 
     rows: int
-    """Of tokens."""
+    """Rows of tokens."""
     columns: int
     num_tokens: int
     """Positions in the prompt: `rows` times `columns`, and the tokens that end rows in families that have them. The
     tokens around a picture are text of the prompt, and are counted there."""
     width: int
-    """Of the prepared pixels."""
+    """Columns of the prepared pixels."""
     height: int
 
     @property
     def num_bytes(self) -> int:
-        """Of the prepared pixels."""
+        """What the prepared pixels take."""
         return 3 * self.width * self.height
 
     @property
@@ -54,7 +54,7 @@ class PicturePlace:
     """Where a picture stands in a tokenised prompt."""
 
     number: int
-    """Of the picture in its request."""
+    """Which picture of its request it is."""
     at: int
     """The first of its positions."""
     grid: PictureGrid

@@ -95,7 +95,7 @@ class PictureSpec:
 
     @property
     def digest(self) -> bytes:
-        """Of everything that pixels depend on besides a picture's file and size."""
+        """A digest of everything that pixels depend on besides a picture's file and size."""
         settings = (self.sizing, self.patch, self.merge, self.resample, self.mean, self.std)
         return hashlib.blake2b(repr(settings).encode(), digest_size=16).digest()
 

@@ -82,7 +82,7 @@ def cards(root: Path = Path("/")) -> tuple[Card, ...]:
 
 
 def driver_version(root: Path = Path("/")) -> str | None:
-    """Of a driver that was installed apart from the kernel."""
+    """The version of a driver that was installed apart from the kernel."""
     return _text(root / "sys/module/amdgpu/version") or None
 
 

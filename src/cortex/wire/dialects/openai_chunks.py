@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ def stream_error(error: CortexError) -> bytes:
     return frame(msgspec.json.encode(error_encoding.envelope(error, Family.OPENAI)))
 
 
-class ChunkEncoder:
+class ChunkEncoder(ABC):
     """Choices to chunks. The usage chunk and `[DONE]` follow the finish of the last choice."""
 
     def __init__(self, kind: str, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
@@ -53,17 +54,17 @@ class ChunkEncoder:
         self._frames: dict[tuple[int, str], tuple[bytes, bytes]] = {}
         """By choice and field: what is before and after the text of a chunk that has nothing else."""
 
-    @property
-    def _is_text_alone(self) -> bool:
-        """Whether the next chunk with text has nothing of its own but the text."""
-        return not (self._logprobs or self._returns_ids or self._continuous)
+    @abstractmethod
+    def _whole_text_chunk(self, index: int, field: str, text: str) -> bytes:
+        """The chunk of a choice with `text` in `field`, and with all that waits for it."""
 
-    def _text_chunk(self, index: int, field: str, text: str, encode: Callable[[str], bytes]) -> bytes:
-        """The chunk of a choice with `text` alone, as `encode` encodes it: most chunks differ in nothing else, so the
-        rest is encoded once."""
+    def _text_chunk(self, index: int, field: str, text: str) -> bytes:
+        """As `_whole_text_chunk`. Most chunks differ in nothing but the text, so the rest is encoded once."""
+        if self._logprobs or self._returns_ids or self._continuous:
+            return self._whole_text_chunk(index, field, text)
         frame = self._frames.get((index, field))
         if frame is None:
-            before, _, after = encode(_MARK).rpartition(_encode_text(_MARK))
+            before, _, after = self._whole_text_chunk(index, field, _MARK).rpartition(_encode_text(_MARK))
             frame = self._frames[index, field] = (before, after)
         return frame[0] + _encode_text(text) + frame[1]
 

@@ -119,6 +119,7 @@ class Encoder(ChunkEncoder):
 
     def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
         super().__init__("text_completion", request, id=id, created=created, model=model)
+        self._counts_offsets = request.sampling.logprobs
         self._offsets: dict[int, int] = {}
         self._counting: set[int] = set()
         """Choices whose first token was sent; from then on the tokens count the characters."""
@@ -128,7 +129,9 @@ class Encoder(ChunkEncoder):
     def encode(self, event: AnyEvent) -> bytes:
         match event:
             case TextDelta(text=text) | ReasoningDelta(text=text):
-                return self._text(event.index, text)
+                if self._counts_offsets:
+                    return self._whole_text_chunk(event.index, "text", text)
+                return self._text_chunk(event.index, "text", text)
             case Logprobs(tokens=tokens):
                 self._logprobs[event.index] = self._logprobs.get(event.index, ()) + tokens
                 return b""
@@ -148,19 +151,9 @@ class Encoder(ChunkEncoder):
             case _:
                 return b""  # this dialect has neither roles nor tool calls
 
-    def _text(self, index: int, text: str) -> bytes:
-        if not self._is_text_alone:
-            return self._chunk([self._choice(index, text, {"finish_reason": None})])
-        self._count_offset(index, text)
-
-        def encode(shown: str) -> bytes:
-            return self._chunk([{"index": index, "text": shown, "logprobs": None, "finish_reason": None}])
-
-        return self._text_chunk(index, "text", text, encode)
-
-    def _count_offset(self, index: int, text: str) -> None:
-        if index not in self._counting:
-            self._offsets[index] = self._offsets.get(index, 0) + len(text)
+    def _whole_text_chunk(self, index: int, field: str, text: str) -> bytes:
+        del field  # this dialect has one
+        return self._chunk([self._choice(index, text, {"finish_reason": None})])
 
     def _choice(self, index: int, text: str, finish: dict[str, str | None]) -> dict[str, Any]:
         tokens = self._logprobs.pop(index, None)
@@ -168,8 +161,8 @@ class Encoder(ChunkEncoder):
         if tokens is not None:
             self._counting.add(index)
             self._offsets[index] = offset + sum(map(_num_characters, tokens))
-        else:
-            self._count_offset(index, text)
+        elif self._counts_offsets and index not in self._counting:
+            self._offsets[index] = offset + len(text)
         logprobs = None if tokens is None else _logprobs_body(tokens, offset)
         prompt = self._prompts.pop(index, ())
         ids = self._ids(index) | ({"prompt_token_ids": prompt} if prompt else {})

@@ -8,7 +8,7 @@ import msgspec
 
 Task = Literal["embed", "score"]
 Shape = Literal["openai", "rerank", "tei_embed", "tei_rerank", "score"]
-"""Of a response: OpenAI's embeddings, the rerank of Jina and Cohere, those of TEI, vLLM's scores."""
+"""Whose form a response has: OpenAI's embeddings, the rerank of Jina and Cohere, those of TEI, vLLM's scores."""
 
 
 class PoolingRequest(msgspec.Struct, frozen=True):

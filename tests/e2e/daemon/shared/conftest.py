@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from tests.neuron.fake_hub import FakeHub, served
 
-from ..conftest import Daemon, daemons
+from ..conftest import WIDE, Daemon, daemons
 from .gguf_files import write_gguf
 from .large_tokenizer import large_tokenizer
 
-WIDE = "wide"
-"""A model that is reloaded quickly, and whose long responses take seconds."""
+SLEEP_MB = 200
+"""Host memory for models that are asleep: a few times that of the wide model."""
 LARGE = ("large-0", "large-1", "large-2")
 """Models with large tokenizers. They share nothing, so that each has its tokenizer built."""
 
@@ -62,17 +62,15 @@ def large_models(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="session")
 def daemon(
     tmp_path_factory: pytest.TempPathFactory,
-    demo_model: Path,
     tiny_model: Path,
-    wide_model: Path,
+    loads_wide: str,
     large_models: list[str],
     hub: FakeHub,
 ) -> Iterator[Daemon]:
     """Its models can sleep, and it downloads from the hub of these tests."""
     environment = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "", "no_proxy": "127.0.0.1"}
-    limits = "[limits]\nsleep_mb = 4096\nmax_num_seqs = 16"
-    entry = f'[[default_models]]\nid = "{WIDE}"\nsource = "{wide_model}"'
-    with daemons(tmp_path_factory, demo_model, tiny_model) as start:
-        started = start("drain_s = 5.0", limits, entry, *large_models, loads_demo=False, environment=environment)
+    limits = f"[limits]\nsleep_mb = {SLEEP_MB}\nmax_num_seqs = 16"
+    with daemons(tmp_path_factory, tiny_model) as start:
+        started = start("drain_s = 5.0", limits, loads_wide, *large_models, environment=environment)
         started.wait_ready(WIDE)
         yield started

@@ -144,10 +144,12 @@ def users_of(path: Path) -> list[str]:
 
 
 UNSUPPORTED = ("unknown architecture", "unknown format", "unreadable format")
+REPAIRED = ("no GGUF", "unreadable format", "truncated data", "scale is infinite")
+"""One damage of each part: the header, the format of a tensor, the length of the file, and the weights themselves."""
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_damaged_file_is_rejected_by_tensor_and_reason_and_a_good_one_loads_after_it(
+def test_damaged_file_is_rejected_by_tensor_and_reason_and_loads_once_it_is_repaired(
     daemon: Daemon, whole: tuple[bytes, int], tmp_path: Path, kind: str
 ) -> None:
     damage, reason = DAMAGES[kind]
@@ -171,6 +173,8 @@ def test_damaged_file_is_rejected_by_tensor_and_reason_and_a_good_one_loads_afte
     assert [each.name for each in tmp_path.iterdir()] == ["m.gguf"]
     if "scale" not in kind and "another" not in kind:  # found in the header: nothing was started to read weights
         assert daemon.held_bytes() - before < 64 * MEBIBYTE
+    if kind not in REPAIRED:
+        return
     path.write_bytes(good)
     assert daemon.call("/models/load", load)[0] == 200
     daemon.wait_ready(load["model_id"])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ....waiting import WAIT_S
-from .conftest import WIDE
+from ..conftest import WIDE, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ def kill_mid_stream(daemon: Daemon, name: str = "neuron-worker") -> dict[str, An
     host, _, port = daemon.url.removeprefix("http://").partition(":")
     victim = daemon.process_called(name)
     connection = http.client.HTTPConnection(host, int(port), timeout=WAIT_S)
-    body = {"model": WIDE, "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body = {"model": WIDE, "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
     response = connection.getresponse()
     events: list[dict[str, Any]] = []
@@ -202,7 +202,8 @@ def test_hostile_model_is_rejected_and_leaves_nothing_behind(
     model = daemon.model(name)
     assert (model["state"], model["measured_bytes"]) == ("failed", None)
     assert model["reason"]
-    assert daemon.descendants() == processes
+    until(lambda: daemon.descendants().keys() <= processes.keys(), "a process is left")  # its tokenizer may be ending
+    assert {each for each, name in processes.items() if name != "neuron-tokenize"} <= daemon.descendants().keys()
     assert daemon.held_bytes() - before_bytes < 64 * MEBIBYTE
     status, _ = daemon.call("/models/unload", {"model_id": name})
     assert (status, daemon.model(name)["state"]) == (200, "cold")

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ....waiting import WAIT_S
-from ..conftest import TINY
-from .conftest import WIDE
+from ..conftest import WIDE
+from .conftest import SLEEP_MB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ..conftest import Daemon, StartDaemon
+    from ..conftest import Daemon
 
 pytestmark = pytest.mark.e2e
 
@@ -82,18 +82,14 @@ def test_model_is_cold_after_its_worker_was_killed_in_its_sleep_and_a_request_lo
     assert ask(daemon) == expected
 
 
-def test_least_recently_used_sleeping_model_is_unloaded_over_the_budget(
-    start_daemon: StartDaemon, wide_model: Path
-) -> None:
-    daemon = start_daemon("drain_s = 5.0", "[limits]\nsleep_mb = 1", loads_demo=False)
-    assert daemon.call("/models/load", {"model_id": WIDE, "source": str(wide_model)})[0] == 200
-    assert put_to_sleep(daemon)["state"] == "cold", "far too large for what there is"
-    source = daemon.model(TINY)["source"]
-    names = [f"copy-{number}" for number in range(6)]
+def test_least_recently_used_sleeping_model_is_unloaded_over_the_budget(daemon: Daemon, wide_model: Path) -> None:
+    names = [f"copy-{number}" for number in range(8)]
     for name in names:
-        assert daemon.call("/models/load", {"model_id": name, "source": source})[0] == 200
+        assert daemon.call("/models/load", {"model_id": name, "source": str(wide_model)})[0] == 200
         assert put_to_sleep(daemon, name)["state"] == "asleep"
     sleepers = [model for name in names if (model := daemon.model(name))["state"] == "asleep"]
-    assert sum(model["host_bytes"] for model in sleepers) <= MEBIBYTE
+    assert sum(model["host_bytes"] for model in sleepers) <= SLEEP_MB * MEBIBYTE
     assert [model["id"] for model in sleepers] == names[-len(sleepers) :], "the first to sleep left first"
     assert 0 < len(sleepers) < len(names)
+    for name in names:
+        assert daemon.call("/models/unload", {"model_id": name})[0] == 200

@@ -155,15 +155,16 @@ def test_long_texts_do_not_delay_a_short_one_and_end_when_their_clients_disconne
     wait_until(busy_in_background)
     assert count(daemon, LARGE[0], "hello") > 1
     assert not all(select.select([client.sock], [], [], 0)[0] for client in clients)
-    wait_until(busy_in_background)
-    busy = busy_in_background()
+    busy = wait_until(busy_in_background)
     for client in clients:
         client.close()
     wait_until(lambda: not busy & daemon.descendants().keys())  # they were killed, not only done
 
 
-def wait_until(condition: Callable[[], Any]) -> None:
+def wait_until(condition: Callable[[], Any]) -> Any:
+    """What `condition` returns, once that is true."""
     deadline_s = time.monotonic() + WAIT_S
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < deadline_s, "it did not happen in time"
         time.sleep(0.02)
+    return found

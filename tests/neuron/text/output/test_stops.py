@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.neuron.text.output.stops import StopScanner
+from cortex.neuron.text.output.stops import StopScanner, held_suffix
 
 from ....examples import MANY
 
@@ -55,3 +55,10 @@ def test_holds_back_only_a_possible_beginning_of_a_stop() -> None:
 def test_without_stops_nothing_is_held_back() -> None:
     assert StopScanner([]).push("abc") == ("abc", None)
     assert StopScanner([""]).push("abc") == ("abc", None)
+
+
+@MANY
+@given(text=LETTERS, marker=st.text(alphabet="ab\n", max_size=6))
+def test_held_suffix_is_the_longest_proper_beginning_of_the_marker(text: str, marker: str) -> None:
+    sizes = [size for size in range(1, len(marker)) if text.endswith(marker[:size])]
+    assert held_suffix(text, marker) == max(sizes, default=0)

@@ -151,13 +151,15 @@ class Choice:
     def _next(self, output: StepOutput) -> list[AnyEvent]:
         """As `push`, for what most outputs are: tokens in the middle of a response, of which the client wants the
         text."""
-        num_tokens = len(output.tokens)
-        self.num_tokens += num_tokens
-        self._num_drafted += output.num_drafted
-        self._num_accepted += output.num_accepted
-        self._num_predicted += output.num_predicted
-        text = self._detokenizer.push(output.tokens)
-        return self._parse(text, num_tokens)
+        self._count(output)
+        return self._parse(self._detokenizer.push(output.tokens), len(output.tokens))
+
+    def _count(self, output: StepOutput) -> None:
+        self.num_tokens += len(output.tokens)
+        if output.num_drafted or output.num_predicted:
+            self._num_drafted += output.num_drafted
+            self._num_accepted += output.num_accepted
+            self._num_predicted += output.num_predicted
 
     def echo(self) -> list[AnyEvent]:
         """The whole choice of a request for no tokens: the prompt alone."""
@@ -173,10 +175,7 @@ class Choice:
             events += self._start(output.cached_tokens or 0, output.prompt_logprobs)
         if self._context.request.sampling.max_tokens == 0:
             return [*events, *self._end("length", None, stopwatch.timing())]
-        self.num_tokens += len(output.tokens)
-        self._num_drafted += output.num_drafted
-        self._num_accepted += output.num_accepted
-        self._num_predicted += output.num_predicted
+        self._count(output)
         if output.logprobs:
             events.append(Logprobs(index=self.index, tokens=self._logprobs(output.tokens, output.logprobs)))
         text = self._detokenizer.push(self._shown(output))
@@ -247,7 +246,8 @@ class Choice:
         """Tokens count as reasoning while the latest event is reasoning."""
         for event in events:
             self._thinking = isinstance(event, ReasoningDelta)
-            self._has_called = self._has_called or isinstance(event, ToolCallStart)
+            if isinstance(event, ToolCallStart):
+                self._has_called = True
 
     def _end(self, reason: FinishReason, stop_sequence: str | None, timing: Timing) -> list[AnyEvent]:
         self.ended, self._is_plain = True, False

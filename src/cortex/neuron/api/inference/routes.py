@@ -175,7 +175,7 @@ class Inference:
 
         def send(batch: list[AnyEvent]) -> None:
             watch.observe(batch)
-            if data := b"".join(map(encoder.encode, batch)):
+            if data := encoder.encode(batch[0]) if len(batch) == 1 else b"".join(map(encoder.encode, batch)):
                 stream.send(data)
 
         async with stream:

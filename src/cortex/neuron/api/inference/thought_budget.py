@@ -119,7 +119,7 @@ class BudgetedGeneration:
                 self._watch.push(token)
                 ends_here = output.finish is not None and place == len(output.tokens)
                 if len(self._thought) >= self._budget_tokens and self._watch.is_thinking and not ends_here:
-                    last = replace(output, tokens=output.tokens[:place], logprobs=output.logprobs[:place], finish=None)
+                    last = output._replace(tokens=output.tokens[:place], logprobs=output.logprobs[:place], finish=None)
                     return [*batch[:number], last]
         return None
 

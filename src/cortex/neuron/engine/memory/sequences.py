@@ -77,7 +77,7 @@ class SequenceMemory:
 
 
 class NoSequences(SequenceMemory):
-    """Of a model that computes whole texts and keeps nothing of them."""
+    """A model that computes whole texts keeps nothing of them."""
 
     def __init__(self, slots: StateSlots) -> None:
         self.num_pages = {}

@@ -77,7 +77,7 @@ class Drafter:
         self._proposed_at = 0
         """The length of the text that `_proposed` continues."""
         self._proposal_odds = [_FIRST_PROPOSAL_ODDS] * MAX_PROPOSALS
-        """Of each proposed token, if those before it are right."""
+        """The odds of each proposed token, if those before it are right."""
         self._num_samples = [_FIRST_SAMPLES] * MAX_PROPOSALS
         """What these were learned from."""
 

@@ -31,7 +31,7 @@ class NGrams:
     def __init__(self, order: int, corpus: Sequence[int]) -> None:
         self.order = order
         self._added: dict[int, list[int]] = {}
-        """Of tokens that were added later."""
+        """Positions of tokens that were added later."""
         count = max(0, len(corpus) - order + 1)
         tokens, keys = np.array(corpus, dtype=np.uint64), np.zeros(count, np.uint64)
         for index in range(order):

@@ -77,11 +77,11 @@ class StepCosts:
                 self._checking.move(other, (self._assumed(other) - (self._checking.known(other) or 0.0)) * RECOVERY)
 
     def plain(self, num_tokens: int) -> float | None:
-        """Of a step without drafts; None if there was no such step yet."""
+        """What a step without drafts takes; None if there was no such step yet."""
         return self._plain.known(self.size(num_tokens))
 
     def checking(self, num_tokens: int) -> float:
-        """Of a step that checks drafts."""
+        """What a step that checks drafts takes."""
         size = self.size(num_tokens)
         tried = self._checking.tried(size)
         return self._assumed(size) if tried is None else tried

@@ -39,9 +39,9 @@ class Experts:
     bias: Tensor | None = None
     """[routed] float32: added to the weights for the choice of experts, not to the weights of the chosen ones"""
     router_bias: Tensor | None = None
-    """Of the scores, one for each row of the router."""
+    """Added to the scores, one value for each row of the router."""
     gate_up_bias: Tensor | None = None
-    """Of each row of `gate_up`; `down_bias` of each row of `down`."""
+    """One value for each row of `gate_up`; `down_bias` has one for each row of `down`."""
     down_bias: Tensor | None = None
     router_norm: Tensor | None = None
     """[hidden]: the weight of the norm before the router; None: that of the norm before the experts"""

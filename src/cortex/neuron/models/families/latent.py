@@ -14,7 +14,7 @@ from cortex.neuron.models.families.llama import Llama
 from cortex.neuron.models.sharding import MixerConfig
 
 _LATENT_NORM = NormConfig(1e-6)
-"""Of the low-rank parts, whatever the config has for the others."""
+"""It normalises the low-rank parts, whatever the config has for the others."""
 
 
 class LatentLlama(Llama):

@@ -74,7 +74,7 @@ class PoolingConfig:
     modes: tuple[PoolingMode, ...]
     steps: tuple[Step, ...] = ()
     activation: StepActivation = "identity"
-    """Of a score, unless a request asks for raw scores."""
+    """Applied to a score, unless a request asks for raw scores."""
     max_tokens: int | None = None
     """The longest text that the model was made for; None: as long as its positions reach."""
     lowercase: bool = False

@@ -56,7 +56,7 @@ class LayerNames:
     after_mixer: str = ""
     after_mlp: str = ""
     head_norms: tuple[str, ...] = ()
-    """Of queries and keys."""
+    """The norms of queries and keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def tower_room_bytes(config: TowerConfig, item_bytes: int, pass_patches: int) ->
 
 
 def side_of(num_positions: int) -> int:
-    """Of a square table of positions. Raises ValueError."""
+    """The side of a square table of positions. Raises ValueError."""
     side = math.isqrt(num_positions)
     if side * side != num_positions:
         raise ValueError(f"{num_positions} positions are no square")

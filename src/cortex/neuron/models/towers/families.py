@@ -22,7 +22,7 @@ class QwenTowerConfig(TowerConfig):
     """Qwen3-VL and Qwen3.5."""
 
     table_side: int = 0
-    """Of the table of places, which is stretched over each picture."""
+    """The side of the table of places, which is stretched over each picture."""
     frames: int = 2
     has_split_frames: bool = False
     """Whether the patches of each frame have a tensor of their own, as in GGUF files."""

@@ -78,4 +78,4 @@ class PatchTower(Tower):
 
 
 _EPS = 1e-6
-"""Of the norm before the projection, in every published config."""
+"""The norm before the projection has it in every published config."""

@@ -21,7 +21,7 @@ from cortex.neuron.vision.picture import PictureGrid
 from cortex.neuron.vision.spec import PictureSpec
 
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Of attention, the fastest first."""
+"""Implementations of attention, the fastest first."""
 
 
 Turn = Callable[[Tensor], Tensor]
@@ -136,7 +136,7 @@ class Tower(ABC):
         """[patches of all pictures, hidden]: the input of the first layer"""
 
     def rotation(self, pictures: Sequence[PixelGrid]) -> Turn | None:
-        """Of queries and keys by the places of patches; None: they are not rotated."""
+        """How queries and keys are rotated by the places of patches; None: they are not rotated."""
         del pictures
         return None
 

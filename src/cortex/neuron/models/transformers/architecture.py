@@ -111,7 +111,7 @@ class TransformersArchitecture(Architecture):
         return None
 
     def tensor_slices(self, shard: Shard) -> Slices:
-        """Of the linear layers that are divided."""
+        """The slices of the linear layers that are divided."""
         share = (shard.rank, shard.size)
         slices: dict[str, TensorSlice | None] = {}
         for pattern, style in self.divided.items():

@@ -35,7 +35,7 @@ from cortex.neuron.weights.stored import TensorInfo
 
 _FILLED_LATER: Final = float("nan")
 _MAX_BUFFER_BYTES: Final = 256 << 20
-"""Of a table that a module computes, which the plan of the device's memory does not count."""
+"""The largest table that a module may compute, which the plan of the device's memory does not count."""
 
 
 class TransformersModel(Decoder):

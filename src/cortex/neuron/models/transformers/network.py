@@ -49,7 +49,7 @@ class _Mask:
     tensor: Tensor
     is_visible: Callable[..., Tensor]
     size: int | None
-    """Of a window, or of chunks."""
+    """How long a window, or a chunk, is."""
 
     def window(self) -> int | None:
         """The window of a causal mask. Raises UnsupportedModel for any other."""

@@ -174,7 +174,7 @@ class Forecast(NodeLimits):
         return sizes if draft is None else sizes.with_draft(draft)
 
     def _draft_sizes(self, model: KnownModel, facts: ModelFacts, device: Device) -> ModelSizes | None:
-        """Of the draft model that is loaded with it; None: there is none."""
+        """The sizes of the draft model that is loaded with it; None: there is none."""
         if facts.draft is None:
             return None
         return ModelSizes.of(facts.draft.architecture.without_tower(), self._storage(model, facts.draft, device))

@@ -91,7 +91,7 @@ class ReasoningMarkers:
 
 
 ADDRESSED: Final = ReasoningMarkers("to=self<|message|>", "<|eom|>", "<|start|>assistant")
-"""Of models that address each message (`output/addressed.py`)."""
+"""The markers of models that address each message (`output/addressed.py`)."""
 
 REASONING_MARKERS: Final = (
     ReasoningMarkers("<think>", "</think>"),

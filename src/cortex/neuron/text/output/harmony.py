@@ -73,7 +73,7 @@ class HarmonyParser:
         self._space = ""
         """White space that is layout if the message ends."""
         self._begun: set[_Part] = set()
-        """Of which parts there was something: another message is set apart from it."""
+        """The parts that have text: another message of a part is set apart from what it has."""
         self._is_apart = False
         self._name = ""
         self._arguments: ObjectScanner | None = None
@@ -95,6 +95,10 @@ class HarmonyParser:
 
     def push(self, text: str) -> list[OutputEvent]:
         self._held += text
+        if "<" not in self._held:  # with which every marker begins
+            self._take(self._held)
+            self._held = ""
+            return self._flushed()
         while (marker := _MARKER.search(self._held)) is not None:
             self._take(self._held[: marker.start()])
             self._held = self._held[marker.end() :]

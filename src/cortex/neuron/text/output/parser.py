@@ -30,8 +30,11 @@ class OutputParser:
         return self._scanner is not None and self._scanner.broke_off
 
     def push(self, text: str) -> list[OutputEvent]:
-        pieces = [OutputPiece(False, text)] if self._splitter is None else self._splitter.push(text)
-        return self._events(pieces)
+        if self._splitter is not None:
+            return self._events(self._splitter.push(text))
+        if self._scanner is not None:
+            return [*self._scanner.push(text)]
+        return [TextDelta(index=self._index, text=text)]
 
     def finish(self, *, is_cut: bool = False) -> list[OutputEvent]:
         """The events of held-back text, after the last push. `is_cut`: a limit ended the response, not the model."""

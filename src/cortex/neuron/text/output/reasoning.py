@@ -57,7 +57,13 @@ class ReasoningSplitter:
         return self._state in (_State.CLOSED, _State.RESPONDING)
 
     def push(self, text: str) -> list[OutputPiece]:
+        if self._state is _State.RESPONDING and self._response_tags is None:
+            return [OutputPiece(False, text)]
         self._held += text
+        if self._state is _State.REASONING and self._markers.close[0] not in self._held:  # nearly all reasoning
+            clear = self._held.rstrip(_BREAKS)
+            self._held = self._held[len(clear) :]
+            return [OutputPiece(True, clear)] if clear else []
         pieces: list[OutputPiece] = []
         while self._step(pieces):
             pass

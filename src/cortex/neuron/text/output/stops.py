@@ -43,7 +43,9 @@ class StopScanner:
 
 def held_suffix(text: str, marker: str) -> int:
     """Number of characters at the end of `text` that could be the beginning of `marker`."""
-    for size in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:size]):
-            return size
+    start = text.find(marker[:1], max(0, len(text) - len(marker) + 1))
+    while start >= 0:
+        if marker.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(marker[:1], start + 1)
     return 0

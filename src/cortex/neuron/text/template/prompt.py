@@ -63,7 +63,7 @@ class Rendered:
     starts_in_reasoning: bool = False
     """Whether the prompt opened reasoning: the output is reasoning until the model closes it."""
     places: tuple[PicturePlace, ...] = ()
-    """Of the pictures, in the order of the prompt."""
+    """Where the pictures are, in the order of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)

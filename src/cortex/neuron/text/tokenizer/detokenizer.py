@@ -15,7 +15,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int] = frozenset()) -> None:
-        self._spelled = tokenizer.token_bytes
+        self._spelled = tokenizer.vocabulary.token_bytes
         self._hidden = hidden
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_inside = False

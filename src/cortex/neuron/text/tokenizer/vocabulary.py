@@ -71,9 +71,10 @@ class Vocabulary:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token, perhaps part of a character; empty for an id outside the vocabulary."""
-        if not 0 <= token_id < self.size:
+        place = token_id * _BOUND_BYTES
+        if not 0 <= place < len(self.bounds) - _BOUND_BYTES:
             return b""
-        start, end = _BOUNDS.unpack_from(self.bounds, token_id * _BOUND_BYTES)
+        start, end = _BOUNDS.unpack_from(self.bounds, place)
         return self.spellings[start:end]
 
 

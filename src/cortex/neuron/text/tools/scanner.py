@@ -29,6 +29,7 @@ class CallScanner:
         self._call_openings = frozenset((*syntax.openings, *syntax.bare_openings, *syntax.next_openings))
         self._markers = tuple(dict.fromkeys((*syntax.openings, *syntax.never_text)))
         """What is looked for anywhere in the text."""
+        self._first_characters = frozenset(marker[0] for marker in self._markers)
         self._num_calls = 0
         self._held = ""
         """Text that may be layout before a call, or the beginning of an opening."""
@@ -79,6 +80,11 @@ class CallScanner:
         """Looks for an opening; returns the text after it."""
         text = self._held + text
         self._held = ""
+        if self._has_text and self._first_characters.isdisjoint(text):  # nearly all text: no marker begins in it
+            solid = text.rstrip()
+            self._emit(solid, events)
+            self._held = text[len(solid) :]
+            return ""
         start, opening = self._find_opening(text)
         if opening not in self._call_openings and len(text) - self._held_opening(text) < start:
             opening = None  # it may be inside of an opening that is not complete yet

@@ -75,7 +75,7 @@ _HEADS_BY_LAYER: Final = frozenset({"laguna"})
 PLUS_ONE_NORMS: Final = frozenset({"gemma-embedding", "gemma3", "muse-glimmer"}) | _HYBRIDS
 """Architectures whose converters add one to the weights of norms."""
 PLAIN_LAST_NORM: Final = frozenset({"muse-glimmer"})
-"""Of these, those that keep that of the last norm."""
+"""Those of them that keep the weight of the last norm as it is."""
 _BY_LAYER: Final = frozenset({"gemma4"})
 """Architectures whose layers differ in their sizes, and whose options say how; here they have those of the first."""
 _TILED: Final = frozenset({"qwen35", "qwen35moe"})

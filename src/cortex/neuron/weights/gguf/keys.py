@@ -63,7 +63,7 @@ class Keys:
         return value[:num_layers]
 
     def num_rows(self, tensor: str) -> int:
-        """Of a tensor, 0 if the file does not have it."""
+        """How many rows a tensor has; 0 if the file does not have it."""
         return self._file.tensors[tensor].shape[0] if tensor in self._file.tensors else 0
 
     def has(self, name: str) -> bool:

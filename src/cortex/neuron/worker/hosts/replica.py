@@ -82,12 +82,12 @@ class ReplicaSet:
         """Sends a request to the replica where its first token is expected first. There is one, unless the model was
         reported as lost."""
         now_s = asyncio.get_running_loop().time()
-        candidates = {replica.place: replica for replica in self.loaded()}
-        if not candidates:
+        loaded = self.loaded()
+        if not loaded:
             return
-        replicas = [replica.as_candidate(now_s) for replica in candidates.values()]
-        chosen = choose(replicas, array("I", request.prompt).tobytes(), self._prefixes)
-        replica = self._owners[request.id] = candidates[chosen.replica.place]
+        candidates = [replica.as_candidate(now_s) for replica in loaded]
+        chosen = choose(candidates, array("I", request.prompt).tobytes(), self._prefixes)
+        replica = self._owners[request.id] = loaded[chosen.position]
         replica.backlog_until_s = max(now_s, replica.backlog_until_s) + chosen.prefill_s
         replica.live.add(request.id)
         replica.empty.clear()

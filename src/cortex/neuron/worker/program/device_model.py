@@ -92,7 +92,9 @@ class DeviceModel:
             self._step_failed(error)
             return False
         self._num_failed_steps = 0
-        reported = [output for output in outputs if not self._ended_by_fault(output)]
+        reported = outputs
+        if self._failing:
+            reported = [output for output in outputs if not self._ended_by_fault(output)]
         for output in reported:
             if output.finish is not None:
                 self._live.pop(output.request_id, None)

@@ -50,10 +50,10 @@ class Encoder(ChunkEncoder):
     def encode(self, event: AnyEvent) -> bytes:
         match event:
             case TextDelta(text=text):
-                return self._text(event.index, "content", text)
+                return self._text_chunk(event.index, "content", text)
             case ReasoningDelta(text=text):
                 if self._shows_reasoning:
-                    return self._text(event.index, "reasoning_content", text)
+                    return self._text_chunk(event.index, "reasoning_content", text)
                 self._logprobs.pop(event.index, None)
                 return b""
             case ToolCallStart():
@@ -104,10 +104,8 @@ class Encoder(ChunkEncoder):
     def _custom_input(self, index: int, call: int, text: str) -> bytes:
         return self._delta(index, {"tool_calls": [{"index": call, "custom": {"input": text}}]})
 
-    def _text(self, index: int, field: str, text: str) -> bytes:
-        if not self._is_text_alone:
-            return self._delta(index, {field: text})
-        return self._text_chunk(index, field, text, lambda shown: self._delta(index, {field: shown}))
+    def _whole_text_chunk(self, index: int, field: str, text: str) -> bytes:
+        return self._delta(index, {field: text})
 
     def _delta(self, index: int, delta: dict[str, Any], **finish: str | None) -> bytes:
         return self._chunk([self._choice(index, delta, **finish)])

@@ -96,7 +96,8 @@ async function copyText(value) {
 /** A menu that closes when something in it is chosen, on Escape, and on a click outside it. */
 export function Menu({ label, text, children }) {
   const element = useRef(null);
-  useEffect(() => {
+  // Before the browser paints: it would otherwise miss an Escape right after it appeared.
+  useLayoutEffect(() => {
     const close = (event) => {
       const menu = element.current;
       if (!menu?.open) return;

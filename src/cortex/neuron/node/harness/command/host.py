@@ -261,7 +261,7 @@ class CommandHost:
             return [], {}
 
     async def _reclaimed(self, expected_bytes: int, free_before: int) -> Reclaimed:
-        """Of the host's memory nothing is left with the processes. The driver of a GPU may free it later."""
+        """Host memory is free when the processes have ended. The driver of a GPU may free it later."""
         if self.memory.free_bytes is None:
             return Reclaimed(expected_bytes, expected_bytes)
         loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
 // Chat with one model, or with two side by side. A response goes on while another view is open.
 import { baseUrl, get, put, remove } from "../api.js";
 import { bodyFor, emptyReply, newConversation, readConversations, streamChat, writeConversations } from "../chat.js";
-import { html, signal, useEffect, useLayoutEffect, useRef, useState } from "../html.js";
+import { html, signal, useLayoutEffect, useRef, useState } from "../html.js";
 import { CopyButton, Dialog, Empty, Menu, MenuItem, Problem, notify, useLoaded } from "../parts.js";
 import { asClaudeCode, asCurl, asPython, shortened } from "../snippets.js";
 import { session } from "../state.js";
@@ -114,7 +114,7 @@ export default function Playground() {
     if (session.value?.conversations) fetchConversations(who);
   }
   const models = (list?.data ?? []).filter((model) => model.capabilities.chat);
-  useEffect(() => {
+  useLayoutEffect(() => { // before the conversation that was open last is painted
     if (!list) return;
     const wanted = new URLSearchParams(location.hash.split("?")[1] ?? "").get("model");
     const start = models.find((each) => each.id === wanted) ?? models.find((each) => each.loaded && !each.alias_of) ?? models[0];
@@ -301,7 +301,7 @@ function Composer({ conversation, models }) {
   const [text, setText] = useState("");
   const element = useRef(null);
   const busy = isRunning(conversation);
-  useEffect(() => element.current.focus({ preventScroll: true }), []);
+  useLayoutEffect(() => element.current.focus({ preventScroll: true }), []); // later it would take the focus from another field
   const isEmpty = !text.trim() && !attachedTo(conversation).length;
   const send = (event) => {
     event?.preventDefault();

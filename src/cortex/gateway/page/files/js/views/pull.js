@@ -1,7 +1,7 @@
 // The dialog that downloads a model from the hub: what a repository offers, how large it is, and where it would fit.
 import { get, inPath, post } from "../api.js";
 import { bytes, plural } from "../format.js";
-import { html, useEffect, useState } from "../html.js";
+import { html, useEffect, useLayoutEffect, useState } from "../html.js";
 import { jobsChanged } from "../jobs.js";
 import { Dialog, Problem, useLoaded } from "../parts.js";
 import { allNodes } from "../state.js";
@@ -18,7 +18,7 @@ export function Pull({ onClose }) {
   const nodes = allNodes().filter((node) => node.kind === "neuron" && node.up);
   const { name, isAsking, offer, problem } = useOffer(fields.model, fields.node);
   const set = (field) => (event) => setFields({ ...fields, [field]: event.target.value });
-  useEffect(() => {
+  useLayoutEffect(() => {
     // A quantisation of the repository before is none of this one; the only one needs no choice.
     if (offer) setFields((before) => ({ ...before, quant: chosen(offer, before.quant) }));
   }, [offer]);

@@ -1,0 +1,90 @@
+"""An engine that computes nothing and has a token for every sequence at each step, for `bench/node_http.py`."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, StepOutput
+
+VOCAB = 4096
+CONTEXT_TOKENS = 4096
+FIRST_WORD = 300
+"""Tokens below are single bytes, which a text of random ones would not show one by one."""
+STEP_MS = "SCRIPTED_STEP_MS"
+"""The environment variable with the time of a step."""
+
+
+class ScriptedEngine:
+    """Keeps the contract of an engine, without pages and without sleep."""
+
+    shares_device = False
+
+    def __init__(self) -> None:
+        self._step_s = float(os.environ[STEP_MS]) / 1000
+        self._requests: dict[str, EngineRequest] = {}
+        self._num_tokens: dict[str, int] = {}
+        self._cancelled: set[str] = set()
+        self._num_steps = 0
+        self.info = EngineInfo(
+            family="llama",
+            dtype="bfloat16",
+            context_tokens=CONTEXT_TOKENS,
+            vocab_size=VOCAB,
+            weight_bytes=0,
+            kv_bytes=0,
+            page_tokens=16,
+            num_pages=1 << 20,
+        )
+
+    def submit(self, request: EngineRequest) -> None:
+        self._requests[request.id] = request
+        self._num_tokens[request.id] = 0
+
+    def cancel(self, request_id: str) -> None:
+        if request_id in self._requests:
+            self._cancelled.add(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def step(self) -> list[StepOutput]:
+        time.sleep(self._step_s)
+        self._num_steps += 1
+        outputs = []
+        for id, request in list(self._requests.items()):
+            num_tokens = self._num_tokens[id] = self._num_tokens[id] + 1
+            if id in self._cancelled:
+                outputs.append(StepOutput(id, finish="cancelled"))
+            else:
+                token = FIRST_WORD + (self._num_steps * 7 + len(outputs)) % (VOCAB - FIRST_WORD)
+                finish = "length" if num_tokens == request.max_tokens else None
+                outputs.append(StepOutput(id, (token,), cached_tokens=0 if num_tokens == 1 else None, finish=finish))
+            if outputs[-1].finish is not None:
+                del self._requests[id], self._num_tokens[id]
+        self._cancelled.clear()
+        return outputs
+
+    def isolate(self) -> bool:
+        return False
+
+    def keep_pages(self, host: None) -> None:
+        """It has no pages."""
+
+    def save_pages(self) -> None:
+        """It has no pages."""
+
+    def prepare(self) -> bool:
+        return False
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=len(self._requests), num_pages=self.info.num_pages, steps=self._num_steps)
+
+    def close(self) -> None:
+        self._requests.clear()
+
+
+def load(*_: object) -> ScriptedEngine:
+    """What a worker loads its engine with: no file and no device is needed."""
+    return ScriptedEngine()

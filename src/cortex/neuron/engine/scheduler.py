@@ -289,6 +289,7 @@ class Scheduler:
         request_id = sequence.request.id
         if host.is_empty or sequence.scores_prompt or host.was_asked(request_id) or not self._fits(sequence, cached):
             return False
+        host.verify(sequence.digests)
         count = self._in_host(sequence, host)
         if host.agree(sequence.digests, cached, count):
             count = self._in_host(sequence, host)

@@ -18,7 +18,7 @@ def make_engine() -> Iterator[EngineMaker]:
     engines: list[Engine] = []
 
     def make(config: dict[str, Any], host: DeviceHostMemory | None, seed: int = 0, **options: Any) -> Engine:
-        spec = LoadSpec(path="", dtype="float32", max_num_seqs=4, **options)
+        spec = LoadSpec(path="", **{"dtype": "float32", "max_num_seqs": 4, **options})
         engine = Engine(build_model(config, spec, CPU, filled(seed)), spec)
         if host is not None:
             engine.keep_pages(host)

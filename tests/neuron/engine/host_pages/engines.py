@@ -18,9 +18,9 @@ CPU = torch.device("cpu")
 EngineMaker = Callable[..., Engine]
 
 
-def new_host(budget_bytes: int = 64 << 20) -> DeviceHostMemory:
+def new_host(budget_bytes: int = 64 << 20, *, verifies: bool = True) -> DeviceHostMemory:
     slabs = HostSlabs(CPU)
-    return DeviceHostMemory(HostPages(slabs, budget_bytes), slabs)
+    return DeviceHostMemory(HostPages(slabs, budget_bytes), slabs, verifies=verifies)
 
 
 def filled(seed: int) -> Callable[[Parameters], None]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from cortex.neuron.engine.host_pages.memory import HostSlabs
-from cortex.neuron.engine.host_pages.store import BlockKind, HostPages
+from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace, HostPages
+from cortex.neuron.engine.pages import Digest
 from cortex.neuron.engine.request import KeptPages
 
 _NEWEST = 0.2
@@ -48,6 +50,8 @@ class DeviceHostMemory:
     store: HostPages
     slabs: HostSlabs
     rate: CopyRate = field(default_factory=CopyRate)
+    verifies: bool = False
+    """For tests: the contents of every block are checked before they are used. It takes longer than the copy."""
     _models: dict[str, _ModelBlocks] = field(default_factory=dict)
 
     @classmethod
@@ -70,6 +74,23 @@ class DeviceHostMemory:
         if model_id:
             self._models[model_id] = _ModelBlocks(kinds, num_groups, page_tokens)
         return kinds
+
+    def publish(self, kind: BlockKind, digest: Digest, place: BlockPlace) -> None:
+        """The copy of a block to its reserved place is complete."""
+        self.store.publish(kind, digest, place, self._checksum(kind, place) if self.verifies else None)
+
+    def drop_damaged(self, kinds: Sequence[BlockKind], digests: Sequence[Digest]) -> None:
+        """Forgets the blocks of these prefixes whose contents are not what was copied, where that is verified."""
+        if not self.verifies:
+            return
+        for kind in kinds:
+            for digest in digests:
+                found = self.store.checksum(kind, digest)
+                if found is not None and self._checksum(kind, found[0]) != found[1]:
+                    self.store.forget(kind, [digest])
+
+    def _checksum(self, kind: BlockKind, place: BlockPlace) -> int:
+        return zlib.crc32(self.slabs.rows(*place, 1, kind.num_bytes).numpy().tobytes())
 
     def kept(self) -> dict[str, KeptPages]:
         """What is here of each model that was loaded, by its name; only those of which there is anything."""

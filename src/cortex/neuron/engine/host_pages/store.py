@@ -56,6 +56,8 @@ class _Slab:
     num_taken: int = 0
     slots: dict[Digest, int] = field(default_factory=dict)
     """The blocks whose contents are complete."""
+    checksums: dict[Digest, int] = field(default_factory=dict)
+    """Of those that are verified."""
     num_copies: int = 0
     """Copies to and from it that have not ended: it must not be dropped."""
 
@@ -134,15 +136,25 @@ class HostPages:
                 del self._filling[kind]
         return places
 
-    def publish(self, kind: BlockKind, digest: Digest, place: BlockPlace) -> None:
-        """The copy to a reserved place is complete: from now on the block is found."""
+    def publish(self, kind: BlockKind, digest: Digest, place: BlockPlace, checksum: int | None = None) -> None:
+        """The copy to a reserved place is complete: from now on the block is found. `checksum`: of its contents, if
+        they are verified."""
         slab = self._slabs[place.slab]
         if (kind, digest) not in self._slab_of:
             slab.slots[digest] = place.slot
+            if checksum is not None:
+                slab.checksums[digest] = checksum
             self._slab_of[kind, digest] = slab
             self._num_blocks[kind] += 1
         self._slabs.move_to_end(place.slab)
         self.end([place])
+
+    def checksum(self, kind: BlockKind, digest: Digest) -> tuple[BlockPlace, int] | None:
+        """Where a verified block is, and the checksum of its contents; None: there is none."""
+        slab = self._slab_of.get((kind, digest))
+        if slab is None or digest not in slab.checksums:
+            return None
+        return BlockPlace(slab.number, slab.slots[digest]), slab.checksums[digest]
 
     def end(self, places: Sequence[BlockPlace]) -> None:
         """The copies to or from these places have ended."""
@@ -155,6 +167,7 @@ class HostPages:
             slab = self._slab_of.pop((kind, digest), None)
             if slab is not None:
                 del slab.slots[digest]
+                slab.checksums.pop(digest, None)
                 self._num_blocks[kind] -= 1
 
     # -- slabs -----------------------------------------------------------------------------------------------------

@@ -119,6 +119,11 @@ class HostTier:
     def has_state(self, digest: Digest) -> bool:
         return self._checkpoints is not None and self.has_page(len(self._blocks) - 1, digest)
 
+    def verify(self, digests: Sequence[Digest]) -> None:
+        """Before the blocks of these prefixes are looked for: see `DeviceHostMemory.verifies`."""
+        if self._host.verifies:
+            self._host.drop_damaged(self._kinds, digests)
+
     def agree(self, digests: Sequence[Digest], cached: int, count: int) -> bool:
         """Asks the other ranks of a divided model which blocks of the first `count` pages they have: until `fetch`,
         only those count that all ranks have. False: there is nothing to ask."""
@@ -315,7 +320,7 @@ class HostTier:
 
     def _publish(self, outgoing: _Outgoing) -> None:
         for digest, place in outgoing.blocks:
-            self._store.publish(self._kinds[outgoing.part], digest, place)
+            self._host.publish(self._kinds[outgoing.part], digest, place)
 
     def forget(self, digests: Iterable[Digest]) -> None:
         """The contents of these blocks cannot be trusted."""

@@ -104,7 +104,7 @@ class FollowingBlocks:
             kept = lacking[: len(places)]
             self._copies.to_host(self._blocks[part], [id for id, _ in kept], places).wait()
             for (_, digest), place in zip(kept, places, strict=True):
-                store.publish(kind, digest, place)
+                self._host.publish(kind, digest, place)
 
     def _hold(self, wanted: Sequence[NamedBlocks]) -> list[bool]:
         """Which of these blocks are here; they stay until the next order."""
@@ -114,6 +114,7 @@ class FollowingBlocks:
                 votes += [self._host is not None] * len(digests)
                 continue
             store, kind = self._host.store, self._kinds[part]
+            self._host.drop_damaged([kind], digests)
             found = [digest for digest in digests if store.has(kind, digest)]
             self._held |= {
                 (part, digest): place for digest, place in zip(found, store.borrow(kind, found), strict=True)

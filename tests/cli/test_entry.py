@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from cortex.cli.cortex import cortex
 
@@ -83,3 +84,9 @@ def test_option_for_ollamas_port_leaves_a_configured_address(tmp_path: Path) -> 
         )
     assert done.returncode != 0
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+
+
+def test_nearest_command_is_suggested_for_an_unknown_one() -> None:
+    result = CliRunner().invoke(cortex, ["statsu"])
+    assert result.exit_code == 2
+    assert "Did you mean 'status'?" in result.output

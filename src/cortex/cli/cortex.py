@@ -58,9 +58,10 @@ class _Program(Group):
         return list(_COMMANDS)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name in _COMMANDS and name not in self.commands:
-            module, _, attribute = _COMMANDS[name].partition(":")
-            self.add_command(getattr(import_module(f"cortex.cli.{module}"), attribute), name)
+        for needed in [name] if name in _COMMANDS else _COMMANDS:  # for an unknown name Click suggests one of all
+            if needed not in self.commands:
+                module, _, attribute = _COMMANDS[needed].partition(":")
+                self.add_command(getattr(import_module(f"cortex.cli.{module}"), attribute), needed)
         return super().get_command(context, name)
 
 

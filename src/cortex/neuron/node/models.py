@@ -16,12 +16,14 @@ from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory.ceilings import ModelHolding, equal_parts
+from cortex.neuron.node.memory.kv_host import KvHostMemory
 from cortex.neuron.node.memory.sleep_budget import SleepBudget, SleepingModel
 from cortex.neuron.node.status import ServedModel, describe_model, served_model
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.worker.backoff import BackoffPolicy
-from cortex.wire.errors import CortexError
+from cortex.quant_names import is_same_quant
+from cortex.wire.errors import CortexError, ModelInUse, shorten
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
@@ -48,6 +50,7 @@ class Models:
         sleep_budget: SleepBudget,
         max_prompt_tokens: int | None,
         bench_results: BenchResults,
+        kv_host: KvHostMemory,
     ) -> None:
         """`on_changed`: called with the id of a model whose status has changed."""
         self._library = library
@@ -61,6 +64,7 @@ class Models:
         self._sleep_budget = sleep_budget
         self._max_prompt_tokens = max_prompt_tokens
         self._bench_results = bench_results
+        self._kv_host = kv_host
 
     def controller(self, model_id: str) -> ModelController:
         """Raises ModelNotFound."""
@@ -75,6 +79,23 @@ class Models:
         known = self._library.find(model_id)
         controller = self._controllers.get(model_id)
         return controller.model if controller is not None else known
+
+    def free_another_quant(self, model_id: str, quant: str) -> None:
+        """Starts to unload the model where it sleeps in another quantisation than `quant`. Raises ModelInUse where it
+        serves in another one, or soon will: to join that would give the caller other weights than it asked for."""
+        held, requested = self.status(model_id), self.options(model_id).quant
+        # Until a load has read its files, the status describes those that were read before it.
+        stored = held.quant if held.requested_quant == requested else None
+        if held.state in (ModelState.COLD, ModelState.FAILED) or is_same_quant(quant, requested, stored):
+            return
+        if self.controller(model_id).unload_sleeping():
+            return
+        state = "about to be loaded" if held.state is ModelState.UNLOADING else held.state.value
+        loaded = requested or stored or "dense weights"
+        raise ModelInUse(
+            f"{shorten(model_id)} is {state} as {loaded}, not as {shorten(quant)}; unload it first, or leave out the "
+            "quantisation"
+        )
 
     def set_options(self, model: KnownModel) -> None:
         """The options that the model will have when it is loaded next, unless it is in memory."""
@@ -114,6 +135,7 @@ class Models:
             self._max_prompt_tokens,
             damage,
             bench,
+            self._kv_host.kept(model_id, is_divided=model.is_divided),
         )
         if controller is None:
             self._unused[model_id] = _UnusedModel(sources, estimate_basis, status)

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.memory import HostSlabs
 from cortex.neuron.engine.host_pages.store import HostPages
-from cortex.neuron.engine.host_pages.tier import DeviceHostMemory
 from cortex.neuron.engine.memory.host_weights import HostBuffer
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from engine import random_engine

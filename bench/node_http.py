@@ -87,8 +87,9 @@ def measure(client: Path, daemon: int, worker: int, port: int, streams: int, tok
     found = json.loads(subprocess.run(command, input=request * streams, capture_output=True, check=True).stdout)
     if found["complete"] != streams:
         sys.exit(f"{streams - found['complete']} of {streams} responses are incomplete")
-    spent = [now - then for now, then in zip((*cpu_s(daemon), *cpu_s(worker)), before, strict=True)]
-    return Spent(*spent, found["events"])
+    after = (*cpu_s(daemon), *cpu_s(worker))
+    daemon_s, daemon_kernel_s, worker_s, worker_kernel_s = (now - then for now, then in zip(after, before, strict=True))
+    return Spent(daemon_s, daemon_kernel_s, worker_s, worker_kernel_s, found["events"])
 
 
 def main() -> int:

@@ -23,6 +23,7 @@ from cortex.wire.node.protocol import (
     DeviceKind,
     Discovery,
     Health,
+    HostKV,
     LoadRequest,
     ModelLoad,
     ModelShare,
@@ -42,7 +43,6 @@ class FakeFleet:
     catalogue: Catalogue = field(default_factory=Catalogue)
     rules: EvictionRules = field(default_factory=lambda: EvictionRules(min_residency_s=0))
     total_bytes: int = 24 * GB
-    kv_host_bytes: int = 0
     max_wait_s: float = 600.0
     now: float = 1000.0
     num_devices: int = 1
@@ -69,6 +69,9 @@ class FakeFleet:
         self.ready: dict[str, dict[str, float]] = {name: {} for name in self.sizes}
         self.running: dict[tuple[str, str], int] = {}
         self.benches: dict[tuple[str, str], BenchResult] = {}
+        self.kept: dict[tuple[str, str], HostKV] = {}
+        self.kv_tokens: int | None = None
+        """That fit in the KV cache of every ready model."""
         self.event_log = EventLog()
         self.dispatcher = Dispatcher(self, self.event_log, lambda: self.now, self.settings(*self.sizes))
         self.operator = OperatorCommands(self.dispatcher, self.event_log)
@@ -115,6 +118,7 @@ class FakeFleet:
                 host_bytes=self.sizes[node][model],
                 state_age_s=self.now - slept,
                 idle_s=self.now - slept,
+                kv_host=self.kept.get((node, model)),
             )
         since = self.ready[node].get(model)
         absent = ModelState.FAILED if (node, model) in self.failed else ModelState.COLD
@@ -130,6 +134,8 @@ class FakeFleet:
             parallel="tensor" if model in self.spans else None,
             load=ModelLoad(running=self.running.get((node, model), 0)),
             bench=self.benches.get((node, model)),
+            kv_tokens=None if since is None else self.kv_tokens,
+            kv_host=self.kept.get((node, model)),
         )
 
     def poll(self, *nodes: str) -> None:
@@ -151,7 +157,6 @@ class FakeFleet:
                         index=index,
                         total_bytes=self.total_bytes,
                         free_bytes=self.total_bytes - taken,
-                        kv_host_bytes=self.kv_host_bytes,
                     )
                     for index, taken in enumerate((used, *([0] * (self.num_devices - 1))))
                 ),

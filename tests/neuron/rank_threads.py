@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.parallel.ranks import Follower, load_engine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, StepOutput
 from cortex.neuron.engine.step_plan import StepPlan
@@ -33,9 +34,13 @@ class QueueLink:
 
 
 class RankThreads:
-    """`specs`: what each rank loads, without its place. Followers that fail keep their error in `errors`."""
+    """`specs`: what each rank loads, without its place. Followers that fail keep their error in `errors`. `hosts`: the
+    host memory of each rank for its pages; None: they are lost."""
 
-    def __init__(self, specs: Sequence[LoadSpec], directory: Path) -> None:
+    def __init__(
+        self, specs: Sequence[LoadSpec], directory: Path, hosts: Sequence[DeviceHostMemory | None] | None = None
+    ) -> None:
+        self._hosts = hosts or [None] * len(specs)
         self.link = QueueLink(len(specs) - 1)
         self.followers: dict[int, Follower] = {}
         self.errors: dict[int, Exception] = {}
@@ -44,12 +49,16 @@ class RankThreads:
         for thread in self._threads:
             thread.start()
         self.leader = load_engine(placed[0], "cpu", lambda *_: None, lambda: False, self.link)
+        if self._hosts[0] is not None:
+            self.leader.keep_pages(self._hosts[0])
 
     def _follow(self, spec: LoadSpec) -> None:
         assert spec.rank is not None
         engine = load_engine(spec, "cpu", lambda *_: None, lambda: False)
         assert isinstance(engine, Follower)
         rank = spec.rank.rank
+        if (host := self._hosts[rank]) is not None:
+            engine.keep_pages(host)
         self.followers[rank] = engine
         try:
             while (plan := self.link.queues[rank - 1].get()) is not None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.routing.choice import Replica, choose, expected_s, prefill_s
-from cortex.routing.prefixes import PrefixRecord, leading_blocks
+from cortex.routing.prefixes import CachedPrefix, PrefixRecord, leading_blocks
 
 LONG = bytes(range(256)) * 400
 """25,600 tokens: 6.4 s at the rate that is assumed."""
@@ -41,6 +41,37 @@ def chosen_of(replicas: list[Replica], prompt: bytes, prefixes: PrefixRecord) ->
 def test_weighs_a_cached_prefix_in_seconds(a: dict[str, float], b: dict[str, float], expected: str) -> None:
     replicas = [msgspec.convert({"place": "a", **a}, Replica), msgspec.convert({"place": "b", **b}, Replica)]
     assert chosen_of(replicas, LONG + b"more", recorded_at("b")).place == expected
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        pytest.param({}, {}, "b", id="copying is assumed to be faster than computing"),
+        pytest.param({}, {"copied_tokens_per_s": 100_000.0}, "b", id="a fast bus"),
+        pytest.param({}, {"copied_tokens_per_s": 3_000.0}, "a", id="a bus that is slower than computing"),
+        pytest.param({}, {"copied_tokens_per_s": 100_000.0, "running": 30}, "b", id="a batch costs less"),
+        pytest.param({}, {"copied_tokens_per_s": 100_000.0, "backlog_s": 7.0}, "a", id="prompts ahead cost more"),
+        pytest.param({"prefill_tokens_per_s": 1e6}, {"copied_tokens_per_s": 1e5}, "a", id="computed faster"),
+    ],
+)
+def test_weighs_a_prefix_in_host_memory_by_the_time_to_copy_it(
+    a: dict[str, float], b: dict[str, float], expected: str
+) -> None:
+    replicas = [msgspec.convert({"place": "a", **a}, Replica), msgspec.convert({"place": "b", **b}, Replica)]
+    prefixes = recorded_at("b")
+    prefixes.moved_to_host("b")
+    chosen = choose(replicas, LONG + b"more", prefixes)
+    assert replicas[chosen.position].place == expected
+    assert bool(chosen.cached.host_tokens) == (expected == "b")
+
+
+def test_device_comes_before_host_memory_and_that_before_computing() -> None:
+    prefixes = recorded_at("host", "device")
+    prefixes.moved_to_host("host")
+    places = ["none", "host", "device"]
+    while places:
+        chosen = choose([Replica(place=place) for place in places], LONG, prefixes)
+        assert places[chosen.position] == places.pop()
 
 
 def test_records_the_chosen_replica_and_expects_less_work_the_next_time() -> None:
@@ -83,7 +114,7 @@ def test_affinity_never_overrides_saturation(candidates: list[Replica], data: st
 
 
 def time_with(replica: Replica, num_prompt_tokens: int, num_cached_tokens: int) -> float:
-    return expected_s(replica, prefill_s(replica, num_prompt_tokens, num_cached_tokens))
+    return expected_s(replica, prefill_s(replica, num_prompt_tokens, CachedPrefix(num_cached_tokens)))
 
 
 @given(replicas, st.integers(0, 10**6), st.integers(0, 10**6), st.integers(1, 10))

@@ -53,6 +53,10 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cortex_model_loaded": ("1 where the model is ready, else 0.", ("model", "node")),
     "cortex_model_memory_bytes": ("Device memory of the model, as measured.", ("model", "node")),
     "cortex_model_sleeping_bytes": ("Host memory of the model's weights while it is asleep.", ("model", "node")),
+    "cortex_model_kv_host_bytes": (
+        "Host memory of the model's KV pages that its node keeps, whether it is loaded or not.",
+        ("model", "node"),
+    ),
     "cortex_model_running_requests": ("Requests that the model works on.", ("model", "node")),
     "cortex_model_waiting_requests": ("Requests queued in the model's engine.", ("model", "node")),
     "cortex_model_kv_used_ratio": ("Share of the model's KV pages in use, 0 to 1.", ("model", "node")),
@@ -63,7 +67,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
 def fleet_gauges(
     fleet: Fleet, queue_depths: Mapping[str, int], in_flight: Mapping[ModelOnNode, int]
 ) -> Iterator[GaugeSample]:
-    """Every gauge of every node, device and model that is not cold."""
+    """Every gauge of every node, device and model that is not cold, and what is kept of cold ones."""
     models = {held.model_id for node in fleet.nodes for held in _not_cold(node)}
     for model, depth in (dict.fromkeys(models, 0) | dict(queue_depths)).items():
         yield GaugeSample("cortex_queue_depth", depth, model=model)
@@ -76,6 +80,10 @@ def fleet_gauges(
                 yield from _device_gauges(node.name, device)
             for held in _not_cold(node):
                 yield from _model_gauges(node.name, held)
+            for held in node.residencies.values():
+                if (kept := held.status.kv_host) is not None:
+                    labels = {"model": held.model_id, "node": node.name}
+                    yield GaugeSample("cortex_model_kv_host_bytes", kept.num_bytes, **labels)
 
 
 def _not_cold(node: Node) -> Iterator[Residency]:

@@ -1,9 +1,9 @@
 """Which replica serves a request: the one where its first token is expected first, or, where all replicas were
 measured, its last.
 
-Everything is weighed in seconds: computing what is not cached of the prompt, the prompts ahead of it, the queue, and
-the requests that share the device. A replica whose KV cache is full comes after every other one whatever it has cached:
-routing by cache alone overloads one replica while another is idle.
+Everything is weighed in seconds: computing what is not cached of the prompt, copying what is cached in host memory, the
+prompts ahead of it, the queue, and the requests that share the device. A replica whose KV cache is full comes after
+every other one whatever it has cached: routing by cache alone overloads one replica while another is idle.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cortex.routing.prefixes import BYTES_PER_TOKEN, PrefixRecord, leading_blocks
+from cortex.routing.prefixes import BYTES_PER_TOKEN, NOTHING_CACHED, CachedPrefix, PrefixRecord, leading_blocks
 
 PREFILL_TOKENS_PER_S = 4000.0
 REQUEST_S = 5.0
 """Assumed until a request was measured."""
+COPY_SPEEDUP = 5.0
+"""By how much copying a token from host memory is assumed to be faster than computing it, until it was measured."""
 RESPONSE_TOKENS = 256
 """What a response is assumed to have, where replicas are compared by their speed."""
 SHARING_S = 0.05
@@ -39,6 +41,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     backlog_s: float = 0.0
     """Until the prompts that were sent there are computed."""
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
+    copied_tokens_per_s: float | None = None
+    """How fast pages come back from host memory; None: not measured."""
     request_s: float = REQUEST_S
     """How long a request takes there, on average."""
     token_s: float = 0.0
@@ -56,18 +60,24 @@ class RoutingChoice(msgspec.Struct, frozen=True):
     position: int
     """Where it is among the candidates."""
     prefill_s: float
-    """How long it is expected to compute what it has not cached of the prompt."""
+    """How long it is expected to compute what it has not cached of the prompt, and to copy what is in host memory."""
+    cached: CachedPrefix = NOTHING_CACHED
+    """What it has of the prompt."""
 
 
-def prefill_s(replica: Replica, num_prompt_tokens: int, num_cached_tokens: int) -> float:
-    num_tokens = num_prompt_tokens - num_cached_tokens
-    return num_tokens / replica.prefill_tokens_per_s if num_tokens > 0 else 0.0
+def prefill_s(replica: Replica, num_prompt_tokens: int, cached: CachedPrefix) -> float:
+    device_tokens, host_tokens = cached
+    num_tokens = num_prompt_tokens - device_tokens - host_tokens
+    compute_s = num_tokens / replica.prefill_tokens_per_s if num_tokens > 0 else 0.0
+    if host_tokens:
+        compute_s += host_tokens / (replica.copied_tokens_per_s or COPY_SPEEDUP * replica.prefill_tokens_per_s)
+    return compute_s
 
 
 def expected_s(replica: Replica, compute_s: float) -> float:
     """The expected time to the first token on `replica`, and to the last where its speed is known; less is better.
 
-    `compute_s`: of the prompt."""
+    `compute_s`: of the prompt, with what is copied."""
     expected_s = compute_s + replica.backlog_s + RESPONSE_TOKENS * replica.token_s
     if replica.running or replica.waiting:
         running, waiting = replica.running, replica.waiting
@@ -87,13 +97,13 @@ def choose(replicas: Sequence[Replica], prompt: bytes, prefixes: PrefixRecord) -
     blocks = leading_blocks(prompt)
     num_prompt_tokens = len(prompt) // BYTES_PER_TOKEN
 
-    best, best_position, best_compute_s = None, 0, 0.0
+    best, best_position, best_compute_s, best_cached = None, 0, 0.0, NOTHING_CACHED
     for position, replica in enumerate(replicas):
-        num_cached_tokens = prefixes.num_cached_tokens(blocks, replica.place) if blocks else 0
-        compute_s = prefill_s(replica, num_prompt_tokens, num_cached_tokens)
+        cached = prefixes.cached(blocks, replica.place) if blocks else NOTHING_CACHED
+        compute_s = prefill_s(replica, num_prompt_tokens, cached)
         rank = (replica.is_saturated, expected_s(replica, compute_s), replica.place)
         if best is None or rank < best:
-            best, best_position, best_compute_s = rank, position, compute_s
+            best, best_position, best_compute_s, best_cached = rank, position, compute_s, cached
     if blocks:
         prefixes.record(blocks, replicas[best_position].place)
-    return RoutingChoice(best_position, best_compute_s)
+    return RoutingChoice(best_position, best_compute_s, best_cached)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_left
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 MAX_PREFIX_BYTES = 4 << 20
 """About a million tokens. Longer prefixes are indistinguishable here."""
@@ -13,10 +15,6 @@ BYTES_PER_TOKEN = 4
 _SMALLEST_BLOCK = 256
 _BLOCKS_PER_DOUBLING = 64
 """A block is at most 1/64 of what precedes it: a prefix is known to within 1.6 %, by a few hundred fingerprints."""
-
-HOST_WORTH = 0.8
-"""What a token in host memory saves of the time to compute it: copying takes a sixth on a fast bus, more on others, and
-a part of the pages may have been dropped."""
 
 Blocks = tuple[int, ...]
 
@@ -48,52 +46,128 @@ def leading_blocks(prompt: bytes) -> Blocks:
     return tuple(fingerprints)
 
 
+class CachedPrefix(NamedTuple):
+    """About how many leading tokens of a prompt a place need not compute."""
+
+    device_tokens: int = 0
+    host_tokens: int = 0
+    """Those that are copied from host memory first."""
+
+
+NOTHING_CACHED = CachedPrefix()
+
+
+@dataclass(slots=True)
+class _PlaceBlocks:
+    """The blocks of one place, the least recently used first. A block is on the device or in host memory; the host's
+    copy of one that is on the device is not recorded."""
+
+    device: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    host: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+    def use(self, block: int) -> None:
+        if block in self.device:
+            self.device.move_to_end(block)
+            return
+        num_bytes = _num_bytes(block)
+        if block in self.host:
+            del self.host[block]
+            self.host_bytes -= num_bytes
+        self.device[block] = None
+        self.device_bytes += num_bytes
+
+    def leave_device(self) -> None:
+        """The least recently used block is in host memory from now on, as the latest there."""
+        block, _ = self.device.popitem(last=False)
+        num_bytes = _num_bytes(block)
+        self.device_bytes -= num_bytes
+        self.host[block] = None
+        self.host_bytes += num_bytes
+
+    def drop(self) -> None:
+        """The least recently used block is dropped, of those in host memory if there are any."""
+        if self.host:
+            self.host_bytes -= _num_bytes(self.host.popitem(last=False)[0])
+        else:
+            self.device_bytes -= _num_bytes(self.device.popitem(last=False)[0])
+
+
+def _num_bytes(block: int) -> int:
+    number = block & 0xFFFF
+    return EDGES[number + 1] - EDGES[number]
+
+
 class PrefixRecord:
     """Which prefixes of one model were sent where: to which nodes, or to which replicas in a node. Bounded for each
     place; the least recently used are dropped.
 
-    A prefix is on the device, or in the host memory of a place whose model left the device since (`moved_to_host`).
+    A prefix is on the device of a place, or in its host memory since it left the device: with the model
+    (`moved_to_host`), or because the device holds no more (`limit`).
 
-    Mutable; owned by one loop. It records where prompts went, not what is still cached there: a preference, not a
-    guarantee.
+    Mutable; owned by one loop. It records where prompts went, and what is still cached there only as far as the place
+    reports how much that is: a preference, not a guarantee.
     """
 
     def __init__(self, max_blocks_per_place: int = 65536) -> None:
         self._max_blocks = max_blocks_per_place
-        self._blocks: dict[str, OrderedDict[int, bool]] = {}
-        """Whether each block is on the device."""
+        self._places: dict[str, _PlaceBlocks] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._blocks.values()))
+        return sum(len(each.device) + len(each.host) for each in self._places.values())
+
+    def __contains__(self, place: str) -> bool:
+        """Whether anything is recorded of `place`."""
+        return place in self._places
 
     def record(self, blocks: Blocks, place: str) -> None:
         """`place` is about to compute the prompt that begins with `blocks`."""
-        recent = self._blocks.setdefault(place, OrderedDict())
+        recent = self._places.get(place)
+        if recent is None:
+            recent = self._places[place] = _PlaceBlocks()
         for block in reversed(blocks):  # a prefix is dropped from its end: the rest is of use without it
-            recent[block] = True
-            recent.move_to_end(block)
-        while len(recent) > self._max_blocks:
-            recent.popitem(last=False)
+            recent.use(block)
+        while len(recent.device) + len(recent.host) > self._max_blocks:
+            recent.drop()
 
-    def num_cached_tokens(self, blocks: Blocks, place: str) -> int:
-        """About how many leading tokens `place` need not compute. Those in host memory count less, by what it costs to
-        copy them: `HOST_WORTH`.
+    def cached(self, blocks: Blocks, place: str) -> CachedPrefix:
+        """What `place` has of the prompt that begins with `blocks`.
 
-        Where a block is known, so are those before it, and where it is on the device, so are they: `record` and what
-        it drops keep it so. So the ends are found by bisection, without a look at every block."""
-        seen = self._blocks.get(place)
-        if not seen:
-            return 0
-        count = bisect_left(blocks, True, key=lambda block: block not in seen)
-        num_on_device = bisect_left(blocks, True, hi=count, key=lambda block: not seen.get(block))
-        num_bytes = EDGES[num_on_device] + HOST_WORTH * (EDGES[count] - EDGES[num_on_device])
-        return int(num_bytes) // BYTES_PER_TOKEN
+        Where a block is known, so are those before it, and where it is on the device, so are they: a block is used
+        after those that follow it, and what is used least recently leaves first. So the ends are found by bisection,
+        without a look at every block."""
+        seen = self._places.get(place)
+        if seen is None:
+            return NOTHING_CACHED
+        device, host = seen.device, seen.host
+        num_on_device = bisect_left(blocks, True, key=lambda block: block not in device)
+        count = num_on_device
+        if host:
+            count = bisect_left(blocks, True, lo=count, key=lambda block: block not in device and block not in host)
+        num_bytes = EDGES[num_on_device]
+        return CachedPrefix(num_bytes // BYTES_PER_TOKEN, (EDGES[count] - num_bytes) // BYTES_PER_TOKEN)
 
     def moved_to_host(self, place: str) -> None:
         """The model left the device of `place`, which keeps what it had computed in host memory."""
-        for block in self._blocks.get(place, ()):
-            self._blocks[place][block] = False
+        if (recent := self._places.get(place)) is not None:
+            while recent.device:
+                recent.leave_device()
+
+    def limit(self, place: str, device_tokens: int | None, host_tokens: int | None) -> None:
+        """The device and the host memory of `place` hold this many tokens of the model; None: that is not known."""
+        recent = self._places.get(place)
+        if recent is None:
+            return
+        if device_tokens is not None:
+            while recent.device_bytes > device_tokens * BYTES_PER_TOKEN:
+                recent.leave_device()
+        if host_tokens is not None:
+            while recent.host_bytes > host_tokens * BYTES_PER_TOKEN:
+                recent.drop()
+        if not (recent.device or recent.host):
+            del self._places[place]
 
     def forget(self, place: str) -> None:
         """`place` unloaded the model or restarted: its cache is empty."""
-        self._blocks.pop(place, None)
+        self._places.pop(place, None)

@@ -205,3 +205,25 @@ def test_explain_shows_needed_and_available_memory(gateway: CannedGateway, invok
             "small holds 1.0 GiB: pinned",
         ):
             assert part in shown
+
+
+@pytest.mark.parametrize(
+    ("kept", "shown"),
+    [
+        (None, None),
+        ({"num_bytes": 3 << 30, "num_tokens": 0}, "keeps 3.0 GiB of its KV cache in host memory\n"),
+        (
+            {"num_bytes": 3 << 30, "num_tokens": 21_000, "tokens_per_s": 350_000.4},
+            "keeps 3.0 GiB of its KV cache (21,000 tokens) in host memory, copied back at 350,000 tokens/s\n",
+        ),
+    ],
+)
+def test_explain_shows_the_kv_cache_that_a_node_keeps(
+    gateway: CannedGateway, invoke: Invoke, kept: dict[str, float] | None, shown: str | None
+) -> None:
+    facts = {"node": "attic", "verdict": "fits", "reason": "", "need_bytes": None, "kv_host": kept}
+    nothing: list[str] = []
+    node = {**facts, "devices": nothing, "occupants": nothing}
+    gateway.responses["GET", "/fleet/explain/m"] = {"at": 0, "node": "attic", "outcome": "loads", "nodes": [node]}
+    printed = invoke("explain", "m").stdout
+    assert shown in printed if shown is not None else "KV cache" not in printed

@@ -16,7 +16,7 @@ from cortex.fleet.placement.place import place
 from cortex.fleet.rules import EvictionRules
 from cortex.fleet.topology import DeviceState, Fleet, MemoryReservation, Node, Residency
 from cortex.wire.node.bench import BenchResult, StreamRate
-from cortex.wire.node.protocol import ModelLoad, ModelState, ModelStatus
+from cortex.wire.node.protocol import HostKV, ModelLoad, ModelState, ModelStatus
 
 NOW = 10_000.0
 MIB = 1024**2
@@ -65,6 +65,7 @@ class Drawing:
             state_age_s=self.mostly(100.0, 0.0, 10.0),
             idle_s=float(self.random.randint(0, 500)),
             bench=self.mostly(None, bench_result(50.0), bench_result(200.0)),
+            kv_host=self.mostly(None, HostKV(num_bytes=MIB), HostKV(num_bytes=3 * MIB)),
         )
         return Residency(status=status, seen_at=NOW, in_flight=self.mostly(0, 1), pinned=self.mostly(False, True))
 

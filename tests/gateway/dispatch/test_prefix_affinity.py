@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from cortex.gateway.dispatch.leases import NO_NODES, Lease
+from cortex.wire.node.protocol import HostKV
 
 from ..fake_fleet import GB, FakeFleet
 
@@ -97,14 +100,57 @@ def test_prefix_is_forgotten_when_the_node_has_reloaded_the_model() -> None:
     assert lease(fake, SYSTEM * 10 + b"?").node != first.node
 
 
+def reload(fake: FakeFleet, node: str) -> None:
+    fake.now += 60
+    fake.ready[node]["a"] = fake.now - 1
+    fake.poll()
+
+
 def test_prefix_that_a_reload_left_in_host_memory_is_preferred_to_none() -> None:
     fake = two_replicas()
-    fake.kv_host_bytes = GB
     first = lease(fake, SYSTEM * 10)
-    fake.now += 60
-    fake.ready[first.node]["a"] = fake.now - 1
+    fake.kept[first.node, "a"] = HostKV(num_bytes=GB, num_tokens=100_000)
+    reload(fake, first.node)
+    again = lease(fake, SYSTEM * 10 + b"?")
+    assert again.node == first.node, "copying takes less than computing"
+    assert again.reason == "least expected time of 2 replicas, with a part of the prompt in its host memory"
+
+
+@pytest.mark.parametrize(
+    ("kept", "returns"),
+    [
+        pytest.param(HostKV(num_bytes=GB, num_tokens=100_000, tokens_per_s=200_000.0), True, id="fast"),
+        pytest.param(HostKV(num_bytes=GB, num_tokens=100_000, tokens_per_s=10.0), False, id="slower than computing"),
+        pytest.param(HostKV(num_bytes=GB), True, id="states without pages"),
+        pytest.param(HostKV(num_bytes=1, num_tokens=16), False, id="all but a page were dropped"),
+        pytest.param(None, False, id="nothing is kept of this model"),
+    ],
+)
+def test_report_of_the_model_decides_what_is_in_host_memory(kept: HostKV | None, *, returns: bool) -> None:
+    fake = two_replicas()
+    first = lease(fake, SYSTEM * 10)
+    fake.dispatcher.release(first)
+    fake.kept[first.node, "other"] = HostKV(num_bytes=GB, num_tokens=100_000)
+    if kept is not None:
+        fake.kept[first.node, "a"] = kept
+    reload(fake, first.node)
+    fake.running[first.node, "a"] = 1  # the other node is chosen where nothing speaks for this one
     fake.poll()
-    assert lease(fake, SYSTEM * 10 + b"?").node == first.node, "copying takes less than computing"
+    assert (lease(fake, SYSTEM * 10 + b"?").node == first.node) == returns
+
+
+def test_prefix_that_the_kv_cache_has_no_room_for_is_in_host_memory_or_gone() -> None:
+    for kept in (None, HostKV(num_bytes=GB, num_tokens=100_000)):
+        fake = two_replicas()
+        first = lease(fake, SYSTEM * 10)
+        fake.dispatcher.release(first)
+        fake.now += 60
+        fake.running[first.node, "a"] = 1
+        fake.kv_tokens = 100
+        if kept is not None:
+            fake.kept[first.node, "a"] = kept
+        fake.poll()
+        assert (lease(fake, SYSTEM * 10 + b"?").node == first.node) == (kept is not None)
 
 
 def test_prompts_that_are_still_computed_are_waited_for() -> None:

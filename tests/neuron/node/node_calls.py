@@ -69,3 +69,11 @@ def greedy_request(request_id: str, max_tokens: int = 8) -> EngineRequest:
 
 async def generate(node: Node, model_id: str, request_id: str = "r", max_tokens: int = 8) -> list[int]:
     return await tokens_of(node.generate(model_id, greedy_request(request_id, max_tokens)))
+
+
+async def converse(node: Node, model_id: str, request_id: str) -> tuple[list[int], int]:
+    """The tokens after a prompt of 200, and how many of the prompt were cached."""
+    prompt = tuple(number * 11 % 250 + 1 for number in range(200))
+    request = EngineRequest(request_id, prompt, max_tokens=4, sampling=SamplingParams(temperature=0.0))
+    outputs = [output async for batch in Reader(node.generate(model_id, request)) for output in batch]
+    return [token for output in outputs for token in output.tokens], sum(each.cached_tokens or 0 for each in outputs)

@@ -18,7 +18,7 @@ from cortex.wire.errors import InvalidValue, Recovering
 from cortex.wire.node.protocol import ModelState, UnloadRequest
 
 from ..generations import Reader
-from .node_calls import generate, load, until, worker_bytes, worker_of, write_source
+from .node_calls import converse, generate, load, until, worker_bytes, worker_of, write_source
 
 MEBIBYTE = 1 << 20
 
@@ -130,30 +130,27 @@ async def test_sleep_cycles_keep_the_output_and_do_not_leak_host_memory(tmp_path
         await node.close()
 
 
-async def converse(node: Node, name: str) -> tuple[list[int], int]:
-    """The tokens after a prompt of 200, and how many of the prompt were cached."""
-    prompt = tuple(number * 11 % 250 + 1 for number in range(200))
-    request = EngineRequest(name, prompt, max_tokens=4, sampling=SamplingParams(temperature=0.0))
-    outputs = [output async for batch in Reader(node.generate("a", request)) for output in batch]
-    return [token for output in outputs for token in output.tokens], sum(each.cached_tokens or 0 for each in outputs)
-
-
 async def test_conversation_survives_the_unload_of_its_model_until_its_memory_is_needed(
     tmp_path: Path, workers: WorkerFactory
 ) -> None:
     node = await start(tmp_path, workers, kv_host_mb=64)
     try:
         await load(node, "a")
-        tokens, cached = await converse(node, "first")
+        tokens, cached = await converse(node, "a", "first")
         assert cached == 0
         worker = worker_of(node)
         await node.unload(UnloadRequest(model_id="a"))
-        await until(lambda: node.health().devices[0].kv_host_bytes > 0)
+        assert node.health().devices[0].kv_host_bytes > 0
+        kept = node.model("a").kv_host
+        assert kept is not None, "reported before the unload has ended"
+        assert kept.num_tokens == 192
         await load(node, "a")
         assert worker_of(node) == worker, "what is kept was not taken for memory that an unload did not free"
-        assert await converse(node, "again") == (tokens, 192)
+        assert await converse(node, "a", "again") == (tokens, 192)
+        await until(lambda: (found := node.model("a").kv_host) is not None and found.tokens_per_s)
         node.devices.kv_host.give_way(0)
         await until(lambda: node.health().devices[0].kv_host_bytes == 0)
+        assert node.model("a").kv_host is None
     finally:
         await node.close()
 

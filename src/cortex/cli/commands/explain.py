@@ -26,7 +26,8 @@ def explain(model: str, history: bool, gateway: GatewayClient, as_json: bool) ->
     """Show what the gateway would do for a model now, and why.
 
     Lists every node with its verdict, and every device with the memory that the model needs, that it can have, and that
-    the node keeps free; and how fast the model is there, if `cortex bench` has measured it. Changes nothing.
+    the node keeps free; how fast the model is there, if `cortex bench` has measured it; and what the node keeps of its
+    conversations in host memory. Changes nothing.
     """
     if history:
         decisions = gateway.get(f"/fleet/decisions?model={quote(model, safe='')}")["decisions"]
@@ -70,10 +71,19 @@ def _show_node(out: Console, node: dict[str, Any], *, is_chosen: bool) -> None:
     if (bench := parse_bench(node.get("bench"))) is not None:
         out.print(f"  {when_measured(bench)}:", soft_wrap=True)
         show_bench(out, bench)
+    if (kept := node.get("kv_host")) is not None:
+        out.print(f"  {_kept(kept)}", soft_wrap=True)
     for occupant in node["occupants"]:
         leaves = "can be evicted" if occupant["may_leave"] else occupant["reason"]
         holds = f"  {occupant['model']} holds {_bytes(occupant['bytes'])}: {leaves}"
         out.print(Text(holds, style="dim"), soft_wrap=True)
+
+
+def _kept(kept: dict[str, Any]) -> str:
+    """What the node keeps of the model's KV cache."""
+    tokens = f" ({kept['num_tokens']:,} tokens)" if kept.get("num_tokens") else ""
+    rate = f", copied back at {kept['tokens_per_s']:,.0f} tokens/s" if kept.get("tokens_per_s") else ""
+    return f"keeps {size(kept['num_bytes'])} of its KV cache{tokens} in host memory{rate}"
 
 
 def _device(device: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import msgspec
 
 from cortex.fleet.topology import MemoryReservation, ModelOnNode
 from cortex.wire.node.bench import BenchResult
-from cortex.wire.node.protocol import DeviceKind
+from cortex.wire.node.protocol import DeviceKind, HostKV
 
 from .eviction import Occupant, Protection
 
@@ -106,6 +106,10 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
     """How fast it is there, as measured."""
     slower_by: float = 0.0
     """The part of the speed of the fastest measured node that is missing; 0 also where it was not measured."""
+    kv_host: HostKV | None = None
+    """What the node keeps of its KV cache in host memory: conversations that a load there continues."""
+    kv_elsewhere: float = 0.0
+    """The part that is missing there of what the node with the most keeps; 0 also where no node keeps any."""
     parts: tuple[Assessment, ...] = ()
     """The assessments of the other nodes of a model that spans nodes."""
 

@@ -177,6 +177,7 @@ def _assessment_json(assessment: Assessment) -> dict[str, Any]:
         "takes_bytes": assessment.takes_bytes,
         "ceiling_bytes": assessment.ceiling_bytes,
         "bench": msgspec.to_builtins(assessment.bench),
+        "kv_host": msgspec.to_builtins(assessment.kv_host),
         "victims": [victim.model_id for victim in assessment.victims],
         "parts": [
             {

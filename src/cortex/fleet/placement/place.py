@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from cortex.fleet.catalogue import MEBIBYTE, Catalogue, ModelSpec
+from cortex.fleet.index import remembered
 from cortex.fleet.memory import Need, need_of
 from cortex.fleet.rules import PlacementRules
 from cortex.fleet.topology import STARTING, Fleet, Node, Residency
@@ -32,6 +33,9 @@ ACTIONS: dict[Verdict, Action] = {
     Verdict.CROWDED: "wait",
 }
 
+KEPT_KV_WORTH = 0.25
+"""The part of its speed that a node may lack and be preferred because it keeps the model's conversations."""
+
 
 def place(
     model_id: str,
@@ -45,7 +49,8 @@ def place(
 
     Order: resident and least loaded; starting; asleep; fits in free memory; fits after evicting (fewest bytes, least
     recently used, lowest priority). Within each, nodes where the model is pinned come first, then those where it is
-    asleep; of equal ones, those where it was not measured to be slower. `only_on` restricts the decision to one node.
+    asleep; of equal ones, those where it was not measured to be slower, and those that keep its KV cache in host
+    memory. `only_on` restricts the decision to one node.
     """
     spec = fleet.catalogue.spec(model_id)
     nodes = fleet.nodes if only_on is None else filter(None, [fleet.node(only_on)])
@@ -73,10 +78,29 @@ def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Ori
     """Assess `spec` on `node`."""
     held = node.residencies.get(spec.id)
     found = _assess(spec, node, held, fleet, now, origin)
+    if most_bytes := _most_kept_bytes(spec.id, fleet):
+        kept = None if held is None else held.status.kv_host
+        kv_elsewhere = 1.0 - (0 if kept is None else kept.num_bytes) / most_bytes
+        found = msgspec.structs.replace(found, kv_host=kept, kv_elsewhere=kv_elsewhere)
     if held is None or held.status.bench is None:
         return found
     bench = held.status.bench
     return msgspec.structs.replace(found, bench=bench, slower_by=_slower_by(spec.id, bench, fleet))
+
+
+def _most_kept_bytes(model_id: str, fleet: Fleet) -> int:
+    """The most that any node keeps of the model's KV cache in host memory."""
+    known = _found_most_kept(fleet)
+    if model_id not in known:
+        kept = (node.residencies[model_id].status.kv_host for node in fleet.listing(model_id))
+        known[model_id] = max((each.num_bytes for each in kept if each is not None), default=0)
+    return known[model_id]
+
+
+@remembered
+def _found_most_kept(_fleet: Fleet) -> dict[str, int]:
+    """By model, as far as decisions have asked for it."""
+    return {}
 
 
 def _slower_by(model_id: str, bench: BenchResult, fleet: Fleet) -> float:
@@ -252,7 +276,7 @@ def preference(assessment: Assessment, rules: PlacementRules) -> tuple[float | s
         max((victim.priority for victim in assessment.victims), default=0),
         not size_known,
         assessment.is_cut,
-        assessment.slower_by,
+        assessment.slower_by + KEPT_KV_WORTH * assessment.kv_elsewhere,
         # A model of unknown size goes where most is free.
         left_over if size_known and rules.strategy == "pack" else -left_over,
         assessment.node,

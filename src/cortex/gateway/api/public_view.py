@@ -29,8 +29,10 @@ _NO_PLACE: dict[str, Any] = {
     "nodes": [],
     "disk_bytes": None,
     "bench": None,
+    "kv_tokens": None,
+    "kv_host": None,
 }
-"""What of a model's status says where it is, and by its speed on which devices."""
+"""What of a model's status says where it is, and by its speed and its memory on which devices."""
 _OF_ANY_PLACE = ("kind", "at", "model", "cause", "bytes")
 """What of an event says nothing about nodes and other models."""
 

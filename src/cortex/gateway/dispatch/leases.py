@@ -135,7 +135,6 @@ class LeasePool:
         model: str,
         prompt: Callable[[], bytes],
         excluded: frozenset[str] = NO_NODES,
-        *,
         has_pictures: bool = False,
     ) -> Lease | None:
         """A lease where `model` is ready, or `None`. The hot path: with one replica nothing is computed.
@@ -153,7 +152,7 @@ class LeasePool:
         return self._take_best(model, ready, prompt())
 
     def acquire_for(self, pending: PendingRequest, excluded: frozenset[str] = NO_NODES) -> Lease | None:
-        return self.acquire(pending.model, pending.prompt, excluded, has_pictures=pending.has_pictures)
+        return self.acquire(pending.model, pending.prompt, excluded, pending.has_pictures)
 
     def context_tokens(self, model: str) -> int | None:
         """The largest context of `model` where it is ready; None where that is not known."""
@@ -276,6 +275,8 @@ class LeasePool:
                 self.left_device(name, model)
             target = ModelOnNode(name, model)
             self._loads.observed(target, held, self.in_flight_on(name).get(model, 0))
+        for model, prefixes in self._prefixes.items():
+            self._limit(prefixes, node, model)
 
     def forget_cache(self, node: str, model: str | None = None) -> None:
         """`node` lost its cached prefixes, of one model or of all."""
@@ -283,24 +284,34 @@ class LeasePool:
             prefixes.forget(node)
 
     def left_device(self, node: str, model: str) -> None:
-        """The model slept or was unloaded: its cached prefixes are in the node's host memory, if it keeps any there."""
-        keeps = any(device.kv_host_bytes for device in self._fleet_state.reported(node).devices)
-        if not keeps:
-            self.forget_cache(node, model)
-        elif model in self._prefixes:
-            self._prefixes[model].moved_to_host(node)
+        """The model slept or was unloaded: its cached prefixes are in the node's host memory, as far as it reports."""
+        if (prefixes := self._prefixes.get(model)) is not None:
+            prefixes.moved_to_host(node)
+            self._limit(prefixes, self._fleet_state.reported(node), model)
+
+    def _limit(self, prefixes: PrefixRecord, node: Node, model: str) -> None:
+        """Forget the prefixes that are beyond what `node` reports to hold."""
+        if node.name not in prefixes:
+            return
+        held = node.residencies.get(model)
+        if held is None:
+            prefixes.forget(node.name)
+        elif (kept := held.status.kv_host) is None:
+            prefixes.limit(node.name, held.status.kv_tokens, 0)
+        else:
+            prefixes.limit(node.name, held.status.kv_tokens, kept.num_tokens or None)
 
     def _take(self, replica: ReadyReplica) -> Lease:
         target = replica.target
-        return self._counted(
-            Lease(*target, target, replica.dialects, replica.has_lifecycle, False, "the only replica that is ready")
-        )
+        node, model = target
+        reason = "the only replica that is ready"
+        return self._counted(Lease(node, model, target, replica.dialects, replica.has_lifecycle, False, reason))
 
     def _take_best(self, model: str, ready: tuple[ReadyReplica, ...], prompt: bytes) -> Lease:
         if (prefixes := self._prefixes.get(model)) is None:
             prefixes = self._prefixes[model] = PrefixRecord()
-        replica, is_alone = self._loads.route(ready, self._in_flight, prompt, prefixes)
-        target, reason = replica.target, _least_time(len(ready))
+        replica, is_alone, copies = self._loads.route(ready, self._in_flight, prompt, prefixes)
+        target, reason = replica.target, _least_time(len(ready), copies=copies)
         return self._counted(Lease(*target, target, replica.dialects, replica.has_lifecycle, True, reason, is_alone))
 
     def _counted(self, lease: Lease) -> Lease:
@@ -330,5 +341,6 @@ def _reports_what_it_reads(node: Node, status: ModelStatus) -> bool:
 
 
 @cache
-def _least_time(num_replicas: int) -> str:
-    return f"least expected time of {num_replicas} replicas"
+def _least_time(num_replicas: int, *, copies: bool) -> str:
+    kept = ", with a part of the prompt in its host memory" if copies else ""
+    return f"least expected time of {num_replicas} replicas{kept}"

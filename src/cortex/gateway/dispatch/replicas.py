@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
+import msgspec
+
 from cortex.fleet.index import remembered
 from cortex.fleet.topology import ModelOnNode, Node, Residency
 from cortex.gateway.dispatch.fleet_state import ChangedNode, FleetState
@@ -26,7 +28,7 @@ _NEWEST = 0.2
 """The weight of the newest measurement."""
 
 
-class ReadyReplica(NamedTuple):
+class ReadyReplica(msgspec.Struct, frozen=True):
     """A ready model on a node that takes requests. It stays the same until a report changes one of these."""
 
     target: ModelOnNode
@@ -113,6 +115,8 @@ class _ReplicaLoad:
     request_s: float | None = None
     bench: BenchResult | None = None
     """What the node measured: it holds until requests show more."""
+    copied_tokens_per_s: float | None = None
+    """How fast pages come back from host memory there."""
     prompt_rate: float = 0.0
     """Tokens of prompts per second; 0: not known."""
     whole_s: float = 0.0
@@ -149,9 +153,20 @@ class _ReplicaLoad:
             kv_used_fraction=kv_used_fraction,
             backlog_s=self.backlog_until - now if self.backlog_until > now else 0.0,
             prefill_tokens_per_s=self.prompt_rate or usual_rate,
+            copied_tokens_per_s=self.copied_tokens_per_s,
             request_s=self.whole_s or usual_request_s,
             token_s=token_s or 0.0,
         )
+
+
+class RoutedRequest(NamedTuple):
+    """Where a request goes."""
+
+    replica: ReadyReplica
+    is_alone: bool
+    """Whether no other request is expected there."""
+    copies: bool
+    """Whether a part of the prompt is in host memory there."""
 
 
 class ReplicaLoads:
@@ -168,6 +183,7 @@ class ReplicaLoads:
         if load.bench != held.status.bench:
             load.bench = held.status.bench
             load.derive_speed()
+        load.copied_tokens_per_s = None if held.status.kv_host is None else held.status.kv_host.tokens_per_s
         load.num_released = 0
         load.num_foreign = 0
         if num_reported := load.reported.running + load.reported.waiting:
@@ -205,9 +221,9 @@ class ReplicaLoads:
         in_flight: Mapping[str, Mapping[str, int]],
         prompt: bytes,
         prefixes: PrefixRecord,
-    ) -> tuple[ReadyReplica, bool]:
-        """The replica of one model that a request goes to, and whether no other request is expected there. One whose
-        speed is not known counts as fast as the others. `in_flight`: requests of this gateway, by node and model."""
+    ) -> RoutedRequest:
+        """The replica of one model that a request goes to. One whose speed is not known counts as fast as the others.
+        `in_flight`: requests of this gateway, by node and model."""
         now, known = self._clock(), self._loads
         loads, rate, request_s, weighs_tokens = [], 0.0, 0.0, True
         for each in ready:
@@ -228,7 +244,8 @@ class ReplicaLoads:
         chosen = choose(replicas, prompt, prefixes)
         replica, (_, load) = replicas[chosen.position], loads[chosen.position]
         load.backlog_until = now + replica.backlog_s + chosen.prefill_s
-        return ready[chosen.position], not replica.running and not replica.waiting
+        is_alone = not replica.running and not replica.waiting
+        return RoutedRequest(ready[chosen.position], is_alone, chosen.cached.host_tokens > 0)
 
     def _load(self, target: ModelOnNode) -> _ReplicaLoad:
         load = self._loads.get(target)

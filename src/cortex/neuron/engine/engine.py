@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,10 @@ from cortex.neuron.engine.execution.graphs import MAX_NATIVE_ROWS, SIZES
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.filling import Progress
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors
+from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.fingerprint import fingerprint
-from cortex.neuron.engine.host_pages.tier import DeviceHostMemory, HostTier
+from cortex.neuron.engine.host_pages.store import BlockKind
+from cortex.neuron.engine.host_pages.tier import HostTier, OtherRanks
 from cortex.neuron.engine.kv_pages import KVPages
 from cortex.neuron.engine.loading import LoadedModel, load_model, step_tokens
 from cortex.neuron.engine.memory.sequences import StateMemory
@@ -190,11 +192,32 @@ class Engine:
         return loop
 
     def _new_tier(self, host: DeviceHostMemory, scheduler: Scheduler) -> HostTier:
-        blocks = [BlockTensors(tensors) for tensors in self._loaded.memory.blocks]
         is_gpu = self._device.type == "cuda"
-        copies = BlockCopies(host.slabs, self._device)
-        arguments = (host, scheduler.pages, scheduler.checkpoints, blocks, copies, self._name_by_content)
-        return HostTier(*arguments, copies_ahead=is_gpu, min_pages=FETCHED_PAGES[self._device.type])
+        copies, blocks = BlockCopies(host.slabs, self._device), self._blocks()
+        new_kinds = partial(self._kinds_of, blocks, host)
+        return HostTier(
+            *(host, scheduler.pages, scheduler.checkpoints, blocks, copies, new_kinds),
+            copies_ahead=is_gpu,
+            min_pages=FETCHED_PAGES[self._device.type],
+            others=self._other_ranks(),
+        )
+
+    def _other_ranks(self) -> OtherRanks | None:
+        return None
+
+    def _blocks(self) -> list[BlockTensors]:
+        """The pages of each KV group, then the slots of states if the model has them; without memory where none of the
+        layers here have any."""
+        memory = self._loaded.memory
+        blocks = [BlockTensors(tensors) for tensors in memory.blocks]
+        if self.model.architecture.is_recurrent and len(blocks) == len(memory.num_pages):
+            blocks.append(BlockTensors([]))
+        return blocks
+
+    def _kinds_of(self, blocks: Sequence[BlockTensors], host: DeviceHostMemory) -> tuple[BlockKind, ...]:
+        memory, sizes = self._loaded.memory, [each.num_bytes for each in blocks]
+        name = self._name_by_content()
+        return host.kinds(self._spec.model_id, name, sizes, len(memory.num_pages), memory.page_tokens)
 
     def _name_by_content(self) -> bytes:
         if self._fingerprint is None:
@@ -308,13 +331,17 @@ class Engine:
 
     def keep_pages(self, host: DeviceHostMemory | None) -> DeviceHostMemory | None:
         """Keeps pages and states in this host memory when the device has no room for them, or in a new one, and returns
-        it. A divided model does not: its ranks would have to agree on every copy."""
-        if self._spec.rank is None and isinstance(self._loop, StepLoop):
+        it."""
+        if self._keeps_pages and isinstance(self._loop, StepLoop):
             host = self._host_memory = host or DeviceHostMemory.on(self._device)
             self._loop.keep_pages(partial(self._new_tier, host))
             if len(host.store):
                 self._name_by_content()  # now, rather than in the first request
         return host
+
+    @property
+    def _keeps_pages(self) -> bool:
+        return True
 
     def save_pages(self) -> None:
         """Copies to host memory what is not there yet, before the model sleeps or is closed. It must have no work."""

@@ -225,6 +225,8 @@ class LoadSpec:
     """Limit for weights and KV together; None: all that is free on the device, less a reserve."""
     min_free_bytes: int = 0
     """Always left free on the device."""
+    model_id: str = ""
+    """Under which pages in host memory are reported; empty: they are not."""
     rank: RankSpec | None = None
     """The rank to load of a model that is divided among several devices; None: the whole model."""
     kv_host_bytes: int = 0
@@ -261,6 +263,22 @@ class EngineInfo:
     """The length of a text's vector, 1 for a score; 0 for a model that generates text."""
     work: StepWork | None = None
     """What its steps read and compute; None: it is not known."""
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """Tokens that fit in the KV pages; None: it has none, or a server has them."""
+        return self.num_pages * self.page_tokens if self.kv_bytes else None
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPages:
+    """The KV pages and states of a model in host memory."""
+
+    num_bytes: int
+    num_tokens: int = 0
+    """Tokens whose pages these are; 0: the model has states only."""
+    tokens_per_s: float | None = None
+    """How fast they are copied to the device; None: none were yet."""
 
 
 @dataclass(frozen=True, slots=True)

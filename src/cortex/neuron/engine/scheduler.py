@@ -289,8 +289,15 @@ class Scheduler:
         request_id = sequence.request.id
         if host.is_empty or sequence.scores_prompt or host.was_asked(request_id) or not self._fits(sequence, cached):
             return False
-        count = self._states.usable(sequence, self.pages.match(sequence.digests, host.has_page), host.has_state)
+        host.verify(sequence.digests)
+        count = self._in_host(sequence, host)
+        if host.agree(sequence.digests, cached, count):
+            count = self._in_host(sequence, host)
         return host.fetch(request_id, sequence.digests, cached, count, self._start(sequence, count))
+
+    def _in_host(self, sequence: Sequence, host: HostTier) -> int:
+        """How many pages of its prefix it could continue after with what host memory has."""
+        return self._states.usable(sequence, self.pages.match(sequence.digests, host.has_page), host.has_state)
 
     def _try_admit(self, sequence: Sequence, cached: int, draft: StepDraft) -> bool:
         start = self._start(sequence, cached)

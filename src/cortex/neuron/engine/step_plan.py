@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from cortex.neuron.engine.pages import Digest
 from cortex.neuron.engine.picture_positions import PictureSpan
@@ -93,6 +94,26 @@ class RowPlan:
         return self.inputs.count - self.outputs.draws + num_accepted
 
 
+class NamedBlocks(NamedTuple):
+    """KV pages of one group, or recurrent states (`host_pages`)."""
+
+    part: int
+    ids: tuple[int, ...]
+    """Where they are on the device; empty where that does not matter."""
+    digests: tuple[Digest, ...]
+
+
+BlockAction = Literal["keep", "ask", "fetch", "forget"]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOrder:
+    """What all ranks of a divided model do with their parts of blocks in host memory."""
+
+    action: BlockAction
+    blocks: tuple[NamedBlocks, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step: everything that another rank would need to run it too."""
@@ -114,6 +135,8 @@ class StepPlan:
     those of later steps can be. None: those of later steps will be poor for the sequences of this step."""
     captures: bool = False
     """For a divided model: the plan is no step, but the capture of the next graph, which all ranks do together."""
+    order: BlockOrder | None = None
+    """For a divided model: the plan is no step, but this order."""
 
     @property
     def num_tokens(self) -> int:

@@ -16,6 +16,7 @@ from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory.ceilings import ModelHolding, equal_parts
+from cortex.neuron.node.memory.kv_host import KvHostMemory
 from cortex.neuron.node.memory.sleep_budget import SleepBudget, SleepingModel
 from cortex.neuron.node.status import ServedModel, describe_model, served_model
 from cortex.neuron.node.text.texts import Texts
@@ -49,6 +50,7 @@ class Models:
         sleep_budget: SleepBudget,
         max_prompt_tokens: int | None,
         bench_results: BenchResults,
+        kv_host: KvHostMemory,
     ) -> None:
         """`on_changed`: called with the id of a model whose status has changed."""
         self._library = library
@@ -62,6 +64,7 @@ class Models:
         self._sleep_budget = sleep_budget
         self._max_prompt_tokens = max_prompt_tokens
         self._bench_results = bench_results
+        self._kv_host = kv_host
 
     def controller(self, model_id: str) -> ModelController:
         """Raises ModelNotFound."""
@@ -132,6 +135,7 @@ class Models:
             self._max_prompt_tokens,
             damage,
             bench,
+            self._kv_host.kept(model_id, is_divided=model.is_divided),
         )
         if controller is None:
             self._unused[model_id] = _UnusedModel(sources, estimate_basis, status)

@@ -134,6 +134,7 @@ class Node:
             sleep_budget,
             limits.max_prompt_tokens,
             BenchResults(inventory.devices, limits.max_num_seqs),
+            self.devices.kv_host,
         )
         self.benches = Benches(
             self._models,

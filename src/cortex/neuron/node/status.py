@@ -16,7 +16,15 @@ from cortex.neuron.node.memory.sleep_budget import can_sleep
 from cortex.neuron.worker.discovery import Inventory
 from cortex.wire.errors import CortexError
 from cortex.wire.node.bench import BenchResult
-from cortex.wire.node.protocol import Capabilities, Discovery, ModelLoad, ModelState, ModelStatus, QuantisedSize
+from cortex.wire.node.protocol import (
+    Capabilities,
+    Discovery,
+    HostKV,
+    ModelLoad,
+    ModelState,
+    ModelStatus,
+    QuantisedSize,
+)
 from cortex.wire.node.sampling import SamplingDefaults
 
 
@@ -80,6 +88,7 @@ def describe_model(
     max_prompt_tokens: int | None,
     damage: CortexError | None,
     bench: BenchResult | None = None,
+    kv_host: HostKV | None = None,
 ) -> ModelStatus:
     """`num_in_preparation`: requests that are tokenised, or wait for that, and so are not with the instance yet.
     `damage`: why its files cannot be used."""
@@ -120,6 +129,8 @@ def describe_model(
         ),
         measured_bytes=resident.measured_bytes if resident is not None else None,
         kv_bytes=resident.info.kv_bytes if resident is not None else None,
+        kv_tokens=resident.info.kv_tokens if resident is not None else None,
+        kv_host=kv_host,
         host_bytes=instance.host_bytes if instance is not None else 0,
         disk_bytes=disk_bytes,
         context_tokens=context_tokens,

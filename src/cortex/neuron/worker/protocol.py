@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cortex.ipc.channel import ChannelMessage
-from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
+from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, KeptPages, LoadSpec, StepOutput
 from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.worker.faults import FaultKind
 from cortex.wire.node.protocol import Device, DeviceKind
@@ -259,8 +259,16 @@ class Report(ChannelMessage, frozen=True):
     activity: Activity
     progress: int
     stats: dict[int, EngineStats]
-    kv_host_bytes: int = 0
-    """Host memory of pages that are not on the device."""
+
+
+class HostPagesKept(ChannelMessage, frozen=True):
+    """What is in host memory from now on. A model that sleeps or is unloaded has its pages there before `Slept` or
+    `Unloaded` follow."""
+
+    num_bytes: int
+    """The memory that is allocated for pages."""
+    models: dict[str, KeptPages]
+    """What it has of each model, by `LoadSpec.model_id`."""
 
 
 class Faulted(ChannelMessage, frozen=True):
@@ -284,7 +292,7 @@ ModelEvent = (
     | ModelBroken
 )
 """Each concerns the model with its handle."""
-Event = ModelEvent | Memory | LimitsMeasured | Hello | Report | Faulted
+Event = ModelEvent | Memory | LimitsMeasured | Hello | Report | HostPagesKept | Faulted
 
 
 # Between the daemon and the fork server, one message per packet

@@ -12,7 +12,7 @@ import math
 from typing import Literal, Protocol
 
 from cortex.ipc.channel import Unsendable
-from cortex.neuron.engine.request import EngineStats, LoadSpec
+from cortex.neuron.engine.request import EngineStats, KeptPages, LoadSpec
 from cortex.neuron.engine.step_work import DeviceLimits
 from cortex.neuron.worker import protocol
 from cortex.neuron.worker.factory import WorkerFactory
@@ -47,6 +47,8 @@ class WorkerSupervisor:
         """When memory was last freed here, on the loop's clock; readings of the device may lag behind."""
         self.kv_host_bytes = 0
         """Host memory of pages that are not on the device."""
+        self.kept: dict[str, KeptPages] = {}
+        """What it has of each model, by its id."""
         self._worker_factory = worker_factory
         self._worker: WorkerProcess | None = None
         self._spawning = asyncio.Lock()
@@ -159,10 +161,11 @@ class WorkerSupervisor:
             case protocol.Hello():
                 self.state = "running"
             case protocol.Report():
-                self.kv_host_bytes = event.kv_host_bytes
                 for handle, stats in event.stats.items():
                     if (model := self._models.get(handle)) is not None:
                         model.on_stats(stats)
+            case protocol.HostPagesKept():
+                self.kv_host_bytes, self.kept = event.num_bytes, event.models
             case protocol.Memory() | protocol.LimitsMeasured() | protocol.Faulted():
                 pass
             case _:
@@ -187,7 +190,7 @@ class WorkerSupervisor:
     def _on_worker_lost(self, reason: str) -> None:
         """Pending calls raise WorkerLost on their own."""
         self._worker = None
-        self.kv_host_bytes = 0
+        self.kv_host_bytes, self.kept = 0, {}
         self.freed_at_s = asyncio.get_running_loop().time()
         models, self._models = self._models, {}
         self.state = "faulted" if models else "none"

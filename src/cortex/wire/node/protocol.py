@@ -160,6 +160,16 @@ class Capabilities(NodeValue, frozen=True):
     notes: tuple[str, ...] = ()
 
 
+class HostKV(NodeValue, frozen=True):
+    """KV pages and states of one model that its node keeps in host memory, whether the model is loaded or not."""
+
+    num_bytes: int
+    num_tokens: int = 0
+    """Tokens whose pages these are; 0: not known, as the model has states only."""
+    tokens_per_s: float | None = None
+    """How fast they are copied to the device, as measured; absent: none were yet."""
+
+
 class QuantisedSize(NodeValue, frozen=True):
     """What a model with dense weights would take if they were quantised at load."""
 
@@ -213,6 +223,10 @@ class ModelStatus(NodeValue, frozen=True):
     """Memory on the device; of a model asleep, what it will take when it wakes."""
     kv_bytes: int | None = None
     """The part of `measured_bytes` that holds sequences: KV pages and recurrent states."""
+    kv_tokens: int | None = None
+    """Tokens that fit in the KV cache, over all replicas; absent: it is not loaded, or that is not known."""
+    kv_host: HostKV | None = None
+    """What of its KV cache is in host memory. It outlasts a sleep and an unload; absent: nothing."""
     host_bytes: int = 0
     """Weights in host memory while the model is asleep, falling asleep or waking; else 0."""
     disk_bytes: int | None = None

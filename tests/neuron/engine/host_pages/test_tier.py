@@ -2,78 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, consecutive
+from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.memory import HostSlabs
 from cortex.neuron.engine.host_pages.store import BlockPlace, HostPages
-from cortex.neuron.engine.host_pages.tier import DeviceHostMemory
-from cortex.neuron.engine.loading import build_model
 from cortex.neuron.engine.memory.host import HostMemory
-from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.step_loop import StepLoop
-from cortex.neuron.layers.parameters import Parameters
 
 from ..test_sleep import DENSE, HYBRID, LATENT, wake
+from .engines import CPU, PROMPT, EngineMaker, new_host, respond
+from .test_hybrids import HYBRIDS
 
 WINDOWED: dict[str, Any] = DENSE | {
     **{"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 48, "sliding_window_pattern": 2},
     **{"num_hidden_layers": 4, "query_pre_attn_scalar": 16},
 }
-FAMILIES = {"dense": DENSE, "hybrid": HYBRID, "latents": LATENT, "windows": WINDOWED}
-PROMPT = tuple(index * 7 % 83 + 3 for index in range(170))
-CPU = torch.device("cpu")
-EngineMaker = Callable[..., Engine]
-
-
-def new_host(budget_bytes: int = 64 << 20) -> DeviceHostMemory:
-    slabs = HostSlabs(CPU)
-    return DeviceHostMemory(HostPages(slabs, budget_bytes), slabs)
-
-
-def filled(seed: int) -> Callable[[Parameters], None]:
-    def fill(parameters: Parameters) -> None:
-        torch.manual_seed(seed)
-        for binding in parameters.bindings:
-            view = binding.destination
-            view.uniform_(0.1, 1.0) if view.dim() == 1 else view.normal_(0.0, 2 * view.shape[-1] ** -0.5)
-
-    return fill
-
-
-@pytest.fixture
-def make_engine() -> Iterator[EngineMaker]:
-    engines: list[Engine] = []
-
-    def make(config: dict[str, Any], host: DeviceHostMemory | None, seed: int = 0, **options: Any) -> Engine:
-        spec = LoadSpec(path="", dtype="float32", max_num_seqs=4, **options)
-        engine = Engine(build_model(config, spec, CPU, filled(seed)), spec)
-        if host is not None:
-            engine.keep_pages(host)
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.close()
-
-
-def respond(engine: Engine, prompt: tuple[int, ...] = PROMPT, name: str = "r") -> tuple[list[int], int]:
-    """Greedy tokens, and how many of the prompt came from the cache."""
-    engine.submit(EngineRequest(name, prompt, 4, SamplingParams(temperature=0.0), checkpoint_at=(100,)))
-    tokens: list[int] = []
-    cached = 0
-    while engine.has_work:
-        for output in engine.step():
-            tokens += output.tokens
-            cached += output.cached_tokens or 0
-    engine.check_integrity()
-    return tokens, cached
+FAMILIES = {"dense": DENSE, "hybrid": HYBRID, "latents": LATENT, "windows": WINDOWED} | HYBRIDS
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,17 +51,11 @@ def test_conversation_survives_sleep_and_reload_and_continues_with_the_same_toke
     host.store.check_integrity()
 
 
-def test_pages_of_other_weights_layouts_or_prompts_are_never_taken(make_engine: EngineMaker) -> None:
+def test_pages_of_other_prompts_are_never_taken(make_engine: EngineMaker) -> None:
     host = new_host()
     engine = make_engine(DENSE, host)
     respond(engine)
     engine.save_pages()
-    for other in (
-        make_engine(DENSE, host, seed=1),
-        make_engine(DENSE | {"rope_theta": 5000.0}, host),
-        make_engine(DENSE, host, deterministic=True),
-    ):
-        assert respond(other)[1] == 0
     same = make_engine(DENSE, host)
     assert respond(same, (PROMPT[0] + 1, *PROMPT[1:]))[1] == 0
     assert respond(same, (*PROMPT[:64], 1, *PROMPT[65:]))[1] == 64

@@ -32,16 +32,19 @@ SIZES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_hybrid(folder: Path) -> Path:
     """A model with attention and recurrent layers."""
     torch.manual_seed(0)
     model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**SIZES))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() == 1 else 0.12)
-    folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hybrid(tmp_path_factory.mktemp("model"))
 
 
 def specs(path: Path) -> list[LoadSpec]:

@@ -20,7 +20,7 @@ from cortex.wire.errors import LoadFailed
 from cortex.wire.node.protocol import ModelState, UnloadRequest
 
 from ...generations import Reader
-from ..node_calls import generate, load, tokens_of, write_source
+from ..node_calls import converse, generate, load, tokens_of, write_source
 
 ROUNDS = int(os.environ.get("CORTEX_GROUP_ROUNDS", "3"))
 """How often loads are repeated."""
@@ -66,11 +66,19 @@ async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices
     assert len(tokens[0]) == 8
     assert all(each == tokens[0] for each in tokens)
     stream.cancel()
+    conversation, cached = await converse(node, "divided", "first")
+    assert cached == 0
     assert (await node.unload(UnloadRequest(model_id="divided", sleep=True))).state is ModelState.ASLEEP
     assert (await load(node, "divided")).state is ModelState.READY
     assert await generate(node, "divided") == tokens[0]
+    assert await converse(node, "divided", "again") == (conversation, 192)
     for name in names:
         assert (await node.unload(UnloadRequest(model_id=name))).state is ModelState.COLD
+    kept = node.model("divided").kv_host
+    assert kept is not None
+    assert kept.num_tokens == 192
+    await load(node, "divided")
+    assert await converse(node, "divided", "after the unload") == (conversation, 192)
 
 
 async def test_models_are_loaded_beside_busy_ones_that_share_devices_without_deadlock(node: Node) -> None:

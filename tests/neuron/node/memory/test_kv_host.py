@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from cortex.neuron.engine.memory.host import HostMemory
+from cortex.neuron.engine.request import KeptPages
 from cortex.neuron.node.memory.kv_host import KvHostMemory, device_limit_bytes
+from cortex.wire.node.protocol import HostKV
 
 MIB = 1 << 20
 
@@ -31,6 +33,7 @@ def test_limit_is_the_configured_one_or_a_share_of_what_is_free(
 @dataclass
 class Holder:
     kv_host_bytes: int = 0
+    kept: dict[str, KeptPages] = field(default_factory=dict)
     limits: list[int] = field(default_factory=list)
 
     def limit_kv_host(self, num_bytes: int) -> None:
@@ -44,3 +47,23 @@ def test_pages_give_way_to_sleeping_models_on_every_device_and_at_later_loads() 
     memory.give_way(10 * MIB)
     assert [holder.limits for holder in holders] == [[5 * MIB], [5 * MIB]]
     assert memory.limit_bytes == 5 * MIB
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_divided", "whole"),
+    [
+        ([], False, None),
+        ([KeptPages(0, 0)], False, None),
+        ([KeptPages(10, 64, 5.0)], False, HostKV(num_bytes=10, num_tokens=64, tokens_per_s=5.0)),
+        # Replicas have different conversations, and each copies its own.
+        ([KeptPages(10, 64), KeptPages(4, 32, 5.0)], False, HostKV(num_bytes=14, num_tokens=96, tokens_per_s=5.0)),
+        # Ranks have parts of the same ones.
+        ([KeptPages(10, 64, 7.0), KeptPages(8, 32, 5.0)], True, HostKV(num_bytes=18, num_tokens=32, tokens_per_s=5.0)),
+    ],
+)
+def test_what_is_kept_of_a_model_is_that_of_all_its_devices(
+    parts: list[KeptPages], whole: HostKV | None, *, is_divided: bool
+) -> None:
+    holders = [Holder(kept={"m": part}) for part in parts]
+    memory = KvHostMemory(64, [*holders, Holder(kept={"other": KeptPages(1)})])
+    assert memory.kept("m", is_divided=is_divided) == whole

@@ -19,7 +19,7 @@ from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
 
 from ....waiting import NEVER_S, WAIT_S
 from ...generations import Reader
-from ..node_calls import generate, greedy_request, load, tokens_of, until, worker_of, write_source
+from ..node_calls import converse, generate, greedy_request, load, tokens_of, until, worker_of, write_source
 
 BOTH = ("first", "second")
 
@@ -67,7 +67,7 @@ class Nodes:
 
 @pytest.fixture
 def peer_sleep_mb() -> int:
-    return 64
+    return 256
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -116,7 +116,7 @@ async def nodes(tmp_path: Path, workers: WorkerFactory, peer_sleep_mb: int) -> A
     )
     nodes = Nodes()
 
-    def config(models: tuple[ModelEntry, ...], *peers: PeerEntry, sleep_mb: int = 64) -> NeuronConfig:
+    def config(models: tuple[ModelEntry, ...], *peers: PeerEntry, sleep_mb: int = 256) -> NeuronConfig:
         limits = Limits(max_num_seqs=8, sleep_mb=sleep_mb)
         return NeuronConfig(
             models=models, peers=peers, limits=limits, drain_s=NEVER_S, cpu_devices=2, model_roots=(tmp_path,)
@@ -180,15 +180,17 @@ async def test_layers_and_cache_stay_below_the_limit_of_each_node(nodes: Nodes) 
 @pytest.mark.parametrize("model", ["four", "four stages"])
 async def test_model_sleeps_and_wakes_on_all_nodes(nodes: Nodes, model: str) -> None:
     await load(nodes.first, model)
-    tokens = await generate(nodes.first, model)
-    for _ in range(2):
+    tokens, cached = await converse(nodes.first, model, "first")
+    assert cached == 0
+    for turn in range(2):
         assert (await nodes.first.unload(UnloadRequest(model_id=model, sleep=True))).state is ModelState.ASLEEP
         (share,) = nodes.second.health().shares
         assert (share.state, share.devices) == ("asleep", (0, 1))
         assert share.host_bytes > 0
         assert (await load(nodes.first, model)).state is ModelState.READY
         assert nodes.second.health().shares[0].state == "ready"
-        assert await generate(nodes.first, model) == tokens
+        assert await converse(nodes.first, model, f"turn {turn}") == (tokens, 192), "all ranks kept their part"
+    assert all(device.kv_host_bytes for node in (nodes.first, nodes.second) for device in node.health().devices)
     await nodes.first.unload(UnloadRequest(model_id=model, sleep=True))
     assert (await nodes.first.unload(UnloadRequest(model_id=model))).state is ModelState.COLD
     assert nodes.second.health().shares == ()

@@ -33,6 +33,7 @@ def fingerprint(loaded: LoadedModel, spec: LoadSpec) -> bytes:
         "deterministic": spec.deterministic,
         "quant": spec.quant,
         "vision": spec.vision,
+        "rank": None if spec.rank is None else (spec.rank.rank, spec.rank.size, [*map(str, spec.stages)]),
         "storages": [storage.nbytes() for storage in loaded.storages()],
     }
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16)

@@ -10,7 +10,7 @@ first. Blocks of one conversation are written together, so little is lost with a
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -56,6 +56,8 @@ class _Slab:
     num_taken: int = 0
     slots: dict[Digest, int] = field(default_factory=dict)
     """The blocks whose contents are complete."""
+    checksums: dict[Digest, int] = field(default_factory=dict)
+    """Of those that are verified."""
     num_copies: int = 0
     """Copies to and from it that have not ended: it must not be dropped."""
 
@@ -74,6 +76,7 @@ class HostPages:
         """The least recently used first."""
         self._slab_of: dict[tuple[BlockKind, Digest], _Slab] = {}
         self._filling: dict[BlockKind, _Slab] = {}
+        self._num_blocks: Counter[BlockKind] = Counter()
         self._next_number = 0
         self.num_bytes = 0
         """What the slabs take."""
@@ -103,6 +106,9 @@ class HostPages:
     def has(self, kind: BlockKind, digest: Digest) -> bool:
         return (kind, digest) in self._slab_of
 
+    def num_blocks(self, kind: BlockKind) -> int:
+        return self._num_blocks[kind]
+
     def borrow(self, kind: BlockKind, digests: Iterable[Digest]) -> list[BlockPlace]:
         """The places of blocks that `has` confirmed, which stay until `end`. They count as used, the first last."""
         places = []
@@ -130,14 +136,25 @@ class HostPages:
                 del self._filling[kind]
         return places
 
-    def publish(self, kind: BlockKind, digest: Digest, place: BlockPlace) -> None:
-        """The copy to a reserved place is complete: from now on the block is found."""
+    def publish(self, kind: BlockKind, digest: Digest, place: BlockPlace, checksum: int | None = None) -> None:
+        """The copy to a reserved place is complete: from now on the block is found. `checksum`: of its contents, if
+        they are verified."""
         slab = self._slabs[place.slab]
         if (kind, digest) not in self._slab_of:
             slab.slots[digest] = place.slot
+            if checksum is not None:
+                slab.checksums[digest] = checksum
             self._slab_of[kind, digest] = slab
+            self._num_blocks[kind] += 1
         self._slabs.move_to_end(place.slab)
         self.end([place])
+
+    def checksum(self, kind: BlockKind, digest: Digest) -> tuple[BlockPlace, int] | None:
+        """Where a verified block is, and the checksum of its contents; None: there is none."""
+        slab = self._slab_of.get((kind, digest))
+        if slab is None or digest not in slab.checksums:
+            return None
+        return BlockPlace(slab.number, slab.slots[digest]), slab.checksums[digest]
 
     def end(self, places: Sequence[BlockPlace]) -> None:
         """The copies to or from these places have ended."""
@@ -150,6 +167,8 @@ class HostPages:
             slab = self._slab_of.pop((kind, digest), None)
             if slab is not None:
                 del slab.slots[digest]
+                slab.checksums.pop(digest, None)
+                self._num_blocks[kind] -= 1
 
     # -- slabs -----------------------------------------------------------------------------------------------------
 
@@ -173,6 +192,7 @@ class HostPages:
             del self._filling[slab.kind]
         for digest in slab.slots:
             del self._slab_of[slab.kind, digest]
+        self._num_blocks[slab.kind] -= len(slab.slots)
         self.num_bytes -= slab.num_bytes
         self._memory.free(slab.number)
 
@@ -180,6 +200,7 @@ class HostPages:
         """Raises AssertionError unless every block is in one slab, and the slabs are within the budget."""
         found = {(slab.kind, digest): slab for slab in self._slabs.values() for digest in slab.slots}
         assert found == self._slab_of, "the maps of blocks disagree"
+        assert +self._num_blocks == Counter(kind for kind, _ in found), "blocks are counted wrongly"
         assert self.num_bytes == sum(slab.num_bytes for slab in self._slabs.values()), "bytes are counted wrongly"
         assert self.num_bytes <= self._budget_bytes or any(slab.num_copies for slab in self._slabs.values()), (
             "more than the budget is held"

@@ -14,40 +14,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-
-import torch
+from typing import Protocol
 
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
-from cortex.neuron.engine.host_pages.memory import HostSlabs
-from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace, HostPages
+from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
+from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace
 from cortex.neuron.engine.kv_pages import IncomingPages, KVPages
 from cortex.neuron.engine.pages import Digest
 from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.step_plan import NamedBlocks, StepPlan
 
 COPY_BYTES = 256 << 20
 """Most bytes of one copy to host memory: about 5 ms."""
 STEPS_BETWEEN_SCANS = 16
 """After a look at the oldest pages that found nothing to copy."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceHostMemory:
-    """Host memory for the blocks of all models of a device."""
-
-    store: HostPages
-    slabs: HostSlabs
-
-    @classmethod
-    def on(cls, device: torch.device) -> DeviceHostMemory:
-        """Memory for the worker of a device, without a budget."""
-        slabs = HostSlabs(device)
-        return cls(HostPages(slabs), slabs)
-
-    def yield_to_host(self) -> None:
-        """Gives memory back if the host runs short of it."""
-        if missing := self.slabs.num_missing_bytes():
-            self.store.shrink(max(0, self.store.num_bytes - missing))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +45,26 @@ class _Fetch:
     state: tuple[int, Digest] | None
     places: tuple[BlockPlace, ...]
     num_tokens: int
+    num_bytes: int
+    started_s: float
 
     @property
     def is_complete(self) -> bool:
         return all(copy.is_complete for copy in self.copies)
 
 
+class OtherRanks(Protocol):
+    """The other ranks of a divided model, each with its own host memory: see `parallel/kept_blocks.py`."""
+
+    def keep(self, blocks: NamedBlocks) -> None: ...
+    def fetch(self, blocks: Sequence[NamedBlocks]) -> None: ...
+    def forget(self, digests: Sequence[Digest]) -> None: ...
+    def held(self, wanted: Sequence[NamedBlocks]) -> list[list[bool]]: ...
+    def settle(self) -> None: ...
+
+
 class HostTier:
-    """One for each step loop. Belongs to the engine thread."""
+    """One for each step loop; that of the leader for all ranks of a divided model. Belongs to the engine thread."""
 
     def __init__(
         self,
@@ -81,22 +73,27 @@ class HostTier:
         checkpoints: RecurrentCheckpoints | None,
         blocks: Sequence[BlockTensors],
         copies: BlockCopies,
-        fingerprint: Callable[[], bytes],
+        new_kinds: Callable[[], tuple[BlockKind, ...]],
         *,
         copies_ahead: bool,
         min_pages: int,
+        others: OtherRanks | None = None,
     ) -> None:
-        """`blocks`: the pages of each KV group, then the slots of states. `copies_ahead`: pages are copied before the
-        model sleeps, too. `min_pages`: fewer are computed rather than fetched."""
+        """`blocks`: the pages of each KV group, then the slots of states. `new_kinds`: names them, when that is first
+        needed. `copies_ahead`: pages are copied before the model sleeps, too. `min_pages`: fewer are computed rather
+        than fetched. `others`: for a divided model."""
         self._host = host
         self._store = host.store
         self._pages = pages
         self._checkpoints = checkpoints
         self._blocks = blocks
         self._copies = copies
-        self._fingerprint = fingerprint
+        self._new_kinds = new_kinds
         self._copies_ahead = copies_ahead
         self._min_pages = min_pages
+        self._others = others
+        self._agreed: set[tuple[int, Digest]] | None = None
+        """The blocks that all ranks have of the prefix that was asked for last; None: none was."""
         self._outgoing: _Outgoing | None = None
         self._fetches: dict[str, _Fetch] = {}
         """By the id of the request that waits for it."""
@@ -109,17 +106,41 @@ class HostTier:
 
     @cached_property
     def _kinds(self) -> tuple[BlockKind, ...]:
-        name = self._fingerprint()
-        return tuple(BlockKind(name, part, blocks.num_bytes) for part, blocks in enumerate(self._blocks))
+        return self._new_kinds()
 
     # -- to the device ---------------------------------------------------------------------------------------------
 
     def has_page(self, group: int, digest: Digest) -> bool:
         """Whether host memory has this page. Pages of layers that keep no KV are everywhere."""
+        if self._agreed is not None and (group, digest) not in self._agreed:
+            return False
         return not self._blocks[group].num_bytes or self._store.has(self._kinds[group], digest)
 
     def has_state(self, digest: Digest) -> bool:
-        return self._checkpoints is not None and self._store.has(self._kinds[-1], digest)
+        return self._checkpoints is not None and self.has_page(len(self._blocks) - 1, digest)
+
+    def verify(self, digests: Sequence[Digest]) -> None:
+        """Before the blocks of these prefixes are looked for: see `DeviceHostMemory.verifies`."""
+        if self._host.verifies:
+            self._host.drop_damaged(self._kinds, digests)
+
+    def agree(self, digests: Sequence[Digest], cached: int, count: int) -> bool:
+        """Asks the other ranks of a divided model which blocks of the first `count` pages they have: until `fetch`,
+        only those count that all ranks have. False: there is nothing to ask."""
+        if self._others is None or count - cached < self._min_pages:
+            return False
+        wanted = [
+            NamedBlocks(part, (), tuple(digest for digest in digests[:count] if self.has_page(part, digest)))
+            for part in range(len(self._blocks))
+        ]
+        votes = self._others.held(wanted)
+        self._agreed = set()
+        for blocks, are_held in zip(wanted, votes, strict=True):
+            pairs = list(zip(blocks.digests, are_held, strict=True))
+            self._agreed |= {(blocks.part, digest) for digest, is_held in pairs if is_held}
+            # What another rank has dropped is of no use: it is kept again when it is computed again.
+            self._store.forget(self._kinds[blocks.part], [digest for digest, is_held in pairs if not is_held])
+        return True
 
     @property
     def is_empty(self) -> bool:
@@ -140,6 +161,7 @@ class HostTier:
         """Starts to copy what the device lacks of the first `count` pages, `cached` of which are usable there, and the
         state after them. False: it is not worth it, or not possible now."""
         self._fetched.add(request_id)
+        self._agreed = None
         if count - cached < self._min_pages:
             return False
         slot: int | None = None
@@ -155,15 +177,21 @@ class HostTier:
         wanted = [(each.group, each.new_pages, each.new_digests) for each in incoming]
         if slot is not None:
             wanted.append((len(self._blocks) - 1, [slot], [digests[count - 1]]))
-        copies, places = [], []
+        if self._others is not None:
+            self._others.fetch([NamedBlocks(part, tuple(ids), tuple(names)) for part, ids, names in wanted if ids])
+        copies, places, num_bytes = [], [], 0
+        started_s = self._host.rate.clock()
         for part, ids, names in wanted:
             if ids and self._blocks[part].num_bytes:
                 found = self._store.borrow(self._kinds[part], names)
                 copies.append(self._copies.to_device(self._blocks[part], ids, found))
                 places += found
+                num_bytes += len(ids) * self._blocks[part].num_bytes
         state = None if slot is None else (slot, digests[count - 1])
         num_tokens = (count - cached) * self._pages.page_tokens
-        self._fetches[request_id] = _Fetch(tuple(copies), incoming, state, tuple(places), num_tokens)
+        self._fetches[request_id] = _Fetch(
+            tuple(copies), incoming, state, tuple(places), num_tokens, num_bytes, started_s
+        )
         return True
 
     def collect(self, *, wait: bool = False) -> None:
@@ -178,6 +206,7 @@ class HostTier:
                 if fetch.state is not None and self._checkpoints is not None:
                     self._checkpoints.take_back(*fetch.state)
                 self.num_fetched_tokens += fetch.num_tokens
+                self._host.rate.measured(fetch.num_bytes, fetch.started_s)
         if self._outgoing is not None:
             if wait:
                 self._outgoing.copy.wait()
@@ -236,6 +265,8 @@ class HostTier:
         while self._copy_some():
             pass
         self.collect(wait=True)
+        if self._others is not None:
+            self._others.settle()
 
     def _copy_some(self) -> bool:
         self.collect(wait=True)
@@ -243,7 +274,7 @@ class HostTier:
         if not self._store.budget_bytes:
             return False
         if self._remaining is None:
-            self._remaining = [(part, self._latest(part)) for part, each in enumerate(self._blocks) if each.num_bytes]
+            self._remaining = [(part, self._latest(part)) for part in range(len(self._blocks)) if self._is_used(part)]
         while self._remaining:
             part, blocks = self._remaining[-1]
             count = self._num_at_once(part)
@@ -258,24 +289,38 @@ class HostTier:
     def _latest(self, part: int) -> list[tuple[int, Digest]]:
         """What is not in host memory of the latest used blocks that fit in the part's share of the budget, the least
         recently used first."""
-        most = self._store.budget_bytes // len(self._blocks) // self._blocks[part].num_bytes
+        most = self._store.budget_bytes // len(self._blocks) // max(1, self._blocks[part].num_bytes)
         latest = list(self._known(part))[-most:] if most else []
         return [each for each in latest if not self._store.has(self._kinds[part], each[1])]
 
+    def _is_used(self, part: int) -> bool:
+        """Whether this rank, or perhaps another one, has layers with blocks of this part."""
+        return self._blocks[part].num_bytes > 0 or self._others is not None
+
     def _send(self, part: int, blocks: Sequence[tuple[int, Digest]]) -> bool:
-        places = self._store.reserve(self._kinds[part], len(blocks)) if blocks else []
+        if not blocks:
+            return False
+        if not self._blocks[part].num_bytes:
+            self._keep_elsewhere(part, blocks)
+            return True
+        places = self._store.reserve(self._kinds[part], len(blocks))
         if not places:
             return False
         sent = blocks[: len(places)]
+        self._keep_elsewhere(part, sent)
         copy = self._copies.to_host(self._blocks[part], [id for id, _ in sent], places)
         digests = (digest for _, digest in sent)
         ids = frozenset(id for id, _ in sent)
         self._outgoing = _Outgoing(copy, part, ids, tuple(zip(digests, places, strict=True)))
         return True
 
+    def _keep_elsewhere(self, part: int, blocks: Sequence[tuple[int, Digest]]) -> None:
+        if self._others is not None:
+            self._others.keep(NamedBlocks(part, tuple(id for id, _ in blocks), tuple(digest for _, digest in blocks)))
+
     def _publish(self, outgoing: _Outgoing) -> None:
         for digest, place in outgoing.blocks:
-            self._store.publish(self._kinds[outgoing.part], digest, place)
+            self._host.publish(self._kinds[outgoing.part], digest, place)
 
     def forget(self, digests: Iterable[Digest]) -> None:
         """The contents of these blocks cannot be trusted."""
@@ -283,6 +328,8 @@ class HostTier:
             return
         self.collect(wait=True)
         digests = list(digests)
+        if self._others is not None:
+            self._others.forget(digests)
         for kind in self._kinds:
             self._store.forget(kind, digests)
 
@@ -301,4 +348,4 @@ class HostTier:
         return self._checkpoints.num_blank, self._checkpoints.num_slots
 
     def _num_at_once(self, part: int) -> int:
-        return max(1, COPY_BYTES // self._blocks[part].num_bytes)
+        return max(1, COPY_BYTES // max(1, self._blocks[part].num_bytes))

@@ -13,13 +13,15 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import GroupBroken, LoadCancelled, RequestError
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.filling import Progress
+from cortex.neuron.engine.host_pages.tier import OtherRanks
 from cortex.neuron.engine.loading import LoadedModel, load_model
 from cortex.neuron.engine.parallel.group import TorchGroup, poller
+from cortex.neuron.engine.parallel.kept_blocks import FollowingBlocks, LeadingBlocks
 from cortex.neuron.engine.parallel.stages import FirstStageRunner, LaterStageRunner
 from cortex.neuron.engine.parallel.steps import FollowingRunner, LeadingRunner, RankLink, StepLink
 from cortex.neuron.engine.pooling.engine import PoolingEngine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.step_plan import BlockOrder, StepPlan
 from cortex.neuron.models.pooling.model import PooledModel
 
 
@@ -83,6 +85,10 @@ class Rank(Engine):
         # A step ends on all ranks before the next one: other models that share a device must get their turn between.
         super().__init__(loaded, spec, overlaps=False)
 
+    @property
+    def _keeps_pages(self) -> bool:
+        return self._device.type == "cpu"  # agreeing on copies between GPUs was never measured
+
     def close(self) -> None:
         super().close()
         self._group.close()
@@ -105,18 +111,33 @@ class Leader(Rank):
         runner.link = self._link
         return runner
 
+    def _other_ranks(self) -> OtherRanks:
+        return LeadingBlocks(self._link, self._group, self._device)
+
 
 class Follower(Rank):
     """Another rank: holds its share of the model and runs the steps that the leader announces. It takes no requests and
     tests nothing alone: the leader's self-test includes it."""
 
     _following: FollowingRunner | None = None
+    _kept_blocks: FollowingBlocks | None = None
 
     def follow(self, plan: StepPlan) -> None:
         """Runs one announced step. When it raises, the model is lost on all ranks."""
         if self._following is None:
             raise GroupBroken("the leader announced a step to a rank that is asleep")
-        self._following.follow(plan)
+        if plan.order is None:
+            self._following.follow(plan)
+        else:
+            self._obey(plan.order)
+
+    def _obey(self, order: BlockOrder) -> None:
+        """Does with blocks in host memory what all ranks do."""
+        if self._kept_blocks is None:
+            blocks = self._blocks()
+            arguments = (self._host_memory, blocks, partial(self._kinds_of, blocks), self._group, self._device)
+            self._kept_blocks = FollowingBlocks(*arguments)
+        self._kept_blocks.obey(order)
 
     def submit(self, request: EngineRequest) -> None:
         raise RequestError(f"request {request.id!r} was sent to a rank that only follows; send it to the leader")
@@ -139,3 +160,9 @@ class Follower(Rank):
     def _end_loop(self) -> None:
         super()._end_loop()
         self._following = None
+
+    def _end_copies(self) -> None:
+        super()._end_copies()
+        if self._kept_blocks is not None:
+            self._kept_blocks.close()
+            self._kept_blocks = None

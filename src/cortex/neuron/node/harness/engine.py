@@ -99,6 +99,7 @@ class EngineHarness:
         limits = self._config.limits
         return LoadSpec(
             path=str(facts.path),
+            model_id=model.id,
             dtype=self._config.harness.torch.dtype,
             quant=facts.recipe.name if facts.recipe is not None else None,
             context_tokens=model.context_tokens,

@@ -1,11 +1,14 @@
-"""Host memory for KV pages that are not on their device: how much of it each worker may use."""
+"""Host memory for KV pages that are not on their device: how much of it each worker may use, and what it has of each
+model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from cortex.neuron.engine.memory.host import HostMemory, read_host_memory
+from cortex.neuron.engine.request import KeptPages
+from cortex.wire.node.protocol import HostKV
 
 KV_HOST_SHARE = 1 / 8
 """The share of free host memory that pages may use, unless `limits.kv_host_mb` is set."""
@@ -17,6 +20,11 @@ class PageHolder(Protocol):
     @property
     def kv_host_bytes(self) -> int:
         """What its worker holds."""
+        ...
+
+    @property
+    def kept(self) -> Mapping[str, KeptPages]:
+        """The same for each model, by its id."""
         ...
 
     def limit_kv_host(self, num_bytes: int) -> None:
@@ -33,6 +41,18 @@ def device_limit_bytes(
     if rest_bytes is not None:
         whole = min(whole, rest_bytes)
     return max(0, whole) // max(1, len(held))
+
+
+def kept_of_model(parts: Sequence[KeptPages], *, is_divided: bool) -> HostKV | None:
+    """What the workers of a node have of a model. Those of a divided one have each a part of the same tokens, and the
+    slowest decides; None: they have nothing."""
+    num_bytes = sum(part.num_bytes for part in parts)
+    if not num_bytes:
+        return None
+    tokens, rates = [part.num_tokens for part in parts], [part.tokens_per_s for part in parts if part.tokens_per_s]
+    if is_divided:
+        return HostKV(num_bytes=num_bytes, num_tokens=min(tokens), tokens_per_s=min(rates, default=None))
+    return HostKV(num_bytes=num_bytes, num_tokens=sum(tokens), tokens_per_s=max(rates, default=None))
 
 
 class KvHostMemory:
@@ -54,6 +74,11 @@ class KvHostMemory:
         """What the worker of each device may use now."""
         held = [holder.kv_host_bytes for holder in self._holders]
         return device_limit_bytes(self._kv_host_mb, self._read(), held, self._rest_bytes)
+
+    def kept(self, model_id: str, *, is_divided: bool) -> HostKV | None:
+        """What is kept of a model, loaded or not; None: nothing."""
+        parts = [holder.kept[model_id] for holder in self._holders if model_id in holder.kept]
+        return kept_of_model(parts, is_divided=is_divided) if parts else None
 
     def give_way(self, rest_bytes: int) -> None:
         """The weights of sleeping models take their part of the budget first, and leave `rest_bytes` of it."""

@@ -295,6 +295,8 @@ class HostedShare(RelaySink):
             memory_bytes=own.memory_bytes,
             min_free_bytes=own.min_free_bytes,
             num_host_shares=own.num_host_shares,
+            model_id="",  # the lead reports the model
+            kv_host_bytes=own.kv_host_bytes,
         )
         address = replace(rank.rendezvous, own_host=self._connection.local_host)
         rendezvous = Rendezvous(rank.size, rank.backend, address=address)

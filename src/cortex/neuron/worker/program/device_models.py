@@ -26,7 +26,7 @@ from cortex.neuron.worker.protocol import DeviceAddress, Event
 
 if TYPE_CHECKING:
     from cortex.neuron.engine.engine import Engine  # imports torch, which `resolve_loader` does at run time
-    from cortex.neuron.engine.host_pages.tier import DeviceHostMemory
+    from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class DeviceModels(dict[int, DeviceModel]):
         self._thread = thread
         self._host_pages: DeviceHostMemory | None = None
         """None: no model had a budget for pages in host memory yet."""
+        self._reported = protocol.HostPagesKept(0, {})
 
     def load(self, command: protocol.Load) -> None:
         handle = command.handle
@@ -137,6 +138,7 @@ class DeviceModels(dict[int, DeviceModel]):
             self.close(model)
             del model
         memory.give_back(self._device)
+        self.report_host_pages()
         self._emit(protocol.Unloaded(handle, before, self.measure()))
 
     def sleep(self, handle: int) -> None:
@@ -155,6 +157,7 @@ class DeviceModels(dict[int, DeviceModel]):
             self._emit(protocol.SleepFailed(handle, message))
         else:
             memory.give_back(self._device)
+            self.report_host_pages()
             self._emit(protocol.Slept(handle, host_bytes, before, self.measure()))
 
     def wake(self, handle: int) -> None:
@@ -216,8 +219,16 @@ class DeviceModels(dict[int, DeviceModel]):
 
     @property
     def kv_host_bytes(self) -> int:
-        """Any thread may read it."""
         return 0 if self._host_pages is None else self._host_pages.store.num_bytes
+
+    def report_host_pages(self) -> None:
+        """Reports what is in host memory, if that has changed."""
+        if self._host_pages is None:
+            return
+        kept = protocol.HostPagesKept(self.kv_host_bytes, self._host_pages.kept())
+        if kept != self._reported:
+            self._reported = kept
+            self._emit(kept)
 
     def limit_host_pages(self, num_bytes: int) -> None:
         """Pages in host memory may use `num_bytes` from now on."""

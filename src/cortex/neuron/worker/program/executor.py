@@ -81,7 +81,7 @@ class Executor:
 
     def report(self) -> protocol.Report:
         """The heartbeat. Called by the writer thread; reads only values that are replaced as a whole."""
-        return protocol.Report(self.activity, self.progress, self._stats, self._models.kv_host_bytes)
+        return protocol.Report(self.activity, self.progress, self._stats)
 
     def run(self) -> None:
         """Runs until `Exit`. Raises DeviceFault."""
@@ -124,6 +124,7 @@ class Executor:
                 return self.inbox.get(timeout=HOST_CHECK_S)
             except queue.Empty:
                 self._models.yield_host_memory()
+                self._models.report_host_pages()
         return self.inbox.get()
 
     def _prepare(self, model: DeviceModel) -> None:
@@ -135,6 +136,7 @@ class Executor:
             log.error("preparing model %d failed: %s", model.handle, explain(error), exc_info=error)
             self._models.free_memory_of(error)
             model.is_prepared = True
+        self._models.report_host_pages()
         self.progress += 1
         self.activity = "idle"
 
@@ -272,4 +274,5 @@ class Executor:
 
     def _publish_stats(self) -> None:
         self._stats = {handle: model.engine.stats() for handle, model in self._models.items()}
+        self._models.report_host_pages()
         self._stats_at_s = time.monotonic()

@@ -1,0 +1,106 @@
+"""The host memory for the blocks of all models of a device, and what it has of each model."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from cortex.neuron.engine.host_pages.memory import HostSlabs
+from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace, HostPages
+from cortex.neuron.engine.pages import Digest
+from cortex.neuron.engine.request import KeptPages
+
+_NEWEST = 0.2
+"""The weight of the newest measurement."""
+
+
+@dataclass(slots=True)
+class CopyRate:
+    """How fast blocks come back to the device, from the start of a copy until the engine sees its end."""
+
+    clock: Callable[[], float] = time.monotonic
+    bytes_per_s: float | None = None
+
+    def measured(self, num_bytes: int, started_s: float) -> None:
+        duration_s = self.clock() - started_s
+        if num_bytes and duration_s > 0:
+            rate, known = num_bytes / duration_s, self.bytes_per_s
+            self.bytes_per_s = rate if known is None else known + _NEWEST * (rate - known)
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelBlocks:
+    kinds: tuple[BlockKind, ...]
+    num_groups: int
+    page_tokens: int
+
+    @property
+    def token_bytes(self) -> float:
+        return sum(kind.num_bytes for kind in self.kinds[: self.num_groups]) / self.page_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceHostMemory:
+    """Outlasts the models, for as long as the worker of the device runs."""
+
+    store: HostPages
+    slabs: HostSlabs
+    rate: CopyRate = field(default_factory=CopyRate)
+    verifies: bool = False
+    """For tests: the contents of every block are checked before they are used. It takes longer than the copy."""
+    _models: dict[str, _ModelBlocks] = field(default_factory=dict)
+
+    @classmethod
+    def on(cls, device: torch.device) -> DeviceHostMemory:
+        """Memory for the worker of a device, without a budget."""
+        slabs = HostSlabs(device)
+        return cls(HostPages(slabs), slabs)
+
+    def yield_to_host(self) -> None:
+        """Gives memory back if the host runs short of it."""
+        if missing := self.slabs.num_missing_bytes():
+            self.store.shrink(max(0, self.store.num_bytes - missing))
+
+    def kinds(
+        self, model_id: str, fingerprint: bytes, sizes: Sequence[int], num_groups: int, page_tokens: int
+    ) -> tuple[BlockKind, ...]:
+        """The kinds of the blocks of a model, whose bytes are `sizes`: those of its KV groups first. What is here of
+        them is reported under `model_id` from now on, unless that is empty."""
+        kinds = tuple(BlockKind(fingerprint, part, num_bytes) for part, num_bytes in enumerate(sizes))
+        if model_id:
+            self._models[model_id] = _ModelBlocks(kinds, num_groups, page_tokens)
+        return kinds
+
+    def publish(self, kind: BlockKind, digest: Digest, place: BlockPlace) -> None:
+        """The copy of a block to its reserved place is complete."""
+        self.store.publish(kind, digest, place, self._checksum(kind, place) if self.verifies else None)
+
+    def drop_damaged(self, kinds: Sequence[BlockKind], digests: Sequence[Digest]) -> None:
+        """Forgets the blocks of these prefixes whose contents are not what was copied, where that is verified."""
+        if not self.verifies:
+            return
+        for kind in kinds:
+            for digest in digests:
+                found = self.store.checksum(kind, digest)
+                if found is not None and self._checksum(kind, found[0]) != found[1]:
+                    self.store.forget(kind, [digest])
+
+    def _checksum(self, kind: BlockKind, place: BlockPlace) -> int:
+        return zlib.crc32(self.slabs.rows(*place, 1, kind.num_bytes).numpy().tobytes())
+
+    def kept(self) -> dict[str, KeptPages]:
+        """What is here of each model that was loaded, by its name; only those of which there is anything."""
+        found = {}
+        for model_id, model in self._models.items():
+            counts = [self.store.num_blocks(kind) for kind in model.kinds]
+            num_bytes = sum(count * kind.num_bytes for count, kind in zip(counts, model.kinds, strict=True))
+            if num_bytes:
+                num_tokens = max(counts[: model.num_groups], default=0) * model.page_tokens
+                rate = self.rate.bytes_per_s
+                tokens_per_s = None if rate is None or not model.token_bytes else rate / model.token_bytes
+                found[model_id] = KeptPages(num_bytes, num_tokens, tokens_per_s)
+        return found

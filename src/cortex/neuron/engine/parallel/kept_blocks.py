@@ -1,0 +1,151 @@
+"""The blocks of a divided model in host memory: each rank keeps its own part, under the same digests.
+
+The leader decides what is kept and what comes back, and announces it. Before a prefix is used, all ranks agree on which
+of its blocks each of them has: what one of them lacks is computed by all. Ranks hold what they have agreed on until the
+leader's next order, so that nothing is found missing later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors
+from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
+from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace
+from cortex.neuron.engine.pages import Digest
+from cortex.neuron.engine.parallel.group import TorchGroup
+from cortex.neuron.engine.parallel.steps import StepLink
+from cortex.neuron.engine.step_plan import BlockAction, BlockOrder, NamedBlocks, StepPlan
+
+
+class LeadingBlocks:
+    """The leader's orders to the other ranks (the `OtherRanks` of its tier). Belongs to the engine thread; every call
+    raises GroupBroken."""
+
+    def __init__(self, link: StepLink, group: TorchGroup, device: torch.device) -> None:
+        self._link = link
+        self._group = group
+        self._device = device
+        self._is_settled = True
+
+    def keep(self, blocks: NamedBlocks) -> None:
+        """Each rank copies its part of these blocks to host memory, as far as it has room."""
+        self._is_settled = False
+        self._announce("keep", (blocks,))
+
+    def fetch(self, blocks: Sequence[NamedBlocks]) -> None:
+        """Each rank copies its part of blocks that all of them have to the device. It precedes the next step."""
+        self._announce("fetch", blocks)
+
+    def forget(self, digests: Sequence[Digest]) -> None:
+        self._announce("forget", [NamedBlocks(0, (), tuple(digests))])
+
+    def held(self, wanted: Sequence[NamedBlocks]) -> list[list[bool]]:
+        """Which of these blocks, which the leader has, all other ranks have too."""
+        self._is_settled = True
+        with self._link.turn():
+            self._announce("ask", wanted)
+            sums = _agreed(self._group, [True] * _count(wanted), self._device)
+        votes = iter(sums)
+        return [[next(votes) for _ in blocks.digests] for blocks in wanted]
+
+    def settle(self) -> None:
+        """Returns when all ranks have done what they were ordered to."""
+        if not self._is_settled:
+            self.held(())
+
+    def _announce(self, action: BlockAction, blocks: Sequence[NamedBlocks]) -> None:
+        self._link.announce(StepPlan((), 0, (), (), order=BlockOrder(action, tuple(blocks))))
+
+
+class FollowingBlocks:
+    """What another rank has, and does by the leader's orders. Belongs to the engine thread."""
+
+    def __init__(
+        self,
+        host: DeviceHostMemory | None,
+        blocks: Sequence[BlockTensors],
+        new_kinds: Callable[[DeviceHostMemory], tuple[BlockKind, ...]],
+        group: TorchGroup,
+        device: torch.device,
+    ) -> None:
+        """`host`: None if this rank keeps nothing. `new_kinds`: names the blocks in it."""
+        self._host = host
+        self._blocks = blocks
+        self._kinds = () if host is None else new_kinds(host)
+        self._group = group
+        self._device = device
+        self._copies = None if host is None else BlockCopies(host.slabs, device)
+        self._held: dict[tuple[int, Digest], BlockPlace] = {}
+        """What the ranks have agreed on last."""
+
+    def obey(self, order: BlockOrder) -> None:
+        """Raises GroupBroken."""
+        if order.action == "fetch":
+            self._fetch(order.blocks)
+        self._let_go()
+        if order.action == "keep":
+            self._keep(order.blocks)
+        elif order.action == "forget" and self._host is not None:
+            for kind in self._kinds:
+                self._host.store.forget(kind, order.blocks[0].digests)
+        elif order.action == "ask":
+            _agreed(self._group, self._hold(order.blocks), self._device)
+
+    def _keep(self, wanted: Sequence[NamedBlocks]) -> None:
+        for part, ids, digests in wanted:
+            if self._host is None or self._copies is None or not self._has_blocks(part):
+                continue
+            store, kind = self._host.store, self._kinds[part]
+            lacking = [(id, digest) for id, digest in zip(ids, digests, strict=True) if not store.has(kind, digest)]
+            places = store.reserve(kind, len(lacking))
+            kept = lacking[: len(places)]
+            self._copies.to_host(self._blocks[part], [id for id, _ in kept], places).wait()
+            for (_, digest), place in zip(kept, places, strict=True):
+                self._host.publish(kind, digest, place)
+
+    def _hold(self, wanted: Sequence[NamedBlocks]) -> list[bool]:
+        """Which of these blocks are here; they stay until the next order."""
+        votes = []
+        for part, _, digests in wanted:
+            if self._host is None or not self._has_blocks(part):
+                votes += [self._host is not None] * len(digests)
+                continue
+            store, kind = self._host.store, self._kinds[part]
+            self._host.drop_damaged([kind], digests)
+            found = [digest for digest in digests if store.has(kind, digest)]
+            self._held |= {
+                (part, digest): place for digest, place in zip(found, store.borrow(kind, found), strict=True)
+            }
+            votes += [(part, digest) in self._held for digest in digests]
+        return votes
+
+    def _fetch(self, wanted: Sequence[NamedBlocks]) -> None:
+        for part, ids, digests in wanted:
+            if self._copies is not None and self._has_blocks(part):
+                places = [self._held[part, digest] for digest in digests]
+                self._copies.to_device(self._blocks[part], ids, places).wait()
+
+    def _let_go(self) -> None:
+        if self._host is not None:
+            self._host.store.end(tuple(self._held.values()))
+        self._held = {}
+
+    def _has_blocks(self, part: int) -> bool:
+        """Whether layers of this rank have blocks of this part."""
+        return self._blocks[part].num_bytes > 0
+
+    def close(self) -> None:
+        self._let_go()
+
+
+def _count(wanted: Sequence[NamedBlocks]) -> int:
+    return sum(len(blocks.digests) for blocks in wanted)
+
+
+def _agreed(group: TorchGroup, votes: Sequence[bool], device: torch.device) -> list[bool]:
+    """Which of these all ranks vote for. All of them call it together, with as many votes."""
+    sums = group.all_reduce(torch.tensor([True, *votes], dtype=torch.float32, device=device)).tolist()
+    return [total == group.shard.size for total in sums[1:]]

@@ -1,0 +1,73 @@
+"""Of nodes that are otherwise equal, a model goes to the one that keeps its conversations in host memory."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.placement.explain import as_json
+from cortex.fleet.placement.place import place
+from cortex.fleet.placement.search import search
+from cortex.fleet.topology import DeviceState, Fleet, Node, Residency
+from cortex.wire.node.bench import BenchResult, StreamRate
+from cortex.wire.node.protocol import HostKV, ModelState, ModelStatus
+
+GB = 1 << 30
+NOW = 1000.0
+
+
+def node(name: str, kept: float, rate: float = 100.0, state: ModelState = ModelState.COLD, free: int = 8) -> Node:
+    """`kept`: of the KV cache, in GB."""
+    bench = BenchResult(measured_at=0.0, version="0", streams=(StreamRate(streams=1, tokens_per_s=rate),))
+    status = ModelStatus(
+        id="m",
+        state=state,
+        devices=(0,) if state is ModelState.ASLEEP else (),
+        estimate_bytes=GB,
+        measured_bytes=GB,
+        bench=bench,
+        kv_host=HostKV(num_bytes=int(kept * GB), num_tokens=1000) if kept else None,
+    )
+    device = DeviceState(index=0, kind="cuda", name="card", total_bytes=8 * GB, free_bytes=free * GB)
+    return Node(name=name, healthy=True, devices=(device,), residencies={"m": Residency(status=status, seen_at=NOW)})
+
+
+def fleet(*nodes: Node) -> Fleet:
+    return Fleet(nodes=nodes, catalogue=Catalogue(models=(ModelSpec(id="m"),)))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "chosen"),
+    [
+        pytest.param(node("a", 0), node("b", 0), "a", id="none keeps any"),
+        pytest.param(node("a", 0), node("b", 1), "b", id="unloaded, and kept there"),
+        pytest.param(node("a", 1), node("b", 2), "b", id="more is kept there"),
+        pytest.param(node("a", 0), node("b", 1, 80.0), "b", id="a little slower"),
+        pytest.param(node("a", 0), node("b", 1, 60.0), "a", id="much slower"),
+        pytest.param(node("a", 0, state=ModelState.ASLEEP), node("b", 1), "a", id="it wakes elsewhere"),
+        pytest.param(
+            node("a", 0, state=ModelState.ASLEEP),
+            node("b", 1, state=ModelState.ASLEEP),
+            "b",
+            id="asleep on both",
+        ),
+        pytest.param(node("a", 0), node("b", 1, free=0), "a", id="no room there"),
+        pytest.param(node("a", 0, free=2), node("b", 1, free=8), "b", id="strategy of packing"),
+    ],
+)
+def test_model_is_loaded_where_its_conversations_are(a: Node, b: Node, chosen: str) -> None:
+    assert place("m", fleet(a, b), NOW).node == chosen
+    assert search("m", fleet(a, b), NOW).node == chosen
+
+
+def test_node_that_does_not_list_the_model_lacks_its_conversations() -> None:
+    empty = msgspec.structs.replace(node("a", 0), residencies={})
+    made = fleet(empty, node("b", 1))
+    assert place("m", made, NOW).node == search("m", made, NOW).node == "b"
+
+
+def test_explanation_has_what_is_kept() -> None:
+    explained = as_json(place("m", fleet(node("a", 0), node("b", 1)), NOW))
+    kept = {each["node"]: each["kv_host"] for each in explained["nodes"]}
+    assert kept == {"a": None, "b": {"num_bytes": GB, "num_tokens": 1000, "tokens_per_s": None}}

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
+from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.request import LoadSpec
+
+from .engines import CPU, EngineMaker, filled
+
+
+@pytest.fixture
+def make_engine() -> Iterator[EngineMaker]:
+    engines: list[Engine] = []
+
+    def make(config: dict[str, Any], host: DeviceHostMemory | None, seed: int = 0, **options: Any) -> Engine:
+        spec = LoadSpec(path="", **{"dtype": "float32", "max_num_seqs": 4, **options})
+        engine = Engine(build_model(config, spec, CPU, filled(seed)), spec)
+        if host is not None:
+            engine.keep_pages(host)
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()

@@ -31,7 +31,8 @@ import msgspec
 from cortex.neuron.api.app import NodeApi
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.config import NeuronConfig
-from cortex.neuron.node.node import Node, Parts
+from cortex.neuron.node.node import Node
+from cortex.neuron.node.parts import Parts
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.node.protocol import LoadRequest
 from neuron import compiled_client, cpu_s, request_bytes
@@ -86,8 +87,9 @@ def measure(client: Path, daemon: int, worker: int, port: int, streams: int, tok
     found = json.loads(subprocess.run(command, input=request * streams, capture_output=True, check=True).stdout)
     if found["complete"] != streams:
         sys.exit(f"{streams - found['complete']} of {streams} responses are incomplete")
-    spent = [now - then for now, then in zip((*cpu_s(daemon), *cpu_s(worker)), before, strict=True)]
-    return Spent(*spent, found["events"])
+    after = (*cpu_s(daemon), *cpu_s(worker))
+    daemon_s, daemon_kernel_s, worker_s, worker_kernel_s = (now - then for now, then in zip(after, before, strict=True))
+    return Spent(daemon_s, daemon_kernel_s, worker_s, worker_kernel_s, found["events"])
 
 
 def main() -> int:

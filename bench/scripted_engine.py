@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, StepOutput
+from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, FinishReason, StepOutput
 
 VOCAB = 4096
 CONTEXT_TOKENS = 4096
@@ -59,7 +59,7 @@ class ScriptedEngine:
                 outputs.append(StepOutput(id, finish="cancelled"))
             else:
                 token = FIRST_WORD + (self._num_steps * 7 + len(outputs)) % (VOCAB - FIRST_WORD)
-                finish = "length" if num_tokens == request.max_tokens else None
+                finish: FinishReason | None = "length" if num_tokens == request.max_tokens else None
                 outputs.append(StepOutput(id, (token,), cached_tokens=0 if num_tokens == 1 else None, finish=finish))
             if outputs[-1].finish is not None:
                 del self._requests[id], self._num_tokens[id]

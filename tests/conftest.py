@@ -35,6 +35,16 @@ NEURON = "tests/neuron/"
 KERNELS = NEURON + "kernels/"
 """Tests of these files share nothing."""
 
+ENGINE_WORKERS = NEURON + "node with the engine"
+WITH_ENGINE_WORKERS = {
+    f"{NEURON}node/{file}.py"
+    for file in (
+        *("bench/test_benches", "divided/test_pipeline_parallel", "divided/test_tensor_parallel"),
+        *("spanning/test_spanning", "test_pooling", "test_real_engine"),
+    )
+}
+"""The tests of these files share a fork server that has imported the engine, which takes four seconds."""
+
 _PROPERTIES = hypothesis.settings(
     deadline=None,  # examples are slow on a busy machine
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
@@ -126,9 +136,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _place(item: pytest.Item) -> int:
-    """Where a test is in the queue: first the longest group and programs, last the engine, and short files between."""
+    """Where a test is in the queue: first the longest group and programs, last the engine, and short files between.
+
+    Half of the processes begin at the end, so the workers that a group shares are there."""
     if item.get_closest_marker("e2e"):
         return 0 if _group(item.nodeid) == SHARED_UP else 1
+    if _group(item.nodeid) == ENGINE_WORKERS:
+        return 4
     return 3 if item.nodeid.startswith(NEURON) else 2
 
 
@@ -137,6 +151,8 @@ def _group(nodeid: str) -> str:
     file = nodeid.partition("::")[0]
     if file.startswith(KERNELS):
         return nodeid.partition("[")[0]
+    if file in WITH_ENGINE_WORKERS:
+        return ENGINE_WORKERS
     folder = file.rpartition("/")[0]
     return folder if folder in (SHARED_UP, SHARED_DAEMON) else file
 

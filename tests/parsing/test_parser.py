@@ -199,7 +199,8 @@ async def test_conversation_is_completed_with_history_and_references(parser: Bod
     assert found == (True, (f"resp_{'b' * 32}",))
     completion = Completion(generates=True, in_background=True, stored_as=f"resp_{'c' * 32}", max_body_mb=64)
     earlier, referred = [stored("a", text)], [stored("b", text)]
-    (whole, envelope, _), own = await parser.complete(sent, earlier, referred, completion, CLIENT)
+    read, own = await parser.complete(sent, earlier, referred, completion, CLIENT)
+    whole, envelope = read.body, read.envelope
     request = json.loads(whole)
     ids = [item.get("id") for item in request.pop("input")]
     assert ids == [f"msg_{'a' * 32}_in0", f"msg_{'a' * 32}_0", f"msg_{'b' * 32}_0", None]

@@ -7,6 +7,7 @@ import re
 BLANK_LINES = (b"\n\n", b"\n\r\n", b"\r\r")
 """What ends an event."""
 _COMMENTS = re.compile(rb"(?::[^\r\n]*[\r\n]+)+")
+_CARRIAGE_RETURN = 0x0D
 _MAX_HELD_BYTES = 256 * 1024
 
 
@@ -47,7 +48,7 @@ class EventBoundary:
             return data
         end = data.rfind(b"\n\n") + 2
         rest = data[end:]
-        if end > 1 and len(rest) <= _MAX_HELD_BYTES and b"\r" not in rest:  # as in nearly every stream
+        if end > 1 and len(rest) <= _MAX_HELD_BYTES and _CARRIAGE_RETURN not in rest:  # as in nearly every stream
             self.inside = False
             self._held = rest
             return data[:end]

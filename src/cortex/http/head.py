@@ -43,7 +43,7 @@ _STATUS_LINES[529] = b"HTTP/1.1 529 Overloaded"
 
 def end_to_end(headers: Headers, dropped: frozenset[bytes]) -> Headers:
     """The headers to pass on: without those in `dropped` and those that a `Connection` header lists."""
-    if dropped.isdisjoint(dict(headers)):
+    if not _has_any(headers, dropped):
         return headers
     kept = [pair for pair in headers if pair[0] not in dropped]
     for name, value in headers:
@@ -58,15 +58,32 @@ def encode_head(start_line: bytes, headers: Headers, framing: bytes) -> bytes:
 
     Raises ValueError when a part contains a line break, or when `headers` contain framing.
     """
-    if not _FRAMING.isdisjoint(dict(headers)):
+    if _has_any(headers, _FRAMING):
         raise ValueError(
             "connection, content-length and transfer-encoding are written by the data path; do not pass them"
         )
-    head = b"\r\n".join((start_line, *map(_join_pair, headers)))
+    return _encoded(start_line, headers, framing)
+
+
+def encode_passed_on(start_line: bytes, headers: Headers, framing: bytes) -> bytes:
+    """The head of a request for a node, with those of `headers` that are for nodes. Raises ValueError when a part
+    contains a line break."""
+    return _encoded(start_line, end_to_end(headers, NOT_FOR_NODES), framing)
+
+
+def _encoded(start_line: bytes, headers: Headers, framing: bytes) -> bytes:
+    head = b"\r\n".join([start_line, *map(_join_pair, headers)])
     # One pass finds all three: exactly two bytes per line must be ours.
     if len(head) - len(head.translate(None, _BREAKS)) != _BYTES_PER_BREAK * len(headers):
         raise ValueError("a header, method or target contains a line break or NUL byte; it was not sent")
     return b"%b\r\n%b\r\n" % (head, framing)
+
+
+def _has_any(headers: Headers, names: frozenset[bytes]) -> bool:
+    for name, _ in headers:  # noqa: SIM110  a generator takes twice as long
+        if name in names:
+            return True
+    return False
 
 
 def status_line(status: int) -> bytes:

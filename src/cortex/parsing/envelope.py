@@ -261,7 +261,7 @@ _decoders: dict[Dialect, msgspec.json.Decoder[_Fields]] = {
 }
 
 
-def read(body: bytes, dialect: Dialect, *, generates: bool = True) -> Envelope:
+def read(body: bytes, dialect: Dialect, generates: bool = True) -> Envelope:
     """The envelope of `body` as `dialect` defines it. Raises MalformedJSON, InvalidValue or MissingModel."""
     decoder = _decoders[dialect] if generates else _count_decoders.get(dialect, _plain_decoder)
     try:
@@ -270,7 +270,7 @@ def read(body: bytes, dialect: Dialect, *, generates: bool = True) -> Envelope:
         raise _invalid(str(problem)) from problem
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}") from problem
-    if (body.count(_MODEL_NAME) > 1 or _ESCAPED_LETTER in body) and _has_duplicates(body):
+    if (body.count(_MODEL_NAME) > 1 or body.find(_ESCAPED_LETTER) >= 0) and _has_duplicates(body):
         raise InvalidValue("model: the body has it more than once; send it once.", param="model")
     if not fields.model:
         raise MissingModel('The body names no model; add "model" with a name from GET /v1/models.', param="model")
@@ -279,7 +279,7 @@ def read(body: bytes, dialect: Dialect, *, generates: bool = True) -> Envelope:
             f"model: the name has {len(fields.model)} characters, at most {MAX_MODEL_NAME} are allowed.",
             param="model",
         )
-    if isinstance(fields, _InfillFields):
+    if dialect == "llama_cpp_infill" and isinstance(fields, _InfillFields):
         return Envelope(fields.facts(fields.model), (fields.input_prefix, fields.prompt, fields.input_suffix))
     conversation = (fields.system, fields.instructions, fields.messages, fields.prompt, fields.input)
     facts, pictures = fields.facts(fields.model), find_pictures(body, dialect)

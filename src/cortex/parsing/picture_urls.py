@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from cortex.wire.byte_search import has_any
 from cortex.wire.errors import MalformedJSON
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.pictures.header import format_of
@@ -28,7 +29,7 @@ class PictureUrl(NamedTuple):
 
 def may_have_urls(body: bytes) -> bool:
     """Whether it is worth parsing `body` for addresses of pictures. One that is overlooked is rejected by the node."""
-    return any(mark in body for mark in _MARKS) and any(start in body for start in _STARTS)
+    return has_any(body, _MARKS) and has_any(body, _STARTS)
 
 
 def find_urls(body: bytes) -> tuple[PictureUrl, ...]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+import msgspec
 from msgspec import Raw
 
 from cortex.parsing import envelope as envelopes
@@ -16,7 +15,7 @@ from cortex.wire.node.protocol import Dialect
 ByteRange = tuple[int, int]
 
 
-class RelayedBody(NamedTuple):
+class RelayedBody(msgspec.Struct, frozen=True):
     body: bytes
     """What a node gets: the client's bytes themselves where nothing had to be changed."""
     envelope: Envelope
@@ -24,7 +23,7 @@ class RelayedBody(NamedTuple):
     """Whether billing lines were removed."""
 
 
-def read(body: bytes, dialect: Dialect, *, generates: bool, strip_billing: bool) -> RelayedBody:
+def read(body: bytes, dialect: Dialect, generates: bool, strip_billing: bool) -> RelayedBody:
     """Reads a client's body. Raises MalformedJSON, InvalidValue or MissingModel."""
     try:
         return _read(body, dialect, generates, strip_billing)
@@ -37,7 +36,7 @@ def read(body: bytes, dialect: Dialect, *, generates: bool, strip_billing: bool)
 
 def _read(received: bytes, dialect: Dialect, generates: bool, strip_billing: bool) -> RelayedBody:
     body = strip_billing_header(received) if strip_billing and dialect == "anthropic_messages" else received
-    return RelayedBody(body, envelopes.read(body, dialect, generates=generates), body is not received)
+    return RelayedBody(body, envelopes.read(body, dialect, generates), body is not received)
 
 
 def spans(relayed: RelayedBody) -> tuple[ByteRange, ...]:

@@ -27,6 +27,16 @@ from ...waiting import WAIT_S
 
 SOURCE = Path(__file__).parents[3] / "src"
 TINY, WIDE = "tiny", "wide"
+FORK_SERVER = "fork server"
+_PROGRAMS = {
+    "cortex.parsing": "cortex-parse",
+    "cortex.neuron.hub_process": "neuron-hub",
+    "cortex.neuron.node.survey_process": "neuron-survey",
+    "cortex.neuron.picture_process": "neuron-pictures",
+    "cortex.neuron.tokenizer_process": "neuron-tokenize",
+    "cortex.neuron.worker.program.fork_server": FORK_SERVER,
+}
+"""The module of a process → its name, which all but the last one give themselves a while after their start."""
 
 
 @dataclass
@@ -90,7 +100,7 @@ class Daemon:
         family = {self.process.pid}
         while grown := {child for child, (parent, _) in parents.items() if parent in family} - family:
             family |= grown
-            found |= {child: parents[child][1] for child in grown}
+            found |= {child: _program(child, parents[child][1]) for child in grown}
         return {process_id: name for process_id, name in found.items() if name != "neuron-survey"}
 
     def process_called(self, name: str) -> int:
@@ -100,6 +110,17 @@ class Daemon:
     def held_bytes(self) -> int:
         """What the daemon and everything under it hold."""
         return sum(anonymous_bytes(each) for each in (self.process.pid, *self.descendants()))
+
+
+def _program(process_id: int, name: str) -> str:
+    """What the process will call itself, if it has just been started."""
+    if not name.startswith("python"):
+        return name
+    try:
+        arguments = Path(f"/proc/{process_id}/cmdline").read_text().split("\0")
+    except OSError:
+        return name  # it has ended
+    return next((_PROGRAMS[argument] for argument in arguments if argument in _PROGRAMS), name)
 
 
 StartDaemon = Callable[..., Daemon]

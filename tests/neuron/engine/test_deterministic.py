@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -77,12 +78,14 @@ def responses(made: Engine, requests: Sequence[EngineRequest]) -> dict[str, Resp
     return {name: (tuple(tokens[name]), tuple(logprobs[name])) for name in tokens}
 
 
+@cache
+def one_alone(family: str, one: EngineRequest) -> Response:
+    return responses(engine(family), [one])[one.id]
+
+
 def alone(family: str, requests: Sequence[EngineRequest]) -> dict[str, Response]:
     """Each response from an engine of its own, where nothing is cached."""
-    made: dict[str, Response] = {}
-    for one in requests:
-        made |= responses(engine(family), [one])
-    return made
+    return {one.id: one_alone(family, one) for one in requests}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,23 +16,23 @@ from cortex.neuron.engine.request import SamplingParams, StepOutput
 from .tiny_engine import CONTEXT, PAGE, VOCAB, EngineMaker, ask, mixed_batch, run, some_tokens, tokens_of
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        {"prefill_chunk_tokens": 7},
+        {"late": True},
+        {"late": True, "prefill_chunk_tokens": 7},
         {"max_num_seqs": 2},
-        {"pages": 8},
+        {"late": True, "pages": 8},
         {"pages": 8, "prefill_chunk_tokens": 33},
     ],
     ids=str,
 )
 def test_mixed_batch_responds_as_each_request_does_alone(
-    make_engine: EngineMaker, alone: dict[str, list[int]], changes: dict[str, int], late: bool
+    make_engine: EngineMaker, alone: dict[str, list[int]], changes: dict[str, Any]
 ) -> None:
     """Batched, chunked, with few rows, with few pages; the second time from the cache."""
-    engine = make_engine(late=late, **changes)
+    engine = make_engine(**changes)
     for _ in range(2):
         outputs = run(engine, *mixed_batch())
         assert {name: tokens_of(parts) for name, parts in outputs.items()} == alone

@@ -54,7 +54,7 @@ class Windowed:
         self.window: int = MODELS[name]["sliding_window"]
         self.is_mixed = name == "mixed"
         engine = Engine.load(LoadSpec(str(folder), dtype="float32"), CPU, lambda *_: None, lambda: False)
-        self.expected = {request.id: tokens_of(run(engine, request)[request.id]) for request in REQUESTS}
+        self.expected = responses(engine, *REQUESTS)
         engine.close()
         for request in REQUESTS:
             drawn = self.expected[request.id]
@@ -94,11 +94,7 @@ def responses(engine: Engine, *requests: EngineRequest) -> dict[str, list[int]]:
     return {name: tokens_of(outputs) for name, outputs in run(engine, *requests).items()}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"late": True, "prefill_chunk_tokens": 50}, {"late": True, "prefill_chunk_tokens": 1}],
-    ids=["whole", "chunked", "token by token"],
-)
+@pytest.mark.parametrize("options", [{}, {"late": True, "prefill_chunk_tokens": 50}], ids=["whole", "chunked"])
 def test_responses_are_those_of_the_reference_library(
     model: Windowed, load: EngineLoader, options: dict[str, Any]
 ) -> None:
@@ -109,18 +105,21 @@ def test_responses_are_those_of_the_reference_library(
     assert again["shared"][0].cached_tokens == 192, "the prefix is reused as in a model without windows"
 
 
+def test_prompt_that_is_computed_token_by_token_has_the_same_response(model: Windowed, load: EngineLoader) -> None:
+    engine = load(late=True, prefill_chunk_tokens=1)
+    assert responses(engine, *REQUESTS[3:]) == {name: model.expected[name] for name in ("shorter", "within the window")}
+
+
 def test_deterministic_responses_are_those_of_the_reference_library(model: Windowed, load: EngineLoader) -> None:
     assert responses(load(deterministic=True), REQUESTS[3]) == {"shorter": model.expected["shorter"]}
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_responses_survive_preemption(
-    model: Windowed, load: EngineLoader, late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_responses_survive_preemption(model: Windowed, load: EngineLoader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cortex.neuron.engine.engine.RESERVED_TOKENS", 0)  # so that more sequences start than fit
     sizes = model.sizes()
     num_pages = 13 if model.is_mixed else 7
-    engine = load(late=late, memory_bytes=sizes.fixed_bytes(1024) + num_pages * sizes.page_bytes, max_num_seqs=6)
+    memory_bytes = sizes.fixed_bytes(1024) + num_pages * sizes.page_bytes
+    engine = load(late=model.is_mixed, memory_bytes=memory_bytes, max_num_seqs=6)
     several = [ask(str(number), REQUESTS[4].prompt, 90) for number in range(3)]
     several += [ask(f"other {number}", some_tokens(20, seed=number), 90) for number in range(3)]
     expected = responses(load(), *several)

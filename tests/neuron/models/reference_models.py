@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.initialization import no_init_weights
+
+get_checkpoint_conversion_mapping("llama")  # half a second once, here, rather than in each process that is forked later
 
 
 def randomised(build: Callable[[], Any], std: float, vector_std: float) -> Any:

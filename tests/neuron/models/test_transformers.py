@@ -48,7 +48,7 @@ def test_every_logit_matches_the_library(family: str, name: str, tmp_path: Path)
     expected = reference(tokens[None]).logits[0]
     (whole,) = Driver(loaded.model, 1).logits([tokens], [[PROMPT_TOKENS]])
     assert_parity(whole, expected)
-    cut, beside = Driver(loaded.model, 2).logits([tokens, other], [[31, 1, 2, 30, *[1] * 11], [1, 38, 1]])
+    cut, beside = Driver(loaded.model, 2).logits([tokens, other], [[31, 1, 2, 30, 1, 1, 1, 8], [1, 38, 1]])
     assert_parity(cut, expected)
     assert_parity(beside, reference(other[None]).logits[0])
     checkpoint, described = open_model(tmp_path)

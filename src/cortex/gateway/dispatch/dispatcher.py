@@ -166,7 +166,6 @@ class Dispatcher(StateMachine):
         prompt: Callable[[], bytes],
         excluded: frozenset[str],
         need: Need = "response",
-        *,
         has_pictures: bool = False,
     ) -> Lease | None:
         """A lease, if one is available at once. None while an event is applied, because the state is about to change.
@@ -175,7 +174,7 @@ class Dispatcher(StateMachine):
             return None
         if need != "response":
             self._leases.check_capable(model, need)
-        return self.acquire(model, prompt, excluded, has_pictures=has_pictures)
+        return self.acquire(model, prompt, excluded, has_pictures)
 
     def request_lease(self, pending: PendingRequest) -> None:
         """Deliver a lease at once where one is available, else queue the request.
@@ -203,9 +202,7 @@ class Dispatcher(StateMachine):
 
     def release(self, lease: Lease) -> None:
         """The request ended, whatever its outcome."""
-        if self._leases.release(lease) and self._undecided.request_ended(
-            lease.node, self._counted.fleet, self._clock()
-        ):
+        if self._leases.release(lease) and self._undecided.request_ended(lease.node, self._counted.fleet, self._clock):
             # The node's last report still shows the model busy.
             self.apply(partial(self._effects.poll_now, lease.node))
 

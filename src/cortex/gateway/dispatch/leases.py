@@ -135,7 +135,6 @@ class LeasePool:
         model: str,
         prompt: Callable[[], bytes],
         excluded: frozenset[str] = NO_NODES,
-        *,
         has_pictures: bool = False,
     ) -> Lease | None:
         """A lease where `model` is ready, or `None`. The hot path: with one replica nothing is computed.
@@ -153,7 +152,7 @@ class LeasePool:
         return self._take_best(model, ready, prompt())
 
     def acquire_for(self, pending: PendingRequest, excluded: frozenset[str] = NO_NODES) -> Lease | None:
-        return self.acquire(pending.model, pending.prompt, excluded, has_pictures=pending.has_pictures)
+        return self.acquire(pending.model, pending.prompt, excluded, pending.has_pictures)
 
     def context_tokens(self, model: str) -> int | None:
         """The largest context of `model` where it is ready; None where that is not known."""
@@ -304,9 +303,9 @@ class LeasePool:
 
     def _take(self, replica: ReadyReplica) -> Lease:
         target = replica.target
-        return self._counted(
-            Lease(*target, target, replica.dialects, replica.has_lifecycle, False, "the only replica that is ready")
-        )
+        node, model = target
+        reason = "the only replica that is ready"
+        return self._counted(Lease(node, model, target, replica.dialects, replica.has_lifecycle, False, reason))
 
     def _take_best(self, model: str, ready: tuple[ReadyReplica, ...], prompt: bytes) -> Lease:
         if (prefixes := self._prefixes.get(model)) is None:

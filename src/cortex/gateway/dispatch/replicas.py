@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
+import msgspec
+
 from cortex.fleet.index import remembered
 from cortex.fleet.topology import ModelOnNode, Node, Residency
 from cortex.gateway.dispatch.fleet_state import ChangedNode, FleetState
@@ -26,7 +28,7 @@ _NEWEST = 0.2
 """The weight of the newest measurement."""
 
 
-class ReadyReplica(NamedTuple):
+class ReadyReplica(msgspec.Struct, frozen=True):
     """A ready model on a node that takes requests. It stays the same until a report changes one of these."""
 
     target: ModelOnNode

@@ -33,11 +33,12 @@ class Undecided:
     def __bool__(self) -> bool:
         return self.is_all or bool(self.nodes) or bool(self.joined)
 
-    def request_ended(self, name: str, fleet: Callable[[], Fleet], now: float) -> bool:
+    def request_ended(self, name: str, fleet: Callable[[], Fleet], clock: Callable[[], float]) -> bool:
         """The last request of a model has ended on a node: whether a model that waits may get room there."""
         if name not in self.awaited and self._partly_assessed and (node := fleet().node(name)) is not None:
             idle = fleet().as_if_idle(node)
             quiet = idle.node(name) or node
+            now = clock()
             if any(
                 may_have_room(each, quiet, idle, now, origin=origin) for each, origin in self._partly_assessed.items()
             ):

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-
-import msgspec
+from dataclasses import dataclass, field
 
 _GROWTH = math.log(1.1)
 _SHORTEST_S = 1e-4
 
 
-class Bucket(msgspec.Struct, kw_only=True):
+@dataclass(slots=True, kw_only=True)
+class Bucket:
     """What happened in one step of time."""
 
     at: float
@@ -24,7 +24,7 @@ class Bucket(msgspec.Struct, kw_only=True):
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    first_tokens: dict[int, int] = msgspec.field(default_factory=dict)
+    first_tokens: dict[int, int] = field(default_factory=dict)
     """How many times to the first token were of each length; see `length_of`."""
     waiting: int = 0
     """The most requests that waited at a time."""
@@ -58,7 +58,7 @@ class Bucket(msgspec.Struct, kw_only=True):
 
 
 def length_of(first_token_s: float) -> int:
-    return max(0, int(math.log(max(first_token_s, _SHORTEST_S) / _SHORTEST_S) / _GROWTH))
+    return int(math.log(first_token_s / _SHORTEST_S) / _GROWTH) if first_token_s > _SHORTEST_S else 0
 
 
 class Ring:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from cortex.gateway.config import Config
 from cortex.gateway.database import is_url
@@ -96,7 +96,6 @@ class Meter(Protocol):
         limits: TokenLimits,
         context: ContextOf = _unknown,
         prices: PricesOf = _free,
-        *,
         is_counted: bool = False,
     ) -> Reservation:
         """Reserve what a request of `key`, from `key()`, may use. Raises RateLimitExceeded or InsufficientQuota, and
@@ -124,11 +123,14 @@ class Meter(Protocol):
 
 
 class _OpenReservation:
-    principal = ANONYMOUS
-    key = None
-    token_limit = None
-    is_tight = False
-    max_prompt_tokens = 0
+    __slots__ = ("is_tight", "key", "max_prompt_tokens", "principal", "token_limit")
+
+    def __init__(self) -> None:
+        self.principal = ANONYMOUS
+        self.key = None
+        self.token_limit = None
+        self.is_tight = False
+        self.max_prompt_tokens = 0
 
     def extend(self, prompt_tokens: int) -> None:
         """Nothing is reserved."""
@@ -136,7 +138,7 @@ class _OpenReservation:
     def check_model(self, model: str) -> None:
         """Every model is allowed."""
 
-    def settle(self, usage: Usage | None, **where: Any) -> None:
+    def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
         """Nothing is recorded without keys."""
 
     def cancel(self) -> None:
@@ -155,7 +157,6 @@ class OpenMeter:
         limits: TokenLimits,  # noqa: ARG002
         context: ContextOf = _unknown,  # noqa: ARG002
         prices: PricesOf = _free,  # noqa: ARG002
-        *,
         is_counted: bool = False,  # noqa: ARG002
     ) -> Reservation:
         return self._reservation
@@ -189,7 +190,6 @@ class KeyedMeter:
         limits: TokenLimits,
         context: ContextOf = _unknown,
         prices: PricesOf = _free,
-        *,
         is_counted: bool = False,
     ) -> Reservation:
         if key is None:

@@ -53,6 +53,7 @@ class AdmissionController:
 
     def __init__(self, dispatcher: Dispatcher, meter: Meter) -> None:
         self._dispatcher = dispatcher
+        self._context_of, self._prices_of = dispatcher.context_tokens, dispatcher.cost
         self.meter = meter
         """Replaced by a reload; running requests settle with the meter that admitted them."""
 
@@ -61,25 +62,23 @@ class AdmissionController:
         return self.meter.key(request)
 
     def admit(
-        self, key: KeySection | None, prompt_bytes: int, facts: Facts, *, is_counted: bool = False
+        self, key: KeySection | None, prompt_bytes: int, facts: Facts, is_counted: bool = False
     ) -> AdmittedRequest:
         """Reserve what a request of `key` may use and resolve its model. Raises the `CortexError` that rejects it.
 
         `is_counted`: `prompt_bytes` are tokens."""
-        dispatcher = self._dispatcher
-        reservation = self.meter.admit(
-            key, prompt_bytes, facts, dispatcher.context_tokens, dispatcher.cost, is_counted=is_counted
-        )
+        reservation = self.meter.admit(key, prompt_bytes, facts, self._context_of, self._prices_of, is_counted)
         try:
-            resolution = dispatcher.resolve(facts.model)
-            reservation.check_model(resolution.model_id)
+            resolution = self._dispatcher.resolve(facts.model)
+            model = resolution.model_id
+            reservation.check_model(model)
             if facts.has_pictures:
-                self.check_pictures(key, resolution.model_id)
+                self.check_pictures(key, model)
         except CortexError as error:
             reservation.cancel()
             raise shown_to(key, error) from error
         origin: Origin = "background" if resolution.background else "request"
-        return AdmittedRequest(resolution.model_id, origin, reservation, key)
+        return AdmittedRequest(model, origin, reservation, key)
 
     def check_pictures(self, key: KeySection | None, model: str) -> None:
         """Raises UnsupportedModality for a model that reads text only, with those of `key` that read pictures."""

@@ -34,6 +34,7 @@ from cortex.wire.errors import CortexError, Family, InvalidAPIKey, InvalidValue,
 from cortex.wire.fields.body import check_content_type
 
 _JSON = b"application/json"
+_READ_HEADERS = frozenset((b"content-type", b"origin", b"traceparent", b"x-request-id"))
 _sane_id = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _id_prefix = f"req_{os.urandom(6).hex()}"
 _id_counter = itertools.count(1)
@@ -69,28 +70,32 @@ class Inference:
 
     def receive(self, exchange: Exchange, route: Route, then: Callable[[ReceivedRequest], None]) -> None:
         """Call `then` with the request of an exchange once its key is known and its body is read, or reject it."""
-        received_at = self.services.clock()
+        services = self.services
+        received_at = services.clock()
         request = exchange.request
-        headers = dict(reversed(request.headers))  # of repeated ones the first
+        headers: dict[bytes, bytes] = {}
+        for name, value in request.headers:
+            if name in _READ_HEADERS:
+                headers.setdefault(name, value)  # of repeated ones the first
         id = request_id_of(headers.get(b"x-request-id"))
-        span = self.services.tracer.begin(route.span_name, headers.get(b"traceparent"))
+        span = services.tracer.begin(route.span_name, headers.get(b"traceparent"))
         key: KeySection | None = None
         try:
             if self.closing:
                 raise ShuttingDown("This gateway is shutting down; try again in a moment.", retry_after_s=5.0)
             # The key comes before the body: a client without one costs nothing and learns nothing.
-            key = self.services.admission.authenticate(request)
+            key = services.admission.authenticate(request)
             content_type, is_from_page = headers.get(b"content-type"), b"origin" in headers
             # Ollama's clients do not declare their bodies, and web pages always send their origin.
             if content_type != _JSON and (is_from_page or route.family is not Family.OLLAMA):
                 check_content_type((content_type or b"").decode("latin-1"), required=is_from_page)
-            strip_billing = self.services.config.strip_billing_header and route.dialect == "anthropic_messages"
+            strip_billing = services.config.strip_billing_header and route.dialect == "anthropic_messages"
             if is_read_elsewhere(request.body, strip_billing=strip_billing):
                 reading = self._receive_large(exchange, route, key, id, span, received_at, strip_billing, then)
                 task = run_once(reading, "read a large request")
                 exchange.on_disconnect(partial(_cancel, task))
                 return
-            read = relayed.read(request.body, route.dialect, generates=route.generates, strip_billing=strip_billing)
+            read = relayed.read(request.body, route.dialect, route.generates, strip_billing)
         except CortexError as error:
             self.reject_unread(exchange, route, key, id, span, error)
             return
@@ -164,13 +169,13 @@ class Inference:
         in place of the body that was read, with the name of the model there."""
         route, body, envelope = received.route, received.body, received.envelope
         try:
-            if self.services.config.strict and route is MESSAGES:
+            if route is MESSAGES and self.services.config.strict:
                 _check_limits(envelope.facts)
             num_bytes = len(body) - envelope.facts.picture_bytes if route.uses_tokens else 0
             has_price = route.need == "relay"  # its tokens are not in its bytes
             if has_price:
                 num_bytes = self.services.dispatcher.spec(envelope.facts.model).tokens_per_request
-            admitted = self.services.admission.admit(received.key, num_bytes, envelope.facts, is_counted=has_price)
+            admitted = self.services.admission.admit(received.key, num_bytes, envelope.facts, has_price)
         except CortexError as error:
             self.reject(received, error)
             return

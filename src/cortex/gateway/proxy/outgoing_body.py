@@ -47,17 +47,23 @@ _WHOLE: Headers = (_JSON, (b"accept", b"application/json"))
 class OutgoingBody:
     """One per request. For each attempt call `choose`, then `prepare` if that is needed, then `made`."""
 
-    _choice_limit: int | None = None
-    """The limit for foreign servers, once it is known."""
-    _form: tuple[bool, int | None] = (False, None)
-    """Whether the body is translated, and the limit that is written into it."""
-    _is_checked = False
-    """Whether the media of the body are known to be in it."""
-    _unchecked = False
-    """Whether that must be known before the body is sent."""
-    _edited: bytes | None = None
-    """The body in its form, once it is made; not of a translation."""
-    _translated: tuple[GenerateRequest, bytes] | None = None
+    __slots__ = (
+        "_admitted",
+        "_choice_limit",
+        "_edited",
+        "_is_checked",
+        "_is_renamed",
+        "_keeper",
+        "_limit",
+        "_received",
+        "_request",
+        "_route",
+        "_translated",
+        "_translates",
+        "_unchecked",
+        "headers",
+    )
+    method = b"POST"
 
     def __init__(self, received: ReceivedRequest, admitted: AdmittedRequest, keeper: ResponseKeeper | None) -> None:
         self._request = received
@@ -65,13 +71,23 @@ class OutgoingBody:
         self._received = received.body
         self._admitted = admitted
         self._keeper = keeper
-
-    method = b"POST"
-
-    @property
-    def headers(self) -> Headers:
+        self._is_renamed = received.envelope.facts.model != admitted.model
+        """Whether the client named the model by an alias."""
+        self.headers: Headers = _STREAM if self._route.generates and received.envelope.facts.stream else _WHOLE
         """What the node learns about the body and the response."""
-        return _STREAM if self._route.generates and self._request.envelope.facts.stream else _WHOLE
+        self._choice_limit: int | None = None
+        """The limit for foreign servers, once it is known."""
+        self._translates = False
+        """Whether the body is translated."""
+        self._limit: int | None = None
+        """The limit that is written into it."""
+        self._is_checked = False
+        """Whether the media of the body are known to be in it."""
+        self._unchecked = False
+        """Whether that must be known before the body is sent."""
+        self._edited: bytes | None = None
+        """The body in its form, once it is made; not of a translation."""
+        self._translated: tuple[GenerateRequest, bytes] | None = None
 
     def choose(self, lease: Lease) -> bool:
         """Choose the form for the node of `lease`; False: call `prepare` before `made`.
@@ -84,12 +100,12 @@ class OutgoingBody:
         limit = self._foreign_limit() if has_budget else None
         if route.target:
             return self._edited is not None or not is_parsed_elsewhere(body)
-        form = (route.generates and route.dialect not in lease.dialects, limit)
-        if form != self._form:
-            self._form, self._edited, self._translated = form, None, None
-        if form[0]:
+        translates = route.generates and route.dialect not in lease.dialects
+        if translates != self._translates or limit != self._limit:
+            self._translates, self._limit, self._edited, self._translated = translates, limit, None, None
+        if translates:
             return self._translated is not None or not is_parsed_elsewhere(body)
-        if self._edited is None and not self._edits:
+        if self._edited is None and not self._is_renamed and (limit is None or not route.generates):
             self._edited = body
         self._unchecked = (
             is_foreign and not self._is_checked and (len(body) >= LARGE_RELAYED_BYTES or may_have_media(body))
@@ -100,14 +116,13 @@ class OutgoingBody:
 
     async def prepare(self, parser: BodyParser) -> None:
         """Makes a body that would block the loop in another process. Raises CortexError on an invalid one."""
-        translates, limit = self._form
         key, exchange = self._admitted.key, self._request.exchange
         client = key.id if key is not None else exchange.request.client  # who shares the parser with others
         if self._route.target:
             self._edited = await parser.translate_embed(self._received, self._admitted.model, client)
-        elif translates:
+        elif self._translates:
             dialect, model = self._route.dialect, self._admitted.model
-            self._translated = await parser.translate(dialect, self._received, model, client, max_tokens=limit)
+            self._translated = await parser.translate(dialect, self._received, model, client, max_tokens=self._limit)
         else:
             if self._unchecked:
                 await parser.check_media(self._received, client)
@@ -121,9 +136,8 @@ class OutgoingBody:
             body = self._edited = self._edited or embeddings.request_body(self._received, self._admitted.model)
             translation = EmbeddingTranslation(self._route.path.decode(), self._request.envelope.facts.model)
             return self._route.target, body, translation
-        translates, limit = self._form
-        if translates:
-            return CHAT.path, *self._translation(limit)
+        if self._translates:
+            return CHAT.path, *self._translation(self._limit)
         if self._unchecked:
             check_media(self._received)
             self._is_checked, self._unchecked = True, False
@@ -139,15 +153,15 @@ class OutgoingBody:
     @property
     def _edits(self) -> dict[str, str | int]:
         edits: dict[str, str | int] = {}
-        if self._request.envelope.facts.model != self._admitted.model:  # the client named the model by an alias
+        if self._is_renamed:
             edits["model"] = self._admitted.model
-        if self._form[1] is not None and self._route.generates:
-            edits[_LIMITS[self._route.dialect][0]] = self._form[1]
+        if self._limit is not None and self._route.generates:
+            edits[_LIMITS[self._route.dialect][0]] = self._limit
         return edits
 
     @property
     def _without(self) -> tuple[str, ...]:
-        return () if self._form[1] is None else _LIMITS[self._route.dialect][1]
+        return () if self._limit is None else _LIMITS[self._route.dialect][1]
 
     def _translation(self, limit: int | None) -> tuple[bytes, ChatTranslation]:
         if self._translated is None:

@@ -39,7 +39,7 @@ def for_node(
     """What a node learns about a request in addition to its body."""
     reservation = admitted.reservation
     headers: Headers = (
-        (b"x-request-id", accounting.id),
+        (b"x-request-id", accounting.received.id),
         (_ATTEMPT, accounting.attempt_id),
         (_PRINCIPAL, header_value(reservation.principal)),
     )

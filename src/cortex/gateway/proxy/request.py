@@ -7,7 +7,6 @@ while the response is relayed. Its `RequestAccounting` records the result.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 
 from cortex.gateway.dispatch.leases import NO_NODES, Lease, PendingRequest
 from cortex.gateway.dispatch.nodes.client import NOT_ADMITTED, error_from
@@ -110,7 +109,7 @@ class ProxyRequest:
         self._is_unread = False
         """Whether the node has not read the response either."""
         is_stream = route.generates and facts.stream
-        self._accounting = RequestAccounting(services, received, admitted, is_stream)
+        self._accounting = RequestAccounting(services, route, received, admitted, is_stream, received.received_at)
         keepalive = keepalive_of(route.dialect, services.config.keepalive_s) if is_stream else None
         headers, capture = route.id_headers(received.id), None
         if keeper is not None:
@@ -132,7 +131,7 @@ class ProxyRequest:
                     self._prompt_bytes,
                     self._excluded,
                     self.route.need,
-                    has_pictures=self.received.envelope.facts.has_pictures,
+                    self.received.envelope.facts.has_pictures,
                 )
                 if lease is not None:
                     self._deliver(lease)
@@ -246,9 +245,9 @@ class ProxyRequest:
         self._accounting.status = status
         self._usage_header = None
         self._is_unread = False
-        found = dict(headers)
-        if not _REPORTS.isdisjoint(found):
-            self._read_reports(found)
+        for name, value in headers:
+            if name in _REPORTS:
+                self._take_report(name, value)
         lease = self._lease
         if status < 400 and lease is not None and not lease.has_lifecycle:
             self.services.nodes[lease.node].served_needs.add((lease.model, self.route.need))
@@ -292,15 +291,15 @@ class ProxyRequest:
         is_foreign = lease is not None and not lease.has_lifecycle and self._translation is None
         return is_foreign and self._accounting.stream and not key.operator
 
-    def _read_reports(self, headers: Mapping[bytes, bytes]) -> None:
+    def _take_report(self, name: bytes, value: bytes) -> None:
         """Take over what a node reports about the response in its head."""
-        usage, dimensions = headers.get(_USAGE_HEADER), headers.get(_DIMENSIONS_HEADER, b"")
-        if usage is not None:
-            self._usage_header = usage
-            self._accounting.reported_first_token_s = usage_report.first_token_s(usage)
-        if dimensions.isdigit():
-            self._accounting.dimensions = int(dimensions[:9])
-        self._is_unread = _RELAYED_HEADER in headers
+        if name == _USAGE_HEADER:
+            self._usage_header = value
+            self._accounting.reported_first_token_s = usage_report.first_token_s(value)
+        elif name == _RELAYED_HEADER:
+            self._is_unread = True
+        elif value.isdigit():
+            self._accounting.dimensions = int(value[:9])
 
     def _has_more_tokens(self, headers: Headers) -> bool:
         """Whether the budget has enough for the prompt, which has more tokens than the node was allowed to use."""

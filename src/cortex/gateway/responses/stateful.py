@@ -122,8 +122,8 @@ class StatefulInference:
     async def _begin_completed(
         self, received: ReceivedRequest, facts: Facts, id: str | None, completed: Completed
     ) -> None:
-        (body, envelope, _), stored_input = completed
-        whole = msgspec.structs.replace(received, body=body, envelope=envelope)
+        read, stored_input = completed
+        whole = msgspec.structs.replace(received, body=read.body, envelope=read.envelope)
         if id is None or stored_input is None or not (facts.background and _makes_response(received)):
             self._inference.serve(whole, self._keeper(received, facts, stored_input or ABSENT, id))
             return

@@ -10,17 +10,27 @@ from cortex.http.limits import ClientLimits
 from cortex.http.request import Headers
 from cortex.wire.errors import BodyTooLarge, CortexError, HeadersTooLarge, MalformedHTTP
 
+_CHECKED = frozenset((b"host", b"content-length", b"expect", b"transfer-encoding"))
+
 
 def check_head(
     method: bytes, version: str, headers: Headers, limits: ClientLimits
 ) -> tuple[CortexError | None, bool, int]:
     """Why a request that the parser accepted is rejected, or None; whether the client waits for `100 Continue`; and the
     announced Content-Length, 0 without one."""
-    fields = dict(headers)
-    is_any_repeated = len(fields) < len(headers)
-    num_hosts = sum(name == b"host" for name, _ in headers) if is_any_repeated else int(b"host" in fields)
-    content_length = int(fields.get(b"content-length", 0))
-    transfer_encoding, expect = fields.get(b"transfer-encoding"), fields.get(b"expect")
+    num_hosts = content_length = 0
+    transfer_encoding = expect = None
+    for name, value in headers:
+        if name not in _CHECKED:
+            continue
+        if name == b"host":
+            num_hosts += 1
+        elif name == b"content-length":
+            content_length = int(value)
+        elif name == b"expect":
+            expect = value
+        else:
+            transfer_encoding = value
     is_plain = version == "1.1" and num_hosts == 1 and transfer_encoding is None and expect is None
     rejection = (
         None if is_plain and method != b"CONNECT" else _rejection(method, version, num_hosts, transfer_encoding, expect)

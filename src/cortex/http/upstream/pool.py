@@ -8,7 +8,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from cortex.http.composed_body import Body
-from cortex.http.head import NOT_FOR_NODES, encode_head, end_to_end
+from cortex.http.head import encode_passed_on
 from cortex.http.limits import UpstreamLimits
 from cortex.http.request import Headers
 from cortex.http.ticker import Ticker
@@ -18,6 +18,9 @@ from cortex.http.upstream.faults import ConnectFailed, ResponseTooLarge, Upstrea
 from cortex.wire.words import os_error_in_words
 
 __all__ = ["Pool", "Sink", "UpstreamCall", "UpstreamResponse"]
+
+_SPACE = 0x20
+"""As a number: to search bytes for bytes raises and drops an error first."""
 
 
 class UpstreamResponse(NamedTuple):
@@ -86,11 +89,11 @@ class Pool:
         turns out to be dead before a byte came back, the request is sent once more on a new one. `silence_s` overrides
         the limit for this call. Raises ValueError when the request cannot be encoded.
         """
-        if method == b"HEAD" or b" " in method or b" " in target:
+        if method == b"HEAD" or _SPACE in method or _SPACE in target:
             raise ValueError(f"cannot send {method!r} {target!r} to a node")
         framing = b"%bcontent-length: %d\r\n" % (self._host_line, len(body))
         start_line = b"%b %b%b HTTP/1.1" % (method, self._base_path, target)
-        head = encode_head(start_line, end_to_end(headers, NOT_FOR_NODES), framing)
+        head = encode_passed_on(start_line, headers, framing)
         call = UpstreamCall(head, body, sink, self.limits.silence_s if silence_s is None else silence_s, self)
         if self._idle:
             self._idle.pop().carry(call)

@@ -21,7 +21,8 @@ from cortex.neuron.api.log_context import common_fields
 from cortex.neuron.api.peers import PeerConnector
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.config import load as load_config
-from cortex.neuron.node.node import Node, Parts
+from cortex.neuron.node.node import Node
+from cortex.neuron.node.parts import Parts
 from cortex.service_manager import READY, STOPPING, ServiceManager
 from cortex.settings import Listen, SettingsError, stamp
 from cortex.tasks import Supervisor

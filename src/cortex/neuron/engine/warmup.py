@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from cortex.neuron.engine.kernel_pass import META, KernelPass, PassedModel
 from cortex.neuron.engine.loading import matrix_layouts
 from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.request import LoadSpec
-from cortex.neuron.kernels.compilation import Report, use_offline
+from cortex.neuron.kernels.compilation import use_offline
 from cortex.neuron.kernels.device_facts import CARDS, DeviceFacts, facts_of, pretend
 from cortex.neuron.kernels.jit import TRITON
 from cortex.neuron.layers.configs import WHOLE, Shard
@@ -33,16 +32,9 @@ log = logging.getLogger(__name__)
 _GPU = torch.device("cuda")
 
 
-@dataclass(frozen=True, slots=True)
-class Warmed:
-    num_kernels: int
-    was_cached: bool
-    """Whether they were all compiled before."""
-
-
-def warm_kernels(path: Path, spec: LoadSpec, facts: DeviceFacts, num_ranks: int, report: Report) -> Warmed:
+def warm_kernels(path: Path, spec: LoadSpec, facts: DeviceFacts, num_ranks: int) -> int:
     """Compiles what a load of the model at `path` with `spec` would: a directory, which may have the config alone, or a
-    GGUF file. This process can launch no kernel afterwards. Raises LoadError."""
+    GGUF file. Returns the number of kernels. This process can launch none afterwards. Raises LoadError."""
     pretend(facts)
     try:
         architecture, tensors = _read(path)
@@ -72,7 +64,7 @@ def warm_kernels(path: Path, spec: LoadSpec, facts: DeviceFacts, num_ranks: int,
     kernels = KernelPass(passed, facts)
     kernels.start()
     try:
-        return Warmed(kernels.wait(report), kernels.is_cached)
+        return kernels.wait()
     finally:
         kernels.close()
 
@@ -111,10 +103,10 @@ def warm_here(path: str, card: str | None, options: dict[str, Any], num_ranks: i
     else:
         return f"no GPU is here to compile for; name a card: --card {', '.join(CARDS)}"
     try:
-        warmed = warm_kernels(Path(path), LoadSpec(path, **options), facts, num_ranks, lambda *_: None)
+        num_kernels = warm_kernels(Path(path), LoadSpec(path, **options), facts, num_ranks)
     except LoadError as error:
         return str(error)
     except Exception as error:  # of any operation or of the compiler
         log.debug("the kernels of %s cannot be compiled", path, exc_info=error)
         return f"the kernels cannot be compiled: {type(error).__name__}: {error}"
-    return facts.name, warmed.num_kernels
+    return facts.name, num_kernels

@@ -22,7 +22,8 @@ from cortex.neuron.node.status import ServedModel, describe_model, served_model
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.worker.backoff import BackoffPolicy
-from cortex.wire.errors import CortexError
+from cortex.quant_names import is_same_quant
+from cortex.wire.errors import CortexError, ModelInUse, shorten
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
@@ -78,6 +79,23 @@ class Models:
         known = self._library.find(model_id)
         controller = self._controllers.get(model_id)
         return controller.model if controller is not None else known
+
+    def free_another_quant(self, model_id: str, quant: str) -> None:
+        """Starts to unload the model where it sleeps in another quantisation than `quant`. Raises ModelInUse where it
+        serves in another one, or soon will: to join that would give the caller other weights than it asked for."""
+        held, requested = self.status(model_id), self.options(model_id).quant
+        # Until a load has read its files, the status describes those that were read before it.
+        stored = held.quant if held.requested_quant == requested else None
+        if held.state in (ModelState.COLD, ModelState.FAILED) or is_same_quant(quant, requested, stored):
+            return
+        if self.controller(model_id).unload_sleeping():
+            return
+        state = "about to be loaded" if held.state is ModelState.UNLOADING else held.state.value
+        loaded = requested or stored or "dense weights"
+        raise ModelInUse(
+            f"{shorten(model_id)} is {state} as {loaded}, not as {shorten(quant)}; unload it first, or leave out the "
+            "quantisation"
+        )
 
     def set_options(self, model: KnownModel) -> None:
         """The options that the model will have when it is loaded next, unless it is in memory."""

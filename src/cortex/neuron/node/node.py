@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,69 +20,45 @@ from cortex.neuron.engine.request import EngineRequest, EngineStats
 from cortex.neuron.node.bench.benches import Benches
 from cortex.neuron.node.bench.measurement import Measurement
 from cortex.neuron.node.bench.results import BenchResults
-from cortex.neuron.node.devices import NodeDevices, ReadDevices, inventory_of, warn_of_unknown_devices
+from cortex.neuron.node.devices import NodeDevices, inventory_of, warn_of_unknown_devices
 from cortex.neuron.node.event_feed import EventFeed
 from cortex.neuron.node.generation import Generation
 from cortex.neuron.node.harness.command.harness import CommandHarness
 from cortex.neuron.node.harness.engine import EngineHarness
-from cortex.neuron.node.harness.harness import Harness, Harnesses
+from cortex.neuron.node.harness.harness import Harnesses
 from cortex.neuron.node.harness.upstream import Upstream
 from cortex.neuron.node.loading.device_room import DeviceRoom
-from cortex.neuron.node.loading.files import fetch
 from cortex.neuron.node.loading.forecast import Forecast
-from cortex.neuron.node.loading.library import Fetch, KnownModel, Library, scan_cache
+from cortex.neuron.node.loading.library import KnownModel, Library, scan_cache
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.loading.model_folders import scan_folders
-from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings, ModelHolding, equal_parts
+from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings, ModelHolding
 from cortex.neuron.node.memory.sleep_budget import SleepBudget, sleep_budget_bytes
 from cortex.neuron.node.models import Models
+from cortex.neuron.node.parts import Parts
 from cortex.neuron.node.replicas.demand import ReplicaDemand, ReplicaRules
 from cortex.neuron.node.spanning.hosted_share import ShareResources
-from cortex.neuron.node.spanning.lead import ConnectPeer, Lead, unconnected
+from cortex.neuron.node.spanning.lead import Lead
 from cortex.neuron.node.spanning.peer import HostedShares
 from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import ServedModel, describe_node
-from cortex.neuron.node.survey_process.client import SurveyProcess, Surveys
+from cortex.neuron.node.survey_process.client import SurveyProcess
 from cortex.neuron.node.text.texts import Texts
-from cortex.neuron.node.text.work import TextSource
 from cortex.neuron.picture_process.client import Pictures
 from cortex.neuron.servers.ready_made import usable as usable_servers
 from cortex.neuron.tokenizer_process.client import TokenizerClient
-from cortex.neuron.worker.backoff import BackoffPolicy
-from cortex.neuron.worker.discovery import Inventory, discover, read_devices
-from cortex.neuron.worker.factory import WorkerFactory
+from cortex.neuron.worker.discovery import Inventory
 from cortex.neuron.worker.process import WorkerTimeouts
-from cortex.quant_names import is_same_quant
 from cortex.tasks import SupervisedTask, Supervisor, run_once
-from cortex.wire.errors import ModelInUse, ShuttingDown, shorten
+from cortex.wire.errors import ShuttingDown
 from cortex.wire.node.protocol import Health, LoadRequest, ModelState, ModelStatus, NodeEvent, UnloadRequest
 
 log = logging.getLogger(__name__)
 
 _SAMPLE_S = 1.0
 _SCAN_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The parts of a node that tests replace, to inject faults."""
-
-    make_workers: Callable[[], WorkerFactory] = WorkerFactory
-    discover: Callable[[], Inventory] = discover
-    read_devices: ReadDevices = read_devices
-    fetch: Fetch = fetch
-    surveys: Callable[[], Surveys] | None = None
-    """None: a process with limits."""
-    open_text: Callable[[Path], TextSource] | None = None
-    """None: a tokenizer process for each model."""
-    policy: BackoffPolicy = field(default_factory=BackoffPolicy)
-    timeouts: WorkerTimeouts | None = None
-    first_retry_s: float = 5.0
-    connect_peer: ConnectPeer = unconnected
-    harnesses: tuple[Harness, ...] = ()
-    """In addition to the built-in engine."""
 
 
 class Node:
@@ -251,7 +226,7 @@ class Node:
         """Idempotent: joins a load in progress. With `wait`, returns when the model is ready or raises why not."""
         model = self._adopt(request)
         if request.quant is not None:
-            self._free_another_quant(model.id, request.quant)
+            self._models.free_another_quant(model.id, request.quant)
         if wait:
             await self._models.controller(model.id).ensure_ready(model)
         else:
@@ -282,23 +257,6 @@ class Node:
         model = self._library.adopt(request)
         self.files.reject_if_deleting(model)
         return model
-
-    def _free_another_quant(self, model_id: str, quant: str) -> None:
-        """Starts to unload the model where it sleeps in another quantisation than `quant`. Raises ModelInUse where it
-        serves in another one, or soon will: to join that would give the caller other weights than it asked for."""
-        held, requested = self.model(model_id), self._models.options(model_id).quant
-        # Until a load has read its files, the status describes those that were read before it.
-        stored = held.quant if held.requested_quant == requested else None
-        if held.state in (ModelState.COLD, ModelState.FAILED) or is_same_quant(quant, requested, stored):
-            return
-        if self._models.controller(model_id).unload_sleeping():
-            return
-        state = "about to be loaded" if held.state is ModelState.UNLOADING else held.state.value
-        loaded = requested or stored or "dense weights"
-        raise ModelInUse(
-            f"{shorten(model_id)} is {state} as {loaded}, not as {shorten(quant)}; unload it first, or leave out the "
-            "quantisation"
-        )
 
     async def unload(self, request: UnloadRequest) -> ModelStatus:
         """Returns when the model's memory is free; with `sleep`, when its device memory is. Running requests get
@@ -386,16 +344,7 @@ class Node:
 
     def _holdings(self) -> list[ModelHolding]:
         """What models, and the parts here of models that other nodes lead, hold of the devices."""
-        shares = [
-            ModelHolding(
-                share.model_id,
-                share.devices,
-                share.device_bytes if share.state == "ready" else equal_parts(share.num_bytes, len(share.devices)),
-            )
-            for share in self.shares.statuses()
-            if share.devices
-        ]
-        return [*shares, *self._models.holdings()]
+        return [*self.shares.holdings(), *self._models.holdings()]
 
     def _models_in_memory(self) -> list[tuple[str, Path | None]]:
         surveys = self._loader.surveys

@@ -55,7 +55,6 @@ RERANK_TEMPLATE: Final = (
 )
 """The prompt that Qwen3-Reranker was trained with."""
 RERANK_FAMILIES: Final = frozenset({"qwen3"})
-RERANK_INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
 
 
 def pooling_of(directory: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -119,7 +119,6 @@ class Encoder(ChunkEncoder):
 
     def __init__(self, request: GenerateRequest, *, id: str, created: int, model: str) -> None:
         super().__init__("text_completion", request, id=id, created=created, model=model)
-        self._counts_offsets = request.sampling.logprobs
         self._offsets: dict[int, int] = {}
         self._counting: set[int] = set()
         """Choices whose first token was sent; from then on the tokens count the characters."""
@@ -129,9 +128,10 @@ class Encoder(ChunkEncoder):
     def encode(self, event: AnyEvent) -> bytes:
         match event:
             case TextDelta(text=text) | ReasoningDelta(text=text):
-                if self._counts_offsets:
-                    return self._whole_text_chunk(event.index, "text", text)
-                return self._text_chunk(event.index, "text", text)
+                index = event.index
+                if index not in self._counting and index not in self._logprobs:
+                    self._offsets[index] = self._offsets.get(index, 0) + len(text)
+                return self._text_chunk(index, "text", text)
             case Logprobs(tokens=tokens):
                 self._logprobs[event.index] = self._logprobs.get(event.index, ()) + tokens
                 return b""
@@ -161,8 +161,6 @@ class Encoder(ChunkEncoder):
         if tokens is not None:
             self._counting.add(index)
             self._offsets[index] = offset + sum(map(_num_characters, tokens))
-        elif self._counts_offsets and index not in self._counting:
-            self._offsets[index] = offset + len(text)
         logprobs = None if tokens is None else _logprobs_body(tokens, offset)
         prompt = self._prompts.pop(index, ())
         ids = self._ids(index) | ({"prompt_token_ids": prompt} if prompt else {})

@@ -93,7 +93,7 @@ DIVISIONS: dict[str, list[tuple[int, ...]]] = {
     "windows": [(2, 1, 2)],
     "qwen3_moe": [(2, 1, 2)],
     "glm4_moe_lite": [(1, 4)],
-    "qwen3_next": [(3, 2), (1, 4), (2, 1, 2)],
+    "qwen3_next": [(3, 2)],
     "gemma4": [(1, 4), (2, 1, 2)],
     "qwen3_5": [(1, 4)],
     "qwen3_5_moe": [(2, 1, 2)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,7 @@ def plain(message: Message) -> dict[str, Any]:
     return turn
 
 
+@cache
 def template_of(name: str) -> ChatTemplate:
     return ChatTemplate((TEMPLATES / "official" / f"{name}.jinja").read_text())
 

@@ -97,6 +97,8 @@ class ActivityLog:
     def configure(self, section: ActivitySection) -> None:
         """Use a changed configuration. Captures that it does not allow any more are dropped."""
         self._section = section
+        self.captures = section.capture
+        """Whether `capture` keeps anything."""
         self._patterns = [re.compile(pattern.encode()) for pattern in section.redact]
         kept = self._records if section.capture else (replace(record, capture=None) for record in self._records)
         self._records = deque(kept, maxlen=section.requests)
@@ -105,11 +107,6 @@ class ActivityLog:
     def last_number(self) -> int:
         """The number of the latest request; 0 before the first."""
         return self._num_requests
-
-    @property
-    def captures(self) -> bool:
-        """Whether `capture` keeps anything."""
-        return self._section.capture
 
     def capture(self, request: bytes, response_end: bytes, *, is_stream: bool) -> Capture:
         """The texts of a request as they may be kept.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+from dataclasses import dataclass
 from functools import partial
 
 from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.proxy.accounting.activity import Capture, RequestRecord
 from cortex.gateway.proxy.accounting.running import Phase, RunningRequest
 from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
+from cortex.gateway.proxy.routes import Route
 from cortex.gateway.proxy.services import Services
 from cortex.http.observer import Outcome
 from cortex.telemetry.tracing import UNTRACED
@@ -31,12 +33,17 @@ BYTES_PER_STREAMED_TOKEN = 200
 """The size of an event with one token."""
 
 
+@dataclass(slots=True, eq=False)
 class RequestAccounting:
-    """The facts about one request. The `ProxyRequest` writes them and calls `close` exactly once.
+    """The facts about one request. The `ProxyRequest` writes them and calls `close` exactly once."""
 
-    Most requests change few of the values that they all begin with.
-    """
-
+    services: Services
+    route: Route
+    received: ReceivedRequest
+    admitted: AdmittedRequest
+    stream: bool
+    started_at: float
+    """When all of its bytes were there."""
     status: int = 0
     """The HTTP status for the client; 0 before there is one."""
     error_code: str | None = None
@@ -63,19 +70,12 @@ class RequestAccounting:
     first_data_at: float | None = None
     reported_first_token_s: float | None = None
     """The time from the arrival at the node to the first token, as the node measured it; for a whole response only."""
-
-    def __init__(self, services: Services, received: ReceivedRequest, admitted: AdmittedRequest, stream: bool) -> None:
-        self.services = services
-        self.received = received
-        self.route = received.route
-        self.admitted = admitted
-        self.stream = stream
-        self.started_at = received.received_at
-        """When all of its bytes were there."""
-
-    @property
-    def id(self) -> bytes:
-        return self.received.id
+    # What follows is known from `close` on.
+    ended_at: float = 0.0
+    first_token_s: float | None = None
+    """Time to the first token; None where it is not known."""
+    failure: str | None = None
+    """The code of the error that the client got."""
 
     def sent(self, lease: Lease) -> None:
         """The request is about to be sent to a node."""
@@ -92,10 +92,9 @@ class RequestAccounting:
         """From the request's last byte to its latest attempt."""
         return self.sent_at - self.started_at
 
-    @property
-    def first_token_s(self) -> float | None:
-        """Time to the first token. The first byte of a whole response comes with its last token: its node says when the
-        first one came, if it is ours."""
+    def _first_token_s(self) -> float | None:
+        """The first byte of a whole response comes with its last token: its node says when the first one came, if it is
+        ours."""
         if not self.stream:
             reported_s = self.reported_first_token_s
             return None if reported_s is None else self.held_s + reported_s
@@ -118,7 +117,8 @@ class RequestAccounting:
     def close(self, lease: Lease | None, outcome: Outcome, reported: Usage | None, num_response_bytes: int) -> None:
         """The response has ended. `lease` is the last node's, `reported` the usage that the response reports."""
         services = self.services
-        now = services.clock()
+        now = self.ended_at = services.clock()
+        self.first_token_s, self.failure = self._first_token_s(), self._failure()
         node = lease.node if lease is not None else ""
         disconnected = outcome is _DISCONNECTED
         has_response = self.first_data_at is not None and self.status < 400 and self.route.uses_tokens
@@ -132,11 +132,11 @@ class RequestAccounting:
         estimate = self._estimate(num_response_bytes) if is_estimated else None
         if is_cut_off and usage is None and lease is not None and lease.has_lifecycle and self.route.runs_model:
             services.disconnected_usage.fetch(
-                services.nodes.get(node), self.attempt_id.decode(), estimate, partial(self._settle, lease, outcome, now)
+                services.nodes.get(node), self.attempt_id.decode(), estimate, partial(self._settle, lease, outcome)
             )
         else:
             usage = usage or estimate
-            self._settle(lease, outcome, now, usage)
+            self._settle(lease, outcome, usage)
         has_generated = has_response and outcome is _COMPLETE and self.route.generates
         if lease is not None and reported is not None and has_generated:
             num_computed = reported.prompt_tokens - reported.cached_tokens
@@ -144,14 +144,14 @@ class RequestAccounting:
             services.dispatcher.measured(lease, num_computed, first_token_s, now - self.sent_at)
         if disconnected:
             services.metrics.disconnects.labels(self._phase()).inc()
-        if failure := self._failure():
-            services.metrics.errors.labels(self.admitted.model, node, failure).inc()
+        if self.failure is not None:
+            services.metrics.errors.labels(self.admitted.model, node, self.failure).inc()
         if node:
-            self._count(node, now, usage)
+            self._count(node, usage)
         if self.received.span is not UNTRACED:
             self._end_span(node, outcome, usage)
         if services.config.access_log:
-            self._log(node, now, outcome, usage)
+            self._log(node, outcome, usage)
 
     def _estimate(self, num_response_bytes: int) -> Usage:
         """A rough estimate by size, for a response that reports no usage: it must not be free. No node uses more tokens
@@ -168,15 +168,15 @@ class RequestAccounting:
             completion = min(completion, limit - prompt)
         return Usage(prompt_tokens=prompt, completion_tokens=completion)
 
-    def _settle(self, lease: Lease | None, outcome: Outcome, ended_at: float, usage: Usage | None) -> None:
+    def _settle(self, lease: Lease | None, outcome: Outcome, usage: Usage | None) -> None:
         """Record the usage, once it is known."""
         services, received, route, admitted = self.services, self.received, self.route, self.admitted
         model, reservation, key = admitted.model, admitted.reservation, admitted.key
         node = lease.node if lease is not None else ""
-        reason = self._reason(lease)
+        reason, duration_s = self._reason(lease), self.ended_at - self.started_at
         if usage is not None and reservation.token_limit is not None and self._ended_at_budget(usage):
             reason = f"{reason}; ended at the {reservation.token_limit} tokens that its key had left for it"
-            fields = {"request_id": self.id.decode(), "principal": reservation.principal, "model": model}
+            fields = {"request_id": self.received.id.decode(), "principal": reservation.principal, "model": model}
             budget_log.info("response ended at its budget: %d tokens", reservation.token_limit, extra=fields)
         if lease is None and self.error_code == ModelNotFound.code:
             reservation.cancel()  # an alias of nothing: its name is no model that has usage
@@ -198,14 +198,14 @@ class RequestAccounting:
                 path=route.path,
                 status=self.status,
                 outcome=self._result(outcome),
-                waited_s=self.waited_s if self.num_attempts else ended_at - self.started_at,
+                waited_s=self.waited_s if self.num_attempts else duration_s,
                 load_s=self.load_s,
                 first_token_s=self.first_token_s,
-                duration_s=ended_at - self.started_at,
+                duration_s=duration_s,
                 num_attempts=self.num_attempts,
                 usage=usage,
                 dimensions=self.dimensions,
-                error_code=self._failure(),
+                error_code=self.failure,
                 error_message=self.error_message,
                 reason=reason,
                 capture=self.capture,
@@ -230,7 +230,7 @@ class RequestAccounting:
     def running(self, lease: Lease | None) -> RunningRequest:
         """The request at this moment."""
         return RunningRequest(
-            id=self.id,
+            id=self.received.id,
             key_id=self.admitted.key.id if self.admitted.key is not None else None,
             key_name=self.admitted.reservation.principal,
             model=self.admitted.model,
@@ -256,24 +256,25 @@ class RequestAccounting:
         code = self.error_code or self.relayed_code
         return code or (f"status_{self.status}" if self.status >= 400 else None)
 
-    def _count(self, node: str, now: float, usage: Usage | None) -> None:
+    def _count(self, node: str, usage: Usage | None) -> None:
         metrics = self.services.metrics
         traffic = metrics.traffic(self.admitted.model, node)
         traffic.num_requests += 1
-        traffic.duration.observe(now - self.started_at)
+        duration_s = self.ended_at - self.started_at
+        traffic.duration.observe(duration_s)
         if self.overhead_s is not None:
             metrics.overhead.observe(self.overhead_s)
         first_token_s = self.first_token_s
         if first_token_s is not None:
             traffic.first_token.observe(first_token_s)
         if usage is not None and first_token_s is not None:
-            later_tokens, later_s = usage.completion_tokens - 1, now - self.started_at - first_token_s
+            later_tokens, later_s = usage.completion_tokens - 1, duration_s - first_token_s
             if later_s > 0 and later_tokens > 0:
                 traffic.speed.observe(later_tokens / later_s)
 
     def _end_span(self, node: str, outcome: Outcome, usage: Usage | None) -> None:
         attributes: dict[str, str | int | float] = {
-            "cortex.request_id": self.id.decode(),
+            "cortex.request_id": self.received.id.decode(),
             "cortex.principal": self.admitted.reservation.principal,
             "cortex.node": node,
             "cortex.outcome": self._result(outcome),
@@ -284,18 +285,18 @@ class RequestAccounting:
         if usage is not None:
             attributes["gen_ai.usage.input_tokens"] = usage.prompt_tokens
             attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
-        self.received.span.end(attributes, error=self._failure())
+        self.received.span.end(attributes, error=self.failure)
 
-    def _log(self, node: str, now: float, outcome: Outcome, usage: Usage | None) -> None:
+    def _log(self, node: str, outcome: Outcome, usage: Usage | None) -> None:
         fields = {
-            "request_id": self.id.decode(),
+            "request_id": self.received.id.decode(),
             "principal": self.admitted.reservation.principal,
             "model": self.admitted.model,
             "node": node,
             "route": self.route.path.decode(),
             "status": self.status,
             "outcome": self._result(outcome),
-            "duration_ms": round(1000 * (now - self.started_at), 1),
+            "duration_ms": round(1000 * (self.ended_at - self.started_at), 1),
         }
         if usage is not None:
             fields |= {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}

@@ -12,6 +12,7 @@ import logging
 
 import msgspec
 
+from cortex.neuron.node.memory.ceilings import ModelHolding, equal_parts
 from cortex.neuron.node.memory.sleep_budget import SleepingModel
 from cortex.neuron.node.spanning.hosted_share import HostedShare, ShareResources, lead_of
 from cortex.neuron.node.spanning.protocol import (
@@ -50,6 +51,18 @@ class HostedShares:
             SleepingModel(share.model_id, share.host_bytes, 0.0, can_be_unloaded=False)
             for share in self._shares
             if share.host_bytes
+        ]
+
+    def holdings(self) -> list[ModelHolding]:
+        """What the shares hold of the devices."""
+        return [
+            ModelHolding(
+                share.model_id,
+                share.devices,
+                share.device_bytes if share.state == "ready" else equal_parts(share.num_bytes, len(share.devices)),
+            )
+            for share in self.statuses()
+            if share.devices
         ]
 
     async def serve(self, connection: Connection) -> None:

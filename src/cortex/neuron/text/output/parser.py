@@ -34,7 +34,7 @@ class OutputParser:
             return self._events(self._splitter.push(text))
         if self._scanner is not None:
             return [*self._scanner.push(text)]
-        return [TextDelta(index=self._index, text=text)]
+        return [TextDelta(index=self._index, text=text)] if text else []
 
     def finish(self, *, is_cut: bool = False) -> list[OutputEvent]:
         """The events of held-back text, after the last push. `is_cut`: a limit ended the response, not the model."""

@@ -324,12 +324,12 @@ class HostTier:
 
     def forget(self, digests: Iterable[Digest]) -> None:
         """The contents of these blocks cannot be trusted."""
+        digests = list(digests)
+        if self._others is not None:
+            self._others.forget(digests)  # they may have what was dropped here
         if self.is_empty and self._outgoing is None:
             return
         self.collect(wait=True)
-        digests = list(digests)
-        if self._others is not None:
-            self._others.forget(digests)
         for kind in self._kinds:
             self._store.forget(kind, digests)
 

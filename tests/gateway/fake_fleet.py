@@ -70,6 +70,7 @@ class FakeFleet:
         self.running: dict[tuple[str, str], int] = {}
         self.benches: dict[tuple[str, str], BenchResult] = {}
         self.kept: dict[tuple[str, str], HostKV] = {}
+        self.unloading: set[tuple[str, str]] = set()
         self.kv_tokens: int | None = None
         """That fit in the KV cache of every ready model."""
         self.event_log = EventLog()
@@ -124,7 +125,11 @@ class FakeFleet:
         absent = ModelState.FAILED if (node, model) in self.failed else ModelState.COLD
         return ModelStatus(
             id=model,
-            state=absent if since is None else ModelState.READY,
+            state=ModelState.UNLOADING
+            if (node, model) in self.unloading
+            else absent
+            if since is None
+            else ModelState.READY,
             devices=() if since is None else (0,),
             estimate_bytes=self.sizes[node][model],
             measured_bytes=None if since is None else self.sizes[node][model],

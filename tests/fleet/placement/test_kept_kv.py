@@ -27,7 +27,7 @@ def node(name: str, kept: float, rate: float = 100.0, state: ModelState = ModelS
         estimate_bytes=GB,
         measured_bytes=GB,
         bench=bench,
-        kv_host=HostKV(num_bytes=int(kept * GB), num_tokens=1000) if kept else None,
+        kv_host=HostKV(num_bytes=int(kept * GB), num_tokens=int(kept * 10_000)) if kept else None,
     )
     device = DeviceState(index=0, kind="cuda", name="card", total_bytes=8 * GB, free_bytes=free * GB)
     return Node(name=name, healthy=True, devices=(device,), residencies={"m": Residency(status=status, seen_at=NOW)})
@@ -53,6 +53,7 @@ def fleet(*nodes: Node) -> Fleet:
             id="asleep on both",
         ),
         pytest.param(node("a", 0), node("b", 1, free=0), "a", id="no room there"),
+        pytest.param(node("a", 0), node("b", 0.1), "a", id="too little to matter"),
         pytest.param(node("a", 0, free=2), node("b", 1, free=8), "b", id="strategy of packing"),
     ],
 )
@@ -67,7 +68,13 @@ def test_node_that_does_not_list_the_model_lacks_its_conversations() -> None:
     assert place("m", made, NOW).node == search("m", made, NOW).node == "b"
 
 
+def test_node_that_is_down_is_not_compared_with() -> None:
+    down = msgspec.structs.replace(node("c", 100), healthy=False)
+    made = fleet(node("a", 0), node("b", 1, 80.0), down)
+    assert place("m", made, NOW).node == search("m", made, NOW).node == "b"
+
+
 def test_explanation_has_what_is_kept() -> None:
     explained = as_json(place("m", fleet(node("a", 0), node("b", 1)), NOW))
     kept = {each["node"]: each["kv_host"] for each in explained["nodes"]}
-    assert kept == {"a": None, "b": {"num_bytes": GB, "num_tokens": 1000, "tokens_per_s": None}}
+    assert kept == {"a": None, "b": {"num_bytes": GB, "num_tokens": 10_000, "tokens_per_s": None}}

@@ -172,3 +172,33 @@ def test_measured_rate_decides_what_a_prefix_is_worth() -> None:
     fake.running[first.node, "a"] = 60
     fake.poll()
     assert lease(fake, SYSTEM + b"?").node == first.node, "at 100 tokens a second the prefix is 18 s of work"
+
+
+def test_conversation_is_remembered_while_its_pages_are_copied_to_host_memory() -> None:
+    """A node reports what it keeps of a model when the unload ends, not while it drains and copies."""
+    fake = two_replicas()
+    first = lease(fake, SYSTEM * 10)
+    fake.dispatcher.release(first)
+    fake.unloading.add((first.node, "a"))
+    fake.poll()
+    fake.unloading.clear()
+    fake.kept[first.node, "a"] = HostKV(num_bytes=GB, num_tokens=100_000)
+    fake.ready[first.node].pop("a")
+    fake.poll()
+    reload(fake, first.node)
+    again = lease(fake, SYSTEM * 10 + b"?")
+    assert again.node == first.node
+    assert "in its host memory" in again.reason
+
+
+def test_nothing_is_kept_of_a_node_that_left_the_configuration() -> None:
+    fake = two_replicas()
+    first = lease(fake, SYSTEM * 10)
+    fake.dispatcher.release(first)
+    other = {"n": "m", "m": "n"}[first.node]
+    fake.dispatcher.reconfigure(fake.settings(other))
+    fake.dispatcher.reconfigure(fake.settings(*fake.sizes))
+    fake.poll()
+    fake.running[first.node, "a"] = 1
+    fake.poll()
+    assert lease(fake, SYSTEM * 10 + b"?").node == other

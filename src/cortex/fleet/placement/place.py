@@ -15,7 +15,7 @@ from cortex.fleet.rules import PlacementRules
 from cortex.fleet.topology import STARTING, Fleet, Node, Residency
 from cortex.wire.errors import ModelUnsupported
 from cortex.wire.node.bench import BenchResult
-from cortex.wire.node.protocol import ModelShare, ModelState, ModelStatus
+from cortex.wire.node.protocol import HostKV, ModelShare, ModelState, ModelStatus
 from cortex.wire.words import duration, replicas_in_words
 
 from .decision import Action, Assessment, Decision, Origin, Verdict
@@ -35,6 +35,8 @@ ACTIONS: dict[Verdict, Action] = {
 
 KEPT_KV_WORTH = 0.25
 """The part of its speed that a node may lack and be preferred because it keeps the model's conversations."""
+MIN_KEPT_TOKENS = 1024
+"""Fewer are no reason to prefer a node: they are computed again in no time."""
 
 
 def place(
@@ -80,8 +82,7 @@ def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Ori
     found = _assess(spec, node, held, fleet, now, origin)
     if most_bytes := _most_kept_bytes(spec.id, fleet):
         kept = None if held is None else held.status.kv_host
-        kv_elsewhere = 1.0 - (0 if kept is None else kept.num_bytes) / most_bytes
-        found = msgspec.structs.replace(found, kv_host=kept, kv_elsewhere=kv_elsewhere)
+        found = msgspec.structs.replace(found, kv_host=kept, kv_elsewhere=1.0 - _worth_bytes(kept) / most_bytes)
     if held is None or held.status.bench is None:
         return found
     bench = held.status.bench
@@ -89,12 +90,16 @@ def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Ori
 
 
 def _most_kept_bytes(model_id: str, fleet: Fleet) -> int:
-    """The most that any node keeps of the model's KV cache in host memory."""
+    """The most that any node that is up keeps of the model's KV cache in host memory."""
     known = _found_most_kept(fleet)
     if model_id not in known:
-        kept = (node.residencies[model_id].status.kv_host for node in fleet.listing(model_id))
-        known[model_id] = max((each.num_bytes for each in kept if each is not None), default=0)
+        up = (node.residencies[model_id] for node in fleet.listing(model_id) if node.healthy)
+        known[model_id] = max((_worth_bytes(held.status.kv_host) for held in up), default=0)
     return known[model_id]
+
+
+def _worth_bytes(kept: HostKV | None) -> int:
+    return 0 if kept is None or 0 < kept.num_tokens < MIN_KEPT_TOKENS else kept.num_bytes
 
 
 @remembered

@@ -101,6 +101,8 @@ class LeasePool:
         self._ready_since: dict[str, dict[str, float]] = {}
         """By node and model."""
         self._prefixes: dict[str, PrefixRecord] = {}
+        self._recorded: dict[str, set[str]] = {}
+        """By node, the models with prefixes there."""
         self.suspects: set[str] = set()
         """Nodes at which a request has just failed; no request is sent there until a poll succeeds."""
         self.closed: frozenset[ModelOnNode] = frozenset()
@@ -127,8 +129,13 @@ class LeasePool:
         self._ready.nodes_changed(changed)
 
     def reconfigured(self) -> None:
-        """Other nodes make up the fleet: nothing that was derived from it holds any more."""
+        """Other nodes make up the fleet: nothing that was derived from it holds any more, and nothing is known of those
+        that it no longer has."""
         self._ready.clear()
+        for name in [each for each in {*self._ready_since, *self._recorded} if each not in self._fleet_state]:
+            self.forget_cache(name)
+            for model in self._ready_since.pop(name, {}):
+                self._loads.forget(ModelOnNode(name, model))
 
     def acquire(
         self,
@@ -275,31 +282,32 @@ class LeasePool:
                 self.left_device(name, model)
             target = ModelOnNode(name, model)
             self._loads.observed(target, held, self.in_flight_on(name).get(model, 0))
-        for model, prefixes in self._prefixes.items():
-            self._limit(prefixes, node, model)
+        for model in tuple(self._recorded.get(name, ())):
+            self._limit(node, model)
 
-    def forget_cache(self, node: str, model: str | None = None) -> None:
-        """`node` lost its cached prefixes, of one model or of all."""
-        for prefixes in self._prefixes.values() if model is None else filter(None, [self._prefixes.get(model)]):
-            prefixes.forget(node)
+    def forget_cache(self, node: str) -> None:
+        """`node` lost its cached prefixes."""
+        for model in self._recorded.pop(node, ()):
+            self._prefixes[model].forget(node)
 
     def left_device(self, node: str, model: str) -> None:
         """The model slept or was unloaded: its cached prefixes are in the node's host memory, as far as it reports."""
-        if (prefixes := self._prefixes.get(model)) is not None:
-            prefixes.moved_to_host(node)
-            self._limit(prefixes, self._fleet_state.reported(node), model)
+        if model in self._recorded.get(node, ()):
+            self._prefixes[model].moved_to_host(node)
 
-    def _limit(self, prefixes: PrefixRecord, node: Node, model: str) -> None:
+    def _limit(self, node: Node, model: str) -> None:
         """Forget the prefixes that are beyond what `node` reports to hold."""
-        if node.name not in prefixes:
-            return
-        held = node.residencies.get(model)
+        prefixes, held = self._prefixes[model], node.residencies.get(model)
+        if held is not None and held.state is ModelState.UNLOADING:
+            return  # its pages are being copied, and reported at the end
         if held is None:
             prefixes.forget(node.name)
         elif (kept := held.status.kv_host) is None:
             prefixes.limit(node.name, held.status.kv_tokens, 0)
         else:
             prefixes.limit(node.name, held.status.kv_tokens, kept.num_tokens or None)
+        if node.name not in prefixes:
+            self._recorded[node.name].discard(model)
 
     def _take(self, replica: ReadyReplica) -> Lease:
         target = replica.target
@@ -312,6 +320,8 @@ class LeasePool:
             prefixes = self._prefixes[model] = PrefixRecord()
         replica, is_alone, copies = self._loads.route(ready, self._in_flight, prompt, prefixes)
         target, reason = replica.target, _least_time(len(ready), copies=copies)
+        if target.node in prefixes:
+            self._recorded.setdefault(target.node, set()).add(model)
         return self._counted(Lease(*target, target, replica.dialects, replica.has_lifecycle, True, reason, is_alone))
 
     def _counted(self, lease: Lease) -> Lease:

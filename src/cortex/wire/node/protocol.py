@@ -165,7 +165,7 @@ class HostKV(NodeValue, frozen=True):
 
     num_bytes: int
     num_tokens: int = 0
-    """Tokens whose pages these are; 0: not known, as the model has states only."""
+    """Tokens whose pages these are; 0: not known, as it has, or a rank of it has, states only."""
     tokens_per_s: float | None = None
     """How fast they are copied to the device, as measured; absent: none were yet."""
 
@@ -224,7 +224,8 @@ class ModelStatus(NodeValue, frozen=True):
     kv_bytes: int | None = None
     """The part of `measured_bytes` that holds sequences: KV pages and recurrent states."""
     kv_tokens: int | None = None
-    """Tokens that fit in the KV cache, over all replicas; absent: it is not loaded, or that is not known."""
+    """Tokens that fit in the KV cache, over all replicas; of a model asleep, when it wakes. Absent: it is neither, or
+    that is not known."""
     kv_host: HostKV | None = None
     """What of its KV cache is in host memory. It outlasts a sleep and an unload; absent: nothing."""
     host_bytes: int = 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from .conftest import WITH_ENGINE_WORKERS
 from .waiting import WAIT_S
 
 ROOT = Path(__file__).parents[1]
@@ -252,3 +253,7 @@ def test_processes_share_the_folder_of_the_run(tmp_path: Path) -> None:
     files = [path.relative_to(tmp_path).parts for path in tmp_path.rglob("file")]
     assert {parts[1] for parts in files} == {"pytest-0"}
     assert not list(tmp_path.rglob(".lock")), "pytest keeps locked folders for days"
+
+
+def test_files_whose_tests_share_workers_exist() -> None:
+    assert [file for file in WITH_ENGINE_WORKERS if not (ROOT / file).is_file()] == []

@@ -86,7 +86,7 @@ RULES: dict[str, Rule] = {
     "wire": Rule({"wire"}, frozenset({"msgspec"})),
     "fleet": Rule({"fleet", "quant_names", "units", "wire", "settings"}, frozenset({"msgspec"})),
     "routing": Rule({"routing"}, frozenset({"msgspec"})),
-    "http": Rule({"http", "wire"}, frozenset({"httptools"})),
+    "http": Rule({"http", "wire"}, frozenset({"httptools", "msgspec"})),
     "ipc": Rule({"ipc", "telemetry"}, frozenset({"msgspec"})),
     "parsing": Rule({"parsing", "ipc", "telemetry", "wire"}, frozenset({"msgspec"})),
     "gateway.config": Rule(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from cortex.http.request import Headers
 from cortex.wire import sse
 
@@ -21,29 +19,39 @@ def stream_headers(content_type: str) -> Headers:
 STREAM_HEADERS = stream_headers(sse.CONTENT_TYPE)
 
 
-class ResponseHead(msgspec.Struct, frozen=True, eq=False):
-    """A head for the client."""
+class ResponseHead:
+    """A head for the client. Read-only by convention."""
 
-    status: int
-    headers: Headers
-    content_length: int | None
-    """None where the length is not known; always None for a stream, which keepalives and errors make longer."""
-    is_stream: bool
-    """It is the head of an event stream, or of one of lines."""
-    has_lines: bool = False
-    """Each event of the stream is a line."""
+    __slots__ = ("content_length", "has_lines", "headers", "is_stream", "status")
+
+    def __init__(
+        self, status: int, headers: Headers, content_length: int | None, is_stream: bool, has_lines: bool = False
+    ) -> None:
+        self.status = status
+        self.headers = headers
+        self.content_length = content_length
+        """None where the length is not known; always None for a stream, which keepalives and errors make longer."""
+        self.is_stream = is_stream
+        """It is the head of an event stream, or of one of lines."""
+        self.has_lines = has_lines
+        """Each event of the stream is a line."""
 
 
 def for_client(status: int, headers: Headers, content_length: int | None, ours: Headers) -> ResponseHead:
     """A node's head with `ours` in place of its headers of the same names. A stream is marked as not to be buffered."""
     is_stream = has_lines = False
-    for name, value in headers:
-        if name == b"content-type" and value.lower().startswith(_STREAMS):
-            is_stream, has_lines = True, value.lower().startswith(LINES)
-    if is_stream:
-        ours = (_UNBUFFERED, *ours)
-        content_length = None
     replaced = dict(ours)
-    kept = [pair for pair in headers if pair[0] not in replaced]
+    kept = []
+    for pair in headers:
+        name, value = pair
+        if name == b"content-type" and value.lower().startswith(_STREAMS):
+            is_stream = True
+            has_lines = value.lower().startswith(LINES)
+        if name not in replaced:
+            kept.append(pair)
+    if is_stream:
+        kept = [pair for pair in kept if pair[0] != _UNBUFFERED[0]]
+        kept.append(_UNBUFFERED)
+        content_length = None
     kept += ours
     return ResponseHead(status, kept, content_length, is_stream, has_lines)

@@ -75,13 +75,6 @@ def make_engine(
     return Engine(build_model(config, spec, CPU, weights), spec, overlaps=late, width_rule=lambda _: rule)
 
 
-def requests_for(number: int) -> list[EngineRequest]:
-    """Requests for a family: all for the first one, and every second for the others, by turns. What an option does to a
-    token does not depend on the layers."""
-    requests = some_requests(number)
-    return requests[number % 2 :: 2] if number else requests
-
-
 def with_predictions(requests: Sequence[EngineRequest], said: dict[str, Response], seed: int) -> list[EngineRequest]:
     """Predictions of the responses, with some changes."""
     draw = random.Random(seed)
@@ -98,7 +91,7 @@ def with_predictions(requests: Sequence[EngineRequest], said: dict[str, Response
 @pytest.mark.parametrize("family", FAMILIES)
 def test_responses_are_those_without_drafts(folder: Path, family: str) -> None:
     seed = list(FAMILIES).index(family)
-    requests = requests_for(seed)
+    requests = some_requests(seed)
     plain = make_engine(folder, FAMILIES[family], seed=None)
     expected = responses(plain, requests)
     plain.close()
@@ -137,7 +130,7 @@ def test_responses_through_graphs_are_those_without_drafts(
 @pytest.mark.parametrize("family", HEADS)
 def test_responses_with_a_prediction_head_are_those_without_drafts(folder: Path, family: str) -> None:
     seed = list(HEADS).index(family)
-    requests = [replace(request, prompt=counted(request.prompt)) for request in requests_for(seed)]
+    requests = [replace(request, prompt=counted(request.prompt)) for request in some_requests(seed)]
     plain = make_engine(folder, HEADS[family], seed=None, weights=counting)
     expected = responses(plain, requests)
     plain.close()
@@ -172,7 +165,7 @@ def save_llama(path: Path, folder: Path, noise: float, num_layers: int = 2) -> P
 
 def test_responses_with_a_draft_model_are_those_without_drafts(folder: Path, tmp_path: Path) -> None:
     large, small = (save_llama(tmp_path / name, folder, noise) for name, noise in (("large", 0.0), ("small", 0.02)))
-    requests = [replace(request, prompt=counted(request.prompt)) for request in some_requests(7)[::2]]
+    requests = [replace(request, prompt=counted(request.prompt)) for request in some_requests(7)]
     options: dict[str, Any] = {"dtype": "float32", "context_tokens": 128, "deterministic": True, "max_num_seqs": 4}
     specs = [
         LoadSpec(str(large), speculation="off", **options),

@@ -41,7 +41,7 @@ async def node(tmp_path: Path, workers: WorkerFactory) -> AsyncIterator[Node]:
         ModelEntry(id="deterministic", source=source, context_tokens=512, tensor_parallel=2, deterministic=True),
         ModelEntry(id="in stages", source=source, context_tokens=512, pipeline_parallel=2, deterministic=True),
     )
-    config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8, sleep_mb=64), drain_s=1.0, cpu_devices=3)
+    config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8, sleep_mb=512), drain_s=1.0, cpu_devices=3)
     node = await Node.start(config, parts(make_workers=lambda: workers, timeouts=None, policy=BackoffPolicy()))
     yield node
     await node.close()
@@ -76,7 +76,7 @@ async def test_divided_models_serve_sleep_wake_and_unload_on_overlapping_devices
         assert (await node.unload(UnloadRequest(model_id=name))).state is ModelState.COLD
     kept = node.model("divided").kv_host
     assert kept is not None
-    assert kept.num_tokens == 192
+    assert kept.num_tokens >= 192, "with what the cancelled stream had computed"
     await load(node, "divided")
     assert await converse(node, "divided", "after the unload") == (conversation, 192)
 

@@ -70,7 +70,7 @@ class FakeFleet:
         self.running: dict[tuple[str, str], int] = {}
         self.benches: dict[tuple[str, str], BenchResult] = {}
         self.kept: dict[tuple[str, str], HostKV] = {}
-        self.unloading: set[tuple[str, str]] = set()
+        self.leaving: set[tuple[str, str]] = set()
         self.kv_tokens: int | None = None
         """That fit in the KV cache of every ready model."""
         self.event_log = EventLog()
@@ -126,7 +126,7 @@ class FakeFleet:
         return ModelStatus(
             id=model,
             state=ModelState.UNLOADING
-            if (node, model) in self.unloading
+            if (node, model) in self.leaving
             else absent
             if since is None
             else ModelState.READY,

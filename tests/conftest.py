@@ -109,6 +109,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     One process runs the fast tests first. Several begin at both ends, and end with short files: no core idles for long.
     """
+    items.sort(key=lambda item: item.get_closest_marker("ends_shared") is not None)
     if config.getoption("processes"):
         items.sort(key=_place)
     else:

@@ -157,6 +157,7 @@ def test_no_disk_space_for_the_run_itself_is_explained(start: Start, full_disk: 
     start(str(demo_model), CORTEX_CACHE=str(full_disk)).assert_one_line_fault("no space left", code=7)
 
 
+@pytest.mark.ends_shared
 def test_ctrl_c_mid_response_leaves_no_process(up: Run) -> None:
     """The last test of those that share this run, and of this folder."""
     assert "Tokyo" in chat(up.url)

@@ -1,6 +1,6 @@
 """Connections between nodes that share a model: on the node's own port, with its key and certificate.
 
-A lead asks for `Upgrade: cortex-share-2`. After the response 101, both ends send frames: a length of four bytes, then
+A lead asks for `Upgrade: cortex-share-3`. After the response 101, both ends send frames: a length of four bytes, then
 that many bytes. An empty frame is a ping: an end that hears nothing for a while takes its peer for lost.
 """
 
@@ -23,7 +23,7 @@ from cortex.tls import client_context
 from cortex.wire.errors import CrossSiteRequest, MalformedHTTP
 
 SHARES_PATH = "/shares"
-PROTOCOL = b"cortex-share-2"
+PROTOCOL = b"cortex-share-3"
 """The number changes with all that the nodes of a model send each other, also between their workers."""
 PING_S = 15.0
 SILENCE_S = 2.5 * PING_S

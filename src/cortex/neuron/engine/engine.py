@@ -221,8 +221,12 @@ class Engine:
 
     def _name_by_content(self) -> bytes:
         if self._fingerprint is None:
-            self._fingerprint = fingerprint(self._loaded, self._spec)
+            self._fingerprint = self._named(fingerprint(self._loaded, self._spec))
         return self._fingerprint
+
+    def _named(self, own: bytes) -> bytes:
+        """The name of blocks of this model; `own`: that of what is loaded here."""
+        return own
 
     def _fastest_widths(self, runner: Runner) -> WidthRule:
         growth, cost = STEP_GROWTH[self._device.type], self._loaded.proposal_cost
@@ -335,9 +339,13 @@ class Engine:
         if self._keeps_pages and isinstance(self._loop, StepLoop):
             host = self._host_memory = host or DeviceHostMemory.on(self._device)
             self._loop.keep_pages(partial(self._new_tier, host))
-            if len(host.store):
+            if len(host.store) and self._names_alone:
                 self._name_by_content()  # now, rather than in the first request
         return host
+
+    @property
+    def _names_alone(self) -> bool:
+        return True
 
     @property
     def _keeps_pages(self) -> bool:

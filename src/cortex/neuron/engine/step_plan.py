@@ -103,7 +103,7 @@ class NamedBlocks(NamedTuple):
     digests: tuple[Digest, ...]
 
 
-BlockAction = Literal["keep", "ask", "fetch", "forget"]
+BlockAction = Literal["name", "keep", "ask", "fetch", "forget"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import cast
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cortex.neuron.engine.host_pages.copies import BlockTensors
@@ -152,6 +154,45 @@ def test_ranks_without_the_same_pages_compute_the_prompt(path: str, tmp_path: Pa
             assert respond(ranks) == (expected, 0, 0), name
 
 
+def change_layer(path: Path, layer: int) -> None:
+    (file,) = path.glob("*.safetensors")
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if f".layers.{layer}." in name and tensor.dim() == 2:
+            tensors[name] = -tensor
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("layer", [0, 2, 3])
+def test_weights_that_differ_on_one_rank_share_no_page_on_any(tmp_path: Path, layer: int) -> None:
+    """What a stage computes follows from those before it."""
+    stages, hosts = (2, 1, 2), [new_host() for _ in range(3)]
+    first, other = written("llama", tmp_path / "model"), tmp_path / "other"
+    shutil.copytree(first, other)
+    change_layer(other, layer)
+    with loaded(specs(first, stages), tmp_path / "first", hosts) as ranks:
+        respond(ranks)
+    num_kept = [len(host.store) for host in hosts]
+    with loaded(specs(str(other), stages), tmp_path / "second", hosts) as ranks:
+        expected, num_cached, _ = respond(ranks)
+        assert num_cached == 0
+    assert [len(host.store) for host in hosts] == [2 * count for count in num_kept]
+    with loaded(specs(str(other), stages), tmp_path / "third", hosts) as ranks:
+        assert respond(ranks) == (expected, 96, 96)
+
+
+def test_step_ends_what_ranks_have_agreed_on(path: str, tmp_path: Path) -> None:
+    hosts = [new_host(), new_host()]
+    with loaded(specs(path, ()), tmp_path / "first", hosts) as ranks:
+        respond(ranks)
+    first = list(hosts[1].store._slab_of)[-1]  # noqa: SLF001 - it was kept last; without it the others are of no use
+    hosts[1].store.forget(first[0], [first[1]])
+    with loaded(specs(path, ()), tmp_path / "again", hosts) as ranks:
+        respond(ranks)
+        hosts[1].store.limit(0)
+        assert hosts[1].store.num_bytes == 0
+
+
 def test_nothing_is_asked_where_the_leader_has_nothing_to_offer(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,9 +211,9 @@ def test_nothing_is_asked_where_the_leader_has_nothing_to_offer(
         assert announced == [], "the device has the prefix"
         for _ in range(2):
             ranks.leader.save_pages()
-            assert announced == ["keep", "ask"], "each block once; then all ranks have it"
+            assert announced == ["name", "keep", "ask"], "each block once; then all ranks have it"
         respond(ranks, tuple(reversed(PROMPT)))
-        assert announced == ["keep", "ask"], "host memory has nothing of this prompt"
+        assert announced == ["name", "keep", "ask"], "host memory has nothing of this prompt"
 
 
 class Agreeing:
@@ -207,5 +248,5 @@ def test_blocks_that_ranks_have_agreed_on_stay_until_the_next_order() -> None:
     rank.obey(BlockOrder("forget", (NamedBlocks(0, (), (b"a",)),)))
     rank.obey(BlockOrder("ask", asked))
     assert group.votes == [False, False, False, True]
-    rank.close()
+    rank.let_go()
     host.store.check_integrity()

@@ -2,11 +2,15 @@
 
 The leader decides what is kept and what comes back, and announces it. Before a prefix is used, all ranks agree on which
 of its blocks each of them has: what one of them lacks is computed by all. Ranks hold what they have agreed on until the
-leader's next order, so that nothing is found missing later.
+leader's next order or step, so that nothing is found missing later.
+
+What a rank computes follows from the weights of the other ranks as well, so blocks are named by the weights of all: see
+`name_of_all`.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,14 +28,19 @@ class LeadingBlocks:
     """The leader's orders to the other ranks (the `OtherRanks` of its tier). Belongs to the engine thread; every call
     raises GroupBroken."""
 
-    def __init__(self, link: StepLink, group: TorchGroup, device: torch.device) -> None:
+    def __init__(
+        self, link: StepLink, group: TorchGroup, device: torch.device, ensure_named: Callable[[], object]
+    ) -> None:
+        """`ensure_named`: after it the ranks have names for their blocks."""
         self._link = link
         self._group = group
         self._device = device
+        self._ensure_named = ensure_named
         self._is_settled = True
 
     def keep(self, blocks: NamedBlocks) -> None:
         """Each rank copies its part of these blocks to host memory, as far as it has room."""
+        self._ensure_named()
         self._is_settled = False
         self._announce("keep", (blocks,))
 
@@ -44,6 +53,7 @@ class LeadingBlocks:
 
     def held(self, wanted: Sequence[NamedBlocks]) -> list[list[bool]]:
         """Which of these blocks, which the leader has, all other ranks have too."""
+        self._ensure_named()
         self._is_settled = True
         with self._link.turn():
             self._announce("ask", wanted)
@@ -57,7 +67,7 @@ class LeadingBlocks:
             self.held(())
 
     def _announce(self, action: BlockAction, blocks: Sequence[NamedBlocks]) -> None:
-        self._link.announce(StepPlan((), 0, (), (), order=BlockOrder(action, tuple(blocks))))
+        self._link.announce(_plan(action, blocks))
 
 
 class FollowingBlocks:
@@ -85,7 +95,7 @@ class FollowingBlocks:
         """Raises GroupBroken."""
         if order.action == "fetch":
             self._fetch(order.blocks)
-        self._let_go()
+        self.let_go()
         if order.action == "keep":
             self._keep(order.blocks)
         elif order.action == "forget" and self._host is not None:
@@ -128,7 +138,8 @@ class FollowingBlocks:
                 places = [self._held[part, digest] for digest in digests]
                 self._copies.to_device(self._blocks[part], ids, places).wait()
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """What the ranks have agreed on is not fetched any more."""
         if self._host is not None:
             self._host.store.end(tuple(self._held.values()))
         self._held = {}
@@ -137,8 +148,24 @@ class FollowingBlocks:
         """Whether layers of this rank have blocks of this part."""
         return self._blocks[part].num_bytes > 0
 
-    def close(self) -> None:
-        self._let_go()
+
+def name_together(link: StepLink, group: TorchGroup, own: bytes, device: torch.device) -> bytes:
+    """The leader's `name_of_all`: the other ranks are told to call it."""
+    with link.turn():
+        link.announce(_plan("name", ()))
+        return name_of_all(group, own, device)
+
+
+def name_of_all(group: TorchGroup, own: bytes, device: torch.device) -> bytes:
+    """A name for the blocks of this rank that holds for the same weights on all ranks; `own` holds for its own weights,
+    and differs from rank to rank. All of them call it together."""
+    octets = torch.tensor(list(own), dtype=torch.float32, device=device)
+    sums = [int(total) for total in group.all_reduce(octets).tolist()]
+    return hashlib.blake2b(own + repr(sums).encode(), digest_size=len(own)).digest()
+
+
+def _plan(action: BlockAction, blocks: Sequence[NamedBlocks]) -> StepPlan:
+    return StepPlan((), 0, (), (), order=BlockOrder(action, tuple(blocks)))
 
 
 def _count(wanted: Sequence[NamedBlocks]) -> int:

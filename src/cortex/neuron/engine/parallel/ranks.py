@@ -16,7 +16,7 @@ from cortex.neuron.engine.filling import Progress
 from cortex.neuron.engine.host_pages.tier import OtherRanks
 from cortex.neuron.engine.loading import LoadedModel, load_model
 from cortex.neuron.engine.parallel.group import TorchGroup, poller
-from cortex.neuron.engine.parallel.kept_blocks import FollowingBlocks, LeadingBlocks
+from cortex.neuron.engine.parallel.kept_blocks import FollowingBlocks, LeadingBlocks, name_of_all, name_together
 from cortex.neuron.engine.parallel.stages import FirstStageRunner, LaterStageRunner
 from cortex.neuron.engine.parallel.steps import FollowingRunner, LeadingRunner, RankLink, StepLink
 from cortex.neuron.engine.pooling.engine import PoolingEngine
@@ -89,6 +89,10 @@ class Rank(Engine):
     def _keeps_pages(self) -> bool:
         return self._device.type == "cpu"  # agreeing on copies between GPUs was never measured
 
+    @property
+    def _names_alone(self) -> bool:
+        return False
+
     def close(self) -> None:
         super().close()
         self._group.close()
@@ -112,7 +116,10 @@ class Leader(Rank):
         return runner
 
     def _other_ranks(self) -> OtherRanks:
-        return LeadingBlocks(self._link, self._group, self._device)
+        return LeadingBlocks(self._link, self._group, self._device, self._name_by_content)
+
+    def _named(self, own: bytes) -> bytes:
+        return name_together(self._link, self._group, own, self._device)
 
 
 class Follower(Rank):
@@ -127,17 +134,27 @@ class Follower(Rank):
         if self._following is None:
             raise GroupBroken("the leader announced a step to a rank that is asleep")
         if plan.order is None:
+            if self._kept_blocks is not None:
+                self._kept_blocks.let_go()
             self._following.follow(plan)
         else:
             self._obey(plan.order)
 
     def _obey(self, order: BlockOrder) -> None:
         """Does with blocks in host memory what all ranks do."""
+        if order.action == "name":
+            self._name_by_content()
+            return
+        if self._fingerprint is None:
+            return  # it is told to forget blocks before there are any
         if self._kept_blocks is None:
             blocks = self._blocks()
             arguments = (self._host_memory, blocks, partial(self._kinds_of, blocks), self._group, self._device)
             self._kept_blocks = FollowingBlocks(*arguments)
         self._kept_blocks.obey(order)
+
+    def _named(self, own: bytes) -> bytes:
+        return name_of_all(self._group, own, self._device)
 
     def submit(self, request: EngineRequest) -> None:
         raise RequestError(f"request {request.id!r} was sent to a rank that only follows; send it to the leader")
@@ -164,5 +181,5 @@ class Follower(Rank):
     def _end_copies(self) -> None:
         super()._end_copies()
         if self._kept_blocks is not None:
-            self._kept_blocks.close()
+            self._kept_blocks.let_go()
             self._kept_blocks = None

@@ -1,9 +1,10 @@
 """The gateway's own CPU time per request, event and stream: client and node are in memory, so no socket is used.
 
 The figures do not depend on the network stack and hardly on what else runs on the machine, so that two versions can be
-compared on a busy one: run it in turns, with PYTHONPATH at the sources of each. See README.md.
+compared on a busy one: `--against` runs blocks of both in turns, each in its process, and prints the median ratio of
+blocks that followed each other. See README.md.
 
-Usage: python bench/gateway/in_memory.py [--rounds N] [--dialect openai | anthropic | ollama]
+Usage: python bench/gateway/in_memory.py [--rounds N] [--dialect openai | anthropic | ollama] [--against SRC]
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import gc
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +32,7 @@ from cortex.http.server.connection import ClientConnection
 CONFIGURATION = """
 [gateway]
 listen = "127.0.0.1:0"
+metrics_listen = "127.0.0.1:0"
 
 [[neurons]]
 name = "bench"
@@ -37,9 +40,9 @@ kind = "openai"
 endpoint = "http://127.0.0.1:1"
 """
 
-NUM_WHOLE = 2000
-NUM_STREAMS = 1000
-NUM_EVENTS = 20_000
+COUNTS = {"whole response": 2000, "stream": 1000, "event": 20_000}
+BLOCKS = 10
+"""A block of two versions in turns is this part of a round."""
 
 
 def whole(body: bytes) -> bytes:
@@ -190,7 +193,7 @@ def cpu_us(run: Callable[[int], None], count: int) -> float:
     return (time.process_time() - start) * 1e6 / count
 
 
-async def main(rounds: int, path_of_dialect: bytes) -> None:
+async def main(rounds: int, path_of_dialect: bytes, *, serves: bool) -> None:
     loop = asyncio.get_running_loop()
     node = MemoryNode(loop)
     loop.create_connection = node.connect  # type: ignore[method-assign,assignment]
@@ -204,20 +207,54 @@ async def main(rounds: int, path_of_dialect: bytes) -> None:
         await bench.warm_up()
         gc.collect()
         gc.freeze()
-        for label, run, count in (
-            ("whole response", bench.whole_responses, NUM_WHOLE),
-            ("stream", bench.streams, NUM_STREAMS),
-            ("event", bench.events, NUM_EVENTS),
-        ):
-            measured = [cpu_us(run, count) for _ in range(rounds)]
-            print(f"{label}: {min(measured):.2f} µs, median {statistics.median(measured):.2f}")
+        runs = {"whole response": bench.whole_responses, "stream": bench.streams, "event": bench.events}
+        if serves:
+            for label in map(str.strip, sys.stdin):
+                print(cpu_us(runs[label], COUNTS[label] // BLOCKS), flush=True)
+        else:
+            for label, run in runs.items():
+                measured = [cpu_us(run, COUNTS[label]) for _ in range(rounds)]
+                print(f"{label}: {min(measured):.2f} µs, median {statistics.median(measured):.2f}")
     sys.stdout.flush()
     os._exit(0)  # transports in memory cannot be closed in order
+
+
+def compare(sources: list[Path], rounds: int, dialect: str) -> None:
+    """Blocks of both sources in turns."""
+    command = [sys.executable, __file__, "--serve", "--dialect", dialect]
+    children = [
+        subprocess.Popen(
+            command,
+            env=os.environ | {"PYTHONPATH": str(each)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for each in sources
+    ]
+    for label in COUNTS:
+        measured: list[list[float]] = [[], []]
+        for _ in range(rounds * BLOCKS):
+            for child, found in zip(children, measured, strict=True):
+                assert child.stdin is not None
+                assert child.stdout is not None
+                child.stdin.write(f"{label}\n")
+                child.stdin.flush()
+                found.append(float(child.stdout.readline()))
+        ratio = statistics.median(this / other for other, this in zip(*measured, strict=True))
+        print(f"{label}: {statistics.median(measured[1]):.2f} µs, {ratio:.3f} of {statistics.median(measured[0]):.2f}")
+    for child in children:
+        child.communicate()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Measure the gateway's own CPU time, without sockets.")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dialect", choices=DIALECTS, default="openai")
+    parser.add_argument("--against", type=Path, metavar="SRC", help="the sources of another version")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    uvloop.run(main(options.rounds, DIALECTS[options.dialect]))
+    if options.against is not None:
+        compare([options.against, Path(__file__).parents[2] / "src"], options.rounds, options.dialect)
+    else:
+        uvloop.run(main(options.rounds, DIALECTS[options.dialect], serves=options.serve))

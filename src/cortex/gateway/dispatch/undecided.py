@@ -35,6 +35,8 @@ class Undecided:
 
     def request_ended(self, name: str, fleet: Callable[[], Fleet], clock: Callable[[], float]) -> bool:
         """The last request of a model has ended on a node: whether a model that waits may get room there."""
+        if not self.awaited and not self._partly_assessed:
+            return False
         if name not in self.awaited and self._partly_assessed and (node := fleet().node(name)) is not None:
             idle = fleet().as_if_idle(node)
             quiet = idle.node(name) or node

@@ -25,14 +25,14 @@ class Bucket:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     first_tokens: dict[int, int] = field(default_factory=dict)
-    """How many times to the first token were of each length; see `length_of`."""
+    """How many times to the first token were of each length, on a scale that grows by a tenth."""
     waiting: int = 0
     """The most requests that waited at a time."""
     loads: int = 0
     evictions: int = 0
 
     def count_first_token(self, first_token_s: float) -> None:
-        length = length_of(first_token_s)
+        length = int(math.log(first_token_s / _SHORTEST_S) / _GROWTH) if first_token_s > _SHORTEST_S else 0
         self.first_tokens[length] = self.first_tokens.get(length, 0) + 1
 
     def add(self, other: Bucket) -> None:
@@ -55,10 +55,6 @@ class Bucket:
             if left <= 0:
                 return _SHORTEST_S * math.exp((length + 0.5) * _GROWTH)
         return None
-
-
-def length_of(first_token_s: float) -> int:
-    return int(math.log(first_token_s / _SHORTEST_S) / _GROWTH) if first_token_s > _SHORTEST_S else 0
 
 
 class Ring:

@@ -110,17 +110,20 @@ async def test_estimates_usage_by_size_when_the_node_does_not_know_it(start_call
     assert not await caller.has_reservation()
 
 
+@pytest.mark.parametrize("is_foreign", [True, False])
 async def test_speech_is_not_free_for_who_disconnects_before_its_first_byte(
-    neurons: StartNeuron, start_gateway: StartGateway
+    neurons: StartNeuron, start_gateway: StartGateway, is_foreign: bool
 ) -> None:
     key = generate("alice", balance_tokens=BALANCE)
-    node = await neurons("beast", sizes={"a": GB}, respond=silent)
-    catalogue = Catalogue(models=(ModelSpec(id="a", tokens_per_request=70),))
-    client = await start_gateway(foreign=(node,), keys=(key.section,), catalogue=catalogue)
+    costs = {"r1": USED}  # no node counts tokens of speech: it must not be waited for
+    node = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY}, respond=silent, costs=costs)
+    catalogue = Catalogue(models=(ModelSpec(id="a", tokens_per_request=70, harness="speech"),))
+    own, foreign = ((), (node,)) if is_foreign else ((node,), ())
+    client = await start_gateway(*own, foreign=foreign, keys=(key.section,), catalogue=catalogue)
     caller = Caller(client, node, key)
     url = client.url + "/v1/audio/speech"
     request = asyncio.create_task(client.session.post(url, json={"model": "a"}, headers=caller.headers))
-    await until(lambda: client.gateway.dispatcher.in_flight)
+    await until(lambda: node.seen)
     request.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await request

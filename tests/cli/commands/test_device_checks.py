@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cortex.cli.commands.doctor.device_checks import findings
+from cortex.cli.commands.doctor.device_checks import findings, missing_programs
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.servers.entry import HarnessEntry
 from cortex.neuron.worker.discovery import Inventory, with_amd_cards
@@ -50,6 +50,23 @@ def test_servers_on_the_path_are_named(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PATH", str(tmp_path))
     [finding] = findings(CUDA, NeuronConfig(), ("torch",), tmp_path)
     assert finding.what.endswith("through a harness: vllm")
+
+
+def test_programs_of_harnesses_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    entries = (
+        HarnessEntry(name="found", cmd="there ${PORT}"),
+        HarnessEntry(name="by-path", cmd=(str(tmp_path / "there"), "${PORT}")),
+        HarnessEntry(name="unknown", cmd="${env.SERVER} ${PORT}"),
+        HarnessEntry(name="own-path", cmd="there ${PORT}", env={"PATH": "/nowhere"}),
+        HarnessEntry(name="lost", cmd="/nowhere/server ${PORT}"),
+    )
+    found = list(missing_programs(NeuronConfig(harnesses=entries)))
+    assert [finding.what for finding in found] == [
+        "the harness own-path cannot start: there is no program there",
+        "the harness lost cannot start: there is no program /nowhere/server",
+    ]
 
 
 def test_cards_of_amd_run_servers_only(tmp_path: Path) -> None:

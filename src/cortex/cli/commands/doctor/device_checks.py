@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,8 @@ def devices(config: NeuronConfig | None = None, root: Path = Path("/")) -> Itera
     ):
         remedy = "add a server under [[harnesses]] of neuron.toml, or install the engine"
         yield Finding("devices", Severity.PROBLEM, "nothing runs models here: no engine and no harness", remedy)
+    if config is not None:
+        yield from missing_programs(config)
     if inventory.driver_problem and Path("/dev/nvidiactl").exists():
         yield Finding("devices", Severity.PROBLEM, inventory.driver_problem, driver_remedy())
 
@@ -55,6 +58,16 @@ def findings(
             if name not in amd:
                 remedy += "; the memory of its models counts as the host's"
             yield Finding("devices", Severity.NOTE, f"{name}: not used natively", remedy)
+
+
+def missing_programs(config: NeuronConfig) -> Iterator[Finding]:
+    """Configured harnesses whose program this machine does not have. One that a variable names is not looked for."""
+    for entry in config.commands:
+        program, path = entry.commands["cmd"][0], entry.env.get("PATH")
+        if "${" not in program + (path or "") and shutil.which(program, path=path) is None:
+            what = f"the harness {entry.name} cannot start: there is no program {program}"
+            remedy = f"install {program}, or correct `cmd` of this entry of [[harnesses]] in neuron.toml"
+            yield Finding("devices", Severity.PROBLEM, what, remedy)
 
 
 def _abilities(device: Device, config: NeuronConfig, missing: tuple[str, ...]) -> str:

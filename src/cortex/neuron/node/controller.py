@@ -133,7 +133,7 @@ class ModelController:
         if state is ModelState.READY and self.instance is not None:
             return self.instance
         if state is ModelState.RECOVERING:
-            message = f"{self.model_id} lost its device and is coming back by itself; try again"
+            message = f"the process of {self.model_id} has ended and is being started again; try again"
             raise Recovering(message, retry_after_s=self._retry_after_s())
         if self.life.error is not None:
             raise self.life.error.with_traceback(None)

@@ -229,9 +229,8 @@ class Instance:
 
     def on_lost(self, reason: str) -> None:
         self.lost_reason = reason
-        self.end(
-            Recovering(f"{self.model_id} lost its device and is coming back by itself; try again", retry_after_s=2)
-        )
+        message = f"the process of {self.model_id} has ended and is being started again; try again"
+        self.end(Recovering(message, retry_after_s=2))
         self._callbacks.on_lost(reason)
 
     def on_ending(self, reason: str) -> None:

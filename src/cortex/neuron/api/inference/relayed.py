@@ -124,9 +124,12 @@ class RelayedSession:
                 slot.release()  # the server may live, and others wait for it
                 await self._upstream.check_lost()
                 raise UpstreamInterrupted(f"The model's server failed: {fault}; try again.") from fault
-            except CortexError:
+            except CortexError as error:
                 if response.is_rejected:
                     self._num_sent_tokens = 0
+                elif isinstance(error, UpstreamInterrupted):  # the connection ended within a stream
+                    slot.release()
+                    await self._upstream.check_lost()
                 raise
             used = self.usage
             self._upstream.finished(self._id, used.prompt_tokens, used.completion_tokens)

@@ -204,7 +204,7 @@ class ResponseDecoder:
     def finish(self) -> list[AnyEvent]:
         """The last events, at the end of the connection. Raises `UpstreamInterrupted` if the response is incomplete."""
         if not self._reader.ended and not self._reader.finished:
-            raise UpstreamInterrupted("The node closed the connection in the middle of its response; try again.")
+            raise UpstreamInterrupted("The server closed the connection in the middle of its response; try again.")
         return self._reader.end()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,17 @@ async def test_a_crash_in_a_response_is_a_retryable_error_and_the_next_one_is_se
         assert (response.status, (await response.json())["error"]["code"]) == (503, "recovering")
     await until(lambda: caller.node.model("m").state is ModelState.READY)
     assert await _status(caller) == 200
+
+
+async def test_a_crash_within_a_stream_is_reported_as_the_end_of_the_server(caller: Caller) -> None:
+    async with caller.post(text="forever", stream=True) as response:
+        await _first_piece(response)
+        [server] = servers()
+        os.kill(server, signal.SIGKILL)
+        body = (await response.read()).decode()
+    error = json.loads(body[body.rindex("data: {") :].splitlines()[0].removeprefix("data: "))["error"]
+    assert error["code"] == "recovering"
+    assert "of m has ended" in error["message"]
 
 
 async def test_a_closed_connection_frees_its_slot_before_the_server_is_known_to_live(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 from collections.abc import Callable, Mapping
@@ -90,6 +89,8 @@ class CommandHost:
     _server: ServerProcess | None = None
     _sink: ModelSink | None = None
     _port: int = 0
+    _last_check: str = "no check has ended"
+    """The outcome of the last health check."""
     _kill_reason: str | None = None
     _watch: asyncio.Task[None] | None = None
     _live: dict[str, float | None] = field(default_factory=dict)
@@ -126,7 +127,8 @@ class CommandHost:
 
     async def _start(self, sink: ModelSink, *, is_last: bool) -> bool:
         """Returns when the server is healthy; False: another program took its port first. Raises LoadRejected."""
-        port = self._port = self.choose_port()
+        port, self._last_check = self.choose_port(), "no check has ended"
+        self._port = port
         name = f"{self.model_id} ({self.entry.name})"
         server = self._server = await ServerProcess.start(
             name, self.command.argv(port), self.command.env(port), self.log, self.command.kill(port)
@@ -148,7 +150,7 @@ class CommandHost:
                 raise LoadRejected(
                     FaultKind.BUG,
                     f"its server ({self.entry.name}) was not healthy within {health.timeout_s:g} s "
-                    f"(health.path {health.path}, health.timeout_s){server.last_lines}",
+                    f"(health.path {health.path}, health.timeout_s): {self._last_check}{server.last_lines}",
                 )
             healthy.result()
             if find_pid := self.command.find_pid(port):
@@ -170,14 +172,19 @@ class CommandHost:
 
     async def _is_healthy(self, pool: Pool) -> bool:
         if self.entry.health.path == "none":
+            self._last_check = "nothing listens on its port"
             return not _is_free(self._port)
         return 200 <= (await self._health_status(pool) or 0) < 300
 
     async def _health_status(self, pool: Pool) -> int | None:
         """The status of a health check; None: there is no response."""
-        with contextlib.suppress(UpstreamFault):
-            return (await pool.fetch(b"GET", self.entry.health.path.encode(), timeout_s=_HEALTH_S)).status
-        return None
+        try:
+            status = (await pool.fetch(b"GET", self.entry.health.path.encode(), timeout_s=_HEALTH_S)).status
+        except UpstreamFault as fault:
+            self._last_check = str(fault)
+            return None
+        self._last_check = f"the last check had status {status}"
+        return status
 
     async def _free_bytes(self) -> int:
         return 0 if self.memory.free_bytes is None else await asyncio.to_thread(self.memory.free_bytes)

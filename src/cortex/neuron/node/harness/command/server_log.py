@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Sequence
+from itertools import groupby
 
 from cortex.wire.node.model_log import ModelLog
 
@@ -20,6 +22,12 @@ def _plain(line: bytes) -> str:
     return "".join(character if character.isprintable() else " " for character in text).strip()
 
 
+def _folded(lines: Sequence[str]) -> list[str]:
+    """The last `_ERROR_LINES`, where equal lines in a row are one with their number."""
+    runs = [(line, sum(1 for _ in equal)) for line, equal in groupby(lines)]
+    return [line if num == 1 else f"{line} ({num} times)" for line, num in runs[-_ERROR_LINES:]]
+
+
 class ServerLog:
     """Bounded. Owned by the loop."""
 
@@ -27,11 +35,13 @@ class ServerLog:
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._num_lines = 0
         self._began = 0
+        self._last_lines: str | None = None
+        """Of a server that has ended."""
         self._rest = b""
 
     def begin(self, title: str) -> None:
         """A server is about to start; lines before this are of earlier ones."""
-        self._rest = b""
+        self._rest, self._last_lines = b"", None
         self._append(title)
         self._began = self._num_lines
 
@@ -44,12 +54,20 @@ class ServerLog:
             self._append(text)
         return texts
 
+    def end(self, title: str) -> None:
+        """The server has ended, and all its output was fed. `last_lines` stay without this title."""
+        self._last_lines = self.last_lines
+        self._append(title)
+
     @property
     def last_lines(self) -> str:
-        """The end of the output of the current server, for an error."""
-        num_own = min(self._num_lines - self._began, _ERROR_LINES)
-        lines = " | ".join(list(self._lines)[-num_own:]) if num_own else ""
-        return f"; the end of its log: {lines}" if lines else "; it wrote nothing"
+        """The end of the output of the current server, for an error. Equal lines in a row, such as those of health
+        checks, count as one."""
+        if self._last_lines is not None:
+            return self._last_lines
+        num_own = min(self._num_lines - self._began, len(self._lines))
+        lines = _folded(list(self._lines)[-num_own:]) if num_own else []
+        return f"; the end of its log: {' | '.join(lines)}" if lines else "; it wrote nothing"
 
     def since(self, after: int) -> ModelLog:
         """The lines that followed the first `after` ones, as far as they are kept. A number from the future, of a node

@@ -30,6 +30,7 @@ class ServerProcess:
         self._log = log
         self._outside: int | None = None
         """The server's process where a daemon started it."""
+        self._is_killed = False
         self._reader = asyncio.create_task(self._read_output(), name=f"log of {name}")
         self._waiter = asyncio.create_task(self._wait(), name=f"end of {name}")
 
@@ -108,11 +109,15 @@ class ServerProcess:
 
     async def ended(self) -> str:
         """How it ended, once it has, and all of its output is read. May be cancelled and called again."""
-        code = await asyncio.shield(self._waiter)
+        return self._manner(await asyncio.shield(self._waiter))
+
+    def _manner(self, code: int) -> str:
         if code == guard.NOT_STARTED:
             return "could not be started"
+        if self._is_killed:
+            return "was killed by the node"
         if code == 128 + signal.SIGKILL:
-            return "was ended by signal 9 (by the system where it had no memory left)"
+            return "was ended by signal 9, which the system sends when memory runs out"
         return f"was ended by signal {code - 128}" if code > 128 else f"ended with status {code}"
 
     async def stop(self, timeout_s: float, command: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
@@ -133,6 +138,7 @@ class ServerProcess:
 
     def kill(self) -> None:
         """Ends all its processes now. `ended` returns when they have."""
+        self._is_killed = self._is_killed or not self.has_ended
         if self._process.stdin is not None:
             self._process.stdin.close()
 
@@ -158,6 +164,7 @@ class ServerProcess:
     async def _wait(self) -> int:
         code = await self._process.wait()
         await self._reader
+        self._log.end(f"--- {self._name} {self._manner(code)}")
         return code
 
     async def _read_output(self) -> None:

@@ -77,6 +77,17 @@ async def test_keeps_requests_without_texts_until_they_are_too_old(location: str
     await kept.close()
 
 
+async def test_newest_is_first_also_within_a_millisecond(tmp_path: Path) -> None:
+    activity = ActivityLog(ActivitySection())
+    kept = RequestLog(activity, str(tmp_path / "log.db"), lambda: NOW)
+    kept.retention_days = 1
+    for number, later_s in ((9, 0.0001), (10, 0.0002), (11, 0.0002), (12, 0.0)):
+        activity.append(record(number, NOW + later_s))
+    assert [each.number for each in await kept.read(0, NOW + 1, 10, lambda _: True)] == [11, 10, 9, 12]
+    assert [each.number for each in await kept.read(0, NOW + 1, 1, lambda _: True)] == [11]
+    await kept.close()
+
+
 async def test_waits_in_memory_while_the_database_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "folder").write_text("in the way")
     activity = ActivityLog(ActivitySection())

@@ -201,4 +201,5 @@ def _read(
         oldest_ms = rows[-1][0]
         num_at_last = sum(row[0] == oldest_ms for row in rows) + (num_at_last if oldest_ms == last_ms else 0)
         last_ms, num_read = oldest_ms, num_read + len(rows)
-    return found[:limit]
+    # The database orders by milliseconds only.
+    return sorted(found, key=lambda record: (record.ended_at, record.number), reverse=True)[:limit]

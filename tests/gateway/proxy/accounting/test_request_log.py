@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from cortex.gateway.proxy.accounting.request_log import DAY_S, RequestLog, Searc
 from cortex.wire.events import Usage
 from cortex.wire.node.protocol import ModelState
 
+from ....waiting import WAIT_S
 from ...fake_neuron import GB
 
 if TYPE_CHECKING:
@@ -85,6 +87,27 @@ async def test_newest_is_first_also_within_a_millisecond(tmp_path: Path) -> None
         activity.append(record(number, NOW + later_s))
     assert [each.number for each in await kept.read(0, NOW + 1, 10, lambda _: True)] == [11, 10, 9, 12]
     assert [each.number for each in await kept.read(0, NOW + 1, 1, lambda _: True)] == [11]
+    await kept.close()
+
+
+async def test_a_cancelled_flush_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    activity = ActivityLog(ActivitySection())
+    kept = RequestLog(activity, str(tmp_path / "log.db"), lambda: NOW)
+    kept.retention_days = 1
+    await kept.flush()  # which deletes what is too old
+    is_free = threading.Event()
+    with monkeypatch.context() as busy:
+        busy.setattr(request_log, "_read", lambda *_, **__: is_free.wait(WAIT_S))
+        reading = asyncio.create_task(kept.read(0, NOW + 1, 10, lambda _: True))
+        await asyncio.sleep(0)
+        activity.append(record(1, NOW))
+        flushing = asyncio.create_task(kept.flush())
+        await asyncio.sleep(0)
+        flushing.cancel()
+        await asyncio.gather(flushing, return_exceptions=True)
+        is_free.set()
+        await reading
+    assert [each.number for each in await kept.read(0, NOW + 1, 10, lambda _: True)] == [1]
     await kept.close()
 
 

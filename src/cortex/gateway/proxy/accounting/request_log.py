@@ -98,10 +98,13 @@ class RequestLog:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write what has ended, and delete what is too old. Never raises: a failure is logged once."""
+        """Write what has ended, and delete what is too old. Never raises: a failure is logged once. Goes on where its
+        caller is cancelled."""
         is_due = self.retention_days > 0 and self._clock() - self._expired_at >= EXPIRE_S
-        if not self._waiting and not is_due:
-            return
+        if self._waiting or is_due:
+            await asyncio.shield(self._write_waiting(is_due))
+
+    async def _write_waiting(self, is_due: bool) -> None:
         batch = list(self._waiting)
         self._waiting.clear()
         oldest_ms = int((self._clock() - self.retention_days * DAY_S) * 1000) if is_due else None

@@ -32,7 +32,7 @@ export default function Usage() {
     ${error && html`<${Problem} error=${error} retry=${reload} />`}
     ${!value && !error && html`<${Loading} what="usage" />`}
     ${value && (value.day.is_recorded ? html`<${Recorded} usage=${value} until=${until} span=${span} />` : html`
-      <${Empty} title="Usage is recorded once there are keys">Make the first one on the gateway's host: <code>cortex keys add NAME --operator</code><//>`)}
+      <${Empty} title="Usage is recorded once there are keys">Make the first one on the gateway's host, in the file that the gateway reads: <code>cortex keys add NAME --operator --config cortex.toml</code><//>`)}
     ${value?.day.is_recorded && html`<${Keys} />`}`;
 }
 

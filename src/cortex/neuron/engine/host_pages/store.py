@@ -57,7 +57,7 @@ class _Slab:
     slots: dict[Digest, int] = field(default_factory=dict)
     """The blocks whose contents are complete."""
     checksums: dict[Digest, int] = field(default_factory=dict)
-    """Of those that are verified."""
+    """The checksums of blocks that are verified."""
     num_copies: int = 0
     """Copies to and from it that have not ended: it must not be dropped."""
 

@@ -150,7 +150,7 @@ class FollowingBlocks:
 
 
 def name_together(link: StepLink, group: TorchGroup, own: bytes, device: torch.device) -> bytes:
-    """The leader's `name_of_all`: the other ranks are told to call it."""
+    """Announce `name_of_all` to the other ranks and take part in it; the leader calls this."""
     with link.turn():
         link.announce(_plan("name", ()))
         return name_of_all(group, own, device)

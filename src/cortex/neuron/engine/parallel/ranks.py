@@ -146,7 +146,7 @@ class Follower(Rank):
             self._name_by_content()
             return
         if self._fingerprint is None:
-            return  # it is told to forget blocks before there are any
+            return  # the order is `forget`, and this rank has kept nothing yet
         if self._kept_blocks is None:
             blocks = self._blocks()
             arguments = (self._host_memory, blocks, partial(self._kinds_of, blocks), self._group, self._device)

@@ -36,7 +36,7 @@ class ServerLog:
         self._num_lines = 0
         self._began = 0
         self._last_lines: str | None = None
-        """Of a server that has ended."""
+        """The last lines of a server that has ended; None: it runs."""
         self._rest = b""
 
     def begin(self, title: str) -> None:

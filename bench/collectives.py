@@ -145,7 +145,7 @@ def captured(group: Sums, part: Tensor) -> torch.cuda.CUDAGraph:
 
 
 def fastest_s(runs: list[Callable[[], None]]) -> float:
-    """Of several rounds. All ranks make as many; `runs` go to streams of their own if there are several."""
+    """The fastest of several rounds. All ranks make as many; `runs` go to streams of their own if there are several."""
     streams = [torch.cuda.Stream() for _ in runs] if len(runs) > 1 else [None]
     times = []
     for _ in range(ROUNDS):

@@ -34,11 +34,11 @@ CALLS = ("all_reduce", "all_gather", "broadcast", "send", "receive")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of one rank, for one decoded token unless it says otherwise."""
+    """What one rank takes for one decoded token, unless it says otherwise."""
 
     tokens: tuple[int, ...]
     prompt_s: float
-    """Of the whole prompt."""
+    """Seconds for the whole prompt."""
     step_s: float
     messages_s: float = 0.0
     """Part of `step_s` that this rank spent in messages, which includes the wait for other ranks."""

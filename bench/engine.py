@@ -113,8 +113,8 @@ def random_engine(shape: str, device: torch.device, spec: LoadSpec, quant: str |
                 if quant == "mxfp4":
                     packed.matrix.put_codes(packed.first_row + first, *random_four_bits(rows, inputs, device))
                 else:
-                    numbers = torch.randn(rows, inputs, device=device) * inputs**-0.5
-                    packed.matrix.put_values(packed.first_row + first, numbers)
+                    values = torch.randn(rows, inputs, device=device) * inputs**-0.5
+                    packed.matrix.put_values(packed.first_row + first, values)
         for binding in parameters.bindings:
             view = binding.destination
             view.normal_(1.0, 0.1) if view.dim() == 1 else view.normal_(0.0, view.shape[-1] ** -0.5)

@@ -59,6 +59,7 @@ from cortex.neuron.kernels.products.grouped import expert_load
 from cortex.neuron.kernels.quantised.codes import empty_codes
 from cortex.neuron.kernels.quantised.few_rows import few_rows_product, max_few_rows
 from cortex.neuron.kernels.quantised.layout import FP4, IQ4, Q2, Q3, Q4, Q5, Q6, Q8, Layout
+from cortex.neuron.kernels.quantised.long_row import long_row_product
 from cortex.neuron.kernels.quantised.one_row import one_row_product
 from cortex.neuron.kernels.quantised.pack_rows import pack_codes, pack_values
 from cortex.neuron.kernels.quantised.product import small_batch_product
@@ -72,8 +73,9 @@ SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 FITTED = (
     "attention.decode",
     "attention.prefill",
-    "dense.product",
+    "dense.small_batch",
     "dense.experts",
+    "dense.matrix",
     "delta.chunks",
     "latent.decode",
     "latent.prefill",
@@ -141,6 +143,7 @@ def some_batch(decodes: int, max_length: int) -> Batch:
         prefills=(PrefillRow(0, 0, 128, decodes),),
         prefill_offsets=empty(2, kind=torch.int32),
         prefill_tiles=empty(1, 2, kind=torch.int32),
+        prefill_cuts=empty(1, 2, kind=torch.int32),
     )
 
 
@@ -169,6 +172,7 @@ def latent_attention(heads: int, decodes: int) -> None:
 
 
 GATED = Epilogue(activation="silu")
+COUNTERS = torch.zeros(1024, dtype=torch.int32)
 
 
 def normed(inputs: int) -> Prologue:
@@ -177,12 +181,12 @@ def normed(inputs: int) -> Prologue:
 
 def products(inputs: int, outputs: int, rows: int) -> None:
     x, weight, out = empty(rows, inputs), empty(outputs, inputs), empty(rows, outputs)
-    small_product(x, weight, normed(inputs), BARE, out)
-    small_product(x, weight, PLAIN, Epilogue(residual=empty(rows, outputs)), out)
+    small_product(x, weight, COUNTERS, normed(inputs), BARE, out)
+    small_product(x, weight, COUNTERS, PLAIN, Epilogue(residual=empty(rows, outputs)), out)
 
 
 def gated(rows: int) -> None:
-    small_product(empty(rows, 4096), empty(24_576, 4096), normed(4096), GATED, empty(rows, 12_288))
+    small_product(empty(rows, 4096), empty(24_576, 4096), COUNTERS, normed(4096), GATED, empty(rows, 12_288))
 
 
 def experts(tokens: int) -> None:
@@ -209,7 +213,9 @@ def packed(layout: Layout, rows: int) -> None:
     if rows == 1:
         one_row_product(x, codes, out, normed(4096), BARE)
         one_row_product(x, codes, empty(1, 2048), normed(4096), GATED)
-    elif rows <= max_few_rows(layout):
+        long = empty_codes(layout, 4096, 12288, torch.device("cpu"))
+        long_row_product(empty(1, 12288), long, out, Epilogue(residual=out))
+    elif rows <= max_few_rows(layout, 4096):
         few_rows_product(x, codes, out, normed(4096), Epilogue(residual=out))
         few_rows_product(x, codes, empty(rows, 2048), normed(4096), GATED)
     else:
@@ -276,7 +282,7 @@ def mamba_2(heads: int, dim: int, groups: int, state_dim: int) -> None:
 def short_convolution(channels: int) -> None:
     batch, weight, recent = some_batch(1, 40_960), empty(3, channels), empty(4, 3, channels)
     short_conv_step(empty(129, 3 * channels), weight, batch, recent, empty(129, channels))
-    conv_chunks(empty(128, channels), weight, recent, batch, activates=False)
+    conv_chunks(empty(128, channels), weight, recent, batch, empty(128, channels), activates=False)
     relu_squared_(empty(1, channels))
 
 

@@ -31,7 +31,6 @@ from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
 from cortex.neuron.kernels.delta.gated_delta import gated_delta
 from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
-from cortex.neuron.kernels.dense.product import beats_library
 from cortex.neuron.kernels.latent.attention import latent_attention
 from cortex.neuron.kernels.latent.rules import LatentRules
 from cortex.neuron.kernels.matrix import BARE, PLAIN, Epilogue, Prologue
@@ -123,6 +122,7 @@ def prompt_batch(start: int, count: int, table: Tensor) -> Batch:
         prefills=(PrefillRow(0, start, count, 0),),
         prefill_offsets=torch.tensor([0, count], dtype=torch.int32, device=DEVICE),
         prefill_tiles=torch.tensor(tiles, dtype=torch.int32, device=DEVICE),
+        prefill_cuts=torch.zeros((1, 2), dtype=torch.int32, device=DEVICE),
     )
 
 
@@ -148,15 +148,14 @@ def matrices(limits: Limits) -> Iterator[Row]:
         for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             x = normal(rows, inputs)
             library = chain_us([partial(F.linear, x, weight) for weight in weights])
-            if not beats_library(rows, inputs):
-                ours = library
-            else:
-                prologue, epilogue = Prologue(gain, EPS), BARE
-                if name == "gate, up":
-                    epilogue = Epilogue(activation="silu")
-                elif outputs == HIDDEN:
-                    prologue, epilogue = PLAIN, Epilogue(residual=normal(rows, outputs))
-                ours = chain_us([partial(DenseMatrix(each).product, x, prologue, epilogue) for each in weights])
+            ours, prologue, epilogue = library, Prologue(gain, EPS), BARE
+            if name == "gate, up":
+                epilogue = Epilogue(activation="silu")
+            elif outputs == HIDDEN:
+                prologue, epilogue = PLAIN, Epilogue(residual=normal(rows, outputs))
+            held = [DenseMatrix(each) for each in weights]
+            if held[0].fuses(PLAIN, x) or (epilogue.activation is not None and held[0].gates(x)):
+                ours = chain_us([partial(each.product, x, prologue, epilogue) for each in held])
             floor = limits.floor_us(read, 2 * rows * inputs * outputs)
             yield Row(f"matrix, {name}", f"{rows} rows", ours, floor, library)
 

@@ -1,12 +1,18 @@
 """Benchmarks a node without its computation: what a request and an event cost the daemon and its worker.
 
     PYTHONPATH=src python bench/node_http.py --streams 512 --tokens 64
+    PYTHONPATH=src python bench/node_http.py --first-token 16384
+    PYTHONPATH=src python bench/node_http.py --requests 512 --tokens 256
 
 A whole node runs in a child: its HTTP API, a tokenizer process and a worker, whose engine (`bench/scripted_engine.py`)
 has a token for every stream at each step, `--step-ms` apart, so that every token is an event of its own. The daemon's
 loop has a CPU of its own if there are two. `bench/streams.c`, compiled, reads the streams. Printed is the CPU time of
 the daemon and of its worker for each event, in their own code and in the kernel, and that of the daemon for each
-request: two lengths of streams tell them apart.
+request: two lengths of streams tell them apart. With `--first-token N`: the time from the connection to the last byte
+of a response of one token to a prompt of N token ids, of one that the engine has at once.
+
+With `--requests N`: which share of the engine's rate N requests at once reach over HTTP, prompts of 128 to 1,024 tokens
+and `--tokens` out. The engine is that of `bench/modelled_device.py`, `--slowdown` times slower than the GPU it models.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ import asyncio
 import gc
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -28,13 +35,15 @@ from typing import NamedTuple
 
 import msgspec
 
+import modelled_device
 from cortex.neuron.api.app import NodeApi
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.config import NeuronConfig
+from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.node.node import Node
 from cortex.neuron.node.parts import Parts
 from cortex.neuron.worker.factory import WorkerFactory
-from cortex.wire.node.protocol import LoadRequest
+from cortex.wire.node.orders import LoadRequest
 from neuron import compiled_client, cpu_s, request_bytes
 from random_checkpoint import write_checkpoint
 from scripted_engine import CONTEXT_TOKENS, FIRST_WORD, STEP_MS, VOCAB
@@ -52,12 +61,15 @@ SHAPE = {
 }
 
 
-async def serve(port: int, num_streams: int, folder: Path) -> None:
+FIRST_TOKEN_RUNS = 25
+
+
+async def serve(port: int, num_streams: int, folder: Path, engine: str) -> None:
     """Runs the node until it is killed; writes its worker's process id into `folder` when the model is loaded."""
-    limits = {"max_num_seqs": num_streams, "max_queue": num_streams}
+    limits = {"max_num_seqs": num_streams, "max_queue": num_streams, "kv_host_mb": 0}
     settings = {"models": [{"id": "bench", "source": str(folder / "model")}], "limits": limits}
     config = msgspec.convert(settings, NeuronConfig)
-    node = await Node.start(config, Parts(make_workers=partial(WorkerFactory, "scripted_engine:load")))
+    node = await Node.start(config, Parts(make_workers=partial(WorkerFactory, f"{engine}:load")))
     await node.load(LoadRequest(model_id="bench"), wait=True)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])  # the loop's thread, without the worker
     api = NodeApi(node, DrainGate())
@@ -92,30 +104,79 @@ def measure(client: Path, daemon: int, worker: int, port: int, streams: int, tok
     return Spent(daemon_s, daemon_kernel_s, worker_s, worker_kernel_s, found["events"])
 
 
+def first_token(client: Path, port: int, num_tokens: int) -> None:
+    """Prints how long single requests take."""
+    prompt = [FIRST_WORD + place * 7919 % (VOCAB - FIRST_WORD) for place in range(num_tokens)]
+    body = {"model": "bench", "prompt": prompt, "max_tokens": 1, "ignore_eos": True, "stream": True}
+    request = request_bytes(f"127.0.0.1:{port}", json.dumps(body).encode())
+    command = [str(client), "127.0.0.1", str(port), "data: [DONE]"]
+    took_ms = []
+    for _ in range(FIRST_TOKEN_RUNS):
+        found = json.loads(subprocess.run(command, input=request, capture_output=True, check=True).stdout)
+        took_ms.append(found["seconds"] * 1e3)
+    print(f"{num_tokens} tokens: median {sorted(took_ms)[len(took_ms) // 2]:.2f} ms, lowest {min(took_ms):.2f} ms")
+
+
+def compare_rates(client: Path, port: int, num_requests: int, num_tokens: int) -> None:
+    """Prints how long requests take in the engine alone and over HTTP."""
+    numbers = random.Random(0)
+    lengths = [numbers.randrange(128, 1025) for _ in range(num_requests)]
+    prompts = [tuple(numbers.randrange(FIRST_WORD, VOCAB) for _ in range(length)) for length in lengths]
+    engine, began_s = modelled_device.load(), time.monotonic()
+    for number, prompt in enumerate(prompts):
+        engine.submit(EngineRequest(str(number), prompt, num_tokens, SamplingParams(temperature=0.0)))
+    while engine.has_work:
+        engine.step()
+    alone_s = time.monotonic() - began_s
+    rest = {"model": "bench", "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    bodies = [json.dumps({**rest, "prompt": prompt}).encode() for prompt in prompts]
+    sent = b"".join(request_bytes(f"127.0.0.1:{port}", body) for body in bodies)
+    command = [str(client), "127.0.0.1", str(port), "data: [DONE]"]
+    found = json.loads(subprocess.run(command, input=sent, capture_output=True, check=True).stdout)
+    if found["complete"] != num_requests:
+        sys.exit(f"{num_requests - found['complete']} of {num_requests} responses are incomplete")
+    share = alone_s / found["seconds"]
+    print(
+        f"{num_requests} requests: engine {alone_s:.2f} s, over HTTP {found['seconds']:.2f} s, {share:.1%} of its rate"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--step-ms", type=float, default=100.0)
-    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)  # in the child: the port and a folder
+    parser.add_argument("--first-token", type=int, metavar="N", help="time first tokens of prompts of N tokens instead")
+    parser.add_argument("--requests", type=int, metavar="N", help="compare the rate of N requests with the engine's")
+    parser.add_argument("--slowdown", type=float, default=4.0)
+    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)  # in the child: the port, a folder, an engine
     options = parser.parse_args()
+    num_streams = options.requests or options.streams
     if options.serve:
         import uvloop
 
-        uvloop.run(serve(int(options.serve[0]), options.streams, Path(options.serve[1])))
+        uvloop.run(serve(int(options.serve[0]), num_streams, Path(options.serve[1]), options.serve[2]))
+    os.environ[STEP_MS] = str(0.0 if options.first_token else options.step_ms)
+    os.environ[modelled_device.SLOWDOWN] = str(options.slowdown)
     with ExitStack() as stack:
         client = compiled_client(stack)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         write_checkpoint(SHAPE, folder / "model")
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        child = subprocess.Popen(
-            [sys.executable, __file__, "--streams", str(options.streams), "--serve", str(port), str(folder)],
-            env={**os.environ, STEP_MS: str(options.step_ms)},
-        )
+        engine = "modelled_device" if options.requests else "scripted_engine"
+        served = ["--streams", str(num_streams), "--serve", str(port), str(folder), engine]
+        child = subprocess.Popen([sys.executable, __file__, *served])
         stack.callback(child.wait)
         stack.callback(child.kill)
         worker = _wait_for(folder / "worker", child)
+        if options.requests:
+            compare_rates(client, port, options.requests, options.tokens)
+            return 0
+        if options.first_token:
+            for num_tokens in (8, options.first_token):
+                first_token(client, port, num_tokens)
+            return 0
         run = partial(measure, client, child.pid, worker, port, options.streams)
         run(4)  # imports, caches and the first task of each kind
         short, long = run(2), run(options.tokens)

@@ -8,7 +8,7 @@ The text is this project's LICENSE, or `--text FILE`. It is scored in windows, e
 has the perplexity, and how far the log-probabilities of the tokens are from those of the first row: mean, 95th
 percentile and largest difference, in nats. `as served` is the model as a node loads it: on a CPU its products take
 quantised inputs. On a GPU the recipes are loaded as a node loads them. On a CPU the matrices of the dense model get the
-numbers that the packed ones have, which are the same. Give `--dtype float32` on a CPU, so that only the weights differ.
+values that the packed ones have, which are the same. Give `--dtype float32` on a CPU, so that only the weights differ.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def load(spec: LoadSpec, device: torch.device) -> Engine:
         return Engine(load_model(spec, device, lambda *_: None, lambda: False), spec)
     checkpoint = open_checkpoint(Path(spec.path))
     recipe = RECIPES[spec.quant]
-    # A quantised file is treated as if it were dense: what the recipe does to its numbers is the question.
+    # A quantised file is treated as if it were dense: what the recipe does to its values is the question.
     dense = {
         name: replace(info, dtype=info.dtype if info.dtype in QUANTISABLE else "F32")
         for name, info in checkpoint.tensors.items()
@@ -130,7 +130,7 @@ def load(spec: LoadSpec, device: torch.device) -> Engine:
 
 
 def fill(parameters: Parameters, checkpoint: Checkpoint, layouts: Mapping[str, MatrixLayout]) -> None:
-    """Fill a dense model with the numbers that packed matrices have."""
+    """Fill a dense model with the values that packed matrices have."""
     bindings = parameters.bindings_from(checkpoint.tensors)
     placements = [Placement(binding.source, binding.destination, transform=binding.transform) for binding in bindings]
     load_into(checkpoint, placements, progress=lambda *_: None, cancelled=lambda: False)

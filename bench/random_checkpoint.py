@@ -22,7 +22,7 @@ from cortex.neuron.weights.gguf.types import GGMLType
 
 SHARD_BYTES = 2 << 30
 BLOCK_ELEMENTS = (1 << 24) + 43
-"""Random numbers, generated once and repeated. Not a multiple of any row length, so that no two rows are equal."""
+"""Random values, generated once and repeated. Not a multiple of any row length, so that no two rows are equal."""
 
 NUM_BLOCKS = 65_537
 """Random quantised blocks, repeated in the same way."""

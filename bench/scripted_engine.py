@@ -8,11 +8,26 @@ import time
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, FinishReason, StepOutput
 
 VOCAB = 4096
-CONTEXT_TOKENS = 4096
+CONTEXT_TOKENS = 40_960
+PAGE_TOKENS = 16
 FIRST_WORD = 300
 """Tokens below are single bytes, which a text of random ones would not show one by one."""
 STEP_MS = "SCRIPTED_STEP_MS"
 """The environment variable with the time of a step."""
+
+
+def engine_info(num_pages: int, kv_bytes: int = 0) -> EngineInfo:
+    """What an engine without weights says about itself. `kv_bytes`: 0 if its pages are not modelled."""
+    return EngineInfo(
+        family="llama",
+        dtype="bfloat16",
+        context_tokens=CONTEXT_TOKENS,
+        vocab_size=VOCAB,
+        weight_bytes=0,
+        kv_bytes=kv_bytes,
+        page_tokens=PAGE_TOKENS,
+        num_pages=num_pages,
+    )
 
 
 class ScriptedEngine:
@@ -26,16 +41,7 @@ class ScriptedEngine:
         self._num_tokens: dict[str, int] = {}
         self._cancelled: set[str] = set()
         self._num_steps = 0
-        self.info = EngineInfo(
-            family="llama",
-            dtype="bfloat16",
-            context_tokens=CONTEXT_TOKENS,
-            vocab_size=VOCAB,
-            weight_bytes=0,
-            kv_bytes=0,
-            page_tokens=16,
-            num_pages=1 << 20,
-        )
+        self.info = engine_info(1 << 20)
 
     def submit(self, request: EngineRequest) -> None:
         self._requests[request.id] = request

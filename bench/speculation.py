@@ -112,7 +112,7 @@ def scripted(parameters: Parameters) -> None:
     device = parameters.device
 
     def rows(first: int, count: int, inputs: int, vocab: int) -> torch.Tensor:
-        """Of the embedding: a block of them has a seed."""
+        """Rows of the embedding; a block of them has a seed."""
         parts = []
         while count:
             block, place = divmod(first % vocab, ROW_BLOCK)

@@ -114,7 +114,7 @@ class Bench:
 
 
 def tower_flops(tower: Tower) -> float:
-    """Of one picture: matrices and attention, two for each multiplication with addition."""
+    """Operations for one picture: matrices and attention, two for each multiplication with addition."""
     config, patches = tower.config, (SIDE // tower.config.patch) ** 2
     layer = 4 * config.hidden**2 + 2 * config.hidden * config.inner + 2 * patches * config.hidden
     width = config.hidden * config.merge**2

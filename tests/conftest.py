@@ -94,6 +94,17 @@ def collector() -> Iterator[Collector]:
         yield listening
 
 
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    """For tests that configure or hold the log of their own process, which other tests share."""
+    root, ours = logging.getLogger(), logging.getLogger("cortex")
+    before = root.handlers[:], root.level, ours.level
+    yield
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    ours.setLevel(before[2])
+
+
 @pytest.fixture(scope="session")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     """A certificate authority."""

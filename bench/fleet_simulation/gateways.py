@@ -186,7 +186,7 @@ def _get(url: str, key: NewKey | None) -> dict[str, list[dict[str, int | str]]]:
 
 
 def _cpu_s(pid: int) -> float:
-    """Of a process and its children."""
+    """Processor time of a process and its children."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return _own_cpu_s(pid) + sum(_cpu_s(int(child)) for child in children)
 
@@ -197,7 +197,7 @@ def _own_cpu_s(pid: int) -> float:
 
 
 def _database_cpu_s(database: str) -> float:
-    """Of all processes of the server, which is on this machine."""
+    """Processor time of all processes of the server, which is on this machine."""
     import psycopg
 
     with psycopg.connect(database) as connection:

@@ -15,17 +15,8 @@ from cortex.gateway.dispatch.fleet_state import DispatchSettings
 from cortex.gateway.dispatch.leases import Lease, PendingRequest
 from cortex.gateway.dispatch.model_jobs import Cause
 from cortex.wire.errors import CortexError
-from cortex.wire.node.protocol import (
-    Device,
-    DeviceHealth,
-    Discovery,
-    Health,
-    LoadRequest,
-    ModelLoad,
-    ModelState,
-    ModelStatus,
-    UnloadRequest,
-)
+from cortex.wire.node.orders import LoadRequest, UnloadRequest
+from cortex.wire.node.protocol import Device, DeviceHealth, Discovery, Health, ModelLoad, ModelState, ModelStatus
 
 GIB = 1 << 30
 DEVICE_BYTES = 80 * GIB

@@ -1,7 +1,8 @@
-"""Exit codes of all programs and commands."""
+"""Exit codes of all programs and commands, and those of processes in words."""
 
 from __future__ import annotations
 
+import signal
 from enum import IntEnum
 
 
@@ -31,3 +32,8 @@ MEANINGS = {
     ExitCode.INTERRUPTED: "interrupted",
 }
 """As the commands' help and the documents list them."""
+
+
+def ending(code: int) -> str:
+    """How a process ended, from its exit code, which is negative after a signal."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
+from typing import TYPE_CHECKING
 
 from ..waiting import WAIT_S
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 WAIT_MS = WAIT_S * 1000
 """Playwright's own limit would be 30 s."""
@@ -17,3 +22,12 @@ def executable() -> str | None:
     """The browser on this machine."""
     names = (os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome")
     return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def wait_until(page: Page, expression: str, argument: object = None) -> None:
+    """Waits until an expression or a function of `argument` is true. `Page.wait_for_function` would evaluate it inside
+    the page at its second look, which the page's policy forbids."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not page.evaluate(expression, argument):
+        assert time.monotonic() < deadline_s, f"not true: {expression}"
+        time.sleep(0.02)

@@ -13,7 +13,8 @@ from . import chromium
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
 
-    from .stage import Stage
+    from .small_fleet import SmallFleet
+    from .stage import DirectedNode, Stage
 
 HOW = "apt-get install chromium, or set CHROMIUM to the path of one, and pip install -e '.[dev]'"
 
@@ -39,6 +40,20 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     started = Stage(tmp_path_factory.mktemp("gateway"))
     yield started
     started.close()
+
+
+@pytest.fixture(scope="module")
+def opened(stage: Stage) -> SmallFleet:
+    """The small fleet of every file whose tests use it."""
+    from .small_fleet import SmallFleet
+
+    return SmallFleet.opened(stage)
+
+
+@pytest.fixture
+def node(opened: SmallFleet) -> DirectedNode:
+    """Its node, as every test finds it."""
+    return opened.as_before().node
 
 
 @pytest.fixture(scope="module")

@@ -24,14 +24,8 @@ from playwright.sync_api import Page, sync_playwright
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.gateway.ledger.store import open_store
 from cortex.wire.events import Usage
-from cortex.wire.node.protocol import (
-    DiskUse,
-    HubRepository,
-    HubVariant,
-    ModelLoad,
-    ModelState,
-    Progress,
-)
+from cortex.wire.node.orders import HubRepository, HubVariant
+from cortex.wire.node.protocol import DiskUse, ModelLoad, ModelState, Progress
 from cortex.wire.node.sampling import SamplingDefaults
 
 from ..gateway.fake_neuron import GB
@@ -117,7 +111,7 @@ def build(stage: Stage, directory: Path, keys: tuple[NewKey, ...]) -> None:
 
 
 def spent(num_words: int) -> Usage:
-    """Of a turn in a conversation whose earlier turns are cached."""
+    """Tokens of a turn in a conversation whose earlier turns are cached."""
     prompt = int(CHANCE.lognormvariate(7.6, 0.7))
     cached = prompt * CHANCE.randint(5, 9) // 10 // 16 * 16
     completion = int(num_words * CHANCE.uniform(1.1, 2.2))

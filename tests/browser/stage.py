@@ -34,7 +34,8 @@ from cortex.wire.node.protocol import (
     Progress,
 )
 
-from ..gateway.fake_neuron import GB, REPORTED, FakeNeuron, begin_stream, chunk
+from ..gateway.fake_neuron import GB, FakeNeuron
+from ..gateway.fake_responses import REPORTED, begin_stream, chunk
 from ..ports import free_port
 from ..waiting import WAIT_S
 
@@ -78,7 +79,7 @@ class DirectedNode(FakeNeuron):
     usage: Usage | Callable[[], Usage] = REPORTED
     disk: DiskUse | None = None
     ceiling_bytes: int | None = None
-    """Of the first device."""
+    """The ceiling of the first device."""
     node_ceiling_bytes: int | None = None
 
     def __post_init__(self) -> None:

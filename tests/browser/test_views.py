@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cortex.gateway.ledger.keys import generate
-from cortex.wire.node.protocol import HubRepository, HubVariant, ModelState
+from cortex.wire.node.orders import HubRepository, HubVariant
+from cortex.wire.node.protocol import ModelState
 
 from ..gateway.fake_neuron import GB
 from .stage import DirectedNode, Stage

@@ -67,11 +67,17 @@ class Outcome:
 
     def __init__(self, result: Result, code: int, error: str) -> None:
         self.stdout = result.stdout
+        self.stderr = result.stderr
         self.code = ExitCode(code)
         self.error = error
 
 
 Invoke = Callable[..., Outcome]
+
+
+@pytest.fixture(autouse=True)
+def _log_of_its_own(restored_logging: None) -> None:
+    """Commands run in the process of the tests, and `serve` holds its log."""
 
 
 @pytest.fixture

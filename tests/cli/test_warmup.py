@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -43,3 +48,21 @@ def test_rejects_an_unknown_card(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(neuron, ["warmup", str(tmp_path), "--card", "sm_1"])
     assert outcome.exit_code != 0
     assert "sm_90" in outcome.output
+
+
+def end_at_once(_connection: Connection, _arguments: tuple[Any, ...]) -> None:
+    os._exit(7)
+
+
+def die_at_once(_connection: Connection, _arguments: tuple[Any, ...]) -> None:
+    """As a process does that is killed for lack of memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("compile", "ending"), [(end_at_once, "exit code 7"), (die_at_once, "killed by SIGKILL")])
+def test_process_that_ends_early_is_reported(
+    compile: Callable[..., None], ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warmup, "_compile", compile)
+    with pytest.raises(CommandError, match=ending):
+        warmup.run((str(tmp_path),), "sm_90", {}, 1, as_json=True)

@@ -25,7 +25,7 @@ PROMPT: anthropic.types.TextBlockParam = {"type": "text", "text": "You are terse
 
 @pytest.fixture(scope="module")
 def keeping_url(start_second_gateway: StartSecondGateway) -> str:
-    """Of a second gateway in front of the same node that leaves prompts alone."""
+    """The address of a second gateway in front of the same node, which leaves prompts alone."""
     return start_second_gateway(settings="strip_billing_header = false").url
 
 

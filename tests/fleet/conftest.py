@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.devices import DeviceState
 from cortex.fleet.rules import EvictionRules
-from cortex.fleet.topology import DeviceState, Fleet, Node, Residency
+from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.wire.node.protocol import ModelLoad, ModelState, ModelStatus
 
 GIB = 1024**3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage, weight_bytes
 from cortex.neuron.weights.hub.source import is_hub_id
 from cortex.wire.errors import ModelNotFound
+
+PUBLISHED = Path(__file__).parents[1] / "neuron" / "models" / "published_configs.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,9 @@ from cortex.wire.errors import ModelNotFound
         ("glm-4.7-flash", "zai-org/GLM-4.7-Flash"),
         ("llama3.2:1b", "meta-llama/Llama-3.2-1B-Instruct"),
         ("phi4", "microsoft/phi-4"),
+        ("qwen3-vl:2b", "Qwen/Qwen3-VL-2B-Instruct"),
+        ("devstral-small-2", "mistralai/Devstral-Small-2-24B-Instruct-2512"),
+        ("minimax-m2", "MiniMaxAI/MiniMax-M2"),
     ],
 )
 def test_short_names_stand_for_a_repository(typed: str, repository: str) -> None:
@@ -52,7 +58,8 @@ def test_every_model_is_found_by_its_names_and_has_valid_repositories() -> None:
 def test_names_of_several_models_and_misspelled_ones_give_the_nearest() -> None:
     with pytest.raises(AmbiguousName) as several:
         known_model("granite-4.0")
-    assert several.value.names == ("granite-4.0-h-micro", "granite-4.0-h-tiny", "granite-4.0-h-small")
+    names = ("granite-4.0-micro", "granite-4.0-h-micro", "granite-4.0-h-tiny", "granite-4.0-h-small")
+    assert several.value.names == names
     assert known_model("gpt-os-20b") is None
     assert nearest_names("gpt-os-20b")[0] == "gpt-oss-20b"
 
@@ -69,7 +76,12 @@ def test_sizes_are_those_of_the_architectures(monkeypatch: pytest.MonkeyPatch) -
             # Published models also have vision towers and layers for prediction.
             assert 0.95 < model.billions / weights < 1.06, name
             compared += 1
-    assert compared >= 10
+    for line in PUBLISHED.read_text().splitlines():
+        row = json.loads(line)
+        if (model := known_model(row["name"])) is not None:
+            assert 0.97 < model.billions / row["billions"] < 1.04, row["name"]
+            compared += 1
+    assert compared >= 35
 
 
 def test_catalogue_understands_names_of_known_models_that_are_there() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from cortex.fleet.devices import MemoryReservation
 from cortex.fleet.memory import Holding, Need, ledger, measurements, need_of
 from cortex.fleet.placement.fitting import Fitting
-from cortex.fleet.topology import MemoryReservation
 from cortex.wire.node.protocol import ModelState, QuantisedSize
 
 GIB = 1024**3

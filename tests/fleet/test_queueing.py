@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.devices import DeviceState
 from cortex.fleet.queueing import Plan, Waiting, plan, turns
 from cortex.fleet.rules import EvictionRules
-from cortex.fleet.topology import DeviceState, Fleet, Node, Residency
+from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
 GIB = 1024**3

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import msgspec
 
+from cortex.fleet.devices import DeviceState, MemoryReservation
 from cortex.fleet.reports import after_missed_poll, after_poll
-from cortex.fleet.topology import DeviceState, Fleet, MemoryReservation, ModelOnNode, Node
+from cortex.fleet.topology import Fleet, ModelOnNode, Node
 from cortex.wire.node.protocol import Device, DeviceHealth, Discovery, Health, ModelLoad, ModelState, ModelStatus
 
 DISCOVERY = Discovery(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cortex.fleet.catalogue import Catalogue
+from cortex.fleet.devices import MemoryReservation
 from cortex.fleet.placement.decision import Origin
 from cortex.fleet.rules import EvictionRules
-from cortex.fleet.topology import MemoryReservation, ModelOnNode
+from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.config import NeuronSection
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
@@ -17,6 +18,7 @@ from cortex.gateway.dispatch.model_jobs import Cause
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.wire.errors import CortexError
 from cortex.wire.node.bench import BenchResult
+from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import (
     Device,
     DeviceHealth,
@@ -24,12 +26,10 @@ from cortex.wire.node.protocol import (
     Discovery,
     Health,
     HostKV,
-    LoadRequest,
     ModelLoad,
     ModelShare,
     ModelState,
     ModelStatus,
-    UnloadRequest,
 )
 
 GB = 1 << 30
@@ -46,7 +46,7 @@ class FakeFleet:
     max_wait_s: float = 600.0
     now: float = 1000.0
     num_devices: int = 1
-    """Of each node; models are on the first."""
+    """Every node has as many; models are on the first."""
     device_kind: DeviceKind = "cuda"
     spans: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The nodes of models that span several; `sizes` has the part of each node, at the first."""
@@ -56,7 +56,7 @@ class FakeFleet:
         self.load_requests: list[LoadRequest] = []
         self.unloads: list[tuple[str, str, str]] = []
         self.sleeps: list[bool] = []
-        """Of each of `unloads`, whether the model may sleep."""
+        """For each of `unloads`: whether the model may sleep."""
         self.asleep: dict[tuple[str, str], float] = {}
         """Since when."""
         self.failed: set[tuple[str, str]] = set()

@@ -7,7 +7,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -16,28 +16,24 @@ from cortex.wire.events import Usage
 from cortex.wire.node import usage_report
 from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.headers import PRINCIPAL
+from cortex.wire.node.orders import DeletedFiles, FilesRequest, HubRepository, LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import (
     Capabilities,
-    DeletedFiles,
     Device,
     DeviceHealth,
     Dialect,
     Discovery,
     DiskUse,
-    FilesRequest,
     Health,
-    HubRepository,
-    LoadRequest,
     ModelLoad,
     ModelState,
     ModelStatus,
     Progress,
     PullStatus,
-    UnloadRequest,
 )
 from cortex.wire.node.sampling import SamplingDefaults
 
-from ..waiting import NEVER_S
+from .fake_responses import REPORTED, USAGE, stream_chat
 
 GB = 1 << 30
 JSON = {"content-type": "application/json"}
@@ -94,7 +90,7 @@ class FakeNeuron:
     loads: dict[str, ModelLoad] = field(default_factory=dict)
     sampling: dict[str, SamplingDefaults] = field(default_factory=dict)
     capabilities: dict[str, Capabilities] = field(default_factory=dict)
-    """Of models whose files it has read; the others are chat models once they are loaded."""
+    """What models can do whose files it has read; the others are chat models once they are loaded."""
     first_token_s: float | None = None
     """Reported with whole responses."""
     respond: Respond | None = None
@@ -238,6 +234,7 @@ class FakeNeuron:
         return _json(self.health())
 
     async def _foreign_models(self, request: web.Request) -> web.Response:
+        await self._pause_if_silent()
         return _json({"object": "list", "data": [{"id": model, "object": "model"} for model in self.sizes]})
 
     async def _load(self, request: web.Request) -> web.Response:
@@ -342,17 +339,6 @@ def _json(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
-USAGE = {
-    "prompt_tokens": 7,
-    "completion_tokens": 3,
-    "total_tokens": 10,
-    "prompt_tokens_details": {"cached_tokens": 4},
-}
-"""As the dialect has it."""
-REPORTED = Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=3)
-"""The same, as a node reports it to a gateway."""
-
-
 async def plain_response(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     """A short chat response, streamed or not, that names the node."""
     if not body.get("stream"):
@@ -367,52 +353,6 @@ async def plain_response(node: FakeNeuron, request: web.Request, body: dict[str,
         return response
     chunks = [{"role": "assistant", "content": ""}, {"content": "from "}, {"content": node.name}]
     return await stream_chat(request, body, chunks)
-
-
-async def hang() -> NoReturn:
-    """A node that no longer responds. A disconnected client cancels it."""
-    await asyncio.sleep(NEVER_S)
-    raise AssertionError("nobody disconnected")
-
-
-async def reset_connection(request: web.Request) -> NoReturn:
-    """What a client sees of a node that dies."""
-    assert request.transport is not None
-    request.transport.abort()
-    await hang()
-
-
-def chunk(model: str, delta: dict[str, Any], finish: str | None = None) -> bytes:
-    choice = {"index": 0, "delta": delta, "finish_reason": finish}
-    value = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": model, "choices": [choice]}
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
-def usage_chunk(model: str) -> bytes:
-    value = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": model, "choices": []}
-    return b"data: " + msgspec.json.encode(value | {"usage": USAGE}) + b"\n\n"
-
-
-async def begin_stream(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-    await response.prepare(request)
-    return response
-
-
-async def stream_chat(
-    request: web.Request, body: dict[str, Any], deltas: list[dict[str, Any]], finish: str = "stop"
-) -> web.StreamResponse:
-    response = await begin_stream(request)
-    for delta in deltas:
-        await response.write(chunk(body["model"], delta))
-    wants_usage = (body.get("stream_options") or {}).get("include_usage")
-    await response.write(chunk(body["model"], {}, finish))
-    if wants_usage:
-        await response.write(usage_chunk(body["model"]))
-    report = usage_report.comment(REPORTED) if PRINCIPAL in request.headers else b""
-    await response.write(b"data: [DONE]\n\n" + report)
-    await response.write_eof()
-    return response
 
 
 StartNeuron = Callable[..., Awaitable[FakeNeuron]]

@@ -25,7 +25,8 @@ from cortex.parsing.relayed import RelayedBody
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import DeviceHealth, ModelLoad, ModelState
 
-from .fake_neuron import GB, REPORTED, begin_stream, chunk, plain_response
+from .fake_neuron import GB, plain_response
+from .fake_responses import REPORTED, begin_stream, chunk
 from .started_gateway import until
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from cortex.exits import ExitCode
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config, GatewaySection, NeuronSection
 from cortex.gateway.ledger.keys import as_toml, generate
+from cortex.gateway.listening import CannotListen
 from cortex.gateway.process import report_unhandled
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
@@ -24,7 +25,8 @@ from cortex.wire.node.protocol import ModelState
 
 from ..ports import free_port
 from ..waiting import WAIT_S
-from .fake_neuron import GB, begin_stream, chunk
+from .fake_neuron import GB
+from .fake_responses import begin_stream, chunk
 from .started_gateway import until
 
 if TYPE_CHECKING:
@@ -233,3 +235,22 @@ async def test_gateway_killed_under_load_serves_again_after_restart(neurons: Sta
     assert [model["in_flight"] for model in status["nodes"][0]["models"]] == [0]
     assert not beast.load_requests
     assert not beast.unload_requests
+
+
+async def test_taken_port_is_reported_before_a_node_is_contacted(neurons: StartNeuron, tmp_path: Path) -> None:
+    neuron = await neurons("n")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = Listen("{}:{}".format(*taken.getsockname()))
+        for name in ("listen", "ollama_listen", "metrics_listen"):
+            addresses: dict[str, Any] = {"listen": Listen("127.0.0.1:0"), "metrics_listen": None, name: address}
+            config = Config(
+                gateway=GatewaySection(**addresses),
+                neurons=(NeuronSection(name="n", endpoint=neuron.endpoint),),
+            )
+            gateway = Gateway(config, Catalogue(), tmp_path)
+            with pytest.raises(CannotListen, match=f"in use; stop what uses it, or set gateway.{name}"):
+                await gateway.start()
+            await gateway.close()
+    assert neuron.polls == 0

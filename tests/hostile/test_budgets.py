@@ -21,7 +21,8 @@ from cortex.wire.node import usage_report
 from cortex.wire.node.headers import BUDGET, PROMPT_TOKENS, TOKEN_LIMIT
 from cortex.wire.node.protocol import ModelState
 
-from ..gateway.fake_neuron import GB, REPORTED, FakeNeuron, begin_stream, chunk
+from ..gateway.fake_neuron import GB, FakeNeuron
+from ..gateway.fake_responses import REPORTED, begin_stream, chunk
 from ..gateway.started_gateway import Process, until
 from ..waiting import NEVER_S
 

@@ -23,7 +23,7 @@ from .target import MEBIBYTE, Target
 SOURCE = Path(__file__).parents[2] / "src"
 ENDLESS = ("{{ (7**99999999) % 7 }}", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
 GROWTH_BYTES = 150 * MEBIBYTE
-"""Of the daemon, over all attacks together; each of them would take gigabytes."""
+"""The daemon stays below it over all attacks together; each of them would take gigabytes."""
 
 
 def with_template(folder: Path, template: str) -> None:

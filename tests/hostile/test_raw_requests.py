@@ -98,7 +98,7 @@ async def attack(port: int, requests: list[bytes]) -> None:
 
 @pytest.fixture
 async def ports(start_gateway: StartGateway, api: Api) -> dict[str, int]:
-    """Of both programs, by name."""
+    """The port of each program, by its name."""
     return {"gateway": (await start_gateway(max_body_mb=1)).port, "neuron": int(api.url.rpartition(":")[2])}
 
 

@@ -165,7 +165,7 @@ async def test_message_that_cannot_be_sent_does_not_affect_the_others(bad: Engin
     async with LoopEnd() as end:
         end.channel.send(Cancel(1, "before"))
         with pytest.raises(Unsendable):
-            end.channel.send(Submit(1, bad))
+            end.channel.send(Submit.of(1, bad))
         end.channel.send(Cancel(1, "after"))
         decoder: FrameDecoder[Command] = FrameDecoder(Command)
         frames = await asyncio.to_thread(lambda: list(decoder.feed(end.other.recv(1 << 16))))

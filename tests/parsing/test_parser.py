@@ -57,7 +57,7 @@ async def test_request_is_parsed_packed_and_translated(parser: BodyParser, text:
     for dialect in dialects:
         expected = DIALECTS[dialect].parse(body(text))
         packed = await parser.parse(dialect, body(text), CLIENT)
-        assert unpack(packed.whole) == expected
+        assert unpack(packed.whole()) == expected
         assert not packed.head.messages
         head, translated = await parser.translate(dialect, body(text), "m", CLIENT)
         assert head == packed.head
@@ -67,7 +67,7 @@ async def test_request_is_parsed_packed_and_translated(parser: BodyParser, text:
     assert tokens == ParsedText("m", text)
     assert isinstance(await parser.parse_tokenize(body(text), CLIENT), PackedRequest)
     stripped = await parser.parse("anthropic_messages", body(text, system=[BILLING]), CLIENT, strip_billing=True)
-    assert stripped.whole == (await parser.parse("anthropic_messages", body(text), CLIENT)).whole
+    assert stripped.whole() == (await parser.parse("anthropic_messages", body(text), CLIENT)).whole()
 
 
 async def test_errors_keep_their_class_and_field(parser: BodyParser) -> None:

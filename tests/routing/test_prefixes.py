@@ -70,7 +70,7 @@ def test_forgets_one_place_only() -> None:
 
 
 TOKENS = 5000
-"""Of a prompt of 20,000 bytes, about."""
+"""A prompt of about 20,000 bytes has these."""
 
 
 def recorded(*prompts: bytes) -> PrefixRecord:

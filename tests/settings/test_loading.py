@@ -1,73 +1,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.settings import Listen, Section, SettingsError, check_variables, load, loads
+from cortex.settings import Listen, SettingsError, check_variables, load, loads
 
 from ..examples import MANY
-
-
-class Gateway(Section, frozen=True):
-    listen: Listen = Listen("127.0.0.1:31313")
-    workers: Annotated[int, msgspec.Meta(ge=1)] = 1
-    data_dir: Path | None = None
-    title: str = "fleet"
-    debug: bool = False
-    timeout_s: float = 30.0
-
-
-class Eviction(Section, frozen=True):
-    strategy: Literal["lru", "priority"] = "lru"
-
-
-class Neuron(Section, frozen=True):
-    name: str
-    endpoint: str
-    tags: dict[str, int] = msgspec.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.name == "forbidden":
-            raise ValueError("this name is reserved")
-
-
-class Timeouts(Section, frozen=True):
-    renamed: ClassVar = {"patience_s": "idle_s", "token": "label"}
-    removed: ClassVar = {"retries": "every request is sent once"}
-
-    idle_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
-    label: str = ""
-
-
-class Config(Section, frozen=True):
-    gateway: Gateway = Gateway()
-    eviction: Eviction = Eviction()
-    neurons: tuple[Neuron, ...] = ()
-    aliases: dict[str, str] = msgspec.field(default_factory=dict)
-    renamed: ClassVar = {"patience_s": "timeouts.idle_s"}
-
-    level: int = 0
-    timeouts: Timeouts = Timeouts()
-
-    @property
-    def other_variables(self) -> frozenset[str]:
-        return frozenset({"CORTEX_URL"})
-
-    def __post_init__(self) -> None:
-        if self.level == 13:
-            raise ValueError("level 13 does not exist; choose another")
-
-
-def load_error(text: str, env: dict[str, str] | None = None) -> SettingsError:
-    with pytest.raises(SettingsError) as caught:
-        loads(Config, text, file=Path("cortex.toml"), env_prefix="CORTEX_", env=env or {})
-    assert "\n" not in caught.value.message
-    return caught.value
+from .example_config import Config, Eviction, Gateway, Neuron, load_error
 
 
 def test_no_file_and_no_environment_gives_the_defaults() -> None:
@@ -256,62 +198,6 @@ def test_error_names_the_environment_variable(env: dict[str, str], message: str)
 
 
 @pytest.mark.parametrize(
-    ("text", "env", "location"),
-    [
-        ("[timeouts]\npatience_s = 5", {}, "timeouts.patience_s in cortex.toml line 2"),
-        (
-            "",
-            {"CORTEX_TIMEOUTS__PATIENCE_S": "5"},
-            "timeouts.patience_s in environment variable CORTEX_TIMEOUTS__PATIENCE_S",
-        ),
-    ],
-)
-def test_renamed_key_works_and_warns(
-    text: str, env: dict[str, str], location: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = loads(Config, text, file=Path("cortex.toml"), env_prefix="CORTEX_", env=env)
-    assert config.timeouts.idle_s == 5.0
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{location} is now called `timeouts.idle_s`: rename it"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "env", "location"),
-    [
-        ("patience_s = 5\n[timeouts]\nlabel = 'a'", {}, "patience_s in cortex.toml line 1"),
-        ("[timeouts]\nlabel = 'a'", {"CORTEX_PATIENCE_S": "5"}, "patience_s in environment variable CORTEX_PATIENCE_S"),
-    ],
-)
-def test_key_that_moved_into_a_table_works_and_warns(
-    text: str, env: dict[str, str], location: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = loads(Config, text, file=Path("cortex.toml"), env_prefix="CORTEX_", env=env)
-    assert config.timeouts == Timeouts(idle_s=5.0, label="a")
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{location} is now called `timeouts.idle_s`: rename it"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("patience_s = 0", "invalid value for patience_s in cortex.toml line 1: expected number > 0, got 0"),
-        (
-            "patience_s = 1\n[timeouts]\nidle_s = 2",
-            "two names for one key: patience_s in cortex.toml line 1: keep only `timeouts.idle_s`, its new name",
-        ),
-        (
-            "patience_s = 1\ntimeouts = 3",
-            "invalid value for timeouts in cortex.toml line 2: expected table, got 3",
-        ),
-    ],
-)
-def test_error_of_a_key_that_moved_names_it_as_written(text: str, message: str) -> None:
-    assert load_error(text).message == message
-
-
-@pytest.mark.parametrize(
     ("variable", "advice"),
     [
         ("CORTEX_GATEWAY_LISTEN", "did you mean CORTEX_GATEWAY__LISTEN?"),
@@ -339,7 +225,7 @@ SERVICE_LINKS = {
     "CORTEX_PORT_80_TCP_PORT": "80",
     "CORTEX_PORT_80_TCP_ADDR": "10.0.0.1",
 }
-"""Of a service `cortex`, as Kubernetes sets them."""
+"""What Kubernetes sets for a service `cortex`."""
 
 
 @pytest.mark.parametrize("service", ["CORTEX", "CORTEX_SERVICE", "CORTEX_LEVEL"])
@@ -350,43 +236,6 @@ def test_variables_of_kubernetes_services_are_not_keys(service: str) -> None:
     del links[f"{service}_SERVICE_HOST"]
     with pytest.raises(SettingsError, match="unknown environment variable"):
         check_variables(Config, "CORTEX_", links, frozenset())
-
-
-def test_renamed_key_in_environment_keeps_its_type() -> None:
-    assert loads(Config, "", env_prefix="CORTEX_", env={"CORTEX_TIMEOUTS__TOKEN": "42"}).timeouts.label == "42"
-
-
-def test_error_in_renamed_key_names_the_key_as_written() -> None:
-    assert load_error("[timeouts]\npatience_s = 0").message == (
-        "invalid value for timeouts.patience_s in cortex.toml line 2: expected number > 0, got 0"
-    )
-
-
-def test_rejects_former_and_present_name_of_a_key_together() -> None:
-    assert load_error("[timeouts]\nidle_s = 1\npatience_s = 2").message == (
-        "two names for one key: timeouts.patience_s in cortex.toml line 3: keep only `idle_s`, its new name"
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "env", "location"),
-    [
-        ("[timeouts]\nretries = 'any value'\nidle_s = 5", {}, "timeouts.retries in cortex.toml line 2"),
-        (
-            "[timeouts]\nidle_s = 5",
-            {"CORTEX_TIMEOUTS__RETRIES": "3"},
-            "timeouts.retries in environment variable CORTEX_TIMEOUTS__RETRIES",
-        ),
-    ],
-)
-def test_removed_key_warns_and_has_no_effect(
-    text: str, env: dict[str, str], location: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = loads(Config, text, file=Path("cortex.toml"), env_prefix="CORTEX_", env=env)
-    assert config == Config(timeouts=Timeouts(idle_s=5.0))
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{location} has no effect any more: every request is sent once. Remove it"
-    ]
 
 
 KEYS = """

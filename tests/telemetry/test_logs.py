@@ -3,22 +3,11 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 
 from cortex.telemetry import logs
 from cortex.telemetry.logs import JsonFormatter, TextFormatter
-
-
-@pytest.fixture
-def restored_logging() -> Iterator[None]:
-    root, ours = logging.getLogger(), logging.getLogger("cortex")
-    before = root.handlers[:], root.level, ours.level
-    yield
-    root.handlers[:] = before[0]
-    root.setLevel(before[1])
-    ours.setLevel(before[2])
 
 
 def record(**extra: object) -> logging.LogRecord:

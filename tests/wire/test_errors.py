@@ -5,11 +5,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from cortex.wire import error_encoding, errors
+from cortex.wire import error_encoding
 from cortex.wire.dialects.registry import DIALECTS
-from cortex.wire.errors import MAX_ECHO, MAX_MESSAGE, CortexError, Family, InvalidValue, about, shorten
+from cortex.wire.error_codes import from_code
+from cortex.wire.errors import MAX_ECHO, MAX_MESSAGE, CortexError, Family, InvalidValue, shorten
 from cortex.wire.node import headers
 from cortex.wire.node.protocol import Dialect
+from cortex.wire.words import about
 
 LONG = "z" * 50_000
 
@@ -89,7 +91,7 @@ def test_header_repeats_little_of_the_request() -> None:
 @pytest.mark.parametrize("family", Family)
 @pytest.mark.parametrize("code", ["unsupported_modality", "template_render_failed", "context_length_exceeded"])
 def test_what_a_model_cannot_do_is_a_bad_request(family: Family, code: str) -> None:
-    error = errors.from_code(code, "no images")
+    error = from_code(code, "no images")
     assert error_encoding.status(error, family) == 400
     body = error_encoding.envelope(error, family)
     assert body == {"error": "no images", "code": code} or body["error"]["type"] == "invalid_request_error"

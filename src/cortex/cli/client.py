@@ -31,6 +31,7 @@ _EXIT_CODES: dict[int | str, ExitCode] = {
     "hub_unavailable": ExitCode.UNREACHABLE,
     "route_not_found": ExitCode.UNREACHABLE,
     "upstream_unavailable": ExitCode.UNREACHABLE,
+    "draining": ExitCode.UNREACHABLE,
     "source_not_found": ExitCode.NOT_FOUND,
 }
 """By the error code of the gateway, or by the HTTP status."""
@@ -39,6 +40,7 @@ _REMEDIES: dict[int | str, str] = {
     401: "set CORTEX_API_KEY to a key made with `cortex keys add`",
     503: "try again in a moment",
     "model_not_found": "list the models with `cortex models`",
+    "draining": "see `cortex status`",
     "model_in_use": "see `cortex ps`",
     "hub_unavailable": "try again once the node reaches it",
     "route_not_found": "check --url: it must be the API of a gateway",

@@ -45,6 +45,8 @@ class NodeView(NodeValue, frozen=True, kw_only=True):
     devices: tuple[DeviceView, ...] = ()
     models: tuple[HeldModel, ...] = ()
     cold_models: tuple[str, ...] = ()
+    cold_reasons: dict[str, str] = msgspec.field(default_factory=dict)
+    """Models whose last load failed there, or that it lost → why."""
     absent_models: dict[str, str] = msgspec.field(default_factory=dict)
     """Models whose path has no files there → why."""
     shares: tuple[ModelShare, ...] = ()
@@ -72,6 +74,14 @@ def missing_files(listed: Iterable[dict[str, Any]]) -> Iterator[str]:
     for entry in listed:
         if not entry.get("feasible_on") and "alias_of" not in entry:
             for node, reason in entry.get("problems", {}).items():
+                yield f"{entry['id']} on {node}: {without_name(entry['id'], reason)}"
+
+
+def failed_loads(listed: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Why models that no node serves are not loaded, for each node where a load failed."""
+    for entry in listed:
+        if not entry.get("loaded") and "alias_of" not in entry:
+            for node, reason in entry.get("failures", {}).items():
                 yield f"{entry['id']} on {node}: {without_name(entry['id'], reason)}"
 
 

@@ -135,7 +135,8 @@ def warmup_command(
     """Compile the kernels of models ahead.
 
     A first load then takes no longer than a later one. MODEL is a directory, a GGUF file, or OWNER/NAME on the Hub, of
-    which only the config is downloaded. With --card no GPU is needed: run it when you build an image.
+    which only the config is downloaded. With --card no GPU is needed: run it when you build an image. Versions of
+    Triton that build a function in C to launch each kernel do so at the first load then, as that needs the driver.
     """
     require_engine()
     options = {

@@ -4,30 +4,45 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from cortex.cli.failures import CommandError, ExitCode
-from cortex.cli.output import console, print_json
+from cortex.cli.output import PlainConsole, console, print_json
+from cortex.cli.views.progress import ProgressView
+from cortex.exits import ending
 
 CARD_NAMES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 HUB_FILES = ("*.json",)
 """What is downloaded of a model that is not here: its config, and no weights."""
 
 
+_Arguments = tuple[str, str | None, dict[str, Any], int]
+"""Path, card, options of the load, and ranks."""
+
+
+class Compiled(NamedTuple):
+    """How many kernels are compiled, of those that are known to be needed."""
+
+    done: int
+    known: int
+
+
 def run(models: tuple[str, ...], card: str | None, options: dict[str, Any], num_ranks: int, *, as_json: bool) -> None:
     """Raises CommandError."""
-    from cortex.neuron.engine.warmup import warm_here
-
     rows = []
     for model in models:
         path = local_files(model)
         start = time.monotonic()
-        if not as_json:
-            console().print(f"{model}: compiling kernels")
-        # A process of its own for each: in one, all kernels are compiled for the same card, and none can be launched.
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            outcome = pool.apply(warm_here, (str(path), card, options, num_ranks))
+        with ProgressView(PlainConsole(stderr=True), [model]) as view:
+
+            def show(done: int, known: int, model: str = model, view: ProgressView = view) -> None:
+                view.update(model, f"{done} of {known} kernels", done / known if known else None, "compiling kernels")
+
+            show(0, 0)
+            outcome = _compiled((str(path), card, options, num_ranks), show)
         if isinstance(outcome, str):
             raise CommandError(f"{model}: {outcome}", "neuron warmup --help", ExitCode.CONFIG)
         seconds = round(time.monotonic() - start, 1)
@@ -37,6 +52,35 @@ def run(models: tuple[str, ...], card: str | None, options: dict[str, Any], num_
             console().print(f"{model}: {what}, for {outcome[0]}, in {seconds} s")
     if as_json:
         print_json({"models": rows})
+
+
+def _compiled(arguments: _Arguments, show: Callable[[int, int], None]) -> tuple[str, int] | str:
+    """What `warm_here` returns, from a process of its own: in one, all kernels are compiled for the same card, and none
+    can be launched."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_compile, args=(theirs, arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        while isinstance(said := ours.recv(), Compiled):
+            show(*said)
+    except EOFError:
+        process.join()
+        return f"the process that compiles ended ({ending(process.exitcode or 0)}); is there enough memory for it?"
+    process.join()
+    return cast("tuple[str, int] | str", said)
+
+
+def _compile(connection: Connection, arguments: _Arguments) -> None:
+    from cortex.neuron.engine.warmup import warm_here
+
+    path, card, options, num_ranks = arguments
+
+    def report(done: int, known: int) -> None:
+        connection.send(Compiled(done, known))
+
+    connection.send(warm_here(path, card, options, num_ranks, report))
 
 
 def local_files(model: str) -> Path:

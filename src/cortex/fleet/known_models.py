@@ -116,6 +116,11 @@ KNOWN_MODELS: Final = (
     _unsloth("Qwen/Qwen3-30B-A3B-Instruct-2507", 30.5),
     _unsloth("Qwen/Qwen3-Coder-30B-A3B-Instruct", 30.5, "qwen3-coder"),
     _unsloth("Qwen/Qwen3-Next-80B-A3B-Instruct", 80.3, "qwen3-next"),
+    _unsloth("Qwen/Qwen3-VL-2B-Instruct", 2.1),
+    _unsloth("Qwen/Qwen3-VL-4B-Instruct", 4.4),
+    _unsloth("Qwen/Qwen3-VL-8B-Instruct", 8.8, "qwen3-vl"),
+    _unsloth("Qwen/Qwen3-VL-32B-Instruct", 33.4),
+    _unsloth("Qwen/Qwen3-VL-30B-A3B-Instruct", 31.1),
     *(
         KnownModel(f"Qwen/Qwen2.5-{size}-Instruct", billions, f"Qwen/Qwen2.5-{size}-Instruct-GGUF")
         for size, billions in (("0.5B", 0.5), ("1.5B", 1.5), ("3B", 3.1), ("14B", 14.8), ("32B", 32.8), ("72B", 72.7))
@@ -131,6 +136,9 @@ KNOWN_MODELS: Final = (
     _unsloth("mistralai/Mistral-Small-3.2-24B-Instruct-2506", 24.0, "mistral-small"),
     _unsloth("mistralai/Magistral-Small-2509", 24.0, "magistral"),
     _unsloth("mistralai/Devstral-Small-2507", 23.6, "devstral"),
+    KnownModel(
+        *("mistralai/Devstral-Small-2-24B-Instruct-2512", 24.0, "unsloth/Devstral-Small-2-24B-Instruct-2512-GGUF", 1.1)
+    ),
     _unsloth("mistralai/Mistral-Nemo-Instruct-2407", 12.2),
     KnownModel("mistralai/Mistral-7B-Instruct-v0.3", 7.2, aliases=("mistral",)),
     *(
@@ -144,6 +152,7 @@ KNOWN_MODELS: Final = (
     _unsloth("microsoft/phi-4", 14.7),
     _unsloth("microsoft/Phi-4-mini-instruct", 3.8),
     KnownModel("microsoft/Phi-3.5-mini-instruct", 3.8),
+    _unsloth("ibm-granite/granite-4.0-micro", 3.4),
     _unsloth("ibm-granite/granite-4.0-h-micro", 3.2),
     _unsloth("ibm-granite/granite-4.0-h-tiny", 6.9, "granite4"),
     _unsloth("ibm-granite/granite-4.0-h-small", 32.2),
@@ -162,13 +171,15 @@ KNOWN_MODELS: Final = (
         *("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 31.6, "unsloth/Nemotron-3-Nano-30B-A3B-GGUF"),
         aliases=("nemotron-3-nano", "nemotron-3-nano-30b"),
     ),
+    KnownModel("nvidia/NVIDIA-Nemotron-Nano-9B-v2", 8.9, aliases=("nemotron-nano-9b", "nemotron-nano-9b-v2")),
     KnownModel("CohereLabs/c4ai-command-r7b-12-2024", 8.0, aliases=("command-r7b",)),
     KnownModel("LGAI-EXAONE/EXAONE-4.0-1.2B", 1.3, "LGAI-EXAONE/EXAONE-4.0-1.2B-GGUF"),
     KnownModel("LGAI-EXAONE/EXAONE-4.0-32B", 32.0, "LGAI-EXAONE/EXAONE-4.0-32B-GGUF"),
     KnownModel("baidu/ERNIE-4.5-0.3B-PT", 0.36),
     KnownModel("baidu/ERNIE-4.5-21B-A3B-PT", 21.8, aliases=("ernie-4.5",)),
     KnownModel("tencent/Hunyuan-7B-Instruct", 7.5, aliases=("hunyuan",)),
-    _unsloth("MiniMaxAI/MiniMax-M2", 228.7),
+    KnownModel("MiniMaxAI/MiniMax-M2", 228.7, "unsloth/MiniMax-M2-GGUF", 1.02),
+    KnownModel("MiniMaxAI/MiniMax-M2.5", 228.7, "unsloth/MiniMax-M2.5-GGUF", 1.02),
     KnownModel("poolside/Laguna-XS.2", 33.4, aliases=("laguna",)),
     _unsloth("meta-llama/Llama-3.1-8B-Instruct", 8.0),
     _unsloth("meta-llama/Llama-3.2-1B-Instruct", 1.2),

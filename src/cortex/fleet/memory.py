@@ -12,9 +12,10 @@ from cortex.quant_names import at_load, is_same_quant
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
 from .catalogue import ModelSpec
+from .devices import DeviceState
 from .holdings import ON_DEVICE, as_model, bytes_held
 from .index import remembered
-from .topology import DeviceState, Fleet, Measured, Node
+from .topology import Fleet, Measured, Node
 
 Basis = Literal["measured", "estimated", "reserved"]
 

@@ -6,8 +6,9 @@ import msgspec
 
 from cortex.wire.node.protocol import Device, DeviceHealth, Discovery, Health, ModelState, ModelStatus
 
+from .devices import Ceilings, DeviceState
 from .holdings import as_model, bytes_held
-from .topology import Ceilings, DeviceState, Node, Residency
+from .topology import Node, Residency
 
 _CHANGING_MEMORY = frozenset({ModelState.LOADING, ModelState.UNLOADING, ModelState.RECOVERING})
 """States in which the free bytes of a device change."""

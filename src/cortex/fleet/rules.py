@@ -30,6 +30,7 @@ class EvictionRules(Section, frozen=True):
     """A model is not evicted for this long after its load."""
     fair_wait_s: Seconds = 30.0
     """Once a request has waited this long, the models that its model could replace take no new requests.
-    A request whose model only drained or unreachable nodes have fails after this time."""
+    A request whose model only unreachable nodes have, or such as shut down, fails after this time; where the operator
+    drained all of them, it fails at once."""
     retry_failed_after_s: Seconds = 30.0
     """After a failed load, the same model is not tried on the same node for this long."""

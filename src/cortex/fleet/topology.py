@@ -15,7 +15,6 @@ import msgspec
 from cortex.wire.errors import SourceNotFound
 from cortex.wire.node.load_options import is_path
 from cortex.wire.node.protocol import (
-    DeviceKind,
     Dialect,
     DiskUse,
     ModelLoad,
@@ -26,6 +25,7 @@ from cortex.wire.node.protocol import (
 )
 
 from .catalogue import Catalogue, ModelSpec
+from .devices import Ceilings, DeviceState, MemoryReservation
 from .holdings import as_model, bytes_held
 from .index import FleetIndex, carry, remembered
 from .rules import EvictionRules, PlacementRules
@@ -39,33 +39,6 @@ class ModelOnNode(NamedTuple):
 
     node: str
     model: str
-
-
-class DeviceState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A device as its node last reported it, with what this gateway knows beyond that."""
-
-    index: int
-    kind: DeviceKind
-    name: str
-    total_bytes: int
-    free_bytes: int
-    """As the device last reported."""
-    foreign_bytes: int = 0
-    """Used by none of our models: other programs, the display, the worker's own context. Measured while nothing is
-    loading or unloading there."""
-    kept_free_bytes: int = 0
-    """What the node leaves free at every load."""
-    kept_free_share: float = 0.0
-    """The fraction of the free memory that the node leaves free on top of that."""
-    ceiling_bytes: int | None = None
-    """The most that models may hold there, by the operator's `memory_mb`."""
-    extra_replica_bytes: int = 0
-    """The part of `free_bytes` that extra replicas hold, which give way to every load."""
-    kv_host_bytes: int = 0
-    """Host memory of KV pages that are not on the device."""
-    utilisation: float | None = None
-    """0 to 1."""
-    temperature_c: float | None = None
 
 
 class Residency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -93,6 +66,13 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return is_named_by_path and self.state is ModelState.COLD and self.status.reason_code == SourceNotFound.code
 
     @property
+    def failure(self) -> str | None:
+        """Why the last load failed, or why the node lost the model. None where it has the model, or was never asked for
+        it: what is wrong with files that nobody uses is no failure."""
+        is_out = self.state in (ModelState.COLD, ModelState.FAILED) and not self.is_absent
+        return self.status.reason if is_out and self.status.state_age_s > 0 else None
+
+    @property
     def is_busy(self) -> bool:
         return self.in_flight > 0 or self.status.load.running > 0 or self.status.load.waiting > 0
 
@@ -108,25 +88,6 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def num_bytes(self) -> int | None:
         """Size over all its devices: measured, else estimated."""
         return self.status.measured_bytes if self.status.measured_bytes is not None else self.status.estimate_bytes
-
-
-class MemoryReservation(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Memory reserved for a load that this gateway has decided on and the node may not report yet."""
-
-    model_id: str
-    devices: tuple[int, ...]
-    num_bytes: int
-    device_bytes: tuple[int, ...] = ()
-    """The part of `num_bytes` on each of `devices`; empty: equal parts."""
-
-
-class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
-    """The most memory that models may hold, as this gateway's operator configured it (`memory_mb`)."""
-
-    node_bytes: int | None = None
-    """Over all devices of the node."""
-    device_bytes: dict[int, int] = {}
-    """By device index."""
 
 
 class PlacementFacts(NamedTuple):

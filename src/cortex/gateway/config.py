@@ -16,8 +16,8 @@ from msgspec import Meta
 
 from cortex import settings
 from cortex.fleet.catalogue import MEBIBYTE
+from cortex.fleet.devices import Ceilings
 from cortex.fleet.rules import EvictionRules, PlacementRules
-from cortex.fleet.topology import Ceilings
 from cortex.gateway.database import check_location, is_url
 from cortex.gateway.ledger.groups import GroupSection, check_groups
 from cortex.gateway.ledger.keys import Keyring, KeySection
@@ -82,8 +82,9 @@ class GatewaySection(Section, frozen=True):
     keepalive_s: Seconds = 2.0
     """Interval of keepalives to a streaming client that waits."""
     idle_timeout_s: Seconds = 300.0
-    """A node may be silent this long in the middle of a response. There is no total timeout. Speech, images and all
-    that is below `/upstream/` get an hour at least: their servers send nothing until they are done."""
+    """A node may be silent this long in a stream. There is no total timeout. A response that is no stream (also speech,
+    images and all that is below `/upstream/`) gets an hour, or this time if that is longer, while its node responds to
+    polls: nothing of it is sent until it is done. Foreign servers of speech and images may miss polls meanwhile."""
     connect_timeout_s: Seconds = 5.0
     """A node must accept a connection within this time."""
     max_body_mb: Count = 64

@@ -6,14 +6,17 @@ import asyncio
 import os
 import socket
 import ssl
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
+from typing import TypeVar
 
-from cortex.gateway.config import Config
-from cortex.http.server.listener import bind
+from cortex.gateway.config import Config, GatewaySection
+from cortex.http.server import listener
 from cortex.http.server.server import Server
 from cortex.settings import Listen
 from cortex.tls import ServerCertificate
+
+T = TypeVar("T")
 
 
 class CannotListen(Exception):
@@ -48,18 +51,20 @@ class ListeningSockets:
         self._passed = passed_sockets({} if environ is None else environ)
         self._takes_over = takes_over
 
+    async def check(self, section: GatewaySection) -> None:
+        """Raises CannotListen for an address where `listen` would at this moment."""
+        for name in ("listen", "ollama_listen", "metrics_listen"):
+            listen: Listen | None = getattr(section, name)
+            if listen is not None and not any(_is_for(listen, each) for each in self._passed):
+                await asyncio.to_thread(_attempt, self._probe, listen, f"gateway.{name}")
+
     async def listen(self, server: Server, listen: Listen, key: str, tls: ssl.SSLContext | None) -> tuple[str, int]:
         """Listen on a configured address, the value of `key`; returns the bound one. Raises CannotListen."""
         passed = [each for each in self._passed if _is_for(listen, each)]
         if passed:
             self._passed = [each for each in self._passed if each not in passed]
             return server.listen_on(passed, tls=tls, is_shared=True)
-        try:
-            return server.listen_on(await asyncio.to_thread(self._bind, listen), tls=tls)
-        except OSError as problem:
-            number = problem.errno or 0
-            reason = os.strerror(number) if number > 0 else problem.strerror or problem  # negative: of a failed lookup
-            raise CannotListen(f"cannot listen on {listen}: {reason}; stop what uses it, or set {key}") from problem
+        return server.listen_on(await asyncio.to_thread(_attempt, self._listen, listen, key), tls=tls)
 
     def check_all_used(self) -> None:
         """Raises CannotListen for a socket that was passed and that no configured address is for."""
@@ -70,11 +75,24 @@ class ListeningSockets:
                 " change the address in cortex.socket, or gateway.listen"
             )
 
-    def _bind(self, listen: Listen) -> list[socket.socket]:
-        if not self._takes_over:  # fails where anything else listens, also where it would share the port
-            for probe in bind(listen.host, listen.port):
-                probe.close()
-        return bind(listen.host, listen.port, shares_port=True)
+    def _probe(self, listen: Listen) -> None:
+        """Raises OSError where anything else listens, unless it is to be taken over from."""
+        for probe in listener.bind(listen.host, listen.port, shares_port=self._takes_over):
+            probe.close()
+
+    def _listen(self, listen: Listen) -> list[socket.socket]:
+        self._probe(listen)
+        return listener.listen(listen.host, listen.port, shares_port=True)
+
+
+def _attempt(act: Callable[[Listen], T], listen: Listen, key: str) -> T:
+    """`act`, or CannotListen with what to do."""
+    try:
+        return act(listen)
+    except OSError as problem:
+        number = problem.errno or 0
+        reason = os.strerror(number) if number > 0 else problem.strerror or problem  # negative: of a failed lookup
+        raise CannotListen(f"cannot listen on {listen}: {reason}; stop what uses it, or set {key}") from problem
 
 
 def _is_for(listen: Listen, passed: socket.socket) -> bool:

@@ -18,7 +18,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from cortex.fleet.topology import DeviceState, Fleet, ModelOnNode, Node, Residency
+from cortex.fleet.devices import DeviceState
+from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
 from cortex.wire.events import Usage
 from cortex.wire.node.protocol import ModelState
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
-import os
 import time
 from pathlib import Path
 
@@ -30,8 +28,8 @@ from cortex.gateway.api.ollama.routes import OllamaRoutes
 from cortex.gateway.api.orders import OrderRoutes
 from cortex.gateway.api.parts import DeferredResponses
 from cortex.gateway.api.usage import UsageRoutes
-from cortex.gateway.config import Config, NeuronSection
-from cortex.gateway.configuration_files import ConfigurationFiles, authority_stamps
+from cortex.gateway.config import Config
+from cortex.gateway.configuration_files import ConfigurationFiles
 from cortex.gateway.configuration_warnings import warn_about_access, warn_about_restart
 from cortex.gateway.database import StoreError
 from cortex.gateway.dispatch.dispatcher import Dispatcher
@@ -39,16 +37,15 @@ from cortex.gateway.dispatch.effects import NodeEffects
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import DispatchSettings
 from cortex.gateway.dispatch.measured_sizes import MeasuredSizes
-from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.nodes.dns_discovery import DNSDiscovery, Resolve, resolve_addresses
-from cortex.gateway.dispatch.nodes.poller import Poller
 from cortex.gateway.dispatch.operator.audit import AuditLog, record_changed_keys
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.gateway.dispatch.operator.state import OperatorState
 from cortex.gateway.history.store import HistoryStore
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.listening import ListeningSockets, certificate_of
-from cortex.gateway.metrics import CONTENT_TYPE, Metrics, fleet_gauges
+from cortex.gateway.metrics import Metrics, fleet_gauges
+from cortex.gateway.node_connections import NodeConnections
 from cortex.gateway.page.conversations import Conversations
 from cortex.gateway.page.page import Page
 from cortex.gateway.page.sign_in_attempts import SignInAttempts
@@ -62,30 +59,22 @@ from cortex.gateway.proxy.accounting.request_log import RequestLog
 from cortex.gateway.proxy.accounting.running import RunningRequests
 from cortex.gateway.proxy.admission import AdmissionController
 from cortex.gateway.proxy.inference import Inference
-from cortex.gateway.proxy.listener import CONTROL_BODY_BYTES, api_server, client_limits, paths_without_key
-from cortex.gateway.proxy.routes import error_response, rejection_response
+from cortex.gateway.proxy.listener import api_server, client_limits, metrics_server, paths_without_key
 from cortex.gateway.proxy.services import Services
 from cortex.gateway.responses.service import ResponsesService
 from cortex.gateway.router import RequestRouter
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.limits import Buffered
-from cortex.http.server.exchange import Exchange
-from cortex.http.server.server import Server
 from cortex.http.ticker import Ticker
 from cortex.parsing.parser import BodyParser
-from cortex.settings import SettingsError, Stamp
+from cortex.settings import SettingsError
 from cortex.tasks import SupervisedTask, Supervisor
 from cortex.telemetry import logs
 from cortex.telemetry.tracing import open_tracer
-from cortex.wire.errors import Family, RouteNotFound
 
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
-MAX_SCRAPERS = 32
-"""Connections to the metrics."""
-FIRST_POLL_S = 2.5
-"""How long the start waits for the first polls."""
 
 
 class Gateway:
@@ -107,12 +96,7 @@ class Gateway:
         """With the nodes that were discovered."""
         self._configured, self._catalogue = config, catalogue
         self._discovery = DNSDiscovery(resolve)
-        self._directory = directory
-        self._authorities: dict[str, Stamp] = {}
-        """The files of authorities that the connections to nodes are verified with."""
         self._ticker = Ticker(loop)
-        self._nodes: dict[str, NodeClient] = {}
-        self._pollers: dict[str, Poller] = {}
         self._measured_sizes = MeasuredSizes(config.state_directory(directory))
         self.event_log = EventLog()
         self.metrics = Metrics(
@@ -120,7 +104,9 @@ class Gateway:
         )
         self.tasks = Supervisor(lambda name: self.metrics.task_restarts.labels(name).inc())
         self._regular: list[SupervisedTask] = []
-        self._effects = NodeEffects(self._nodes, self._pollers, self.metrics, time.monotonic)
+        self._connections = NodeConnections(self._ticker, directory, self.tasks)
+        nodes = self._connections.clients
+        self._effects = NodeEffects(nodes, self._connections.pollers, self.metrics, time.monotonic)
         self.dispatcher = Dispatcher(
             self._effects,
             self.event_log,
@@ -139,7 +125,7 @@ class Gateway:
             config=config.gateway,
             admission=self._admission,
             dispatcher=self.dispatcher,
-            nodes=self._nodes,
+            nodes=nodes,
             metrics=self.metrics,
             tracer=self._tracer,
             ticker=self._ticker,
@@ -164,8 +150,8 @@ class Gateway:
         self._streams = EventStreams(time.monotonic, self._metering)
         board = JobBoard()
         operator = OperatorCommands(self.dispatcher, self.event_log)
-        self._file_routes = FileRoutes(self.dispatcher, self._nodes, board, self._metering, self._deferred)
-        self._bench_routes = BenchRoutes(self.dispatcher, operator, self._nodes, board, self._metering)
+        self._file_routes = FileRoutes(self.dispatcher, nodes, board, self._metering, self._deferred)
+        self._bench_routes = BenchRoutes(self.dispatcher, operator, nodes, board, self._metering)
         open_paths = paths_without_key(config)
         self._ollama_routes = OllamaRoutes(
             self.dispatcher, self._file_routes, self._metering, self._deferred, open_paths
@@ -178,7 +164,7 @@ class Gateway:
             orders,
             self._bench_routes,
             LlamaCppRoutes(self.dispatcher, orders, self._metering, open_paths, self.event_log, self._streams),
-            ModelLogRoutes(self.dispatcher, self._nodes, self._metering, self._deferred),
+            ModelLogRoutes(self.dispatcher, nodes, self._metering, self._deferred),
             JobRoutes(board, self._metering),
             AuditRoutes(self._audit, self._metering, self._deferred),
             ActivityRoutes(
@@ -219,16 +205,11 @@ class Gateway:
             limits,
             self._services.buffered,
         )
-        limits = dataclasses.replace(
-            limits,
-            body_bytes=CONTROL_BODY_BYTES,
-            num_connections=min(limits.num_connections, MAX_SCRAPERS),
-            num_connections_per_client=min(limits.num_connections_per_client, MAX_SCRAPERS // 2),
-        )
-        self._metrics_server = Server(self._handle_metrics, rejection_response, self._ticker, limits)
+        self._metrics_server = metrics_server(self.metrics, self._ticker, limits)
 
     async def start(self, sockets: ListeningSockets | None = None) -> tuple[str, int]:
-        """Open the ledger, poll every node once, then listen; returns the API's address.
+        """Open the ledger, poll every node once, then listen; returns the API's address. An address that is taken is
+        reported before a node is contacted.
 
         Raises `StoreError`, `SettingsError` or `CannotListen`.
         """
@@ -237,19 +218,14 @@ class Gateway:
         self._request_log.retention_days = self.config.activity.log_retention_days
         await self._use_keys(self.config)
         self._router.configure(self.config, is_open=self._metering.is_open)
+        section, sockets = self.config.gateway, sockets or ListeningSockets()
+        await sockets.check(section)
         await self._operator_state.synchronise()
         await self._discovery.refresh(self.config.discovery)
         self.config = self._with_discovered(self.config)
         self.dispatcher.reconfigure(DispatchSettings.of(self.config, self._catalogue))
-        self._authorities = authority_stamps(self.config, self._directory)
-        for neuron in self.config.neurons:
-            self._join(self._client(neuron, self.config))
-        polls = [asyncio.create_task(poller.poll()) for poller in self._pollers.values()]
-        if polls:
-            await asyncio.wait(polls, timeout=FIRST_POLL_S)
-        for poller in self._pollers.values():
-            poller.start()
-        section, sockets = self.config.gateway, sockets or ListeningSockets()
+        self._connections.join(self._connections.planned(self.config), self.dispatcher)
+        await self._connections.begin()
         tls = self._certificate.context if self._certificate is not None else None
         address = await sockets.listen(self.server, section.listen, "gateway.listen", tls)
         if section.ollama_listen is not None:
@@ -285,7 +261,7 @@ class Gateway:
         for task in self._regular:
             task.cancel()
             await task.ended()
-        await asyncio.gather(*(poller.stop() for poller in self._pollers.values()))
+        await self._connections.stop_polling()
         await self._effects.close()
         await self._services.disconnected_usage.close()
         await self._services.parser.close()
@@ -293,8 +269,7 @@ class Gateway:
         await self._ollama_routes.close()
         await self._file_routes.close()
         await self._bench_routes.close()
-        for node in self._nodes.values():
-            node.pool.close()
+        self._connections.close()
         # Each may wait for a database that hangs.
         databases = (
             self._operator_state,
@@ -362,25 +337,11 @@ class Gateway:
         if config.telemetry != before.telemetry:
             await asyncio.to_thread(open_tracer(config.telemetry, "cortex").close)  # is it usable after a restart?
         settings = DispatchSettings.of(config, catalogue)
-        authorities = authority_stamps(config, self._directory)
-        kept = {
-            section.name
-            for section in config.neurons
-            if section in before.neurons
-            and config.key_variable(section) == before.key_variable(section)
-            and config.ca_file(section, self._directory) == before.ca_file(section, self._directory)
-            and authorities.get(section.name) == self._authorities.get(section.name)
-        }
-        joining = [self._client(section, config) for section in config.neurons if section.name not in kept]
+        planned = self._connections.planned(config)
         await self._use_keys(config)
         # From here to the end of the changes nothing waits and nothing is expected to fail.
-        leaving = [self._pollers.pop(name) for name in list(self._pollers) if name not in kept]
-        for poller in leaving:
-            poller.cancel()
-        for name in [name for name in self._nodes if name not in kept]:
-            self._nodes.pop(name).pool.close()
+        leaving = self._connections.leave(planned)
         self.config, self._configured, self._catalogue = config, configured, catalogue
-        self._authorities = authorities
         self._services.config = config.gateway
         self._services.pictures.section = config.pictures
         self._responses.use(config.responses)
@@ -388,11 +349,9 @@ class Gateway:
         self._services.activity.configure(config.activity)
         self._request_log.retention_days = config.activity.log_retention_days
         logs.configure(config.gateway.log_format, config.gateway.log_level)
-        for client in joining:
-            self._join(client)
+        self._connections.join(planned, self.dispatcher)
         self.dispatcher.reconfigure(settings)
-        for client in joining:
-            self._pollers[client.name].start()
+        self._connections.start_polling(planned)
         record_changed_keys(self._audit, before.keys, config.keys)
         warn_about_restart(before, config)
         if self._metering.is_open != was_open or bool(before.keys) != bool(config.keys):
@@ -416,19 +375,6 @@ class Gateway:
         self._signing_in.use(config.sign_in)
         await self._metering.use(config)
         self._admission.meter = self._control.meter = self._page.meter = self._metering.meter
-
-    def _client(self, section: NeuronSection, config: Config) -> NodeClient:
-        return NodeClient.of(section, self._ticker, config, self._directory, os.environ)
-
-    def _join(self, client: NodeClient) -> None:
-        self._nodes[client.name] = client
-        self._pollers[client.name] = Poller(client, self.dispatcher, self.config.gateway.poll_interval_s, self.tasks)
-
-    def _handle_metrics(self, exchange: Exchange) -> None:
-        if exchange.request.path in (b"/metrics", b"/"):
-            exchange.respond(200, ((b"content-type", CONTENT_TYPE.encode()),), self.metrics.exposition())
-        else:
-            exchange.respond(*error_response(RouteNotFound("The metrics are at /metrics."), Family.OPENAI))
 
     async def _tick(self) -> None:
         while True:

@@ -93,6 +93,8 @@ class UpstreamLimits:
     connect_s: float = 5.0
     silence_s: float = 600.0
     """How long a node may send nothing while a response is due. There is no total timeout."""
+    begin_s: float | None = None
+    """The same until the first byte of the response. None: `silence_s`."""
     silence_when_down_s: float = 5.0
     """The same while the node is known to be down."""
     keep_s: float = 30.0

@@ -126,10 +126,12 @@ class Relay:
         translation: Translation | None = None,
         response_headers: Headers = (),
         silence_s: float | None = None,
+        silence_when_down_s: float | None = None,
     ) -> None:
         """Send the request to a node. Only while no other call is running; a no-op after the client disconnected.
 
         `translation` (a new one for each attempt) rewrites the response. `response_headers` are added to it.
+        `silence_s` and `silence_when_down_s`: see `Pool.send`.
         """
         if self.closed:
             return
@@ -138,7 +140,7 @@ class Relay:
         self._head = None
         self._body = ResponseBody(translation)
         self._node_headers = response_headers
-        self._call = pool.send(method, target, headers, body, self, silence_s)
+        self._call = pool.send(method, target, headers, body, self, silence_s, silence_when_down_s)
         if self.exchange.paused:
             self._call.pause()
 

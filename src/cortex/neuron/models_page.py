@@ -22,7 +22,7 @@ from cortex.neuron.text.output.family_syntaxes import FAMILY_SYNTAXES
 from cortex.neuron.weights.gguf.config import ALSO_READ, ARCHITECTURES
 from cortex.neuron.weights.gguf.encoders import ENCODERS as GGUF_ENCODERS
 from cortex.neuron.weights.gguf.projector import WHOLE_TYPES
-from cortex.neuron.weights.safetensors.published import READABLE_METHODS
+from cortex.neuron.weights.safetensors.published import MODELOPT_ALGORITHMS, READABLE_METHODS
 
 Family = Callable[[Mapping[str, Any]], Architecture]
 
@@ -57,9 +57,12 @@ that for retrieval.
 FORMATS = """\
 ## Formats
 
-- **safetensors** in float32, float16 and bfloat16, and quantised by {methods} (`quant_method` of the config).
+- **safetensors** in float32, float16 and bfloat16, and quantised by {methods} (`quant_method` of the config),
+  or by NVIDIA's `modelopt` as {modelopt}.
 - **GGUF**: {ggml}, F32, F16 and BF16. Matrices stay quantised in memory.
 - **quantised at load**: `quant = "…"` makes {recipes} of dense weights.
+- **tokenizers**: `tokenizer.json`, Mistral's `tekken.json`, and the vocabularies of GGUF files. Where a repository has
+  only `tekken.json` and no chat template, conversations are written as its version says (v3, v7, v11 or v13).
 """
 
 LIBRARY = """\
@@ -105,7 +108,7 @@ def models_page() -> str:
             *_table(["`model_type`", "shape", "GGUF"], sorted(_encoder_rows())),
             "",
             LIBRARY.format(extra=EXTRA, compared=compared),
-            FORMATS.format(methods=methods, ggml=ggml, recipes=recipes),
+            FORMATS.format(methods=methods, modelopt=" or ".join(MODELOPT_ALGORITHMS), ggml=ggml, recipes=recipes),
             SYNTAXES.format(plain=ToolSyntax.PLAIN_JSON, hermes=ToolSyntax.HERMES_JSON),
             *_table(["marks", "tool calls"], ([_code(*marks), f"`{syntax}`"] for marks, syntax in MARKERS)),
             "",

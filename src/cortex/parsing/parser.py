@@ -67,7 +67,7 @@ class BodyParser:
         of its choices if that is given."""
         job = protocol.TranslateRequest(dialect, model, max_tokens, body)
         translated = _packed(await self._run(job, client, is_parsed_elsewhere(body)))
-        return translated.head, translated.whole
+        return translated.head, translated.rest
 
     async def edit(
         self, body: bytes, values: dict[str, str | int], client: str, *, without: tuple[str, ...] = ()
@@ -215,4 +215,4 @@ async def _joined(body: bytes, stored: Sequence[StoredTexts]) -> Joined:
 
 def _packed(reply: Result) -> PackedRequest:
     assert isinstance(reply, protocol.Parsed)
-    return PackedRequest(_heads.decode(reply.head), reply.body, reply.files)
+    return PackedRequest(_heads.decode(reply.head), reply.body, reply.files, reply.token_prompts)

@@ -139,9 +139,11 @@ class Parsed(ChannelMessage, frozen=True):
     head: bytes
     """The head of the request as JSON."""
     body: bytes
-    """The whole request, packed or translated."""
+    """The request, packed or translated; packed without `token_prompts`."""
     files: tuple[bytes, ...] = ()
     """The pictures of a packed request."""
+    token_prompts: tuple[tuple[int, ...], ...] = ()
+    """As in `PackedRequest`."""
 
 
 class Edited(ChannelMessage, frozen=True):
@@ -289,4 +291,5 @@ def run(job: Job) -> Result:
 
 def _packed(request: GenerateRequest) -> Parsed:
     request, files = take_files(request)
-    return Parsed(encode_head(request), packed_request.encode(request), files)
+    rest, token_prompts = packed_request.take_tokens(request)
+    return Parsed(encode_head(request), packed_request.encode(rest), files, token_prompts)

@@ -10,18 +10,10 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from cortex.wire.words import os_error_in_words
-
 MAX_ECHO = 200
 """Characters of a client's own text that an error repeats."""
 MAX_MESSAGE = 4000
 """Characters of a whole error message."""
-
-
-def about(subject: str, problem: object) -> str:
-    """A message that names its subject first, once."""
-    text = os_error_in_words(problem) if isinstance(problem, OSError) else str(problem)
-    return text if text.startswith((f"{subject} ", f"{subject}: ")) else f"{subject}: {text}"
 
 
 def shorten(text: str, limit: int = MAX_ECHO) -> str:
@@ -71,7 +63,7 @@ class CortexError(Exception):
 
 
 class _InvalidRequest(CortexError):
-    """The request is invalid and must be changed."""
+    """The client must change something before it sends the request again."""
 
     status = 400
     openai_type = "invalid_request_error"
@@ -174,75 +166,66 @@ class RequestTimeout(_InvalidRequest):
     code = "request_timeout"
 
 
-class InvalidAPIKey(CortexError):
+class InvalidAPIKey(_InvalidRequest):
     """The key is missing or unknown."""
 
     status = 401
     code = "invalid_api_key"
-    openai_type = "invalid_request_error"
     anthropic_type = "authentication_error"
 
 
-class ModelNotAllowed(CortexError):
+class ModelNotAllowed(_InvalidRequest):
     """The key is valid but not allowed to use this model."""
 
     status = 403
     code = "model_not_allowed"
-    openai_type = "invalid_request_error"
     anthropic_type = "permission_error"
 
 
-class OperatorOnly(CortexError):
+class OperatorOnly(_InvalidRequest):
     """The key is valid, but the request needs the key of an operator."""
 
     status = 403
     code = "operator_only"
-    openai_type = "invalid_request_error"
     anthropic_type = "permission_error"
 
 
-class CrossSiteRequest(CortexError):
+class CrossSiteRequest(_InvalidRequest):
     """A web page of another site made a browser send the request."""
 
     status = 403
     code = "cross_site_request"
-    openai_type = "invalid_request_error"
     anthropic_type = "permission_error"
 
 
-class ModelNotFound(CortexError):
+class ModelNotFound(_InvalidRequest):
     """There is no model or alias of that name; the message lists similar names."""
 
     status = 404
     code = "model_not_found"
-    openai_type = "invalid_request_error"
     anthropic_type = "not_found_error"
 
 
-class NodeNotFound(CortexError):
+class NodeNotFound(_InvalidRequest):
     """The fleet has no node of that name; the message lists those that it has. Only operators name nodes."""
 
     status = 404
     code = "node_not_found"
-    openai_type = "invalid_request_error"
     anthropic_type = "not_found_error"
 
 
-class ModelInUse(CortexError):
+class ModelInUse(_InvalidRequest):
     """The order would disturb a model that is in use: it is in memory, pinned, or changing."""
 
     status = 409
     code = "model_in_use"
-    openai_type = "invalid_request_error"
-    anthropic_type = "invalid_request_error"
 
 
-class RouteNotFound(CortexError):
+class RouteNotFound(_InvalidRequest):
     """There is no such path."""
 
     status = 404
     code = "route_not_found"
-    openai_type = "invalid_request_error"
     anthropic_type = "not_found_error"
 
 
@@ -308,6 +291,12 @@ class Recovering(Overloaded):
     code = "recovering"
 
 
+class ModelNotReady(Overloaded):
+    """A health check of a model that is not loaded."""
+
+    code = "model_not_ready"
+
+
 class DatabaseUnavailable(Overloaded):
     """What the request asks for is in the gateway's database, which fails or does not respond now."""
 
@@ -318,6 +307,12 @@ class ShuttingDown(Overloaded):
     """The program is shutting down and accepts no new requests."""
 
     code = "shutting_down"
+
+
+class Draining(Overloaded):
+    """Every node that could serve the model is drained or shutting down; `details` has the reason for each."""
+
+    code = "draining"
 
 
 class InsufficientCapacity(CortexError):
@@ -390,30 +385,14 @@ class UpstreamInterrupted(CortexError):
     retryable = True
 
 
-class RequestCancelled(CortexError):
+class RequestCancelled(_InvalidRequest):
     """Somebody who may do so ended the request. Clients do not repeat this status by themselves."""
 
     status = 499
     code = "request_cancelled"
-    openai_type = "invalid_request_error"
-    anthropic_type = "invalid_request_error"
 
 
 class GenerationFailed(CortexError):
     """The engine ended this request: NaN in its output, or an internal fault."""
 
     code = "generation_failed"
-
-
-def _tree(root: type[CortexError]) -> list[type[CortexError]]:
-    return [root, *(leaf for child in root.__subclasses__() for leaf in _tree(child))]
-
-
-BY_CODE: dict[str, type[CortexError]] = {
-    cls.code: cls for cls in _tree(CortexError) if not cls.__name__.startswith("_")
-}
-
-
-def from_code(code: str, message: str) -> CortexError:
-    """The error of a `Failure` event or of another program's envelope; an unknown code is an internal error."""
-    return BY_CODE.get(code, CortexError)(message)

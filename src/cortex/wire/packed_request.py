@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -16,6 +16,8 @@ from cortex.wire.requests import GenerateRequest
 
 MAX_HEAD_BYTES = 1 << 20
 """Decoding this many takes a few tens of milliseconds, which an event loop can afford."""
+MAX_LOOP_TOKENS = 1 << 16
+"""Token ids that an event loop handles; these take a few milliseconds."""
 _PARTS: Final = {
     "model": "model",
     "more_prompts": "prompt",
@@ -38,16 +40,39 @@ class PackedRequest:
 
     head: GenerateRequest
     """Without messages; prompts and suffix are empty."""
-    whole: bytes
-    """Without the files of pictures."""
+    rest: bytes
+    """All of it without the files of pictures and without `token_prompts`."""
     files: tuple[bytes, ...] = ()
     """The files of its pictures, by their numbers."""
+    token_prompts: tuple[tuple[int, ...], ...] = ()
+    """Its prompts, if they are token ids that can be used as they are: no process need read the request then."""
+
+    def whole(self) -> bytes:
+        """All of it without the files of pictures. With `token_prompts` it is decoded and encoded: call it once."""
+        return encode(with_tokens(unpack(self.rest), self.token_prompts)) if self.token_prompts else self.rest
 
 
 def pack(request: GenerateRequest) -> PackedRequest:
     """Raises InvalidValue for a picture that cannot be used."""
     request, files = take_files(request)
-    return PackedRequest(head_of(request), encode(request), files)
+    rest, token_prompts = take_tokens(request)
+    return PackedRequest(head_of(request), encode(rest), files, token_prompts)
+
+
+def take_tokens(request: GenerateRequest) -> tuple[GenerateRequest, tuple[tuple[int, ...], ...]]:
+    """`request` without its prompts, and the prompts, if they are `PackedRequest.token_prompts`."""
+    prompts = tuple(each for each in (request.prompt, *request.more_prompts) if each and not isinstance(each, str))
+    is_changed = request.truncate or request.truncate_prompt_tokens is not None or request.prediction
+    is_whole = len(prompts) == 1 + len(request.more_prompts) and sum(map(len, prompts)) <= MAX_LOOP_TOKENS
+    if not is_whole or is_changed:
+        return request, ()
+    return msgspec.structs.replace(request, prompt=(), more_prompts=()), prompts
+
+
+def with_tokens(request: GenerateRequest, token_prompts: Sequence[tuple[int, ...]]) -> GenerateRequest:
+    """What `take_tokens` was given; it reverses it."""
+    prompt, *more = token_prompts
+    return msgspec.structs.replace(request, prompt=prompt, more_prompts=tuple(more))
 
 
 def encode(request: GenerateRequest) -> bytes:

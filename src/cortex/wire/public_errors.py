@@ -12,6 +12,7 @@ _MESSAGES: dict[type[CortexError], str] = {
     CortexError: "The gateway could not handle this request. Send it again, or ask the operator.",
     errors.ModelNotFound: "There is no such model for this key; GET /v1/models lists those that it may use.",
     errors.Overloaded: "There is no room for this request now. Send it again later.",
+    errors.Draining: "The model is out of service for a while. Send the request again later.",
     errors.Recovering: "The model is being recovered. Send the request again later.",
     errors.InsufficientCapacity: "There is not enough memory for this model. Use another one, or ask the operator.",
     errors.ModelUnsupported: "The model is not supported here. Use another one, or ask the operator.",

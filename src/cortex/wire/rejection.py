@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from cortex.wire.errors import BY_CODE, CortexError
+from cortex.wire.error_codes import BY_CODE
+from cortex.wire.errors import CortexError
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=True):

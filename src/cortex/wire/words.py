@@ -36,6 +36,12 @@ def os_error_in_words(error: OSError) -> str:
     return f"{error.filename}: {reason}" if isinstance(error.filename, str) else reason
 
 
+def about(subject: str, problem: object) -> str:
+    """A message that names its subject first, once."""
+    text = os_error_in_words(problem) if isinstance(problem, OSError) else str(problem)
+    return text if text.startswith((f"{subject} ", f"{subject}: ")) else f"{subject}: {text}"
+
+
 def replicas_in_words(replica_devices: Sequence[Sequence[int]]) -> str:
     """`2 replicas on devices 0, 1`, or `0+1, 2+3` where each is divided; empty if there are not several."""
     if len(replica_devices) < 2:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cortex.cli.client import GatewayClient
 from cortex.cli.failures import ExitCode
 
 from ..canned_responses import FAILED, READY, delta, fleet, job, sse
@@ -73,7 +76,9 @@ def test_load_reports_its_stages_and_where_it_is_ready(gateway: CannedGateway, i
     running = job("running", stage="read", done_bytes=50, total_bytes=100)
     gateway.responses["POST", "/fleet/models/small/load"] = {"model": "small", "nodes": ["beast"], "job": running}
     gateway.responses["GET", "/fleet/jobs/job_1"] = job()
-    assert invoke("load", "small").stdout == "small: read\nsmall is ready on beast\n"
+    outcome = invoke("load", "small")
+    assert (outcome.stderr, outcome.stdout) == ("small: read\n", "small is ready on beast\n")
+    assert json.loads(invoke("load", "small", "--json").stdout)["model"] == "small", "progress is not in the way"
     assert "job_1" in invoke("load", "small", "--no-wait").stdout
 
 
@@ -86,6 +91,28 @@ def test_interrupt_cancels_the_job(gateway: CannedGateway, invoke: Invoke, monke
     gateway.responses["POST", "/fleet/models/small/load"] = {"model": "small", "nodes": ["beast"], "job": running}
     gateway.responses["DELETE", "/fleet/jobs/job_1"] = job("cancelled")
     assert invoke("load", "small").code is ExitCode.INTERRUPTED
+    assert gateway.requests[-1][:2] == ("DELETE", "/fleet/jobs/job_1")
+
+
+def test_second_interrupt_does_not_keep_the_job_from_being_cancelled(
+    gateway: CannedGateway, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    def interrupted(client: GatewayClient, path: str) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return delete(client, path)
+
+    delete = GatewayClient.delete
+    monkeypatch.setattr(GatewayClient, "delete", interrupted)
+    monkeypatch.setattr("cortex.cli.views.jobs.time.sleep", interrupt)
+    running = job("running", can_cancel=True)
+    gateway.responses["POST", "/fleet/models/small/load"] = {"model": "small", "nodes": ["beast"], "job": running}
+    gateway.responses["DELETE", "/fleet/jobs/job_1"] = job("cancelled")
+    outcome = invoke("load", "small")
+    assert outcome.code is ExitCode.INTERRUPTED
+    assert "is cancelled" in outcome.stderr
     assert gateway.requests[-1][:2] == ("DELETE", "/fleet/jobs/job_1")
 
 
@@ -131,6 +158,15 @@ def test_move_loads_on_the_node_and_unloads_elsewhere(gateway: CannedGateway, in
         ("pin", {"node": "attic", "wait": False}),
         ("unload", {"node": "beast", "unpin": True, "wait": False}),
     ]
+
+
+@pytest.mark.parametrize("command", ["pull", "run"])
+def test_name_that_is_not_of_the_hub_says_what_to_name(gateway: CannedGateway, invoke: Invoke, command: str) -> None:
+    rejection = {"error": {"message": "qwen is no model of this gateway", "code": "model_not_found"}}
+    gateway.responses["POST", "/fleet/pull"] = gateway.responses["GET", "/v1/models/qwen"] = (404, rejection)
+    outcome = invoke(command, "qwen")
+    assert outcome.code is ExitCode.NOT_FOUND
+    assert outcome.error.startswith("qwen is no model of this gateway; name a repository of the hub")
 
 
 def test_run_pulls_loads_and_chats(gateway: CannedGateway, invoke: Invoke) -> None:
@@ -183,3 +219,17 @@ def test_models_say_where_files_were_looked_for(gateway: CannedGateway, invoke: 
     shown = invoke("models").stdout
     assert shown.count("there is no complete model") == 1
     assert "m on attic: there is no complete model at /srv/m.gguf" in shown
+
+
+def test_models_say_why_the_last_load_failed_and_name_only_known_quantisations(
+    gateway: CannedGateway, invoke: Invoke
+) -> None:
+    failed = {"id": "m", "feasible_on": ["beast"], "failures": {"beast": "m: broken disk"}}
+    sizes = [{"quant": None, "dtype": None, "bytes": 3 << 30, "nodes": ["beast"]}]
+    foreign = {"id": "phi", "loaded": True, "failures": {"attic": "no driver"}, "sizes": sizes}
+    dense = {"id": "own", "loaded": True, "sizes": [sizes[0] | {"dtype": "BF16"}]}
+    gateway.responses["GET", "/v1/models"] = {"data": [failed, foreign, dense, failed | {"id": "x", "alias_of": "m"}]}
+    shown = invoke("models").stdout
+    assert shown.count("m on beast: broken disk\n") == 1
+    assert "no driver" not in shown, "another node serves it"
+    assert [line.split()[0] for line in shown.splitlines() if "dense" in line] == ["own"]

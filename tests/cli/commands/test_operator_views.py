@@ -115,6 +115,7 @@ def test_files_outside_the_hub_cache_are_named_and_not_deleted(gateway: CannedGa
     [
         ("hub_unavailable", 502, ExitCode.UNREACHABLE),
         ("upstream_unavailable", 502, ExitCode.UNREACHABLE),
+        ("draining", 503, ExitCode.UNREACHABLE),
         ("source_not_found", 502, ExitCode.NOT_FOUND),
         ("disk_full", 507, ExitCode.NO_ROOM),
         ("load_failed", 502, ExitCode.FAILED),

@@ -146,6 +146,12 @@ def test_status_shows_where_files_are_missing(gateway: CannedGateway, invoke: In
     assert "  typo: there is no complete model at /srv/typo\n" in invoke("status").stdout
 
 
+def test_status_shows_why_a_cold_model_is_not_loaded(gateway: CannedGateway, invoke: Invoke) -> None:
+    reasons = {"small": "small: broken disk"}
+    gateway.responses["GET", "/fleet/status"] = fleet(cold_models=["small"], cold_reasons=reasons)
+    assert "  cold: small\n  small: broken disk\n" in invoke("status").stdout
+
+
 def test_status_shows_why_a_node_is_down_and_exits_with_1(gateway: CannedGateway, invoke: Invoke) -> None:
     gateway.responses["GET", "/fleet/status"] = fleet(up=False, problem="connection refused")
     outcome = invoke("status")

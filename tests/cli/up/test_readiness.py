@@ -74,3 +74,18 @@ def test_exit_code_says_why_no_model_is_ready(codes: list[str | None], exit_code
         for number, code in enumerate(codes)
     ]
     assert load_failure(failed).exit_code is exit_code
+
+
+@pytest.mark.parametrize(
+    ("named", "code", "remedy"),
+    [
+        ("google/gemma-4-26b-it", "source_not_found", "did you mean google/gemma-4-26B-A4B-it?"),
+        ("mistralai/Mistral-Small-3.2", "source_not_found", "mistralai/Mistral-Small-3.2-24B-Instruct-2506?"),
+        ("openai/gpt-oss-20b", "source_not_found", "start again"),
+        ("someone/else", "source_not_found", "start again"),
+        ("google/gemma-4-26b-it", "disk_full", "start again"),
+    ],
+)
+def test_repository_that_does_not_exist_gives_the_one_that_is_meant(named: str, code: str, remedy: str) -> None:
+    failed = ModelStatus(id=named, state=ModelState.FAILED, reason="because", reason_code=code)
+    assert remedy in str(load_failure([failed]).remedy)

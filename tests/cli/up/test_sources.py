@@ -36,7 +36,7 @@ def test_model_directory_gives_its_name_to_the_model(tmp_path: Path, monkeypatch
         ("model.gguf", "no model file or directory"),
         ("just-a-word", "neither a path nor a hub id"),
         ("gpt-os-20b", "did you mean gpt-oss-20b"),
-        ("granite-4.0", "may be granite-4.0-h-micro"),
+        ("granite-4.0", "may be granite-4.0-micro"),
         ("a/b/c", "neither a path nor a hub id"),
         ("owner/", "neither a path nor a hub id"),
     ],

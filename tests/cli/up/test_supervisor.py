@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cortex.cli.up.supervisor import ChildDied, ProcessSupervisor
+from cortex.cli.up.command import fault_of
+from cortex.cli.up.supervisor import Child, ChildDied, ProcessSupervisor
 
 from ...waiting import WAIT_S
 
@@ -127,3 +128,21 @@ def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     parent.wait()
     parent.stdout.close()
     wait_until_gone(child_pid)
+
+
+@pytest.mark.parametrize(
+    ("ends", "reason"),
+    [
+        ("exit 3", "the neuron ended unexpectedly: no such model; its log is "),
+        ("kill -KILL $$", "the neuron ended unexpectedly: killed by SIGKILL (by the system, if it ran out of memory: "),
+        ("kill -ABRT $$", "the neuron ended unexpectedly: killed by SIGABRT; its log is "),
+    ],
+)
+def test_last_line_of_the_log_is_the_reason_unless_a_signal_killed_the_program(
+    tmp_path: Path, ends: str, reason: str
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("served a request\nneuron: no such model\n")
+    process = subprocess.Popen(["/bin/sh", "-c", ends])
+    process.wait(WAIT_S)
+    assert str(fault_of(ChildDied(Child("neuron", process, log)))).startswith(reason)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.e2e
 
-SPANNING, BESIDE, WRONG_KEY = "spanning", "beside", "wrong key"
+SPANNING, WHOLE, WRONG_KEY = "spanning", "whole", "wrong key"
 SHARED = ("shared", "shared too", "shared as well")
 PEER_KEY = "key-of-the-second-node"
 
@@ -96,19 +96,19 @@ class Pair:
         self.peer = self._start(f"127.0.0.2:{self.ports[1]}", PEER_KEY)
 
     def _start(self, listen: str, key: str, *settings: str) -> Daemon:
-        beside = f'[[models]]\nid = "{BESIDE}"\nsource = "{self.model}"\ndevices = [1]'
+        whole = f'[[models]]\nid = "{WHOLE}"\nsource = "{self.model}"\ndevices = [1]'
         daemon = self.start_daemon(
             f"drain_s = {NEVER_S}",
             "cpu_devices = 2",
             "limits.step_timeout_s = 20.0",
             "limits.sleep_mb = 64",
             *settings,
-            beside,
+            whole,
             listen=listen,
             key=key,
             environment={"PEER_KEY": PEER_KEY, "WRONG_KEY": "x" * 20},
         )
-        daemon.call("/models/load", {"model_id": BESIDE})
+        daemon.call("/models/load", {"model_id": WHOLE})
         return daemon
 
     def shares(self) -> list[dict[str, Any]]:
@@ -158,13 +158,13 @@ def test_the_model_spans_both_nodes_and_responds_as_on_one_device(pair: Pair) ->
     assert (share["model_id"], share["lead"], share["state"], share["devices"]) == (SPANNING, "first", "ready", [0])
     assert share["num_bytes"] > 0
     for prompt in ("The capital of France is", "x" * 200):
-        assert text_of(pair.lead, SPANNING, prompt) == text_of(pair.lead, BESIDE, prompt)
+        assert text_of(pair.lead, SPANNING, prompt) == text_of(pair.lead, WHOLE, prompt)
 
 
 @pytest.mark.parametrize("fault", ["worker of the lead", "worker of the peer", "connection", "hanging peer worker"])
 def test_fault_fails_the_request_with_a_retryable_error_and_the_model_comes_back_alone(pair: Pair, fault: str) -> None:
     pair.lead.call("/models/load", {"model_id": SPANNING})
-    expected = text_of(pair.lead, BESIDE)
+    expected = text_of(pair.lead, WHOLE)
     bystanders = [worker(daemon, 1) for daemon in (pair.lead, pair.peer)]
     faulty = worker(pair.lead if fault == "worker of the lead" else pair.peer, 0)
     response = Response(pair.lead, SPANNING)
@@ -189,7 +189,7 @@ def test_model_comes_back_when_the_peer_was_killed_and_starts_again(pair: Pair) 
     assert pair.lead.model(SPANNING)["state"] == "recovering"
     pair.start_peer()
     pair.lead.wait_ready(SPANNING)
-    assert text_of(pair.lead, SPANNING) == text_of(pair.lead, BESIDE)
+    assert text_of(pair.lead, SPANNING) == text_of(pair.lead, WHOLE)
     assert worker(pair.lead, 1) == bystander
 
 
@@ -202,7 +202,7 @@ def test_peer_that_is_restarted_lets_the_response_end_and_the_model_comes_back(p
     pair.peer.process.wait(WAIT_S)
     pair.start_peer()
     pair.lead.wait_ready(SPANNING)
-    assert text_of(pair.lead, SPANNING) == text_of(pair.lead, BESIDE)
+    assert text_of(pair.lead, SPANNING) == text_of(pair.lead, WHOLE)
     assert [worker(pair.lead, device) for device in (0, 1)] == workers
 
 
@@ -227,7 +227,7 @@ def gateway(pair: Pair, start_gateway: StartGateway) -> Daemon:
 def test_gateway_plans_loads_serves_and_shows_it(pair: Pair, gateway: Daemon) -> None:
     status, body = gateway.call("/fleet/models/shared/load", {"dry_run": True})
     assert "and a part on second" in json.dumps(body), body
-    assert text_of(gateway, "shared") == text_of(pair.lead, BESIDE)
+    assert text_of(gateway, "shared") == text_of(pair.lead, WHOLE)
     (held,) = [model for model in nodes_of(gateway)["beast"]["models"] if model["id"] == "shared"]
     assert (held["state"], held["nodes"]) == ("ready", ["beast", "second"])
     until(
@@ -243,7 +243,7 @@ def test_gateway_plans_loads_serves_and_shows_it(pair: Pair, gateway: Daemon) ->
 
 
 def test_models_over_the_same_nodes_replace_each_other_and_drain_with_each_of_them(pair: Pair, gateway: Daemon) -> None:
-    expected = text_of(pair.lead, BESIDE)
+    expected = text_of(pair.lead, WHOLE)
     for name in SHARED * 2:  # three models on two devices, which have a part of one of them each
         assert text_of(gateway, name) == expected
     held = {share["model_id"]: share["state"] for share in pair.shares()}
@@ -253,7 +253,7 @@ def test_models_over_the_same_nodes_replace_each_other_and_drain_with_each_of_th
     assert text_of(gateway, SHARED[-1]) == expected
     gateway.call("/fleet/nodes/second/drain", {})
     status, body = gateway.call("/v1/completions", {"model": SHARED[-1], "prompt": "x", "max_tokens": 1})
-    assert status == 502
+    assert (status, body["error"]["code"]) == (503, "draining")
     assert "second has a part of it, and is drained" in body["error"]["message"]
     gateway.call("/fleet/nodes/second/undrain", {})
     assert text_of(gateway, SHARED[-1]) == expected
@@ -273,5 +273,5 @@ def test_lead_that_is_killed_leaves_nothing_on_the_peer_and_unload_does_neither(
     pair.lead.process.kill()
     pair.lead.process.wait(WAIT_S)
     until(lambda: pair.shares() == [], "the peer keeps its part")
-    assert text_of(pair.peer, BESIDE)
+    assert text_of(pair.peer, WHOLE)
     assert worker(pair.peer, 1) == bystander

@@ -122,7 +122,7 @@ def test_staged_models_replace_each_other_sleep_and_drain_with_each_of_their_nod
     assert text_of(gateway, MODELS[1]) == expected
     gateway.call("/fleet/nodes/small/drain", {})
     status, body = gateway.call("/v1/completions", {"model": MODELS[1], "prompt": "x", "max_tokens": 1})
-    assert status == 502
+    assert (status, body["error"]["code"]) == (503, "draining")
     assert "small has a part of it, and is drained" in body["error"]["message"]
     gateway.call("/fleet/nodes/small/undrain", {})
     assert text_of(gateway, MODELS[1]) == expected

@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from cortex.fleet.devices import Ceilings
 from cortex.fleet.placement.explain import as_json
 from cortex.fleet.placement.place import place
 from cortex.fleet.reports import after_poll
-from cortex.fleet.topology import Ceilings, Node
+from cortex.fleet.topology import Node
 from cortex.wire.node.protocol import Device, DeviceHealth, Discovery, Health, ModelState
 
 NOW = 10_000.0

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from cortex.fleet.placement.explain import as_json, outcome, rejection, rows, text
+from cortex.fleet.placement.explain import DRAINING_RETRY_S, as_json, outcome, rejection, rows, text
 from cortex.fleet.placement.place import place
+from cortex.fleet.placement.search import search
 from cortex.wire.error_encoding import envelope
 from cortex.wire.errors import Family
 from cortex.wire.node.protocol import ModelState
@@ -69,6 +70,15 @@ def test_json_has_the_numbers_and_reasons(model: Make, node: Make, fleet: Make, 
             "upstream_unavailable",
             "n cannot serve m now: timed out",
         ),
+        (
+            {"draining": True, "drained": True},
+            {},
+            "request",
+            503,
+            "draining",
+            "n cannot serve m now: drained by the operator: run `cortex undrain n`",
+        ),
+        ({"draining": True}, {}, "request", 503, "draining", "n cannot serve m now: shutting down"),
     ],
 )
 def test_rejection_maps_to_status_and_code(
@@ -89,12 +99,33 @@ def test_rejection_maps_to_status_and_code(
     with pytest.raises(type(error), match=words):
         raise error
     assert envelope(error, Family.OPENAI)["error"]["nodes"][0]["node"] == "n"
+    assert (error.retry_after_s == DRAINING_RETRY_S) == (code == "draining")
 
 
 def test_failed_load_keeps_the_message_of_the_node(model: Make, node: Make, fleet: Make, spec: Make) -> None:
     failed = model("m", state=ModelState.FAILED, age_s=1, reason="config.json is missing")
     error = rejection(place("m", fleet(node("n", [24], failed), specs=[spec("m")]), NOW))
     assert (error.code, "config.json is missing" in error.message) == ("load_failed", True)
+
+
+@pytest.mark.parametrize(
+    ("drained", "code"),
+    [
+        ({"sizes": [24]}, "draining"),
+        ({"sizes": [24], "healthy": False}, "draining"),
+        ({"sizes": [], "healthy": False}, "draining"),  # nothing is known about it
+        ({"sizes": [8]}, "load_failed"),
+        ({"sizes": [24], "has_lifecycle": False}, "load_failed"),
+    ],
+)
+def test_drained_node_is_the_error_only_where_it_could_serve_the_model(
+    model: Make, node: Make, fleet: Make, spec: Make, drained: dict[str, Any], code: str
+) -> None:
+    failed = node("n", [24], model("m", state=ModelState.FAILED, age_s=1, reason="weights damaged"))
+    other = node("o", **{"draining": True, "drained": True, **drained})
+    snapshot = fleet(failed, other, specs=[spec("m", 10)])
+    for decide in (place, search):
+        assert rejection(decide("m", snapshot, NOW)).code == code
 
 
 def test_model_without_files_at_its_path_is_loaded_where_it_has_them(

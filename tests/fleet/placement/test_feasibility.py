@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.devices import DeviceState
 from cortex.fleet.placement.feasibility import Feasibility
 from cortex.fleet.placement.place import place
-from cortex.fleet.topology import DeviceState, Fleet, Node, Residency
+from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
 GB = 1 << 30

@@ -1,4 +1,4 @@
-"""Of nodes that are otherwise equal, a model goes to the one that keeps its conversations in host memory."""
+"""A model goes to the one of otherwise equal nodes that keeps its conversations in host memory."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import msgspec
 import pytest
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.devices import DeviceState
 from cortex.fleet.placement.explain import as_json
 from cortex.fleet.placement.place import place
 from cortex.fleet.placement.search import search
-from cortex.fleet.topology import DeviceState, Fleet, Node, Residency
+from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.wire.node.bench import BenchResult, StreamRate
 from cortex.wire.node.protocol import HostKV, ModelState, ModelStatus
 

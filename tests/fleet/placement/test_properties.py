@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.devices import DeviceState, MemoryReservation
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement.explain import as_json, rejection, rows, text
 from cortex.fleet.placement.place import place
 from cortex.fleet.rules import EvictionRules
-from cortex.fleet.topology import DeviceState, Fleet, MemoryReservation, Node, Residency
+from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.wire.node.bench import BenchResult, StreamRate
 from cortex.wire.node.protocol import HostKV, ModelLoad, ModelState, ModelStatus
 

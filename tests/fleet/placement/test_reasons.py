@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from cortex.fleet.devices import MemoryReservation
 from cortex.fleet.placement.decision import Verdict
 from cortex.fleet.placement.eviction import Protection
 from cortex.fleet.placement.explain import rejection
 from cortex.fleet.placement.place import place
-from cortex.fleet.topology import MemoryReservation
 from cortex.wire.node.protocol import ModelState
 
 NOW = 10_000.0
@@ -159,7 +159,26 @@ NODE_CASES: list[tuple[dict[str, Any], dict[str, Any], Verdict, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("facts", "options", "verdict", "reason"), NODE_CASES)
+DRAINED = {"draining": True, "drained": True}
+INABILITIES = {
+    Verdict.NOT_LISTED,
+    Verdict.MANUAL,
+    Verdict.EXCLUDED,
+    Verdict.WRONG_HARNESS,
+    Verdict.CANNOT_SPAN,
+    Verdict.TOO_FEW_DEVICES,
+    Verdict.TOO_SMALL,
+}
+WHILE_DRAINING = [
+    (facts | drain, options, verdict, reason)
+    for facts, options, verdict, reason in NODE_CASES
+    if verdict in INABILITIES
+    for drain in ({"draining": True}, DRAINED, DRAINED | {"healthy": False})
+]
+"""What keeps a node from a model while it drains, too."""
+
+
+@pytest.mark.parametrize(("facts", "options", "verdict", "reason"), [*NODE_CASES, *WHILE_DRAINING])
 def test_reason_names_what_is_wrong_with_the_node(
     node: Make,
     fleet: Make,

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from cortex.fleet.devices import MemoryReservation
 from cortex.fleet.placement.decision import Verdict
 from cortex.fleet.placement.place import place
-from cortex.fleet.topology import MemoryReservation
 from cortex.wire.node.protocol import ModelState
 
 GIB = 1024**3

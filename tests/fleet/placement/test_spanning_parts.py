@@ -9,11 +9,12 @@ import msgspec
 import pytest
 
 from cortex.fleet.catalogue import ModelSpec
+from cortex.fleet.devices import MemoryReservation
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement.decision import Verdict
 from cortex.fleet.placement.explain import outcome
 from cortex.fleet.placement.place import place
-from cortex.fleet.topology import MemoryReservation, ModelOnNode
+from cortex.fleet.topology import ModelOnNode
 from cortex.wire.node.protocol import ModelShare, ModelState
 
 from ..conftest import GIB, NOW

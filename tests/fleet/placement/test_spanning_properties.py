@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.devices import DeviceState
 from cortex.fleet.placement.place import place
-from cortex.fleet.topology import DeviceState, Fleet, ModelOnNode, Node, Residency
+from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
 from cortex.wire.node.protocol import ModelLoad, ModelShare, ModelState, ModelStatus
 
 NOW = 10_000.0
@@ -37,7 +38,7 @@ class Drawing:
         return Node(name=name, devices=devices, healthy=True, max_devices_per_model=len(sizes))
 
     def nodes_of_model(self) -> tuple[str, ...]:
-        """Of a model on one node, empty."""
+        """Nodes that share a model; none where it is on one node."""
         return self.names[: self.random.choice((0, 2, len(self.names)))]
 
     def add(self, model_id: str) -> None:

@@ -1,14 +1,15 @@
-"""Of nodes that are otherwise equal, a model goes to the one where it was measured to be faster."""
+"""A model goes to the one of otherwise equal nodes where it was measured to be faster."""
 
 from __future__ import annotations
 
 import pytest
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.devices import DeviceState
 from cortex.fleet.placement.explain import as_json
 from cortex.fleet.placement.place import place
 from cortex.fleet.placement.search import search
-from cortex.fleet.topology import DeviceState, Fleet, Node, Residency
+from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.wire.node.bench import BenchResult, StreamRate
 from cortex.wire.node.protocol import ModelState, ModelStatus
 

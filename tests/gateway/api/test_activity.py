@@ -13,7 +13,8 @@ from cortex.gateway.config import ActivitySection
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.wire.node.protocol import ModelState
 
-from ..fake_neuron import GB, hang
+from ..fake_neuron import GB
+from ..fake_responses import hang
 from ..started_gateway import until
 
 if TYPE_CHECKING:

@@ -39,8 +39,10 @@ async def test_measures_a_model_where_it_is_ready_and_shows_the_result(
     assert (status, sorted(body["nodes"]), body["job"]["kind"]) == (202, ["attic", "beast"], "bench")
     await until(lambda: beast.bench_requests and attic.bench_requests)
     assert beast.bench_requests == [BenchRequest(model_id="a", reload=False)]
-    job = (await client.get(f"/fleet/jobs/{body['job']['id']}"))[1]
-    assert (job["stage"], job["results"], job["can_cancel"]) == ("8 streams", {}, True)
+    async with asyncio.timeout(WAIT_S):
+        while (job := (await client.get(f"/fleet/jobs/{body['job']['id']}"))[1])["stage"] != "8 streams":
+            await asyncio.sleep(0.01)
+    assert (job["results"], job["can_cancel"]) == ({}, True)
     beast.bench = attic.bench = DONE
     job = await ended(client, body["job"]["id"])
     assert job["state"] == "done"

@@ -169,7 +169,7 @@ async def test_status_and_explain_show_need_and_have(neurons: StartNeuron, start
     node = status["nodes"][0]
     assert (node["name"], node["up"], node["kind"]) == ("beast", True, "neuron")
     assert [model["id"] for model in node["models"]] == ["a"]
-    assert node["cold_models"] == ["b"]
+    assert (node["cold_models"], node["cold_reasons"]) == (["b"], {})
     _, explained = await client.get("/fleet/explain/b")
     assert (explained["action"], explained["victims"]) == ("load", ["a"])
     device = explained["nodes"][0]["devices"][0]

@@ -7,9 +7,11 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.gateway.api import fleet_feed
 from cortex.gateway.api.fleet_feed import FleetFeed
+from cortex.gateway.api.models import entry
 from cortex.gateway.api.public_view import FleetView
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.ledger.keys import generate
@@ -89,3 +91,19 @@ def test_fleet_is_described_once_for_all_keys_with_models_and_sent_to_those_that
     assert sent() == [["node"], [], []]
     readers[USER].paused = False
     assert sent() == [[], ["fleet"], []], "what it has missed"
+
+
+def test_reason_of_the_last_failed_load_is_shown_while_the_model_is_cold() -> None:
+    """To operators. Others see that there is one. Files that nobody tried to load have no failure."""
+    broken = ModelStatus(id="a", state=ModelState.COLD, reason="no /srv/a", state_age_s=99.0)
+    unused = ModelStatus(id="b", state=ModelState.COLD, reason="not supported")
+    seen = SeenFleet()
+    before = fleet_feed.node_statuses(seen.fleet)[0]
+    seen.change("a", residencies={each.id: Residency(status=each, seen_at=0.0) for each in (broken, unused)})
+    status = fleet_feed.node_statuses(seen.fleet)[0]
+    assert (before["cold_reasons"], status["cold_reasons"]) == ({}, {"a": "no /srv/a"})
+    assert OPERATOR.node(status)["cold_reasons"] == {"a": "no /srv/a"}
+    assert "/srv" not in str(USER.node(status))
+    assert USER.node(status)["cold_reasons"].keys() == {"a"}
+    listed = [entry(seen.fleet, ModelSpec(id="a"), lambda _: (), 0, for_operator=each) for each in (True, False)]
+    assert [each.get("failures") for each in listed] == [{"a": "no /srv/a"}, None]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PRICES = '[[models]]\nid = "a"\ncost = { input = 10.0, cached_input = 1.0, output = 100.0 }\n[[models]]\nid = "=b"\n'
 COST_OF_ONE = (3 * 10.0 + 4 * 1.0 + 3 * 100.0) / 1e6
-"""Of the fake node's response: 7 prompt tokens, of which 4 are cached, and 3 completion tokens."""
+"""The fake node's response has 7 prompt tokens, of which 4 are cached, and 3 completion tokens."""
 CHAT = {"model": "a", "messages": [], "max_tokens": 1}
 
 

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.placement.explain import DRAINING_RETRY_S
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.leases import Lease, PendingRequest
-from cortex.wire.errors import CortexError, LoadFailed, Overloaded, UpstreamUnavailable
+from cortex.wire.errors import CortexError, Draining, LoadFailed, Overloaded, UpstreamUnavailable
 
 from ..fake_fleet import GB, FakeFleet, lease_of, node_of
 
@@ -134,11 +135,8 @@ def test_overdue_model_of_a_peer_closes_the_model_whose_part_it_holds() -> None:
 def test_model_takes_no_requests_while_a_node_with_a_part_of_it_is_drained() -> None:
     fake = sharing_fleet()
     fake.operator.drain("m", drained=True)
-    waited = fake.ask("a")
-    fake.now += 31
-    fake.dispatcher.tick()
-    (refused,) = waited
-    assert isinstance(refused, UpstreamUnavailable)
+    (refused,) = fake.ask("a")
+    assert isinstance(refused, Draining)
     assert "m has a part of it, and is drained by the operator" in refused.message
     fake.operator.drain("m", drained=False)
     assert node_of(fake.ask("a")) == "n"
@@ -247,15 +245,45 @@ def test_counters_return_to_zero() -> None:
     assert fake.dispatcher.in_flight == {}
 
 
-def test_request_for_the_only_copy_on_a_drained_node_waits_for_its_return() -> None:
-    fake = FakeFleet({"n": {"a": GB}})
+def test_request_for_the_only_copy_on_a_drained_node_fails_at_once_and_may_be_sent_again() -> None:
+    fake = FakeFleet({"n": {"a": GB}, "m": {"a": GB}})
     fake.ready["n"]["a"] = fake.now
     fake.poll()
     fake.operator.drain("n", drained=True)
-    served, late = fake.ask("a"), fake.ask("a")
-    assert served == late == []
+    fake.operator.drain("m", drained=True)
+    (error,) = fake.ask("a")
+    assert isinstance(error, Draining)
+    assert error.retry_after_s == DRAINING_RETRY_S
+    assert "cortex undrain n" in error.message
     fake.operator.drain("n", drained=False)
-    assert node_of(served) == node_of(late) == "n"
+    assert node_of(fake.ask("a")) == "n"
+
+
+def test_request_waits_for_a_node_that_restarts_while_another_is_drained() -> None:
+    fake = FakeFleet({"n": {"a": GB}, "m": {"a": GB}})
+    fake.ready["n"]["a"] = fake.ready["m"]["a"] = fake.now
+    fake.poll()
+    fake.operator.drain("m", drained=True)
+    for _ in range(3):
+        fake.dispatcher.missed("n", "connection refused")
+    waiting = fake.ask("a")
+    assert waiting == []
+    fake.poll("n")
+    assert node_of(waiting) == "n"
+
+
+def test_waiting_requests_fail_when_the_last_node_that_could_serve_them_is_drained() -> None:
+    fake = FakeFleet({"n": {"a": GB}})
+    fake.ready["n"]["a"] = fake.now
+    fake.poll()
+    for _ in range(3):
+        fake.dispatcher.missed("n", "connection refused")
+    waiting = fake.ask("a")
+    assert waiting == []
+    fake.operator.drain("n", drained=True)
+    fake.dispatcher.tick()
+    (error,) = waiting
+    assert isinstance(error, Draining)
 
 
 def test_request_for_the_only_copy_on_a_node_that_is_down_fails_after_the_fair_wait() -> None:

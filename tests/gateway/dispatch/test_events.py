@@ -23,7 +23,7 @@ from cortex.gateway.dispatch.leases import Lease, PendingRequest
 from cortex.gateway.dispatch.model_jobs import Cause
 from cortex.gateway.dispatch.replicas import ReadyReplicas
 from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed, UnloadedWhileLoading, UpstreamUnavailable
-from cortex.wire.node.protocol import LoadRequest, UnloadRequest
+from cortex.wire.node.orders import LoadRequest, UnloadRequest
 
 from ..fake_fleet import GB, FakeFleet, node_of
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
 from cortex.fleet.catalogue import Alias, Catalogue, ModelSpec
 from cortex.fleet.rules import EvictionRules
-from cortex.fleet.topology import ModelOnNode
+from cortex.fleet.topology import ModelOnNode, Residency
 from cortex.gateway.dispatch.leases import Lease
 from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed, UpstreamUnavailable
+from cortex.wire.node.protocol import ModelState
 
 from ..fake_fleet import GB, FakeFleet, lease_of, node_of
 
@@ -207,3 +209,54 @@ def test_suspected_node_gets_no_request_until_a_poll_succeeds() -> None:
     assert fake.polls == ["n"]
     fake.poll()
     assert node_of(got) == "n"
+
+
+def test_reason_of_a_failed_load_stays_after_it_may_be_tried_again() -> None:
+    fake = FakeFleet({"n": {"a": GB}}, rules=EvictionRules(retry_failed_after_s=30))
+    fake.poll()
+    fake.ask("a")
+    fake.dispatcher.load_ended(ModelOnNode("n", "a"), LoadFailed("broken disk"))
+    assert _held(fake).state is ModelState.FAILED
+    fake.now += 31
+    fake.dispatcher.tick()
+    assert (_held(fake).state, _held(fake).failure) == (ModelState.COLD, "broken disk")
+    fake.now += 3600
+    fake.poll()
+    assert _held(fake).failure == "broken disk"
+    fake.ask("a")
+    fake.finish_load()
+    fake.poll()
+    assert (_held(fake).state, _held(fake).failure) == (ModelState.READY, None)
+
+
+@pytest.mark.parametrize("is_asleep", [False, True])
+def test_reason_of_a_failed_load_is_gone_once_the_node_reports_that_the_model_was_loaded(is_asleep: bool) -> None:
+    fake = FakeFleet({"n": {"a": GB}}, rules=EvictionRules(retry_failed_after_s=30))
+    fake.poll()
+    fake.ask("a")
+    fake.dispatcher.load_ended(ModelOnNode("n", "a"), LoadFailed("broken disk"))
+    fake.now += 31
+    since = fake.asleep if is_asleep else fake.ready["n"]
+    key: Any = ("n", "a") if is_asleep else "a"
+    since[key] = fake.now  # another gateway had it loaded
+    fake.poll()
+    del since[key]
+    fake.poll()
+    assert (_held(fake).state, _held(fake).failure) == (ModelState.COLD, None)
+
+
+def test_model_that_cannot_wake_is_not_tried_again_at_once() -> None:
+    fake = FakeFleet({"n": {"a": GB}}, rules=EvictionRules(retry_failed_after_s=30))
+    fake.asleep["n", "a"] = fake.now
+    fake.poll()
+    fake.now += 1
+    fake.ask("a")
+    fake.dispatcher.load_ended(ModelOnNode("n", "a"), LoadFailed("broken device"))
+    fake.now += 1
+    fake.poll()
+    assert (_held(fake).state, _held(fake).failure) == (ModelState.FAILED, "broken device")
+
+
+def _held(fake: FakeFleet) -> Residency:
+    (node,) = fake.dispatcher.fleet.nodes
+    return node.residencies["a"]

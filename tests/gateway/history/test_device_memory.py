@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cortex.fleet.topology import DeviceState, Fleet, Node, Residency
+from cortex.fleet.devices import DeviceState
+from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.gateway.history import device_memory
 from cortex.gateway.history.device_memory import DeviceMemory
 from cortex.wire.node.protocol import ModelState, ModelStatus

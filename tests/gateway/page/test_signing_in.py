@@ -81,6 +81,11 @@ def with_session(cookies: dict[str, str]) -> dict[str, str]:
     return {**PAGE, "cookie": f"cortex_session={cookies['cortex_session']}"}
 
 
+def forge(cookie: str) -> str:
+    """Change the first character: bits of a last one may not count."""
+    return ("b" if cookie.startswith("a") else "a") + cookie[1:]
+
+
 async def test_user_signs_in_with_roles_from_claims_and_is_metered(
     provider: OpenIDProvider, neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:
@@ -148,9 +153,10 @@ async def test_rejects_what_does_not_belong_together(provider: OpenIDProvider, s
     _, callback, _ = await visit(client, at_provider, {})
     query = urlsplit(callback).query
     here = f"{client.url}/session/callback?"
+    forged = forge(mine["cortex_sign_in"])
     for cookies, sent, reason in (
         ({}, query, "took too long or began elsewhere"),
-        ({"cortex_sign_in": mine["cortex_sign_in"][:-1] + "0"}, query, "took too long or began elsewhere"),
+        ({"cortex_sign_in": forged}, query, "took too long or began elsewhere"),
         (dict(mine), query.replace("state=", "state=x"), "not begun in this browser"),
         (dict(mine), query.replace("code=", "code=x"), "sign in again"),
     ):
@@ -159,8 +165,7 @@ async def test_rejects_what_does_not_belong_together(provider: OpenIDProvider, s
         assert "cortex_session" not in cookies
     assert (await visit(client, here + query, mine))[0] == 302
     assert (await visit(client, here + query, dict(mine)))[0] == 401, "a code is good once"
-    forged = with_session({"cortex_session": mine["cortex_session"][:-1] + "x"})
-    assert (await client.get("/session", **forged))[0] == 401
+    assert (await client.get("/session", **with_session({"cortex_session": forge(mine["cortex_session"])})))[0] == 401
     provider.signing_key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     status, body = await sign_in(client, {})
     assert (status, "not valid" in body["error"]["message"]) == (401, True), "signed by somebody else"

@@ -12,7 +12,8 @@ from aiohttp import web
 
 from cortex.wire.node.protocol import ModelState
 
-from ..fake_neuron import GB, begin_stream, chunk, hang, usage_chunk
+from ..fake_neuron import GB
+from ..fake_responses import begin_stream, chunk, hang, usage_chunk
 from ..started_gateway import until
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from aiohttp import web
 
 from cortex.wire.node.protocol import ModelState
 
-from ..fake_neuron import GB, begin_stream, chunk, hang, reset_connection
+from ..fake_neuron import GB
+from ..fake_responses import begin_stream, chunk, hang, reset_connection
 from ..started_gateway import until
 
 if TYPE_CHECKING:
@@ -108,25 +109,44 @@ async def test_silent_stream_ends_after_the_idle_timeout(neurons: StartNeuron, s
     assert b'"upstream_interrupted"' in text
 
 
-async def test_slow_work_that_only_its_server_understands_is_neither_sent_again_nor_held_against_its_node(
-    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("path", "is_foreign", "is_too_busy_for_polls"),
+    [
+        ("/v1/audio/speech", True, False),
+        ("/v1/audio/speech", True, True),
+        ("/v1/chat/completions", True, False),
+        ("/v1/chat/completions", False, False),
+    ],
+)
+async def test_slow_response_that_is_no_stream_is_neither_sent_again_nor_held_against_its_node(
+    path: str,
+    is_foreign: bool,
+    is_too_busy_for_polls: bool,
+    neurons: StartNeuron,
+    start_gateway: StartGateway,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def work(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        node.silent = is_too_busy_for_polls
+        for _ in range(3 if is_too_busy_for_polls else 0):
+            client.gateway.dispatcher.missed(node.name, "did not respond to a poll")
         if body["input"] == "endless":
             await hang()
         await asyncio.sleep(0.6)
+        node.silent = False
         return web.Response(body=b"sound")
 
     nodes = [await neurons(name, sizes={"a": GB}, states={"a": READY}, respond=work) for name in ("one", "two")]
-    client = await start_gateway(foreign=tuple(nodes), idle_timeout_s=0.2)
+    foreign, own = (tuple(nodes), ()) if is_foreign else ((), tuple(nodes))
+    client = await start_gateway(*own, foreign=foreign, idle_timeout_s=0.2)
     events: list[dict[str, Any]] = []
     client.gateway.event_log.subscribe(events.append)
     headers = {"content-type": "application/json"}
-    data = msgspec.json.encode({"model": "a", "input": "long"})
-    async with client.session.post(f"{client.url}/v1/audio/speech", data=data, headers=headers) as response:
+    data = msgspec.json.encode({"model": "a", "messages": [], "input": "long"})
+    async with client.session.post(client.url + path, data=data, headers=headers) as response:
         assert (response.status, await response.read()) == (200, b"sound")
-    monkeypatch.setattr("cortex.gateway.proxy.request.OPAQUE_SILENCE_S", 0.5)
-    status, body = await client.post("/v1/audio/speech", {"model": "a", "input": "endless"}, **headers)
+    monkeypatch.setattr("cortex.gateway.proxy.routes.WHOLE_SILENCE_S", 0.5)
+    status, body = await client.post(path, {"model": "a", "messages": [], "input": "endless"}, **headers)
     assert (status, body["error"]["code"]) == (502, "upstream_unavailable")
     assert sum(len(node.seen) for node in nodes) == 2
     assert not [event for event in events if event["kind"] == "node_suspected"]

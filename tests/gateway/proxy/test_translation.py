@@ -13,7 +13,8 @@ from openai.types.responses import FunctionToolParam, Response
 
 from cortex.ipc.pool import WorkerPool
 
-from ..fake_neuron import GB, USAGE, begin_stream, chunk, reset_connection, stream_chat
+from ..fake_neuron import GB
+from ..fake_responses import USAGE, begin_stream, chunk, reset_connection, stream_chat
 from ..started_gateway import until
 
 if TYPE_CHECKING:

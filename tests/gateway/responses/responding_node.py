@@ -17,7 +17,8 @@ from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import ModelState
 
 from ...waiting import WAIT_S
-from ..fake_neuron import GB, REPORTED, FakeNeuron, begin_stream
+from ..fake_neuron import GB, FakeNeuron
+from ..fake_responses import REPORTED, begin_stream
 from ..started_gateway import Client
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.events import TextDelta
 from cortex.wire.fields.tables.openai_responses import ITEMS_OF_GATEWAYS, OF_GATEWAYS
 
-from ..fake_neuron import GB, FakeNeuron, begin_stream
+from ..fake_neuron import GB, FakeNeuron
+from ..fake_responses import begin_stream
 from ..started_gateway import until
 from .responding_node import CALL, create, events_of, found, send, stream_events
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
+import uvloop
 
 from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import Server
+from cortex.http.ticker import Ticker
 
 from ...waiting import WAIT_S
+from ..conftest import reject
 from .echo import CHUNKED, GET, POST, echo
 
 if TYPE_CHECKING:
@@ -62,6 +68,16 @@ async def test_serves_a_good_request_before_a_bad_one(harness: Harness) -> None:
     assert responses.startswith(b"HTTP/1.1 200 OK")
     assert responses.count(b"HTTP/1.1 ") == 2
     assert b"HTTP/1.1 400 " in responses
+
+
+async def test_accepts_a_burst_of_connections_within_a_few_turns_of_the_loop(harness: Harness) -> None:
+    server, port = await harness.server(echo)
+    with ExitStack() as stack:
+        for _ in range(30):  # the system completes them while the loop does nothing
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S))
+        for _ in range(8):
+            await asyncio.sleep(0)
+        assert server.num_connections == 30
 
 
 async def test_takes_the_path_of_an_absolute_target(harness: Harness) -> None:
@@ -276,3 +292,22 @@ async def test_close_lets_running_responses_end_and_aborts_the_others(harness: H
         await harness.read_message(stuck_reader)
     assert server.num_connections == 0
     assert exchanges[1].disconnected
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+def test_close_ends_connections_that_are_just_beginning(num_turns: int) -> None:
+    """On uvloop, as the daemons run: it begins a connection in several turns."""
+
+    async def close_early() -> None:
+        server = Server(echo, reject, Ticker(asyncio.get_running_loop()))
+        _, port = await server.listen("127.0.0.1", 0)
+        with ExitStack() as stack:
+            for _ in range(3):
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            async with asyncio.timeout(WAIT_S):
+                await server.close()
+        assert not server.connections
+
+    uvloop.run(close_early())

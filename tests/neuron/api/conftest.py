@@ -28,22 +28,18 @@ from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.neuron.text.tokenizer.local import read_text
 from cortex.wire.errors import CortexError, ModelInUse, ModelNotFound
+from cortex.wire.node.orders import DeletedFiles, FilesRequest, HubRepository, LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import (
     Capabilities,
-    DeletedFiles,
     Device,
     DeviceHealth,
     Discovery,
-    FilesRequest,
     Health,
-    HubRepository,
-    LoadRequest,
     ModelLoad,
     ModelState,
     ModelStatus,
     NodeEvent,
     PullStatus,
-    UnloadRequest,
 )
 from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.packed_request import PackedRequest, unpack
@@ -265,7 +261,7 @@ class ScriptedNode:
     async def prepare(self, request: PackedRequest, *, principal: str, in_context: bool = True) -> Prepared:
         self.model(request.head.model)
         rules = PromptRules(self.context_tokens) if in_context else NO_RULES
-        return prepare(self.text_model, unpack(request.whole), rules)
+        return prepare(self.text_model, unpack(request.whole()), rules)
 
     async def count_tokens(self, request: PackedRequest, *, principal: str) -> int:
         return len((await self.prepare(request, principal=principal, in_context=False)).prompts[0].ids)

@@ -102,7 +102,7 @@ async def health(http: ClientSession) -> str:
 
 
 async def completion_tokens(http: ClientSession) -> float:
-    """Of all models, as counted by the node."""
+    """Tokens of all models, as counted by the node."""
     async with http.get("/metrics") as response:
         lines = (await response.text()).splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("neuron_completion_tokens_total{"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from cortex.neuron.engine.kv_pages import KVPages
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
+from cortex.neuron.engine.scheduler import Scheduler
+from cortex.neuron.engine.scheduler_limits import SchedulerLimits
 from cortex.neuron.engine.sequence import Sequence
 from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.vision.picture import PictureRules

@@ -103,6 +103,16 @@ def test_response_does_not_depend_on_how_the_prompt_is_cut_or_cached(family: str
     assert responses(chunked, requests) == expected, "from the prefix cache"
 
 
+@pytest.mark.parametrize(("family", "cached"), [("dense", 2 * 44), ("hybrid", 32 + 44)])
+def test_prompt_that_comes_again_has_the_same_response(family: str, cached: int) -> None:
+    """It continues from a copy of the page in which it ends, and from the state before its last token."""
+    one = EngineRequest("1", tuple(range(3, 48)), 6, SamplingParams(temperature=1.0, seed=3, top_logprobs=5))
+    made = engine(family)
+    first = responses(made, [one])
+    assert [responses(made, [one]) for _ in range(2)] == [first, first]
+    assert made.stats().cached_tokens == cached
+
+
 def test_preempted_request_continues_with_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cortex.neuron.engine.engine.RESERVED_TOKENS", 0)
     requests = [

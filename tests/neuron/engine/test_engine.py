@@ -218,10 +218,10 @@ def test_stats_count_completed_work(make_engine: EngineMaker) -> None:
     run(engine, ask("second", prompt, 5))
     stats = engine.stats()
     assert stats.completion_tokens == 10
-    assert stats.cached_tokens == 64
-    assert stats.prompt_tokens == 70 + 6
+    assert stats.cached_tokens == 69
+    assert stats.prompt_tokens == 70 + 1
     assert stats.steps == 10
-    assert stats.cached_pages == 2
+    assert stats.cached_pages == 3
     assert stats.num_pages == engine.info.num_pages
 
 
@@ -251,7 +251,7 @@ def test_scores_every_prompt_token_as_the_reference_does(
     prompt = some_tokens(150, seed=4)
     run(engine, ask("warm", prompt, 3))
     scored = ask("scored", prompt, 3, prompt_logprobs=2)
-    outputs = run(engine, ask("beside", some_tokens(90, seed=5), 6), scored, ask("unscored", prompt, 3))
+    outputs = run(engine, ask("other", some_tokens(90, seed=5), 6), scored, ask("unscored", prompt, 3))
     assert all(not output.prompt_logprobs for output in outputs["unscored"] + outputs["scored"][1:])
     entries = outputs["scored"][0].prompt_logprobs
     assert outputs["scored"][0].cached_tokens == 0

@@ -31,10 +31,21 @@ CONFIG = {
     **tiny_delta(linear_key_head_dim=8, linear_value_head_dim=8),
     "full_attention_interval": 2,
 }
+SIZES = CONFIG | {"num_hidden_layers": 2}
+KINDS = {
+    "delta net": CONFIG,
+    "short convolution": SIZES | {"model_type": "lfm2", "full_attn_idxs": [1]},
+    "Mamba": SIZES
+    | {
+        **{"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "mamba_n_heads": 8},
+        **{"mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2},
+        **{"shared_intermediate_size": 48, "num_local_experts": 0, "num_experts_per_tok": 0},
+    },
+}
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def make_engine(**spec: Any) -> Engine:
+def make_engine(config: dict[str, Any] = CONFIG, **spec: Any) -> Engine:
     def fill(parameters: Parameters) -> None:
         generator = torch.Generator().manual_seed(0)
         for binding in parameters.bindings:
@@ -45,7 +56,7 @@ def make_engine(**spec: Any) -> Engine:
                 view.normal_(0.0, 2 * view.shape[-1] ** -0.5, generator=generator)
 
     load = LoadSpec(path="", dtype="float32", **{"max_num_seqs": 4, "prefill_chunk_tokens": 100} | spec)
-    return Engine(build_model(CONFIG, load, torch.device("cpu"), fill), load)
+    return Engine(build_model(config, load, torch.device("cpu"), fill), load)
 
 
 def finish(engine: Engine, *requests: EngineRequest) -> dict[str, tuple[list[int], int]]:
@@ -103,6 +114,23 @@ def test_rewritten_response_is_computed_from_the_turn_before_it() -> None:
     tokens, cached = finish(engine, rewritten)["second"]
     assert cached == 128
     assert tokens == finish(make_engine(), rewritten)["second"][0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_saved_inside_a_step_are_those_of_steps_that_end_there(kind: str) -> None:
+    """Two prompts, in chunks of up to 100 tokens."""
+    engine, stopping = make_engine(KINDS[kind]), make_engine(KINDS[kind], deterministic=True)
+    prompts = [some_tokens(count, count) for count in (150, 41)]
+    for number, prompt in enumerate(prompts):
+        for each in (engine, stopping):
+            each.submit(EngineRequest(str(number), prompt, 1, GREEDY))
+    for each in (engine, stopping):
+        while each.has_work:
+            each.step()
+    continued = [EngineRequest(f"{index}b", (*prompt, 5), 6, GREEDY) for index, prompt in enumerate(prompts)]
+    found, expected = finish(engine, *continued), finish(stopping, *continued)
+    assert found == expected
+    assert [cached for _, cached in found.values()] == [128, 32]
 
 
 @pytest.mark.parametrize("memory", [None, 470_000])

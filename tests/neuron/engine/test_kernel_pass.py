@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ import torch
 from cortex.cli import warmup as command
 from cortex.neuron.engine import kernel_pass, meta_shapes, warmup
 from cortex.neuron.engine.errors import LoadCancelled, LoadError
+from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.kernel_pass import KernelPass, PassedModel
 from cortex.neuron.engine.meta_shapes import LightShapes
 from cortex.neuron.engine.request import LoadSpec
@@ -24,6 +28,7 @@ from cortex.neuron.kernels.quantised.layout import Q4
 from cortex.neuron.layers.configs import WHOLE
 from cortex.neuron.models.registry import read_architecture
 
+from ...waiting import WAIT_S
 from ..tiny_models import tiny_delta, tiny_sizes
 
 driver = pytest.importorskip("triton.runtime").driver
@@ -104,6 +109,99 @@ def test_wait_for_the_first_kernels_polls_and_can_be_cancelled(
     first.ready(released.set)
     assert compiled
     first.wait()
+
+
+def test_kernels_of_the_first_response_have_all_cores(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are not even begun before."""
+    compilers: list[compilation.KernelCompiler] = []
+    num_first: list[int] = []
+    num_compiled: list[int] = []
+    prepare_first, prepare = Runner.prepare_first, Runner.prepare
+
+    def compiler() -> compilation.KernelCompiler:
+        compilers.append(compilation.KernelCompiler())
+        return compilers[-1]
+
+    def first(runner: Runner) -> None:
+        prepare_first(runner)
+        num_first.append(compilers[0].num_kernels)
+
+    def other(runner: Runner) -> bool:
+        if num_first:
+            num_compiled.append(len(compiled))
+        return prepare(runner)
+
+    monkeypatch.setattr(kernel_pass, "KernelCompiler", compiler)
+    monkeypatch.setattr(Runner, "prepare_first", first)
+    monkeypatch.setattr(Runner, "prepare", other)
+    kernels = KernelPass(passed(DENSE), FACTS)
+    kernels.start()
+    assert kernels.wait() > num_first[0] > 0
+    assert min(num_compiled) >= num_first[0]
+
+
+def test_first_response_does_not_wait_for_other_kernels(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on = threading.Event()
+    prepared: list[int] = []
+    prepare_first, timed = Runner.prepare_first, compilation.timed
+
+    def first(runner: Runner) -> None:
+        prepare_first(runner)
+        prepared.append(1)
+
+    def gated(compile_: Callable[[], object]) -> float:
+        if kernels._is_collected.is_set() and len(compiled) >= kernels._num_first:  # noqa: SLF001 - one of the others
+            may_go_on.wait(WAIT_S)
+        return timed(compile_)
+
+    monkeypatch.setattr(Runner, "prepare_first", first)
+    monkeypatch.setattr(compilation, "timed", gated)
+    kernels = KernelPass(passed(DENSE), FACTS)
+    kernels.start()
+    deadline_s = time.monotonic() + WAIT_S
+    while kernels._compiler.num_kernels <= kernels._num_first or not prepared:  # noqa: SLF001 - others have begun
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    kernels.ready(lambda: None)
+    assert not may_go_on.is_set()
+    may_go_on.set()
+    assert kernels.wait() > kernels._num_first > 0  # noqa: SLF001
+
+
+def test_kernels_of_prompts_beyond_the_graphs_are_compiled_too(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[int] = []
+    compute = Runner.compute_prompt
+
+    def counted(runner: Runner, num_tokens: int) -> None:
+        before = compiler().num_kernels
+        compute(runner, num_tokens)
+        computed.append(compiler().num_kernels - before)
+
+    def compiler() -> compilation.KernelCompiler:
+        return kernels._compiler  # noqa: SLF001
+
+    monkeypatch.setattr(Runner, "compute_prompt", counted)
+    kernels = KernelPass(passed(DENSE), FACTS)
+    kernels.start()
+    kernels.wait()
+    assert computed[0] > 0, "attention takes other tiles there"
+
+
+def test_launcher_of_a_kernel_is_built_with_it_where_there_is_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[tuple[str, str]] = []
+
+    class Driver(compilation.OfflineDriver):
+        def launcher_cls(self, *described: str) -> None:
+            built.append((described[0], described[1]))
+
+    monkeypatch.setattr(driver, "_active", Driver(FACTS))
+    compilation.timed(lambda: SimpleNamespace(src="source", metadata="metadata"))
+    assert built == [("source", "metadata")]
+    monkeypatch.setattr(driver, "_active", compilation.OfflineDriver(FACTS))
+    compilation.timed(lambda: SimpleNamespace(src="source", metadata="metadata"))
+    assert len(built) == 1
 
 
 def test_other_layouts_are_another_pass() -> None:

@@ -1,4 +1,4 @@
-"""A KV cache of 8-bit numbers: one byte for each, nearly the same logits, and everything else as before."""
+"""A KV cache of 8-bit values: one byte for each, nearly the same logits, and everything else as before."""
 
 from __future__ import annotations
 

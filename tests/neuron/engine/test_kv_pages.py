@@ -74,7 +74,7 @@ def test_pages_are_added_to_all_groups_or_to_none() -> None:
     holding = pages.hold((), 0, 0)
     assert pages.extend(holding, 16) is None
     assert held(holding) == [(0, 0), (0, 0)]
-    assert pages.reach(holding, 16) == 12
+    assert pages.reach(holding, 16, takes_pages=True) == 12
     added = pages.extend(holding, 12)
     assert added is not None
     assert [(group, first, len(numbers)) for group, first, numbers in added] == [(0, 0, 3), (1, 0, 3)]
@@ -85,11 +85,13 @@ def test_admission_counts_a_window_once_and_the_rest_in_full() -> None:
     pages = pages_of({None: 20, 10: 8})
     first = pages.hold((), 0, 0)
     pages.extend(first, 4)
-    assert pages.fits((), 0, 0, 40, [(first, 40)])
-    assert not pages.fits((), 0, 0, 41, [(first, 40)]), "21 pages without a window"
+    assert pages.lacking(first, 40) == [9, 3]
+    assert pages.fits((), 0, 0, 40, [9, 3])
+    assert not pages.fits((), 0, 0, 41, [9, 3]), "21 pages without a window"
     second = pages.hold((), 0, 0)
     pages.extend(second, 4)
-    assert not pages.fits((), 0, 0, 12, [(first, 40), (second, 12)]), "11 pages with one"
+    assert pages.lacking(second, 12) == [2, 2]
+    assert not pages.fits((), 0, 0, 12, [11, 5]), "11 pages with one"
 
 
 def test_prefix_that_fits_can_continue() -> None:
@@ -100,10 +102,33 @@ def test_prefix_that_fits_can_continue() -> None:
     other = pages.hold((), 0, 0)
     pages.extend(other, PAGE)
     start = 4 * PAGE
-    assert pages.fits(DIGESTS, 4, start, start + 8, [(other, PAGE)])
+    assert pages.fits(DIGESTS, 4, start, start + 8, pages.lacking(other, PAGE))
     continued = pages.hold(DIGESTS, 4, start)
     assert pages.extend(continued, start + 1), "there is a page for the next token"
     pages.check_integrity([other, continued])
+
+
+@pytest.mark.parametrize("tight", [0, 1])
+def test_fetch_that_one_group_has_no_pages_for_changes_nothing(tight: int) -> None:
+    pages = pages_of({None: 6, 10 * PAGE: 6})
+    holding = pages.hold((), 0, 0)
+    advance(pages, holding, 0, 4 * PAGE)
+    pages.release(holding)
+    assert pages.groups[tight].pool.allocate(2) is not None, "those of another sequence"
+    idle = [list(group.pool.idle()) for group in pages.groups]
+    assert pages.expect(DIGESTS[10:15], 5, 5 * PAGE) is None
+    assert pages.expect((*DIGESTS[:2], *DIGESTS[10:14]), 6, 6 * PAGE) is None
+    assert [list(group.pool.idle()) for group in pages.groups] == idle
+
+
+def test_prefix_of_which_a_page_is_gone_is_not_held() -> None:
+    pages = pages_of({None: 8, 5: 8})
+    holding = pages.hold((), 0, 0)
+    advance(pages, holding, 0, 4 * PAGE)
+    pages.release(holding)
+    pages.groups[1].pool.disown(DIGESTS[3:4])
+    with pytest.raises(AssertionError, match="not known any more"):
+        pages.hold(DIGESTS, 4, 4 * PAGE)
 
 
 def test_use_is_reported_of_the_fullest_group() -> None:

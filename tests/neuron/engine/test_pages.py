@@ -36,6 +36,30 @@ def test_only_full_pages_have_a_digest() -> None:
     assert page_digests(ROOT, (1,), 2) == []
 
 
+@pytest.mark.parametrize("num_pages", [0, 1, 31, 32, 33, 64, 100])
+def test_digests_of_many_pages_are_those_of_one_after_the_other(num_pages: int) -> None:
+    tokens = [(7 * place) % 1000 for place in range(2 * num_pages + 1)]
+    chain, parent = [], ROOT
+    for first in range(0, 2 * num_pages, 2):
+        (parent,) = page_digests(parent, tokens[first : first + 2], 2)
+        chain.append(parent)
+    for _ in range(2):  # the second time from what is remembered
+        assert page_digests(ROOT, tokens, 2) == chain
+
+
+def test_remembered_digests_are_those_of_equal_pages_after_equal_ones() -> None:
+    tokens = list(range(64))
+    chain = page_digests(ROOT, tokens, 2)
+    assert page_digests(chain[0], tokens, 2) != chain
+    assert page_digests(ROOT, [*tokens[:-1], 64], 2)[:-1] == chain[:-1]
+    assert page_digests(ROOT, [*tokens[:-1], 64], 2) != chain
+    salted = page_digests(ROOT, tokens, 2, [b"", b"picture", *[b""] * 30])
+    assert salted[:1] == chain[:1]
+    assert set(salted[1:]).isdisjoint(chain)
+    chain.clear()
+    assert len(page_digests(ROOT, tokens, 2)) == 32, "the caller owns the list"
+
+
 def test_digest_accepts_the_largest_token_ids() -> None:
     assert digests((2**32 - 1,)) != digests((2**31,))
 

@@ -9,8 +9,8 @@ from .planned_steps import PAGE, collect, end, other, planned, request, run_to_t
 
 def test_preempts_the_youngest_sequence_when_pages_run_out() -> None:
     scheduler = scheduler_of(pages=5)
-    old = scheduler.submit(request("old", PAGE - 1, max_tokens=13))
-    young = scheduler.submit(other("young", PAGE - 1, 100, max_tokens=9))
+    old = scheduler.add(request("old", PAGE - 1, max_tokens=13))
+    young = scheduler.add(other("young", PAGE - 1, 100, max_tokens=9))
     plans = run_to_the_end(scheduler)
     assert scheduler.preemptions >= 1
     assert len(old.tokens) == PAGE - 1 + 13
@@ -21,10 +21,27 @@ def test_preempts_the_youngest_sequence_when_pages_run_out() -> None:
     assert scheduler.pages.num_held == 0
 
 
+def test_oldest_prompt_takes_what_is_free_where_those_it_would_preempt_have_their_rows() -> None:
+    """The response of the younger has grown past what was reserved for it."""
+    scheduler = scheduler_of(pages=53, step_tokens=32)
+    old = scheduler.add(request("old", 200, max_tokens=1, principal="old"))
+    young = scheduler.add(other("young", PAGE, 1000, max_tokens=20, principal="young"))
+    chunks = []
+    while len(old.tokens) == 200:
+        num_free = scheduler.pages.num_pages - scheduler.pages.num_held
+        plan = planned(scheduler)
+        chunks += [(row.start, row.count) for row in plan.rows if row.row == old.row]
+        assert num_free == 0 or old.row in [row.row for row in plan.rows]
+        collect(scheduler, plan)
+    assert (188, 2 * PAGE) in chunks, "three pages were lacking, and two were free"
+    run_to_the_end(scheduler)
+    assert len(young.tokens) == PAGE + 20
+
+
 def test_preempted_sequence_reuses_its_own_pages() -> None:
     scheduler = scheduler_of(pages=6)
-    scheduler.submit(request("old", PAGE, max_tokens=9))
-    young = scheduler.submit(other("young", 2 * PAGE, 100, max_tokens=8))
+    scheduler.add(request("old", PAGE, max_tokens=9))
+    young = scheduler.add(other("young", 2 * PAGE, 100, max_tokens=8))
     computed = 0
     while (plan := scheduler.plan()) is not None:
         computed += sum(row.count for row in plan.rows if young.row == row.row and row.inputs.tokens is not None)
@@ -35,8 +52,8 @@ def test_preempted_sequence_reuses_its_own_pages() -> None:
 
 def test_preempted_sequence_waits_for_its_token_in_flight() -> None:
     scheduler = scheduler_of(pages=2)
-    old = scheduler.submit(request("old", PAGE - 1, max_tokens=2))
-    young = scheduler.submit(other("young", PAGE - 2, 100, max_tokens=2))
+    old = scheduler.add(request("old", PAGE - 1, max_tokens=2))
+    young = scheduler.add(other("young", PAGE - 2, 100, max_tokens=2))
     first = planned(scheduler)
     assert len(first.rows) == 1, "a page is kept for the one that runs"
     collect(scheduler, first)
@@ -49,10 +66,10 @@ def test_preempted_sequence_waits_for_its_token_in_flight() -> None:
 
 def test_small_requests_wait_behind_a_large_one_that_lacks_pages() -> None:
     scheduler = scheduler_of(pages=16)
-    scheduler.submit(other("holder", 20, 900, max_tokens=40))
+    scheduler.add(other("holder", 20, 900, max_tokens=40))
     collect(scheduler, planned(scheduler))
-    large = scheduler.submit(request("large", 44, max_tokens=4))
-    scheduler.submit(other("small", 2, 1000, max_tokens=1))
+    large = scheduler.add(request("large", 44, max_tokens=4))
+    scheduler.add(other("small", 2, 1000, max_tokens=1))
     admitted = [new[1].id for plan in run_to_the_end(scheduler) for new in plan.new_rows]
     assert [name for name in dict.fromkeys(admitted) if name != "holder"] == ["large", "small"]
     assert len(large.tokens) == 44 + 4
@@ -61,7 +78,7 @@ def test_small_requests_wait_behind_a_large_one_that_lacks_pages() -> None:
 @pytest.mark.parametrize("phase", ["waiting", "prefilling", "in flight", "decoding"])
 def test_drop_frees_everything_at_once_in_every_phase(phase: str) -> None:
     scheduler = scheduler_of(step_tokens=8, mixed=8)
-    sequence = scheduler.submit(request("r", 20))
+    sequence = scheduler.add(request("r", 20))
     if phase != "waiting":
         collect(scheduler, planned(scheduler))
     if phase in ("in flight", "decoding"):
@@ -77,7 +94,7 @@ def test_drop_frees_everything_at_once_in_every_phase(phase: str) -> None:
 
 def test_retracted_step_is_computed_again_and_its_pages_are_not_shared() -> None:
     scheduler = scheduler_of()
-    sequence = scheduler.submit(request("r", 10, max_tokens=2))
+    sequence = scheduler.add(request("r", 10, max_tokens=2))
     scheduler.retract(planned(scheduler))
     scheduler.check_integrity()
     assert scheduler.pages.num_held == scheduler.pages.num_idle == 0
@@ -96,7 +113,7 @@ def test_retracted_step_is_computed_again_and_its_pages_are_not_shared() -> None
 def test_retracted_sequences_keep_their_order() -> None:
     scheduler = scheduler_of()
     for number in range(3):
-        scheduler.submit(other(str(number), 3, 100 * number))
+        scheduler.add(other(str(number), 3, 100 * number))
     scheduler.retract(planned(scheduler))
     planned(scheduler)
     assert [sequence.request.id for sequence in scheduler.running] == ["0", "1", "2"]
@@ -104,15 +121,15 @@ def test_retracted_sequences_keep_their_order() -> None:
 
 def test_pages_of_a_distrusted_sequence_are_not_reused() -> None:
     scheduler = scheduler_of()
-    scheduler.submit(request("healthy", 8, max_tokens=1))
+    scheduler.add(request("healthy", 8, max_tokens=1))
     run_to_the_end(scheduler)
-    sick = scheduler.submit(request("sick", 12))
+    sick = scheduler.add(request("sick", 12))
     planned(scheduler)
     assert sick.cached == 8
     scheduler.distrust(sick)
     end(scheduler, sick)
     scheduler.check_integrity()
-    again = scheduler.submit(request("again", 12))
+    again = scheduler.add(request("again", 12))
     planned(scheduler)
     assert again.cached == 0
 
@@ -120,7 +137,7 @@ def test_pages_of_a_distrusted_sequence_are_not_reused() -> None:
 def test_responses_within_the_reservation_are_never_preempted() -> None:
     scheduler = scheduler_of(pages=8, reserved=16)
     for number in range(4):
-        scheduler.submit(other(f"{number}", 8, 100 * number, max_tokens=8))
+        scheduler.add(other(f"{number}", 8, 100 * number, max_tokens=8))
     plan = planned(scheduler)
     assert len(plan.rows) == 2, "two of sixteen tokens are all that eight pages of four hold"
     collect(scheduler, plan)
@@ -131,7 +148,7 @@ def test_responses_within_the_reservation_are_never_preempted() -> None:
 def test_without_a_reservation_the_youngest_is_preempted() -> None:
     scheduler = scheduler_of(pages=8)
     for number in range(4):
-        scheduler.submit(other(f"{number}", 8, 100 * number, max_tokens=12))
+        scheduler.add(other(f"{number}", 8, 100 * number, max_tokens=12))
     plan = planned(scheduler)
     assert len(plan.rows) == 2
     collect(scheduler, plan)
@@ -142,14 +159,14 @@ def test_without_a_reservation_the_youngest_is_preempted() -> None:
 def test_reservation_is_limited_by_max_tokens() -> None:
     scheduler = scheduler_of(pages=8, reserved=1000)
     for number in range(4):
-        scheduler.submit(other(f"{number}", 6, 100 * number, max_tokens=2))
+        scheduler.add(other(f"{number}", 6, 100 * number, max_tokens=2))
     assert len(planned(scheduler).rows) == 4
 
 
 def test_pages_are_reserved_for_the_rest_of_a_chunked_prompt() -> None:
     scheduler = scheduler_of(pages=8, step_tokens=8)
-    scheduler.submit(other("long", 28, 100, max_tokens=1))
-    scheduler.submit(other("short", 4, 500, max_tokens=1))
+    scheduler.add(other("long", 28, 100, max_tokens=1))
+    scheduler.add(other("short", 4, 500, max_tokens=1))
     collect(scheduler, planned(scheduler))
     for _ in range(2):
         collect(scheduler, planned(scheduler))
@@ -160,5 +177,5 @@ def test_pages_are_reserved_for_the_rest_of_a_chunked_prompt() -> None:
 
 def test_single_request_is_admitted_whatever_its_max_tokens() -> None:
     scheduler = scheduler_of(pages=8, reserved=1000)
-    scheduler.submit(other("greedy", 4, 100, max_tokens=28))
+    scheduler.add(other("greedy", 4, 100, max_tokens=28))
     assert len(planned(scheduler).rows) == 1

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints, checkpoint_positions
+from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints, checkpoint_positions, chunk_end
 
 FIRST = 7
 
@@ -97,6 +97,39 @@ def test_no_state_is_saved_where_it_could_not_be_used(
     assert len(positions) <= 6
 
 
+@pytest.mark.parametrize(
+    ("positions", "start", "end", "expected"),
+    [
+        ((), 0, 100, 100),
+        ((96,), 0, 100, 100),
+        ((32, 96), 0, 100, 32),
+        ((32, 96), 32, 100, 100),
+        ((32, 64, 96), 0, 100, 64),
+        ((32, 64, 96), 0, 96, 32),
+        ((32, 64, 96), 0, 64, 64),
+        ((32, 64, 96, 128), 0, 140, 32),
+        ((32, 64, 96, 128), 32, 140, 96),
+        ((32,), 40, 100, 100),
+    ],
+)
+def test_chunk_contains_one_position_at_most(positions: tuple[int, ...], start: int, end: int, expected: int) -> None:
+    assert chunk_end(positions, start, end, cuts_rows=True) == expected
+    first = next((position for position in positions if start < position < end), end)
+    assert chunk_end(positions, start, end, cuts_rows=False) == first
+
+
+@given(st.sets(st.integers(1, 40)), st.integers(1, 60), st.integers(1, 60))
+def test_chunks_reach_every_position(chosen: set[int], num_tokens: int, budget: int) -> None:
+    positions, start, chunks = tuple(sorted(chosen)), 0, 0
+    while start < num_tokens:
+        end = chunk_end(positions, start, min(num_tokens, start + budget), cuts_rows=True)
+        assert start < end <= start + budget
+        assert sum(start < position < end for position in positions) <= 1
+        start, chunks = end, chunks + 1
+    if budget >= num_tokens:
+        assert chunks == sum(position < num_tokens for position in positions) // 2 + 1
+
+
 def test_knows_the_prefixes_whose_state_it_keeps() -> None:
     checkpoints = RecurrentCheckpoints(FIRST, 3)
     a, b, c = names(3)
@@ -106,16 +139,43 @@ def test_knows_the_prefixes_whose_state_it_keeps() -> None:
     assert checkpoints.use(b) == FIRST
 
 
+def test_state_that_the_planned_step_reads_is_not_overwritten_before() -> None:
+    checkpoints = RecurrentCheckpoints(FIRST, 2)
+    a, b = names(2)
+    slot_a = checkpoints.keep(a)
+    checkpoints.begin_step()
+    assert checkpoints.use(a) == slot_a
+    assert checkpoints.keep(b) != slot_a
+    assert checkpoints.lend() is None, "both slots belong to the step"
+    checkpoints.begin_step()
+    assert checkpoints.lend() == slot_a
+
+
 def test_evicts_the_least_recently_used_state_first() -> None:
     checkpoints = RecurrentCheckpoints(FIRST, 2)
     a, b, c = names(3)
     slot_a, slot_b = checkpoints.keep(a), checkpoints.keep(b)
     assert checkpoints.use(a) == slot_a
+    checkpoints.begin_step()
     assert checkpoints.keep(c) == slot_b
     assert not checkpoints.knows(b)
     assert checkpoints.keep(a) is None  # known: now the most recently used
+    checkpoints.begin_step()
     assert checkpoints.keep(b) == slot_b
     assert not checkpoints.knows(c)
+
+
+def test_slot_that_a_step_writes_is_not_taken_for_another_state_of_the_step() -> None:
+    checkpoints = RecurrentCheckpoints(FIRST, 2)
+    a, b, c = names(3)
+    checkpoints.keep(a)
+    checkpoints.begin_step()
+    slot_b = checkpoints.keep(b)
+    assert checkpoints.keep(c) == ({FIRST, FIRST + 1} - {slot_b}).pop()
+    assert checkpoints.keep(a) is None
+    assert checkpoints.lend() is None
+    checkpoints.begin_step()
+    assert checkpoints.lend() == slot_b
 
 
 def test_decode_checkpoints_leave_half_of_the_slots_to_prompts() -> None:
@@ -139,6 +199,7 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     @rule(digest=st.sampled_from(names(8)))
     def keep(self, digest: bytes) -> None:
+        self.checkpoints.begin_step()
         slot = self.checkpoints.keep(digest)
         if slot is not None:
             assert slot not in self.lent

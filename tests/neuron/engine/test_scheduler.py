@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.scheduler import SchedulerLimits
 from cortex.neuron.engine.step_plan import DRAW_ONE, LATEST_TOKEN, NO_OUTPUT, RowInputs, RowOutputs, RowPlan
 from cortex.neuron.vision.picture import Picture, PictureGrid, PictureRules
 
 from .planned_steps import PAGE, collect, other, planned, request, run_to_the_end, scheduler_of, spans
-
-
-@pytest.mark.parametrize(
-    ("num_decodes", "num_waiting", "expected"),
-    [
-        (0, 1, 16_384),  # no stream to delay
-        (0, 200, 16_384),
-        (1, 1, 2_048),
-        (200, 7, 2_048),
-        (1, 15, 2_048),
-        (1, 16, 4_096),  # more waiting prompts get more
-        (16, 31, 6_144),
-        (16, 240, 8_192),  # but never more than half of a step
-        (15_000, 240, 1_384),  # the rest of the step
-    ],
-)
-def test_prefill_budget_of_a_step(num_decodes: int, num_waiting: int, expected: int) -> None:
-    limits = SchedulerLimits(max_rows=512, step_tokens=16_384, mixed_prefill_tokens=2_048, context_tokens=40_960)
-    assert limits.prefill_tokens(num_decodes, num_waiting) == expected
 
 
 @pytest.mark.parametrize(
@@ -45,14 +27,14 @@ def test_prefill_budget_of_a_step(num_decodes: int, num_waiting: int, expected: 
 def test_rejects_a_request_that_can_never_run_without_a_trace(bad: EngineRequest, message: str) -> None:
     scheduler = scheduler_of(pages=8)
     with pytest.raises(RequestError, match=message):
-        scheduler.submit(bad)
+        scheduler.add(bad)
     assert len(scheduler.waiting) == 0
     assert scheduler.plan() is None
 
 
 def test_longest_possible_request_runs_to_its_end() -> None:
     scheduler = scheduler_of(pages=8)
-    scheduler.submit(request("r", 20, max_tokens=12))
+    scheduler.add(request("r", 20, max_tokens=12))
     plans = run_to_the_end(scheduler)
     assert len(plans) == 12
     assert scheduler.preemptions == 0
@@ -65,7 +47,7 @@ def test_no_work_gives_no_plan() -> None:
 
 def test_prompt_longer_than_the_budget_is_prefilled_in_chunks_and_draws_once() -> None:
     scheduler = scheduler_of(step_tokens=10)
-    scheduler.submit(request("r", 25, max_tokens=1))
+    scheduler.add(request("r", 25, max_tokens=1))
     plans = run_to_the_end(scheduler)
     assert [spans(plan) for plan in plans] == [[(0, 10)], [(10, 10)], [(20, 5)]]
     assert [plan.rows[0].outputs for plan in plans] == [NO_OUTPUT, NO_OUTPUT, DRAW_ONE]
@@ -74,9 +56,9 @@ def test_prompt_longer_than_the_budget_is_prefilled_in_chunks_and_draws_once() -
 
 def test_decode_rows_come_first_and_prefill_beside_them_is_capped() -> None:
     scheduler = scheduler_of(mixed=6)
-    scheduler.submit(request("old", 4))
+    scheduler.add(request("old", 4))
     collect(scheduler, planned(scheduler))
-    scheduler.submit(other("new", 20, 100))
+    scheduler.add(other("new", 20, 100))
     plan = planned(scheduler)
     assert plan.rows[0] == RowPlan(0, 4, LATEST_TOKEN, DRAW_ONE, decodes=True)
     assert spans(plan) == [(4, 1), (0, 6)]
@@ -86,8 +68,8 @@ def test_decode_rows_come_first_and_prefill_beside_them_is_capped() -> None:
 
 def test_single_prefill_tokens_are_ordered_with_the_decodes() -> None:
     scheduler = scheduler_of()
-    scheduler.submit(request("long", 6))
-    scheduler.submit(request("short", (50,)))
+    scheduler.add(request("long", 6))
+    scheduler.add(request("short", (50,)))
     plan = planned(scheduler)
     assert spans(plan) == [(0, 1), (0, 6)]
     assert plan.num_singles == 1
@@ -95,7 +77,7 @@ def test_single_prefill_tokens_are_ordered_with_the_decodes() -> None:
 
 def test_step_is_planned_before_the_last_one_is_read() -> None:
     scheduler = scheduler_of()
-    sequence = scheduler.submit(request("r", 4, max_tokens=3))
+    sequence = scheduler.add(request("r", 4, max_tokens=3))
     planned(scheduler)
     assert spans(planned(scheduler)) == [(4, 1)]
     assert spans(planned(scheduler)) == [(5, 1)]
@@ -105,7 +87,7 @@ def test_step_is_planned_before_the_last_one_is_read() -> None:
 
 def test_positions_count_as_computed_once_their_step_is_read() -> None:
     scheduler = scheduler_of(step_tokens=10)
-    sequence = scheduler.submit(request("r", 12))
+    sequence = scheduler.add(request("r", 12))
     first, second = planned(scheduler), planned(scheduler)
     assert (sequence.computed, sequence.scheduled) == (0, 12)
     collect(scheduler, first)
@@ -118,7 +100,7 @@ def test_positions_count_as_computed_once_their_step_is_read() -> None:
 def test_row_that_draws_after_guesses_advances_by_its_accepted_tokens(accepted: tuple[int, ...], computed: int) -> None:
     """As a step of several tokens does: the KV of wrong guesses lies after `computed` and is overwritten."""
     scheduler = scheduler_of()
-    sequence = scheduler.submit(request("r", 4, max_tokens=20))
+    sequence = scheduler.add(request("r", 4, max_tokens=20))
     collect(scheduler, planned(scheduler))
     row = RowPlan(sequence.row, 4, RowInputs(4, (7, 7, 8, 9)), RowOutputs(draws=4))
     scheduler.pages.extend(sequence.pages, 8)
@@ -132,7 +114,7 @@ def test_row_that_draws_after_guesses_advances_by_its_accepted_tokens(accepted: 
 
 def test_preempted_chunk_is_not_computed_again_before_its_step_is_read() -> None:
     scheduler = scheduler_of(step_tokens=4)
-    sequence = scheduler.submit(request("r", 12, max_tokens=1))
+    sequence = scheduler.add(request("r", 12, max_tokens=1))
     first = planned(scheduler)
     scheduler.retract(planned(scheduler))
     assert scheduler.plan() is None
@@ -145,19 +127,19 @@ def test_preempted_chunk_is_not_computed_again_before_its_step_is_read() -> None
 def test_requests_with_the_same_prompt_compute_it_once() -> None:
     scheduler = scheduler_of()
     for name in "abc":
-        scheduler.submit(request(name, 10, principal=name))
+        scheduler.add(request(name, 10, principal=name))
     first = planned(scheduler)
     assert spans(first) == [(0, 10)], "rows of one step do not rely on each other's writes"
     collect(scheduler, first)
-    assert spans(planned(scheduler)) == [(10, 1), (8, 2), (8, 2)]
-    assert [sequence.cached for sequence in scheduler.running] == [0, 8, 8]
+    assert spans(planned(scheduler)) == [(10, 1), (9, 1), (9, 1)]
+    assert [sequence.cached for sequence in scheduler.running] == [0, 9, 9]
 
 
 def test_fully_cached_prompt_computes_one_token_and_writes_nothing() -> None:
     scheduler = scheduler_of()
-    scheduler.submit(request("first", 2 * PAGE, max_tokens=1))
+    scheduler.add(request("first", 2 * PAGE, max_tokens=1))
     run_to_the_end(scheduler)
-    sequences = [scheduler.submit(request(name, 2 * PAGE, max_tokens=1)) for name in ("second", "third")]
+    sequences = [scheduler.add(request(name, 2 * PAGE, max_tokens=1)) for name in ("second", "third")]
     plan = planned(scheduler)
     last = RowInputs(1, (2 * PAGE - 1,))
     assert [*plan.rows] == [RowPlan(row, 2 * PAGE - 1, last, DRAW_ONE, writes=False) for row in (0, 1)]
@@ -167,18 +149,18 @@ def test_fully_cached_prompt_computes_one_token_and_writes_nothing() -> None:
 
 def test_drawn_tokens_are_a_cached_prefix_for_the_next_turn() -> None:
     scheduler = scheduler_of()
-    scheduler.submit(request("turn", 6, max_tokens=3))
+    scheduler.add(request("turn", 6, max_tokens=3))
     run_to_the_end(scheduler)
-    following = scheduler.submit(request("next", (*range(6), 7, 7, 7, 50)))
+    following = scheduler.add(request("next", (*range(6), 7, 7, 7, 50)))
     planned(scheduler)
     assert following.cached == 2 * PAGE
 
 
 def test_prompts_with_different_first_tokens_share_no_page() -> None:
     scheduler = scheduler_of()
-    scheduler.submit(request("first", 12, max_tokens=1))
+    scheduler.add(request("first", 12, max_tokens=1))
     run_to_the_end(scheduler)
-    sequence = scheduler.submit(request("second", (99, *range(1, 12))))
+    sequence = scheduler.add(request("second", (99, *range(1, 12))))
     planned(scheduler)
     assert sequence.cached == 0
 
@@ -186,17 +168,17 @@ def test_prompts_with_different_first_tokens_share_no_page() -> None:
 def test_admits_in_order_of_arrival_whoever_sent_them() -> None:
     scheduler = scheduler_of(rows=3)
     for number, principal in enumerate(["", "ada", "ada", "bob"]):
-        scheduler.submit(other(str(number), 2, 100 * number, principal=principal))
+        scheduler.add(other(str(number), 2, 100 * number, principal=principal))
     planned(scheduler)
     assert [sequence.request.id for sequence in scheduler.running] == ["0", "1", "2"]
 
 
 def test_long_prompt_delays_a_short_one_of_another_principal_by_a_chunk() -> None:
     scheduler = scheduler_of(pages=1024, step_tokens=256)
-    scheduler.submit(other("long", 2000, 0, principal="ada"))
+    scheduler.add(other("long", 2000, 0, principal="ada"))
     planned(scheduler)
-    scheduler.submit(other("same", 100, 5000, principal="ada"))
-    scheduler.submit(other("short", 100, 3000, principal="bob"))
+    scheduler.add(other("same", 100, 5000, principal="ada"))
+    scheduler.add(other("short", 100, 3000, principal="bob"))
     plan = planned(scheduler)
     assert [sequence.request.id for sequence in scheduler.running] == ["long", "short"]
     assert [row.count for row in plan.rows] == [156, 100]
@@ -204,9 +186,9 @@ def test_long_prompt_delays_a_short_one_of_another_principal_by_a_chunk() -> Non
 
 def test_prompt_that_lacks_pages_takes_no_share_of_the_one_that_has_them() -> None:
     scheduler = scheduler_of(pages=100, step_tokens=128)
-    scheduler.submit(other("long", 380, 0, principal="ada"))
+    scheduler.add(other("long", 380, 0, principal="ada"))
     planned(scheduler)
-    scheduler.submit(other("short", 100, 3000, principal="bob"))
+    scheduler.add(other("short", 100, 3000, principal="bob"))
     planned(scheduler)
     assert [row.count for row in planned(scheduler).rows] == [128]
     run_to_the_end(scheduler)
@@ -217,12 +199,12 @@ def test_whole_pictures_of_several_principals_stay_within_a_step(is_decoding: bo
     """Each exceeds the share of its principal."""
     scheduler = scheduler_of(step_tokens=20, mixed=16, pictures=PictureRules(is_whole=True))
     if is_decoding:
-        scheduler.submit(request("old", 4, max_tokens=30))
+        scheduler.add(request("old", 4, max_tokens=30))
         collect(scheduler, planned(scheduler))
     for number, principal in enumerate(("a", "b", "c")):
         picture = Picture(1, PictureGrid(3, 4, 12, 0, 0), bytes([number]), b"")
         seen = other(principal, 14, 100 * (number + 1), max_tokens=1, principal=principal)
-        scheduler.submit(replace(seen, pictures=(picture,)))
+        scheduler.add(replace(seen, pictures=(picture,)))
     pending = {sequence.request.id for sequence in scheduler.waiting}
     for _ in range(20):
         plan = planned(scheduler)
@@ -238,5 +220,26 @@ def test_picture_larger_than_a_step_is_computed_alone() -> None:
     picture = Picture(0, PictureGrid(3, 4, 12, 0, 0), b"0", b"")
     for number, principal in enumerate("ab"):
         seen = other(principal, 12, 100 * (number + 1), max_tokens=1, principal=principal)
-        scheduler.submit(replace(seen, pictures=(picture,)))
+        scheduler.add(replace(seen, pictures=(picture,)))
     assert [plan.num_tokens for plan in run_to_the_end(scheduler)] == [12, 12]
+
+
+def calls_of_a_decode_step(num_rows: int) -> int:
+    """The Python calls that planning a step of so many decode rows takes."""
+    scheduler = scheduler_of(num_rows, rows=num_rows, step_tokens=2 * num_rows, mixed=2 * num_rows)
+    for number in range(num_rows):
+        scheduler.add(other(str(number), 1, number))
+    collect(scheduler, planned(scheduler))
+    counts: Counter[str] = Counter()
+    sys.setprofile(lambda _frame, event, _argument: counts.update((event,)))
+    try:
+        plan = scheduler.plan()
+    finally:
+        sys.setprofile(None)
+    assert plan is not None
+    assert len(plan.rows) == plan.num_tokens == num_rows
+    return counts["call"]
+
+
+def test_the_work_of_planning_grows_with_the_rows_and_no_faster() -> None:
+    assert calls_of_a_decode_step(80) < 4.5 * calls_of_a_decode_step(20)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence as Ordered
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cortex.neuron.engine.kv_pages import KVPages, Window, window_pages
 from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
+from cortex.neuron.engine.scheduler import Scheduler
+from cortex.neuron.engine.scheduler_limits import SchedulerLimits
 from cortex.neuron.engine.sequence import NO_ROW, Sequence
 from cortex.neuron.engine.speculation.drafter import Draft
 from cortex.neuron.engine.step_plan import RowPlan, StepPlan
@@ -68,6 +70,7 @@ class Device:
     def launch(self, plan: StepPlan, truth: dict[int, list[int]]) -> list[tuple[int, ...]]:
         """The tokens that each row drew. `truth`: of each row in the plan, its tokens so far."""
         self._extend_tables(plan)
+        self._copy_pages(plan)
         written: set[Slot] = set()
         for row in plan.rows:
             for slot in self._written(row):
@@ -86,6 +89,8 @@ class Device:
     def fail(self, plan: StepPlan) -> None:
         """A step that failed half-way: everything that it was to write is garbage."""
         self._extend_tables(plan)
+        for group, _, page in plan.page_copies:
+            self._slots.update({(group, page, place): -1 for place in range(self._page_tokens)})
         for row in plan.rows:
             self._slots.update(dict.fromkeys(self._written(row), -1))
 
@@ -121,6 +126,14 @@ class Device:
             table = self._tables[row, group]
             assert not table or max(table) == first - 1, "pages do not follow on the row's table"
             table.update(enumerate(pages, first))
+
+    def _copy_pages(self, plan: StepPlan) -> None:
+        sources, targets = ([(group, pages[which]) for group, *pages in plan.page_copies] for which in (0, 1))
+        assert set(sources).isdisjoint(targets), "a page is copied and overwritten at once"
+        assert len(set(targets)) == len(targets)
+        for (group, source), (_, target) in zip(sources, targets, strict=True):
+            for place in range(self._page_tokens):
+                self._slots[group, target, place] = self._slots.get((group, source, place), -1)
 
     def _slot(self, group: int, row: int, position: int) -> Slot:
         page = self._tables[row, group][position // self._page_tokens]
@@ -173,6 +186,7 @@ class Trace(RuleBasedStateMachine):
         self.live: dict[str, Sequence] = {}
         self.truth: dict[str, list[int]] = {}
         self.in_flight: deque[list[tuple[Sequence, RowPlan, tuple[int, ...]]]] = deque()
+        self.requests: list[EngineRequest] = []
         self.num_submitted = 0
 
     @rule(
@@ -195,8 +209,20 @@ class Trace(RuleBasedStateMachine):
         )
         if request.max_tokens < 1:
             return
+        self._add(request)
+
+    @rule(data=st.data(), max_tokens=st.integers(1, 3))
+    @precondition(lambda self: self.requests)
+    def same_prompt(self, data: st.DataObject, max_tokens: int) -> None:
+        """A prompt that came before."""
+        earlier = data.draw(st.sampled_from(self.requests))
+        max_tokens = min(max_tokens, self.limits.context_tokens - len(earlier.prompt))
+        self._add(replace(earlier, id=str(self.num_submitted), max_tokens=max_tokens))
+
+    def _add(self, request: EngineRequest) -> None:
         self.num_submitted += 1
-        self.live[request.id] = self.scheduler.submit(request)
+        self.requests.append(request)
+        self.live[request.id] = self.scheduler.add(request)
         self.truth[request.id] = list(request.prompt)
 
     @rule(drafted=st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=4), min_size=4, max_size=4))

@@ -70,8 +70,8 @@ def make_engine(checkpoint: Path) -> Iterator[EngineMaker]:
 
 
 def some_tokens(count: int, seed: int = 0) -> tuple[int, ...]:
-    numbers = torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
-    return tuple(numbers.tolist())
+    ids = torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
+    return tuple(ids.tolist())
 
 
 def ask(

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from cortex.fleet.catalogue import Catalogue
+from cortex.fleet.devices import DeviceState
 from cortex.fleet.placement.place import place
-from cortex.fleet.topology import DeviceState, Fleet, Node, Residency
+from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.gateway.config import load as load_gateway
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.config import load as load_neuron

@@ -13,6 +13,7 @@ if INTERPRETED:  # no kernel of Triton is in them, and the rest of the suite run
         "attention/test_cpu.py",
         "cpu",
         "delta/test_reference.py",
+        "dense/test_blocks.py",
         "quantised/test_quantise.py",
         "quantised/test_recipes.py",
         "quantised/test_tiles.py",

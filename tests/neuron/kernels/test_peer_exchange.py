@@ -16,7 +16,7 @@ from cortex.neuron.kernels.peer_exchange import SUM_DTYPES, peer_gather, peer_su
 
 Shape = tuple[int, int]
 SHAPES: list[Shape] = [(1, 1), (3, 700), (1, 5), (2, 4096), (1, 1024), (7, 333)]
-"""Of one call after the other: few programs, many, few again."""
+"""Sizes of one call after the other: few programs, many, few again."""
 TIMEOUT_S = 300.0
 
 

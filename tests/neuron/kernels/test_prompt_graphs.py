@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,17 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from cortex.neuron.engine.execution.graphs import Capture, CudaCapture, Graph, Outputs
+from cortex.neuron.engine.execution.graphs import Capture, CudaCapture, Graph, NotCaptured, Outputs
 from cortex.neuron.engine.execution.inputs import StepInputs
 from cortex.neuron.engine.execution.prompt_graphs import MAX_PROMPTS, PromptGraphs
+from cortex.neuron.engine.execution.results import RowResult
+from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.memory.plan import StateSlots
 from cortex.neuron.engine.memory.sequences import SequenceMemory
-from cortex.neuron.engine.step_plan import RowInputs, RowPlan, StepPlan
+from cortex.neuron.engine.request import EngineRequest, SamplingParams
+from cortex.neuron.engine.sampling.sampler import Draw
+from cortex.neuron.engine.step_plan import DRAW_ONE, LATEST_TOKEN, RowInputs, RowPlan, StateCut, StepPlan
 from cortex.neuron.kernels.batch import Batch, PrefillRow, prefill_tiles
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.registry import read_architecture
 
+from ..engine.execution.replays import ReplayOnCpu
 from .conftest import AssertClose
 from .test_batch_invariant import DENSE, FAMILIES
 
@@ -28,6 +33,7 @@ PAGE_TOKENS, PAGES_PER_ROW, ROWS = 4, 6, 3
 SIZE = 16
 WINDOWED = DENSE | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 MODELS = FAMILIES | {"windows": WINDOWED}
+RECURRENT = ("delta net", "short convolution", "Mamba")
 TEXTS = {0: (3, 14, 15, 9, 26, 5, 35, 8, 9, 7), 1: (53, 58, 9), 2: (7, 9, 3, 2)}
 
 
@@ -50,15 +56,17 @@ class _Again:
 class Model:
     """A model with random weights, and empty memory for some rows."""
 
-    def __init__(self, family: str, device: torch.device, dtype: torch.dtype) -> None:
-        torch.manual_seed(2)
+    def __init__(self, family: str, device: torch.device, dtype: torch.dtype, seed: int = 2) -> None:
+        torch.manual_seed(seed)
         self._device = device
         self.decoder = Decoder(read_architecture(MODELS[family]), Parameters(device, dtype), 64)
         for binding in self.decoder.parameters.bindings:
             torch.nn.init.normal_(binding.destination, std=0.3)
         num_pages = 1 + ROWS * PAGES_PER_ROW
         windows = self.decoder.architecture.windows
-        SequenceMemory(self.decoder, dict.fromkeys(windows, num_pages), PAGE_TOKENS, StateSlots(ROWS), dtype, device)
+        slots = StateSlots(ROWS, checkpoints=ROWS)
+        memory = SequenceMemory(self.decoder, dict.fromkeys(windows, num_pages), PAGE_TOKENS, slots, dtype, device)
+        self.states = memory.states
         pages = np.arange(1, num_pages, dtype=np.int32).reshape(ROWS, PAGES_PER_ROW)
         pages = np.concatenate((pages, np.zeros((1, PAGES_PER_ROW), np.int32)))  # the last: padding
         self._pages = [pages] * len(windows)
@@ -68,13 +76,16 @@ class Model:
     def _capture(self) -> Capture:
         return CudaCapture() if self._device.type == "cuda" else Again()
 
-    def plan(self, *spans: tuple[int, int, int]) -> tuple[StepPlan, StepInputs]:
-        """(row, start, end) each."""
-        rows = tuple(RowPlan(row, start, RowInputs(end - start, TEXTS[row][start:end])) for row, start, end in spans)
-        plan = StepPlan(rows, 0, (), ())
+    def plan(self, *spans: tuple[int, ...]) -> tuple[StepPlan, StepInputs]:
+        """(row, start, end) each, or (row, start, end, tokens before the cut)."""
+        rows = []
+        for row, start, end, *cuts in spans:
+            cut = StateCut(cuts[0], saved_slot(row)) if cuts else None
+            rows.append(RowPlan(row, start, RowInputs(end - start, TEXTS[row][start:end]), cut=cut))
+        plan = StepPlan(tuple(rows), 0, (), ())
         return plan, StepInputs.of(plan, self._pages, PAGE_TOKENS)
 
-    def eager(self, *spans: tuple[int, int, int]) -> Tensor:
+    def eager(self, *spans: tuple[int, ...]) -> Tensor:
         plan, inputs = self.plan(*spans)
         slots, *others = self._upload(inputs.slots)
         batch = Batch(
@@ -87,15 +98,16 @@ class Model:
             num_decodes=0,
             max_length=int(inputs.lengths.max()),
             prefills=tuple(
-                PrefillRow(row.row, row.start, row.count, int(offset))
+                PrefillRow(row.row, row.start, row.count, int(offset), *(row.cut or ()))
                 for row, offset in zip(plan.rows, inputs.offsets, strict=False)
             ),
             prefill_offsets=self._upload(inputs.offsets.astype(np.int32)),
             prefill_tiles=self._upload(prefill_tiles([row.count for row in plan.rows])),
+            prefill_cuts=self._upload(inputs.cuts),
         ).with_groups(others, self._tables[1:])
         return self.decoder(batch)
 
-    def replayed(self, *spans: tuple[int, int, int]) -> Tensor:
+    def replayed(self, *spans: tuple[int, ...]) -> Tensor:
         plan, inputs = self.plan(*spans)
         assert self.graphs.take(plan, inputs)
         return self.graphs.replay(inputs).clone()
@@ -104,7 +116,12 @@ class Model:
         return torch.from_numpy(array).to(self._device)
 
 
-STEPS = (((0, 0, 6), (1, 0, 3)), ((0, 6, 10), (2, 0, 4)))
+def saved_slot(row: int) -> int:
+    """Where the state of a row is saved."""
+    return ROWS + 1 + row
+
+
+STEPS = (((0, 0, 6, 5), (1, 0, 3)), ((0, 6, 10, 1), (2, 0, 4, 2)))
 """A prompt and another; then what follows the first as if it were cached, together with a third."""
 
 
@@ -119,6 +136,22 @@ def test_padded_steps_compute_what_others_do(family: str, device: torch.device, 
     assert not padded.graphs.prepare()
     for spans in STEPS:
         assert_close(padded.replayed(*spans), plain.eager(*spans))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", RECURRENT)
+def test_saved_state_continues_as_the_step_that_saved_it(
+    family: str, device: torch.device, assert_close: AssertClose
+) -> None:
+    plain, padded = Model(family, device, torch.float32), Model(family, device, torch.float32)
+    assert padded.graphs.prepare()
+    for run, model in ((plain.eager, plain), (padded.replayed, padded)):
+        run(*STEPS[0])
+        whole = run(*STEPS[1])
+        assert model.states is not None
+        model.states.copy([(saved_slot(0), 0), (saved_slot(2), 2)])
+        assert_close(run((2, 2, 4)), whole[6:])
+        assert_close(run((0, 7, 10)), whole[1:4])
 
 
 @torch.inference_mode()
@@ -148,3 +181,94 @@ def test_steps_with_single_tokens_or_many_rows_are_not_taken(device: torch.devic
     assert not model.graphs.take(single, inputs)
     assert not model.graphs.take(many, inputs)
     assert not model.graphs.take(*model.plan((0, 0, 10), (1, 0, 3), (2, 0, 4)))  # more tokens than the largest size
+
+
+class Streams:
+    """A runner over a model with random weights, and requests that get their rows one after the other."""
+
+    def __init__(
+        self, family: str, device: torch.device, capture: Capture, seed: int, top_logprobs: int | None
+    ) -> None:
+        self.model = Model(family, device, torch.float32, seed)
+        self._sampling = SamplingParams(temperature=0.0, top_logprobs=top_logprobs)
+        windows = self.model.decoder.architecture.windows
+        num_pages = dict.fromkeys(windows, 1 + ROWS * PAGES_PER_ROW)
+        memory = SequenceMemory(
+            self.model.decoder, num_pages, PAGE_TOKENS, StateSlots(ROWS), torch.float32, torch.device(device)
+        )
+        context = PAGE_TOKENS * PAGES_PER_ROW
+        self.runner = Runner(self.model.decoder, PAGE_TOKENS, ROWS, context, SIZE, memory, capture)
+        self._num_groups = len(windows)
+        while self.runner.prepare():
+            pass
+
+    def three_steps(self) -> list[RowResult]:
+        """What is drawn in a step of two prompts, one of two streams and a prompt, and one of three streams."""
+
+        def prompt(row: int) -> RowPlan:
+            return RowPlan(row, 0, RowInputs(len(TEXTS[row]), TEXTS[row]), DRAW_ONE)
+
+        def stream(row: int, num_drawn: int) -> RowPlan:
+            return RowPlan(row, len(TEXTS[row]) + num_drawn - 1, LATEST_TOKEN, DRAW_ONE, decodes=True)
+
+        return [
+            *self.step(prompt(1), prompt(2), starts=(1, 2)),
+            *self.step(stream(2, 1), stream(1, 1), prompt(0), starts=(0,)),
+            *self.step(stream(0, 1), stream(1, 2), stream(2, 2)),
+        ]
+
+    def step(self, *rows: RowPlan, starts: Sequence[int] = ()) -> list[RowResult]:
+        """What the rows draw. `starts`: those that a request gets with this step."""
+        pages = [tuple(range(1 + row * PAGES_PER_ROW, 1 + (row + 1) * PAGES_PER_ROW)) for row in starts]
+        plan = StepPlan(
+            rows,
+            sum(row.count == 1 for row in rows),
+            tuple((row, EngineRequest(str(row), TEXTS[row], 4, self._sampling), ()) for row in starts),
+            tuple(
+                (row, group, 0, own)
+                for row, own in zip(starts, pages, strict=True)
+                for group in range(self._num_groups)
+            ),
+        )
+        draws = [Draw(row.row, 0) for row in rows]
+        return self.runner.launch(plan, draws).read()
+
+
+class Never:
+    """A device on which nothing can be captured."""
+
+    def __call__(self, step: Callable[[], Outputs]) -> tuple[Graph, Outputs]:
+        raise NotCaptured("as the test wants it")
+
+
+CLEAR = 0.02
+"""A token that is more likely than the second by this many nats is drawn however sums are rounded."""
+
+
+def clear_draws(family: str, device: torch.device) -> tuple[int, list[RowResult]]:
+    """A seed of weights with which no draw is close, and what is drawn where nothing is captured."""
+    for seed in range(20):
+        drawn = Streams(family, device, Never(), seed, top_logprobs=2).three_steps()
+        tops = [result.logprobs[0].top_logprobs for result in drawn]
+        if all(first - second > CLEAR for first, second in tops):
+            return seed, drawn
+    raise AssertionError("all of them have a close draw")
+
+
+@pytest.mark.parametrize("family", ["dense", "delta net", "windows"])
+def test_streams_and_a_prompt_in_two_replays_draw_what_one_pass_draws(
+    family: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed, expected = clear_draws(family, device)
+    replays: list[int] = []
+    replay = PromptGraphs.replay
+
+    def counted(graphs: PromptGraphs, inputs: StepInputs) -> Tensor:
+        replays.append(len(inputs.tokens))
+        return replay(graphs, inputs)
+
+    monkeypatch.setattr(PromptGraphs, "replay", counted)
+    capture = CudaCapture() if device.type == "cuda" else ReplayOnCpu()
+    drawn = Streams(family, device, capture, seed, top_logprobs=None).three_steps()
+    assert [result.tokens for result in drawn] == [result.tokens for result in expected]
+    assert replays == [7, 10]

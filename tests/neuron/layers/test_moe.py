@@ -97,6 +97,17 @@ def test_router_without_a_shared_expert_scores_only_routed_experts() -> None:
     assert layer.experts.slots == TOP_K
 
 
+def test_rows_of_a_router_that_no_tensor_fills_are_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the same weights would have another fingerprint at each load."""
+    monkeypatch.setattr(Parameters, "empty", lambda _, *shape, dtype=None: torch.full(shape, 7.0, dtype=dtype))
+    layer = MoE(Parameters(CPU, torch.float32), MoEConfig(HIDDEN, INNER, EXPERTS, TOP_K, True, INNER), "mlp")
+    router = layer.experts.aligned_router
+    assert router is not None
+    assert len(router) == 8
+    assert router[: EXPERTS + 1].eq(7).all()
+    assert router[EXPERTS + 1 :].eq(0).all()
+
+
 @pytest.mark.parametrize(
     ("shared_inner", "shared_layout", "num_shared"), [(128, Q8, 1), (256, Q8, 0), (128, Q4, 0), (128, None, 0)]
 )

@@ -100,12 +100,12 @@ def formats() -> Iterator[tuple[Layout, float]]:
 @pytest.mark.parametrize(("layout", "bound"), list(formats()), ids=lambda value: f"{getattr(value, 'bits', value)}")
 def test_quantisation_error_stays_within_the_bound_of_the_bits(layout: Layout, bound: float) -> None:
     torch.manual_seed(0)
-    numbers = torch.randn(64, 256)
-    numbers[0] = 0.0
-    numbers[1] = 0.25
+    values = torch.randn(64, 256)
+    values[0] = 0.0
+    values[1] = 0.25
     matrix = PackedMatrix(layout, 64, 256, CPU)
-    matrix.put_values(0, numbers)
-    error = (matrix.values() - numbers).norm() / numbers.norm()
+    matrix.put_values(0, values)
+    error = (matrix.values() - values).norm() / values.norm()
     assert bound / 4 < error < bound
     assert not matrix.values()[0].any()
     assert matrix.values().isfinite().all()

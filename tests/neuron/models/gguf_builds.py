@@ -142,6 +142,14 @@ BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             },
         },
     ),
+    "mellum": (
+        transformers.MellumConfig,
+        transformers.MellumForCausalLM,
+        {
+            **(UNPADDED | EXPERTS | WINDOWS),
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": {**PLAIN, "rope_theta": 500.0}},
+        },
+    ),
     "muse-glimmer": (
         lambda attn_implementation, **text: transformers.MuseGlimmerConfig(
             text_config=text, vision_config=TOWER, attn_implementation=attn_implementation
@@ -157,7 +165,9 @@ BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "olmo2": (
         transformers.Olmo3Config,
         transformers.Olmo3ForCausalLM,
-        UNPADDED | WINDOWS | {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}},
+        UNPADDED
+        | WINDOWS
+        | {"rope_parameters": {"full_attention": {**YARN, "attention_factor": 4.0}, "sliding_attention": PLAIN}},
     ),
     "phi3": (
         transformers.Phi3Config,

@@ -1,6 +1,6 @@
 """Tiny models of the reference library as GGUF files, written the way that published ones are converted.
 
-Names come from the `gguf` package. What a converter does to the numbers is written here from its definition.
+Names come from the `gguf` package. What a converter does to the values is written here from its definition.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from .gguf_builds import HYBRID
+from .gguf_conversion import converted, encoded
 from .gguf_recurrent import RECURRENT, add_recurrent_keys, converted_recurrent
 
-INTERLEAVED = ("granite", "llama", "mistral3", "muse-glimmer", "smollm3")
-"""Architectures whose converters put the two rows of a rotary pair side by side."""
 MIXED = (
     "Q4_K",
     "Q6_K",
@@ -41,24 +40,6 @@ MIXED = (
     "BF16",
 )
 """The formats that matrices of a mixed file take in turn."""
-_SCALE_BYTES = {
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q6_K": (208,),
-    "IQ4_NL": (0,),
-    "IQ4_XS": (0,),
-}
-
-
-_GEMMA4_NAMES = {
-    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
-    "layer_scalar": "layer_output_scale.weight",
-    "router.scale": "ffn_gate_inp.scale",
-    "router.per_expert_scale": "ffn_down_exps.scale",
-}
-
 Override = Callable[[str, Tensor, str], list[tuple[str, Tensor]] | None]
 
 
@@ -72,7 +53,7 @@ def write_gguf(
     prediction_layers: int = 0,
     extra: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write the model, its matrices in `formats` in turn. The model then has the numbers that the file decodes to.
+    """Write the model, its matrices in `formats` in turn. The model then has the values that the file decodes to.
 
     `override`: a parameter's name, value and layer → what it becomes instead of what `converted` says.
     """
@@ -92,7 +73,8 @@ def write_gguf(
         layer = source.split(".")[2] if ".layers." in source else ""
         if architecture in RECURRENT:
             return list(converted_recurrent(source, tensor, config, layer))
-        return override(source, tensor, layer) or list(converted(source, tensor, config, architecture, layer))
+        names = _tensor_names(architecture, config.num_hidden_layers)
+        return override(source, tensor, layer) or list(converted(source, tensor, config, architecture, names, layer))
 
     turns = itertools.cycle(formats)
     with torch.no_grad():
@@ -113,13 +95,13 @@ def write_gguf(
                 for name, tensor in tensors_of(source, parameter.float()):
                     writer.add_tensor(name, tensor.numpy(), raw_dtype=gguf.GGMLQuantizationType.F32)
                 continue
-            # Every matrix is converted by moving its elements, so the same moves of their numbers say where each went.
+            # Every matrix is converted by moving its elements, so the same moves of their values say where each went.
             places = torch.arange(parameter.numel()).view(parameter.shape)
             flat = parameter.view(-1)
             moved = zip(tensors_of(source, parameter), tensors_of(source, places), strict=True)
             for (name, tensor), (_, index) in moved:
                 format_name = "F32" if name.endswith("ffn_gate_inp_shexp.weight") else next(turns)
-                data, values = _encoded(tensor.contiguous(), format_name)
+                data, values = encoded(tensor.contiguous(), format_name)
                 writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[format_name])
                 flat[index.reshape(-1)] = values.reshape(-1)
     writer.write_header_to_file()
@@ -130,116 +112,9 @@ def write_gguf(
 
 @functools.cache
 def _tensor_names(architecture: str, num_layers: int) -> gguf.TensorNameMap:
-    known = {"laguna": "dots1", "muse-glimmer": "gemma3"}.get(architecture, architecture)
+    known = {"laguna": "dots1", "mellum": "qwen3moe", "muse-glimmer": "gemma3"}.get(architecture, architecture)
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == known)
     return gguf.get_tensor_name_map(arch, num_layers)
-
-
-def converted(source: str, tensor: Tensor, config: Any, architecture: str, layer: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the file that one parameter becomes."""
-    names = _tensor_names(architecture, config.num_hidden_layers)
-
-    def name_of(hub_name: str) -> str:
-        found = names.get_name(hub_name, try_suffixes=(".weight", ".bias"))
-        assert found is not None, hub_name
-        return found
-
-    is_hybrid = architecture in ("qwen3next", "qwen35", "qwen35moe")
-    if architecture in ("qwen35", "qwen35moe") and "linear_attn." in source:
-        tensor = _tiled(source, tensor, config)
-    if source.endswith("A_log"):
-        yield f"blk.{layer}.ssm_a", -torch.exp(tensor)
-    elif source.endswith("e_score_correction_bias"):
-        yield f"blk.{layer}.exp_probs_b.bias", tensor.flatten()
-    elif source.endswith("dt_bias"):
-        yield f"blk.{layer}.ssm_dt.bias", tensor
-    elif "conv1d" in source:
-        yield name_of(source), tensor.squeeze(1)
-    elif is_hybrid and source.endswith("norm.weight") and not source.endswith("linear_attn.norm.weight"):
-        yield name_of(source), tensor + 1
-    elif "in_proj_qkvz" in source:
-        parts = _by_part(tensor, config)
-        yield f"blk.{layer}.attn_qkv.weight", torch.cat(parts[:3])
-        yield f"blk.{layer}.attn_gate.weight", parts[3]
-    elif architecture == "gemma4" and (own := _GEMMA4_NAMES.get(source.split(".", 3)[-1])) is not None:
-        yield f"blk.{layer}.{own}", tensor
-    elif architecture == "gpt-oss" and ".experts." in source:
-        kind = "bias" if source.endswith("_bias") else "weight"
-        by_row = tensor if kind == "bias" else tensor.transpose(1, 2)
-        by_part = {"down": by_row} if ".down_proj" in source else {"gate": by_row[:, ::2], "up": by_row[:, 1::2]}
-        for part, rows in by_part.items():
-            yield f"blk.{layer}.ffn_{part}_exps.{kind}", rows.contiguous()
-    elif ".experts.gate_up_proj" in source:
-        gate, up = tensor.chunk(2, dim=1)
-        yield f"blk.{layer}.ffn_gate_exps.weight", gate
-        yield f"blk.{layer}.ffn_up_exps.weight", up
-    elif ".experts.down_proj" in source:
-        yield f"blk.{layer}.ffn_down_exps.weight", tensor
-    elif ".shared_experts." in source and architecture == "laguna":
-        yield f"blk.{layer}.ffn_{source.split('.')[-2].removesuffix('_proj')}_shexp.weight", tensor
-    elif source.endswith(("self_attn.g_proj.weight", "self_attn.gate_proj.weight")):
-        yield f"blk.{layer}.attn_gate.weight", tensor
-    elif architecture == "muse-glimmer" and source == "model.norm.weight":
-        yield "output_norm.weight", tensor
-    elif architecture in ("gemma3", "muse-glimmer") and source.endswith("norm.weight"):
-        yield name_of(source), tensor + 1
-    elif architecture in INTERLEAVED and (".q_proj." in source or ".k_proj." in source):
-        heads = config.num_attention_heads if ".q_proj." in source else config.num_key_value_heads
-        yield name_of(source), tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
-    elif source.endswith(".sinks"):
-        yield f"blk.{layer}.attn_sinks.weight", tensor
-    elif ".kv_b_proj." in source:
-        heads = tensor.unflatten(0, (config.num_attention_heads, -1))
-        yield f"blk.{layer}.attn_k_b.weight", heads[:, : config.qk_nope_head_dim].transpose(1, 2)
-        yield f"blk.{layer}.attn_v_b.weight", heads[:, config.qk_nope_head_dim :]
-    elif "shared_expert_gate" in source:
-        yield name_of(source), tensor.squeeze(0)
-    else:
-        yield name_of(source), tensor
-
-
-def _tiled(source: str, tensor: Tensor, config: Any) -> Tensor:
-    """Value heads from the order of their key heads to the first of every key head, the second of every key head, …"""
-    key_size = config.linear_num_key_heads * config.linear_key_head_dim
-    width = config.linear_value_head_dim
-
-    def tile(part: Tensor, dim: int, width: int) -> Tensor:
-        split = (config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads, width)
-        heads: Tensor = part.unflatten(dim, split)
-        return heads.transpose(dim, dim + 1).flatten(dim, dim + 2)
-
-    if "in_proj_qkv." in source or "conv1d" in source:
-        return torch.cat((tensor[: 2 * key_size], tile(tensor[2 * key_size :], 0, width)))
-    if "in_proj_z." in source:
-        return tile(tensor, 0, width)
-    if "out_proj" in source:
-        return tile(tensor, 1, width)
-    return tensor if "norm" in source else tile(tensor, 0, 1)
-
-
-def _by_part(tensor: Tensor, config: Any) -> list[Tensor]:
-    """Rows that are grouped by key head, by part: q, k, v, z."""
-    values = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
-    sizes = [config.linear_key_head_dim, config.linear_key_head_dim, values, values]
-    return [part.flatten(0, 1) for part in tensor.unflatten(0, (config.linear_num_key_heads, -1)).split(sizes, dim=1)]
-
-
-def _encoded(tensor: Tensor, format_name: str) -> tuple[np.ndarray, Tensor]:
-    """The bytes of a tensor in a format, and the numbers that they stand for."""
-    kind = gguf.GGMLQuantizationType[format_name]
-    numbers = tensor.numpy().astype(np.float32)
-    if format_name in _SCALE_BYTES:  # the package only decodes these: random blocks with small scales
-        elements, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-        random = np.random.default_rng(numbers.size)
-        data = random.integers(0, 256, (*numbers.shape[:-1], numbers.shape[-1] // elements, num_bytes), dtype=np.uint8)
-        for at in _SCALE_BYTES[format_name]:
-            scales = random.uniform(2e-5, 1e-4, data.shape[:-1]).astype(np.float16)
-            data[..., at : at + 2] = scales[..., None].view(np.uint8)
-        data = data.reshape(*numbers.shape[:-1], -1)
-    else:
-        data = gguf.quantize(numbers.reshape(1, -1), kind).reshape(*numbers.shape[:-1], -1)
-    decoded = gguf.dequantize(data.reshape(1, -1), kind)  # as one row: the package takes 16 rows at a time, slowly
-    return data, torch.from_numpy(decoded.astype(np.float32).reshape(numbers.shape).copy())
 
 
 def _add_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
@@ -254,7 +129,8 @@ def _add_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
         add_recurrent_keys(writer, config, architecture)
         return
     if architecture not in ("deepseek2", "gemma4"):
-        writer.add_head_count_kv(config.num_key_value_heads)
+        kv_heads, num_layers = config.num_key_value_heads, config.num_hidden_layers
+        writer.add_head_count_kv([kv_heads] * num_layers if architecture == "granite" else kv_heads)  # as of Granite 4
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     if architecture == "cohere2":
@@ -266,7 +142,7 @@ def _add_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
     _add_options(writer, config, architecture)
     if architecture not in ("qwen3next", "qwen35moe"):
         writer.add_feed_forward_length(_widths(config))
-    if architecture in ("qwen3moe", "qwen3next", "qwen35moe"):
+    if architecture in ("mellum", "qwen3moe", "qwen3next", "qwen35moe"):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
@@ -283,7 +159,7 @@ def _add_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
 
 
 def _widths(config: Any) -> int | list[int]:
-    """Of the feed-forward blocks; the last ones may be wider."""
+    """The width of the feed-forward blocks; the last ones may be wider."""
     if not getattr(config, "use_double_wide_mlp", False):
         width: int = config.intermediate_size
         return width
@@ -299,10 +175,12 @@ def _add_options(writer: gguf.GGUFWriter, config: Any, architecture: str) -> Non
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(scaling["factor"])
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        if "attention_factor" in scaling:
+            writer.add_rope_scaling_yarn_attn_factor(scaling["attention_factor"])
     window = getattr(config, "sliding_window", None)
-    if architecture in ("cohere2", "exaone4", "gemma3", "gpt-oss", "olmo2", "phi3") and window is not None:
+    if architecture in ("cohere2", "exaone4", "gemma3", "gpt-oss", "mellum", "olmo2", "phi3") and window is not None:
         writer.add_sliding_window(window)
-        if architecture in ("exaone4", "olmo2"):
+        if architecture in ("exaone4", "mellum", "olmo2"):
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if architecture == "cohere2":
         writer.add_logit_scale(config.logit_scale)
@@ -310,6 +188,8 @@ def _add_options(writer: gguf.GGUFWriter, config: Any, architecture: str) -> Non
         writer.add_sliding_window_pattern(4)
         writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
         _add_cap(writer, config)
+    elif architecture == "mellum":
+        writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
     elif architecture == "gemma4":
         _add_gemma4(writer, config)
     elif architecture in ("ernie4_5-moe", "glm4moe", "gpt-oss", "minimax-m2"):

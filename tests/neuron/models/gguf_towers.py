@@ -22,7 +22,7 @@ class TowerFile:
     tensors: Callable[[str, Tensor, Any], Converted]
     """A tensor of the reference → what the file has for it."""
     options: Callable[[Any], dict[str, Any]] = lambda _: {}
-    """Of the whole model's config: metadata besides the common sizes."""
+    """From the whole model's config: metadata besides the common sizes."""
 
 
 def write_projector(path: Path, reference: Any, kind: str, *, swaps_feed_forward: bool = False) -> None:

@@ -10,14 +10,15 @@ import torch
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 
-from .family_models import CASES, VOCAB, reference_of
+from .family_models import CASES, reference_of
 from .test_parity import PROMPT_TOKENS, Driver, assert_parity, load, spec
+from .tiny_family import VOCAB
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 @torch.inference_mode()
 def test_every_logit_matches_the_reference_library(family: str, name: str, tmp_path: Path) -> None:
-    """Of a prompt that is computed whole, in chunks that do not fit pages, token by token, and with another one."""
+    """For a prompt that is computed whole, in chunks that do not fit pages, token by token, and with another one."""
     reference = reference_of(family, name)
     reference.save_pretrained(tmp_path)
     model = load(tmp_path)
@@ -26,9 +27,9 @@ def test_every_logit_matches_the_reference_library(family: str, name: str, tmp_p
     expected = reference(tokens[None]).logits[0]
     (whole,) = Driver(model, 1).logits([tokens], [[PROMPT_TOKENS]])
     assert_parity(whole, expected)
-    cut, beside = Driver(model, 2).logits([tokens, other], [[31, 1, 2, 30, 1, 1, 1, 8], [1, 38, 1]])
+    cut, second = Driver(model, 2).logits([tokens, other], [[31, 1, 2, 30, 1, 1, 1, 8], [1, 38, 1]])
     assert_parity(cut, expected)
-    assert_parity(beside, reference(other[None]).logits[0])
+    assert_parity(second, reference(other[None]).logits[0])
     assert (whole - expected).abs().max() < 1e-4 * expected.abs().max()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,7 +17,8 @@ from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.layer import LayerConfig
 from cortex.neuron.models.registry import read_architecture
 
-from .family_models import CASES, SIZES, TABLE
+from .family_models import CASES, TABLE
+from .tiny_family import SIZES
 
 LIBRARY_ONLY = {
     *("initializer_range", "embedding_initializer_range", "transformers_version", "dtype", "pretraining_tp"),
@@ -108,12 +110,21 @@ def test_option_that_a_config_leaves_out_means_what_the_reference_library_takes_
         ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "6 positive values in 'short_factor'"),
         ("glm4", {"partial_rotary_factor": 0.1}, "rotates 1 of 12 dimensions"),
         ("mistral3", {}, "no 'text_config'"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm is True"),
+        ("cohere2", {"use_parallel_block": False}, "use_parallel_block is False"),
+        ("hunyuan_v1_dense", {"use_cla": True}, "use_cla is True"),
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias is True"),
+        ("ernie4_5_moe", {"moe_gate": "hash"}, "moe_gate is 'hash'"),
+        ("lfm2", {"use_pos_enc": False}, "use_pos_enc is False"),
         ("lfm2", {"conv_bias": True}, "conv_bias is True"),
         ("lfm2", {"layer_types": ["conv", "mamba"]}, "layer_types must name 2 layers"),
         ("lfm2", {"full_attn_idxs": 1}, "full_attn_idxs is 1"),
         ("granitemoehybrid", {"mamba_proj_bias": True}, "mamba_proj_bias is True"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
-        ("granitemoehybrid", {"time_step_limit": [0.001, 0.1]}, "time_step_limit is"),
+        *(
+            ("granitemoehybrid", {"time_step_limit": limits}, "time_step_limit is")
+            for limits in ([0.001, 0.1], [0, 1e9], [0, float("nan")], [0, {"__float__": "NaN"}], [0, [1e308]])
+        ),
         ("granitemoehybrid", {"mamba_n_heads": 7}, "7 Mamba heads of 13 values in 1 groups do not divide 96"),
         ("nemotron_h", {"hybrid_override_pattern": "MX"}, "layers of the type 'X'"),
         ("nemotron_h", {"hybrid_override_pattern": "M", "use_bias": True}, "use_bias is True"),
@@ -128,6 +139,22 @@ def test_rejects_an_option_that_is_not_implemented_by_name_and_value(
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_experts": 4}
     with pytest.raises(UnsupportedModel, match=message):
         read_architecture({"model_type": family, **SIZES, **experts, **changes})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("hunyuan_v1_dense", {"norm_type": "hf_rms"}),
+        *(
+            ("granitemoehybrid", {"time_step_limit": [0.0, limit]})
+            for limit in (float("inf"), 1e308, 1e30, sys.float_info.max, "inf", {"__float__": "Infinity"})
+        ),
+    ],
+)
+def test_other_spelling_of_an_option_means_what_leaving_it_out_does(family: str, changes: dict[str, Any]) -> None:
+    config = TABLE[family].config_of(next(iter(TABLE[family].changes))).to_dict()
+    rest = {name: value for name, value in config.items() if name not in changes}
+    assert described(read_architecture(rest | changes)) == described(read_architecture(rest))
 
 
 NO_EFFECT = {

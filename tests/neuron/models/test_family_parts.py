@@ -20,8 +20,9 @@ from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
 
-from .family_models import TABLE, VOCAB
+from .family_models import TABLE
 from .test_parity import CPU, Driver
+from .tiny_family import VOCAB
 
 SPEC = LoadSpec("", dtype="float32", context_tokens=128, max_num_seqs=4, speculation="off", vision="off")
 TOKENS = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,8 @@ from cortex.neuron.layers.rope import inverse_frequencies
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.registry import read_architecture
 
-from .family_models import SIZES, TABLE
+from .family_models import TABLE
+from .tiny_family import SIZES
 
 TRAINED = 32
 KINDS: dict[str, dict[str, Any]] = {

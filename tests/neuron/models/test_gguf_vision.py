@@ -1,4 +1,4 @@
-"""Vision towers of GGUF models: a file beside the model's, written the way that published ones are converted."""
+"""Vision towers of GGUF models: a file next to the model's, written the way that published ones are converted."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ ROWS = {
     "mistral3, as Llama": Row("llama", None, STD),
 }
 MAX_SOFT_TOKENS = 20
-"""Of Gemma 4: files do not say it, and the default is too many for a tiny model."""
+"""Gemma 4's files do not say it, and the default is too many for a tiny model."""
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -63,7 +63,7 @@ def as_in_files(tensor: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor
 
 
 def rounded(checkpoint: Checkpoint, layouts: Mapping[str, MatrixLayout], path: Path) -> Checkpoint:
-    """The checkpoint in dense form with the numbers that packed matrices have."""
+    """The checkpoint in dense form with the values that packed matrices have."""
     tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
     for name, layout in layouts.items():
         outputs, inputs = checkpoint.stored(name).shape
@@ -141,7 +141,7 @@ def assert_packed_computes_as_dense(path: Path, dense_path: Path, recipe: Recipe
 
 
 def expert_layouts(loaded: LoadedModel) -> set[DeviceLayout]:
-    """Of all mixtures of a model."""
+    """The layouts of all mixtures of a model."""
     mixtures = [layer.mlp.experts for layer in loaded.model.layers if isinstance(layer.mlp, MoE)]
     assert mixtures
     matrices = [matrix for experts in mixtures for matrix in (experts.gate_up, experts.down)]

@@ -174,9 +174,9 @@ def test_every_logit_matches_the_reference_library(family: str, name: str, tmp_p
     expected, expected_other = (reference(row[None]).logits[0] for row in (tokens, other))
     (whole,) = Driver(model, 1).logits([tokens], [[PROMPT_TOKENS]])
     assert_parity(whole, expected)
-    cut, beside = Driver(model, 2).logits([tokens, other], [[31, 1, 2, 30, 1, 1, 1, 8], [1, 38, 1]])
+    cut, second = Driver(model, 2).logits([tokens, other], [[31, 1, 2, 30, 1, 1, 1, 8], [1, 38, 1]])
     assert_parity(cut, expected)
-    assert_parity(beside, expected_other)
+    assert_parity(second, expected_other)
 
 
 @pytest.mark.parametrize("name", ["plain", "odd heads"])

@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..weights.safetensors.test_published import compressed_config, words
-from .family_models import TABLE, VOCAB
+from .family_models import TABLE
 from .reference_models import randomised
 from .test_parity import Driver, load
+from .tiny_family import VOCAB
 
 GROUP = 32
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}

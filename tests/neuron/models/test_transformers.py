@@ -39,7 +39,7 @@ DIVIDED = [family for family in TABLE if family not in WHOLE]
 @pytest.mark.parametrize(("family", "name"), CASES)
 @torch.inference_mode()
 def test_every_logit_matches_the_library(family: str, name: str, tmp_path: Path) -> None:
-    """Of a prompt that is computed whole, in chunks that do not fit pages, token by token, and with another one. And
+    """For a prompt that is computed whole, in chunks that do not fit pages, token by token, and with another one. And
     the sizes that a node computes without torch are those of the loaded model."""
     reference = reference_of(family, name)
     reference.save_pretrained(tmp_path)
@@ -48,9 +48,9 @@ def test_every_logit_matches_the_library(family: str, name: str, tmp_path: Path)
     expected = reference(tokens[None]).logits[0]
     (whole,) = Driver(loaded.model, 1).logits([tokens], [[PROMPT_TOKENS]])
     assert_parity(whole, expected)
-    cut, beside = Driver(loaded.model, 2).logits([tokens, other], [[31, 1, 2, 30, 1, 1, 1, 8], [1, 38, 1]])
+    cut, second = Driver(loaded.model, 2).logits([tokens, other], [[31, 1, 2, 30, 1, 1, 1, 8], [1, 38, 1]])
     assert_parity(cut, expected)
-    assert_parity(beside, reference(other[None]).logits[0])
+    assert_parity(second, reference(other[None]).logits[0])
     checkpoint, described = open_model(tmp_path)
     checkpoint.close()
     assert weight_bytes(described, WeightStorage(4, tensors=checkpoint.tensors)) == loaded.model.parameters.num_bytes

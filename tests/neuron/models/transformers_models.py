@@ -6,8 +6,9 @@ from typing import Any
 
 import transformers
 
-from .family_models import EXPERTS, FOUR_LAYERS, VOCAB, Family
+from .family_models import EXPERTS
 from .reference_models import randomised
+from .tiny_family import FOUR_LAYERS, VOCAB, Family
 
 _OLD_SIZES: dict[str, Any] = {
     **{"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128},

@@ -13,7 +13,8 @@ from cortex.neuron.engine.memory.host import anonymous_bytes
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.node.generation import Generation
 from cortex.neuron.node.node import Node
-from cortex.wire.node.protocol import LoadRequest, ModelStatus
+from cortex.wire.node.orders import LoadRequest
+from cortex.wire.node.protocol import ModelStatus
 
 from ...waiting import WAIT_S
 from ..generations import Reader

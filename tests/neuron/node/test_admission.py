@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -148,6 +150,36 @@ def test_retry_after_uses_the_latest_requests_when_responses_are_long() -> None:
         callers.finish(callers.enter("a", end_s - 40), end_s)
     callers.enter("a", 150.0)
     assert callers.admission.retry_after_s(155.0) == pytest.approx(27.0, rel=0.1)
+
+
+def test_cost_of_a_request_does_not_grow_with_the_requests_that_wait() -> None:
+    def num_calls(waiting: int) -> int:
+        callers = Callers(slots=1, max_queue=1000)
+        callers.enter("a")
+        for _ in range(waiting):
+            callers.enter("a")
+        calls: list[object] = []
+        sys.setprofile(lambda frame, *_: calls.append(frame.f_code))
+        try:
+            callers.finish(callers.started[-1])
+            callers.enter("b")
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    assert num_calls(500) == num_calls(5)
+
+
+def test_what_waits_longest_is_first_among_equals() -> None:
+    callers = Callers(slots=1, max_queue=10)
+    running = callers.enter("a", 1.0)
+    waiting = [callers.enter(principal, 2.0 + place) for place, principal in enumerate("cbcb")]
+    assert callers.admission.waited_s(10.0) == 8.0
+    callers.finish(running)
+    assert callers.started[-1] is waiting[0]
+    assert callers.admission.waited_s(10.0) == 7.0
+    assert callers.admission.clear() == waiting[1:]
+    assert callers.admission.waited_s(10.0) == 0.0
 
 
 actions = st.lists(

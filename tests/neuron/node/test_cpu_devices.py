@@ -11,7 +11,8 @@ from faulty_models import running_node, write_model
 
 from cortex.neuron.engine.request import EngineRequest
 from cortex.wire.errors import LoadFailed, Recovering
-from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
+from cortex.wire.node.orders import LoadRequest, UnloadRequest
+from cortex.wire.node.protocol import ModelState
 
 from ..generations import Reader
 

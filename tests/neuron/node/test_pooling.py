@@ -21,7 +21,8 @@ from cortex.neuron.node.node import Node
 from cortex.neuron.node.parts import Parts
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.node.headers import AS_BASE64, PRINCIPAL, TOKEN_LIMIT, VECTORS
-from cortex.wire.node.protocol import ModelState, UnloadRequest
+from cortex.wire.node.orders import UnloadRequest
+from cortex.wire.node.protocol import ModelState
 
 from ..api.served import served
 from ..pooled_sources import write_embedder, write_reranker

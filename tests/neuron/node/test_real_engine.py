@@ -15,7 +15,8 @@ from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.errors import InvalidValue, Recovering
-from cortex.wire.node.protocol import ModelState, UnloadRequest
+from cortex.wire.node.orders import UnloadRequest
+from cortex.wire.node.protocol import ModelState
 
 from ..generations import Reader
 from .node_calls import converse, generate, load, until, worker_bytes, worker_of, write_source
@@ -122,10 +123,17 @@ async def sleep_and_wake(node: Node, times: int, held_bytes: Callable[[], int]) 
 
 
 async def test_sleep_cycles_keep_the_output_and_do_not_leak_host_memory(tmp_path: Path, workers: WorkerFactory) -> None:
-    node = await start(tmp_path, workers, sleep_mb=256)
+    node = await start(tmp_path, workers, sleep_mb=256, kv_host_mb=256)
+    left: list[int] = []
+
+    def held_bytes() -> int:
+        left.append(node.devices.kv_host.limit_bytes)
+        return worker_bytes(node)
+
     try:
-        held = await sleep_and_wake(node, 6, lambda: worker_bytes(node))
+        held = await sleep_and_wake(node, 6, held_bytes)
         assert held[-1] - held[2] < 40 * MEBIBYTE
+        assert max(left) < 256 * MEBIBYTE == node.devices.kv_host.limit_bytes, "woken models leave all of it to pages"
     finally:
         await node.close()
 
@@ -135,7 +143,9 @@ async def test_conversation_survives_the_unload_of_its_model_until_its_memory_is
 ) -> None:
     node = await start(tmp_path, workers, kv_host_mb=64)
     try:
+        node.devices.kv_host.give_way(0)  # sleeping models have all of the budget
         await load(node, "a")
+        node.devices.kv_host.give_way(64 * MEBIBYTE)  # they have woken
         tokens, cached = await converse(node, "a", "first")
         assert cached == 0
         worker = worker_of(node)

@@ -17,7 +17,8 @@ from cortex.wire.errors import (
     PromptTooLongForMemory,
     ShuttingDown,
 )
-from cortex.wire.node.protocol import LoadRequest, ModelState
+from cortex.wire.node.orders import LoadRequest
+from cortex.wire.node.protocol import ModelState
 
 from ...processes import alive
 from ...waiting import WAIT_S

@@ -13,7 +13,8 @@ from faulty_models import running_node, write_model
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.wire.errors import InsufficientCapacity, ModelInUse, Overloaded
-from cortex.wire.node.protocol import Device, LoadRequest, ModelState, ModelStatus, UnloadRequest
+from cortex.wire.node.orders import LoadRequest, UnloadRequest
+from cortex.wire.node.protocol import Device, ModelState, ModelStatus
 
 from ...waiting import NEVER_S
 from ..generations import Reader

@@ -130,7 +130,7 @@ def test_prepared_remotely_equals_prepared_locally(
     remote, local = remote_and_local
     text = "".join(pieces)
     for request in (user_request(text), GenerateRequest(model="m", prompt=text, more_prompts=((1, 2),), echo=True)):
-        whole = pack(request).whole
+        whole = pack(request).whole()
         expected = prepare(local, request, NO_RULES)
         prepared = remote.run(remote.tokenizer.prepare(whole, NO_RULES, is_long=False))
         assert [each.ids for each in prepared.prompts] == [each.ids for each in expected.prompts]
@@ -138,6 +138,18 @@ def test_prepared_remotely_equals_prepared_locally(
         assert not request.echo or prepared == expected
         assert remote.run(remote.tokenizer.count(whole, NO_RULES, is_long=True)) == len(expected.prompts[0].ids)
     assert list(remote.run(remote.tokenizer.encode(text, NO_RULES, is_long=False))) == local.encode(text)
+
+
+def test_tokens_are_prepared_without_the_process(
+    remote_and_local: tuple[TokenizerOnOwnLoop, TextModel],
+) -> None:
+    remote, local = remote_and_local[0].text, remote_and_local[1]
+    request = GenerateRequest(model="m", prompt=(1, 2, 3), more_prompts=((0,),))
+    prepared = prepare(remote, request, NO_RULES)
+    assert prepared == prepare(local, request, NO_RULES)
+    assert [each.ids for each in prepared.prompts] == [(1, 2, 3), (0,)]
+    with pytest.raises(InvalidValue, match="outside the vocabulary"):
+        prepare(remote, GenerateRequest(model="m", prompt=(1, remote.vocab_size)), NO_RULES)
 
 
 def test_remote_text_has_the_same_facts_as_local_text(remote_and_local: tuple[TokenizerOnOwnLoop, TextModel]) -> None:
@@ -256,7 +268,7 @@ async def test_cancelled_job_ends_and_short_ones_run_meanwhile(model: Path) -> N
     write_model(model, chat_template=LOOPING)
     tokenizer = TokenizerClient(model)
     text = await tokenizer.read()
-    endless = asyncio.create_task(tokenizer.prepare(pack(user_request("hi")).whole, NO_RULES, is_long=True))
+    endless = asyncio.create_task(tokenizer.prepare(pack(user_request("hi")).whole(), NO_RULES, is_long=True))
     workers = Path(f"/proc/{process_of(tokenizer)}/task/{process_of(tokenizer)}/children")
     await until(lambda: len(workers.read_text().split()) == 2)
     words = [f"word {number}" for number in range(4)]
@@ -275,7 +287,7 @@ async def test_job_that_takes_too_much_memory_is_rejected_alone(model: Path) -> 
     await tokenizer.read()
     process_id = process_of(tokenizer)
     with pytest.raises(PreparationLimitExceeded, match=r"text\.memory_mb"):
-        await tokenizer.prepare(pack(user_request("hi")).whole, NO_RULES, is_long=False)
+        await tokenizer.prepare(pack(user_request("hi")).whole(), NO_RULES, is_long=False)
     assert await encode(tokenizer, "a")
     assert process_of(tokenizer) == process_id
     await tokenizer.close()
@@ -283,12 +295,12 @@ async def test_job_that_takes_too_much_memory_is_rejected_alone(model: Path) -> 
 
 async def test_errors_of_a_request_keep_their_code_and_details(tokenizer: TokenizerClient) -> None:
     with pytest.raises(ContextLengthExceeded) as too_long:
-        await tokenizer.prepare(pack(user_request("hi" * 999)).whole, PromptRules(20), is_long=False)
+        await tokenizer.prepare(pack(user_request("hi" * 999)).whole(), PromptRules(20), is_long=False)
     assert too_long.value.details["context_tokens"] == 20
     choices = OutputFormat(kind="choice", choices=tuple(map(str, range(999))))
     asked = GenerateRequest(model="m", prompt="x", output=choices)
     with pytest.raises(InvalidValue, match=r"at most 500 .*text\.max_grammar_kb") as too_large:
-        await tokenizer.prepare(pack(asked).whole, PromptRules(max_grammar_characters=500), is_long=False)
+        await tokenizer.prepare(pack(asked).whole(), PromptRules(max_grammar_characters=500), is_long=False)
     assert too_large.value.param == "response_format"
 
 
@@ -320,7 +332,7 @@ async def test_grammar_that_overflows_the_stack_is_rejected_alone(
     await tokenizer.read()
     process_id = process_of(tokenizer)
     with pytest.raises(PreparationLimitExceeded, match="chains of references"):
-        await tokenizer.prepare(pack(asked).whole, NO_RULES, is_long=True)
+        await tokenizer.prepare(pack(asked).whole(), NO_RULES, is_long=True)
     assert await encode(tokenizer, "a")
     assert process_of(tokenizer) == process_id
 
@@ -373,7 +385,7 @@ async def test_template_whose_constants_take_gigabytes_rejects_requests_within_i
     tokenizer = TokenizerClient(model, memory_bytes=512 << 20)
     await tokenizer.read()
     with pytest.raises(PreparationLimitExceeded, match=r"text\.memory_mb"):
-        await tokenizer.prepare(pack(user_request("hi")).whole, NO_RULES, is_long=False)
+        await tokenizer.prepare(pack(user_request("hi")).whole(), NO_RULES, is_long=False)
     await tokenizer.close()
 
 
@@ -382,6 +394,6 @@ async def test_daemon_side_of_a_text_compiles_no_template(model: Path, monkeypat
     monkeypatch.setattr(jinja_environment, "ENVIRONMENT", None)
     text = await tokenizer.read()
     assert text.capabilities.tools
-    prepared = await tokenizer.prepare(pack(user_request("hi")).whole, NO_RULES, is_long=False)
+    prepared = await tokenizer.prepare(pack(user_request("hi")).whole(), NO_RULES, is_long=False)
     assert text.parser(user_request("hi"), prepared.prompts[0])
     await tokenizer.close()

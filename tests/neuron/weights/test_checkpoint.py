@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,37 @@ def test_shards_are_merged_into_one_model(model_directory: Directory) -> None:
     checkpoint = open_checkpoint(model_directory({"a": torch.ones(2)}, {"b": torch.zeros(3)}))
     assert set(checkpoint.tensors) == {"a", "b"}
     assert checkpoint.read("b").tolist() == [0, 0, 0]
+
+
+def _with_last(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    changed = tensor.clone()
+    changed[-1, -1] = value
+    return changed
+
+
+_EMBEDDING = torch.randn(3_000, 200, dtype=torch.bfloat16)  # more than one piece of the comparison
+
+
+@pytest.mark.parametrize("embedding", ["model.embed_tokens.weight", "model.language_model.embed_tokens.weight"])
+@pytest.mark.parametrize(
+    ("head", "is_tied"),
+    [
+        (_EMBEDDING, True),
+        (_with_last(_EMBEDDING, 9.0), False),
+        (_EMBEDDING.float(), False),
+        (_EMBEDDING.view(200, 3_000), False),
+    ],
+    ids=["equal", "one value differs", "another dtype", "another shape"],
+)
+@pytest.mark.parametrize("stated", [{"tie_word_embeddings": True}, {"tie_embedding": True}, {}])
+def test_stored_output_matrix_is_used_unless_it_equals_the_embedding(
+    model_directory: Directory, embedding: str, head: torch.Tensor, is_tied: bool, stated: dict[str, bool]
+) -> None:
+    config = {"model_type": "llama", **stated}
+    path = model_directory({embedding: _EMBEDDING}, {"lm_head.weight": head}, config=config)
+    with closing(open_checkpoint(path)) as checkpoint:
+        untied = {"model_type": "llama", "tie_word_embeddings": False}
+        assert checkpoint.config == (config if is_tied else untied)
 
 
 def test_error_names_the_missing_tensor(model_directory: Directory) -> None:

@@ -71,7 +71,7 @@ def test_encoder_without_modules_takes_the_mean(tmp_path: Path) -> None:
 def test_reranker_is_known_by_its_head_its_module_or_its_name(tmp_path: Path) -> None:
     head = {**BERT, "architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
     scored = read(tmp_path, head)
-    assert (scored.task, scored.activation, scored.has_pairs) == ("score", "sigmoid", True)
+    assert (scored.task, scored.activation, scored.template) == ("score", "sigmoid", None)
     identity = {**head, "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}
     assert read(tmp_path, identity).activation == "identity"
     with pytest.raises(Unsupported, match="2 labels"):

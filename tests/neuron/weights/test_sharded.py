@@ -1,4 +1,4 @@
-"""Parts of stored tensors: they decode to the same numbers, and only their bytes are read."""
+"""Parts of stored tensors: they decode to the same values, and only their bytes are read."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def card(number: int, address: str, device: str, *, minor: int, vram: int, gtt: 
         **files,
     }
     tree = {f"{folder}/{name}": text for name, text in facts.items()}
-    tree[f"sys/class/drm/card{number}-DP-1/status"] = "disconnected"  # connectors are listed beside their card
+    tree[f"sys/class/drm/card{number}-DP-1/status"] = "disconnected"  # connectors are listed next to their card
     return tree
 
 

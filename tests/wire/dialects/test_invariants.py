@@ -327,8 +327,8 @@ def test_incomplete_response_is_not_folded() -> None:
 
 def test_stream_error_is_a_frame_of_its_own() -> None:
     for dialect in DIALECTS.values():
-        (payload,) = payloads(dialect.stream_error(GenerationFailed("unhealthy numbers")))
-        assert "unhealthy numbers" in msgspec.json.encode(payload).decode()
+        (payload,) = payloads(dialect.stream_error(GenerationFailed("NaN in the logits")))
+        assert "NaN in the logits" in msgspec.json.encode(payload).decode()
 
 
 def test_keepalives_are_valid_and_without_content() -> None:

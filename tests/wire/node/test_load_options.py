@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from cortex.wire.node.load_options import LoadOptions
-from cortex.wire.node.protocol import LoadRequest
+from cortex.wire.node.orders import LoadRequest
 from cortex.wire.node.sampling import SamplingDefaults
 
 

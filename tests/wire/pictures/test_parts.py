@@ -96,9 +96,9 @@ def test_packed_request_has_sizes_instead_of_files(place: str) -> None:
     packed = pack(request)
     assert packed.files == (PNG,)
     assert packed.head.images == (Image(param=param, num_bytes=len(PNG), width=31, height=17),)
-    assert images_of(unpack(packed.whole)) == list(packed.head.images)
-    assert base64_of(PNG)[:40].encode() not in packed.whole
-    restored = images_of(with_files(unpack(packed.whole), packed.files))
+    assert images_of(unpack(packed.whole())) == list(packed.head.images)
+    assert base64_of(PNG)[:40].encode() not in packed.whole()
+    restored = images_of(with_files(unpack(packed.whole()), packed.files))
     assert [data_url(image) for image in restored] == [URL]
 
 
@@ -156,7 +156,7 @@ def test_address_reaches_no_model(url: str) -> None:
 def test_type_is_found_from_the_file_and_base64_may_have_any_usual_form(url: str) -> None:
     packed = pack(chat_image({"url": url}))
     assert packed.files == (PNG,)
-    assert data_url(images_of(with_files(unpack(packed.whole), packed.files))[0]) == URL
+    assert data_url(images_of(with_files(unpack(packed.whole()), packed.files))[0]) == URL
 
 
 @pytest.mark.parametrize(("given", "read"), [("low", "low"), ("auto", "auto"), ("high", "high"), ("original", "high")])

@@ -35,7 +35,7 @@ def bench(
     without MODEL, every model that is ready is measured, one after the other; one that cannot be is reported, and the
     others follow. Nodes keep the results, for `cortex explain` and for routing. Ctrl-C cancels.
 
-    For wake and load the model leaves memory for a moment: requests wait, and its prefix cache is lost.
+    For wake and load the model leaves memory for a moment: requests wait, and its prefix cache goes to host memory.
     """
     models = [model] if model is not None else _ready_models(gateway, node)
     body: dict[str, Any] = {"wait": False, "reload": reload, "force": force} | ({} if node is None else {"node": node})

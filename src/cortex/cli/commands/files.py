@@ -7,11 +7,12 @@ from urllib.parse import quote
 import click
 
 from cortex.cli import fleet_view
-from cortex.cli.client import GatewayClient, gateway_options
+from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, json_option, print_json, size
 from cortex.cli.views.jobs import follow, parse
+from cortex.wire.errors import ModelNotFound
 from cortex.wire.model_names import split_quant
 
 
@@ -46,7 +47,13 @@ def start_pull(gateway: GatewayClient, model: str, node: str | None) -> object:
     """Begin a download; returns its job."""
     name, quant = split_quant(model)
     body = {"model": name, "quant": quant, "node": node}
-    return gateway.post("/fleet/pull", {key: value for key, value in body.items() if value is not None})["job"]
+    try:
+        return gateway.post("/fleet/pull", {key: value for key, value in body.items() if value is not None})["job"]
+    except GatewayRejected as rejected:
+        if rejected.code != ModelNotFound.code:
+            raise
+        remedy = "name a repository of the hub, or a model that `cortex models` lists"
+        raise CommandError(rejected.message, remedy, ExitCode.NOT_FOUND) from rejected
 
 
 @click.command(cls=Command)

@@ -37,7 +37,7 @@ def models(gateway: GatewayClient, as_json: bool) -> None:
         backend = str(entry.get("backend") or "")
         rows.add_row(_name(entry), state(_state(entry)), places, memory, quants, backend, context, _abilities(entry))
     console().print(rows)
-    for line in fleet_view.missing_files(listed):
+    for line in (*fleet_view.missing_files(listed), *fleet_view.failed_loads(listed)):
         console().print(Text(line, style="red"), soft_wrap=True)
 
 
@@ -69,13 +69,13 @@ def _place(location: dict[str, Any], shown: str) -> str:
 
 
 def _sizes(entry: dict[str, Any]) -> tuple[str, str]:
-    """The memory it takes, weights and KV cache, in each quantisation that a node has of it, and those."""
+    """The memory it takes, weights and KV cache, by quantisation, and the quantisations that are known."""
     largest: dict[str, int] = {}
     for each in entry.get("sizes", ()):
         if each["bytes"]:
-            quant = each["quant"] or "dense"
+            quant = each["quant"] or ("dense" if each.get("dtype") else "")
             largest[quant] = max(largest.get(quant, 0), each["bytes"])
-    return ", ".join(map(size, largest.values())), ", ".join(largest)
+    return ", ".join(map(size, largest.values())), ", ".join(filter(None, largest))
 
 
 def _context(entry: dict[str, Any]) -> str:

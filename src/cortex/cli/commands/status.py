@@ -101,7 +101,7 @@ def _node(node: NodeView, fleet: FleetView) -> RenderableType:
     here = {share.model_id for share in node.shares}
     if cold := sorted(model for model in node.cold_models if model not in here):
         parts.append(Padding(Text(f"cold: {', '.join(cold)}", style="dim"), (0, 0, 0, 2)))
-    for model, reason in node.absent_models.items() if node.up else ():
+    for model, reason in (node.absent_models | node.cold_reasons).items() if node.up else ():
         parts.append(Padding(Text(f"{model}: {without_name(model, reason)}", style="red"), (0, 0, 0, 2)))
     return Padding(Lines(*parts), (0, 0, 1, 0))
 

@@ -18,7 +18,6 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from cortex.cli.cache import run_directory
 from cortex.cli.client import DEFAULT_URL
 from cortex.cli.failures import Command, CommandError, is_verbose
 from cortex.cli.output import console
@@ -28,9 +27,10 @@ from cortex.cli.up.demo import SMOLLM2, ensure_demo_model
 from cortex.cli.up.plan import UpPlan, distinct, overrides
 from cortex.cli.up.preflight import require_engine, require_free_ports
 from cortex.cli.up.readiness import capabilities_of, wait_until_loaded
-from cortex.cli.up.run_files import Ports
+from cortex.cli.up.run_files import Ports, run_directory
 from cortex.cli.up.sources import ModelSource, NamedModel, parse_source
 from cortex.cli.up.supervisor import ChildDied, ProcessSupervisor
+from cortex.exits import ending
 from cortex.gateway.config import load
 from cortex.gateway.configuration_files import load_catalogue
 from cortex.wire.dialects.ollama.models import PORT
@@ -185,17 +185,15 @@ def supervise(console: Console, plan: UpPlan) -> None:
 
 
 def fault_of(death: ChildDied) -> CommandError:
-    """The error for a program that ended, with the last line of its log as the reason."""
+    """The error for a program that ended. The last line of its log is the reason, unless a signal killed it."""
     child = death.child
-    lines = child.last_lines()
-    reason = lines[0].removeprefix("cortex: ").removeprefix("neuron: ") if lines else ending(child.process.returncode)
+    lines, code = child.last_lines(), child.process.returncode
+    is_reason = bool(lines) and code >= 0
+    reason = lines[0].removeprefix("cortex: ").removeprefix("neuron: ") if is_reason else ending(code)
+    if code == -signal.SIGKILL:
+        reason += " (by the system, if it ran out of memory: see `dmesg`)"
     where = f"its log is {child.log}" if child.log else "its log is above"
     return CommandError(f"the {child.name} ended unexpectedly: {reason}", where)
-
-
-def ending(code: int) -> str:
-    """How a process ended, from its exit code."""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def example_request(model: str, capabilities: Capabilities) -> tuple[str, dict[str, Any]]:

@@ -17,8 +17,9 @@ from cortex.cli.up.sources import ModelSource
 from cortex.cli.up.supervisor import ProcessSupervisor
 from cortex.cli.views.load import reason_of, show
 from cortex.cli.views.progress import ProgressView
+from cortex.fleet.known_models import known_repository
 from cortex.tls import own_context
-from cortex.wire.errors import BY_CODE
+from cortex.wire.error_codes import BY_CODE
 from cortex.wire.node.protocol import Capabilities, Health, ModelState, ModelStatus
 
 RESPONSE_TIMEOUT_S = 300.0
@@ -97,4 +98,7 @@ def load_failure(failed: Sequence[ModelStatus]) -> CommandError:
     codes = {status.reason_code or "" for status in failed}
     kinds = {exit_code_for(BY_CODE[code].status, code) if code in BY_CODE else ExitCode.FAILED for code in codes}
     exit_code = kinds.pop() if len(kinds) == 1 else ExitCode.FAILED
-    return CommandError(reasons.rstrip("."), "start again once this is fixed", exit_code)
+    missing = [status.id for status in failed if status.reason_code == "source_not_found"]
+    meant = [name for each in missing if (name := known_repository(each.rpartition("/")[2])) not in (None, each)]
+    remedy = f"did you mean {' and '.join(map(str, meant))}?" if meant else "start again once this is fixed"
+    return CommandError(reasons.rstrip("."), remedy, exit_code)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cortex.cache_folder import cache_folder
 from cortex.cli.up.sources import ModelSource
 
 LOCAL_NODE = "local"
@@ -23,6 +25,11 @@ class Ports:
     neuron: int
     ollama: int | None = None
     """A second port of the gateway's API."""
+
+
+def run_directory(port: int, environment: Mapping[str, str] = os.environ) -> Path:
+    """The folder for configuration and logs of the `cortex up` that listens on `port`."""
+    return cache_folder(environment) / "run" / str(port)
 
 
 def _text(value: str) -> str:

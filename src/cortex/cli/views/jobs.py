@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from typing import Any
 
@@ -10,9 +11,9 @@ import msgspec
 
 from cortex.cli.client import GatewayClient, GatewayRejected
 from cortex.cli.failures import CommandError
-from cortex.cli.output import console, size
+from cortex.cli.output import PlainConsole, size
 from cortex.cli.views.progress import ProgressView
-from cortex.wire.errors import from_code
+from cortex.wire.error_codes import from_code
 from cortex.wire.words import duration
 
 POLL_S = 0.25
@@ -79,7 +80,7 @@ def follow(gateway: GatewayClient, started: Any) -> JobView:
 
 
 def _show(gateway: GatewayClient, job: JobView) -> JobView:
-    with ProgressView(console(), [job.model]) as view:
+    with ProgressView(PlainConsole(stderr=True), [job.model]) as view:  # the result alone is for pipes
         while job.state == "running":
             view.update(job.model, job.describe(), job.fraction, job.stage)
             time.sleep(POLL_S)
@@ -91,5 +92,9 @@ def _cancel(gateway: GatewayClient, job: JobView) -> None:
     if not job.can_cancel:
         click.echo(f"the {job.kind} of {job.model} goes on; `cortex jobs` shows it", err=True)
         return
-    gateway.delete(f"/fleet/jobs/{job.id}")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave the job running
+    try:
+        gateway.delete(f"/fleet/jobs/{job.id}")
+    finally:
+        signal.signal(signal.SIGINT, before)
     click.echo(f"the {job.kind} of {job.model} is cancelled", err=True)

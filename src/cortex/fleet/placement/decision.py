@@ -7,7 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from cortex.fleet.topology import MemoryReservation, ModelOnNode
+from cortex.fleet.devices import MemoryReservation
+from cortex.fleet.topology import ModelOnNode
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.protocol import DeviceKind, HostKV
 

@@ -10,6 +10,7 @@ import msgspec
 from cortex.units import gib
 from cortex.wire.errors import (
     CortexError,
+    Draining,
     InsufficientCapacity,
     LoadFailed,
     ModelNotFound,
@@ -21,6 +22,8 @@ from cortex.wire.words import plural
 
 from .decision import Assessment, Decision, Verdict
 
+DRAINING_RETRY_S = 30.0
+"""When a client may ask again for a model whose nodes are drained: an operator, or a restart, takes this long."""
 HEADER = ("node", "device", "total", "have", "need", "verdict", "why")
 
 
@@ -86,14 +89,15 @@ def rejection(decision: Decision) -> CortexError:
     if any(assessment.waits_for_foreground for assessment in decision.assessments):
         error = Overloaded
     details = {"nodes": [_assessment_json(assessment) for assessment in decision.assessments]}
-    return error(_rejection_message(decision, error), details=details)
+    retry_after_s = DRAINING_RETRY_S if error is Draining else None
+    return error(_rejection_message(decision, error), retry_after_s=retry_after_s, details=details)
 
 
 _ERRORS: dict[Verdict | None, type[CortexError]] = {
     None: UpstreamUnavailable,
     Verdict.BLOCKED: Overloaded,
     Verdict.CROWDED: Overloaded,
-    Verdict.DRAINING: UpstreamUnavailable,
+    Verdict.DRAINING: Draining,
     Verdict.UNHEALTHY: UpstreamUnavailable,
     Verdict.FAILED: LoadFailed,
     Verdict.UNSUPPORTED: ModelUnsupported,
@@ -118,6 +122,7 @@ def _rejection_message(decision: Decision, error: type[CortexError]) -> str:
             Overloaded: f"{alone.node} has no room for {model} now",
             LoadFailed: f"{model} could not be loaded on {alone.node}",
             ModelUnsupported: f"{alone.node} does not support {model}",
+            Draining: f"{alone.node} cannot serve {model} now",
             UpstreamUnavailable: f"{alone.node} cannot serve {model} now",
             ModelNotFound: f"{alone.node} does not have {model}",
         }.get(error, f"{model} does not fit on {alone.node}")
@@ -131,6 +136,7 @@ def _rejection_message(decision: Decision, error: type[CortexError]) -> str:
         Overloaded: f"there is no room for {model} now",
         LoadFailed: f"{model} could not be loaded",
         ModelUnsupported: f"no node supports {model}",
+        Draining: f"no node can serve {model} now",
         UpstreamUnavailable: f"no node can serve {model} now",
         ModelNotFound: f"no node has {model}",
     }.get(error, f"{model} fits nowhere in the fleet")

@@ -33,6 +33,9 @@ ACTIONS: dict[Verdict, Action] = {
     Verdict.CROWDED: "wait",
 }
 
+_LASTING = frozenset(Verdict) - {*ACTIONS, Verdict.DRAINING, Verdict.UNHEALTHY, Verdict.HELD}
+"""Verdicts that do not depend on what other models and the operator do at the moment."""
+
 KEPT_KV_WORTH = 0.25
 """The part of its speed that a node may lack and be preferred because it keeps the model's conversations."""
 MIN_KEPT_TOKENS = 1024
@@ -77,9 +80,12 @@ def place_new(model_id: str, num_bytes: int, fleet: Fleet, now: float) -> Decisi
 
 
 def assess(spec: ModelSpec, node: Node, fleet: Fleet, now: float, *, origin: Origin) -> Assessment:
-    """Assess `spec` on `node`."""
+    """Assess `spec` on `node`. What keeps a draining node from the model at any time comes before that it drains."""
     held = node.residencies.get(spec.id)
     found = _assess(spec, node, held, fleet, now, origin)
+    if node.draining and (node.devices or node.residencies):  # it has reported what it is
+        undrained = _assess(spec, msgspec.structs.replace(node, draining=False), held, fleet, now, origin)
+        found = undrained if undrained.verdict in _LASTING else found
     if most_bytes := _most_kept_bytes(spec.id, fleet):
         kept = None if held is None else held.status.kv_host
         found = msgspec.structs.replace(found, kv_host=kept, kv_elsewhere=1.0 - _worth_bytes(kept) / most_bytes)
@@ -214,7 +220,7 @@ def without_memory(
     spec: ModelSpec, node: Node, held: Residency | None, fleet: Fleet, now: float, origin: Origin
 ) -> tuple[Verdict, str] | None:
     """The verdict where memory does not matter; `None` where it does."""
-    if not node.healthy:
+    if not node.healthy and not node.drained:
         return Verdict.UNHEALTHY, node.problem or "no poll has succeeded yet"
     if node.draining:
         return Verdict.DRAINING, node.why_draining

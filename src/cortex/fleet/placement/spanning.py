@@ -203,7 +203,7 @@ def _unfit(spec: ModelSpec, name: str, node: Node | None) -> Assessment | None:
     """Why a node cannot take a part, whatever its memory; `None` where memory decides."""
     if node is None:
         verdict, reason = Verdict.UNHEALTHY, "the fleet has no such node; add it under [[neurons]]"
-    elif not node.healthy:
+    elif not node.healthy and not node.drained:
         verdict, reason = Verdict.UNHEALTHY, node.problem or "no poll has succeeded yet"
     elif node.draining:
         verdict, reason = Verdict.DRAINING, node.why_draining

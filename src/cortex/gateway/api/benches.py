@@ -23,7 +23,8 @@ from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.wire.errors import CortexError, Family, ModelUnsupported, from_code
+from cortex.wire.error_codes import from_code
+from cortex.wire.errors import CortexError, Family, ModelUnsupported
 from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.protocol import Progress
 

@@ -22,9 +22,9 @@ from cortex.gateway.api.fleet_feed import FleetFeed, node_statuses
 from cortex.gateway.api.health import GatewayHealth, is_ready
 from cortex.gateway.api.parts import ApiPart, DeferredResponses, expect, listing_key, query
 from cortex.gateway.api.public_view import FleetView
-from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.operator.audit import MAX_DETAIL, AuditLog
+from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.meter import ANONYMOUS, Meter
 from cortex.gateway.proxy.listener import OLLAMA_LISTINGS, OPEN_PATHS
@@ -60,7 +60,7 @@ class Control:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        dispatcher: DispatchView,
         event_log: EventLog,
         meter: Meter,
         health: GatewayHealth,

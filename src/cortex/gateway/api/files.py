@@ -19,8 +19,8 @@ from cortex.fleet.topology import Node
 from cortex.gateway.api.following import Following
 from cortex.gateway.api.jobs import Job, JobBoard
 from cortex.gateway.api.parts import DeferredResponses, expect, query, read_body
-from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.nodes.client import NodeClient
+from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.server.exchange import Exchange
@@ -34,7 +34,8 @@ from cortex.wire.errors import (
     shorten,
 )
 from cortex.wire.fields.body import MAX_MODEL_NAME
-from cortex.wire.node.protocol import FilesRequest, Progress, PullStatus
+from cortex.wire.node.orders import FilesRequest
+from cortex.wire.node.protocol import Progress, PullStatus
 
 PULL_PATH = "/fleet/pull"
 _FILES = re.compile(r"/fleet/nodes/(?P<node>[^/]+)/files/(?P<model>.+)")
@@ -54,7 +55,7 @@ class FileRoutes:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        dispatcher: DispatchView,
         nodes: Mapping[str, NodeClient],
         board: JobBoard,
         metering: Metering,
@@ -171,7 +172,8 @@ class FileRoutes:
         except ModelNotFound:
             match = _HUB_ID.fullmatch(known_repository(wanted.model) or wanted.model)
             if match is None:
-                raise
+                what = f"{shorten(wanted.model)} is no model of this gateway and no repository of the hub"
+                raise ModelNotFound(f"{what}, whose names are OWNER/NAME.", param="model") from None
             quant = wanted.quant or match["quant"]
             source = match["name"] + (match["revision"] or "")
             return FilesRequest(model_id=match["name"], source=source, quant=quant)

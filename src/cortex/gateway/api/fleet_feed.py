@@ -15,7 +15,7 @@ import msgspec
 from cortex.fleet.catalogue import Catalogue
 from cortex.fleet.topology import Fleet, Node
 from cortex.gateway.api.public_view import FleetView
-from cortex.gateway.dispatch.dispatcher import Dispatcher
+from cortex.gateway.dispatch.view import DispatchView
 from cortex.http.server.exchange import Exchange
 from cortex.wire import sse
 from cortex.wire.node.protocol import ModelState
@@ -69,7 +69,7 @@ class FleetFeed:
     nodes. `node` replaces one node, `waiting` the depths of the queues.
     """
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: DispatchView) -> None:
         self._dispatcher = dispatcher
         self._readers: dict[Exchange, _Reader] = {}
         self._seen: dict[str, object] = {}
@@ -177,6 +177,11 @@ def _node_status(node: Node, catalogue: Catalogue) -> dict[str, Any]:
         "cold_models": [
             held.model_id for held in node.residencies.values() if held.state is ModelState.COLD and not held.is_absent
         ],
+        "cold_reasons": {
+            held.model_id: held.failure
+            for held in node.residencies.values()
+            if held.state is ModelState.COLD and held.failure is not None
+        },
         "absent_models": {held.model_id: held.status.reason for held in node.residencies.values() if held.is_absent},
     }
 
@@ -189,6 +194,6 @@ def _comparable(node: Node) -> object:
         for held in node.residencies.values()
         if held.state is not ModelState.COLD
     ]
-    sizes = [(name, held.status.disk_bytes, held.is_absent) for name, held in node.residencies.items()]
+    sizes = [(id, held.status.disk_bytes, held.is_absent, held.failure) for id, held in node.residencies.items()]
     facts = [(held.status, held.in_flight, held.pinned) for held in models]
     return msgspec.structs.replace(node, residencies={}), facts, sizes

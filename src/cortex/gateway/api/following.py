@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, Literal, Protocol, TypeVar
 
 from cortex.http.upstream.faults import UpstreamFault
-from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, UpstreamUnavailable, from_code
+from cortex.wire.error_codes import from_code
+from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, UpstreamUnavailable
 
 POLL_S = 0.5
 MAX_MISSED_POLLS = 60

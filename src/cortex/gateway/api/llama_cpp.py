@@ -16,8 +16,8 @@ from cortex.gateway.api.event_streams import EventStreams
 from cortex.gateway.api.models import offered
 from cortex.gateway.api.orders import OrderRoutes
 from cortex.gateway.api.parts import expect, listing_key, query, read_body
-from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
+from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Metering
@@ -53,7 +53,7 @@ class LlamaCppRoutes:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        dispatcher: DispatchView,
         orders: OrderRoutes,
         metering: Metering,
         open_paths: Sequence[bytes],

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from cortex.gateway.api.parts import DeferredResponses, expect, number_in_query, query
-from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.nodes.client import NodeClient
+from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.server.exchange import Exchange
@@ -26,7 +26,7 @@ class ModelLogRoutes:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        dispatcher: DispatchView,
         nodes: Mapping[str, NodeClient],
         metering: Metering,
         deferred: DeferredResponses,

@@ -53,10 +53,12 @@ def entry(
     fleet: Fleet, spec: ModelSpec, feasible_on: FeasibleOn, created: int, *, for_operator: bool = True
 ) -> dict[str, Any]:
     """One model. Reasons of failures, which name files, are for operators; `problems`: why nodes do not have its
-    files."""
+    files; `failures`: why nodes do not have it loaded, where a load failed or they lost it."""
     listing = [(node, node.residencies[spec.id]) for node in fleet.listing(spec.id)]
     held = [(node, residency) for node, residency in listing if not residency.is_absent]
     problems = {node.name: residency.status.reason for node, residency in listing if residency.is_absent}
+    failures = {node.name: residency.failure for node, residency in held if residency.failure is not None}
+    reasons = {name: found for name, found in (("problems", problems), ("failures", failures)) if found}
     context, input, output = _limits(spec, held)
     return {
         "id": spec.id,
@@ -80,20 +82,24 @@ def entry(
         "capabilities": _capabilities(spec, held),
         "sampling": _sampling(spec, held),
         "cost": msgspec.to_builtins(spec.cost),
-    } | ({"problems": problems} if problems and for_operator else {})
+    } | (reasons if for_operator else {})
 
 
 def _sizes(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> list[dict[str, Any]]:
-    """The memory that the model takes in each quantisation that a node has of it, and which nodes those are. Dense
-    weights that will be quantised count as that."""
-    sizes: dict[tuple[str | None, int | None], list[str]] = {}
+    """The memory that the model takes in each quantisation that a node has of it, how its files store most of its
+    weights (None: unknown), and which nodes those are. Dense weights that will be quantised count as that."""
+    sizes: dict[tuple[str | None, str | None, int | None], list[str]] = {}
     for node, residency in held:
         status = sized_for(spec, residency.status)
-        form: tuple[str | None, int | None] = (spec.quant, None)
+        form: tuple[str | None, str | None, int | None] = (spec.quant, None, None)
         if status is not None:
-            form = (status.quant, status.estimate_bytes if status.measured_bytes is None else status.measured_bytes)
+            num_bytes = status.estimate_bytes if status.measured_bytes is None else status.measured_bytes
+            form = (status.quant, status.stored.dtype if status.stored is not None else None, num_bytes)
         sizes.setdefault(form, []).append(node.name)
-    return [{"quant": quant, "bytes": num_bytes, "nodes": nodes} for (quant, num_bytes), nodes in sizes.items()]
+    return [
+        {"quant": quant, "dtype": dtype, "bytes": num_bytes, "nodes": nodes}
+        for (quant, dtype, num_bytes), nodes in sizes.items()
+    ]
 
 
 def _alias_entry(

@@ -25,7 +25,8 @@ from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.errors import Family, InvalidValue, MalformedJSON, RouteNotFound, shorten
-from cortex.wire.node.protocol import ModelState, Progress, SleepOption
+from cortex.wire.node.orders import SleepOption
+from cortex.wire.node.protocol import ModelState, Progress
 
 _MODELS = "/fleet/models/"
 _NODES = "/fleet/nodes/"

@@ -69,6 +69,7 @@ class FleetView:
             "problem": HIDDEN if status["problem"] else None,
             "files": {model: size for model, size in status["files"].items() if may_use(self.key, model)},
             "cold_models": [model for model in status["cold_models"] if may_use(self.key, model)],
+            "cold_reasons": {model: HIDDEN for model in status["cold_reasons"] if may_use(self.key, model)},
             "absent_models": {model: HIDDEN for model in status["absent_models"] if may_use(self.key, model)},
         }
 
@@ -176,5 +177,6 @@ def _as_one(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "pulls": [],
         "files": {},
         "cold_models": sorted({model for node in nodes for model in node["cold_models"]} - warm),
+        "cold_reasons": {},
         "absent_models": {},
     }

@@ -11,31 +11,28 @@ import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from cortex.fleet.catalogue import Catalogue, Cost, ModelSpec
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement import explain
-from cortex.fleet.placement.decision import Decision, Origin, Verdict
+from cortex.fleet.placement.decision import Decision, Verdict
 from cortex.fleet.placement.eviction import due_for_recycling, expired
-from cortex.fleet.placement.feasibility import Feasibility
-from cortex.fleet.placement.place import UnmetPin, place, place_new, unmet_pins
+from cortex.fleet.placement.place import UnmetPin, place, unmet_pins
 from cortex.fleet.placement.search import search
 from cortex.fleet.topology import Fleet, ModelOnNode
-from cortex.gateway.dispatch.counted_fleet import CountedFleet
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import DispatchSettings, FleetState, LoadJob, Shortfall
-from cortex.gateway.dispatch.leases import Lease, LeasePool, Need, PendingRequest
+from cortex.gateway.dispatch.leases import Lease, Need, PendingRequest
 from cortex.gateway.dispatch.measured_sizes import Measured
 from cortex.gateway.dispatch.model_jobs import Effects, ModelJobs
-from cortex.gateway.dispatch.queues import Queues
 from cortex.gateway.dispatch.source_surveys import SourceSurveys
 from cortex.gateway.dispatch.state_machine import StateMachine, event
 from cortex.gateway.dispatch.undecided import Undecided
+from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.dispatch.waiting_requests import WaitingRequests
-from cortex.wire.errors import CortexError, InsufficientCapacity, NodeNotFound, ShuttingDown, shorten
+from cortex.wire.errors import CortexError, InsufficientCapacity, ShuttingDown
 from cortex.wire.node.protocol import Discovery, Health, ModelState, ModelStatus
 
 
-class Dispatcher(StateMachine):
+class Dispatcher(DispatchView, StateMachine):
     """Routes requests that can be served now, queues the others, and decides what to load and unload for them."""
 
     def __init__(
@@ -48,23 +45,17 @@ class Dispatcher(StateMachine):
         measured: Measured | None = None,
     ) -> None:
         """`measured`: the sizes of models that an earlier run measured."""
-        super().__init__()
+        StateMachine.__init__(self)
+        DispatchView.__init__(self, FleetState(settings, Fleet(measured=dict(measured or {}))), clock)
         self._effects = effects
         self._event_log = event_log
-        self._clock = clock
-        self._fleet_state = FleetState(settings, Fleet(measured=dict(measured or {})))
-        self._leases = LeasePool(self._fleet_state, clock)
         self._jobs = ModelJobs(self._fleet_state, effects, event_log, clock)
         self._surveys = SourceSurveys(self._fleet_state, effects, clock)
-        self._queues = Queues()
         self._waiting = WaitingRequests(self._queues, self._leases, self._jobs, clock)
-        self._counted = CountedFleet(self._fleet_state, self._leases)
         self._undecided = Undecided()
         self._is_closing = False
         self.acquire = self._leases.acquire
-        self.check_pictures = self._leases.check_pictures
         self.measured = self._leases.measured
-        self.resolve = self._fleet_state.resolve
         self.watch = self._jobs.watch
         self.reconfigure(settings)
 
@@ -83,82 +74,7 @@ class Dispatcher(StateMachine):
         self._waiting.serve()
         self._decide()
 
-    # --- what is known
-
-    @property
-    def fleet(self) -> Fleet:
-        """The current fleet, with this gateway's own request counts."""
-        return self._counted.fleet()
-
-    @property
-    def catalogue(self) -> Catalogue:
-        return self._fleet_state.settings.catalogue
-
-    @property
-    def queue_depths(self) -> dict[str, int]:
-        return self._queues.depths
-
-    @property
-    def in_flight(self) -> dict[ModelOnNode, int]:
-        """Requests open at each model on each node; only those with any."""
-        return self._leases.in_flight
-
-    def is_ready(self, model: str, node: str) -> bool:
-        return any(here.name == node for here, _ in self._fleet_state.fleet.replicas(model))
-
-    @property
-    def pins(self) -> frozenset[ModelOnNode]:
-        """Set by the operator, beyond those of the catalogue."""
-        return frozenset(self._fleet_state.pins)
-
-    @property
-    def drained(self) -> frozenset[str]:
-        """Nodes that the operator drained."""
-        return self._fleet_state.drained
-
-    def awaited_victims(self, target: ModelOnNode) -> frozenset[str]:
-        """The models that must be unloaded before the load at `target` can begin."""
-        job = self._fleet_state.loads.get(target)
-        return frozenset() if job is None else frozenset(victim.model for victim in job.victims)
-
-    def explain(self, model: str, origin: Origin = "request", *, only_on: str | None = None) -> Decision:
-        """What would be decided now. Changes nothing. Raises NodeNotFound."""
-        self.check_node(only_on)
-        return place(model, self.fleet, self._clock(), origin=origin, only_on=only_on)
-
-    def check_node(self, node: str | None) -> None:
-        """Raises NodeNotFound for a name that no node has."""
-        if node is not None and node not in self._fleet_state:
-            known = ", ".join(self._fleet_state) or "none"
-            raise NodeNotFound(f"There is no node {shorten(node)}; the fleet has {known}.", param="node")
-
-    def explain_new(self, model: str, num_bytes: int) -> Decision:
-        """Where an operator could load a model that no node has yet."""
-        return place_new(model, num_bytes, self.fleet, self._clock())
-
-    def feasibility(self) -> Feasibility:
-        """The nodes that could serve each model, now or after making room."""
-        return Feasibility(self._fleet_state.fleet, self._clock())
-
     # --- requests: the hot path, so only what changes a decision is an event
-
-    def context_tokens(self, name: str) -> int | None:
-        """The context of the model that a request names; None where it is not known, or there is no such model."""
-        try:
-            return self._leases.context_tokens(self.resolve(name).model_id)
-        except CortexError:
-            return None
-
-    def spec(self, name: str) -> ModelSpec:
-        """The entry of the model that a request names; an empty one where there is no such model."""
-        try:
-            return self.catalogue.spec(self.resolve(name).model_id)
-        except CortexError:
-            return ModelSpec(id=name)
-
-    def cost(self, name: str) -> Cost:
-        """The prices of the model that a request names."""
-        return self.spec(name).cost
 
     def lease_now(
         self,
@@ -312,8 +228,7 @@ class Dispatcher(StateMachine):
         if went_down or self._fleet_state.reported(node).missed_polls == self._fleet_state.settings.missed_polls:
             self._event_log.happened("node_down", node=node, why=why)
         if went_down:
-            if self._fleet_state.reported(node).has_lifecycle:  # a foreign server may be too busy for polls
-                self._effects.mark_down(node, is_down=True)
+            self._effects.mark_down(node, is_down=True)
             self._leases.suspects.discard(node)
             self._leases.forget_cache(node)
             self._jobs.abandon(node, f"went down: {why}")
@@ -437,8 +352,10 @@ class Dispatcher(StateMachine):
         self._leases.closed = models
 
     def _may_return(self, model: str) -> bool:
-        """A node that has the model is drained or down: it may be back soon."""
-        return any(node.draining or not node.healthy for node in self._fleet_state.fleet.listing(model))
+        """A node that has the model is down or shutting down: it may be back soon. One that the operator drained is
+        back only when the operator says so."""
+        nodes = self._fleet_state.fleet.listing(model)
+        return any(not node.drained and (node.draining or not node.healthy) for node in nodes)
 
     def _is_any_node_undecided(self) -> bool:
         """A node was not observed yet, or missed too few polls to be down: it could still take the model."""

@@ -14,7 +14,8 @@ from cortex.gateway.dispatch.nodes.poller import Poller
 from cortex.gateway.metrics import Metrics
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.wire.errors import CortexError, InsufficientCapacity, UpstreamUnavailable
-from cortex.wire.node.protocol import LoadRequest, ModelStatus, UnloadRequest
+from cortex.wire.node.orders import LoadRequest, UnloadRequest
+from cortex.wire.node.protocol import ModelStatus
 
 log = logging.getLogger(__name__)
 

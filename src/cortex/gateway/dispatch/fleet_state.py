@@ -7,17 +7,18 @@ shows it ready, and a load that was ordered holds its bytes before the node show
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import msgspec
 
 from cortex.fleet import memory, reports, topology
 from cortex.fleet.catalogue import Catalogue, Resolution
+from cortex.fleet.devices import MemoryReservation
 from cortex.fleet.placement.bounds import node_room
 from cortex.fleet.placement.decision import Origin
 from cortex.fleet.rules import EvictionRules, PlacementRules
-from cortex.fleet.topology import Fleet, MemoryReservation, ModelOnNode, Node, Residency
+from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
 from cortex.gateway.config import Config, NeuronSection
 from cortex.gateway.dispatch.node_entries import NodeEntries
 from cortex.wire.node.protocol import Discovery, Health, ModelState, ModelStatus
@@ -76,6 +77,8 @@ class LoadFailure:
     at: float
     reason: str
     code: str
+    is_over: bool = False
+    """Whether the load may be tried again. The reason is shown until the model is loaded, or another load ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +225,14 @@ class FleetState:
 
     def rebuild(self, now: float) -> list[ChangedNode]:
         """Derive `fleet` from reports and jobs, where these changed; returns the nodes that are others now. Failures
-        older than `retry_failed_after_s` are dropped."""
-        for past in (self.failures, self.shortfalls):
-            for target in [
-                each for each, it in past.items() if now - it.at >= self.settings.rules.retry_failed_after_s
-            ]:
-                del past[target]
+        are over after `retry_failed_after_s`."""
+        over_at = now - self.settings.rules.retry_failed_after_s
+        for target in [target for target, short in self.shortfalls.items() if short.at <= over_at]:
+            del self.shortfalls[target]
+        for target in [target for target, it in self.failures.items() if it.at <= over_at and not it.is_over]:
+            self.failures[target] = replace(self.failures[target], is_over=True)
+        for target in [target for name in self._stale for target in self._disproved_failures(name)]:
+            del self.failures[target]
         names = self._stale & self._reported.keys()
         self._stale.clear()
         before = self.fleet
@@ -246,6 +251,16 @@ class FleetState:
         measured = memory.measurements(self.fleet, models)
         self.fleet = self.fleet.with_nodes((), measured=measured)
         return changed
+
+    def _disproved_failures(self, name: str) -> Iterator[ModelOnNode]:
+        """Failed loads of models that have been loaded since, by whomever. One that is asleep while its failure is not
+        over may be one that could not wake."""
+        for model, failure in self.failures.on(name):
+            held = self._residency(target := ModelOnNode(name, model))
+            if held is not None and (
+                held.state is ModelState.READY or (held.state is ModelState.ASLEEP and failure.is_over)
+            ):
+                yield target
 
     def _report(self, node: Node) -> None:
         self._reported[node.name] = node
@@ -276,7 +291,10 @@ class FleetState:
             if models[model].state is ModelState.FAILED:  # by the load that is to be tried again
                 overlay(model, ModelState.COLD, 0.0)
         for model, failure in self.failures.on(node.name):
-            if is_absent(model):
+            if failure.is_over:
+                if model in models and models[model].state is ModelState.COLD and models[model].status.reason is None:
+                    overlay(model, ModelState.COLD, now - failure.at, reason=failure.reason)
+            elif is_absent(model):
                 overlay(model, ModelState.FAILED, now - failure.at, reason=failure.reason, reason_code=failure.code)
         for model, job in self.loads.on(node.name):
             if is_absent(model):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cortex.fleet.catalogue import ModelSpec
-from cortex.wire.node.protocol import LoadRequest
+from cortex.wire.node.orders import LoadRequest
 
 
 def load_request(spec: ModelSpec) -> LoadRequest:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from cortex.wire.errors import about
-from cortex.wire.words import os_error_in_words
+from cortex.wire.words import about, os_error_in_words
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,10 @@ from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import FleetState, LoadFailure, LoadJob
 from cortex.gateway.dispatch.load_requests import load_request
-from cortex.wire.errors import CortexError, LoadFailed, UnloadedWhileLoading, UpstreamUnavailable, from_code
-from cortex.wire.node.protocol import Health, LoadRequest, ModelState, ModelStatus, UnloadRequest
+from cortex.wire.error_codes import from_code
+from cortex.wire.errors import CortexError, LoadFailed, UnloadedWhileLoading, UpstreamUnavailable
+from cortex.wire.node.orders import LoadRequest, UnloadRequest
+from cortex.wire.node.protocol import Health, ModelState, ModelStatus
 
 Cause = Literal["evicted", "ttl", "operator"]
 Watched = Literal["load", "unload"]

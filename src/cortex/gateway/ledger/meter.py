@@ -18,7 +18,7 @@ from cortex.gateway.database import is_url
 from cortex.gateway.ledger.estimate import Estimate, TokenLimits
 from cortex.gateway.ledger.groups import Budget, NoPrices, Prices, budgets_of, with_models_of_groups
 from cortex.gateway.ledger.keyed_reservation import KeyedReservation
-from cortex.gateway.ledger.keys import Keyring, KeySection, check_operator
+from cortex.gateway.ledger.keys import Keyring, KeySection, check_model, check_operator
 from cortex.gateway.ledger.ledger import Ledger
 from cortex.gateway.ledger.sessions import Sessions, check_from_page, session_of
 from cortex.gateway.ledger.store import open_store
@@ -122,12 +122,14 @@ class Meter(Protocol):
         """A key and a session of the page for its owner; None where there are none. Raises InvalidAPIKey."""
 
 
-class _OpenReservation:
+class FreeReservation:
+    """What a request holds that is charged to nobody: any on an open gateway, and health checks of servers."""
+
     __slots__ = ("is_tight", "key", "max_prompt_tokens", "principal", "token_limit")
 
-    def __init__(self) -> None:
-        self.principal = ANONYMOUS
-        self.key = None
+    def __init__(self, key: KeySection | None = None) -> None:
+        self.principal = ANONYMOUS if key is None else key.name
+        self.key = key
         self.token_limit = None
         self.is_tight = False
         self.max_prompt_tokens = 0
@@ -136,10 +138,11 @@ class _OpenReservation:
         """Nothing is reserved."""
 
     def check_model(self, model: str) -> None:
-        """Every model is allowed."""
+        if self.key is not None:
+            check_model(self.key, model)
 
     def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
-        """Nothing is recorded without keys."""
+        """Nothing is recorded."""
 
     def cancel(self) -> None:
         """Nothing is reserved."""
@@ -148,7 +151,7 @@ class _OpenReservation:
 class OpenMeter:
     """The meter of an open gateway: admits every request and records nothing."""
 
-    _reservation = _OpenReservation()
+    _reservation = FreeReservation()
 
     def admit(
         self,

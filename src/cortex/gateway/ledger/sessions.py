@@ -24,7 +24,8 @@ from cortex import private_file
 from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.gateway.ledger.users import SignInSection, User
 from cortex.http.request import Request
-from cortex.wire.errors import InvalidAPIKey, about
+from cortex.wire.errors import InvalidAPIKey
+from cortex.wire.words import about
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from functools import partial
 import msgspec
 
 from cortex.fleet.placement.decision import Origin
-from cortex.gateway.dispatch.dispatcher import Dispatcher
+from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger.keys import KeySection, may_use
-from cortex.gateway.ledger.meter import Meter, Reservation
+from cortex.gateway.ledger.meter import FreeReservation, Meter, Reservation
 from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.routes import Route
 from cortex.http.request import Request
@@ -46,12 +46,14 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
     reservation: Reservation
     key: KeySection | None = None
     """The key of its client; None on an open gateway."""
+    is_check: bool = False
+    """Whether it is a health check: it counts against no limit or budget, and loads no model."""
 
 
 class AdmissionController:
     """Authenticates and admits requests. Called on the loop's thread; never waits."""
 
-    def __init__(self, dispatcher: Dispatcher, meter: Meter) -> None:
+    def __init__(self, dispatcher: DispatchView, meter: Meter) -> None:
         self._dispatcher = dispatcher
         self._context_of, self._prices_of = dispatcher.context_tokens, dispatcher.cost
         self.meter = meter
@@ -62,12 +64,20 @@ class AdmissionController:
         return self.meter.key(request)
 
     def admit(
-        self, key: KeySection | None, prompt_bytes: int, facts: Facts, is_counted: bool = False
+        self,
+        key: KeySection | None,
+        prompt_bytes: int,
+        facts: Facts,
+        is_counted: bool = False,
+        *,
+        is_check: bool = False,
     ) -> AdmittedRequest:
         """Reserve what a request of `key` may use and resolve its model. Raises the `CortexError` that rejects it.
 
-        `is_counted`: `prompt_bytes` are tokens."""
-        reservation = self.meter.admit(key, prompt_bytes, facts, self._context_of, self._prices_of, is_counted)
+        `is_counted`: `prompt_bytes` are tokens. `is_check`: see `AdmittedRequest`."""
+        reservation: Reservation = FreeReservation(key)
+        if not is_check:
+            reservation = self.meter.admit(key, prompt_bytes, facts, self._context_of, self._prices_of, is_counted)
         try:
             resolution = self._dispatcher.resolve(facts.model)
             model = resolution.model_id
@@ -78,7 +88,7 @@ class AdmissionController:
             reservation.cancel()
             raise shown_to(key, error) from error
         origin: Origin = "background" if resolution.background else "request"
-        return AdmittedRequest(model, origin, reservation, key)
+        return AdmittedRequest(model, origin, reservation, key, is_check)
 
     def check_pictures(self, key: KeySection | None, model: str) -> None:
         """Raises UnsupportedModality for a model that reads text only, with those of `key` that read pictures."""

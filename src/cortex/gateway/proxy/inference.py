@@ -164,9 +164,11 @@ class Inference:
         received: ReceivedRequest,
         keeper: ResponseKeeper | None = None,
         make_body: Callable[[str], OpaqueBody] | None = None,
+        *,
+        is_check: bool = False,
     ) -> None:
         """Admit a request and send it to a node, or reject it. `keeper` gets its response. `make_body`: what nodes get
-        in place of the body that was read, with the name of the model there."""
+        in place of the body that was read, with the name of the model there. `is_check`: see `AdmittedRequest`."""
         route, body, envelope = received.route, received.body, received.envelope
         try:
             if route is MESSAGES and self.services.config.strict:
@@ -175,7 +177,9 @@ class Inference:
             has_price = route.need == "relay"  # its tokens are not in its bytes
             if has_price:
                 num_bytes = self.services.dispatcher.spec(envelope.facts.model).tokens_per_request
-            admitted = self.services.admission.admit(received.key, num_bytes, envelope.facts, has_price)
+            admitted = self.services.admission.admit(
+                received.key, num_bytes, envelope.facts, has_price, is_check=is_check
+            )
         except CortexError as error:
             self.reject(received, error)
             return

@@ -1,22 +1,24 @@
-"""The API's HTTP server: configured limits, and keys checked before bodies are read."""
+"""The HTTP servers of the API, with configured limits and keys checked before bodies are read, and of the metrics."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from cortex import open_files
 from cortex.gateway.config import Config
 from cortex.gateway.ledger.keys import KeySection, check_operator
-from cortex.gateway.metrics import Metrics
+from cortex.gateway.metrics import CONTENT_TYPE, Metrics
 from cortex.gateway.proxy.cors import CrossOrigin
-from cortex.gateway.proxy.routes import ROUTES, opaque_route, rejection_response
+from cortex.gateway.proxy.routes import ROUTES, error_response, opaque_route, rejection_response
 from cortex.http.limits import Buffered, ClientLimits
 from cortex.http.opaque_request import body_limit
 from cortex.http.request import Request
+from cortex.http.server.exchange import Exchange
 from cortex.http.server.parser import Spooled
 from cortex.http.server.server import Handler, Response, Server
 from cortex.http.ticker import Ticker
-from cortex.wire.errors import CortexError
+from cortex.wire.errors import CortexError, Family, RouteNotFound
 
 SESSION_PATH = b"/session"
 """Where a browser signs in."""
@@ -38,6 +40,8 @@ API_CONVERSATIONS = b"/v1/conversations"
 """Items of these may have pictures, as the input of a response."""
 CONTROL_BODY_BYTES = 64 * 1024
 """The longest body of a request that is not inference."""
+MAX_SCRAPERS = 32
+"""Connections to the metrics."""
 
 Authenticate = Callable[[Request], KeySection | None]
 """The key of a request, once it is checked; None on an open gateway. Raises InvalidAPIKey."""
@@ -116,3 +120,21 @@ def api_server(
         response_headers=cross_origin.response_headers,
         buffered=buffered,
     )
+
+
+def metrics_server(metrics: Metrics, ticker: Ticker, limits: ClientLimits) -> Server:
+    """A server of the metrics alone, which needs no key: it has room for a few clients and reads no long bodies."""
+
+    def handle(exchange: Exchange) -> None:
+        if exchange.request.path in (b"/metrics", b"/"):
+            exchange.respond(200, ((b"content-type", CONTENT_TYPE.encode()),), metrics.exposition())
+        else:
+            exchange.respond(*error_response(RouteNotFound("The metrics are at /metrics."), Family.OPENAI))
+
+    few = dataclasses.replace(
+        limits,
+        body_bytes=CONTROL_BODY_BYTES,
+        num_connections=min(limits.num_connections, MAX_SCRAPERS),
+        num_connections_per_client=min(limits.num_connections_per_client, MAX_SCRAPERS // 2),
+    )
+    return Server(handle, rejection_response, ticker, few)

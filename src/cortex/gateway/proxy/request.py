@@ -19,12 +19,7 @@ from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.embedding_translation import EmbeddingTranslation
 from cortex.gateway.proxy.opaque.body import OpaqueBody
 from cortex.gateway.proxy.outgoing_body import OutgoingBody
-from cortex.gateway.proxy.redaction import (
-    ErrorRedaction,
-    StreamRedaction,
-    hides_errors_of,
-    shown_to,
-)
+from cortex.gateway.proxy.redaction import ErrorRedaction, StreamRedaction, hides_errors_of, shown_to
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import JSON_HEADERS, error_response
 from cortex.gateway.proxy.routes import keepalive as keepalive_of
@@ -43,6 +38,7 @@ from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.errors import CortexError, RequestCancelled, UpstreamInterrupted, UpstreamUnavailable
 from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.headers import DIMENSIONS, PROMPT_TOKENS, RECOVERS, RELAYED
+from cortex.wire.opaque.health_checks import not_ready
 
 _USAGE_HEADER = usage_report.HEADER.encode()
 _DIMENSIONS_HEADER = DIMENSIONS.encode()
@@ -55,9 +51,6 @@ _OVERLOADED = (503, 529)
 
 MAX_ATTEMPTS = 3
 """How often one request may be sent before it is rejected."""
-OPAQUE_SILENCE_S = 3600.0
-"""How long a node may be silent in an opaque request, at least: servers of speech and images send nothing until all of
-it is done."""
 
 
 class ProxyRequest:
@@ -136,6 +129,8 @@ class ProxyRequest:
                 if lease is not None:
                     self._deliver(lease)
                     return
+            if self.admitted.is_check:
+                raise not_ready(self.admitted.model)
             pending = self._pending = PendingRequest(
                 self.admitted.model,
                 self._prompt_bytes,
@@ -183,10 +178,11 @@ class ProxyRequest:
         headers: Headers = (*node.headers, *self._body.headers, *ours)
         config = services.config
         for_client = outgoing_headers.for_client(lease, route, admitted, names_node=config.node_header)
-        silence_s = config.idle_timeout_s
-        if route.need == "relay":
-            silence_s = max(silence_s, OPAQUE_SILENCE_S)
-        self._relay.send(node.pool, self._body.method, target, headers, body, translation, for_client, silence_s)
+        silence_s = route.silence_s(config.idle_timeout_s, is_stream=accounting.stream)
+        when_down_s = silence_s if route.outlasts_polls(has_lifecycle=lease.has_lifecycle) else None
+        self._relay.send(
+            node.pool, self._body.method, target, headers, body, translation, for_client, silence_s, when_down_s
+        )
 
     def _reply_loaded(self) -> None:
         """Respond to a request that asks only for a model which a foreign server has: there is nothing to send."""
@@ -319,7 +315,7 @@ class ProxyRequest:
         """The client has nothing yet: try another node, or this one again once it is back."""
         assert self._lease is not None
         node = self._lease.node
-        is_final = isinstance(fault, ResponseTooLarge) or self._is_slow(node, fault)
+        is_final = isinstance(fault, ResponseTooLarge) or self._is_slow(self._lease, fault)
         if not is_final:
             self.services.dispatcher.request_failed(node, str(fault))
         self._accounting.failed_at(self._lease)
@@ -333,13 +329,14 @@ class ProxyRequest:
         self._excluded |= {node}
         self.go()
 
-    def _is_slow(self, node: str, fault: UpstreamFault) -> bool:
-        """Whether an opaque request took too long at a node that still responds to polls: the request may be the
-        reason, so the node is not blamed, and no other one begins the same work."""
-        if self.route.need != "relay" or not isinstance(fault, UpstreamSilent):
+    def _is_slow(self, lease: Lease, fault: UpstreamFault) -> bool:
+        """Whether a whole response took too long at a node that still responds to polls, or may be too busy for them:
+        the request may be the reason, so the node is not blamed, and no other one begins the same work."""
+        if self._accounting.stream or not self.route.runs_model or not isinstance(fault, UpstreamSilent):
             return False
-        client = self.services.nodes.get(node)
-        return client is not None and not client.pool.is_down
+        client = self.services.nodes.get(lease.node)
+        outlasts_polls = self.route.outlasts_polls(has_lifecycle=lease.has_lifecycle)
+        return client is not None and (outlasts_polls or not client.pool.is_down)
 
     def late_response(self, relay: ObservedRelay, status: int, body: bytes) -> bytes:  # noqa: ARG002
         """Report an error that came after the first keepalive inside the stream."""
@@ -354,7 +351,7 @@ class ProxyRequest:
     def interruption(self, relay: ObservedRelay, fault: UpstreamFault) -> bytes:  # noqa: ARG002
         """The node failed after its first byte."""
         node = self._lease.node if self._lease else ""
-        if self._lease is not None and not self._is_slow(node, fault):
+        if self._lease is not None and not self._is_slow(self._lease, fault):
             self.services.dispatcher.request_failed(node, str(fault))
         error = UpstreamInterrupted(
             f"Node {node} failed in the middle of its response: {fault}. Send the request again."

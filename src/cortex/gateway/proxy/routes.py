@@ -28,6 +28,8 @@ from cortex.wire.requests import GenerateRequest
 UPSTREAM_PATH = b"/upstream/{model}"
 _ANTHROPIC_ID = ANTHROPIC_REQUEST_ID.encode()
 _UPSTREAM_PREFIX = UPSTREAM_PREFIX.encode()
+WHOLE_SILENCE_S = 3600.0
+"""How long a response that is no stream may take, at least: nodes send nothing until all of it is done."""
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 
 
@@ -67,6 +69,15 @@ class Route:
         object.__setattr__(self, "reports_durations", self.family is Family.OLLAMA)
         object.__setattr__(self, "is_upstream", self.path == UPSTREAM_PATH)
         object.__setattr__(self, "span_name", f"POST {self.path.decode()}")
+
+    def silence_s(self, idle_timeout_s: float, *, is_stream: bool) -> float:
+        """How long a node that responds to polls may be silent in a response."""
+        return max(idle_timeout_s, WHOLE_SILENCE_S) if self.runs_model and not is_stream else idle_timeout_s
+
+    def outlasts_polls(self, *, has_lifecycle: bool) -> bool:
+        """Whether a node may miss polls because it works for such a request: a foreign server of speech or images may
+        do one thing at a time."""
+        return self.need == "relay" and not has_lifecycle
 
     def id_headers(self, request_id: bytes) -> Headers:
         """The request's id under the names that clients of this path know."""

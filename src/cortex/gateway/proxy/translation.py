@@ -14,9 +14,10 @@ from cortex.gateway.proxy.redaction import MAX_ERROR_BYTES
 from cortex.gateway.proxy.routes import Route
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import MalformedResponse, ResponseTooLarge
-from cortex.wire import error_encoding, errors
+from cortex.wire import error_encoding
 from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
+from cortex.wire.error_codes import from_code
 from cortex.wire.errors import CortexError
 from cortex.wire.events import (
     AnyEvent,
@@ -149,7 +150,7 @@ class ChatTranslation:
     def _shown(self, event: AnyEvent) -> AnyEvent:
         if not isinstance(event, Failure):
             return event
-        error = self._show(errors.from_code(event.code, event.message))
+        error = self._show(from_code(event.code, event.message))
         return Failure(code=event.code, message=error.message)
 
     def _collect_finishes(self, events: list[AnyEvent]) -> None:

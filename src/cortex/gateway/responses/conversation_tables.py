@@ -147,7 +147,7 @@ def append(execute: Execute, id: str, owner: Owner, items: Sequence[Raw], *, ext
 
 
 def has_room(execute: Execute, id: str, num_items: int) -> bool:
-    """Whether so many items can be added."""
+    """Whether `num_items` can be added."""
     return int(execute(_NUM_ITEMS, (id,))[0][0]) + num_items <= stored_items.MAX_ITEMS
 
 

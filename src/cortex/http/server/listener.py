@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 _throttled_log = ThrottledLog(log)
 
 _BACKLOG = 1024
+_AT_ONCE = 32
+"""Connections of a burst that are accepted in one turn of the loop: other clients wait for a millisecond or two."""
 _PAUSE_S = 0.2
 """How long accepting pauses when the process has no room for another connection."""
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -34,12 +36,14 @@ class ArrivingConnection:
     def __init__(self, client: str) -> None:
         self.client = client
         self.task: asyncio.Task[None] | None = None
+        self.is_aborted = False
 
     def retire(self) -> None:
         """Nothing was requested yet: close."""
         self.abort()
 
     def abort(self) -> None:
+        self.is_aborted = True
         if self.task is not None:
             self.task.cancel()
 
@@ -74,13 +78,7 @@ class Listener:
         for task in self._accepting:
             task.cancel()
         for listening in self.sockets:
-            while not self._is_shared:
-                try:
-                    accepted, address = listening.accept()
-                except OSError:
-                    break
-                accepted.setblocking(False)
-                self._take(accepted, address)
+            self._take_waiting(listening, _BACKLOG + 1)
             listening.close()
 
     async def _accept_from(self, listening: socket.socket) -> None:
@@ -93,6 +91,18 @@ class Listener:
                     _throttled_log.warning("no room", reason)
                     await asyncio.sleep(_PAUSE_S)
                 continue  # else the client was gone before it was accepted
+            self._take(accepted, address)
+            self._take_waiting(listening, _AT_ONCE)
+
+    def _take_waiting(self, listening: socket.socket, most: int) -> None:
+        """Takes up to `most` connections that have arrived already, without turns of the loop for each of them. Leaves
+        them to another process that has the same socket."""
+        for _ in range(0 if self._is_shared else most):
+            try:
+                accepted, address = listening.accept()
+            except OSError:
+                return  # there is none, or no room for it
+            accepted.setblocking(False)
             self._take(accepted, address)
 
     def _take(self, accepted: socket.socket, address: Any) -> None:
@@ -141,29 +151,45 @@ class _AcceptedConnection(ClientConnection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._server.leave(self._arriving)
         super().connection_made(transport)
+        if self._arriving.is_aborted:  # uvloop reports the beginning of what was cancelled meanwhile, and not its end
+            self._server.leave(self)
+            self._server.ticker.discard(self)
+            self.transport.abort()
+
+
+def listen(host: str, port: int, *, shares_port: bool = False) -> list[socket.socket]:
+    """Listening sockets for every address of `host`. `shares_port`: see `bind`. Raises OSError."""
+    sockets = bind(host, port, shares_port=shares_port)
+    try:
+        for bound in sockets:
+            bound.listen(_BACKLOG)
+    except OSError:
+        for bound in sockets:
+            bound.close()
+        raise
+    return sockets
 
 
 def bind(host: str, port: int, *, shares_port: bool = False) -> list[socket.socket]:
-    """Listening sockets for every address of `host`, as the loop's own servers bind them. `shares_port`: other sockets
-    that were bound so may have the same address. Raises OSError."""
+    """Sockets for every address of `host`, bound as the loop's own servers bind them. `shares_port`: other sockets that
+    were bound so may have the same address. Raises OSError, also where another program listens."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
     try:
         for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
-            listening = socket.socket(family, socket.SOCK_STREAM)
-            sockets.append(listening)
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound = socket.socket(family, socket.SOCK_STREAM)
+            sockets.append(bound)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if shares_port:
-                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
-                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             # A host with two addresses and port 0 gets one port for both.
             chosen = sockets[0].getsockname()[1] if port == 0 and len(sockets) > 1 else address[1]
-            listening.bind((address[0], chosen, *address[2:]))
-            listening.listen(_BACKLOG)
-            listening.setblocking(False)
+            bound.bind((address[0], chosen, *address[2:]))
+            bound.setblocking(False)
     except OSError:
-        for listening in sockets:
-            listening.close()
+        for bound in sockets:
+            bound.close()
         raise
     return sockets

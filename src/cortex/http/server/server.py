@@ -17,7 +17,7 @@ from cortex.http.server.connection import (
     Response,
     ResponseHeaders,
 )
-from cortex.http.server.listener import Listener, bind
+from cortex.http.server.listener import Listener, listen
 from cortex.http.server.parser import AdmitHead
 from cortex.http.throttled_log import ThrottledLog
 from cortex.http.ticker import Ticker
@@ -72,7 +72,7 @@ class Server:
 
     async def listen(self, host: str, port: int, *, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
         """Bind and accept; returns the bound address (port 0 picks one). May be called for several addresses."""
-        return self.listen_on(await asyncio.to_thread(bind, host, port), tls=tls)
+        return self.listen_on(await asyncio.to_thread(listen, host, port), tls=tls)
 
     def listen_on(
         self, sockets: Sequence[socket.socket], *, tls: ssl.SSLContext | None = None, is_shared: bool = False

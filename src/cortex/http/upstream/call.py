@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cortex.http.composed_body import Body
 from cortex.http.request import Headers
@@ -54,16 +54,39 @@ class CallCounter(Protocol):
     num_calls: int
 
 
+class SilenceLimits(NamedTuple):
+    """How long the node may send nothing: see `UpstreamLimits`."""
+
+    silence_s: float
+    begin_s: float
+    when_down_s: float
+
+    def now_s(self, *, has_begun: bool, is_down: bool) -> float:
+        """The limit at the moment. `has_begun`: the response has; `is_down`: the node is known to be."""
+        limit_s = self.silence_s if has_begun else self.begin_s
+        return min(limit_s, self.when_down_s) if is_down else limit_s
+
+
 class UpstreamCall:
     """One running request. Made by `Pool.send`; callers use `pause`, `resume`, `abort` and `done`."""
 
-    __slots__ = ("_counter", "_paused", "body", "connection", "done", "head", "is_retry", "silence_s", "sink")
+    __slots__ = (
+        "_counter",
+        "_paused",
+        "body",
+        "connection",
+        "done",
+        "head",
+        "is_retry",
+        "silence",
+        "sink",
+    )
 
-    def __init__(self, head: bytes, body: Body, sink: Sink, silence_s: float, counter: CallCounter) -> None:
+    def __init__(self, head: bytes, body: Body, sink: Sink, silence: SilenceLimits, counter: CallCounter) -> None:
         self.head = head
         self.body = body
         self.sink = sink
-        self.silence_s = silence_s
+        self.silence = silence
         self.connection: CallConnection | None = None
         """None while connecting, and again when done."""
         self.is_retry = False

@@ -344,8 +344,8 @@ class UpstreamConnection(asyncio.Protocol):
             if silence_s >= self._pool.limits.keep_s:
                 self.transport.abort()
         elif not self._reading_paused:
-            limits = self._pool.limits
-            limit_s = min(call.silence_s, limits.silence_when_down_s) if self._pool.is_down else call.silence_s
+            is_down = self._pool.is_down
+            limit_s = call.silence.now_s(has_begun=self._has_begun, is_down=is_down)
             if silence_s >= limit_s:
-                why = ", and it does not respond to polls" if self._pool.is_down else ""
+                why = ", and it does not respond to polls" if is_down else ""
                 self._fail(UpstreamSilent(f"{self._pool.origin} sent nothing for {limit_s:g} s{why}"))

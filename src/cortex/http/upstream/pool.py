@@ -12,7 +12,7 @@ from cortex.http.head import encode_passed_on
 from cortex.http.limits import UpstreamLimits
 from cortex.http.request import Headers
 from cortex.http.ticker import Ticker
-from cortex.http.upstream.call import Sink, UpstreamCall
+from cortex.http.upstream.call import SilenceLimits, Sink, UpstreamCall
 from cortex.http.upstream.connection import UpstreamConnection
 from cortex.http.upstream.faults import ConnectFailed, ResponseTooLarge, UpstreamFault, UpstreamSilent
 from cortex.wire.words import os_error_in_words
@@ -82,19 +82,27 @@ class Pool:
         body: Body,
         sink: Sink,
         silence_s: float | None = None,
+        silence_when_down_s: float | None = None,
     ) -> UpstreamCall:
         """Send a request on the most recently used idle connection, or on a new one. HEAD is not supported.
 
         `host`, `content-length`, `accept-encoding` and hop-by-hop headers are not passed on. When a reused connection
         turns out to be dead before a byte came back, the request is sent once more on a new one. `silence_s` overrides
-        the limit for this call. Raises ValueError when the request cannot be encoded.
+        both limits of silence for this call, and `silence_when_down_s` that of a node which is down. Raises
+        ValueError when the request cannot be encoded.
         """
         if method == b"HEAD" or _SPACE in method or _SPACE in target:
             raise ValueError(f"cannot send {method!r} {target!r} to a node")
         framing = b"%bcontent-length: %d\r\n" % (self._host_line, len(body))
         start_line = b"%b %b%b HTTP/1.1" % (method, self._base_path, target)
         head = encode_passed_on(start_line, headers, framing)
-        call = UpstreamCall(head, body, sink, self.limits.silence_s if silence_s is None else silence_s, self)
+        limits = self.limits
+        silence = SilenceLimits(
+            limits.silence_s if silence_s is None else silence_s,
+            limits.begin_s or limits.silence_s if silence_s is None else silence_s,
+            limits.silence_when_down_s if silence_when_down_s is None else silence_when_down_s,
+        )
+        call = UpstreamCall(head, body, sink, silence, self)
         if self._idle:
             self._idle.pop().carry(call)
         else:

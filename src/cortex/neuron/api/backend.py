@@ -15,18 +15,8 @@ from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.wire.node.bench import BenchRequest, BenchStatus
-from cortex.wire.node.protocol import (
-    DeletedFiles,
-    Discovery,
-    FilesRequest,
-    Health,
-    HubRepository,
-    LoadRequest,
-    ModelStatus,
-    NodeEvent,
-    PullStatus,
-    UnloadRequest,
-)
+from cortex.wire.node.orders import DeletedFiles, FilesRequest, HubRepository, LoadRequest, UnloadRequest
+from cortex.wire.node.protocol import Discovery, Health, ModelStatus, NodeEvent, PullStatus
 from cortex.wire.packed_request import PackedRequest
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cortex.wire.errors import ShuttingDown
 
@@ -16,7 +16,11 @@ class DrainGate:
     """Counts the requests inside, so that a shutdown knows when the last one has ended. Belongs to one loop."""
 
     def __init__(self) -> None:
-        self._closing = asyncio.Event()
+        self._is_closed = False
+        self._waiting: set[asyncio.Task[Any]] = set()
+        """Tasks within `wait_for`."""
+        self._interrupted: frozenset[asyncio.Task[Any]] = frozenset()
+        """Those of them that `close` has cancelled."""
         self._empty = asyncio.Event()
         self._empty.set()
         self._num_requests = 0
@@ -27,11 +31,15 @@ class DrainGate:
 
     @property
     def closed(self) -> bool:
-        return self._closing.is_set()
+        return self._is_closed
 
     def close(self) -> None:
         """From now on `enter` raises, and so does every `wait_for` in progress."""
-        self._closing.set()
+        if not self._is_closed:
+            self._is_closed = True
+            self._interrupted = frozenset(self._waiting)
+            for task in self._interrupted:
+                task.cancel()
 
     @contextmanager
     def enter(self) -> Iterator[None]:
@@ -47,18 +55,26 @@ class DrainGate:
             if self._num_requests == 0:
                 self._empty.set()
 
-    async def wait_for(self, awaited: Awaitable[T]) -> T:
-        """The result of `awaited`. If the gate closes first, cancels it and raises `ShuttingDown`."""
-        task = asyncio.ensure_future(awaited)
-        closing = asyncio.ensure_future(self._closing.wait())
-        try:
-            await asyncio.wait({task, closing}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
+    async def wait_for(self, awaited: Coroutine[Any, Any, T]) -> T:
+        """The result of `awaited`. If the gate is closed or closes first, cancels it and raises `ShuttingDown`. It runs
+        in the caller's task, as within `asyncio.timeout`: each request waits several times."""
+        if self._is_closed:
+            awaited.close()
             raise _shutting_down()
+        task = asyncio.current_task()
+        assert task is not None
+        if task in self._waiting:  # within another call, which `close` interrupts
+            return await awaited
+        num_cancels = task.cancelling()
+        self._waiting.add(task)
+        try:
+            return await awaited
+        except asyncio.CancelledError:
+            if task in self._interrupted and task.uncancel() <= num_cancels:
+                raise _shutting_down() from None
+            raise
         finally:
-            closing.cancel()
-            task.cancel()
+            self._waiting.discard(task)
 
     async def drained(self, timeout_s: float) -> bool:
         """Waits until no request is inside, at most `timeout_s`. Returns whether none is."""

@@ -51,7 +51,7 @@ class KeyNeeded(SettingsError):
 def bind(address: Listen) -> list[socket.socket]:
     """Listening sockets. Raises `CannotListen`."""
     try:
-        return listener.bind(address.host, address.port)
+        return listener.listen(address.host, address.port)
     except OSError as problem:
         if problem.errno == errno.EADDRINUSE:
             raise CannotListen(f"port {address.port} is in use; stop what runs there or set another `port`") from None

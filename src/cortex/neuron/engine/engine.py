@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from cortex.neuron.engine.counters import Counters
 from cortex.neuron.engine.errors import RequestError, SleepError
 from cortex.neuron.engine.execution.batch_invariant import block_tokens
 from cortex.neuron.engine.execution.graphs import MAX_NATIVE_ROWS, SIZES
@@ -20,20 +21,22 @@ from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.fingerprint import fingerprint
 from cortex.neuron.engine.host_pages.store import BlockKind
-from cortex.neuron.engine.host_pages.tier import HostTier, OtherRanks
+from cortex.neuron.engine.host_pages.tier import FETCHED_PAGES, HostTier, OtherRanks
 from cortex.neuron.engine.kv_pages import KVPages
 from cortex.neuron.engine.loading import LoadedModel, load_model, step_tokens
-from cortex.neuron.engine.memory.sequences import StateMemory
+from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.model_work import work_of
-from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
+from cortex.neuron.engine.pages import forget_tokens
+from cortex.neuron.engine.recurrent_checkpoints import CHECKPOINT_SPACING_TOKENS, RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
 from cortex.neuron.engine.sampling.constraints import Constraints
-from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
+from cortex.neuron.engine.scheduler import Scheduler
+from cortex.neuron.engine.scheduler_limits import SchedulerLimits
 from cortex.neuron.engine.sleep import ModelSleep
 from cortex.neuron.engine.speculation.drafter import Drafter, ProposalKind
 from cortex.neuron.engine.speculation.speculation import Speculation
 from cortex.neuron.engine.speculation.width_rule import FastestWidths, WidthRule
-from cortex.neuron.engine.step_loop import Counters, StepLoop
+from cortex.neuron.engine.step_loop import StepLoop
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.towers.config import PASS_PATCHES
 
@@ -47,10 +50,6 @@ STEP_SIZES = {
 """Numbers of tokens: decode steps up to the same one take about as long. On a CPU steps are not padded."""
 STEP_GROWTH = {"cuda": 0.015, "cpu": 0.15}
 """What a token more adds to the time of a decode step, until it is measured."""
-FETCHED_PAGES = {"cuda": 8, "cpu": 1}
-"""Fewer pages than this are computed rather than copied from host memory."""
-CHECKPOINT_SPACING_TOKENS = {"cuda": 256, "cpu": 32}
-"""A checkpoint costs a step of its own, about as much time as it takes to compute this many tokens."""
 
 
 class RequestLoop(Protocol):
@@ -62,7 +61,7 @@ class RequestLoop(Protocol):
     @property
     def has_work(self) -> bool: ...
 
-    def submit(self, request: EngineRequest) -> None: ...
+    def add(self, request: EngineRequest) -> None: ...
     def cancel(self, request_id: str) -> None: ...
     def step(self) -> list[StepOutput]: ...
     def isolate(self) -> bool: ...
@@ -174,7 +173,8 @@ class Engine:
         if self.model.architecture.is_recurrent:
             # Slots: one for each row, one for padding rows, then the checkpoints.
             spacing_tokens = CHECKPOINT_SPACING_TOKENS[self._device.type]
-            checkpoints = RecurrentCheckpoints(limits.max_rows + 1, memory.slots.checkpoints, spacing_tokens)
+            slots = (limits.max_rows + 1, memory.slots.checkpoints, spacing_tokens)
+            checkpoints = RecurrentCheckpoints(*slots, cuts_rows=not self._spec.deterministic)
         architecture = self.model.architecture
         rules = None if architecture.tower is None else architecture.pictures
         scheduler = Scheduler(KVPages(memory.num_pages, memory.page_tokens), limits, checkpoints, rules)
@@ -249,10 +249,10 @@ class Engine:
             "graph_tokens": self._loaded.graph_tokens,
         }
 
-    def _runner_arguments(self) -> tuple[Decoder, int, int, int, int, StateMemory | None]:
+    def _runner_arguments(self) -> tuple[Decoder, int, int, int, int, SequenceMemory]:
         memory, limits = self._loaded.memory, self._limits
         sizes = (memory.page_tokens, limits.max_rows, limits.context_tokens, limits.step_tokens)
-        return (self.model, *sizes, memory.states)
+        return (self.model, *sizes, memory)
 
     def _awake(self) -> RequestLoop:
         if self._loop is None:
@@ -268,7 +268,7 @@ class Engine:
 
     def submit(self, request: EngineRequest) -> None:
         """Raises RequestError if the request can never be served."""
-        self._awake().submit(request)
+        self._awake().add(request)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request and frees what it holds at once. Unknown ids are ignored."""
@@ -383,6 +383,7 @@ class Engine:
 
     def close(self) -> None:
         """Frees everything; the object is unusable afterwards."""
+        forget_tokens()
         self._end_copies()
         self._loop = None
         if self._asleep is not None:

@@ -84,7 +84,7 @@ class PassedModel:
             self.max_rows,
             self.context_tokens,
             STEP_TOKENS["cuda"],
-            memory.states,
+            memory,
             capture=_passed,
             block_tokens=BLOCK_TOKENS if self.deterministic else None,
             checks_drafts=self.checks_drafts,
@@ -133,6 +133,10 @@ def _pack_one_of_each(parameters: Parameters) -> None:
         binding.matrix.put_values(binding.first_row, values)
 
 
+class _PassEnded(Exception):
+    pass
+
+
 class KernelPass:
     """Compiles the kernels of one model in threads of its own. `ready` returns when those of a short response are
     compiled; the others follow."""
@@ -144,11 +148,14 @@ class KernelPass:
         self._note = cache_folder() / "models" / model.digest(facts)
         self._compiler = KernelCompiler()
         self._first: list[BaseException | None] = []
+        self._num_first = 0
+        """Kernels that a short response needs; they are collected first."""
         self._is_collected = threading.Event()
         self._is_closed = False
         self.is_cached = self._note.exists()
         """Whether an earlier pass has compiled all of them."""
-        self._thread = threading.Thread(target=self._run, name="kernel-pass", daemon=True)
+        # Not a daemon: one that is inside torch when the process ends would abort it.
+        self._thread = threading.Thread(target=self._run, name="kernel-pass")
 
     def start(self) -> None:
         if not self.is_cached:
@@ -157,17 +164,23 @@ class KernelPass:
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            with torch.inference_mode(), self._compiler.collected(), LightShapes():
-                runner = self._model.runner()
-                _pack_one_of_each(runner.model.parameters)
-                runner.prepare_first()
+            with torch.inference_mode():
+                with self._compiler.collected(), LightShapes():
+                    runner = self._model.runner()
+                    _pack_one_of_each(runner.model.parameters)
+                    runner.prepare_first()
+                self._num_first = self._compiler.num_kernels
                 self._is_collected.set()
-                while not self._is_closed and runner.prepare():
-                    pass
-            if not self._is_closed:
-                self._compiler.wait()
-                self._note.parent.mkdir(parents=True, exist_ok=True)
-                self._note.touch()
+                self._compiler.ended(self._go_on)  # with all cores: the others would delay them
+                with self._compiler.collected(), LightShapes():
+                    while runner.prepare():
+                        self._go_on()
+                    runner.compute_prompt(STEP_TOKENS["cuda"])  # longer than any graph: other tiles are chosen
+            self._compiler.wait(self._go_on)
+            self._note.parent.mkdir(parents=True, exist_ok=True)
+            self._note.touch()
+        except _PassEnded:
+            self._compiler.close()
         except Exception as raised:  # a step compiles what is missing, and reports what is wrong with it
             log.debug("kernels are compiled when they are first used", exc_info=raised)
             error = raised
@@ -176,6 +189,11 @@ class KernelPass:
             self._is_collected.set()
             self._compiler.finish()
 
+    def _go_on(self, *_: int) -> None:
+        """Raises _PassEnded if the rest is not needed: the model is closed, or the process ends."""
+        if self._is_closed or not threading.main_thread().is_alive():
+            raise _PassEnded
+
     def ready(self, poll: Callable[[], None]) -> None:
         """Waits for the kernels of a short prompt and its response, and calls `poll` meanwhile; what it raises ends
         the wait."""
@@ -183,7 +201,7 @@ class KernelPass:
             return
         while not self._is_collected.wait(POLL_S):
             poll()
-        self._compiler.ended(lambda *_: poll())
+        self._compiler.ended(lambda *_: poll(), self._num_first)
 
     def wait(self, report: Report = lambda *_: None) -> int:
         """Waits for all kernels. Returns how many there are. Raises what went wrong."""

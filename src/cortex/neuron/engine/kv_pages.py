@@ -19,6 +19,8 @@ from cortex.neuron.engine.pages import Digest, PagePool
 
 Window = int | None
 """Positions that a token attends to, including its own; None: all."""
+TailPages = tuple[int, ...]
+"""The page of each group in which a tail ends."""
 AddedPages = tuple[int, int, tuple[int, ...]]
 """(group, index of the first in the row's page table, pages)"""
 
@@ -108,8 +110,12 @@ class KVPages:
         counts: Sequence[int] = range(len(digests) + 1)
         for index, group in enumerate(self.groups):
             if group.window is None:
-                known = group.pool.match(digests) if elsewhere is None else takewhile(partial(is_known, index), digests)
-                counts = range(sum(1 for _ in known) + 1)
+                known: Sequence[object]
+                if elsewhere is None:
+                    known = group.pool.match(digests)
+                else:
+                    known = list(takewhile(partial(is_known, index), digests))
+                counts = range(len(known) + 1)
         for index, group in self._windowed:
             known_from = [0]  # for each number of pages: where the run of known pages that ends there begins
             for page in range(counts[-1]):
@@ -122,9 +128,10 @@ class KVPages:
         the token at `start`: the one after them, or the last of them."""
         holding = []
         for group in self.groups:
-            pages = group.cached(digests, count, start)
+            pages, first = group.cached(digests, count, start), group.first_needed(start)
+            assert len(pages) == count - first, "a page that the sequence continues with is not known any more"
             group.pool.hold(pages)
-            holding.append(HeldPages(count - len(pages), pages))
+            holding.append(HeldPages(first, pages))
         return tuple(holding)
 
     def commit(self, holding: Holding, index: int, digest: Digest) -> None:
@@ -133,25 +140,45 @@ class KVPages:
             if held.first <= index:  # else it was released before its tokens were known
                 group.pool.commit(held.pages[index - held.first], digest)
 
+    def commit_tail(self, holding: Holding, index: int, digest: Digest) -> None:
+        """Records that the tail `digest` ends inside the pages at `index` of a sequence."""
+        for group, held in zip(self.groups, holding, strict=True):
+            group.pool.commit_tail(held.pages[index - held.first], digest)
+
+    def hold_tail(self, digest: Digest) -> TailPages | None:
+        """Takes references on the pages in which a tail ends; None: they are not known. Release them with
+        `release_tail` once the step that copies them is planned."""
+        pages = []
+        for group in self.groups:
+            page = group.pool.tail_page(digest)
+            if page is None:
+                return None
+            pages.append(page)
+        for group, page in zip(self.groups, pages, strict=True):
+            group.pool.hold((page,))
+        return tuple(pages)
+
+    def release_tail(self, pages: TailPages) -> None:
+        for group, page in zip(self.groups, pages, strict=True):
+            group.pool.release((page,))
+
     def expect(self, digests: Sequence[Digest], count: int, start: int) -> Sequence[IncomingPages] | None:
         """Holds what a sequence needs to continue after `count` pages, as in `hold`, with new pages for those that are
         not known, whose contents the caller provides. None, without any change, if too few pages are free."""
-        incoming: list[IncomingPages] = []
-        for index, group in enumerate(self.groups):
-            wanted = digests[group.first_needed(start) : count]
-            found = [group.pool.page_of(digest) for digest in wanted]
-            known = [page for page in found if page is not None]
-            group.pool.hold(known)
-            new = group.pool.allocate(len(wanted) - len(known))
-            incoming.append(IncomingPages(index, known))
-            if new is None:
-                for each in incoming:
-                    self.groups[each.group].pool.release(each.pages)
+        prefixes = [digests[group.first_needed(start) : count] for group in self.groups]
+        found = [list(map(group.pool.page_of, wanted)) for group, wanted in zip(self.groups, prefixes, strict=True)]
+        for group, places in zip(self.groups, found, strict=True):
+            known = [page for page in places if page is not None]
+            if len(places) - len(known) + group.pool.num_idle_among(known) > group.pool.num_free:
                 return None
+        incoming = []
+        for index, (group, wanted, places) in enumerate(zip(self.groups, prefixes, found, strict=True)):
+            group.pool.hold(page for page in places if page is not None)
+            lacking = [digest for digest, page in zip(wanted, places, strict=True) if page is None]
+            new = group.pool.allocate(len(lacking)) or []
             unused = iter(new)
-            pages = [page if page is not None else next(unused) for page in found]
-            lacking = [digest for digest, page in zip(wanted, found, strict=True) if page is None]
-            incoming[-1] = IncomingPages(index, pages, new, lacking)
+            pages = [next(unused) if page is None else page for page in places]
+            incoming.append(IncomingPages(index, pages, new, lacking))
         return incoming
 
     def arrived(self, incoming: Sequence[IncomingPages]) -> None:
@@ -160,7 +187,12 @@ class KVPages:
             pool = self.groups[each.group].pool
             for page, digest in zip(each.new_pages, each.new_digests, strict=True):
                 pool.commit(page, digest)
-            pool.release(each.pages)
+        self.gave_up(incoming)
+
+    def gave_up(self, incoming: Sequence[IncomingPages]) -> None:
+        """Releases what `expect` held; new pages stay unknown, and nothing may write to them any more."""
+        for each in incoming:
+            self.groups[each.group].pool.release(each.pages)
 
     def disown(self, digests: Iterable[Digest]) -> None:
         """Forgets the pages of these prefixes: their contents cannot be trusted."""
@@ -170,28 +202,28 @@ class KVPages:
 
     # -- growth ----------------------------------------------------------------------------------------------------
 
-    def fits(
-        self,
-        digests: Sequence[Digest],
-        count: int,
-        start: int,
-        length: int,
-        others: Sequence[tuple[Holding, int]],
-    ) -> bool:
-        """Whether a sequence that continues after `count` known pages, as in `hold`, can grow to `length` positions, if
-        `others` can also grow, each to its own length."""
-        for index, group in enumerate(self.groups):
+    def lacking(self, holding: Holding, length: int) -> list[int]:
+        """The pages of each group that a sequence needs in addition to those that it holds, until it has `length`
+        positions."""
+        return [
+            max(0, group.most_held(length) - len(held.pages)) for group, held in zip(self.groups, holding, strict=True)
+        ]
+
+    def fits(self, digests: Sequence[Digest], count: int, start: int, length: int, reserved: Sequence[int]) -> bool:
+        """Whether a sequence that continues after `count` known pages, as in `hold`, can grow to `length` positions and
+        leave `reserved` pages of each group free."""
+        for group, num_reserved in zip(self.groups, reserved, strict=True):
             cached = group.cached(digests, count, start)
             needed = group.most_held(length) - len(cached) + group.pool.num_idle_among(cached)
-            reserved = sum(max(0, group.most_held(most) - len(holding[index].pages)) for holding, most in others)
-            if needed + reserved > group.pool.num_free:
+            if needed + num_reserved > group.pool.num_free:
                 return False
         return True
 
-    def reach(self, holding: Holding, length: int) -> int:
-        """How far towards `length` a sequence can grow with the free pages of its windows. The pages of a window are
-        few: a long chunk is computed in parts rather than at the cost of other sequences."""
-        for index, group in self._windowed:
+    def reach(self, holding: Holding, length: int, *, takes_pages: bool) -> int:
+        """How far towards `length` a sequence can grow with the free pages. `takes_pages`: it gets more from other
+        sequences, except those of windows, which are few: a long chunk is computed in parts rather than at the cost of
+        other sequences."""
+        for index, group in self._windowed if takes_pages else enumerate(self.groups):
             length = min(length, (holding[index].end + group.pool.num_free) * self.page_tokens)
         return length
 

@@ -43,7 +43,7 @@ def work_of(model: Decoder) -> StepWork | None:
 
 def _mixtures(model: Decoder) -> list[Experts]:
     blocks = [layer.mlp for layer in model.layers]
-    blocks += [layer.beside.experts for layer in model.layers if layer.beside is not None]
+    blocks += [layer.parallel_experts.experts for layer in model.layers if layer.parallel_experts is not None]
     return [block.experts for block in blocks if isinstance(block, MoE)]
 
 

@@ -7,7 +7,9 @@ principals than fit into a step, those that had the fewest tokens so far go firs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+from cortex.neuron.engine.sequence import Sequence
 
 LEAST_TOKENS = 64
 """Smaller chunks cost more for each token."""
@@ -29,6 +31,19 @@ def fair_shares(budget: int, needed: Mapping[str, int]) -> dict[str, int]:
         shares[principal] = shares.get(principal, 0) + added
         budget -= added
     return shares
+
+
+def needed_tokens(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> dict[str, int]:
+    """The tokens that the prompts of each principal need, of those that run and of those that may start now."""
+    needed: dict[str, int] = {}
+    for sequence in running:
+        if sequence.wants_more:
+            principal = sequence.request.principal
+            needed[principal] = needed.get(principal, 0) + sequence.remaining
+    for sequence in waiting:
+        principal = sequence.request.principal
+        needed[principal] = needed.get(principal, 0) + len(sequence.tokens)
+    return needed
 
 
 class PrefillShares:

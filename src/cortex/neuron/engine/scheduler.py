@@ -3,23 +3,25 @@
 Every step is made of decode rows (sequences that need exactly their last drawn token computed) and a bounded chunk of
 prefill. Decode rows go first, so that running streams keep their pace. The rest of the budget prefills: principals get
 equal shares of its tokens, and the prompts of one are prefilled oldest first.
-When pages run out, the youngest sequence gives its pages back and is computed again later. The oldest always advances,
-so there is no deadlock. A step may be planned before the host knows the tokens of the previous one.
+When pages run out, the youngest sequence gives its pages back and is computed again later. The oldest never does, so
+there is no deadlock. A step may be planned before the host knows the tokens of the previous one.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.kv_pages import KVPages
-from cortex.neuron.engine.prefill_shares import PrefillShares
+from cortex.neuron.engine.prefill_shares import PrefillShares, needed_tokens
+from cortex.neuron.engine.prompt_tails import PromptTails
 from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.engine.reservations import Reservations
+from cortex.neuron.engine.scheduler_limits import SchedulerLimits
 from cortex.neuron.engine.sequence import NO_ROW, Sequence
 from cortex.neuron.engine.sequence_states import SequenceStates
 from cortex.neuron.engine.step_plan import RowPlan, StepDraft, StepPlan
@@ -27,35 +29,6 @@ from cortex.neuron.vision.picture import PictureRules
 
 if TYPE_CHECKING:
     from cortex.neuron.engine.host_pages.tier import HostTier  # imports torch
-
-PROMPTS_PER_SHARE = 8
-"""For every 8 waiting prompts, a step that also decodes may prefill another `mixed_prefill_tokens`."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    max_rows: int
-    """Sequences that run at once."""
-    step_tokens: int
-    """Most tokens that one step computes, decode rows included."""
-    mixed_prefill_tokens: int
-    """Prefill tokens in a step that also decodes, unless many prompts wait. Keeps running streams at their pace."""
-    context_tokens: int
-    """Longest sequence, prompt and output together."""
-    reserved_tokens: int = 0
-    """Pages are reserved for each row up to this many tokens ahead, at most up to its `max_tokens`. Responses no
-    longer than this are never preempted. Clients set `max_tokens` far above usual lengths: reserving all of it would
-    leave rows idle."""
-
-    def prefill_tokens(self, num_decodes: int, num_waiting: int) -> int:
-        """Most prefill tokens of a step. If there are decode rows, a few prompts get little, so that running streams do
-        not stutter. Many prompts get up to half of a step: they start at nearly full pace, and the stutter ends
-        sooner."""
-        room = self.step_tokens - num_decodes
-        if num_decodes == 0:
-            return room
-        for_many = min(self.mixed_prefill_tokens * (num_waiting // PROMPTS_PER_SHARE), self.step_tokens // 2)
-        return min(room, max(self.mixed_prefill_tokens, for_many))
 
 
 class Scheduler:
@@ -82,14 +55,16 @@ class Scheduler:
         """Where pages are when the device has no room for them; None: nowhere."""
         self._pictures = pictures
         self._states = SequenceStates(checkpoints, pages.page_tokens)
+        self._tails = PromptTails(pages, checkpoints)
         self._free_rows = list(range(limits.max_rows - 1, -1, -1))
         self._shares = PrefillShares()
+        self._reservations = Reservations(pages, limits.reserved_tokens)
         self._is_blocked = False
         """Whether a waiting sequence lacked pages, and none were released since."""
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def submit(self, request: EngineRequest) -> Sequence:
+    def add(self, request: EngineRequest) -> Sequence:
         """Queues a request. Raises RequestError for one that could never run."""
         if not request.prompt:
             raise RequestError("the prompt is empty: send at least one token")
@@ -126,12 +101,15 @@ class Scheduler:
     def distrust(self, sequence: Sequence) -> None:
         """Forgets all cached pages and states of a sequence: any of them may have caused its failure."""
         digests = sequence.digests_of_full_pages(self.pages.page_tokens)
+        if sequence.tail is not None:
+            digests = [*digests, sequence.tail]
         self.pages.disown(digests)
         self._states.distrust(sequence, digests)
         if self.host is not None:
             self.host.forget(digests)
 
     def _release(self, sequence: Sequence) -> None:
+        self._reservations.forget()
         self._states.release(sequence)
         self.pages.release(sequence.pages)
         sequence.pages = ()
@@ -143,28 +121,33 @@ class Scheduler:
 
     # -- planning --------------------------------------------------------------------------------------------------
 
+    @property
+    def decoding(self) -> list[Sequence]:
+        """The running sequences that the next step decodes, the oldest first."""
+        return [sequence for sequence in self.running if sequence.drew_in_row and sequence.wants_more]
+
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can be computed now."""
-        draft = StepDraft()
-        self._trim()
+        draft = self._new_draft()
         self._plan_decodes(draft)
-        num_prefilling = sum(not sequence.is_decoding for sequence in self.running)
-        budget = self.limits.prefill_tokens(draft.num_tokens, num_prefilling + len(self.waiting))
-        shares = self._shares.of_step(budget, self._needed_prefills())
-        self._continue_prefills(draft, shares)
+        prefilling = [sequence for sequence in self.running if not sequence.drew_in_row]
+        budget = self.limits.prefill_tokens(draft.num_tokens, len(prefilling) + len(self.waiting))
+        may_start = () if self._is_blocked and any(each.wants_more for each in prefilling) else self.waiting
+        needed = needed_tokens(prefilling, islice(may_start, len(self._free_rows)))
+        shares = self._shares.of_step(budget, needed)
+        self._continue_prefills(prefilling, draft, shares)
         self._admit(draft, shares)
-        return draft.finish()
+        return self._finish(draft)
 
     def plan_alone(self, sequence: Sequence) -> StepPlan | None:
         """A step that prefills this sequence and nothing else, or None if it cannot be computed now."""
-        draft = StepDraft()
-        self._trim()
+        draft = self._new_draft()
         if sequence.row == NO_ROW:
             cached = self._cached_pages(sequence, draft) if self._free_rows else None
             if cached is None or not self._try_admit(sequence, cached, draft):
                 return None
         self._prefill(sequence, draft, self.limits.step_tokens)
-        return draft.finish()
+        return self._finish(draft)
 
     def retract(self, plan: StepPlan) -> None:
         """Undoes the latest plan, whose step failed. Its sequences are queued again and recomputed; what the step may
@@ -175,33 +158,45 @@ class Scheduler:
             row = planned[sequence.row]
             if row.writes:
                 touched = sequence.digests[row.start // page_tokens : sequence.scheduled // page_tokens]
+                if sequence.tail is not None and not row.decodes:
+                    touched = [*touched, sequence.tail]
                 self.pages.disown(touched)
                 self._states.retract(sequence, row.start, touched)
             sequence.planned -= row.count
             sequence.in_flight -= row.outputs.draws
             self._preempt(sequence)
 
-    def _trim(self) -> None:
-        """Releases the pages that no further step reads: those behind the windows of the model's layers."""
+    def _new_draft(self) -> StepDraft:
+        """Begins a step. Releases the pages that no further step reads: those behind the windows of layers."""
+        self._states.begin_step()
+        self._reservations.forget()
         if self.pages.has_windows:
             for sequence in self.running:
                 self.pages.trim(sequence.pages, sequence.scheduled)
+        return StepDraft()
+
+    def _finish(self, draft: StepDraft) -> StepPlan | None:
+        if self._tails.end_step():
+            self._is_blocked = False
+        return draft.finish()
 
     def _plan_decodes(self, draft: StepDraft) -> None:
-        decoding = [sequence for sequence in self.running if sequence.is_decoding and sequence.wants_more]
-        spare = self.limits.step_tokens - sum(sequence.remaining for sequence in decoding)
+        decoding, spare = self.decoding, 0
         if any(sequence.draft.tokens for sequence in decoding):
+            spare = self.limits.step_tokens - sum([sequence.remaining for sequence in decoding])
             for sequence in decoding:  # the host gives all tokens of a step that checks drafts
                 sequence.is_token_on_device = False
         for sequence in decoding:
             if sequence.row == NO_ROW:
                 continue  # preempted
-            if draft.num_tokens + sequence.remaining > self.limits.step_tokens:
+            end = sequence.length
+            if draft.num_tokens + end - sequence.scheduled > self.limits.step_tokens:
                 break
-            if self._make_room(sequence, sequence.length, draft):
-                num_drafts = self._fit_drafts(sequence, spare, draft)
-                spare -= num_drafts
-                end = sequence.length + num_drafts
+            if self._make_room(sequence, end, draft):
+                if spare and sequence.draft.tokens:
+                    num_drafts = self._fit_drafts(sequence, spare, draft)
+                    spare -= num_drafts
+                    end += num_drafts
                 self._states.before_decode(sequence, end, draft)
                 self._add_row(sequence, end, draft)
                 self._states.decode(sequence, draft)
@@ -217,23 +212,10 @@ class Scheduler:
         draft.new_pages += [(sequence.row, *pages) for pages in added]
         return count
 
-    def _needed_prefills(self) -> dict[str, int]:
-        """The tokens that the prompts of each principal need; of those that wait, the ones that may start now."""
-        needed: dict[str, int] = {}
-        for sequence in self.running:
-            if not sequence.is_decoding and sequence.wants_more:
-                principal = sequence.request.principal
-                needed[principal] = needed.get(principal, 0) + sequence.remaining
-        if not (self._is_blocked and needed):
-            for sequence in islice(self.waiting, len(self._free_rows)):
-                principal = sequence.request.principal
-                needed[principal] = needed.get(principal, 0) + len(sequence.tokens)
-        return needed
-
-    def _continue_prefills(self, draft: StepDraft, shares: dict[str, int]) -> None:
-        for sequence in list(self.running):
-            if sequence.row == NO_ROW or sequence.is_decoding or not sequence.wants_more:
-                continue
+    def _continue_prefills(self, prefilling: Ordered[Sequence], draft: StepDraft, shares: dict[str, int]) -> None:
+        for sequence in prefilling:
+            if sequence.row == NO_ROW or not sequence.wants_more:
+                continue  # preempted, or complete
             if shares.get(sequence.request.principal, 0) > 0:
                 self._prefill_share(sequence, draft, shares)
 
@@ -271,23 +253,24 @@ class Scheduler:
         if sequence.planned:
             return None  # preempted while a step was in flight: what it drew is not known yet
         digests = sequence.digests_of_full_pages(self.pages.page_tokens)  # also names saved states
+        sequence.name_tail(self.pages.page_tokens)
         if sequence.scores_prompt:
             return 0
         counts = self.pages.match(digests)
-        if not draft.being_computed.isdisjoint(digests[: counts[-1]]):
+        if draft.being_computed and not draft.being_computed.isdisjoint(digests[: counts[-1]]):
             return None  # rows of one step must not depend on each other's writes
         return self._states.usable(sequence, counts)
 
     def _fits(self, sequence: Sequence, cached: int) -> bool:
-        others = [(other.pages, self._length_ahead(other)) for other in self.running]
-        start, length = self._start(sequence, cached), self._length_ahead(sequence)
-        return self.pages.fits(sequence.digests, cached, start, length, others)
+        return self._reservations.admit(sequence, cached, self._start(sequence, cached), self.running)
 
     def _fetch(self, sequence: Sequence, cached: int, host: HostTier) -> bool:
         """Whether the sequence waits for pages from host memory, on which it can continue further. It is looked for
         once, when the sequence has room."""
         request_id = sequence.request.id
-        if host.is_empty or sequence.scores_prompt or host.was_asked(request_id) or not self._fits(sequence, cached):
+        if host.is_empty or sequence.scores_prompt or len(sequence.digests) - cached < host.min_pages:
+            return False
+        if host.was_asked(request_id) or not self._fits(sequence, cached):
             return False
         host.verify(sequence.digests)
         count = self._in_host(sequence, host)
@@ -300,15 +283,13 @@ class Scheduler:
         return self._states.usable(sequence, self.pages.match(sequence.digests, host.has_page), host.has_state)
 
     def _try_admit(self, sequence: Sequence, cached: int, draft: StepDraft) -> bool:
-        start = self._start(sequence, cached)
         if not self._fits(sequence, cached):
             return False
+        start = self._start(sequence, cached)
         self.waiting.remove(sequence)
         sequence.pages = self.pages.hold(sequence.digests, cached, start)
         sequence.committed = cached
         sequence.computed = start
-        if sequence.cached is None:
-            sequence.cached = sequence.computed
         sequence.row = self._free_rows.pop()
         self.running.append(sequence)
         drawn = tuple(sequence.tokens[len(sequence.request.prompt) :])
@@ -316,7 +297,10 @@ class Scheduler:
         for group, held in enumerate(sequence.pages):
             if held.pages:
                 draft.new_pages.append((sequence.row, group, held.first, tuple(held.pages)))
-        self._states.admit(sequence, draft)
+        resumes_tail = self._tails.resume(sequence, draft)
+        self._states.admit(sequence, draft, resumes_tail=resumes_tail)
+        if sequence.cached is None:
+            sequence.cached = sequence.computed
         return True
 
     def _start(self, sequence: Sequence, cached: int) -> int:
@@ -340,11 +324,6 @@ class Scheduler:
         end = start + min(shares[sequence.request.principal], len(sequence.tokens) - start, room)
         return room > 0 and sequence.pictures.cut(start, end) - start <= room
 
-    def _length_ahead(self, sequence: Sequence) -> int:
-        """The positions that admission counts for a sequence: its prompt and the reserved part of its response."""
-        allowed = sequence.request.max_tokens - sequence.num_drawn
-        return sequence.length + max(1, min(self.limits.reserved_tokens, allowed))
-
     def _prefill(self, sequence: Sequence, draft: StepDraft, budget: int) -> int:
         """Adds the next chunk of `sequence` to the draft; returns its number of tokens (0 if there is no page, or no
         room in the step)."""
@@ -354,43 +333,54 @@ class Scheduler:
                 return 0
             budget = min(budget, room)
         end = start + min(budget, sequence.remaining)
-        end = next((cut for cut in sequence.checkpoints if start < cut < end), end)
-        end = max(start + 1, self.pages.reach(sequence.pages, end))
+        end = self._states.prefill_end(sequence, end)
+        end = max(start + 1, self.pages.reach(sequence.pages, end, takes_pages=True))
         end = sequence.pictures.cut(start, end)
         if room is not None and end - start > room:
             return 0  # a later step has it, with fewer other rows
         if not self._make_room(sequence, end, draft):
-            return 0
+            if sequence.row == NO_ROW:
+                return 0
+            # The oldest: those that it would preempt have their rows already, so that it takes what is free.
+            end = self.pages.reach(sequence.pages, end, takes_pages=False)
+            if end <= start or sequence.pictures.cut(start, end) != end or not self._make_room(sequence, end, draft):
+                return 0
         self._add_row(sequence, end, draft)
         self._states.prefill(sequence, draft)
+        self._tails.commit(sequence, draft)
         return end - start
 
     def _add_row(self, sequence: Sequence, end: int, draft: StepDraft) -> None:
         """Adds the next positions of `sequence`, up to `end`, to the draft."""
-        writes = sequence.scheduled >= sequence.committed * self.pages.page_tokens
-        row = sequence.next_row(end, writes=writes)
-        draft.rows.append(row)
+        first_new = sequence.committed
+        row = sequence.next_row(end, writes=sequence.scheduled >= first_new * self.pages.page_tokens)
+        draft.add(row)
         draws = row.outputs.draws
         sequence.planned += row.inputs.count
         sequence.in_flight += draws
         sequence.drew_in_row |= draws > 0
         sequence.is_token_on_device = draws == 1
-        sequence.draft = sequence.draft.first(0)
-        first_new = sequence.committed
+        if sequence.draft.tokens:
+            sequence.draft = sequence.draft.first(0)
         self._commit(sequence)
         if sequence.committed > first_new:
             draft.being_computed.update(sequence.digests[first_new : sequence.committed])
 
     def _commit(self, sequence: Sequence) -> None:
         """Registers the pages that the launched steps fill with known tokens."""
+        full = sequence.scheduled // self.pages.page_tokens
+        if full <= sequence.committed:
+            return
         digests = sequence.digests_of_full_pages(self.pages.page_tokens)
-        full = min(len(digests), sequence.scheduled // self.pages.page_tokens)
+        full = min(len(digests), full)
         for index in range(sequence.committed, full):
             self.pages.commit(sequence.pages, index, digests[index])
         sequence.committed = max(sequence.committed, full)
 
     def _make_room(self, sequence: Sequence, length: int, draft: StepDraft) -> bool:
         """Extends the sequence's pages to hold `length` positions, preempting younger sequences if necessary."""
+        if length <= sequence.pages[0].end * self.pages.page_tokens:
+            return True
         while (added := self.pages.extend(sequence.pages, length)) is None:
             victim = self._youngest_after(sequence, draft)
             if victim is None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.kv_pages import Holding
-from cortex.neuron.engine.pages import ROOT, Digest, page_digests
+from cortex.neuron.engine.pages import ROOT, Digest, page_digests, tail_digest
 from cortex.neuron.engine.picture_positions import NO_PICTURES, PicturePositions
 from cortex.neuron.engine.recurrent_checkpoints import DecodeCheckpoint
 from cortex.neuron.engine.request import EngineRequest, TokenLogprobs
@@ -36,10 +41,15 @@ class Sequence:
     request: EngineRequest
     tokens: list[int]
     """Those of the prompt and the drawn ones that the host knows."""
+    packed: array[int] = field(default_factory=lambda: array("I"))
+    """The first of them in 32 bits, from which digests are computed."""
     pictures: PicturePositions = NO_PICTURES
     row: int = NO_ROW
     pages: Holding = ()
     digests: list[Digest] = field(default_factory=list)
+    tail: Digest | None = None
+    """Names its prompt without the last token, if that ends inside a page that is not the first (`prompt_tails`). Known
+    once it is about to be admitted."""
     computed: int = 0
     """Positions whose KV is in its pages, as far as results were read."""
     planned: int = 0
@@ -80,7 +90,7 @@ class Sequence:
     @classmethod
     def of(cls, request: EngineRequest, rules: PictureRules | None = None) -> Sequence:
         pictures = PicturePositions(request.pictures, rules) if request.pictures and rules is not None else NO_PICTURES
-        return cls(request, list(request.prompt), pictures)
+        return cls(request, list(request.prompt), pictures=pictures)
 
     @property
     def length(self) -> int:
@@ -102,13 +112,9 @@ class Sequence:
         return self.length - self.scheduled
 
     @property
-    def is_decoding(self) -> bool:
-        """Whether only the last drawn token is left to compute."""
-        return self.drew_in_row
-
-    @property
     def wants_more(self) -> bool:
-        return not self.finished and self.num_drawn < self.request.max_tokens
+        request = self.request
+        return not self.finished and len(self.tokens) + self.in_flight - len(request.prompt) < request.max_tokens
 
     @property
     def scores_prompt(self) -> bool:
@@ -117,12 +123,12 @@ class Sequence:
 
     def next_row(self, end: int, *, writes: bool) -> RowPlan:
         """The row that computes the next positions, up to `end`."""
-        start = self.scheduled
+        start = self.computed + self.planned
         lag = self.pictures.lag(start) if self.request.pictures else 0
-        if self.is_decoding and self.is_token_on_device and end - start == 1:
+        if self.is_token_on_device and end - start == 1 and self.drew_in_row:
             latest = RowInputs(1, None, rope_lag=lag) if lag else LATEST_TOKEN
             return RowPlan(self.row, start, latest, DRAW_ONE, decodes=True)
-        if self.is_decoding:
+        if self.drew_in_row:
             tokens = (*self.tokens[start:], *self.draft.tokens)[: end - start]
             outputs = RowOutputs(draws=1 + end - len(self.tokens))
             return RowPlan(self.row, start, RowInputs(end - start, tokens, rope_lag=lag), outputs, decodes=True)
@@ -147,5 +153,27 @@ class Sequence:
             if self.request.pictures and done < self.request.pictures[-1].end:
                 ends = range(done + page_tokens, len(self.tokens) + 1, page_tokens)
                 salts = tuple(self.pictures.salt(end - page_tokens, end) for end in ends)
-            self.digests += page_digests(parent, self.tokens[done:], page_tokens, salts)
+            self.packed.extend(self.tokens[len(self.packed) :])
+            self.digests += page_digests(parent, self.packed[done:], page_tokens, salts)
         return self.digests
+
+    def name_tail(self, page_tokens: int) -> None:
+        """Sets `tail`, if the prompt has a full page before it. The digests of its full pages must be known."""
+        prompt, pictures = self.request.prompt, self.request.pictures
+        last = len(prompt) - 1
+        num_pages, rest = divmod(last, page_tokens)
+        if self.tail is None and num_pages and rest and not (pictures and pictures[-1].end > last):
+            salt = self.pictures.salt(last - rest, last) if pictures else b""
+            self.tail = tail_digest(self.digests[num_pages - 1], prompt[last - rest : last], salt)
+
+
+def packed_tokens(name: str, tokens: Ordered[int], vocab: int) -> array[int]:
+    """The token ids in 32 bits. An array is checked in a quarter of the time that `min` and `max` take, which matters
+    for prompts of many thousands. Raises RequestError for ids that are not from 0 to `vocab` - 1."""
+    try:
+        packed = array("I", tokens)
+        if not packed or np.frombuffer(packed, np.uint32).max() < vocab:
+            return packed
+    except OverflowError:
+        pass
+    raise RequestError(f"the {name} has token ids outside the model's vocabulary of {vocab}")

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ordered
+from dataclasses import replace
 
 from cortex.neuron.engine.pages import Digest
-from cortex.neuron.engine.recurrent_checkpoints import DecodeCheckpoint, RecurrentCheckpoints, checkpoint_positions
+from cortex.neuron.engine.recurrent_checkpoints import (
+    DecodeCheckpoint,
+    RecurrentCheckpoints,
+    checkpoint_positions,
+    chunk_end,
+)
 from cortex.neuron.engine.sequence import Sequence
-from cortex.neuron.engine.step_plan import StateCopy, StepDraft
+from cortex.neuron.engine.step_plan import StateCopy, StateCut, StepDraft
 
 
 class SequenceStates:
@@ -20,6 +26,11 @@ class SequenceStates:
     def __init__(self, checkpoints: RecurrentCheckpoints | None, page_tokens: int) -> None:
         self._checkpoints = checkpoints
         self._page_tokens = page_tokens
+
+    def begin_step(self) -> None:
+        """From now on another step is planned."""
+        if self._checkpoints is not None:
+            self._checkpoints.begin_step()
 
     def usable(
         self, sequence: Sequence, counts: Ordered[int], elsewhere: Callable[[Digest], bool] | None = None
@@ -38,13 +49,15 @@ class SequenceStates:
                     return count
         return 0
 
-    def admit(self, sequence: Sequence, draft: StepDraft) -> None:
-        """Restores the state after the sequence's cached pages, and decides where its own states will be saved."""
+    def admit(self, sequence: Sequence, draft: StepDraft, *, resumes_tail: bool) -> None:
+        """Restores the state after the sequence's cached pages, or after its tail, and decides where its own states
+        will be saved."""
         checkpoints = self._checkpoints
         if checkpoints is None:
             return
-        if sequence.committed:
-            draft.restores.append((checkpoints.use(sequence.digests[sequence.committed - 1]), sequence.row))
+        if sequence.computed:
+            position = sequence.computed if resumes_tail else sequence.committed * self._page_tokens
+            draft.restores.append((checkpoints.use(self._digest(sequence, position)), sequence.row))
         positions = checkpoint_positions(
             sequence.request.checkpoint_at,
             sequence.scheduled,
@@ -54,17 +67,49 @@ class SequenceStates:
             shared_end=sequence.shared * self._page_tokens,
             picture_end=max((picture.end for picture in sequence.request.pictures), default=0),
         )
+        last = len(sequence.request.prompt) - 1
+        if len(sequence.tokens) == last + 1:
+            # A prompt that came before up to its last page may come again, whatever the spacing of states.
+            page_end = last // self._page_tokens * self._page_tokens
+            if sequence.computed == page_end and sequence.tail is not None:
+                positions = (last,)
+            elif sequence.computed < page_end <= sequence.shared * self._page_tokens:
+                positions = (*(position for position in positions if position < page_end), page_end)
         sequence.checkpoints = tuple(
-            position for position in positions if checkpoints.lacks(sequence.digests[position // self._page_tokens - 1])
+            position for position in positions if checkpoints.lacks(self._digest(sequence, position))
         )
 
+    def _digest(self, sequence: Sequence, position: int) -> Digest:
+        """Names the prefix up to a position that is a page end, or the end of the sequence's tail."""
+        num_pages, rest = divmod(position, self._page_tokens)
+        if not rest:
+            return sequence.digests[num_pages - 1]
+        assert sequence.tail is not None
+        return sequence.tail
+
+    def prefill_end(self, sequence: Sequence, end: int) -> int:
+        """Where the next chunk of a prompt ends that could reach `end`."""
+        if self._checkpoints is None:
+            return end
+        return chunk_end(sequence.checkpoints, sequence.scheduled, end, cuts_rows=self._checkpoints.cuts_rows)
+
     def prefill(self, sequence: Sequence, draft: StepDraft) -> None:
-        """After a chunk of the prompt: saves the state if the chunk ends at a checkpoint."""
-        if self._checkpoints is None or sequence.scheduled not in sequence.checkpoints:
+        """After a chunk of the prompt, the last row of the draft: saves the state where the chunk ends if that is a
+        checkpoint, and at the last one inside the chunk."""
+        if self._checkpoints is None or not sequence.checkpoints:
             return
-        slot = self._checkpoints.keep(sequence.digests[sequence.scheduled // self._page_tokens - 1])
-        if slot is not None:
+        row, end = draft.rows[-1], sequence.scheduled
+        if end in sequence.checkpoints and (slot := self._keep(sequence, end)) is not None:
             draft.saves.append((sequence.row, slot))
+        cut = max((position for position in sequence.checkpoints if row.start < position < end), default=None)
+        if cut is not None and self._checkpoints.cuts_rows and (slot := self._keep(sequence, cut)) is not None:
+            draft.rows[-1] = replace(row, cut=StateCut(cut - row.start, slot))
+
+    def _keep(self, sequence: Sequence, position: int) -> int | None:
+        assert self._checkpoints is not None
+        rest = position % self._page_tokens
+        page_end = self._digest(sequence, position - rest) if rest else None
+        return self._checkpoints.keep(self._digest(sequence, position), page_end=page_end)
 
     def num_drafts(self, sequence: Sequence, count: int) -> int:
         """How many of `count` draft tokens the next row may check. There must be a slot for the state before them. The
@@ -103,8 +148,10 @@ class SequenceStates:
     def decode(self, sequence: Sequence, draft: StepDraft) -> None:
         """After a row of a response: at the end of a page, the state replaces the one saved before, unless the row
         checks draft tokens: which of them its state includes is not known yet."""
+        if self._checkpoints is None:
+            return
         num_pages, rest = divmod(sequence.scheduled, self._page_tokens)
-        if self._checkpoints is not None and not rest and draft.rows[-1].outputs.draws == 1:
+        if not rest and draft.rows[-1].outputs.draws == 1:
             self._save(sequence, num_pages, draft.saves)
 
     def _save(self, sequence: Sequence, num_pages: int, copies: list[StateCopy]) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence as Ordered
+from dataclasses import asdict, dataclass, replace
 
+from cortex.neuron.engine.counters import Counters
+from cortex.neuron.engine.drawn_tokens import draws_of, trimmed, until_end
 from cortex.neuron.engine.errors import RequestError, StepBlamed
 from cortex.neuron.engine.execution.results import Launched
 from cortex.neuron.engine.execution.runner import Runner
@@ -22,7 +25,7 @@ from cortex.neuron.engine.request import (
 from cortex.neuron.engine.sampling.constraints import Constraints
 from cortex.neuron.engine.sampling.sampler import Draw
 from cortex.neuron.engine.scheduler import Scheduler
-from cortex.neuron.engine.sequence import Sequence
+from cortex.neuron.engine.sequence import Sequence, packed_tokens
 from cortex.neuron.engine.speculation.speculation import CheckedDraft, Speculation
 from cortex.neuron.engine.speculation.width_rule import StepTime
 from cortex.neuron.engine.step_plan import RowPlan, StepPlan
@@ -33,32 +36,11 @@ class _InFlight:
     """A launched step, and its rows with their sequences."""
 
     launched: Launched
-    rows: tuple[tuple[Sequence, RowPlan], ...]
-    num_proposals: int
-    """Draft tokens that it computes for each row that draws."""
+    plan: StepPlan
+    rows: Ordered[tuple[Sequence, RowPlan]]
+    checks_drafts: bool
     follows: bool
     """See `StepTime`."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """Work done for requests since the load. A sleep does not reset them: the next step loop continues them."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    preemptions: int = 0
-    fetched_tokens: int = 0
-    drafted_tokens: dict[str, int] = field(default_factory=dict)
-    """By the kind of the draft, as `accepted_tokens`. Never changed in place: copies of the counters share them."""
-    accepted_tokens: dict[str, int] = field(default_factory=dict)
-
-    def count(self, checked: CheckedDraft) -> None:
-        kind = checked.kind
-        drafted, accepted = self.drafted_tokens, self.accepted_tokens
-        self.drafted_tokens = drafted | {kind: drafted.get(kind, 0) + checked.num_drafted}
-        self.accepted_tokens = accepted | {kind: accepted.get(kind, 0) + checked.num_accepted}
 
 
 class StepLoop:
@@ -93,23 +75,23 @@ class StepLoop:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def submit(self, request: EngineRequest) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Raises RequestError if the request can never be served."""
         if request.texts is not None:
             raise RequestError("this model generates text and pools none; use an embedding or rerank model")
         vocab = self._runner.model.config.vocab
         if request.id in self._sequences:
             raise RequestError(f"request id {request.id!r} is already running")
-        for name, tokens in (("prompt", request.prompt), ("prediction", request.prediction)):
-            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
-                raise RequestError(f"the {name} has token ids outside the model's vocabulary of {vocab}")
+        packed = packed_tokens("prompt", request.prompt, vocab)
+        packed_tokens("prediction", request.prediction, vocab)
         request.sampling.check()
         allowed = request.sampling.allowed_token_ids
         if allowed and not any(0 <= token < vocab for token in allowed):
             raise RequestError(f"none of the allowed token ids is in the model's vocabulary of {vocab}")
         constraint = self._constraints.compile(request.grammar) if request.grammar is not None else None
-        sequence = self._scheduler.submit(request)
+        sequence = self._scheduler.add(request)
         sequence.constraint = constraint
+        sequence.packed = packed
         if self._runner.pictures is not None:
             self._runner.pictures.add(request.pictures)
         self._speculation.begin(sequence)
@@ -157,16 +139,18 @@ class StepLoop:
             return False
         if self._suspects or any(sequence.constraint is not None for sequence in self._scheduler.running):
             return True
-        has_drafts = any(step.num_proposals or row.drafted for step in self._in_flight for _, row in step.rows)
+        if any(step.checks_drafts or step.plan.num_proposals for step in self._in_flight):
+            return True
+        if not self._speculation.is_on:
+            return False
         decoding, is_mixed = self._decoding()
-        return has_drafts or self._speculation.is_likely(decoding, is_mixed=is_mixed)
+        return self._speculation.is_likely(decoding, is_mixed=is_mixed)
 
     def _decoding(self) -> tuple[list[Sequence], bool]:
         """The sequences that the next step decodes, and whether it may also compute prompts."""
-        running = self._scheduler.running
-        decoding = [sequence for sequence in running if sequence.is_decoding and sequence.wants_more]
-        is_mixed = bool(self._scheduler.waiting) or any(not sequence.is_decoding for sequence in running)
-        return decoding, is_mixed
+        scheduler = self._scheduler
+        is_mixed = bool(scheduler.waiting) or not all(sequence.drew_in_row for sequence in scheduler.running)
+        return scheduler.decoding, is_mixed
 
     def prepare(self) -> bool:
         """Builds one more graph or plan for later steps, or copies pages to host memory; false if nothing is left."""
@@ -202,7 +186,7 @@ class StepLoop:
         """The greedy response to a fixed short prompt; not counted. There must be no work."""
         counters = replace(self._counters)
         request = self._self_test_request()
-        self.submit(request)
+        self.add(request)
         tokens: list[int] = []
         try:
             while self.has_work:
@@ -231,7 +215,7 @@ class StepLoop:
         if not suspects:
             return False
         self._collect_all()
-        sequence = self._scheduler.submit(self._self_test_request())
+        sequence = self._scheduler.add(self._self_test_request())
         try:
             plan = self._scheduler.plan_alone(sequence)
             if plan is not None:
@@ -253,6 +237,8 @@ class StepLoop:
 
     def _with_proposals(self, plan: StepPlan) -> StepPlan:
         """The plan, and how many draft tokens are computed with it."""
+        if not self._speculation.proposes:
+            return plan
         planned = {row.row: row for row in plan.rows if row.decodes}
         running = self._scheduler.running
         decoding = [(sequence, planned[sequence.row]) for sequence in running if sequence.row in planned]
@@ -261,11 +247,14 @@ class StepLoop:
 
     def _launch(self, plan: StepPlan) -> None:
         by_row = {sequence.row: sequence for sequence in self._scheduler.running}
-        rows = tuple((by_row[row.row], row) for row in plan.rows)
+        rows = [(by_row[row.row], row) for row in plan.rows]
         drawing = [(sequence, row) for sequence, row in rows if row.outputs.draws]
+        checks_drafts = plan.has_drafts
         draws = [draw for sequence, row in drawing for draw in draws_of(sequence, row)]
+        mask = None
         try:
-            mask = self._constraints.mask([(sequence.constraint, row.drafted) for sequence, row in drawing])
+            if any(sequence.constraint is not None for sequence, _ in drawing):
+                mask = self._constraints.mask([(sequence.constraint, row.drafted) for sequence, row in drawing])
             if self.host is not None:
                 self.host.before_launch(plan)
             launched = self._runner.launch(plan, draws, mask)
@@ -280,9 +269,9 @@ class StepLoop:
         if self.host is not None:
             self.host.after_launch()
         follows = bool(self._in_flight) or not self._overlaps
-        self._in_flight.append(_InFlight(launched, rows, plan.num_proposals or 0, follows))
+        self._in_flight.append(_InFlight(launched, plan, rows, checks_drafts, follows))
         self._counters.steps += 1
-        self._counters.prompt_tokens += sum(row.count for row in plan.rows if not row.decodes)
+        self._counters.prompt_tokens += sum([row.inputs.count for row in plan.rows if not row.decodes])
 
     def _collect_all(self) -> None:
         while self._in_flight:
@@ -291,13 +280,13 @@ class StepLoop:
     def _time(self, step: _InFlight) -> None:
         """Reports how long a step of decode rows took: the time since the step before it was read."""
         now = time.perf_counter()
-        if self._read_at is not None and all(row.decodes for _, row in step.rows):
+        if self._read_at is not None and step.plan.only_decodes:
             took = StepTime(
                 num_rows=len(step.rows),
-                num_tokens=sum(row.count for _, row in step.rows),
+                num_tokens=step.plan.num_tokens,
                 seconds=now - self._read_at,
-                checks_drafts=any(row.drafted for _, row in step.rows),
-                num_proposals=step.num_proposals,
+                checks_drafts=step.checks_drafts,
+                num_proposals=step.plan.num_proposals or 0,
                 follows=step.follows,
             )
             self._speculation.rule.record(took)
@@ -309,8 +298,8 @@ class StepLoop:
         for (sequence, row), result in zip(step.rows, results, strict=True):
             if sequence.finished:
                 continue  # ended after this step was launched
-            scores = result.prompt_logprobs
-            sequence.prompt_logprobs[row.start : row.start + len(scores)] = scores  # again after a preemption
+            if scores := result.prompt_logprobs:
+                sequence.prompt_logprobs[row.start : row.start + len(scores)] = scores  # again after a preemption
             if not result.healthy:
                 self._scheduler.distrust(sequence)
                 message = "the model computed logits that are not finite for this prompt; the request was ended"
@@ -345,11 +334,11 @@ class StepLoop:
             sequence.has_reported = True
             cached = sequence.cached or 0
             self._counters.cached_tokens += cached
-        wants_logprobs = request.sampling.top_logprobs is not None
+        num_top = request.sampling.top_logprobs
         output = StepOutput(
             request.id,
             tokens,
-            tuple(_trimmed(one, request) for one in logprobs) if wants_logprobs else (),
+            () if num_top is None else tuple(trimmed(one, num_top) for one in logprobs),
             cached,
             finish,
             prompt_logprobs=prompt_logprobs,
@@ -397,31 +386,3 @@ class StepLoop:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every row and page is accounted for."""
         self._scheduler.check_integrity()
-
-
-def draws_of(sequence: Sequence, row: RowPlan) -> list[Draw]:
-    """The draws of a planned row, which its sequence has already counted."""
-    first = sequence.num_drawn - row.outputs.draws
-    drafted: list[int | None] = [*row.drafted, None]
-    return [Draw(sequence.row, first + index, token) for index, token in enumerate(drafted)]
-
-
-def until_end(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
-    """The next tokens of a sequence, up to the one that ends it, and why that one does; None if none does."""
-    request, constraint = sequence.request, sequence.constraint
-    num_drawn = len(sequence.tokens) - len(request.prompt)
-    for index, token in enumerate(tokens, start=1):
-        is_complete = constraint is not None and constraint.is_complete_after(token)
-        if constraint is not None and constraint.failure is not None:
-            return tokens[:index], "error"
-        if is_complete or (token in request.stop_token_ids and num_drawn + index > request.min_tokens):
-            return tokens[:index], "stop"
-        if num_drawn + index >= request.max_tokens:
-            return tokens[:index], "length"
-    return tokens, None
-
-
-def _trimmed(logprobs: TokenLogprobs, request: EngineRequest) -> TokenLogprobs:
-    """As many alternatives as this request asked for; another request of the batch may have asked for more."""
-    count = request.sampling.top_logprobs or 0
-    return TokenLogprobs(logprobs.logprob, logprobs.top_ids[:count], logprobs.top_logprobs[:count])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -14,6 +14,8 @@ NewRow = tuple[int, EngineRequest, tuple[int, ...]]
 """(row, request, tokens drawn for it earlier)"""
 NewPages = tuple[int, int, int, tuple[int, ...]]
 """(row, KV group, index of the first in the row's page table of the group, pages)"""
+PageCopy = tuple[int, int, int]
+"""(KV group, source, destination): pages."""
 StateCopy = tuple[int, int]
 """(source, destination): slots of recurrent states; the first slots are the rows' own."""
 
@@ -53,6 +55,15 @@ class RowOutputs:
     scores: PromptScoring | None = None
 
 
+class StateCut(NamedTuple):
+    """A place inside a row where its recurrent state is also saved, within the step."""
+
+    num_tokens: int
+    """The tokens of the row before it: at least one, and not all."""
+    slot: int
+    """The checkpoint that gets the state."""
+
+
 LATEST_TOKEN = RowInputs(1, None)
 NO_OUTPUT = RowOutputs()
 DRAW_ONE = RowOutputs(draws=1)
@@ -70,6 +81,7 @@ class RowPlan:
     """False if the KV of these positions is already in the pages (a fully cached prompt)."""
     decodes: bool = False
     """Whether the row continues a response: its tokens were drawn or drafted."""
+    cut: StateCut | None = None
 
     @property
     def count(self) -> int:
@@ -103,7 +115,8 @@ class NamedBlocks(NamedTuple):
     digests: tuple[Digest, ...]
 
 
-BlockAction = Literal["name", "keep", "ask", "fetch", "forget"]
+BlockAction = Literal["name", "keep", "save", "ask", "fetch", "forget"]
+"""`save` is `keep` for a model without work: it may take its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +138,13 @@ class StepPlan:
     """Rows that a sequence gets with this step."""
     new_pages: tuple[NewPages, ...]
     """Additions to the rows' page tables."""
+    page_copies: tuple[PageCopy, ...] = ()
+    """Pages to copy before the step: no source is a destination."""
     restores: tuple[StateCopy, ...] = ()
     """Recurrent states to copy before the step: from a checkpoint to a row, or from a row whose tokens may be rejected
     to a slot."""
     saves: tuple[StateCopy, ...] = ()
-    """Recurrent states to copy after the step, from a row to a checkpoint."""
+    """Recurrent states to copy after the step, from a row to a checkpoint. Rows save further ones at their cuts."""
     num_proposals: int | None = None
     """Draft tokens that are computed for each row that draws, where the model has what computes them; 0: none, but
     those of later steps can be. None: those of later steps will be poor for the sequences of this step."""
@@ -140,11 +155,18 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.count for row in self.rows)
+        return self.num_singles + sum([row.inputs.count for row in self.rows[self.num_singles :]])
+
+    @property
+    def written_slots(self) -> Iterator[int]:
+        """The slots of recurrent states that the step writes besides the rows' own."""
+        yield from (slot for _, slot in (*self.restores, *self.saves))
+        yield from (row.cut.slot for row in self.rows if row.cut is not None)
 
     @property
     def has_drafts(self) -> bool:
-        return any(row.outputs.draws > 1 for row in self.rows)
+        """A row that checks drafts has at least two tokens."""
+        return any(row.outputs.draws > 1 for row in self.rows[self.num_singles :])
 
     @property
     def only_decodes(self) -> bool:
@@ -159,26 +181,31 @@ class StepDraft:
     """A step while it is planned."""
 
     rows: list[RowPlan] = field(default_factory=list)
+    num_tokens: int = 0
     new_rows: list[NewRow] = field(default_factory=list)
     new_pages: list[NewPages] = field(default_factory=list)
+    page_copies: list[PageCopy] = field(default_factory=list)
     restores: list[StateCopy] = field(default_factory=list)
     saves: list[StateCopy] = field(default_factory=list)
     being_computed: set[Digest] = field(default_factory=set)
-    """Pages that this step fills: no other row of the step may read them."""
+    """Pages that this step fills, and tails that end in them: no other row of the step may read them."""
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(row.count for row in self.rows)
+    def add(self, row: RowPlan) -> None:
+        self.rows.append(row)
+        self.num_tokens += row.inputs.count
 
     def finish(self) -> StepPlan | None:
         """The step; None if there is nothing to compute."""
         if not self.rows:
             return None
+        singles = [row for row in self.rows if row.inputs.count == 1]
+        others = [row for row in self.rows if row.inputs.count > 1] if len(singles) < len(self.rows) else []
         return StepPlan(
-            rows=tuple(sorted(self.rows, key=lambda row: row.count > 1)),
-            num_singles=sum(row.count == 1 for row in self.rows),
+            rows=(*singles, *others),
+            num_singles=len(singles),
             new_rows=tuple(self.new_rows),
             new_pages=tuple(self.new_pages),
+            page_copies=tuple(self.page_copies),
             restores=tuple(self.restores),
             saves=tuple(self.saves),
         )

@@ -14,7 +14,7 @@ from cortex.neuron.engine.kernel_pass import META, KernelPass, PassedModel
 from cortex.neuron.engine.loading import matrix_layouts
 from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.request import LoadSpec
-from cortex.neuron.kernels.compilation import use_offline
+from cortex.neuron.kernels.compilation import Report, use_offline
 from cortex.neuron.kernels.device_facts import CARDS, DeviceFacts, facts_of, pretend
 from cortex.neuron.kernels.jit import TRITON
 from cortex.neuron.layers.configs import WHOLE, Shard
@@ -32,7 +32,9 @@ log = logging.getLogger(__name__)
 _GPU = torch.device("cuda")
 
 
-def warm_kernels(path: Path, spec: LoadSpec, facts: DeviceFacts, num_ranks: int) -> int:
+def warm_kernels(
+    path: Path, spec: LoadSpec, facts: DeviceFacts, num_ranks: int, report: Report = lambda *_: None
+) -> int:
     """Compiles what a load of the model at `path` with `spec` would: a directory, which may have the config alone, or a
     GGUF file. Returns the number of kernels. This process can launch none afterwards. Raises LoadError."""
     pretend(facts)
@@ -64,7 +66,7 @@ def warm_kernels(path: Path, spec: LoadSpec, facts: DeviceFacts, num_ranks: int)
     kernels = KernelPass(passed, facts)
     kernels.start()
     try:
-        return kernels.wait()
+        return kernels.wait(report)
     finally:
         kernels.close()
 
@@ -92,7 +94,9 @@ def _read(path: Path) -> tuple[Architecture, dict[str, TensorInfo]]:
     }
 
 
-def warm_here(path: str, card: str | None, options: dict[str, Any], num_ranks: int) -> tuple[str, int] | str:
+def warm_here(
+    path: str, card: str | None, options: dict[str, Any], num_ranks: int, report: Report
+) -> tuple[str, int] | str:
     """The card and the number of kernels, or what went wrong. For a process of its own."""
     if not TRITON:
         return "this installation of torch is for CPUs and has no Triton: there is nothing to compile"
@@ -103,7 +107,7 @@ def warm_here(path: str, card: str | None, options: dict[str, Any], num_ranks: i
     else:
         return f"no GPU is here to compile for; name a card: --card {', '.join(CARDS)}"
     try:
-        num_kernels = warm_kernels(Path(path), LoadSpec(path, **options), facts, num_ranks)
+        num_kernels = warm_kernels(Path(path), LoadSpec(path, **options), facts, num_ranks, report)
     except LoadError as error:
         return str(error)
     except Exception as error:  # of any operation or of the compiler

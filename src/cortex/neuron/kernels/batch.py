@@ -28,6 +28,9 @@ class PrefillRow:
     start: int
     count: int
     offset: int
+    cut: int = 0
+    """After this many tokens, recurrent layers also save the state of the row in `slot`; 0: nowhere."""
+    slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ class Batch:
     """[prefill rows + 1] int32: the first token of each prefill row, relative to the first prefill token"""
     prefill_tiles: Tensor | None = None
     """[tiles, 2] int32: the prefill row and the first token of each tile of PREFILL_TILE tokens"""
+    prefill_cuts: Tensor | None = None
+    """[prefill rows, 2] int32: `cut` and `slot` of each prefill row, which only recurrent layers read"""
     batch_invariant: bool = False
     """Whether a token's result may depend only on its own sequence: then all rows are prefill rows, and no kernel adds
     in an order that follows the batch. A captured graph gives no `prefills`: its rows have one token each."""
@@ -99,10 +104,16 @@ class Batch:
         """The prefill rows, with those of a graph that are empty."""
         return 0 if self.prefill_offsets is None else len(self.prefill_offsets) - 1
 
-    def empty(self, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Memory for values of each token, which kernels fill row by row; zeros where tokens belong to no row."""
-        make = torch.zeros if self.is_padded else torch.empty
-        return make(tuple(shape), dtype=dtype or like.dtype, device=like.device)
+    def empty(self, name: str, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory for values of each token, which kernels fill row by row; finite where tokens belong to no row.
+
+        All layers of a padded step share what has the same name and shape, because one fill serves them all: a layer
+        must have read it before the next one writes.
+        """
+        size, kind = tuple(shape), dtype or like.dtype
+        if not self.is_padded:
+            return torch.empty(size, dtype=kind, device=like.device)
+        return self.once((name, size, kind), lambda: torch.zeros(size, dtype=kind, device=like.device))
 
     def with_groups(self, slots: Sequence[Tensor], page_tables: Sequence[Tensor]) -> Batch:
         """The same step for a model with more KV groups, which have these slots and page tables."""
@@ -119,7 +130,7 @@ class Batch:
         """The result of `make`, which runs once per step and key. All layers of the step share the result: what depends
         on the pages needs the window in its key, because each KV group has another.
 
-        Only for eager execution: a captured graph would keep the tensors of the first step.
+        A captured graph keeps what was computed before its capture, and computes the rest in each replay.
         """
         if key not in self._shared:
             self._shared[key] = make()

@@ -108,10 +108,10 @@ class KernelCompiler:
         for each in self.ended(report):
             each.result()
 
-    def ended(self, report: Report) -> list[Future[float]]:
-        """The compilations of everything that was collected, once they have ended, in success or not. `report` is
-        called every POLL_S; what it raises ends the wait."""
-        begun = list(self._begun.values())
+    def ended(self, report: Report, first: int | None = None) -> list[Future[float]]:
+        """The compilations of everything that was collected, or of the `first` kernels only, once they have ended, in
+        success or not. `report` is called every POLL_S; what it raises ends the wait."""
+        begun = list(self._begun.values())[:first]
         left = begun
         while left:
             report(len(begun) - len(left), len(begun))
@@ -133,11 +133,22 @@ class KernelCompiler:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def timed(compile_: Callable[[], object]) -> float:
-    """Compiles one kernel. Returns the seconds that it took."""
+def timed(compile_: Callable[[], Any]) -> float:
+    """Compiles one kernel and what launches it. Returns the seconds that it took."""
     start = time.perf_counter()
-    compile_()
+    build_launcher(compile_())
     return time.perf_counter() - start
+
+
+def build_launcher(compiled: Any) -> None:
+    """Builds the function that launches a kernel, where there is a card. Some versions of Triton write it in C for each
+    signature and run the host's compiler: a quarter of a second each, on the engine's thread if nobody does it
+    before."""
+    from triton.runtime import driver
+
+    make: Any = getattr(driver.active, "launcher_cls", None)
+    if make is not None and compiled is not None:
+        make(compiled.src, compiled.metadata)
 
 
 def _specialised(parameter: Any, given: Any) -> object:

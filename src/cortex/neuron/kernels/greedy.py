@@ -47,8 +47,9 @@ def _native_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def argmax_reference(logits: Tensor) -> tuple[Tensor, Tensor]:
-    highest, tokens = logits.max(-1)
-    return tokens, highest.isfinite()
+    # On a CPU, numpy's is twenty times as fast as torch's.
+    tokens = torch.from_numpy(logits.float().numpy().argmax(-1)) if logits.is_cpu else logits.argmax(-1)
+    return tokens, logits.gather(-1, tokens[:, None])[:, 0].isfinite()
 
 
 @jit

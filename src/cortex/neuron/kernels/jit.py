@@ -8,10 +8,12 @@ before it writes what an earlier kernel reads or writes.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from functools import cache, partial
-from importlib import import_module
+from importlib import import_module, metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +32,33 @@ try:
 except ImportError:  # CPU installs of torch come without Triton
     pass
 TRITON = triton is not None
+
+
+def key_of_record(record: str) -> str | None:
+    """A digest of the digests that an installer has recorded of Triton's files, its compiler among them. None: it has
+    not."""
+    files = sorted(line for line in record.splitlines() if line.startswith("triton/") and ",sha256=" in line)
+    if not any(line.startswith("triton/_C/libtriton.") for line in files):
+        return None
+    return hashlib.sha256("\n".join(files).encode()).hexdigest()
+
+
+def _use_recorded_key() -> None:
+    """Triton's cache is keyed by a digest of its own files. Each process would read half a gigabyte for it before its
+    first kernel, in every thread that compiles; the record of the installed wheel says the same,
+    except of files that were edited in place."""
+    try:
+        installed = metadata.distribution("triton")
+    except metadata.PackageNotFoundError:
+        return
+    is_imported = Path(str(installed.locate_file("triton/__init__.py"))).resolve() == Path(triton.__file__).resolve()
+    key = key_of_record(installed.read_text("RECORD") or "")
+    if is_imported and key is not None and hasattr(triton.runtime.cache, "triton_key"):
+        triton.runtime.cache.triton_key = lambda: f"{triton.__version__}-{key}"
+
+
+if TRITON:
+    _use_recorded_key()
 INTERPRETED = TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 

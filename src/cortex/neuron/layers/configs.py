@@ -336,8 +336,14 @@ class MoEConfig:
 
     @property
     def num_scores(self) -> int:
-        """Rows of the router: one for each routed expert, and one for the gate of the shared expert."""
+        """Scores of a token: one for each routed expert, and one for the gate of the shared expert."""
         return self.experts + (self.router.gates_shared and self.shared_inner > 0)
+
+    @property
+    def router_rows(self) -> int:
+        """Rows of the router. Those after the gate do not count: libraries are slow unless there are multiples of
+        eight."""
+        return self.experts if self.num_scores == self.experts else -(-self.num_scores // 8) * 8
 
 
 @dataclass(frozen=True, slots=True)

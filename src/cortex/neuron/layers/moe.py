@@ -39,20 +39,22 @@ class MoE:
             gate_up, down = _dense_experts(parameters, config, prefix)
         else:
             gate_up, down, num_shared = quantised
+        router = parameters.empty(config.router_rows, config.hidden)
+        router[config.num_scores :].zero_()  # no tensor fills them, and weights are named by all their bytes
+        gate = router[config.experts : config.num_scores]
+        parameters.bind(f"{prefix}.gate.weight", router[: config.experts])
+        if len(gate):
+            parameters.bind(f"{prefix}.shared_expert_gate.weight", gate)
         if config.shared_inner and not num_shared:
-            self.shared = SharedExpert(parameters, config, prefix)
+            self.shared = SharedExpert(parameters, config, prefix, gate if len(gate) else None)
         self._latent: tuple[Linear, Linear] | None = None
         if config.latent:
             self._latent = (
                 Linear(parameters, config.hidden, {f"{prefix}.fc1_latent_proj": config.latent}),
                 Linear(parameters, config.latent, {f"{prefix}.fc2_latent_proj": config.hidden}),
             )
-        router = parameters.empty(config.num_scores if num_shared else config.experts, config.hidden)
-        parameters.bind(f"{prefix}.gate.weight", router[: config.experts])
-        if num_shared and config.router.gates_shared:
-            parameters.bind(f"{prefix}.shared_expert_gate.weight", router[config.experts :])
         self.experts = Experts(
-            router,
+            router[: config.num_scores if num_shared else config.experts],
             gate_up,
             down,
             config.top_k,
@@ -65,6 +67,7 @@ class MoE:
             bias=_bias(parameters, config, prefix),
             router_norm=_router_norm(parameters, config, prefix),
             scales=_scales(parameters, config, prefix),
+            aligned_router=router if num_shared and len(gate) else None,
             **_biases(parameters, config, prefix),
         )
 
@@ -83,9 +86,9 @@ class MoE:
         return self._group.all_reduce(back(mixed, residual=residual))
 
 
-class ExpertsBeside:
-    """A mixture beside a feed-forward block, with the same residual stream as its input. Both results are normalised
-    and added."""
+class ParallelExperts:
+    """A mixture parallel to a feed-forward block, with the same residual stream as its input. Both results are
+    normalised and added."""
 
     def __init__(self, experts: MoE, after_block: RMSNorm, before: RMSNorm, after: RMSNorm) -> None:
         self.experts = experts
@@ -99,19 +102,18 @@ class ExpertsBeside:
 class SharedExpert:
     """The expert that every token uses, with or without a gate; on a rank of a divided model, a part of the sum."""
 
-    def __init__(self, parameters: Parameters, config: MoEConfig, prefix: str) -> None:
+    def __init__(self, parameters: Parameters, config: MoEConfig, prefix: str, gate: Tensor | None) -> None:
+        """gate: [1, hidden]"""
         name = f"{prefix}.shared_expert"
         self._gate_up: GatedLinear | Linear
         if config.gated:
-            gate, up = (f"{name}.{half}_proj" for half in halves(config.gated))
-            self._gate_up = GatedLinear(parameters, config.hidden, config.shared_inner, gate, up)
+            first, second = (f"{name}.{half}_proj" for half in halves(config.gated))
+            self._gate_up = GatedLinear(parameters, config.hidden, config.shared_inner, first, second)
         else:
             self._gate_up = Linear(parameters, config.hidden, {f"{name}.up_proj": config.shared_inner})
         self._is_gated = config.gated
         self._down = Linear(parameters, config.shared_inner, {f"{name}.down_proj": config.hidden})
-        self._gate = None
-        if config.router.gates_shared:
-            self._gate = parameters.load(f"{prefix}.shared_expert_gate.weight", 1, config.hidden)
+        self._gate = gate
 
     def __call__(self, hidden: Tensor, norm: RMSNorm, residual: Tensor) -> Tensor:
         """hidden: [tokens, hidden] → residual + sigmoid(gate) · expert(norm(hidden)): [tokens, hidden]"""

@@ -156,5 +156,9 @@ class RopeTables:
                 by_pair = axes[torch.tensor([rope.axis(pair) for pair in range(pairs)])].T.to(table.device)
                 table[first:end] = table.gather(0, by_pair.repeat(1, 2))
 
+    def turns(self) -> list[list[float]]:
+        """The row of position 1 of each table: frequencies and scale, from which all rows of positions follow."""
+        return [table[min(1, self.num_positions - 1)].tolist() for table in self._tables.values()]
+
     def storages(self) -> list[torch.UntypedStorage]:
         return [table.untyped_storage() for table in (*self._tables.values(), *self._growths.values())]

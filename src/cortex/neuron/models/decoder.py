@@ -16,7 +16,7 @@ from cortex.neuron.layers.configs import AttentionConfig, LatentAttentionConfig,
 from cortex.neuron.layers.embedding import Embedding, Head
 from cortex.neuron.layers.latent_attention import LatentAttention
 from cortex.neuron.layers.mlp import MLP
-from cortex.neuron.layers.moe import ExpertsBeside, MoE
+from cortex.neuron.layers.moe import MoE, ParallelExperts
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.layers.per_layer import PerLayerInput, PerLayerInputs
@@ -69,10 +69,10 @@ class DecoderLayer:
             self.mlp = MLP(parameters, feed_forward, f"{prefix}.mlp")
         elif feed_forward is not None:
             self.mlp = MoE(parameters, feed_forward, f"{prefix}.mlp")
-        self.beside = None
+        self.parallel_experts = None
         if layer.experts is not None:
             norms = [model.new_norm(layer.norm, f"{prefix}.{name}.weight") for name in EXPERT_NORMS]
-            self.beside = ExpertsBeside(MoE(parameters, layer.experts, f"{prefix}.mlp"), *norms)
+            self.parallel_experts = ParallelExperts(MoE(parameters, layer.experts, f"{prefix}.mlp"), *norms)
         self._own_input = None
         if layer.per_layer_input is not None:
             self._own_input = PerLayerInput(parameters, layer.per_layer_input, prefix)
@@ -96,8 +96,8 @@ class DecoderLayer:
         if self.after_mlp is None:
             return mlp(hidden, self.mlp_norm, hidden)
         added = mlp(hidden, self.mlp_norm)
-        if self.beside is not None:
-            added = self.beside(added, hidden)
+        if self.parallel_experts is not None:
+            added = self.parallel_experts(added, hidden)
         if self._own_input is None or own_input is None:
             return self.after_mlp(added, residual=hidden, factor=self._factor)
         return self._own_input(self.after_mlp(added, residual=hidden), own_input, self._factor)

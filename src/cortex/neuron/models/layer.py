@@ -24,7 +24,7 @@ class BlockNorms:
 
 
 EXPERT_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
-"""The norms where a layer has experts beside its feed-forward block: after the block, before and after the experts."""
+"""The norms of a layer with experts parallel to its feed-forward block: after the block, before the experts, after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class LayerConfig:
     feed_forward_norms: BlockNorms
     """None of its own: the feed-forward block has the same input as the mixer, and both are added."""
     experts: MoEConfig | None = None
-    """Experts beside the feed-forward block, with norms of their own: `EXPERT_NORMS`."""
+    """Experts parallel to the feed-forward block, with norms of their own: `EXPERT_NORMS`."""
     per_layer_input: PerLayerInputConfig | None = None
     """What follows the feed-forward block, in models whose layers have inputs of their own."""
     has_factor: bool = False

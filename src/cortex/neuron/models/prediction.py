@@ -44,7 +44,7 @@ class PredictionConfig:
 
 
 def of_mtp(layer: LayerConfig, norm: NormConfig) -> PredictionConfig:
-    """The head as Qwen publishes it, beside the model."""
+    """The head as Qwen publishes it, next to the model."""
     return PredictionConfig(
         layer,
         norm,

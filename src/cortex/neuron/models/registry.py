@@ -49,7 +49,7 @@ from cortex.neuron.models.transformers.architecture import TransformersArchitect
 from cortex.neuron.models.transformers.library import library_model
 from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
 from cortex.neuron.weights.safetensors.checkpoint import SafetensorsCheckpoint
-from cortex.neuron.weights.safetensors.published import is_readable
+from cortex.neuron.weights.safetensors.published import unreadable_method
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
     "cohere2": Cohere2,
@@ -171,12 +171,11 @@ def _reject_quantised(config: Mapping[str, Any]) -> None:
     """Rejects weights that are quantised in a way that cannot be read."""
     text = config.get("text_config")
     for part in (config, text if isinstance(text, Mapping) else {}):
-        quantised = part.get("quantization_config")
+        quantised = part.get("quantization_config") or part.get("quantization")  # as MLX calls it
         if not quantised:
             continue
-        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
-        if not is_readable(method):
+        if (method := unreadable_method(quantised)) is not None:
             raise UnsupportedModel(
-                f"the weights are quantised ({method or 'method not named'}), which is not supported in safetensors; "
+                f"the weights are quantised ({method}), which is not supported in safetensors; "
                 "use FP8, MXFP4, AWQ, GPTQ or compressed-tensors, the model's unquantised repository, or a GGUF file"
             )

@@ -313,14 +313,13 @@ def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
     packed = _packed_expert_bytes(config, storage, prefix)
     if packed is not None:
         packed += extra
-        return packed + storage.matrix_bytes(config.experts, config.hidden) + _shared_bytes(config, storage, prefix)
+        return packed + storage.matrix_bytes(config.router_rows, config.hidden) + _shared_bytes(config, storage, prefix)
     num_experts = len(config.held) + config.num_shared
     total = storage.matrix_bytes(num_experts * len(halves(config.gated)) * config.inner, config.width)
     total += storage.matrix_bytes(num_experts * config.width, config.inner) + extra
     if not config.num_shared:
         total += _shared_bytes(config, storage, prefix)
-        return total + storage.matrix_bytes(config.experts, config.hidden)
-    return total + storage.matrix_bytes(config.num_scores, config.hidden)
+    return total + storage.matrix_bytes(config.router_rows, config.hidden)
 
 
 def _shared_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
@@ -330,8 +329,7 @@ def _shared_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int
     name = f"{prefix}.shared_expert"
     inputs = {f"{name}.{half}_proj": config.shared_inner for half in halves(config.gated)}
     total = storage.linear_bytes(config.hidden, inputs)
-    total += storage.linear_bytes(config.shared_inner, {f"{name}.down_proj": config.hidden})
-    return total + storage.matrix_bytes(config.num_scores - config.experts, config.hidden)
+    return total + storage.linear_bytes(config.shared_inner, {f"{name}.down_proj": config.hidden})
 
 
 def _packed_expert_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int | None:

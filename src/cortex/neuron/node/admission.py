@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from cortex.wire.words import plural
@@ -38,6 +38,8 @@ class QueuedRequest:
     has_slot: bool = field(default=False, init=False)
     has_output: bool = field(default=False, init=False)
     entered_s: float = field(default=0.0, init=False)
+    number: int = field(default=0, init=False)
+    """Its place in the order of arrival."""
 
 
 class QueueFull(Exception):
@@ -56,37 +58,36 @@ class Admission:
         self.slots = slots
         """Requests that may run at once."""
         self._max_queue = max_queue
+        self.running = 0
+        self.waiting = 0
+        self._num_entered = 0
         self._slots_held: Counter[str] = Counter()
-        self._queue: list[QueuedRequest] = []
+        self._queues: dict[str, dict[QueuedRequest, None]] = {}
+        """The waiting requests of each principal, in order of arrival. A decision looks at the first of each:
+        its cost does not grow with the requests that wait."""
         self._free_cache_tokens = math.inf
         self._pending_cache_tokens = 0
         """Needed by requests that have a slot but no output yet: the engine's report may not include them."""
         self._finished_s: deque[float] = deque(maxlen=1024)
         self._named_seen_s = -math.inf
 
-    @property
-    def running(self) -> int:
-        return self._slots_held.total()
-
-    @property
-    def waiting(self) -> int:
-        return len(self._queue)
-
     def waited_s(self, now_s: float) -> float:
         """How long the first request of the queue has waited; 0 if there is none."""
-        return now_s - self._queue[0].entered_s if self._queue else 0.0
+        return now_s - min(map(_first, self._queues.values()), key=_number).entered_s if self._queues else 0.0
 
     def enter(self, queued: QueuedRequest, now_s: float) -> None:
         """Starts or queues `queued`. Raises QueueFull, unless another request is displaced for it."""
-        queued.entered_s = now_s
+        self._num_entered += 1
+        queued.entered_s, queued.number = now_s, self._num_entered
         if queued.principal != ANONYMOUS:
             self._named_seen_s = now_s
-        if not self._queue and self._may_take_slot(queued.principal, now_s) and self._has_room_for(queued):
+        if not self._queues and self._may_take_slot(queued.principal, now_s) and self._has_room_for(queued):
             self._give_slot(queued)
             return
-        if len(self._queue) >= self._max_queue:
+        if self.waiting >= self._max_queue:
             self._displace_for(queued, now_s)
-        self._queue.append(queued)
+        self._queues.setdefault(queued.principal, {})[queued] = None
+        self.waiting += 1
         self._fill_slots(now_s)
 
     def produced(self, queued: QueuedRequest, now_s: float) -> None:
@@ -105,21 +106,26 @@ class Admission:
         """The request ended. `finished`: it ran to its own end; only those count for the rate."""
         if queued.has_slot:
             queued.has_slot = False
+            self.running -= 1
             self._slots_held[queued.principal] -= 1
+            if not self._slots_held[queued.principal]:
+                del self._slots_held[queued.principal]
             if queued.has_output:
                 self._free_cache_tokens += queued.cache_tokens  # an estimate, until the next report
             else:
                 self._pending_cache_tokens -= queued.cache_tokens
             if finished:
                 self._finished_s.append(now_s)
-        elif queued in self._queue:
-            self._queue.remove(queued)
+        elif queued in self._queues.get(queued.principal, ()):
+            self._leave_queue(queued)
         self._fill_slots(now_s)
 
     def clear(self) -> list[QueuedRequest]:
         """Empties the queue and returns what was in it."""
-        queue, self._queue = self._queue, []
-        return queue
+        queued = sorted((queued for queue in self._queues.values() for queued in queue), key=_number)
+        self._queues.clear()
+        self.waiting = 0
+        return queued
 
     def retry_after_s(self, now_s: float) -> float:
         """When a new request should find a place: the queue's length over the recent rate of finished requests."""
@@ -132,19 +138,33 @@ class Admission:
         if len(recent) < 2:
             return _DEFAULT_RETRY_S
         rate = len(recent) / max(since_s - recent[0], 0.001)
-        return min(max((len(self._queue) + 1) / rate, _MIN_RETRY_S), _MAX_RETRY_S)
+        return min(max((self.waiting + 1) / rate, _MIN_RETRY_S), _MAX_RETRY_S)
 
     def _fill_slots(self, now_s: float) -> None:
-        while candidates := [queued for queued in self._queue if self._may_take_slot(queued.principal, now_s)]:
-            # The queue is in order of arrival and `min` returns the first of equals.
-            queued = min(candidates, key=lambda each: (each.principal == ANONYMOUS, self._slots_held[each.principal]))
+        while self._queues and self.running < self.slots:
+            principals = [each for each in self._queues if self._may_take_slot(each, now_s)]
+            if not principals:
+                return
+            queued = min((_first(self._queues[each]) for each in principals), key=self._turn)
             if not self._has_room_for(queued):
                 return  # requests behind it wait too, so that small ones do not starve a large one
-            self._queue.remove(queued)
+            self._leave_queue(queued)
             self._give_slot(queued)
+
+    def _turn(self, queued: QueuedRequest) -> tuple[bool, int, int]:
+        """The lowest is next."""
+        return queued.principal == ANONYMOUS, self._slots_held[queued.principal], queued.number
+
+    def _leave_queue(self, queued: QueuedRequest) -> None:
+        queue = self._queues[queued.principal]
+        del queue[queued]
+        self.waiting -= 1
+        if not queue:
+            del self._queues[queued.principal]
 
     def _give_slot(self, queued: QueuedRequest) -> None:
         queued.has_slot = True
+        self.running += 1
         self._slots_held[queued.principal] += 1
         self._pending_cache_tokens += queued.cache_tokens
         queued.start()
@@ -164,12 +184,21 @@ class Admission:
     def _displace_for(self, newcomer: QueuedRequest, now_s: float) -> None:
         """Displaces the latest request of the principal with the largest share of the queue. Raises QueueFull."""
         retry_after_s = self.retry_after_s(now_s)
-        shares = Counter(queued.principal for queued in self._queue)
+        queues = sorted(self._queues.values(), key=lambda queue: _first(queue).number)
+        shares = {_first(queue).principal: len(queue) for queue in queues}
         largest = max(shares, key=lambda principal: (principal == ANONYMOUS, shares[principal]), default=None)
         if largest is None or largest == newcomer.principal or newcomer.principal == ANONYMOUS:
-            raise QueueFull(len(self._queue), retry_after_s)
-        if largest != ANONYMOUS and shares[largest] <= shares[newcomer.principal] + 1:
-            raise QueueFull(len(self._queue), retry_after_s)
-        displaced = next(queued for queued in reversed(self._queue) if queued.principal == largest)
-        self._queue.remove(displaced)
+            raise QueueFull(self.waiting, retry_after_s)
+        if largest != ANONYMOUS and shares[largest] <= shares.get(newcomer.principal, 0) + 1:
+            raise QueueFull(self.waiting, retry_after_s)
+        displaced = next(reversed(self._queues[largest]))
+        self._leave_queue(displaced)
         displaced.reject(retry_after_s)
+
+
+def _first(queue: Iterable[QueuedRequest]) -> QueuedRequest:
+    return next(iter(queue))
+
+
+def _number(queued: QueuedRequest) -> int:
+    return queued.number

@@ -26,16 +26,9 @@ from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.model_host import Damaged, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
 from cortex.units import gib
-from cortex.wire.errors import (
-    CortexError,
-    LoadFailed,
-    Overloaded,
-    Recovering,
-    ShuttingDown,
-    UnloadedWhileLoading,
-    about,
-)
+from cortex.wire.errors import CortexError, LoadFailed, Overloaded, Recovering, ShuttingDown, UnloadedWhileLoading
 from cortex.wire.node.protocol import ModelState
+from cortex.wire.words import about
 
 log = logging.getLogger(__name__)
 
@@ -199,6 +192,7 @@ class ModelController:
         for effect in effects:
             self._carry_out(effect)
         if after is not before:
+            self._sleep_budget.settle()
             self._on_changed(self.model_id)
 
     def _carry_out(self, effect: events.Effect) -> None:

@@ -135,7 +135,7 @@ class Models:
             self._max_prompt_tokens,
             damage,
             bench,
-            self._kv_host.kept(model_id, is_divided=model.is_divided),
+            self._kv_host.kept(model_id, model.num_devices // model.replicas),
         )
         if controller is None:
             self._unused[model_id] = _UnusedModel(sources, estimate_basis, status)

@@ -53,7 +53,8 @@ from cortex.neuron.worker.discovery import Inventory
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.tasks import SupervisedTask, Supervisor, run_once
 from cortex.wire.errors import ShuttingDown
-from cortex.wire.node.protocol import Health, LoadRequest, ModelState, ModelStatus, NodeEvent, UnloadRequest
+from cortex.wire.node.orders import LoadRequest, UnloadRequest
+from cortex.wire.node.protocol import Health, ModelState, ModelStatus, NodeEvent
 
 log = logging.getLogger(__name__)
 

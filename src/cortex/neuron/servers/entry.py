@@ -92,8 +92,9 @@ class HarnessEntry(Section, frozen=True):
     stop_timeout_s: Seconds = 10.0
     """How long a server may take to end; then it is killed."""
     silence_timeout_s: Seconds = 600.0
-    """A response of which nothing arrives for this long has failed. If no other response goes on either, and the server
-    does not respond to its health check, it hangs: it is killed, and started again."""
+    """After this long without a byte of a response, the server is asked by its health check, unless another response
+    goes on. One that does not respond hangs: it is killed, and started again. One that works may take an hour until a
+    response begins, because one that is no stream arrives when it is done; a stream that stops for this long fails."""
     restart: bool = True
     """Start a server that ends by itself again, with a back-off. `false`: the next request does."""
     sleep: StateRequest = StateRequest()

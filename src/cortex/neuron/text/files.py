@@ -11,8 +11,10 @@ from cortex.neuron.text.errors import TextFileMalformed
 from cortex.neuron.vision.reading import PROCESSOR_FILES, image_processor_in, read_picture_spec
 from cortex.neuron.vision.spec import PictureSpec
 from cortex.neuron.weights.gguf.metadata import read_metadata
-from cortex.neuron.weights.gguf.projector import picture_config, processor_config, projector_beside
+from cortex.neuron.weights.gguf.projector import picture_config, processor_config, projector_of
 
+TEKKEN: Final = "tekken.json"
+"""The tokenizer of Mistral's own library, which some of its repositories have in place of `tokenizer.json`."""
 MAX_JSON_BYTES: Final = 16 << 20
 MAX_TEMPLATE_BYTES: Final = 1 << 20
 MAX_TOKENIZER_BYTES: Final = 128 << 20
@@ -28,10 +30,10 @@ def gguf_file(path: Path) -> Path | None:
     return min(models, default=None)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """The JSON object in a file, `{}` if there is no file; raises TextFileMalformed."""
     try:
-        content = json.loads(read_limited(path, MAX_JSON_BYTES))
+        content = json.loads(read_limited(path, max_bytes))
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:
@@ -52,23 +54,23 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
 
 def _gguf_picture_spec(model: Path) -> PictureSpec | None:
     """Raises CheckpointError, or TextFileMalformed."""
-    if (beside := projector_beside(model)) is None:
+    if (projector := projector_of(model)) is None:
         return None
-    file = read_metadata(beside)
+    file = read_metadata(projector)
     if (config := picture_config(file)) is None:
         return None
     try:
         return read_picture_spec(config, processor_config(file))
     except ValueError as error:
-        raise TextFileMalformed(f"the image processor of {beside} cannot be used: {error}") from error
+        raise TextFileMalformed(f"the image processor of {projector} cannot be used: {error}") from error
 
 
 def token_search(directory: Path) -> Callable[[str], bool]:
     """Whether a text is a token of its own, without a tokenizer: it stands in quotes in the file that has them."""
-    try:
-        content = read_limited(directory / "tokenizer.json", MAX_TOKENIZER_BYTES)
-    except FileNotFoundError:
+    found = [directory / name for name in ("tokenizer.json", TEKKEN) if (directory / name).exists()]
+    if not found:
         return lambda _: False
+    content = read_limited(found[0], MAX_TOKENIZER_BYTES)
 
     def is_token(text: str) -> bool:
         return json.dumps(text).encode() in content or json.dumps(text, ensure_ascii=False).encode() in content

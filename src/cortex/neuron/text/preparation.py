@@ -41,7 +41,9 @@ def prepare(text: TextModel, request: GenerateRequest, rules: PromptRules) -> Pr
 
 
 def _prediction(text: TextModel, prediction: str, rules: PromptRules) -> tuple[int, ...]:
-    # Not the error of a long prompt: clients would shorten the conversation in vain.
+    if not prediction:
+        return ()
+    # Not the error of a long prompt: clients would shorten the conversation, which does not help.
     if rules.max_characters is not None and len(prediction) > rules.max_characters:
         raise InvalidValue(
             f"Invalid value for 'prediction': it has {len(prediction)} characters, at most {rules.max_characters} are "

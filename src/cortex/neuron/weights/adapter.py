@@ -1,4 +1,4 @@
-"""The adapter that a repository has beside its weights: low-rank changes, added to matrices as they are loaded.
+"""The adapter that a repository has next to its weights: low-rank changes, added to matrices as they are loaded.
 
 jina-embeddings-v5 has one for each of four tasks, over weights that make no useful vectors alone. That for retrieval is
 used here; each task also has a repository of its own, in which its adapter is merged.
@@ -63,7 +63,7 @@ def adapter_scale(folder: Path) -> float:
 
 
 def adapter_tensor(name: str) -> str:
-    """The name of an adapter's tensor beside those of the model."""
+    """The name of an adapter's tensor among those of the model."""
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     return name

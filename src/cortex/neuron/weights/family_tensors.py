@@ -72,8 +72,8 @@ _TOWER: Final = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projecto
 """Tensors of vision towers, which keep their names."""
 _BODY: Final = ("embed_tokens.", "layers.", "norm.")
 _NAMES: Final = re.compile("|".join(("^" if name[0] != "." else "") + re.escape(name) for name in _OWN_NAMES))
-_BESIDE: Final = re.compile(r"(\.layers\.\d+)\.experts\.")
-"""Experts beside a feed-forward block, which layers have in that block."""
+_PARALLEL_EXPERTS: Final = re.compile(r"(\.layers\.\d+)\.experts\.")
+"""Experts parallel to a feed-forward block, which layers have in that block."""
 _BIAS_OF_CHOICE: Final = ".mlp.gate.e_score_correction_bias"
 _INTERLEAVED: Final = frozenset({"cohere2", "ernie4_5", "ernie4_5_moe", "glm4"})
 """Families that rotate pairs of adjacent dimensions; here the two halves of the rotated dimensions are pairs."""
@@ -123,7 +123,7 @@ def _arranged_name(name: str) -> str:
     if (tower := _TOWER.match(name)) is not None:
         own = name.replace("vision_tower.vision_model.", "vision_tower.", 1)
         return f"model.{own}" if tower[1] is None else own
-    return _BESIDE.sub(r"\1.mlp.experts.", _NAMES.sub(_own_name, name))
+    return _PARALLEL_EXPERTS.sub(r"\1.mlp.experts.", _NAMES.sub(_own_name, name))
 
 
 def _has_columns(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> bool:

@@ -56,6 +56,19 @@ class MappedFile:
         """The whole file, for tensors. Accessed first before `close`."""
         return self._mapped(self.num_bytes, mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
 
+    def read_into(self, memory: memoryview, offset: int) -> None:
+        """Fill `memory` with the bytes from `offset` on; thread-safe. If the file shrinks, this fails cleanly, where a
+        mapping would crash. Raises FilesMissing, or Malformed."""
+        done = 0
+        while done < len(memory):
+            try:
+                count = os.preadv(self.descriptor, [memory[done:]], offset + done)
+            except OSError as error:
+                raise FilesMissing(f"cannot read {self.path}: {error.strerror}; check the disk") from error
+            if count == 0:
+                raise Malformed(f"{self.path} ends at byte {offset + done} while it is being read; download it again")
+            done += count
+
     def _mapped(self, num_bytes: int, flags: int, prot: int) -> mmap.mmap:
         try:
             return mmap.mmap(self.descriptor, num_bytes, flags=flags, prot=prot)

@@ -15,8 +15,7 @@ from typing import Final
 
 import torch
 
-from cortex.neuron.weights.errors import Cancelled, CheckpointError, FilesMissing, Malformed
-from cortex.neuron.weights.mapping import MappedFile
+from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.weights.placement import WeightPiece
 
 _NUM_READERS: Final = 8
@@ -124,20 +123,8 @@ class Readers:
 
 
 def _read(piece: WeightPiece, buffer: Buffer) -> None:
-    """Fill `buffer` with the bytes of the piece. If the file shrinks, a read fails cleanly; a mapping would crash."""
+    """Fill `buffer` with the bytes of the piece."""
     first = 0
     for offset, num_bytes in piece.stored.spans(piece.start_group, piece.num_groups):
-        _read_span(piece.stored.file, offset, buffer.memory[first : first + num_bytes])
+        piece.stored.file.read_into(buffer.memory[first : first + num_bytes], offset)
         first += num_bytes
-
-
-def _read_span(file: MappedFile, offset: int, memory: memoryview) -> None:
-    done = 0
-    while done < len(memory):
-        try:
-            count = os.preadv(file.descriptor, [memory[done:]], offset + done)
-        except OSError as error:
-            raise FilesMissing(f"cannot read {file.path}: {error.strerror}; check the disk") from error
-        if count == 0:
-            raise Malformed(f"{file.path} ends at byte {offset + done} while it is being read; download it again")
-        done += count

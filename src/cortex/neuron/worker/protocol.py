@@ -8,10 +8,12 @@ its number. A worker that dies sends no reply.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import struct
+from array import array
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from cortex.ipc.channel import ChannelMessage
+from cortex.ipc.channel import ChannelMessage, Unsendable
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, KeptPages, LoadSpec, StepOutput
 from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.worker.faults import FaultKind
@@ -77,6 +79,21 @@ class CancelLoad(ChannelMessage, frozen=True):
 class Submit(ChannelMessage, frozen=True):
     handle: int
     request: EngineRequest
+    """Without its prompt."""
+    prompt: bytes
+    """Token ids as packed 32-bit integers, which are read in half the time of a list."""
+
+    @classmethod
+    def of(cls, handle: int, request: EngineRequest) -> Submit:
+        """Raises Unsendable."""
+        try:
+            prompt = array("I", request.prompt)
+        except (OverflowError, TypeError) as error:
+            raise Unsendable(f"a token id of the prompt is invalid: {error}") from error
+        return cls(handle, replace(request, prompt=()), prompt.tobytes())
+
+    def whole(self) -> EngineRequest:
+        return replace(self.request, prompt=struct.unpack(f"{len(self.prompt) // 4}I", self.prompt))
 
 
 class Cancel(ChannelMessage, frozen=True):

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from cortex.wire import errors
 from cortex.wire.dialects.openai_chunks import stream_error
+from cortex.wire.error_codes import from_code
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure, Finish, ReasoningDelta, TextDelta
 from cortex.wire.fields.body import LARGEST_COUNT
@@ -58,7 +58,7 @@ class Encoder:
             case Finish():
                 return frame(msgspec.json.encode(_end("", event, self._model)))
             case Failure(code=code, message=message):
-                return stream_error(errors.from_code(code, message))
+                return stream_error(from_code(code, message))
             case _:
                 return b""
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from cortex.wire import errors
 from cortex.wire.dialects.openai_chunks import (
     SYSTEM_FINGERPRINT,
     ChunkEncoder,
@@ -16,6 +15,7 @@ from cortex.wire.dialects.openai_chunks import (
     stream_error,
     usage_body,
 )
+from cortex.wire.error_codes import from_code
 from cortex.wire.errors import Family
 from cortex.wire.events import (
     AnyEvent,
@@ -29,7 +29,7 @@ from cortex.wire.events import (
     TokenLogprob,
     UsageSoFar,
 )
-from cortex.wire.fields.body import LARGEST_TOKEN, Fields
+from cortex.wire.fields.body import Fields, PromptIds
 from cortex.wire.fields.sampling import (
     MAX_CHOICES,
     MAX_TOP_LOGPROBS,
@@ -106,8 +106,11 @@ def _read_prompts(fields: Fields) -> list[Prompt]:
 
 
 def _read_ids(fields: Fields, given: list[Any]) -> tuple[int, ...]:
-    if set(map(type, given)) == {int} and min(given) >= 0 and max(given) <= LARGEST_TOKEN:
-        return tuple(given)
+    try:
+        if given:
+            return msgspec.convert(given, PromptIds)
+    except msgspec.ValidationError:
+        pass
     raise fields.invalid("prompt", "expected strings only, or arrays of token ids")
 
 
@@ -147,7 +150,7 @@ class Encoder(ChunkEncoder):
             case Finish():
                 return self._finished(event, self._chunk([self._choice(event.index, "", _finish_body(event))]))
             case Failure(code=code, message=message):
-                return stream_error(errors.from_code(code, message))
+                return stream_error(from_code(code, message))
             case _:
                 return b""  # this dialect has neither roles nor tool calls
 

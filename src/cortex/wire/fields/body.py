@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -24,6 +24,7 @@ LARGEST_COUNT = 2**53 - 1
 """The largest integer that every JSON library reads exactly. Some clients send it for "no limit"."""
 LARGEST_TOKEN = 2**31 - 1
 """Upper bound of token ids in every vocabulary."""
+PromptIds = tuple[Annotated[int, msgspec.Meta(ge=0, le=LARGEST_TOKEN)], ...]
 MAX_ITEMS = 16_384
 """Items of an array, or keys of an object, that are read: messages, parts, tools, choices. Some fields allow fewer."""
 MAX_REPLACED_SURROGATES = 100_000

@@ -10,7 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from cortex.wire import sse
-from cortex.wire.errors import BY_CODE, UpstreamInterrupted
+from cortex.wire.error_codes import BY_CODE
+from cortex.wire.errors import UpstreamInterrupted
 
 _MARK = b"failed "
 _COMMENT = b"\n: " + _MARK
@@ -29,7 +30,7 @@ class _Event(msgspec.Struct, frozen=True):
     type: str | None = None
     error: _Error | str | None = None
     code: str | int | None = None
-    """Beside an `error` that is text, as Ollama writes it."""
+    """Next to an `error` that is text, as Ollama writes it."""
 
     @property
     def error_code(self) -> str:

@@ -83,6 +83,7 @@ async def test_pull_follows_the_job(client: Client, node: FakeNeuron) -> None:
     assert [(pull.model_id, pull.quant) for pull in node.pull_requests] == [("org/new", "Q4_K_M")]
     status, reply = await client.post("/api/pull", {"model": "nonsense", "stream": False})
     assert (status, reply["code"]) == (404, "model_not_found")
+    assert "OWNER/NAME" in reply["error"]
 
 
 async def test_pull_without_a_stream_responds_at_its_end(client: Client, node: FakeNeuron) -> None:

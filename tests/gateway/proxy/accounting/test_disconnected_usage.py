@@ -17,7 +17,8 @@ from cortex.wire.events import Usage
 from cortex.wire.node.headers import TOKEN_LIMIT
 from cortex.wire.node.protocol import ModelState
 
-from ...fake_neuron import GB, begin_stream, chunk, hang
+from ...fake_neuron import GB
+from ...fake_responses import begin_stream, chunk, hang
 from ...started_gateway import until
 
 if TYPE_CHECKING:

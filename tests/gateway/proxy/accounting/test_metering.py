@@ -13,7 +13,8 @@ from cortex.gateway.ledger.keys import generate
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import ModelState
 
-from ...fake_neuron import GB, REPORTED, USAGE, begin_stream, chunk, usage_chunk
+from ...fake_neuron import GB
+from ...fake_responses import REPORTED, USAGE, begin_stream, chunk, usage_chunk
 from ...started_gateway import until
 
 if TYPE_CHECKING:

@@ -124,6 +124,6 @@ def test_counts_the_prompt_once_among_choices(text: TextModel) -> None:
 
 def test_raises_when_the_engine_ends_the_request(text: TextModel) -> None:
     with pytest.raises(GenerationFailed, match="not finite"):
-        Choice(context(text), 0).push([StepOutput("r", finish="error", error="numbers are not finite")], STOPWATCH)
+        Choice(context(text), 0).push([StepOutput("r", finish="error", error="logits are not finite")], STOPWATCH)
     with pytest.raises(Overloaded):
         Choice(context(text), 0).push([StepOutput("r", finish="cancelled")], STOPWATCH)

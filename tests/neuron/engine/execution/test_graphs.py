@@ -7,14 +7,16 @@ import itertools
 import pytest
 import torch
 
+from cortex.neuron.engine.drawn_tokens import draws_of
 from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, MAX_NATIVE_ROWS, SIZES, GraphSizes, SizedGraphs
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.kv_pages import KVPages
-from cortex.neuron.engine.memory.sequences import KVCache
+from cortex.neuron.engine.memory.plan import StateSlots
+from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
-from cortex.neuron.engine.scheduler import Scheduler, SchedulerLimits
+from cortex.neuron.engine.scheduler import Scheduler
+from cortex.neuron.engine.scheduler_limits import SchedulerLimits
 from cortex.neuron.engine.speculation.drafter import Draft
-from cortex.neuron.engine.step_loop import draws_of
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.layers.parallel import SingleRank
 from cortex.neuron.layers.parameters import Parameters
@@ -48,9 +50,9 @@ class Bench:
         model = Decoder(Llama(CONFIG), Parameters(CPU, torch.float32), CONTEXT)
         for binding in model.parameters.bindings:
             torch.nn.init.normal_(binding.destination, std=0.3)
-        KVCache(model.attentions, {None: 40}, 8, torch.float32, CPU)
+        memory = SequenceMemory(model, {None: 40}, 8, StateSlots(MAX_ROWS), torch.float32, CPU)
         self._capture = capture
-        self.runner = Runner(model, 8, MAX_ROWS, CONTEXT, 64, capture=capture, checks_drafts=checks_drafts)
+        self.runner = Runner(model, 8, MAX_ROWS, CONTEXT, 64, memory, capture=capture, checks_drafts=checks_drafts)
         self.scheduler = Scheduler(KVPages({None: 40}, 8), SchedulerLimits(MAX_ROWS, 64, 64, CONTEXT))
 
     @property
@@ -67,7 +69,7 @@ class Bench:
     ) -> list[list[int]]:
         """`expected`: the responses, of which drafts are made, with every fifth token wrong."""
         sequences = [
-            self.scheduler.submit(
+            self.scheduler.add(
                 EngineRequest(str(number), prompt, max_tokens, SamplingParams(temperature=temperature, seed=number))
             )
             for number, prompt in enumerate(prompts)

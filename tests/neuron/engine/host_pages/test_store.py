@@ -59,9 +59,22 @@ def test_least_recently_used_slabs_are_dropped_first_and_never_during_a_copy() -
     assert sum(store.has(PAGES, bytes([number])) for number in range(16)) == 2
     store.shrink(0)
     assert [store.has(PAGES, digest) for digest in (b"\x00", b"\x01")] == [False, True], "a copy reads it"
-    store.end(borrowed[1:])
     store.limit(0)
+    assert store.has(PAGES, b"\x01"), "still"
+    store.end(borrowed[1:])
     assert (len(store), store.num_bytes, store.reserve(PAGES, 1)) == (0, 0, [])
+
+
+def test_full_budget_takes_memory_over_instead_of_allocating_it_again() -> None:
+    memory = CountedMemory()
+    store = HostPages(memory, 160)
+    put(store, PAGES, *(bytes([number]) for number in range(16)))
+    memory.is_full = True  # as while page-locking more would delay steps
+    assert len(put(store, OTHER, b"x", b"y")) == 2
+    assert [store.has(PAGES, bytes([number])) for number in range(3)] == [False, False, True], "the oldest have gone"
+    assert store.has(OTHER, b"x")
+    store.check_integrity()
+    assert (store.num_bytes, sum(memory.slabs.values())) == (160, 160)
 
 
 def test_block_that_is_larger_than_the_budget_or_finds_no_memory_has_no_place() -> None:

@@ -32,22 +32,22 @@ def test_conversation_survives_sleep_and_reload_and_continues_with_the_same_toke
     config, host = FAMILIES[family], new_host()
     plain = make_engine(config, None)
     expected, _ = respond(plain)
-    cached_on_device = respond(plain)[1]
-    assert cached_on_device >= 96
+    in_pages = respond(plain)[1] // 32 * 32
+    assert in_pages >= 96
     engine = make_engine(config, host)
     assert respond(engine) == (expected, 0)
     engine.sleep()
     assert host.store.num_bytes > 0
     wake(engine)
-    assert respond(engine) == (expected, cached_on_device)
-    assert engine.stats().fetched_tokens == cached_on_device // 32 * 32
+    assert respond(engine) == (expected, in_pages)
+    assert engine.stats().fetched_tokens == in_pages
     longer = (*PROMPT, *expected, 9, 8, 7)
     expected_next = respond(plain, longer)[0]
     engine.save_pages()
     again = make_engine(config, host)
     tokens, cached = respond(again, longer)
     assert tokens == expected_next
-    assert cached >= cached_on_device // 32 * 32
+    assert cached >= in_pages
     host.store.check_integrity()
 
 
@@ -70,6 +70,26 @@ def test_one_changed_byte_of_the_weights_gives_another_fingerprint(make_engine: 
     octets = torch.empty(0, dtype=torch.uint8).set_(storage)
     octets[len(octets) // 2] ^= 1
     assert respond(changed)[1] == 0
+
+
+def test_load_with_another_context_finds_the_pages(make_engine: EngineMaker) -> None:
+    host = new_host()
+    engine = make_engine(DENSE, host)
+    expected, _ = respond(engine)
+    engine.save_pages()
+    assert respond(make_engine(DENSE, host, context_tokens=200)) == (expected, 160)
+
+
+def test_rate_is_that_of_the_copy_and_not_of_the_step_after_it(make_engine: EngineMaker) -> None:
+    host = new_host()
+    engine = make_engine(DENSE, host)
+    respond(engine)
+    engine.save_pages()
+    times = iter([10.0, 10.5])  # a third look at the clock would raise
+    host.rate.clock = lambda: next(times)
+    respond(make_engine(DENSE, host))
+    kind, _ = next(iter(host.store._slab_of))  # noqa: SLF001
+    assert host.rate.bytes_per_s == 5 * kind.num_bytes / 0.5
 
 
 def test_pages_under_pressure_are_copied_before_they_are_overwritten(make_engine: EngineMaker) -> None:

@@ -35,11 +35,11 @@ TYPES = {"Q4_0": (2, 18), "Q4_1": (3, 20), "Q8_0": (8, 34), "F32": (0, 4)}
 
 
 def blocks(kind: str, rows: int, columns: int, generator: torch.Generator) -> bytes:
-    """Random numbers of a size that keeps activations stable."""
+    """Random values of a size that keeps activations stable."""
     if kind == "F32":
         is_norm = columns == 1
-        numbers = torch.randn(rows * columns, generator=generator) * (0.1 if is_norm else columns**-0.5)
-        return (numbers + is_norm).numpy().tobytes()
+        values = torch.randn(rows * columns, generator=generator) * (0.1 if is_norm else columns**-0.5)
+        return (values + is_norm).numpy().tobytes()
     scale = columns**-0.5 / (4 if kind.startswith("Q4") else 64)
     head = bytearray(struct.pack("<ee", scale, -8 * scale)[: 4 if kind == "Q4_1" else 2])
     size = (rows * columns // 32, TYPES[kind][1] - len(head))

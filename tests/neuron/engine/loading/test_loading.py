@@ -164,6 +164,11 @@ def test_rejects_an_unsupported_family_and_names_the_nearest(checkpoint: Path) -
         ({"max_position_embeddings": None}, "max_position_embeddings"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads"),
         ({"quantization_config": {"quant_method": "hqq"}}, "the weights are quantised (hqq)"),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+            "the weights are quantised (modelopt NVFP4)",
+        ),
+        ({"quantization": {"bits": 4, "group_size": 64}}, "the weights are quantised (method not named, as MLX does)"),
         ({"quantization_config": {"bits": 4}}, "the model's unquantised repository, or a GGUF file"),
         ({"text_config": {"quantization_config": {"quant_method": "aqlm"}}}, "the weights are quantised (aqlm)"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),

@@ -46,8 +46,8 @@ SCALES: dict[Kind, tuple[tuple[int, float], ...]] = {
 
 def random_tensor(kind: Kind, rows: int, columns: int, random: np.random.Generator) -> np.ndarray:
     if kind in (Kind.F16, Kind.BF16):
-        numbers = random.normal(0, 0.05, (rows, columns)).astype(np.float32)
-        return gguf.quants.quantize(numbers, kind)
+        values = random.normal(0, 0.05, (rows, columns)).astype(np.float32)
+        return gguf.quants.quantize(values, kind)
     elements, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     count = rows * columns // elements
     blocks = random.integers(0, 256, (count, num_bytes), dtype=np.uint8)

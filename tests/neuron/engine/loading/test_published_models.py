@@ -39,7 +39,7 @@ VOCAB = 96
 
 
 def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """[outputs, inputs] → the parts of the matrix by suffix, and the numbers that they mean."""
+    """[outputs, inputs] → the parts of the matrix by suffix, and the values that they mean."""
     grouped = weight.view(len(weight), -1, 64)
     low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
     scale = ((high - low) / 15).half().float()
@@ -65,9 +65,9 @@ def float8(weight: Tensor, size: int = 64) -> tuple[dict[str, Tensor], Tensor]:
     blocks = padded.view(len(padded) // rows, rows, -1, columns)
     scale = blocks.abs().amax((1, 3)) / 448
     codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-    numbers = (codes.float() * scale[:, None, :, None]).view(padded.shape)[: len(weight)]
+    values = (codes.float() * scale[:, None, :, None]).view(padded.shape)[: len(weight)]
     name = "weight_scale_inv" if size else "weight_scale"
-    return {"weight": codes.view(padded.shape)[: len(weight)].contiguous(), name: scale}, numbers
+    return {"weight": codes.view(padded.shape)[: len(weight)].contiguous(), name: scale}, values
 
 
 Quantise = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
@@ -81,7 +81,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantise]] = {
 
 @pytest.fixture(scope="module", params=FORMATS)
 def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A model directory, and the reference model with the numbers that are in it."""
+    """A model directory, and the reference model with the values that are in it."""
     path = tmp_path_factory.mktemp(request.param)
     return path, write(path, *FORMATS[request.param])
 
@@ -99,9 +99,9 @@ def write(path: Path, config: dict[str, Any], quantise: Quantise, inner: int = 2
     tensors = load_file(path / "model.safetensors")
     dense = dict(reference.named_parameters())
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        parts, numbers = quantise(tensors.pop(name))
+        parts, values = quantise(tensors.pop(name))
         tensors |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in parts.items()}
-        dense[name].data.copy_(numbers)
+        dense[name].data.copy_(values)
     save_file(tensors, path / "model.safetensors")
     stored = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(stored | {"quantization_config": config}))
@@ -115,7 +115,7 @@ def loaded(path: Path, group: TorchGroup | None = None, rank: RankSpec | None = 
 
 @torch.inference_mode()
 def logits_of(path: Path, rank: RankSpec | None = None) -> Tensor:
-    """Of every position of a prompt in two chunks."""
+    """Logits of every position of a prompt in two chunks."""
     group = None if rank is None else TorchGroup.join(rank, CPU, lambda: None)
     tokens = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(5))
     [logits] = Driver(loaded(path, group, rank), 1).logits([tokens], [[33, 7]])
@@ -125,7 +125,7 @@ def logits_of(path: Path, rank: RankSpec | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
-def test_published_model_agrees_with_the_reference_on_its_numbers(
+def test_published_model_agrees_with_the_reference_on_its_values(
     published: tuple[Path, Any], is_packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, reference = published

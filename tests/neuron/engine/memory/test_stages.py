@@ -165,7 +165,7 @@ def test_stages_of_a_model_fit_with_penalties_on_the_first() -> None:
 
 
 def test_layers_that_read_the_pages_of_others_are_in_their_stage() -> None:
-    """Of 8 layers the last 4 read the pages of the third and the fourth."""
+    """The last 4 of 8 layers read the pages of the third and the fourth."""
     types = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "full") * 2]
     own: dict[str, Any] = {"layer_types": types, "sliding_window": 64, "num_kv_shared_layers": 4, "global_head_dim": 32}
     capacities = (10_000_000, 2_000_000)

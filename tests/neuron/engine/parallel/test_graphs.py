@@ -40,7 +40,7 @@ class Captures:
 
     def __init__(self) -> None:
         self.sizes: dict[bool, list[int]] = {True: [], False: []}
-        """Of the leader, and of the other rank."""
+        """Sizes that the leader captured, and those of the other rank."""
         self.replays = 0
         self.fails: tuple[bool, int, Exception] | None = None
         """Whether the leader's capture fails, or the other's; of which size; with what."""

@@ -211,9 +211,9 @@ def test_nothing_is_asked_where_the_leader_has_nothing_to_offer(
         assert announced == [], "the device has the prefix"
         for _ in range(2):
             ranks.leader.save_pages()
-            assert announced == ["name", "keep", "ask"], "each block once; then all ranks have it"
+            assert announced == ["name", "save", "ask"], "each block once; then all ranks have it"
         respond(ranks, tuple(reversed(PROMPT)))
-        assert announced == ["name", "keep", "ask"], "host memory has nothing of this prompt"
+        assert announced == ["name", "save", "ask"], "host memory has nothing of this prompt"
 
 
 class Agreeing:
@@ -231,7 +231,7 @@ def test_blocks_that_ranks_have_agreed_on_stay_until_the_next_order() -> None:
     memory = torch.arange(40, dtype=torch.int64).view(1, 10, 4)
     blocks = [BlockTensors([memory]), BlockTensors([])]
     kinds = host.kinds("", b"weights", [each.num_bytes for each in blocks], 1, 32)
-    rank = FollowingBlocks(host, blocks, lambda _: kinds, cast(TorchGroup, group), torch.device("cpu"))
+    rank = FollowingBlocks(host, blocks, lambda _: kinds, 1, cast(TorchGroup, group), torch.device("cpu"))
     digests = (b"a", b"b", b"c")
     rank.obey(BlockOrder("keep", (NamedBlocks(0, (1, 2), digests[:2]), NamedBlocks(1, (3,), (b"c",)))))
     asked = (NamedBlocks(0, (), digests), NamedBlocks(1, (), digests[:1]))

@@ -32,10 +32,11 @@ from cortex.ipc.child import die_with_parent
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.execution import model_graphs
 from cortex.neuron.engine.execution.graphs import CudaCapture, Graph, Outputs
+from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.parallel import group as group_module
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.parallel.peer_memory import PeerMemory
-from cortex.neuron.engine.parallel.ranks import Follower, load_engine
+from cortex.neuron.engine.parallel.ranks import Follower, Rank, load_engine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
 from cortex.neuron.kernels.peer_buffer import BUFFER_BYTES, MAX_BYTES, NUM_FLAGS
 from cortex.neuron.kernels.peer_exchange import peer_sum, peer_sum_reference
@@ -56,6 +57,8 @@ DUMP_AFTER_S = 40.0
 LOST_AFTER_S = 2
 DEVICE = torch.device("cuda:0")
 SPEC = LoadSpec("", dtype="bfloat16", max_num_seqs=2, context_tokens=256, memory_bytes=64 << 20)
+LONG_TOKENS = 650
+KEPT_BYTES = 64 << 20
 SHAPES = ((1, 4096, torch.bfloat16), (8, 8192, torch.float32))
 
 
@@ -257,7 +260,7 @@ def responses(engine: Engine) -> Responses:
 
 class CountedCapture(CudaCapture):
     num_graphs = 0
-    """Of this process."""
+    """The graphs that this process has captured."""
 
     def __call__(self, step: Callable[[], Outputs]) -> tuple[Graph, Outputs]:
         captured = super().__call__(step)
@@ -314,6 +317,52 @@ def test_divided_model_replays_graphs_with_its_messages(tmp_path: Path) -> None:
     assert leading == following == 2  # sizes 1 and 2
     assert divided == woken
     assert divided["greedy"][:3] == whole["greedy"][:3]  # later ones may differ by rounding
+
+
+def keep(stage: Stage, directory: str, plans: Any, path: str) -> tuple[list[tuple[list[int], int]], int]:
+    """The responses of a model that is loaded twice, and asked twice the first time, with how many tokens of the prompt
+    had come from host memory by then; and how many blocks this rank has there."""
+    Rank._keeps_pages = property(lambda _: True)  # type: ignore[method-assign, assignment]  # noqa: SLF001
+    answers: list[tuple[list[int], int]] = []
+    host: DeviceHostMemory | None = None
+    for load in range(2):
+        rank = RankSpec(stage.rank, NUM_RANKS, f"{directory}/{load}")
+        spec = replace(SPEC, path=path, model_id="m", context_tokens=LONG_TOKENS + 32, rank=rank)
+        link = QueueLink(plans[1:]) if stage.rank == 0 else None
+        engine = load_engine(spec, DEVICE, lambda *_: None, lambda: False, link)
+        host = engine.keep_pages(host)
+        assert host is not None
+        host.store.limit(KEPT_BYTES)
+        stage("has loaded its share")
+        if isinstance(engine, Follower):
+            while (plan := plans[stage.rank].get()) is not None:
+                engine.follow(plan)
+        else:
+            prompt = tuple(place * 7 % 83 + 3 for place in range(LONG_TOKENS))
+            for _ in range(2 - load):
+                outputs = run(engine, EngineRequest("r", prompt, 6, SamplingParams(temperature=0.0)))["r"]
+                answers.append((tokens_of(outputs), engine.stats().fetched_tokens))
+            engine.save_pages()
+            plans[1].put(None)
+        stage("has saved its pages")
+        engine.close()
+    assert host is not None
+    host.store.check_integrity()
+    return answers, len(host.store)
+
+
+def test_divided_model_continues_from_pages_in_host_memory(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 2 * LONG_TOKENS}
+    path = write_llama(tmp_path, std=0.1, **sizes)
+    for load in range(2):
+        (tmp_path / "ranks" / str(load)).mkdir(parents=True)
+    with Ranks(keep, tmp_path / "ranks", str(path)) as ranks:
+        ((computed, cached, fetched), leading), (_, following) = ranks.results()
+    assert leading == following > 0
+    assert computed[1] == cached[1] == 0
+    assert fetched[1] == LONG_TOKENS // 32 * 32, "all whole pages"
+    assert fetched[0] == cached[0], "steps of the same sizes on the same pages"
+    assert fetched[0][:1] == computed[0][:1]  # later ones may differ by rounding
 
 
 def test_library_is_captured_too(tmp_path: Path) -> None:

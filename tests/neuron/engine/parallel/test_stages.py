@@ -176,7 +176,7 @@ def test_stages_compute_the_distributions_of_one_device(family: str, tmp_path: P
         for _ in range(2):  # the second time from the prefix cache
             outputs = run(group.leader, *requests())
             assert_same(outputs, expected)
-        assert outputs["greedy"][0].cached_tokens == 64
+        assert outputs["greedy"][0].cached_tokens == (64 if architecture.is_recurrent else 69)
         group.leader.check_integrity()
         group.close()
         assert not group.errors

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +32,7 @@ from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.parallel.ports import listening
 from cortex.neuron.engine.parallel.store import EntryStore, RankStore
 from cortex.neuron.engine.request import RankSpec, RendezvousAddress
+from cortex.neuron.engine.step_plan import BlockOrder, RowInputs, RowOutputs, RowPlan, StepPlan
 
 from ....waiting import WAIT_S
 
@@ -292,3 +293,22 @@ def test_store_whose_leader_is_gone_never_raises_in_threads_of_a_library(ranks: 
     with pytest.raises(StoreError, match="the leader is gone"):
         rank.check(["key"])
     rank.close()
+
+
+PLAN_FIELDS = {
+    StepPlan: "rows num_singles new_rows new_pages page_copies restores saves num_proposals captures order",
+    RowPlan: "row start inputs outputs writes decodes cut",
+    RowInputs: "count tokens following pictures rope_lag",
+    RowOutputs: "draws scores",
+    BlockOrder: "action blocks",
+}
+"""What STEP_PROTOCOL 3 stands for."""
+
+
+def test_ranks_with_other_plans_do_not_trust_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank would leave out fields that it does not know. Whoever changes them raises STEP_PROTOCOL."""
+    found = {kind: " ".join(each.name for each in fields(kind)) for kind in PLAN_FIELDS}
+    assert (found, arrivals.STEP_PROTOCOL) == (PLAN_FIELDS, 3)
+    proof = arrivals._proof(b"key", b"rank", b"nonces")  # noqa: SLF001 - what goes over the connection
+    monkeypatch.setattr(arrivals, "STEP_PROTOCOL", 4)
+    assert arrivals._proof(b"key", b"rank", b"nonces") != proof  # noqa: SLF001

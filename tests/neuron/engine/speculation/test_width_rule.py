@@ -33,7 +33,8 @@ class Machine:
 
 
 CHECKS = {2: 4.64, 4: 4.80, 8: 5.02, 16: 5.31, 32: 6.32, 64: 8.06}
-"""Of graphs that check drafts, by their tokens: the 9B of Qwen3.5 in bfloat16 on an H200, as the first two machines."""
+"""Times of graphs that check drafts, by their tokens: the 9B of Qwen3.5 in bfloat16 on an H200, as the first two
+machines."""
 ONE_STREAM = Machine(4.36, 1.1, 0.34)
 EIGHT_STREAMS = Machine(5.1, 1.4, 0.39)
 SLOW_HEAD = Machine(4.36, 1.0, 2.5, absorb=2.0)

@@ -98,10 +98,8 @@ def test_a_row_of_a_native_product_does_not_depend_on_the_number_of_rows(stored:
 def test_looked_up_rows_are_the_dequantised_ones(form: CpuForm, stored: str, inputs: int) -> None:
     layout = layout_of(stored, form)
     matrix, weights = filled(layout, 3 * ROW_BLOCK - 5, inputs)
-    numbers = torch.tensor([5, 3 * ROW_BLOCK - 6, 5, 0, 64, 63])
-    assert torch.allclose(
-        matrix.rows(numbers, torch.float32), weights[numbers], rtol=0, atol=0.01 * float(weights.abs().max())
-    )
+    ids = torch.tensor([5, 3 * ROW_BLOCK - 6, 5, 0, 64, 63])
+    assert torch.allclose(matrix.rows(ids, torch.float32), weights[ids], rtol=0, atol=0.01 * float(weights.abs().max()))
 
 
 @pytest.mark.parametrize("outputs", [ROW_BLOCK, 3 * ROW_BLOCK - 5])

@@ -133,11 +133,11 @@ def test_scales_that_float16_cannot_hold_stay_visible(matrix: NativeMatrix, numb
 @pytest.mark.parametrize("deviation", [1e-6, 1e-4, 1.0])
 @pytest.mark.parametrize("zero", [None, 128])
 def test_small_numbers_are_quantised_as_exactly_as_large_ones(deviation: float, zero: int | None) -> None:
-    numbers = deviation * torch.randn(64, 256, generator=torch.Generator().manual_seed(6))
+    values = deviation * torch.randn(64, 256, generator=torch.Generator().manual_seed(6))
     matrix = NativeMatrix(CpuLayout(CpuForm.NATIVE, 8, 32, zero), 64, 256, torch.device("cpu"))
-    matrix.put_values(0, numbers)
+    matrix.put_values(0, values)
     x = torch.randn(2, 256, generator=torch.Generator().manual_seed(7))
-    for ours, exact in ((matrix.values(), numbers), (matrix.product(x), x @ numbers.T)):
+    for ours, exact in ((matrix.values(), values), (matrix.product(x), x @ values.T)):
         assert (ours - exact).norm() < 0.015 * exact.norm()
 
 

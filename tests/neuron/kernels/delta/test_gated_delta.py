@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 import torch
 from tests.neuron.kernels.conftest import AssertClose
-from tests.neuron.kernels.recurrent.batches import FEW_TOKENS, as_decode_rows, make_batch
+from tests.neuron.kernels.recurrent.batches import CUT_PREFILLS, FEW_TOKENS, as_decode_rows, make_batch, saved_slots
 
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.delta.gated_delta import gated_delta, gated_delta_reference
 from cortex.neuron.kernels.delta.rules import DeltaRules, DeltaState
+from cortex.neuron.kernels.delta.step import num_columns
 
 
 def make_rules(
@@ -54,14 +55,15 @@ def compare(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    state = make_state(rules, len(batch.rows) + 2, 3, device, dtype)
+    written = [*batch.rows.tolist(), *saved_slots(batch)]
+    state = make_state(rules, len(written) + 2, 3, device, dtype)
     exact_state = DeltaState(state.recent.to(torch.float32, copy=True), state.memory.clone())
-    untouched = sorted(set(range(len(state.memory))) - set(batch.rows.tolist()))
+    untouched = sorted(set(range(len(state.memory))) - set(written))
     before = state.memory[untouched].clone(), state.recent[untouched].clone()
     out = gated_delta(projected, rules, batch, state)
     expected = gated_delta_reference(projected.float(), in_float32(rules), batch, exact_state)
     assert_close(out, expected)
-    assert_close(state.memory[batch.rows], exact_state.memory[batch.rows])
+    assert_close(state.memory[written], exact_state.memory[written])
     assert torch.equal(state.recent.float(), exact_state.recent)
     assert torch.equal(state.memory[untouched], before[0])
     assert torch.equal(state.recent[untouched], before[1])
@@ -90,6 +92,20 @@ def test_output_and_state_of_a_step_match_the_reference(
 ) -> None:
     batch = make_batch(decode_positions, prefills, device)
     rules = make_rules(key_heads, value_heads, key_dim, value_dim, taps, device, dtype)
+    projected = torch.randn(len(batch.positions), rules.projected_size, device=device, dtype=dtype)
+    compare(rules, batch, projected, assert_close, device, dtype)
+
+
+@pytest.mark.parametrize(("prefills", "cuts"), CUT_PREFILLS)
+def test_state_at_a_cut_is_saved(
+    prefills: list[tuple[int, int]],
+    cuts: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    assert_close: AssertClose,
+) -> None:
+    batch = make_batch([5] * (len(prefills) > 1), prefills, device, cuts)
+    rules = make_rules(*SIZES[len(prefills) % len(SIZES)], device, dtype)
     projected = torch.randn(len(batch.positions), rules.projected_size, device=device, dtype=dtype)
     compare(rules, batch, projected, assert_close, device, dtype)
 
@@ -127,6 +143,23 @@ def test_prompt_of_one_repeated_token_matches_the_reference(
     token[rules.channels + rules.value_size :] = 9.0  # write with full strength
     token[-2:] = 0.0
     compare(rules, batch, token.repeat(200, 1), assert_close, device, dtype)
+
+
+@pytest.mark.parametrize(
+    ("heads", "value_block", "processors", "columns"),
+    [
+        (32, 128, 132, 32),
+        (128, 128, 132, 32),
+        (256, 128, 132, 128),
+        (32, 128, 0, 128),  # the same for any batch
+        (4, 16, 132, 16),
+        (1 << 17, 128, 1 << 20, 128),
+    ],
+)
+def test_programs_of_a_step_divide_the_columns_of_heads(
+    heads: int, value_block: int, processors: int, columns: int
+) -> None:
+    assert num_columns(heads, value_block, processors) == columns
 
 
 @pytest.mark.gpu

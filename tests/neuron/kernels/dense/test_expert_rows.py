@@ -3,6 +3,7 @@ import torch
 from tests.neuron.kernels.conftest import AssertClose
 
 from cortex.neuron.kernels.dense.expert_rows import (
+    contract_block,
     contract_rows,
     contract_rows_reference,
     expand_rows,
@@ -50,3 +51,29 @@ def test_second_product_and_sum_match_their_reference(
     down = torch.randn(experts * hidden, inner, device=device, dtype=dtype) * inner**-0.5
     reference = contract_rows_reference(values.float(), down.float(), choice, residual.float())
     assert_close(contract_rows(values, down, choice, residual), reference)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_biases_of_experts_are_added_once(rows: int, device: torch.device, assert_close: AssertClose) -> None:
+    hidden, inner, experts, slots = 12, 300, 4, 3
+    choice = random_choice(rows, experts, slots, device)
+    values, residual = torch.randn(rows * slots, inner, device=device), torch.randn(rows, hidden, device=device)
+    down, bias = torch.randn(experts * hidden, inner, device=device), torch.randn(experts * hidden, device=device)
+    expected = contract_rows_reference(values, down, choice, residual, bias)
+    assert_close(contract_rows(values, down, choice, residual, bias), expected)
+
+
+@pytest.mark.parametrize(
+    ("inner", "rows", "slots", "block"),
+    [
+        (512, 1, 11, (2, 512, 11)),
+        (512, 8, 11, (4, 512, 1)),
+        (768, 2, 8, (4, 256, 1)),
+        (1408, 1, 7, (2, 512, 4)),
+        (12, 1, 2, (2, 16, 2)),
+    ],
+)
+def test_second_product_reads_few_columns_that_do_not_exist(
+    inner: int, rows: int, slots: int, block: tuple[int, int, int]
+) -> None:
+    assert contract_block(inner, rows, slots) == block

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not (INTERPRETED or DEVICE.type == "cuda"), reas
 
 
 def some_lists(tokens: int) -> tuple[PairLists, torch.Tensor]:
-    """Of tokens that choose experts at random; and the expert of each pair."""
+    """Pairs of tokens that choose experts at random, and the expert of each pair."""
     chosen = torch.stack([torch.randperm(EXPERTS)[:SLOTS] for _ in range(tokens)]).flatten()
     counts = torch.zeros(HELD, dtype=torch.int32)
     members = torch.full((HELD, tokens), 1 << 20, dtype=torch.int32)

@@ -27,16 +27,16 @@ LAYOUTS = [FLOAT8_BLOCKS, FLOAT8_ROWS]
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers() -> None:
-    """Of few random rows, some are rounded further than the limit where the interpreter cuts bits off."""
+def _same_values() -> None:
+    """Some of a few random rows are rounded further than the limit where the interpreter cuts bits off."""
     torch.manual_seed(0)
 
 
 def random_matrix(layout: Float8Layout, outputs: int, inputs: int) -> Float8Codes:
     """Whose blocks differ a thousandfold in size."""
     matrix = empty_float8_codes(layout, outputs, inputs, DEVICE)
-    numbers = torch.randn(outputs, inputs, device=DEVICE)
-    matrix.put_values(0, numbers)
+    values = torch.randn(outputs, inputs, device=DEVICE)
+    matrix.put_values(0, values)
     matrix.scales.mul_(torch.logspace(-2, 1, matrix.scales.numel(), device=DEVICE).view_as(matrix.scales))
     return matrix
 
@@ -87,17 +87,17 @@ def test_rows_put_in_pieces_come_back(layout: Float8Layout) -> None:
         matrix.put_float8(first, codes[first:last], by_row[first:last])
     expected = codes.float() * by_row.repeat_interleave(layout.block or 384, 1)
     torch.testing.assert_close(matrix.values(), expected, rtol=0, atol=0)
-    numbers = torch.tensor([3, 130, 3], device=DEVICE)
-    torch.testing.assert_close(matrix.rows(numbers, torch.float32), expected[numbers], rtol=0, atol=0)
+    ids = torch.tensor([3, 130, 3], device=DEVICE)
+    torch.testing.assert_close(matrix.rows(ids, torch.float32), expected[ids], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_numbers_are_rounded_by_at_most_a_sixteenth(layout: Float8Layout) -> None:
-    numbers = torch.randn(256, 384, device=DEVICE)
-    numbers[:128, :128] = 0
+def test_values_are_rounded_by_at_most_a_sixteenth(layout: Float8Layout) -> None:
+    values = torch.randn(256, 384, device=DEVICE)
+    values[:128, :128] = 0
     matrix = empty_float8_codes(layout, 256, 384, DEVICE)
-    matrix.put_values(0, numbers)
-    assert ((widened(matrix) - numbers).abs() <= numbers.abs() / 16 + 2e-5).all()
+    matrix.put_values(0, values)
+    assert ((widened(matrix) - values).abs() <= values.abs() / 16 + 2e-5).all()
 
 
 @needs_kernels

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.neuron.kernels.conftest import AssertClose
-from tests.neuron.kernels.recurrent.batches import FEW_TOKENS, as_decode_rows, make_batch
+from tests.neuron.kernels.recurrent.batches import CUT_PREFILLS, FEW_TOKENS, as_decode_rows, make_batch, saved_slots
 
 from cortex.neuron.kernels.mamba.norm import group_norm, group_norm_reference
 from cortex.neuron.kernels.mamba.rules import MambaRules, MambaState
@@ -59,6 +59,28 @@ def test_output_and_state_of_a_step_match_the_reference(
     expected = mamba_reference(projected.float(), replace(rules, conv_weight=rules.conv_weight.float()), batch, exact)
     out = mamba(projected, rules, replace(batch, batch_invariant=batch_invariant), MambaState(recent, memory))
     assert_close(out, expected)
+    assert_close(memory, exact.memory)
+    assert torch.equal(recent.float(), exact.recent)
+
+
+@pytest.mark.parametrize(("prefills", "cuts"), CUT_PREFILLS)
+def test_state_at_a_cut_is_saved(
+    prefills: list[tuple[int, int]],
+    cuts: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    assert_close: AssertClose,
+) -> None:
+    rules = make_rules(*SIZES[len(prefills) % len(SIZES)], device, dtype)
+    batch = make_batch([5] * (len(prefills) > 1), prefills, device, cuts)
+    width = rules.inner + rules.channels + rules.heads
+    projected = torch.randn(len(batch.positions), width, device=device, dtype=dtype)
+    slots = len(batch.rows) + len(saved_slots(batch)) + 2
+    recent = torch.randn(slots, 3, *rules.conv_weight.shape, device=device, dtype=dtype)[:, 1]
+    memory = torch.randn(slots, 3, rules.heads, rules.state_dim, rules.head_dim, device=device)[:, 1]
+    exact = MambaState(recent.to(torch.float32, copy=True), memory.clone())
+    expected = mamba_reference(projected.float(), replace(rules, conv_weight=rules.conv_weight.float()), batch, exact)
+    assert_close(mamba(projected, rules, batch, MambaState(recent, memory)), expected)
     assert_close(memory, exact.memory)
     assert torch.equal(recent.float(), exact.recent)
 

@@ -12,6 +12,7 @@ from cortex.neuron.kernels.moe.routing import (
     choose_rows_reference,
     list_pairs,
     list_pairs_reference,
+    router_scores,
 )
 from cortex.neuron.kernels.moe.rule import DEFAULT_RULE, RouterRule
 
@@ -112,12 +113,23 @@ def test_pair_lists_match_the_reference(
     routed: int, top_k: int, shared: int, tokens: int, device: torch.device, assert_close: AssertClose
 ) -> None:
     experts = make_experts(routed, top_k, shared, True, device)
-    logits = torch.randn(tokens, len(experts.router), device=device)
+    logits = torch.randn(tokens, len(experts.router) + 3, device=device)[:, : len(experts.router)]
     lists, reference = list_pairs(logits, experts), list_pairs_reference(logits, experts)
     assert torch.equal(lists.counts, reference.counts)
     assert_close(lists.weights, reference.weights)
     for members, expected, count in zip(lists.members, reference.members, lists.counts.tolist(), strict=True):
         assert sorted(members[:count].tolist()) == expected[:count].tolist()
+
+
+def test_rows_after_the_router_do_not_count(device: torch.device, assert_close: AssertClose) -> None:
+    experts = make_experts(12, 3, 1, True, device)
+    aligned = torch.cat((experts.router, torch.full((3, 48), torch.nan, device=device)))
+    x = torch.randn(5, 48, device=device)
+    scores = router_scores(x, replace(experts, aligned_router=aligned))
+    assert_close(scores, router_scores(x, experts))
+    lists, reference = list_pairs(scores, experts), list_pairs_reference(scores, experts)
+    assert torch.equal(lists.counts, reference.counts)
+    assert_close(lists.weights, reference.weights)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), 7.0])

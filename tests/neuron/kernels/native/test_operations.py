@@ -113,10 +113,10 @@ def test_operations_that_are_not_known_are_not_recorded(unknown: Callable[[Tenso
 
 def test_operations_that_are_not_known_are_not_run() -> None:
     """Their inputs may be results that a recording has not computed."""
-    numbers = torch.zeros(4)
+    values = torch.zeros(4)
     with torch.inference_mode(), pytest.raises(NotRecorded), Recording():
-        numbers.add_(1)
-    assert numbers.eq(0).all()
+        values.add_(1)
+    assert values.eq(0).all()
 
 
 def test_replay_reports_a_token_that_does_not_exist() -> None:

@@ -17,29 +17,29 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{l
 ROWS = 5
 
 
-def numbers_like(kind: str, columns: int, device: torch.device) -> Tensor:
+def values_like(kind: str, columns: int, device: torch.device) -> Tensor:
     if kind == "normal":
         return torch.randn(ROWS, columns, device=device).bfloat16()
     # Multiples of 1/64, whose sums are exact in float32: no order of additions changes them.
     return torch.randint(-64, 65, (ROWS, columns), device=device).to(torch.bfloat16) / 64
 
 
-def both(layout: Layout, numbers: Tensor) -> tuple[PackedCodes, PackedCodes]:
-    """Of the kernel and of plain torch. The memory has other contents before."""
-    rows, columns = numbers.shape
-    made = empty_codes(layout, rows, columns, numbers.device), empty_codes(layout, rows, columns, numbers.device)
+def both(layout: Layout, values: Tensor) -> tuple[PackedCodes, PackedCodes]:
+    """The results of the kernel and of plain torch. The memory has other contents before."""
+    rows, columns = values.shape
+    made = empty_codes(layout, rows, columns, values.device), empty_codes(layout, rows, columns, values.device)
     for matrix in made:
         for tensor in matrix.tensors:
             tensor.fill_(77)
-    pack_values(numbers, layout, *made[0].tensors)
-    pack_codes_reference(*quantised(numbers, layout), layout, *made[1].tensors)
+    pack_values(values, layout, *made[0].tensors)
+    pack_codes_reference(*quantised(values, layout), layout, *made[1].tensors)
     return made
 
 
 @each_layout
 @pytest.mark.parametrize("columns", [32, 160, 384])
 def test_exact_numbers_are_packed_to_the_same_bits(layout: Layout, columns: int, device: torch.device) -> None:
-    kernel, plain = both(layout, numbers_like("exact", columns, device))
+    kernel, plain = both(layout, values_like("exact", columns, device))
     for ours, theirs in zip(kernel.tensors, plain.tensors, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -48,9 +48,9 @@ def test_exact_numbers_are_packed_to_the_same_bits(layout: Layout, columns: int,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_other_numbers_are_packed_with_the_same_error(layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
     """Another order of additions may round a few scales to a neighbour."""
-    numbers = numbers_like("normal", 1024, device).to(dtype)
-    kernel, plain = both(layout, numbers)
-    ours, theirs = ((unpacked(matrix) - numbers.float()).norm() for matrix in (kernel, plain))
+    values = values_like("normal", 1024, device).to(dtype)
+    kernel, plain = both(layout, values)
+    ours, theirs = ((unpacked(matrix) - values.float()).norm() for matrix in (kernel, plain))
     assert ours <= theirs * 1.001
     same = sum(int((mine == other).sum()) for mine, other in zip(kernel.tensors, plain.tensors, strict=True))
     assert same >= 0.98 * sum(tensor.numel() for tensor in plain.tensors)
@@ -59,16 +59,16 @@ def test_other_numbers_are_packed_with_the_same_error(layout: Layout, dtype: tor
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's own
 @each_layout
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_group_with_a_number_that_is_not_finite_has_no_numbers(
+def test_a_group_with_a_value_that_is_not_finite_has_no_finite_values(
     layout: Layout, value: float, device: torch.device
 ) -> None:
-    numbers = numbers_like("exact", 64, device)
-    numbers[1, 40] = value
-    for matrix in both(layout, numbers):
-        is_number = unpacked(matrix).isfinite()
+    values = values_like("exact", 64, device)
+    values[1, 40] = value
+    for matrix in both(layout, values):
+        is_finite = unpacked(matrix).isfinite()
         first = 40 // layout.group * layout.group
-        assert not is_number[1, first : first + layout.group].any()
-        assert int(is_number.sum()) == numbers.numel() - layout.group
+        assert not is_finite[1, first : first + layout.group].any()
+        assert int(is_finite.sum()) == values.numel() - layout.group
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, layouts.IQ4], ids=lambda layout: f"{layout.bits}bit")

@@ -13,15 +13,15 @@ from cortex.neuron.kernels.quantised.quantise import quantised
 LAYOUTS = [layouts.Q2, layouts.Q3, layouts.Q4, layouts.Q5, layouts.Q6, layouts.Q8]
 
 
-def decoded(numbers: Tensor, layout: Layout) -> Tensor:
-    code, scale, minimum = quantised(numbers, layout)
+def decoded(values: Tensor, layout: Layout) -> Tensor:
+    code, scale, minimum = quantised(values, layout)
     assert int(code.max()) < 1 << layout.bits
     return (code.view(*scale.shape, layout.group) * scale[..., None] + minimum[..., None]).flatten(1)
 
 
-def rounded(numbers: Tensor, layout: Layout) -> Tensor:
+def rounded(values: Tensor, layout: Layout) -> Tensor:
     """Every number on the nearest of the evenly spaced levels that cover its group, with scales in bfloat16."""
-    groups = numbers.view(len(numbers), -1, layout.group)
+    groups = values.view(len(values), -1, layout.group)
     steps = (1 << layout.bits) - 1
     if layout.zero is not None:
         step = (groups.abs().amax(-1, keepdim=True) / layout.zero).bfloat16().float()
@@ -37,8 +37,8 @@ def rounded(numbers: Tensor, layout: Layout) -> Tensor:
 def test_error_is_smaller_than_that_of_plain_rounding(layout: Layout, shape: str) -> None:
     torch.manual_seed(0)
     kind = torch.distributions.Normal(0.0, 1.0) if shape == "normal" else torch.distributions.StudentT(4.0)
-    numbers = kind.sample((64, 512))
-    error, plain = (decoded(numbers, layout) - numbers).norm(), (rounded(numbers, layout) - numbers).norm()
+    values = kind.sample((64, 512))
+    error, plain = (decoded(values, layout) - values).norm(), (rounded(values, layout) - values).norm()
     assert error < 0.97 * plain
 
 
@@ -50,12 +50,12 @@ def test_numbers_that_the_layout_holds_exactly_are_kept(layout: Layout) -> None:
     code[..., 0], code[..., 1] = 0, (1 << layout.bits) - 1
     scale = (torch.rand(16, 8, 1) + 0.5).bfloat16().float()
     minimum = -scale * (layout.zero if layout.zero is not None else 4)
-    numbers = (code * scale + minimum).flatten(1)
-    torch.testing.assert_close(decoded(numbers, layout), numbers, rtol=2**-8, atol=0.02)
+    values = (code * scale + minimum).flatten(1)
+    torch.testing.assert_close(decoded(values, layout), values, rtol=2**-8, atol=0.02)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 1e-38])
 def test_constant_groups_are_kept(layout: Layout, value: float) -> None:
-    numbers = torch.full((2, 64), value)
-    torch.testing.assert_close(decoded(numbers, layout), numbers, rtol=2**-8, atol=1e-30)
+    values = torch.full((2, 64), value)
+    torch.testing.assert_close(decoded(values, layout), values, rtol=2**-8, atol=1e-30)

@@ -4,7 +4,7 @@ import pytest
 
 from cortex.neuron.kernels.jit import TRITON
 from cortex.neuron.kernels.quantised.experts import PackedExpertTiles, packed_expert_tiles
-from cortex.neuron.kernels.quantised.few_rows import few_rows_tiles
+from cortex.neuron.kernels.quantised.few_rows import few_rows_tiles, max_few_rows
 from cortex.neuron.kernels.quantised.layout import IQ4, Q2, Q4, Q5, Q6, Q8, Layout
 from cortex.neuron.kernels.quantised.tiles import (
     PackedTiles,
@@ -111,3 +111,11 @@ def test_programs_of_a_few_rows_fit_on_a_processor_together(layout: Layout) -> N
     tiles = few_rows_tiles(layout)
     assert tiles.programs * tiles.warps * 32 * tiles.registers <= 65_536
     assert tiles.chunks % tiles.warps == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "outputs", "rows"),
+    [(Q4, 4096, 1), (Q5, 24576, 8), (Q6, 4096, 8), (Q6, 24576, 1), (Q6, 151936, 1), (Q8, 24576, 8), (Q8, 151936, 1)],
+)
+def test_few_rows_have_a_kernel_of_their_own_where_that_was_faster(layout: Layout, outputs: int, rows: int) -> None:
+    assert max_few_rows(layout, outputs) == rows

@@ -21,13 +21,13 @@ _LINE = re.compile(r"(\w+)[\w.]* (\{.+?\}|\S+), (\{.+?\}|.+);")
 
 
 def number(bits: int) -> float:
-    """Of sixteen bits of a bfloat16."""
+    """Takes the sixteen bits of a bfloat16."""
     value: float = struct.unpack("<f", struct.pack("<I", bits << 16))[0]
     return value
 
 
 def rounded(exact: Fraction) -> int:
-    """The bits of the nearest bfloat16, ties to even. Only the numbers of a test: none is infinite."""
+    """The bits of the nearest bfloat16, ties to even. Only the values of a test: none is infinite."""
     if exact == 0:
         return 0
     below = struct.unpack("<I", struct.pack("<f", float(exact)))[0] >> 16
@@ -90,7 +90,7 @@ def expected(layout: Layout, slot: int, low: int, high: int, scales: tuple[int, 
 
 
 def scale_word(source: random.Random) -> int:
-    """Two numbers: a scale and a minimum, or two scales. Large, small and zero."""
+    """Two values: a scale and a minimum, or two scales. Large, small and zero."""
     low, high = (rounded(Fraction(source.choice((0.0, 1.0, -1.0)) * 2.0 ** source.uniform(-40, 17))) for _ in range(2))
     return low | high << 16
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.neuron.kernels.conftest import AssertClose
-from tests.neuron.kernels.recurrent.batches import FEW_TOKENS, as_decode_rows, make_batch
+from tests.neuron.kernels.recurrent.batches import CUT_PREFILLS, FEW_TOKENS, as_decode_rows, make_batch, saved_slots
 
 from cortex.neuron.kernels.recurrent.short_conv import short_conv, short_conv_reference
 
@@ -36,6 +36,26 @@ def test_output_and_state_of_a_step_match_the_reference(
     expected = short_conv_reference(projected, weight, batch, exact)
     out = short_conv(projected, weight, replace(batch, batch_invariant=batch_invariant), recent)
     assert_close(out, expected)
+    assert torch.equal(recent, exact)
+
+
+@pytest.mark.parametrize(("prefills", "cuts"), CUT_PREFILLS)
+def test_state_at_a_cut_is_saved(
+    prefills: list[tuple[int, int]],
+    cuts: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    assert_close: AssertClose,
+) -> None:
+    channels, taps = 40, 2 + len(prefills) % 3
+    batch = make_batch([5] * (len(prefills) > 1), prefills, device, cuts)
+    projected = torch.randn(len(batch.positions), 3 * channels, device=device, dtype=dtype)
+    weight = torch.randn(taps, channels, device=device, dtype=dtype)
+    slots = len(batch.rows) + len(saved_slots(batch)) + 2
+    recent = torch.randn(slots, 3, taps, channels, device=device, dtype=dtype)[:, 1]
+    exact = recent.clone()
+    expected = short_conv_reference(projected, weight, batch, exact)
+    assert_close(short_conv(projected, weight, batch, recent), expected)
     assert torch.equal(recent, exact)
 
 

@@ -19,7 +19,8 @@ from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.errors import InsufficientCapacity, ModelInUse, ModelNotFound, Overloaded
 from cortex.wire.node.bench import BenchRequest, BenchStatus
-from cortex.wire.node.protocol import ModelState, UnloadRequest
+from cortex.wire.node.orders import UnloadRequest
+from cortex.wire.node.protocol import ModelState
 
 from ....waiting import WAIT_S
 from ...generations import Reader

@@ -33,7 +33,7 @@ FAULTS: list[tuple[int, signal.Signals | str]] = [
     *((rank, error) for error in faulty_ranks.ERRORS for rank in (1, 0)),
 ]
 """The place of a worker in its group, and what happens to it."""
-NAMES = ("shares", "stages", "beside")
+NAMES = ("shares", "stages", "unaffected")
 NUM_FAULTS = max(len(FAULTS), int(os.environ.get("CORTEX_GROUP_ROUNDS", "0")))
 
 
@@ -75,7 +75,7 @@ async def test_divided_models_recover_alone_from_faults_of_any_of_their_workers(
     models = (
         ModelEntry(id="shares", source=sources["shares"], context_tokens=4096, tensor_parallel=2, devices=(0, 1)),
         ModelEntry(id="stages", source=sources["stages"], context_tokens=4096, pipeline_parallel=2, devices=(2, 3)),
-        ModelEntry(id="beside", source=sources["beside"], context_tokens=4096, devices=(4,)),
+        ModelEntry(id="unaffected", source=sources["unaffected"], context_tokens=4096, devices=(4,)),
     )
     config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8), drain_s=1.0, cpu_devices=5)
     node = await Node.start(
@@ -83,15 +83,15 @@ async def test_divided_models_recover_alone_from_faults_of_any_of_their_workers(
         parts(make_workers=partial(WorkerFactory, "faulty_ranks:load"), timeouts=None, policy=BackoffPolicy()),
     )
     try:
-        await load(node, "beside")
+        await load(node, "unaffected")
         bystander = worker_of(node, 4)
-        beside = asyncio.create_task(respond_all_along(node, "beside"))
+        unaffected = asyncio.create_task(respond_all_along(node, "unaffected"))
         await asyncio.gather(
             recover_from_every_fault(node, "shares", sources["shares"], (0, 1)),
             recover_from_every_fault(node, "stages", sources["stages"], (2, 3)),
         )
         assert worker_of(node, 4) == bystander
-        assert not beside.done(), "it responds until the end"
-        beside.cancel()
+        assert not unaffected.done(), "it responds until the end"
+        unaffected.cancel()
     finally:
         await node.close()

@@ -15,7 +15,8 @@ from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.errors import LoadFailed
-from cortex.wire.node.protocol import ModelState, UnloadRequest
+from cortex.wire.node.orders import UnloadRequest
+from cortex.wire.node.protocol import ModelState
 
 from ...generations import Reader
 from ..node_calls import generate, load, write_source

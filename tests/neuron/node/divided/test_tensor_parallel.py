@@ -17,7 +17,8 @@ from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.errors import LoadFailed
-from cortex.wire.node.protocol import ModelState, UnloadRequest
+from cortex.wire.node.orders import UnloadRequest
+from cortex.wire.node.protocol import ModelState
 
 from ...generations import Reader
 from ..node_calls import converse, generate, load, tokens_of, write_source

@@ -20,7 +20,8 @@ from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.hosts.any_of import LockDevices
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
-from cortex.wire.node.protocol import Capabilities, Device, LoadRequest, ModelState, UnloadRequest
+from cortex.wire.node.orders import LoadRequest, UnloadRequest
+from cortex.wire.node.protocol import Capabilities, Device, ModelState
 from cortex.wire.node.sampling import SamplingDefaults
 
 from ...worker.hosts.fake_host import FakeHost
@@ -47,7 +48,7 @@ class EchoFacts:
     backend = "echo"
     has_stages = False
     digest = ""
-    stored = None
+    stored = file_bytes = None
 
 
 class EchoEstimates(NodeLimits):

@@ -8,7 +8,8 @@ from pathlib import Path
 from faulty_models import running_node, write_model
 
 from cortex.neuron.weights.errors import HubUnreachable
-from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
+from cortex.wire.node.orders import LoadRequest, UnloadRequest
+from cortex.wire.node.protocol import ModelState
 
 from ....waiting import WAIT_S
 from ..node_calls import until

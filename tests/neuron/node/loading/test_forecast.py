@@ -7,6 +7,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from cortex.cache_folder import cache_folder
 from cortex.cli.up.demo import SMOLLM2
@@ -72,6 +73,17 @@ def test_forecast_from_headers_equals_what_the_engine_takes(tmp_path: Path, fami
     loaded = load_model(LoadSpec(str(tmp_path), dtype="float32", max_num_seqs=8), CPU, lambda *_: None, lambda: False)
     expected = forecast("float32", max_num_seqs=8).expected_bytes(model_at(tmp_path), inspect(tmp_path), cpu_device())
     assert expected == loaded.weight_bytes + loaded.memory.num_bytes
+
+
+def test_stored_copy_of_a_tied_embedding_takes_no_memory(tmp_path: Path) -> None:
+    FAMILIES["llama, tied"]().save_pretrained(tmp_path)
+    forecaster, weights = forecast("float32", max_num_seqs=8), tmp_path / "model.safetensors"
+    expected = forecaster.expected_bytes(model_at(tmp_path), inspect(tmp_path), cpu_device())
+    tensors = load_file(weights)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, weights)
+    assert forecaster.expected_bytes(model_at(tmp_path), inspect(tmp_path), cpu_device()) == expected
+    loaded = load_model(LoadSpec(str(tmp_path), dtype="float32", max_num_seqs=8), CPU, lambda *_: None, lambda: False)
+    assert loaded.weight_bytes + loaded.memory.num_bytes == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])

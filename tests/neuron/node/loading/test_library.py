@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from cortex.neuron.config import DefaultModel, HarnessSettings, ModelEntry, NeuronConfig, PeerEntry, TorchHarness
 from cortex.neuron.node.loading.library import MAX_ADOPTED, Library, cache_directory, scan_cache
 from cortex.wire.errors import LoadFailed, ModelNotFound
-from cortex.wire.node.protocol import LoadRequest
+from cortex.wire.node.orders import LoadRequest
 from cortex.wire.node.sampling import SamplingDefaults
 
 
@@ -204,7 +204,7 @@ def test_load_request_for_stages_and_shares_is_rejected() -> None:
 
 @pytest.fixture
 def rooted(tmp_path: Path) -> Library:
-    """A library with a cache, a model root and a configured model, beside a secret and a link to it."""
+    """A library with a cache, a model root and a configured model, next to a secret and a link to it."""
     for name in ("cache", "root", "own", "secret"):
         (tmp_path / name / "model").mkdir(parents=True)
     (tmp_path / "root" / "link").symlink_to(tmp_path / "secret")

@@ -26,7 +26,8 @@ from cortex.wire.errors import (
     Overloaded,
     ShuttingDown,
 )
-from cortex.wire.node.protocol import Device, LoadRequest, ModelState, UnloadRequest
+from cortex.wire.node.orders import LoadRequest, UnloadRequest
+from cortex.wire.node.protocol import Device, ModelState
 
 from ....waiting import NEVER_S, WAIT_S
 from ...generations import Reader

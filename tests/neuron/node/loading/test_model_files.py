@@ -12,7 +12,8 @@ from faulty_models import running_node, write_model
 from cortex.neuron.node.loading.files import fetch, find_local
 from cortex.neuron.node.node import Node
 from cortex.wire.errors import LoadFailed, ModelInUse, ModelNotFound
-from cortex.wire.node.protocol import FilesRequest, LoadRequest, ModelState, UnloadRequest
+from cortex.wire.node.orders import FilesRequest, LoadRequest, UnloadRequest
+from cortex.wire.node.protocol import ModelState
 
 from ....waiting import WAIT_S
 

@@ -13,7 +13,8 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.loading.library import Library
 from cortex.neuron.node.loading.model_folders import scan_folders
 from cortex.wire.errors import LoadFailed, ModelInUse, ModelUnsupported
-from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
+from cortex.wire.node.orders import LoadRequest, UnloadRequest
+from cortex.wire.node.protocol import ModelState
 
 from ..node_calls import load
 

@@ -124,6 +124,8 @@ def test_reserved_memory_is_not_used() -> None:
 def test_reads_facts_and_sizes_from_config_and_headers(tmp_path: Path) -> None:
     facts = inspect(write_model(tmp_path / "m"))
     assert (facts.family, facts.context_tokens, facts.quant) == ("llama", 4096, None)
+    (weights,) = (tmp_path / "m").glob("*.safetensors")
+    assert 0 <= weights.stat().st_size - (facts.file_bytes or 0) < 4096, "but for the header"
     whole, short = (
         ModelSizes.of(facts.architecture, facts.storage(HALF)),
         ModelSizes.of(facts.architecture, facts.storage(HALF), 100),

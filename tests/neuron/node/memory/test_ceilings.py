@@ -22,7 +22,8 @@ from cortex.neuron.worker.hosts.device import DeviceHost
 from cortex.neuron.worker.model_host import Resident
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.wire.errors import InsufficientCapacity
-from cortex.wire.node.protocol import Device, ModelState, UnloadRequest
+from cortex.wire.node.orders import UnloadRequest
+from cortex.wire.node.protocol import Device, ModelState
 
 from ..node_calls import load
 

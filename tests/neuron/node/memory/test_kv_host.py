@@ -50,20 +50,21 @@ def test_pages_give_way_to_sleeping_models_on_every_device_and_at_later_loads() 
 
 
 @pytest.mark.parametrize(
-    ("parts", "is_divided", "whole"),
+    ("parts", "num_ranks", "whole"),
     [
-        ([], False, None),
-        ([KeptPages(0, 0)], False, None),
-        ([KeptPages(10, 64, 5.0)], False, HostKV(num_bytes=10, num_tokens=64, tokens_per_s=5.0)),
+        ([], 1, None),
+        ([KeptPages(0, 0)], 1, None),
+        ([KeptPages(10, 64, 5.0)], 1, HostKV(num_bytes=10, num_tokens=64, tokens_per_s=5.0)),
         # Replicas have different conversations, and each copies its own.
-        ([KeptPages(10, 64), KeptPages(4, 32, 5.0)], False, HostKV(num_bytes=14, num_tokens=96, tokens_per_s=5.0)),
+        ([KeptPages(10, 64), KeptPages(4, 32, 5.0)], 1, HostKV(num_bytes=14, num_tokens=96, tokens_per_s=5.0)),
         # Ranks have parts of the same ones.
-        ([KeptPages(10, 64, 7.0), KeptPages(8, 32, 5.0)], True, HostKV(num_bytes=18, num_tokens=32, tokens_per_s=5.0)),
+        ([KeptPages(10, 64, 7.0), KeptPages(8, 32, 5.0)], 2, HostKV(num_bytes=18, num_tokens=32, tokens_per_s=5.0)),
+        ([KeptPages(10, 64, 7.0)], 2, None),  # the other one has computed nothing, or lost it
     ],
 )
 def test_what_is_kept_of_a_model_is_that_of_all_its_devices(
-    parts: list[KeptPages], whole: HostKV | None, *, is_divided: bool
+    parts: list[KeptPages], num_ranks: int, whole: HostKV | None
 ) -> None:
     holders = [Holder(kept={"m": part}) for part in parts]
     memory = KvHostMemory(64, [*holders, Holder(kept={"other": KeptPages(1)})])
-    assert memory.kept("m", is_divided=is_divided) == whole
+    assert memory.kept("m", num_ranks) == whole

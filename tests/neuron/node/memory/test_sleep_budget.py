@@ -94,3 +94,24 @@ async def test_two_models_at_once_do_not_get_the_same_room() -> None:
     await asyncio.gather(sleep("one"), sleep("two"))
     assert admitted == ["one"]
     assert rests == [5], "what the model leaves is for the pages of others"
+
+
+async def test_others_get_back_what_a_model_took_that_has_woken_or_did_not_fall_asleep() -> None:
+    held: list[SleepingModel] = []
+    rests: list[int] = []
+    budget = SleepBudget(lambda _: 15, lambda: list(held), lambda _: asyncio.sleep(0), rests.append)
+    budget.settle()
+    assert rests == [], "none has taken anything"
+    async with budget.reserve(10):
+        budget.settle()
+        assert rests == [5], "it falls asleep now"
+    budget.settle()
+    assert rests == [5, 15], "it did not"
+    async with budget.reserve(10):
+        held.append(sleeping("one", 10, 0.0))
+    budget.settle()
+    assert rests == [5, 15, 5]
+    held.clear()
+    budget.settle()
+    budget.settle()
+    assert rests == [5, 15, 5, 15]

@@ -18,7 +18,8 @@ from cortex.neuron.node.node import Node
 from cortex.neuron.node.replicas.demand import Demand, ReplicaRules
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.wire.errors import CortexError, Recovering
-from cortex.wire.node.protocol import Device, ModelState, UnloadRequest
+from cortex.wire.node.orders import UnloadRequest
+from cortex.wire.node.protocol import Device, ModelState
 
 from ....waiting import WAIT_S
 from ...generations import Reader

@@ -14,6 +14,7 @@ import pytest_asyncio
 from cortex.neuron.engine.request import EngineInfo, LoadSpec, RankSpec, RendezvousAddress
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.memory.sleep_budget import SleepBudget, SleepingModel
 from cortex.neuron.node.spanning import hosted_share
 from cortex.neuron.node.spanning.peer import HostedShares
 from cortex.neuron.node.spanning.protocol import (
@@ -23,16 +24,19 @@ from cortex.neuron.node.spanning.protocol import (
     ShareFailed,
     ShareLoaded,
     SharePrepared,
+    ShareSlept,
     ShareUnloaded,
+    ShareWoken,
     SleepShare,
     UnloadShare,
+    WakeShare,
     decode_from_peer,
     encode,
 )
 from cortex.neuron.worker.device_claims import DeviceClaims
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import Resident
-from cortex.wire.node.protocol import LoadRequest
+from cortex.wire.node.orders import LoadRequest
 
 from ....waiting import WAIT_S
 
@@ -40,7 +44,7 @@ NODES = ("first", "second")
 PREPARE = PrepareShare(LoadRequest(model_id="m", tensor_parallel=2, nodes=NODES), "digest")
 ADDRESS = RendezvousAddress("127.0.0.1", 1, 2, "secret", "127.0.0.1")
 LOAD = LoadShare(LoadSpec("m", rank=RankSpec(1, 2, "", "tcp", rendezvous=ADDRESS)))
-INFO = EngineInfo("llama", "float32", 512, 100, weight_bytes=1, kv_bytes=1, page_tokens=32, num_pages=1)
+INFO = EngineInfo("llama", "float32", 512, 100, weight_bytes=4, kv_bytes=1, page_tokens=32, num_pages=1)
 
 
 class LeadEnd:
@@ -72,6 +76,7 @@ class LeadEnd:
 
 class FakeGroup:
     device_indices = (0,)
+    freed_at_s = 0.0
 
     def __init__(self) -> None:
         self.resident: Resident | None = None
@@ -89,7 +94,11 @@ class FakeGroup:
     async def sleep(self) -> Resident:
         if self.sleep_error is not None:
             raise self.sleep_error
-        raise AssertionError("no test puts it to sleep")
+        self.resident = Resident(INFO, measured_bytes=1, process_bytes=1, host_bytes=INFO.weight_bytes)
+        return self.resident
+
+    async def wake(self) -> Resident:
+        return await self.load(None)
 
     async def unload(self) -> Reclaimed:
         await self.freed.wait()
@@ -110,9 +119,13 @@ class FakePlace:
         )
         self.loader: Any = SimpleNamespace(find_local=self._find_local)
         self.harness: Any = SimpleNamespace(inspect=self._inspect, spec=lambda *_: LoadSpec("m"))
-        self.room: Any = SimpleNamespace(for_load=self._for_load)
+        self.room: Any = SimpleNamespace(for_load=self._for_load, for_wake=self._for_load)
         self.devices: Any = SimpleNamespace(claims=DeviceClaims(), all_of=lambda *_, **__: group)
-        self.sleep_budget: Any = SimpleNamespace(reserve=self._reserve)
+        self.rests: list[int] = []
+        """What sleeping models left of the budget, each time that it changed."""
+        self.sleep_budget = SleepBudget(
+            lambda _: 10, lambda: self._sleeping(group), lambda _: asyncio.sleep(0), self.rests.append
+        )
         self.find_error: Exception | None = None
 
     async def _inspect(self, *_: Any) -> Any:
@@ -123,9 +136,9 @@ class FakePlace:
             raise self.find_error
         return "m"
 
-    @asynccontextmanager
-    async def _reserve(self, num_bytes: int) -> AsyncIterator[bool]:
-        yield True
+    def _sleeping(self, group: FakeGroup) -> list[SleepingModel]:
+        host_bytes = group.resident.host_bytes if group.resident is not None else 0
+        return [SleepingModel("m", host_bytes, 0.0, can_be_unloaded=False)] if host_bytes else []
 
     @asynccontextmanager
     async def _for_load(self, *_: Any) -> AsyncIterator[ChosenDevices]:
@@ -205,6 +218,31 @@ async def test_unexpected_error_while_it_falls_asleep_is_reported_to_the_lead(gr
     assert isinstance(reply, ShareFailed)
     assert "no space left" in reply.message
     group.freed.set()
+
+
+async def test_host_memory_of_a_part_is_for_others_when_it_has_woken_did_not_sleep_or_is_gone(
+    place: Any, group: FakeGroup, served: Any
+) -> None:
+    _, lead, serving = served
+    await loaded(lead)
+    lead.say(SleepShare())
+    assert isinstance(await lead.reply(), ShareSlept)
+    assert place.rests == [6]
+    lead.say(WakeShare())
+    assert isinstance(await lead.reply(), ShareWoken)
+    assert place.rests == [6, 10]
+    group.sleep_error = OSError("no space left")
+    lead.say(SleepShare())
+    assert isinstance(await lead.reply(), ShareFailed)
+    assert place.rests == [6, 10, 6, 10]
+    group.sleep_error = None
+    lead.say(SleepShare())
+    assert isinstance(await lead.reply(), ShareSlept)
+    group.freed.set()
+    await lead.close()
+    async with asyncio.timeout(WAIT_S):
+        await serving
+    assert place.rests == [6, 10, 6, 10, 6, 10]
 
 
 async def test_drain_goes_on_where_a_share_ends_while_another_lead_is_notified(place: Any, group: FakeGroup) -> None:

@@ -15,7 +15,8 @@ from cortex.neuron.node.node import Node
 from cortex.neuron.node.spanning.protocol import PeerUnreachable
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, Recovering
-from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
+from cortex.wire.node.orders import LoadRequest, UnloadRequest
+from cortex.wire.node.protocol import ModelState
 
 from ....waiting import NEVER_S, WAIT_S
 from ...generations import Reader

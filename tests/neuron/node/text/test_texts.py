@@ -5,9 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import msgspec
 import pytest
 
 from cortex.neuron.config import TextLimits
+from cortex.neuron.node.text import work
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.text.errors import TextFileMalformed
 from cortex.neuron.text.model import TextModel
@@ -103,6 +105,26 @@ def paths() -> dict[str, Path]:
 @pytest.fixture
 def texts(opened: list[Source], paths: dict[str, Path]) -> Texts:
     return make_texts(opened, paths)
+
+
+async def test_tokens_without_a_grammar_need_no_process(
+    texts: Texts, opened: list[Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[GenerateRequest] = []
+
+    def prepare(_: TextModel, request: GenerateRequest, __: PromptRules) -> Prepared:
+        prepared.append(request)
+        return Prepared(())
+
+    monkeypatch.setattr(work, "prepare", prepare)
+    tokens = GenerateRequest(model="m", prompt=(1, 2), more_prompts=((3,),))
+    await texts.prepare(pack(tokens), principal="")
+    assert prepared == [tokens]
+    assert opened[0].calls == ["read"]
+    opened[0].may_end.set()
+    constrained = msgspec.structs.replace(tokens, output=OutputFormat("json_object"))
+    await texts.prepare(pack(constrained), principal="")
+    assert opened[0].calls == ["read", "short"]
 
 
 async def test_reads_a_text_once_for_concurrent_callers(texts: Texts, opened: list[Source]) -> None:

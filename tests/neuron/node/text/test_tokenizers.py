@@ -16,7 +16,8 @@ from cortex.wire.errors import (
     ModelNotFound,
     Recovering,
 )
-from cortex.wire.node.protocol import ModelState, UnloadRequest
+from cortex.wire.node.orders import UnloadRequest
+from cortex.wire.node.protocol import ModelState
 from cortex.wire.packed_request import pack
 from cortex.wire.requests import GenerateRequest
 

@@ -8,14 +8,17 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
+from cortex.neuron.text.tokenizer.pretokenizers import BY_NAME
 from cortex.neuron.text.tokenizer.segments import SegmentEncoder
 
 from ..conftest import CONTROL, CORPUS, WHOLE
 
+NAMES = sorted({way: name for name, way in BY_NAME.items()}.values())
+"""A name of each way to split."""
 PIECES = st.one_of(st.text(), st.sampled_from([*CONTROL, *WHOLE, *CORPUS, "<|im_", "<think", CORPUS[0] * 4]))
 
 
-@given(pieces=st.lists(PIECES, max_size=10), name=st.sampled_from(["gpt-2", "smollm", "llama-bpe", "qwen2", "qwen35"]))
+@given(pieces=st.lists(PIECES, max_size=10), name=st.sampled_from(NAMES))
 def test_segments_have_the_ids_of_the_whole_text(gguf_metadata: dict[str, Any], pieces: list[str], name: str) -> None:
     tokenizer, encoder = _encoder(gguf_metadata, name)
     text = "".join(pieces)

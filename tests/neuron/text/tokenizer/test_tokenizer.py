@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER
 
 from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing, TokenizerUnsupported
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
-from cortex.neuron.text.tokenizer.gguf_vocabulary import SPACE, end_ids
+from cortex.neuron.text.tokenizer.gguf_vocabulary import SPACE
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 from cortex.neuron.text.tokenizer.pretokenizers import BY_NAME
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer as TextTokenizer
@@ -182,6 +182,14 @@ def test_begin_and_end_tokens_are_added_to_documents_only_if_the_file_asks(gguf_
         ({"tokenizer.ggml.model": "rwkv"}, TokenizerUnsupported, "rwkv"),
         ({"tokenizer.ggml.tokens": []}, TokenizerMissing, "vocabulary"),
         ({"tokenizer.ggml.merges": ["nopair"]}, TextFileMalformed, "nopair"),
+        (
+            {
+                **{"tokenizer.ggml.model": "llama", "tokenizer.ggml.merges": None},
+                **{"tokenizer.ggml.tokens": ["a", "a" * 1025], "tokenizer.ggml.scores": [0.0, 0.0]},
+            },
+            TextFileMalformed,
+            "a token has 1025 characters",
+        ),
     ],
 )
 def test_rejects_an_unsupported_vocabulary_by_name(
@@ -189,51 +197,6 @@ def test_rejects_an_unsupported_vocabulary_by_name(
 ) -> None:
     with pytest.raises(error, match=word):
         from_gguf({**gguf_metadata, **change})
-
-
-def test_end_tokens_of_a_gguf_are_the_ones_it_names_and_those_of_its_vocabulary(gguf_metadata: dict[str, Any]) -> None:
-    end, turn = gguf_metadata["tokenizer.ggml.eos_token_id"], 7
-    unnamed = [gguf_metadata["tokenizer.ggml.tokens"].index(token) for token in ("<|endoftext|>", "<|eot_id|>")]
-    tokenizer = from_gguf({**gguf_metadata, "tokenizer.ggml.eot_token_id": turn})
-    assert tokenizer.eos_ids == (end, turn, *unnamed)
-
-
-@pytest.mark.parametrize(
-    ("family", "named", "whole", "expected"),
-    [
-        ("llama", "<|end_of_text|>", ("<|eot_id|>", "<|eom_id|>"), ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")),
-        ("qwen3", "<|im_end|>", ("<|endoftext|>",), ("<|im_end|>", "<|endoftext|>")),
-        ("gemma3", "<eos>", ("<end_of_turn>",), ("<eos>", "<end_of_turn>")),
-        ("phi3", "<|endoftext|>", ("<|end|>", "<|user|>"), ("<|endoftext|>", "<|end|>")),
-        ("gpt-oss", "<|return|>", ("<|end|>", "<|start|>"), ("<|return|>",)),
-        ("command-r", "<EOS_TOKEN>", ("<|END_OF_TURN_TOKEN|>",), ("<EOS_TOKEN>", "<|END_OF_TURN_TOKEN|>")),
-        ("exaone", "<|endoftext|>", ("[|endofturn|]",), ("<|endoftext|>", "[|endofturn|]")),
-    ],
-)
-def test_end_tokens_of_a_familys_gguf(family: str, named: str, whole: Sequence[str], expected: Sequence[str]) -> None:
-    """Of files whose converters wrote the id of only one of them."""
-    tokens = ["a", named, *whole, "<|im_end|>" if family == "gemma3" else "b"]
-    kinds = [1, *[3] * (1 + len(whole)), 1]  # a token of the same spelling that is ordinary text ends nothing
-    metadata = {"tokens": tokens, "token_type": kinds, "eos_token_id": 1, "model": "gpt2"}
-    ids = end_ids({f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
-    assert [tokens[i] for i in ids] == list(expected)
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"generation_config": {"eos_token_id": [5, 6]}, "config": {"eos_token_id": 9}}, (5, 6, "<|im_end|>")),
-        ({"generation_config": {}, "config": {"eos_token_id": 9}}, (9, "<|im_end|>")),
-        ({"generation_config": {}, "config": {"text_config": {"eos_token_id": 8}}}, (8, "<|im_end|>")),
-        ({"generation_config": {}}, ("<|im_end|>",)),
-        ({"generation_config": {"eos_token_id": 5}, "tokenizer_config": {}}, (5,)),
-    ],
-)
-def test_end_tokens_come_from_the_models_files_in_order(
-    backend: Tokenizer, tmp_path: Path, files: dict[str, Any], expected: tuple[int | str, ...]
-) -> None:
-    tokenizer = load(write_model(tmp_path, backend, "chatml", **files))
-    assert tokenizer.eos_ids == tuple(backend.token_to_id(i) if isinstance(i, str) else i for i in expected)
 
 
 def test_tokens_that_only_the_config_lists_are_added(backend: Tokenizer, tmp_path: Path) -> None:

@@ -52,10 +52,10 @@ def test_every_format_is_decoded_and_has_a_layout() -> None:
 @pytest.mark.parametrize("scales", [ordinary_scales(400), np.tile(EXTREMES, 50)], ids=["ordinary", "extreme"])
 def test_blocks_decode_bit_exactly(name: str, scales: np.ndarray) -> None:
     blocks = random_blocks(name, 400, scales)
-    numbers = QUANTISATIONS[name].dequantise(torch.from_numpy(blocks))
-    assert numbers.dtype == torch.float32
+    values = QUANTISATIONS[name].dequantise(torch.from_numpy(blocks))
+    assert values.dtype == torch.float32
     expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
-    np.testing.assert_array_equal(numbers.numpy(), expected)
+    np.testing.assert_array_equal(values.numpy(), expected)
 
 
 @pytest.mark.parametrize("name", SCALES_AT)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cortex.neuron.weights.errors import FilesMissing
-from cortex.neuron.weights.gguf.projector import projector_beside
+from cortex.neuron.weights.gguf.projector import projector_of
 from cortex.neuron.weights.hub import disk
 from cortex.neuron.weights.hub.cache import RepositoryCache
 from cortex.neuron.weights.hub.listing import RemoteFile
@@ -31,7 +31,7 @@ def cached(cache: Path, name: str, content: bytes | None = None) -> Path:
 def test_quantisations_share_the_tower_which_goes_with_the_last(tmp_path: Path) -> None:
     names = ("m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-f16.gguf")
     four, eight, tower = (cached(tmp_path, name, b"t" * 50 if "mmproj" in name else None) for name in names)
-    assert projector_beside(four) == projector_beside(eight) == tower
+    assert projector_of(four) == projector_of(eight) == tower
     assert disk.delete(tmp_path, HubSource("org/model", quant="q4")) == 400
     assert tower.exists()
     assert disk.delete(tmp_path, HubSource("org/model", quant="q8")) == 850
@@ -40,11 +40,11 @@ def test_quantisations_share_the_tower_which_goes_with_the_last(tmp_path: Path) 
 
 def test_a_tower_above_the_folder_of_a_model_is_found(tmp_path: Path) -> None:
     model, tower = (cached(tmp_path, name, b"g") for name in ("Q8_0/m-Q8_0.gguf", "mmproj-f16.gguf"))
-    assert projector_beside(model) == tower
+    assert projector_of(model) == tower
     plain = tmp_path / "plain" / "q8" / "m.gguf"
     plain.parent.mkdir(parents=True)
     (tmp_path / "plain" / "mmproj.gguf").write_bytes(b"g")
-    assert projector_beside(plain) is None, "other folders hold files of other models"
+    assert projector_of(plain) is None, "other folders hold files of other models"
 
 
 def test_deleting_one_quantisation_leaves_the_others(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Published quantised checkpoints: every way to store a matrix decodes to the numbers that its definition gives.
+"""Published quantised checkpoints: every way to store a matrix decodes to the values that its definition gives.
 
 The packers here follow the formats' definitions, one number at a time where that is clearer.
 """
@@ -33,12 +33,12 @@ NAME = "model.layers.0.mlp.up_proj"
 class Matrix(NamedTuple):
     config: dict[str, Any]
     parts: dict[str, Tensor]
-    numbers: Tensor
+    values: Tensor
     """[OUTPUTS, INPUTS] float32: what the stored parts mean."""
 
 
 def words(codes: Tensor, bits: int) -> Tensor:
-    """[..., n] small numbers → [..., n · bits / 32] int32, the first in the lowest bits."""
+    """[..., n] small values → [..., n · bits / 32] int32, the first in the lowest bits."""
     per_word = 32 // bits
     grouped = codes.reshape(*codes.shape[:-1], -1, per_word).numpy().astype(np.uint32)
     shifted = grouped << np.arange(0, 32, bits, dtype=np.uint32)
@@ -63,7 +63,7 @@ def gptq(bits: int = 4, *, is_ordered: bool = False, version: str = "gptq") -> M
     group_of = torch.arange(INPUTS) // GROUP
     if is_ordered:
         group_of = group_of[torch.randperm(INPUTS)]
-    numbers = (codes.float() - zero.float()[:, group_of]) * scale.float()[:, group_of]
+    values = (codes.float() - zero.float()[:, group_of]) * scale.float()[:, group_of]
     parts = {
         "qweight": words(codes, bits).t().contiguous(),
         "qzeros": words((zero - int(version == "gptq")).t(), bits),
@@ -71,7 +71,7 @@ def gptq(bits: int = 4, *, is_ordered: bool = False, version: str = "gptq") -> M
         "g_idx": group_of.int(),
     }
     config = {"quant_method": "gptq", "bits": bits, "desc_act": is_ordered, "checkpoint_format": version}
-    return Matrix(config, parts, numbers)
+    return Matrix(config, parts, values)
 
 
 def awq() -> Matrix:
@@ -122,13 +122,25 @@ def float8(rows: int, columns: int, scale_name: str, *, is_flat: bool = False) -
     return Matrix(config, {"weight": codes, scale_name: stored}, codes.float() * spread)
 
 
+def of_modelopt(config: dict[str, Any]) -> Matrix:
+    whole = float8(OUTPUTS, INPUTS, "weight_scale", is_flat=True)
+    scale = whole.parts["weight_scale"].reshape(())
+    return Matrix(config, {**whole.parts, "weight_scale": scale, "input_scale": torch.tensor(0.5)}, whole.values)
+
+
+def of_devstral() -> Matrix:
+    whole = of_modelopt({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None})
+    scales = {"weight_scale_inv": whole.parts["weight_scale"], "activation_scale": whole.parts["input_scale"]}
+    return Matrix(whole.config, {"weight": whole.parts["weight"], **scales}, whole.values)
+
+
 def mxfp4() -> Matrix:
     levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
     codes = torch.randint(0, 16, (OUTPUTS, INPUTS), dtype=torch.uint8)
     exponent = torch.randint(118, 126, (OUTPUTS, INPUTS // 32), dtype=torch.uint8)
-    numbers = levels[codes.int()] * torch.exp2(exponent.float() - 127).repeat_interleave(32, 1)
+    values = levels[codes.int()] * torch.exp2(exponent.float() - 127).repeat_interleave(32, 1)
     parts = {"weight_packed": codes[:, 0::2] | (codes[:, 1::2] << 4), "weight_scale": exponent}
-    return Matrix(compressed_config(4), parts, numbers)
+    return Matrix(compressed_config(4), parts, values)
 
 
 MATRICES: dict[str, Callable[[], Matrix]] = {
@@ -147,6 +159,9 @@ MATRICES: dict[str, Callable[[], Matrix]] = {
     "fp8 by row": lambda: float8(1, INPUTS, "weight_scale"),
     "fp8 by row, flat": lambda: float8(1, INPUTS, "weight_scale", is_flat=True),
     "fp8 by matrix": lambda: float8(OUTPUTS, INPUTS, "weight_scale", is_flat=True),
+    "fp8 with scales of activations": of_devstral,
+    "fp8 of modelopt": lambda: of_modelopt({"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "fp8 of modelopt, which only its scales show": lambda: of_modelopt({}),
     "mxfp4": mxfp4,
 }
 
@@ -163,12 +178,12 @@ def opened(path: Path, matrix: Matrix) -> SafetensorsCheckpoint:
     return SafetensorsCheckpoint(path)
 
 
-def test_stored_matrix_has_the_dense_name_and_shape_and_reads_as_its_numbers(tmp_path: Path, matrix: Matrix) -> None:
+def test_stored_matrix_has_the_dense_name_and_shape_and_reads_as_its_values(tmp_path: Path, matrix: Matrix) -> None:
     checkpoint = opened(tmp_path, matrix)
     assert list(checkpoint.tensors) == [f"{NAME}.weight"]
     assert checkpoint.tensors[f"{NAME}.weight"].shape == (OUTPUTS, INPUTS)
-    numbers = checkpoint.read(f"{NAME}.weight")
-    torch.testing.assert_close(numbers, matrix.numbers, rtol=2**-8, atol=1e-6)  # scales are rounded to bfloat16
+    values = checkpoint.read(f"{NAME}.weight")
+    torch.testing.assert_close(values, matrix.values, rtol=2**-8, atol=1e-6)  # scales are rounded to bfloat16
 
 
 def test_dense_destination_gets_the_numbers_in_pieces(
@@ -178,23 +193,23 @@ def test_dense_destination_gets_the_numbers_in_pieces(
     destination = torch.full((OUTPUTS, INPUTS), torch.nan)
     placement = Placement(f"{NAME}.weight", destination)
     load_into(opened(tmp_path, matrix), [placement], progress=lambda *_: None, cancelled=lambda: False)
-    torch.testing.assert_close(destination, matrix.numbers, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(destination, matrix.values, rtol=2**-8, atol=1e-6)
 
 
-def test_packed_matrix_keeps_the_numbers(tmp_path: Path, matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_matrix_keeps_the_values(tmp_path: Path, matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cortex.neuron.weights.placement.PIECE_BYTES", 1024)
     checkpoint = opened(tmp_path, matrix)
     layout = STORED_LAYOUTS[checkpoint.tensors[f"{NAME}.weight"].dtype]
     packed = PackedMatrix(layout, OUTPUTS, INPUTS, torch.device("cpu"))
     placement = PackedPlacement(f"{NAME}.weight", packed, 0, OUTPUTS)
     load_into(checkpoint, [], [placement], progress=lambda *_: None, cancelled=lambda: False)
-    error = (packed.values() - matrix.numbers).norm() / matrix.numbers.norm()
+    error = (packed.values() - matrix.values).norm() / matrix.values.norm()
     assert error < 0.006  # bfloat16 scales, and eight bits where there are no groups
 
 
 def test_mxfp4_is_exact(tmp_path: Path) -> None:
     matrix = mxfp4()
-    torch.testing.assert_close(opened(tmp_path, matrix).read(f"{NAME}.weight"), matrix.numbers, rtol=0, atol=0)
+    torch.testing.assert_close(opened(tmp_path, matrix).read(f"{NAME}.weight"), matrix.values, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("columns", [range(128), range(128, 256), range(64, 96), range(96, 256), range(256)], ids=str)
@@ -273,9 +288,9 @@ def test_columns_that_cut_a_group_are_rejected(tmp_path: Path, name: str) -> Non
 def test_rows_in_another_order_are_read_in_that_order(tmp_path: Path, matrix: Matrix) -> None:
     stored = opened(tmp_path, matrix).stored(f"{NAME}.weight")
     half = OUTPUTS // 2
-    numbers = decode(stored, mapped_bytes(stored))
+    values = decode(stored, mapped_bytes(stored))
     moved = stored.with_rows((range(half, OUTPUTS), range(0, 8))).with_rows((range(half - 3, half + 2),))
-    expected = torch.cat((numbers[OUTPUTS - 3 :], numbers[:2]))
+    expected = torch.cat((values[OUTPUTS - 3 :], values[:2]))
     assert torch.equal(decode(moved, mapped_bytes(moved)), expected)
 
 
@@ -317,6 +332,11 @@ BROKEN: dict[str, tuple[Callable[[], Matrix], type[CheckpointError], str]] = {
         "'gemv'",
     ),
     "nvfp4": (lambda: replaced(mxfp4(), weight_global_scale=torch.ones(1)), Unsupported, "NVFP4"),
+    "nvfp4 of modelopt": (
+        lambda: replaced(of_modelopt({}), weight=mxfp4().parts["weight_packed"], weight_scale_2=torch.ones(())),
+        Unsupported,
+        "NVFP4",
+    ),
 }
 
 

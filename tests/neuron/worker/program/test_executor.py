@@ -4,6 +4,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import faulty_engine
@@ -36,6 +37,7 @@ from cortex.neuron.worker.protocol import (
 
 from ....waiting import WAIT_S
 
+BENCH = Path(__file__).parents[4] / "bench"
 Batch = list[Command | FollowStep | Compiled]
 Prepare = Callable[[faulty_engine.FaultyEngine], bool]
 E = TypeVar("E", bound=Event)
@@ -78,7 +80,7 @@ def load(handle: int) -> Load:
 
 
 def submit(handle: int, request_id: str, token: int = faulty_engine.PLAIN) -> Submit:
-    return Submit(handle, EngineRequest(id=request_id, prompt=(token,), max_tokens=2))
+    return Submit.of(handle, EngineRequest(id=request_id, prompt=(token,), max_tokens=2))
 
 
 def kinds(events: Iterable[Event]) -> list[type[Event]]:
@@ -87,6 +89,18 @@ def kinds(events: Iterable[Event]) -> list[type[Event]]:
 
 def test_executes_commands_in_order() -> None:
     assert kinds(run([load(1), Unload(1)])) == [Loaded, Unloaded]
+
+
+@pytest.mark.parametrize("engine", ["scripted_engine", "modelled_device"])
+def test_engines_of_benchmarks_are_loaded_as_others_are(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.setenv("SCRIPTED_STEP_MS", "0")
+    monkeypatch.setenv("MODELLED_SLOWDOWN", "0")
+    events = run([load(1)], [submit(1, "a")], [], [], [], [Unload(1)], engine=f"{engine}:load")
+    assert [kind for kind in kinds(events) if kind is not Outputs] == [Loaded, Unloaded]
+    outputs = [output for event in events if isinstance(event, Outputs) for output in event.outputs]
+    assert sum(len(output.tokens) for output in outputs) == 2
+    assert outputs[-1].finish == "length"
 
 
 def test_request_for_an_unloaded_model_fails() -> None:
@@ -211,7 +225,7 @@ def test_model_whose_steps_keep_failing_is_closed_alone() -> None:
 def test_bug_ends_only_the_request_that_causes_it_however_often() -> None:
     bugs = [f"bug {number}" for number in range(5)]
     turns: list[Batch] = [[submit(1, bug, faulty_engine.BUG)] for bug in bugs]
-    long = Submit(1, EngineRequest(id="long", prompt=(faulty_engine.PLAIN,), max_tokens=6))
+    long = Submit.of(1, EngineRequest(id="long", prompt=(faulty_engine.PLAIN,), max_tokens=6))
     events = run([load(1)], [long], *(turn for each in turns for turn in (each, [], [])), *([[]] * 6))
     failed = [event for event in events if isinstance(event, RequestFailed)]
     assert [(event.request_id, event.kind) for event in failed] == [(bug, FaultKind.BUG) for bug in bugs]
@@ -252,7 +266,7 @@ class Grammars:
         self.until(Loaded)
 
     def submit(self, request_id: str, grammar: str | None) -> None:
-        self.executor.inbox.put([Submit(1, EngineRequest(request_id, (1,), max_tokens=2, grammar=grammar))])
+        self.executor.inbox.put([Submit.of(1, EngineRequest(request_id, (1,), max_tokens=2, grammar=grammar))])
         if grammar is not None:
             assert self.compiling.wait(WAIT_S)
 

@@ -48,6 +48,18 @@ def test_memory_of_a_cpu_is_not_vram(vram_bytes: int | None, expected: int) -> N
     assert tags([model])["models"][0]["size"] == 5
 
 
+@pytest.mark.parametrize(
+    ("file_bytes", "disk_bytes", "expected"),
+    [(3, None, 3), (3, 9, 3), (None, 9, 9), (None, None, 0)],
+    ids=["outside the cache", "one of several in a repository", "divided among devices", "unknown"],
+)
+def test_size_is_that_of_the_files_and_never_memory(
+    file_bytes: int | None, disk_bytes: int | None, expected: int
+) -> None:
+    status = ModelStatus(id="m", state=ModelState.READY, measured_bytes=7, file_bytes=file_bytes, disk_bytes=disk_bytes)
+    assert tags([from_status(status, 0.0)])["models"][0]["size"] == expected
+
+
 def test_number_of_parameters_is_shown_where_it_is_known() -> None:
     assert show(OllamaModel("m", 0.0, stored=GGUF))["model_info"]["general.parameter_count"] == 8_030_000_000
     assert "general.parameter_count" not in show(OllamaModel("m", 0.0))["model_info"]

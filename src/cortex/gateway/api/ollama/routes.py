@@ -15,7 +15,7 @@ from cortex.gateway.api.files import FileRoutes
 from cortex.gateway.api.jobs import Job
 from cortex.gateway.api.ollama import listing
 from cortex.gateway.api.parts import DeferredResponses, expect, listing_key
-from cortex.gateway.dispatch.dispatcher import Dispatcher
+from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Metering
@@ -46,7 +46,7 @@ class OllamaRoutes:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        dispatcher: DispatchView,
         files: FileRoutes,
         metering: Metering,
         deferred: DeferredResponses,

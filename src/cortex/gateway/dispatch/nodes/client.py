@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import re
 import ssl
@@ -20,23 +21,13 @@ from cortex.http.request import Headers
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.pool import Pool
 from cortex.tls import client_context
-from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, UpstreamUnavailable, from_code
+from cortex.wire.error_codes import from_code
+from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, UpstreamUnavailable
 from cortex.wire.events import Usage
 from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.model_log import ModelLog
-from cortex.wire.node.protocol import (
-    DeletedFiles,
-    Discovery,
-    FilesRequest,
-    Health,
-    HubRepository,
-    LoadRequest,
-    ModelState,
-    ModelStatus,
-    PullStatus,
-    Recycled,
-    UnloadRequest,
-)
+from cortex.wire.node.orders import DeletedFiles, FilesRequest, HubRepository, LoadRequest, Recycled, UnloadRequest
+from cortex.wire.node.protocol import Discovery, Health, ModelState, ModelStatus, PullStatus
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +129,8 @@ class NodeClient:
         self.section = section
         self.name = section.name
         limits = UpstreamLimits(connect_s=connect_timeout_s, silence_s=idle_timeout_s, num_kept=num_kept)
+        if section.kind != "neuron":  # a foreign server may be too busy for polls
+            limits = dataclasses.replace(limits, silence_when_down_s=idle_timeout_s)
         self.pool = Pool(section.endpoint.rstrip("/").removesuffix("/v1"), ticker, limits, tls=tls)
         self.headers: Headers = ((b"authorization", f"Bearer {key}".encode()),) if key else ()
         """Sent with every call to this node."""

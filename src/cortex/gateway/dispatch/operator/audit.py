@@ -36,7 +36,7 @@ MAX_REJECTED = 100_000
 """The oldest of rejected requests beyond it are deleted first, so that no key without rights can push out the changes
 of others."""
 MAX_WITHOUT_KEY = 20_000
-"""The same for what failed without a valid key, as sign-ins do: strangers push out nothing of people with keys."""
+"""The same for what failed without a valid key, as sign-ins do: unauthenticated clients push out no records of keys."""
 MAX_SIGN_INS = 100_000
 """The same for sign-ins, which every key may make as often as it likes."""
 SIGN_IN_ACTIONS = ("POST /session", "GET /session/callback", "HEAD /session/callback")

@@ -11,8 +11,7 @@ from pathlib import Path
 import msgspec
 
 from cortex.gateway.proxy.accounting.activity import ActivityLog, RequestRecord
-from cortex.wire.errors import about
-from cortex.wire.words import os_error_in_words
+from cortex.wire.words import about, os_error_in_words
 
 log = logging.getLogger(__name__)
 

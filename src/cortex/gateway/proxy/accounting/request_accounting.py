@@ -121,13 +121,14 @@ class RequestAccounting:
         self.first_token_s, self.failure = self._first_token_s(), self._failure()
         node = lease.node if lease is not None else ""
         disconnected = outcome is _DISCONNECTED
-        has_response = self.first_data_at is not None and self.status < 400 and self.route.uses_tokens
+        is_charged = self.route.uses_tokens and not self.admitted.is_check
+        has_response = self.first_data_at is not None and self.status < 400 and is_charged
         usage = reported if has_response else None
         is_cut_off = disconnected or outcome is _CANCELLED
         # A server of speech or images has done most of its work before its first byte. A cancelled request has the
         # status of its cancellation.
         is_unpaid_work = is_cut_off and lease is not None and self.route.need == "relay" and self.num_attempts > 0
-        is_unpaid_work = is_unpaid_work and (self.status < 400 or outcome is _CANCELLED)
+        is_unpaid_work = is_unpaid_work and is_charged and (self.status < 400 or outcome is _CANCELLED)
         is_estimated = usage is None and (has_response or is_unpaid_work)
         estimate = self._estimate(num_response_bytes) if is_estimated else None
         may_node_know = self.route.runs_model and self.route.need != "relay"  # of those it reads no tokens

@@ -19,6 +19,7 @@ from cortex.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.wire.errors import CortexError, ModelNotFound, ShuttingDown
 from cortex.wire.opaque.fields import OpaqueFields
+from cortex.wire.opaque.health_checks import HEALTH_CHECKS
 from cortex.wire.opaque.routes import split_upstream
 
 
@@ -73,7 +74,8 @@ class OpaqueInference:
             raise
         envelope = Envelope(Facts(name, stream=False, completion_limit=0, num_choices=1), ())
         received = ReceivedRequest(exchange, route, b"", envelope, key, id, span, received_at)
-        self._inference.serve(received, make_body=lambda model: OpaqueBody(request, model, found))
+        is_check = route.is_upstream and request.method == b"GET" and found in HEALTH_CHECKS
+        self._inference.serve(received, make_body=lambda model: OpaqueBody(request, model, found), is_check=is_check)
 
     def _split(self, request: Request) -> tuple[str, str]:
         """The model in the path, and the path of its server. Exact names win over patterns, also over those that match

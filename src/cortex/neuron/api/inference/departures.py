@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from cortex.neuron.api.backend import Backend
 from cortex.wire.errors import CortexError
-from cortex.wire.node.protocol import UnloadRequest
+from cortex.wire.node.orders import UnloadRequest
 from cortex.wire.requests import GenerateRequest
 
 log = logging.getLogger(__name__)

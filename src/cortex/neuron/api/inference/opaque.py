@@ -16,6 +16,7 @@ from cortex.neuron.api.routes.metrics import RequestWatch
 from cortex.neuron.api.routing import ApiCall, Route
 from cortex.neuron.node.harness.upstream import Upstream
 from cortex.wire.errors import UnsupportedModality
+from cortex.wire.opaque.health_checks import HEALTH_CHECKS
 from cortex.wire.opaque.routes import PATHS, UPSTREAM, UPSTREAM_METHODS, split_upstream
 
 
@@ -52,7 +53,8 @@ class OpaqueRoutes:
             upstream = self._upstream(model, None, watch)
             body: Body = http.body if http.upload is None else http.upload
             target = target_of(path.encode("latin-1"), http.query)
-            await self._relay.pass_on(call, model, target, body, upstream, watch)
+            is_check = http.method == b"GET" and path in HEALTH_CHECKS
+            await self._relay.pass_on(call, model, target, body, upstream, watch, is_check=is_check)
 
     def _upstream(self, model: str, path: str | None, watch: RequestWatch) -> Upstream:
         """Raises ModelNotFound, or UnsupportedModality for a model that does not take such requests."""

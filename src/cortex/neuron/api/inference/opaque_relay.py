@@ -17,7 +17,7 @@ from cortex.http.upstream.faults import UpstreamFault, UpstreamSilent
 from cortex.neuron.api import bodies
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
-from cortex.neuron.api.inference.server_slot import ServerSlot
+from cortex.neuron.api.inference.server_slot import NoSlot, ServerSlot
 from cortex.neuron.api.inference.session import ready
 from cortex.neuron.api.routes.metrics import RequestWatch
 from cortex.neuron.api.routing import ApiCall
@@ -25,6 +25,8 @@ from cortex.neuron.node.harness.upstream import Upstream
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError, MethodNotAllowed, UpstreamInterrupted
 from cortex.wire.node import headers as our_headers
+from cortex.wire.node.protocol import ModelState
+from cortex.wire.opaque.health_checks import not_ready
 
 _RELAYED: Headers = ((our_headers.RELAYED.encode(), b"1"),)
 
@@ -38,18 +40,31 @@ class OpaqueRelay:
     ticker: Ticker
 
     async def pass_on(
-        self, call: ApiCall, model: str, target: bytes, body: Body, upstream: Upstream, watch: RequestWatch
+        self,
+        call: ApiCall,
+        model: str,
+        target: bytes,
+        body: Body,
+        upstream: Upstream,
+        watch: RequestWatch,
+        *,
+        is_check: bool = False,
     ) -> None:
-        """Loads the model, waits for a slot, and passes request and response on, unread unless the call translates."""
+        """Loads the model, waits for a slot, and passes request and response on, unread unless the call translates.
+        `is_check`: it asks only whether the server works, loads nothing, and waits for no slot."""
         http = call.request
         if http.method == b"HEAD":
             raise MethodNotAllowed("A server is not asked for heads; use GET.", details={"allowed_methods": ["GET"]})
+        if is_check and self.backend.served(model).state is not ModelState.READY:
+            raise not_ready(model)
         watch.phase = lambda: "load"
         arrived_s = time.monotonic()
         await self.drain_gate.wait_for(ready(self.backend, model))
         watch.phase = lambda: "prefill"
         id = f"opaque-{uuid.uuid4().hex}"
-        slot = ServerSlot(self.backend, model, id, bodies.principal_of(http))
+        slot: ServerSlot | NoSlot = NoSlot()
+        if not is_check:
+            slot = ServerSlot(self.backend, model, id, bodies.principal_of(http))
         response = _Response(asyncio.get_running_loop().create_future())
         relay = Relay(call.exchange, response, self.ticker, None, _RELAYED)
         try:
@@ -68,7 +83,8 @@ class OpaqueRelay:
                 raise UpstreamInterrupted(f"The model's server failed: {fault}; try again.") from fault
             if response.error is not None:
                 watch.failed(response.error)
-            upstream.finished(id, 0, 0)
+            if not is_check:
+                upstream.finished(id, 0, 0)
         finally:
             relay.drop()
             slot.release()

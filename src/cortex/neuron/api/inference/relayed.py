@@ -167,8 +167,9 @@ class RelayedSession:
                 param="prompt",
             )
         if self._chat is None:
-            chat = openai_chat.build(with_files(unpack(self._packed.whole), self._packed.files))
-            num_bytes, pictures = len(self._packed.whole), find_pictures(chat, "openai_chat")  # files are packed apart
+            whole = self._packed.whole()
+            chat = openai_chat.build(with_files(unpack(whole), self._packed.files))
+            num_bytes, pictures = len(whole), find_pictures(chat, "openai_chat")  # files are packed apart
         else:
             chat, pictures = self._chat, find_pictures(self._chat, "openai_chat")
             num_bytes = len(chat) - pictures.num_bytes

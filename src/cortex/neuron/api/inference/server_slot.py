@@ -38,3 +38,15 @@ class ServerSlot:
             self._granted.set_exception(error.with_traceback(None))
         elif self.on_lost is not None:
             self.on_lost(error)
+
+
+class NoSlot:
+    """In place of a `ServerSlot`, for a request that is no work for the model: it waits for no other."""
+
+    on_lost: Callable[[CortexError], None] | None = None
+
+    async def wait(self) -> None:
+        """Returns at once."""
+
+    def release(self) -> None:
+        """There is nothing to release."""

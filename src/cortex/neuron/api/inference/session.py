@@ -12,13 +12,14 @@ from cortex.neuron.api.backend import Backend, GenerationStream
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.choice import Choice, ChoiceContext, Stopwatch
 from cortex.neuron.api.inference.engine_requests import check_num_scores, engine_requests, scores_prompt, within_limit
+from cortex.neuron.api.inference.reasoning_budget import generate_within_budget
 from cortex.neuron.api.inference.tasks import check_task
-from cortex.neuron.api.inference.thought_budget import generate_within_budget
 from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.node.status import ServedModel
 from cortex.wire.events import AnyEvent, Finish, Start, Timing, Usage
 from cortex.wire.fields.body import LARGEST_COUNT
-from cortex.wire.node.protocol import LoadRequest, ModelState
+from cortex.wire.node.orders import LoadRequest
+from cortex.wire.node.protocol import ModelState
 from cortex.wire.packed_request import PackedRequest
 from cortex.wire.prompt_overflow import prompt_too_long
 from cortex.wire.response import summed

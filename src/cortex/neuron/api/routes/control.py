@@ -23,15 +23,8 @@ from cortex.wire import llama_cpp, sse
 from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
 from cortex.wire.errors import InvalidValue, MalformedJSON, RouteNotFound, shorten
 from cortex.wire.node.bench import BenchRequest
-from cortex.wire.node.protocol import (
-    Endpoint,
-    FilesRequest,
-    LoadRequest,
-    ModelList,
-    ModelState,
-    Recycled,
-    UnloadRequest,
-)
+from cortex.wire.node.orders import FilesRequest, LoadRequest, Recycled, UnloadRequest
+from cortex.wire.node.protocol import Endpoint, ModelList, ModelState
 
 T = TypeVar("T")
 

@@ -22,10 +22,12 @@ from cortex.neuron.api.routing import ApiCall, Route
 from cortex.neuron.api.stream import EventStream
 from cortex.parsing.parser import BodyParser
 from cortex.wire.dialects.ollama import embeddings, lines, models
-from cortex.wire.errors import LoadFailed, NotImplementedHere, from_code
+from cortex.wire.error_codes import from_code
+from cortex.wire.errors import LoadFailed, NotImplementedHere
 from cortex.wire.fields import body as wire_body
 from cortex.wire.model_names import split_quant
-from cortex.wire.node.protocol import FilesRequest, ModelStatus, PullStatus
+from cortex.wire.node.orders import FilesRequest
+from cortex.wire.node.protocol import ModelStatus, PullStatus
 
 POLL_S = 0.25
 

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cortex.neuron.engine.errors import GroupBroken
+from cortex.neuron.engine.execution.uploads import host_memory_for
 from cortex.neuron.engine.pages import PADDING_PAGE
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.greedy import argmax
@@ -44,6 +45,9 @@ MAX_NATIVE_ROWS = 16
 """On a CPU. The operations of larger batches take long enough for their launches not to matter."""
 CAPTURE_AFTER_MISSES = 8
 """Steps without a graph before one is captured between steps; a capture takes about as long as two such steps."""
+
+_FIRST_SLOTS = 6
+"""See `StepGraphs`."""
 
 Outputs = tuple[Tensor, ...]
 """What a step computes: logits, argmax, whether all logits are finite, and the residual stream after the last
@@ -211,10 +215,14 @@ class SizedGraphs(ABC):
 
     def fits(self, num_rows: int) -> bool:
         """Whether a step of `num_rows` can be replayed. May capture a graph for it."""
-        if self._sizes.serving(num_rows) is not None:
+        if self.serves(num_rows):
             return True
         size = self._sizes.missed(num_rows)
         return size is not None and self._add(size)
+
+    def serves(self, num_rows: int) -> bool:
+        """Whether a graph for a step of `num_rows` is captured."""
+        return self._sizes.serving(num_rows) is not None
 
     @property
     def smallest_missing(self) -> int | None:
@@ -292,8 +300,9 @@ class SizedGraphs(ABC):
 
 
 class StepGraphs(SizedGraphs):
-    """The graphs of one model's steps. A graph's input is [4 + KV groups, size] int64: rows, positions, tokens,
-    positions of the rotation, and slots in each group."""
+    """The graphs of one model's steps. A graph's input is [6 + KV groups, size] int64: rows, positions, tokens,
+    positions of the rotation, lengths (int32, in the first half of their memory), nothing (what follows begins at a
+    multiple of 16 bytes, as the kernels expect), and slots in each group."""
 
     def __init__(
         self,
@@ -315,6 +324,8 @@ class StepGraphs(SizedGraphs):
         self._page_tables = tuple(page_tables)
         self._last_tokens = last_tokens
         self._padding_row = len(last_tokens) - 1
+        self._padding: dict[int, NDArray[np.int64]] = {}
+        """By size: the input of a graph without rows."""
         self._is_batch_invariant = is_batch_invariant
         self._context_tokens = context_tokens
 
@@ -334,29 +345,30 @@ class StepGraphs(SizedGraphs):
         count = len(rows)
         captured = self._serving(count)
         (memory,) = captured.inputs
-        inputs = self._padding(memory.shape[1])
-        inputs[0, :count], inputs[1, :count], inputs[4:, :count] = rows, positions, slots
+        host = host_memory_for(memory)
+        inputs = host.numpy()
+        inputs[:] = self._padding[memory.shape[1]]
+        inputs[0, :count], inputs[1, :count], inputs[_FIRST_SLOTS:, :count] = rows, positions, slots
         inputs[3, :count] = positions if rope is None else rope
+        np.add(positions, 1, out=inputs[4].view(np.int32)[:count], casting="same_kind")
         if isinstance(tokens, np.ndarray):
             inputs[2, :count] = tokens
-        host = torch.from_numpy(inputs)
-        memory.copy_(host.pin_memory() if memory.is_cuda else host, non_blocking=True)
+        memory.copy_(host, non_blocking=True)
         if isinstance(tokens, Tensor):
             memory[2, :count] = tokens
         captured.graph.replay(count)
         return tuple(output[:count] for output in captured.outputs)
 
-    def _padding(self, size: int) -> NDArray[np.int64]:
-        inputs = np.zeros((4 + len(self._page_tables), size), dtype=np.int64)
-        inputs[0] = self._padding_row
-        inputs[4:] = PADDING_PAGE
-        return inputs
-
     def _inputs(self, size: int) -> tuple[Tensor, ...]:
-        return (torch.from_numpy(self._padding(size)).to(self._device),)
+        inputs = np.zeros((_FIRST_SLOTS + len(self._page_tables), size), dtype=np.int64)
+        inputs[0] = self._padding_row
+        inputs[4].view(np.int32)[:] = 1
+        inputs[_FIRST_SLOTS:] = PADDING_PAGE
+        self._padding[size] = inputs
+        return (torch.tensor(inputs, device=self._device),)
 
     def _step(self, *inputs: Tensor) -> Outputs:
-        rows, positions, given, rope, slots, *others = inputs[0].unbind()
+        rows, positions, given, rope, lengths, _, slots, *others = inputs[0].unbind()
         first, *tables = self._page_tables
         count = len(rows)
         offsets = torch.arange(count + 1, dtype=torch.int32, device=rows.device) if self._is_batch_invariant else None
@@ -365,7 +377,7 @@ class StepGraphs(SizedGraphs):
             positions=positions,
             slots=slots,
             rows=rows,
-            lengths=(positions + 1).to(torch.int32),
+            lengths=lengths.view(torch.int32)[:count],
             page_table=first,
             num_decodes=0 if self._is_batch_invariant else count,
             max_length=self._context_tokens,

@@ -75,6 +75,8 @@ class StepInputs:
     drawn_before: NDArray[np.int64]
     last: NDArray[np.int64]
     """The tokens that are drawn after: the last ones of each row that draws."""
+    cuts: NDArray[np.int32]
+    """[rows, 2]: after how many tokens of each row its recurrent state is also saved (0: nowhere), and the slot"""
     rope: NDArray[np.int64] | None = None
     """The row of the rotations' tables for each token; None: its position."""
     pictures: PictureInputs | None = None
@@ -94,33 +96,46 @@ class StepInputs:
         """`pages`: the rows' page tables in each KV group, including this plan's new pages. `num_rope_positions`: the
         rows of the rotations' tables, after which come those of pictures; None: pictures have no axes.
         `whole_pictures`: whether the positions of a picture see each other."""
-        num_rows = len(plan.rows)
-        rows = np.fromiter((row.row for row in plan.rows), np.int64, num_rows)
-        counts = np.fromiter((row.count for row in plan.rows), np.int64, num_rows)
-        starts = np.fromiter((row.start for row in plan.rows), np.int64, num_rows)
-        offsets = np.concatenate((np.zeros(1, np.int64), counts.cumsum()))
-        positions = np.arange(offsets[-1]) - np.repeat(offsets[:-1] - starts, counts)
-        owners, columns = np.repeat(rows, counts), positions // page_tokens
-        page = np.stack([table[owners, columns] for table in pages]).astype(np.int64)
-        slots = page * page_tokens + positions % page_tokens
-        tokens = np.zeros(offsets[-1], dtype=np.int64)
+        rows = np.array([row.row for row in plan.rows], np.int64)
+        draws = [row.outputs.draws for row in plan.rows]
+        if len(plan.rows) == 1:  # a prompt alone waits for this, and few operations take half of the time
+            start, count = plan.rows[0].start, plan.rows[0].inputs.count
+            lengths, offsets = np.array((start + count,), np.int32), np.array((0, count))
+            positions, owners = np.arange(start, start + count), rows
+            last = np.arange(count - draws[0], count)
+        else:
+            counts = np.array([row.inputs.count for row in plan.rows], np.int64)
+            starts = np.array([row.start for row in plan.rows], np.int64)
+            lengths, offsets = (starts + counts).astype(np.int32), np.zeros(len(rows) + 1, np.int64)
+            np.cumsum(counts, out=offsets[1:])
+            order = np.arange(offsets[-1])
+            positions, owners = order - np.repeat(offsets[:-1] - starts, counts), np.repeat(rows, counts)
+            last = (order >= np.repeat(offsets[1:] - np.array(draws), counts)).nonzero()[0]
+        columns, places = np.divmod(positions, page_tokens)
+        slots = np.empty((len(pages), len(positions)), np.int64)
+        for group, table in enumerate(pages):
+            slots[group] = table[owners, columns]
+        slots *= page_tokens
+        slots += places
+        tokens, cuts = np.zeros(len(positions), dtype=np.int64), np.zeros((len(rows), 2), dtype=np.int32)
         for index, row in enumerate(plan.rows):
             if row.inputs.tokens is not None:
                 tokens[offsets[index] : offsets[index + 1]] = row.inputs.tokens
+            if row.cut is not None:
+                cuts[index] = row.cut
             if not row.writes:
                 slots[:, offsets[index] : offsets[index + 1]] = PADDING_PAGE
-        draws = np.fromiter((row.outputs.draws for row in plan.rows), np.int64, num_rows)
-        is_last = np.arange(offsets[-1]) >= np.repeat(offsets[1:] - draws, counts)
-        on_device = np.fromiter((row.inputs.tokens is None for row in plan.rows), bool, num_rows)
+        on_device = np.array([row.inputs.tokens is None for row in plan.rows], bool)
         return cls(
             rows=rows,
-            lengths=(starts + counts).astype(np.int32),
+            lengths=lengths,
             offsets=offsets,
             tokens=tokens,
             positions=positions,
             slots=slots,
             drawn_before=offsets[:-1][on_device],
-            last=is_last.nonzero()[0],
+            last=last,
+            cuts=cuts,
             rope=None if num_rope_positions is None else _rope(plan, offsets, positions, num_rope_positions),
             pictures=PictureInputs.of(plan, offsets, has_axes=num_rope_positions is not None),
             reach=_reach(plan, offsets, positions) if whole_pictures else None,

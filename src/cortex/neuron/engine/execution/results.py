@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cortex.neuron.engine.execution.prompt_scores import PromptScores
+from cortex.neuron.engine.execution.uploads import host_memory_for
 from cortex.neuron.engine.request import TokenLogprobs
 from cortex.neuron.engine.sampling.sampler import Drawn
 from cortex.neuron.engine.step_plan import RowPlan
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
-    """What a step computed for one row."""
+class RowResult(NamedTuple):
+    """What a step computed for one row. A named tuple: one is made for every row of every step."""
 
     tokens: tuple[int, ...] = ()
     """The drawn tokens that were accepted."""
@@ -43,8 +43,11 @@ class Launched:
         drawn: Drawn | None,
         scores: Sequence[PromptScores] = (),
         proposed: Tensor | None = None,
+        before: Launched | None = None,
     ) -> None:
-        """`proposed`: draft tokens of the rows that draw, [rows, tokens]."""
+        """`proposed`: draft tokens of the rows that draw, [rows, tokens]. `before`: the part of the step that was
+        launched before this one, with the rows before these."""
+        self._before = before
         self._rows = rows
         self._proposed = None if proposed is None else _to_host(proposed)
         self._event: torch.cuda.Event | None = None
@@ -65,17 +68,31 @@ class Launched:
     def read(self) -> list[RowResult]:
         """Waits for the step, and returns the result of each row in plan order."""
         self.wait()
+        return self._read() if self._before is None else self._before.read() + self._read()
+
+    def _read(self) -> list[RowResult]:
+        """Those of its own rows."""
+        if self._is_plain:
+            tokens, healthy = (part.tolist() for part in self._drawn if part is not None)
+            return [RowResult((token,), healthy=is_healthy) for token, is_healthy in zip(tokens, healthy, strict=True)]
         drawn, scores = self._read_drawn(), iter(self._scores)
         proposed = iter([] if self._proposed is None else self._proposed.tolist())
         results = []
         for row in self._rows:
             result = _accepted(row, list(islice(drawn, row.outputs.draws))) if row.outputs.draws else NO_RESULT
             if self._proposed is not None and row.outputs.draws:
-                result = replace(result, proposed=tuple(next(proposed)))
+                result = result._replace(proposed=tuple(next(proposed)))
             if row.outputs.scores is not None:
-                result = replace(result, prompt_logprobs=tuple(next(scores).read()))
+                result = result._replace(prompt_logprobs=tuple(next(scores).read()))
             results.append(result)
         return results
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether every row has drawn one token, and nothing else is read."""
+        if self._proposed is not None or self._scores or not self._drawn or self._drawn[2] is not None:
+            return False
+        return all(row.outputs.draws == 1 for row in self._rows)
 
     def _read_drawn(self) -> Iterator[RowResult]:
         """One draw after the other."""
@@ -105,4 +122,4 @@ def _accepted(row: RowPlan, draws: list[RowResult]) -> RowResult:
 
 def _to_host(tensor: Tensor) -> Tensor:
     """A copy, also on a CPU: the next replay of a graph overwrites its outputs."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
+    return host_memory_for(tensor).copy_(tensor, non_blocking=True)

@@ -27,14 +27,16 @@ from cortex.neuron.engine.execution.graphs import (
 )
 from cortex.neuron.engine.execution.inputs import PictureInputs, StepInputs
 from cortex.neuron.engine.execution.model_graphs import ModelGraphs, default_capture
+from cortex.neuron.engine.execution.page_tables import PageTables
 from cortex.neuron.engine.execution.picture_encoder import PictureEncoder
+from cortex.neuron.engine.execution.prompt_graphs import parts_of
 from cortex.neuron.engine.execution.prompt_plans import PromptPlans
 from cortex.neuron.engine.execution.prompt_scores import PromptScores, score_prompts
 from cortex.neuron.engine.execution.proposals import Proposals
 from cortex.neuron.engine.execution.results import Launched
 from cortex.neuron.engine.execution.threads import StepThreads
-from cortex.neuron.engine.memory.sequences import StateMemory
-from cortex.neuron.engine.pages import PADDING_PAGE
+from cortex.neuron.engine.execution.uploads import upload
+from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn, Sampler
 from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.kernels.batch import Batch, PictureVectors, PrefillRow, prefill_tiles
@@ -53,7 +55,7 @@ class Runner:
         max_rows: int,
         context_tokens: int,
         step_tokens: int,
-        states: StateMemory | None = None,
+        memory: SequenceMemory,
         capture: Capture | None = None,
         block_tokens: int | None = None,
         *,
@@ -62,13 +64,14 @@ class Runner:
         proposer: Proposer | None = None,
         graph_tokens: int | None = None,
     ) -> None:
-        """`states`: the memory of recurrent states; a row's number is its slot. `capture`: captures single-token steps
-        as graphs; None: as `default_capture` says. `block_tokens`: tokens are computed in blocks of this many, so
+        """`memory`: of pages, and of states, where a row's number is its slot. `capture`: captures single-token
+        steps as graphs; None: as `default_capture` says. `block_tokens`: tokens are computed in blocks of this many, so
         that their results do not depend on each other (`batch_invariant`). `checks_drafts`: also captures steps that
         check draft tokens. `pass_patches`: of pictures, as the tower computes them. `proposer`: what drafts tokens for
         later steps. `graph_tokens`: see `ModelGraphs`."""
         self.model = model
-        self._states = states
+        self._memory = memory
+        self._states = memory.states
         self.device = model.parameters.device
         self.page_tokens = page_tokens
         self._block_tokens = block_tokens
@@ -78,9 +81,7 @@ class Runner:
         )
         max_pages = -(-context_tokens // page_tokens)
         # One row more: the padding row of captured graphs, whose pages are all the padding page.
-        num_groups = len(model.architecture.windows)
-        self._pages = [np.full((max_rows + 1, max_pages), PADDING_PAGE, dtype=np.int32) for _ in range(num_groups)]
-        self._page_tables = [torch.from_numpy(pages).to(self.device) for pages in self._pages]  # on a CPU: not copied
+        self._tables = PageTables(len(model.architecture.windows), max_rows + 1, max_pages, page_tokens, self.device)
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=self.device)
         self.pictures: PictureEncoder | None = None
         """None on a rank without a tower."""
@@ -95,7 +96,7 @@ class Runner:
             capture = default_capture(model, is_batch_invariant=is_batch_invariant)
         self._graphs = ModelGraphs(
             model,
-            self._page_tables,
+            self._tables.on_device,
             self._last_tokens,
             capture,
             context_tokens=context_tokens,
@@ -106,14 +107,12 @@ class Runner:
         )
         group = model.parameters.group
         self._draws_alone = group.shard.is_whole
-        self._page_ends = np.zeros(max_rows + 1, dtype=np.int64)
-        """The positions that the pages of each row reach in the first KV group."""
         self._proposals: Proposals | None = None
         if proposer is not None:
             # Ranks capture the same graphs in the same order, and a draft model is on the first one alone.
             is_captured = isinstance(capture, CudaCapture) and not is_batch_invariant
             is_captured &= self._draws_alone or proposer.group is group
-            table, hidden = self._page_tables[0], (model.config.hidden, model.parameters.dtype)
+            table, hidden = self._tables.on_device[0], (model.config.hidden, model.parameters.dtype)
             # With memory of its own: its passes run between a step and the reading of the step's results.
             own = CudaCapture(may_fail=True) if is_captured else None
             arguments = (table, page_tokens, context_tokens, hidden, self._upload, own)
@@ -125,6 +124,13 @@ class Runner:
         plan of one more prompt length. False if nothing is left."""
         with torch.inference_mode():
             return self._capture_next() or self._prompt_plans.prepare()
+
+    def compute_prompt(self, num_tokens: int) -> None:
+        """Computes a prompt of `num_tokens` empty tokens. A pass that collects kernels uses it for those of steps that
+        are longer than the largest graph."""
+        with torch.inference_mode():
+            if self._graphs.prompts is not None:
+                self._graphs.prompts.compute(num_tokens)
 
     @property
     def graph_costs(self) -> CaptureCosts:
@@ -168,37 +174,58 @@ class Runner:
     def _run(self, plan: StepPlan, draws: Sequence[Draw], mask: Tensor | None) -> Launched:
         """Starts a step whose requests have their rows."""
         with torch.inference_mode():
-            self._extend_tables(plan)
+            self._tables.extend(plan.new_pages)
+            self._memory.copy_pages(plan.page_copies)
             if self._states is not None:
                 self._states.copy(plan.restores)
-            inputs = StepInputs.of(
-                plan,
-                self._pages,
-                self.page_tokens,
-                self._num_rope_positions,
-                whole_pictures=self.model.architecture.pictures.is_whole,
-            )
-            scores: list[PromptScores] = []
-            proposes = self._proposals is not None and plan.num_proposals is not None
-            # The draw replaces the rows' latest tokens. Otherwise the device should not wait for these.
-            tokens = self._tokens(inputs) if proposes and len(inputs.drawn_before) else None
-            is_single, num_tokens = plan.num_singles == len(plan.rows), plan.num_tokens
-            is_scored = any(row.outputs.scores is not None for row in plan.rows)
-            is_small = not is_scored and (is_single or plan.only_decodes)
-            graphs = None if not is_small else self._graphs.steps if is_single else self._graphs.drafts
-            hidden: Tensor | None
-            with self._threads.decoding(num_tokens) if self._threads and is_small else nullcontext():
-                if graphs is not None and graphs.fits(num_tokens):
-                    drawn, hidden = self._replay(graphs, plan, inputs, draws, mask)
-                else:
-                    drawn, hidden = self._forward(plan, inputs, draws, mask, scores)
-                if proposes and tokens is None:
-                    tokens = self._tokens(inputs)
-                proposed = self._propose(plan, inputs, tokens, drawn, hidden)
-            launched = Launched(self.device, plan.rows, drawn, scores, proposed)
+            launched = None
+            for part in self._parts(plan):
+                count = sum(row.outputs.draws for row in part.rows)
+                launched = self._compute(part, draws[:count], None if mask is None else mask[:count], launched)
+                draws, mask = draws[count:], None if mask is None else mask[count:]
+            assert launched is not None
             if self._states is not None:
                 self._states.copy(plan.saves)
             return launched
+
+    def _parts(self, plan: StepPlan) -> Sequence[StepPlan]:
+        """The step, or its parts if a captured graph computes each of them."""
+        steps, prompts = self._graphs.steps, self._graphs.prompts
+        if steps is None or prompts is None or not self._draws_alone:
+            return (plan,)
+        parts = parts_of(plan)
+        has_graphs = len(parts) > 1 and steps.serves(parts[0].num_tokens) and prompts.serves(parts[-1].num_tokens)
+        return parts if has_graphs else (plan,)
+
+    def _compute(
+        self, plan: StepPlan, draws: Sequence[Draw], mask: Tensor | None, before: Launched | None = None
+    ) -> Launched:
+        """Starts a step, or a part of one after the part `before`. The rows have their pages and states."""
+        inputs = StepInputs.of(
+            plan,
+            self._tables.on_host,
+            self.page_tokens,
+            self._num_rope_positions,
+            whole_pictures=self.model.architecture.pictures.is_whole,
+        )
+        scores: list[PromptScores] = []
+        proposes = self._proposals is not None and plan.num_proposals is not None
+        # The draw replaces the rows' latest tokens. Otherwise the device should not wait for these.
+        tokens = self._tokens(inputs) if proposes and len(inputs.drawn_before) else None
+        is_single, num_tokens = plan.num_singles == len(plan.rows), plan.num_tokens
+        is_scored = any(row.outputs.scores is not None for row in plan.rows)
+        is_small = not is_scored and (is_single or plan.only_decodes)
+        graphs = None if not is_small else self._graphs.steps if is_single else self._graphs.drafts
+        hidden: Tensor | None
+        with self._threads.decoding(num_tokens) if self._threads and is_small else nullcontext():
+            if graphs is not None and graphs.fits(num_tokens):
+                drawn, hidden = self._replay(graphs, plan, inputs, draws, mask)
+            else:
+                drawn, hidden = self._forward(plan, inputs, draws, mask, scores)
+            if proposes and tokens is None:
+                tokens = self._tokens(inputs)
+            proposed = self._propose(plan, inputs, tokens, drawn, hidden)
+        return Launched(self.device, plan.rows, drawn, scores, proposed, before)
 
     def _propose(
         self, plan: StepPlan, inputs: StepInputs, tokens: Tensor | None, drawn: Drawn | None, hidden: Tensor | None
@@ -213,7 +240,7 @@ class Runner:
             lambda: self._batch(plan, inputs),
             None if drawn is None else drawn.tokens,
             hidden,
-            self._page_ends,
+            self._tables.ends,
         )
 
     def _replay(
@@ -235,21 +262,20 @@ class Runner:
         draws_all = len(draws) == len(tokens) and mask is None
         if self._draws_alone and draws_all and self.sampler.is_plain(draws):
             return Drawn(tokens, healthy), hidden
-        index = self._upload(inputs.last)
-        rows = self._rows_of(draws)
-        drawn = self._draw(logits[index], rows, self._upload(inputs.positions)[index], draws, mask)
+        index, rows, positions = upload(self.device, inputs.last, rows_of(draws), inputs.positions[inputs.last])
+        drawn = self._draw(logits[index], rows, positions, draws, mask)
         self._last_tokens.index_copy_(0, rows, drawn.tokens)
         return drawn, hidden
 
     def _upload_tokens(self, plan: StepPlan) -> None:
         """Sets the latest tokens of the rows whose tokens the host gives."""
-        uploaded = [(row.row, row.inputs.tokens[0]) for row in plan.rows if row.inputs.tokens is not None]
-        if uploaded:
-            rows, tokens = self._upload(np.array(uploaded, dtype=np.int64).T)
+        given = [(row.row, row.inputs.tokens[0]) for row in plan.rows if row.inputs.tokens is not None]
+        if len(given) == 1:
+            ((row_id, token),) = given
+            self._last_tokens[row_id : row_id + 1].fill_(token)
+        elif given:
+            rows, tokens = upload(self.device, *np.array(given, dtype=np.int64).T)
             self._last_tokens.index_copy_(0, rows, tokens)
-
-    def _rows_of(self, draws: Sequence[Draw]) -> Tensor:
-        return self._upload(np.fromiter((draw.row for draw in draws), np.int64, len(draws)))
 
     def _forward(
         self,
@@ -265,10 +291,8 @@ class Runner:
         scores += score_prompts(self._logits, hidden, plan, inputs, self._upload)
         if not draws:
             return None, hidden
-        index = self._upload(inputs.last)
-        rows = self._rows_of(draws)
-        logits = self._logits(hidden.index_select(0, index))
-        drawn = self._draw(logits, rows, self._upload(inputs.positions[inputs.last]), draws, mask)
+        index, rows, positions = upload(self.device, inputs.last, rows_of(draws), inputs.positions[inputs.last])
+        drawn = self._draw(self._logits(hidden.index_select(0, index)), rows, positions, draws, mask)
         self._last_tokens.index_copy_(0, rows, drawn.tokens)
         return drawn, hidden
 
@@ -280,7 +304,7 @@ class Runner:
         if self._block_tokens is None:
             return self.model(self._batch(plan, inputs))
         tokens, pictures = self._tokens(inputs), self._placed(inputs)
-        shared = (inputs, tokens, self._page_tables, self._upload, pictures)
+        shared = (inputs, tokens, self._tables.on_device, self._upload, pictures)
         blocks = batch_invariant.batches(plan.rows, self._block_tokens, *shared)
         return torch.cat([self.model(batch)[:count] for batch, count in blocks])
 
@@ -296,45 +320,39 @@ class Runner:
         """See `Sampler.draw`."""
         return self.sampler.draw(logits, rows, positions, draws, mask)
 
-    def _extend_tables(self, plan: StepPlan) -> None:
-        if not plan.new_pages:
-            return
-        for row, group, first, pages in plan.new_pages:
-            self._pages[group][row, first : first + len(pages)] = pages
-            if group == 0:
-                self._page_ends[row] = (first + len(pages)) * self.page_tokens
-        if self.device.type == "cpu":
-            return
-        for group, table in enumerate(self._page_tables):
-            added = [(row, first, pages) for row, owner, first, pages in plan.new_pages if owner == group]
-            if added:
-                rows = np.concatenate([np.full(len(pages), row) for row, _, pages in added])
-                columns = np.concatenate([np.arange(first, first + len(pages)) for _, first, pages in added])
-                page_ids = np.concatenate([pages for _, _, pages in added]).astype(np.int32)
-                table.index_put_((self._upload(rows), self._upload(columns)), self._upload(page_ids))
-
     def _batch(self, plan: StepPlan, inputs: StepInputs) -> Batch:
         singles = plan.num_singles
-        slots, *others = self._upload(inputs.slots)
+        slots, positions, rows, lengths, offsets, tiles, cuts = upload(
+            self.device,
+            inputs.slots,
+            inputs.positions,
+            inputs.rows,
+            inputs.lengths,
+            (inputs.offsets[singles:] - singles).astype(np.int32),
+            prefill_tiles([row.count for row in plan.rows[singles:]]),
+            inputs.cuts[singles:],
+        )
+        first, *others = slots
         return Batch(
             tokens=self._tokens(inputs),
-            positions=self._upload(inputs.positions),
-            slots=slots,
-            rows=self._upload(inputs.rows),
-            lengths=self._upload(inputs.lengths),
-            page_table=self._page_tables[0],
+            positions=positions,
+            slots=first,
+            rows=rows,
+            lengths=lengths,
+            page_table=self._tables.on_device[0],
             num_decodes=singles,
             max_length=int(inputs.lengths.max()),
             prefills=tuple(
-                PrefillRow(row.row, row.start, row.count, int(offset))
+                PrefillRow(row.row, row.start, row.count, int(offset), *(row.cut or ()))
                 for row, offset in zip(plan.rows[singles:], inputs.offsets[singles:], strict=False)
             ),
-            prefill_offsets=self._upload((inputs.offsets[singles:] - singles).astype(np.int32)),
-            prefill_tiles=self._upload(prefill_tiles([row.count for row in plan.rows[singles:]])),
+            prefill_offsets=offsets,
+            prefill_tiles=tiles,
+            prefill_cuts=None if self._states is None else cuts,
             rope=None if inputs.rope is None else self._upload(inputs.rope),
             pictures=self._placed(inputs),
             reach=None if inputs.reach is None else self._upload(inputs.reach),
-        ).with_groups(others, self._page_tables[1:])
+        ).with_groups(others, self._tables.on_device[1:])
 
     def _placed(self, inputs: StepInputs) -> PictureVectors | None:
         """The vectors of the step's pictures, whose positions get their rotations."""
@@ -352,14 +370,16 @@ class Runner:
 
     def _tokens(self, inputs: StepInputs) -> Tensor:
         """The tokens of the step, with those that earlier steps drew on the device."""
-        tokens = self._upload(inputs.tokens)
-        if len(inputs.drawn_before):
-            index = self._upload(inputs.drawn_before)
-            tokens[index] = self._last_tokens[self._upload(inputs.rows[inputs.drawn_before])]
-        return tokens
+        if not len(inputs.drawn_before):
+            return self._upload(inputs.tokens)
+        # The rows of one token come first, so that a token is at the same place as its row.
+        drawn = inputs.drawn_before
+        tokens, index, rows = upload(self.device, inputs.tokens, drawn, inputs.rows[drawn])
+        return tokens.index_copy_(0, index, self._last_tokens.index_select(0, rows))
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return upload(self.device, array)[0]
+
+
+def rows_of(draws: Sequence[Draw]) -> NDArray[np.int64]:
+    return np.array([draw.row for draw in draws], np.int64)

@@ -79,12 +79,17 @@ class BlockCopies:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
+    @property
+    def are_concurrent(self) -> bool:
+        """Whether they run while the host goes on; otherwise they are complete when they are started."""
+        return self._stream is not None
+
     def to_host(self, blocks: BlockTensors, ids: Sequence[int], places: Sequence[BlockPlace]) -> RunningCopy:
-        """Copies the blocks with these ids to `places`."""
+        """Copies the blocks with these ids to `places`. Raises OutOfMemoryError: some may have been copied."""
         return self._run(blocks, ids, places, is_outward=True)
 
     def to_device(self, blocks: BlockTensors, ids: Sequence[int], places: Sequence[BlockPlace]) -> RunningCopy:
-        """Copies what is at `places` to the blocks with these ids."""
+        """Copies what is at `places` to the blocks with these ids. Raises OutOfMemoryError, as `to_host`."""
         return self._run(blocks, ids, places, is_outward=False)
 
     def _run(
@@ -102,7 +107,11 @@ class BlockCopies:
             index = torch.tensor(ids).pin_memory()  # else the upload would wait for the steps before it
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
-                self._through_buffer(blocks, index, [rows for _, rows in runs], is_outward=is_outward)
+                try:
+                    self._through_buffer(blocks, index, [rows for _, rows in runs], is_outward=is_outward)
+                except torch.OutOfMemoryError:
+                    self._stream.synchronize()  # what was launched of it still writes
+                    raise
                 event = torch.cuda.Event()
                 event.record(self._stream)
                 return RunningCopy(event)

@@ -15,6 +15,7 @@ import torch
 
 from cortex.neuron.engine.loading import LoadedModel
 from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.models.decoder import Decoder
 
 _ROW_WORDS = 4096
 _CHUNK_BYTES = 64 << 20
@@ -24,6 +25,8 @@ def fingerprint(loaded: LoadedModel, spec: LoadSpec) -> bytes:
     """Equal for two loads whose blocks can take each other's place."""
     memory, device = loaded.memory, loaded.body.parameters.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    models = [loaded.model] if loaded.draft is None else [loaded.model, loaded.draft.model]
+    storages = [storage for model in models for storage in _weights(model)]
     facts = {
         "config": loaded.body.architecture.raw,
         "device": name,
@@ -33,12 +36,25 @@ def fingerprint(loaded: LoadedModel, spec: LoadSpec) -> bytes:
         "deterministic": spec.deterministic,
         "quant": spec.quant,
         "vision": spec.vision,
-        "rank": None if spec.rank is None else (spec.rank.rank, spec.rank.size, [*map(str, spec.stages)]),
-        "storages": [storage.nbytes() for storage in loaded.storages()],
+        "rank": None if spec.rank is None else (spec.rank.rank, spec.rank.size),
+        "stages": [(stage.first_layer, stage.num_layers) for stage in spec.stages],
+        "turns": [model.ropes.turns() for model in models],
+        "storages": [storage.nbytes() for storage in storages],
     }
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16)
-    digest.update(content_sums(loaded.storages()))
+    digest.update(content_sums(storages))
     return digest.digest()
+
+
+def _weights(model: Decoder) -> list[torch.UntypedStorage]:
+    """What the model was given, wherever it is: not its tables of positions, in which steps with pictures write, and
+    whose length follows from the context."""
+    tables = {storage.data_ptr() for storage in model.ropes.storages()}
+    weights = [storage for storage in model.storages() if storage.data_ptr() not in tables]
+    tower = model.tower
+    if tower is not None and tower.parameters.device != model.parameters.device:
+        weights += tower.parameters.storages()
+    return weights
 
 
 def content_sums(storages: Sequence[torch.UntypedStorage]) -> bytes:

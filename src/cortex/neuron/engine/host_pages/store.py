@@ -157,9 +157,12 @@ class HostPages:
         return BlockPlace(slab.number, slab.slots[digest]), slab.checksums[digest]
 
     def end(self, places: Sequence[BlockPlace]) -> None:
-        """The copies to or from these places have ended."""
+        """The copies to or from these places have ended. A lower budget could not drop slabs because of them: they go
+        now."""
         for place in places:
             self._slabs[place.slab].num_copies -= 1
+        if self.num_bytes > self._budget_bytes:
+            self.shrink(self._budget_bytes)
 
     def forget(self, kind: BlockKind, digests: Iterable[Digest]) -> None:
         """The contents of these blocks cannot be trusted."""
@@ -177,24 +180,41 @@ class HostPages:
         num_bytes = num_slots * kind.num_bytes
         if num_bytes > self._budget_bytes:
             return None
-        self.shrink(self._budget_bytes - num_bytes)
-        number = self._next_number
-        if self.num_bytes + num_bytes > self._budget_bytes or not self._memory.allocate(number, num_bytes):
-            return None
-        self._next_number += 1
+        number = self._taken_over(num_bytes)
+        if number is None:
+            self.shrink(self._budget_bytes - num_bytes)
+            number = self._next_number
+            if self.num_bytes + num_bytes > self._budget_bytes or not self._memory.allocate(number, num_bytes):
+                return None
+            self._next_number += 1
+            self.num_bytes += num_bytes
         slab = self._slabs[number] = self._filling[kind] = _Slab(number, kind, num_slots)
-        self.num_bytes += num_bytes
         return slab
 
+    def _taken_over(self, num_bytes: int) -> int | None:
+        """The slab that is the next to be dropped, for other blocks: to page-lock memory takes longer than to fill it.
+        None: nothing has to be dropped, or that slab has another size."""
+        if not self.num_bytes <= self._budget_bytes < self.num_bytes + num_bytes:
+            return None
+        oldest = next((slab for slab in self._slabs.values() if not slab.num_copies), None)
+        if oldest is None or oldest.num_bytes != num_bytes:
+            return None
+        self._clear(oldest)
+        return oldest.number
+
     def _drop(self, slab: _Slab) -> None:
+        self._clear(slab)
+        self.num_bytes -= slab.num_bytes
+        self._memory.free(slab.number)
+
+    def _clear(self, slab: _Slab) -> None:
+        """Forgets a slab with its blocks; its memory stays."""
         del self._slabs[slab.number]
         if self._filling.get(slab.kind) is slab:
             del self._filling[slab.kind]
         for digest in slab.slots:
             del self._slab_of[slab.kind, digest]
         self._num_blocks[slab.kind] -= len(slab.slots)
-        self.num_bytes -= slab.num_bytes
-        self._memory.free(slab.number)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block is in one slab, and the slabs are within the budget."""

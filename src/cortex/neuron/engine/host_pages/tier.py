@@ -16,26 +16,23 @@ from functools import cached_property
 from itertools import islice
 from typing import Protocol
 
+import torch
+
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
+from cortex.neuron.engine.host_pages.outgoing import OutgoingBlocks
 from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace
 from cortex.neuron.engine.kv_pages import IncomingPages, KVPages
 from cortex.neuron.engine.pages import Digest
 from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.step_plan import NamedBlocks, StepPlan
 
+FETCHED_PAGES = {"cuda": 8, "cpu": 1}
+"""Fewer pages than this are computed rather than copied from host memory."""
 COPY_BYTES = 256 << 20
 """Most bytes of one copy to host memory: about 5 ms."""
 STEPS_BETWEEN_SCANS = 16
 """After a look at the oldest pages that found nothing to copy."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Outgoing:
-    copy: RunningCopy
-    part: int
-    ids: frozenset[int]
-    blocks: tuple[tuple[Digest, BlockPlace], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ class _Fetch:
 class OtherRanks(Protocol):
     """The other ranks of a divided model, each with its own host memory: see `parallel/kept_blocks.py`."""
 
-    def keep(self, blocks: NamedBlocks) -> None: ...
+    def keep(self, blocks: NamedBlocks, *, patiently: bool) -> None: ...
     def fetch(self, blocks: Sequence[NamedBlocks]) -> None: ...
     def forget(self, digests: Sequence[Digest]) -> None: ...
     def held(self, wanted: Sequence[NamedBlocks]) -> list[list[bool]]: ...
@@ -90,11 +87,11 @@ class HostTier:
         self._copies = copies
         self._new_kinds = new_kinds
         self._copies_ahead = copies_ahead
-        self._min_pages = min_pages
+        self.min_pages = min_pages
         self._others = others
         self._agreed: set[tuple[int, Digest]] | None = None
         """The blocks that all ranks have of the prefix that was asked for last; None: none was."""
-        self._outgoing: _Outgoing | None = None
+        self._outgoing: OutgoingBlocks | None = None
         self._fetches: dict[str, _Fetch] = {}
         """By the id of the request that waits for it."""
         self._fetched: set[str] = set()
@@ -127,7 +124,7 @@ class HostTier:
     def agree(self, digests: Sequence[Digest], cached: int, count: int) -> bool:
         """Asks the other ranks of a divided model which blocks of the first `count` pages they have: until `fetch`,
         only those count that all ranks have. False: there is nothing to ask."""
-        if self._others is None or count - cached < self._min_pages:
+        if self._others is None or count - cached < self.min_pages:
             return False
         wanted = [
             NamedBlocks(part, (), tuple(digest for digest in digests[:count] if self.has_page(part, digest)))
@@ -159,40 +156,60 @@ class HostTier:
 
     def fetch(self, request_id: str, digests: Sequence[Digest], cached: int, count: int, start: int) -> bool:
         """Starts to copy what the device lacks of the first `count` pages, `cached` of which are usable there, and the
-        state after them. False: it is not worth it, or not possible now."""
+        state after them. False: it is not worth it, or not possible now; nothing has changed then. True: the request
+        waits until they have arrived, or, if the device has no memory for the copy, until the next step."""
         self._fetched.add(request_id)
         self._agreed = None
-        if count - cached < self._min_pages:
+        if count - cached < self.min_pages:
             return False
-        slot: int | None = None
-        if self._checkpoints is not None and not self._checkpoints.knows(digests[count - 1]):
-            slot = self._checkpoints.lend()
-            if slot is None:
-                return False
+        checkpoints = self._checkpoints
+        lacks_state = checkpoints is not None and not checkpoints.knows(digests[count - 1])
+        if lacks_state and checkpoints is not None and not checkpoints.can_lend:
+            return False
         incoming = self._pages.expect(digests, count, start)
         if incoming is None:
-            if slot is not None and self._checkpoints is not None:
-                self._checkpoints.take_back(slot, None)
             return False
+        slot = checkpoints.lend() if lacks_state and checkpoints is not None else None
         wanted = [(each.group, each.new_pages, each.new_digests) for each in incoming]
         if slot is not None:
             wanted.append((len(self._blocks) - 1, [slot], [digests[count - 1]]))
         if self._others is not None:
             self._others.fetch([NamedBlocks(part, tuple(ids), tuple(names)) for part, ids, names in wanted if ids])
-        copies, places, num_bytes = [], [], 0
-        started_s = self._host.rate.clock()
+        copies: list[RunningCopy] = []
+        places: list[BlockPlace] = []
+        num_bytes, started_s = 0, self._host.rate.clock()
         for part, ids, names in wanted:
             if ids and self._blocks[part].num_bytes:
                 found = self._store.borrow(self._kinds[part], names)
-                copies.append(self._copies.to_device(self._blocks[part], ids, found))
                 places += found
+                try:
+                    copies.append(self._copies.to_device(self._blocks[part], ids, found))
+                except torch.OutOfMemoryError:
+                    self._give_up(copies, places, incoming, slot)
+                    return True
                 num_bytes += len(ids) * self._blocks[part].num_bytes
         state = None if slot is None else (slot, digests[count - 1])
         num_tokens = (count - cached) * self._pages.page_tokens
-        self._fetches[request_id] = _Fetch(
-            tuple(copies), incoming, state, tuple(places), num_tokens, num_bytes, started_s
-        )
+        fetch = _Fetch(tuple(copies), incoming, state, tuple(places), num_tokens, num_bytes, started_s)
+        self._fetches[request_id] = fetch
+        if not self._copies.are_concurrent:
+            self._host.rate.measured(num_bytes, started_s)  # now: the next look at it follows a step
         return True
+
+    def _give_up(
+        self,
+        copies: Sequence[RunningCopy],
+        places: Sequence[BlockPlace],
+        incoming: Sequence[IncomingPages],
+        slot: int | None,
+    ) -> None:
+        """Ends a fetch for which the device has no memory: the prompt is computed."""
+        for copy in copies:
+            copy.wait()  # its pages are free for others next
+        self._store.end(places)
+        self._pages.gave_up(incoming)
+        if slot is not None and self._checkpoints is not None:
+            self._checkpoints.take_back(slot, None)
 
     def collect(self, *, wait: bool = False) -> None:
         """Offers the blocks whose copies are complete. `wait`: for all of them."""
@@ -206,12 +223,13 @@ class HostTier:
                 if fetch.state is not None and self._checkpoints is not None:
                     self._checkpoints.take_back(*fetch.state)
                 self.num_fetched_tokens += fetch.num_tokens
-                self._host.rate.measured(fetch.num_bytes, fetch.started_s)
+                if self._copies.are_concurrent:
+                    self._host.rate.measured(fetch.num_bytes, fetch.started_s)
         if self._outgoing is not None:
             if wait:
                 self._outgoing.copy.wait()
             if self._outgoing.copy.is_complete:
-                self._publish(self._outgoing)
+                self._outgoing.publish(self._host)
                 self._outgoing = None
 
     @property
@@ -223,15 +241,8 @@ class HostTier:
     def before_launch(self, plan: StepPlan) -> None:
         """The step may write what is being copied to host memory: it begins after the copy then."""
         self._remaining = None
-        outgoing = self._outgoing
-        if outgoing is None:
-            return
-        if outgoing.part < len(self._pages.groups):
-            written = (page for _, group, _, pages in plan.new_pages if group == outgoing.part for page in pages)
-        else:
-            written = (slot for _, slot in (*plan.restores, *plan.saves))
-        if not outgoing.ids.isdisjoint(written):
-            outgoing.copy.precede_steps()
+        if self._outgoing is not None:
+            self._outgoing.precede(plan)
 
     def after_launch(self) -> None:
         """Copies what is the next to be used for something else, if little is blank."""
@@ -303,24 +314,18 @@ class HostTier:
         if not self._blocks[part].num_bytes:
             self._keep_elsewhere(part, blocks)
             return True
-        places = self._store.reserve(self._kinds[part], len(blocks))
-        if not places:
+        group, kind = part if part < len(self._pages.groups) else None, self._kinds[part]
+        outgoing = OutgoingBlocks.start(self._copies, self._blocks[part], kind, group, blocks, self._store)
+        if outgoing is None:
             return False
-        sent = blocks[: len(places)]
-        self._keep_elsewhere(part, sent)
-        copy = self._copies.to_host(self._blocks[part], [id for id, _ in sent], places)
-        digests = (digest for _, digest in sent)
-        ids = frozenset(id for id, _ in sent)
-        self._outgoing = _Outgoing(copy, part, ids, tuple(zip(digests, places, strict=True)))
+        self._outgoing = outgoing
+        self._keep_elsewhere(part, blocks[: len(outgoing.places)])
         return True
 
     def _keep_elsewhere(self, part: int, blocks: Sequence[tuple[int, Digest]]) -> None:
         if self._others is not None:
-            self._others.keep(NamedBlocks(part, tuple(id for id, _ in blocks), tuple(digest for _, digest in blocks)))
-
-    def _publish(self, outgoing: _Outgoing) -> None:
-        for digest, place in outgoing.blocks:
-            self._host.publish(self._kinds[outgoing.part], digest, place)
+            named = NamedBlocks(part, tuple(id for id, _ in blocks), tuple(digest for _, digest in blocks))
+            self._others.keep(named, patiently=self._host.slabs.is_patient)
 
     def forget(self, digests: Iterable[Digest]) -> None:
         """The contents of these blocks cannot be trusted."""

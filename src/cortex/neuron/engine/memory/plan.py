@@ -207,7 +207,7 @@ class MemoryPlan:
     """All parts together."""
     notes: tuple[str, ...] = ()
     graph_tokens: int = 0
-    """Steps of prompts up to this many tokens are captured as graphs, for which room is left beside all parts."""
+    """Steps of prompts up to this many tokens are captured as graphs, with room in addition to all parts."""
 
     @property
     def fits(self) -> bool:
@@ -229,10 +229,7 @@ class MemoryPlan:
             context_tokens=context_tokens,
             num_pages=num_pages,
             slots=slots,
-            num_bytes=sizes.weight_bytes
-            + sizes.tables_of(context_tokens)
-            + slots.num_bytes
-            + sizes.bytes_of(num_pages),
+            num_bytes=sizes.fixed_bytes(context_tokens) + slots.num_bytes + sizes.bytes_of(num_pages),
             notes=notes,
             graph_tokens=self.graph_tokens,
         )
@@ -295,9 +292,6 @@ def _plan(sizes: ModelSizes, have_bytes: int, max_rows: int, device_kind: str) -
         context_tokens=context_tokens,
         num_pages=num_pages,
         slots=slots,
-        num_bytes=sizes.weight_bytes
-        + sizes.tables_of(max(0, context_tokens))
-        + slots.num_bytes
-        + sizes.bytes_of(num_pages),
+        num_bytes=sizes.fixed_bytes(max(0, context_tokens)) + slots.num_bytes + sizes.bytes_of(num_pages),
         notes=(*slots.notes, *notes),
     )

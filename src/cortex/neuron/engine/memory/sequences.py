@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cortex.neuron.engine.kv_pages import Window
 from cortex.neuron.engine.memory.plan import StateSlots
+from cortex.neuron.engine.step_plan import PageCopy, StateCopy
 from cortex.neuron.layers.attention import CachedAttention, LayerCache
 from cortex.neuron.layers.configs import LatentAttentionConfig
 from cortex.neuron.layers.recurrent.layer import RecurrentLayer
@@ -65,6 +66,12 @@ class SequenceMemory:
             self.states = StateMemory(model.recurrent_layers, self.slots.num_slots, self._dtype, self._device)
             self.num_bytes += self.states.num_bytes
             self.blocks.append([memory.unsqueeze(0) for memory in self.states.tensors if memory.numel()])
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Copies pages in all layers of their groups, in the order of the device's work."""
+        for group, source, destination in copies:
+            for memory in self.blocks[group]:
+                memory[:, destination].copy_(memory[:, source])
 
     def release(self) -> None:
         """Frees the memory, even after an `allocate` that raised. No layer can run until it is allocated again."""
@@ -153,7 +160,7 @@ class StateMemory:
         for layer, state in views.items():
             layer.state = tuple(state[index] for index in range(len(state)))
 
-    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+    def copy(self, copies: Sequence[StateCopy]) -> None:
         """Copies slots, (source, destination) each, in the order of the device's work."""
         for source, destination in copies:
             for memory in self.tensors:

@@ -18,6 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 MAX_UNAUTHENTICATED = 64
 """Connections that may be open without being authenticated; the oldest are closed."""
+STEP_PROTOCOL = 3
+"""Raised with every change of `StepPlan`: a rank of another version would leave out what it does not know, and compute
+something else. Ranks prove that they have the same."""
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _HELLO_BYTES = _NONCE_BYTES + _PROOF_BYTES
@@ -204,4 +207,4 @@ def _received(
 
 def _proof(key: bytes, role: bytes, nonces: bytes) -> bytes:
     """What only a holder of the key can send. `role`: so that no side can return the other's proof."""
-    return hmac.digest(key, role + nonces, "sha256")
+    return hmac.digest(key, role + bytes([STEP_PROTOCOL]) + nonces, "sha256")

@@ -17,6 +17,7 @@ import torch
 
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
+from cortex.neuron.engine.host_pages.outgoing import OutgoingBlocks
 from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace
 from cortex.neuron.engine.pages import Digest
 from cortex.neuron.engine.parallel.group import TorchGroup
@@ -38,11 +39,12 @@ class LeadingBlocks:
         self._ensure_named = ensure_named
         self._is_settled = True
 
-    def keep(self, blocks: NamedBlocks) -> None:
-        """Each rank copies its part of these blocks to host memory, as far as it has room."""
+    def keep(self, blocks: NamedBlocks, *, patiently: bool) -> None:
+        """Each rank copies its part of these blocks to host memory, as far as it has room. `patiently`: the model has
+        no work, so it may take time to get more room."""
         self._ensure_named()
         self._is_settled = False
-        self._announce("keep", (blocks,))
+        self._announce("save" if patiently else "keep", (blocks,))
 
     def fetch(self, blocks: Sequence[NamedBlocks]) -> None:
         """Each rank copies its part of blocks that all of them have to the device. It precedes the next step."""
@@ -78,43 +80,55 @@ class FollowingBlocks:
         host: DeviceHostMemory | None,
         blocks: Sequence[BlockTensors],
         new_kinds: Callable[[DeviceHostMemory], tuple[BlockKind, ...]],
+        num_groups: int,
         group: TorchGroup,
         device: torch.device,
     ) -> None:
-        """`host`: None if this rank keeps nothing. `new_kinds`: names the blocks in it."""
+        """`host`: None if this rank keeps nothing. `new_kinds`: names the blocks in it. `num_groups`: the
+        number of KV groups, whose pages come first in `blocks`; then the states."""
         self._host = host
         self._blocks = blocks
         self._kinds = () if host is None else new_kinds(host)
+        self._num_groups = num_groups
         self._group = group
         self._device = device
         self._copies = None if host is None else BlockCopies(host.slabs, device)
+        self._outgoing: list[OutgoingBlocks] = []
         self._held: dict[tuple[int, Digest], BlockPlace] = {}
         """What the ranks have agreed on last."""
 
+    def before_step(self, plan: StepPlan) -> None:
+        """What the ranks have agreed on is not fetched any more, and what the step overwrites is copied first."""
+        self.let_go()
+        for outgoing in self._outgoing:
+            outgoing.precede(plan)
+
     def obey(self, order: BlockOrder) -> None:
         """Raises GroupBroken."""
+        self.collect()
         if order.action == "fetch":
             self._fetch(order.blocks)
         self.let_go()
-        if order.action == "keep":
-            self._keep(order.blocks)
+        if order.action in ("keep", "save"):
+            self._keep(order.blocks, patiently=order.action == "save")
         elif order.action == "forget" and self._host is not None:
             for kind in self._kinds:
                 self._host.store.forget(kind, order.blocks[0].digests)
         elif order.action == "ask":
             _agreed(self._group, self._hold(order.blocks), self._device)
 
-    def _keep(self, wanted: Sequence[NamedBlocks]) -> None:
+    def _keep(self, wanted: Sequence[NamedBlocks], *, patiently: bool) -> None:
+        if self._host is not None:
+            self._host.slabs.is_patient = patiently
         for part, ids, digests in wanted:
             if self._host is None or self._copies is None or not self._has_blocks(part):
                 continue
             store, kind = self._host.store, self._kinds[part]
             lacking = [(id, digest) for id, digest in zip(ids, digests, strict=True) if not store.has(kind, digest)]
-            places = store.reserve(kind, len(lacking))
-            kept = lacking[: len(places)]
-            self._copies.to_host(self._blocks[part], [id for id, _ in kept], places).wait()
-            for (_, digest), place in zip(kept, places, strict=True):
-                self._host.publish(kind, digest, place)
+            group = part if part < self._num_groups else None
+            outgoing = OutgoingBlocks.start(self._copies, self._blocks[part], kind, group, lacking, store)
+            if outgoing is not None:
+                self._outgoing.append(outgoing)
 
     def _hold(self, wanted: Sequence[NamedBlocks]) -> list[bool]:
         """Which of these blocks are here; they stay until the next order."""
@@ -137,6 +151,14 @@ class FollowingBlocks:
             if self._copies is not None and self._has_blocks(part):
                 places = [self._held[part, digest] for digest in digests]
                 self._copies.to_device(self._blocks[part], ids, places).wait()
+
+    def collect(self) -> None:
+        """Waits for the copies to host memory, and offers what they have brought."""
+        for outgoing in self._outgoing:
+            outgoing.copy.wait()
+            assert self._host is not None
+            outgoing.publish(self._host)
+        self._outgoing = []
 
     def let_go(self) -> None:
         """What the ranks have agreed on is not fetched any more."""

@@ -87,7 +87,7 @@ class Rank(Engine):
 
     @property
     def _keeps_pages(self) -> bool:
-        return self._device.type == "cpu"  # agreeing on copies between GPUs was never measured
+        return self._device.type == "cpu"  # between GPUs it has not run yet
 
     @property
     def _names_alone(self) -> bool:
@@ -135,7 +135,7 @@ class Follower(Rank):
             raise GroupBroken("the leader announced a step to a rank that is asleep")
         if plan.order is None:
             if self._kept_blocks is not None:
-                self._kept_blocks.let_go()
+                self._kept_blocks.before_step(plan)
             self._following.follow(plan)
         else:
             self._obey(plan.order)
@@ -149,8 +149,8 @@ class Follower(Rank):
             return  # the order is `forget`, and this rank has kept nothing yet
         if self._kept_blocks is None:
             blocks = self._blocks()
-            arguments = (self._host_memory, blocks, partial(self._kinds_of, blocks), self._group, self._device)
-            self._kept_blocks = FollowingBlocks(*arguments)
+            named, num_groups = partial(self._kinds_of, blocks), len(self._loaded.memory.num_pages)
+            self._kept_blocks = FollowingBlocks(self._host_memory, blocks, named, num_groups, self._group, self._device)
         self._kept_blocks.obey(order)
 
     def _named(self, own: bytes) -> bytes:
@@ -181,5 +181,6 @@ class Follower(Rank):
     def _end_copies(self) -> None:
         super()._end_copies()
         if self._kept_blocks is not None:
+            self._kept_blocks.collect()
             self._kept_blocks.let_go()
             self._kept_blocks = None

@@ -1,7 +1,7 @@
 """The store through which the ranks of one divided model find each other: a file, or entries of the leader.
 
-The store of torch authenticates nobody: whoever reaches its port lists its keys and fills its memory. Between hosts the
-leader's worker serves a store of our own, to ranks that have proved that they know the load's secret.
+The store of torch authenticates nobody: a client that reaches its port can list its keys and fill its memory. Between
+hosts the leader's worker serves a store of our own, to ranks that have proved that they know the load's secret.
 """
 
 from __future__ import annotations

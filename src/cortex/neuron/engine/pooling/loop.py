@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cortex.neuron.engine.counters import Counters
 from cortex.neuron.engine.errors import RequestError, StepBlamed
 from cortex.neuron.engine.pooling.text_pass import TextPass
 from cortex.neuron.engine.pooling.text_queue import QueuedText, TextQueue
 from cortex.neuron.engine.request import EngineRequest, EngineStats, PooledTexts, StepOutput
-from cortex.neuron.engine.step_loop import Counters
 from cortex.neuron.models.pooling.model import PooledModel
 
 SLICE_S = 0.008
@@ -105,7 +105,7 @@ class PoolingLoop:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def submit(self, request: EngineRequest) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Raises RequestError if the request can never be served."""
         texts, vocab = request.texts, self._model.config.vocab
         if texts is None:

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cortex.neuron.engine.execution.uploads import upload
 from cortex.neuron.kernels.batch import Batch, PrefillRow
 from cortex.neuron.models.pooling.model import PooledModel
 
@@ -62,9 +63,10 @@ def _batch_of(texts: Sequence[NDArray[np.uint32]], lengths: NDArray[np.int64], d
     offsets = np.concatenate(([0], np.cumsum(lengths)))
     positions = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
     tokens = np.concatenate(texts).astype(np.int64)
+    on_device = upload(device, tokens, positions.astype(np.int64), offsets.astype(np.int32))
     return Batch(
-        tokens=_upload(tokens, device),
-        positions=_upload(positions.astype(np.int64), device),
+        tokens=on_device[0],
+        positions=on_device[1],
         slots=_PAGELESS,
         rows=_PAGELESS,
         lengths=_PAGELESS,
@@ -75,7 +77,7 @@ def _batch_of(texts: Sequence[NDArray[np.uint32]], lengths: NDArray[np.int64], d
             PrefillRow(row, 0, int(count), int(offset))
             for row, (count, offset) in enumerate(zip(lengths, offsets, strict=False))
         ),
-        prefill_offsets=_upload(offsets.astype(np.int32), device),
+        prefill_offsets=on_device[2],
         has_pages=False,
     )
 
@@ -85,9 +87,4 @@ def _segments_of(lengths: NDArray[np.int64], first_segments: Sequence[int], batc
     if not any(first_segments):
         return torch.zeros_like(batch.positions)
     ends = np.where(np.array(first_segments) > 0, first_segments, lengths)
-    return (batch.positions >= _upload(np.repeat(ends, lengths), batch.positions.device)).long()
-
-
-def _upload(array: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return (batch.positions >= upload(batch.positions.device, np.repeat(ends, lengths))[0]).long()

@@ -47,12 +47,17 @@ class Speculation:
         self._proposals = proposals
         self.rule = rule
         self._new_drafter = new_drafter
-        self._is_on = is_on
+        self.is_on = is_on
+
+    @property
+    def proposes(self) -> bool:
+        """Whether the device may compute draft tokens."""
+        return self._proposals is not None and self.is_on
 
     def begin(self, sequence: Sequence) -> None:
         """Before the first step of a sequence."""
         request = sequence.request
-        drafts = self._is_on and request.speculates
+        drafts = self.is_on and request.speculates
         if drafts or request.prediction:
             kind = self._proposals if drafts else None
             sequence.drafter = self._new_drafter(sequence.tokens, request.prediction, is_on=drafts, proposals=kind)
@@ -61,7 +66,7 @@ class Speculation:
         """How many draft tokens the device computes in the next step for each row that draws; see `StepPlan`. A step
         with prompts, or with drafts from the text, computes at least what later proposals need; a large batch, or one
         whose proposals do not pay, nothing. `decoding`: the step's rows of responses."""
-        if self._proposals is None or not self._is_on:
+        if not self.proposes:
             return None
         odds, follows_text = [], False
         for sequence, row in decoding:
@@ -85,7 +90,7 @@ class Speculation:
 
     def _drafts(self, decoding: Ordered[Sequence], *, is_mixed: bool) -> list[Draft]:
         nothing = [NO_DRAFT] * len(decoding)
-        if not self._is_on or len(decoding) > MAX_ROWS:
+        if not self.is_on or len(decoding) > MAX_ROWS:
             return nothing
         num_tokens = sum(sequence.remaining for sequence in decoding)
         most = min(MAX_WIDTH, self.rule.max_tokens - num_tokens)

@@ -111,8 +111,8 @@ def choose_widths(
     best, widths = MIN_GAIN * len(odds) / plain_s, [0] * len(odds)
     chosen = [0] * len(odds)
     gain = 0.0
-    likeliest = sorted(((one, row) for row, each in enumerate(odds) for one in each), reverse=True)
-    for number, (one, row) in enumerate(likeliest[: max(0, max_tokens - num_tokens)], start=1):
+    most_likely = sorted(((one, row) for row, each in enumerate(odds) for one in each), reverse=True)
+    for number, (one, row) in enumerate(most_likely[: max(0, max_tokens - num_tokens)], start=1):
         gain += one
         chosen[row] += 1
         rate = (len(odds) + gain) / checking_s(num_tokens + number)

@@ -1,19 +1,26 @@
 """Decode attention: norms and rotates one new token per row, stores its KV and attends to the paged KV, in one launch.
 
 Each program takes one row, one kv head and one split of the earlier positions. The last split also takes the new token,
-directly from the projection. The last program of a (row, kv head) to finish combines the splits.
-Every key and value is read once: bound by bandwidth. Reference: `paged.attention_reference`.
+directly from the projection. The last program of a (row, kv head) to finish combines the splits, or a second launch
+does (`decode_plan.py`). Every key and value is read once: bound by bandwidth. Reference: `paged.attention_reference`.
 """
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
+from cortex.neuron.kernels.attention.decode_plan import MIN_GROUP, decode_plan
 from cortex.neuron.kernels.attention.rotate import rotated_heads, rotation_factors
 from cortex.neuron.kernels.attention.rules import AttentionRules
+from cortex.neuron.kernels.attention.split_keys import (
+    COMBINED,
+    COMBINED_VALUES,
+    combine_last,
+    counters,
+    divided,
+    join,
+)
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.jit import (
     constant,
@@ -25,21 +32,8 @@ from cortex.neuron.kernels.jit import (
     tl,
     triton,
 )
-from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
+from cortex.neuron.kernels.shared_memory import shared_memory
 
-TILE = 64
-PROGRAMS_PER_PROCESSOR = 3
-"""This many programs saturate the memory bandwidth; more splits only add work."""
-COMBINED, COMBINED_VALUES = 16, 1 << 14
-"""Splits that are combined at once, at most, and their values, which are in registers."""
-LARGE, LARGE_WARPS = 256, 4
-WIDE, WIDE_WARPS = 512, 8
-"""From these head sizes on, fewer warps have too few registers."""
-MAX_SPLITS = 64
-MAX_CELLS = 1 << 16
-"""Largest rows × kv heads of one launch."""
-QUERY_BYTES = 4 << 10
-"""Shared memory for intermediate values of the queries, besides the queries."""
 LOG2_E = 1.4426950408889634
 _LOG2_E = constant(LOG2_E)
 
@@ -57,17 +51,24 @@ def decode_attention(
     """Writes the first `batch.num_decodes` rows of `out` ([tokens, heads, dim], contiguous) and their KV."""
     rows, (_, heads, dim) = batch.num_decodes, q.shape
     _, page_tokens, kv_heads, _ = key_pages.shape
-    cells = rows * kv_heads
-    splits = _num_splits(cells, min(batch.max_length, rules.window or batch.max_length), q.device)
     group = heads // kv_heads
-    group_pad = triton.next_power_of_2(group)
-    group_block = max(16, group_pad)
+    group_pad = max(MIN_GROUP, triton.next_power_of_2(group))
     dim_block = triton.next_power_of_2(dim)
-    # With one split per row and at most two programs per processor, larger tiles keep more loads in flight.
-    wanted = 2 * TILE if splits == 1 and cells <= 2 * num_processors(q.device) else TILE
-    tile = fitting_tile(wanted, group_block, dim_block * q.element_size(), shared_memory(q.device))
-    partial = torch.empty((cells * splits, group_pad, dim), dtype=torch.float32, device=q.device)
-    sums = torch.empty((cells * splits, 2, group_pad), dtype=torch.float32, device=q.device)
+    reached = min(batch.max_length, rules.window or batch.max_length)
+    plan = decode_plan(
+        rows * kv_heads,
+        reached,
+        group_pad,
+        dim_block,
+        q.element_size(),
+        num_processors(q.device),
+        shared_memory(q.device),
+    )
+    splits = plan.splits
+    partial = sums = None
+    if splits > 1:
+        partial = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=q.device)
+        sums = torch.empty((rows, heads, splits, 2), dtype=torch.float32, device=q.device)
     _decode_kernel[(rows, kv_heads, splits)](
         q,
         k,
@@ -86,7 +87,7 @@ def decode_attention(
         out,
         partial,
         sums,
-        _counters(q.device),
+        None if splits == 1 or plan.joins else counters(q.device),
         rules.scale * LOG2_E,
         (rules.softcap or 0.0) * LOG2_E,
         rules.eps,
@@ -100,9 +101,7 @@ def decode_attention(
         HEADS=heads,
         KV_HEADS=kv_heads,
         GROUP=group,
-        GROUP_BLOCK=group_block,
-        GROUP_PAD=group_pad,
-        COMBINED=max(1, min(COMBINED, COMBINED_VALUES // (group_pad * dim_block))),
+        GROUP_BLOCK=group_pad,
         DIM=dim,
         DIM_BLOCK=dim_block,
         HALF=rules.half,
@@ -112,46 +111,32 @@ def decode_attention(
         SINKS=rules.sinks is not None,
         CAPPED=rules.softcap is not None,
         PAGE=page_tokens,
-        TILE=tile,
+        TILE=plan.tile,
         SHARES=batch.shares_rows,
-        HOLD=dim_block < LARGE,  # the first tile is loaded early; large heads need the registers
-        num_warps=_num_warps(tile, dim_block),
-        num_stages=3,
+        HOLD=plan.holds,
+        SPLIT=splits > 1,
+        JOINS=plan.joins,
+        COMBINED=max(1, min(COMBINED, COMBINED_VALUES // (group_pad * dim_block))),
+        num_warps=plan.warps,
+        num_stages=2,
         **launch_options(q.device),
     )
+    if plan.joins:
+        join(batch.lengths, partial, sums, out[:rows], splits, rules.window or 0, plan.tile)
 
 
-def fitting_tile(wanted: int, group_block: int, head_bytes: int, shared: SharedMemory) -> int:
-    """Positions per tile: shared memory holds their keys and values, and twice the queries, of `head_bytes` each."""
-    tile = wanted
-    while tile > 16 and not shared.holds(2 * (tile + group_block) * head_bytes + QUERY_BYTES):
-        tile //= 2
-    return tile
-
-
-def _num_splits(cells: int, max_length: int, device: torch.device) -> int:
-    """Enough splits to fill the device, but none shorter than a tile."""
-    wanted = PROGRAMS_PER_PROCESSOR * num_processors(device) // cells
-    return int(max(1, min(MAX_SPLITS, wanted, triton.cdiv(max_length, TILE))))
-
-
-def _num_warps(tile: int, dim_block: int) -> int:
-    if dim_block >= LARGE:
-        return LARGE_WARPS if dim_block < WIDE else WIDE_WARPS
-    return max(1, tile // 32)
-
-
-@cache
-def _counters(device: torch.device) -> Tensor:
-    """The number of finished splits of each (row, kv head). Every launch resets them to zero."""
-    return torch.zeros(MAX_CELLS, dtype=torch.int32, device=device)
+@jit
+def _pages(tile, end, table_row, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """The pages of the positions from `tile` on, before `end`."""
+    position = tile + tl.arange(0, TILE)
+    return tl.load(table_row + position // PAGE, mask=position < end, other=0)
 
 
 @jit
 def _tile(
     tile,
     end,
-    table_row,
+    page,
     key_pages,
     value_pages,
     kv_head,
@@ -164,13 +149,12 @@ def _tile(
 ):
     """Keys and values [tile, dim] of the positions from `tile` on, zero from `end` on, and which of them are valid.
 
-    KIND: the dtype that they are converted to; the pages may have a smaller one.
+    page: that of each position. KIND: the dtype that they are converted to; the pages may have a smaller one.
     """
     position = tile + tl.arange(0, TILE)
     dim = tl.arange(0, DIM_BLOCK)
     valid = position < end
-    page = tl.load(table_row + position // PAGE, mask=valid, other=0).to(tl.int64)
-    where = (((page * PAGE + position % PAGE) * KV_HEADS + kv_head) * DIM)[:, None] + dim[None, :]
+    where = (((page.to(tl.int64) * PAGE + position % PAGE) * KV_HEADS + kv_head) * DIM)[:, None] + dim[None, :]
     inside = valid[:, None] & (dim < DIM)[None, :]
     keys = tl.load(key_pages + where, mask=inside, other=0.0).to(KIND)
     values = tl.load(value_pages + where, mask=inside, other=0.0).to(KIND)
@@ -217,7 +201,7 @@ def _decode_kernel(
     out,
     partial,
     sums,
-    counters,
+    finished,
     scale,
     cap,
     eps,
@@ -232,8 +216,6 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    COMBINED: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
@@ -246,6 +228,9 @@ def _decode_kernel(
     TILE: tl.constexpr,
     SHARES: tl.constexpr,
     HOLD: tl.constexpr,
+    SPLIT: tl.constexpr,
+    JOINS: tl.constexpr,
+    COMBINED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -255,23 +240,22 @@ def _decode_kernel(
     index = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    newest = tl.load(lengths + index) - 1  # the new token's position; the pages hold those before it
+    length = tl.load(lengths + index)
     table_row = table + tl.load(rows + index) * table_stride
-    first = 0
-    if window > 0:
-        first = tl.maximum(0, newest + 1 - window)
-    split_tokens = tl.maximum(1, tl.cdiv(tl.cdiv(newest - first, splits), TILE)) * TILE
-    active = tl.maximum(1, tl.cdiv(newest - first, split_tokens))
+    newest = length - 1  # the new token's position; the pages hold those before it
+    first, split_tokens, active = divided(length, window, splits, TILE)
     if split >= active:
         return
     start = first + split * split_tokens
     end = tl.minimum(newest, start + split_tokens)
     # Earlier positions were written by earlier steps, unless rows are shared: they may be fetched before the wait.
     if HOLD:
+        page = _pages(start, end, table_row, PAGE, TILE)
         keys, values, valid = _tile(
-            start, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE,
-            q.dtype.element_ty,
+            start, end, page, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE, q.dtype.element_ty
         )  # fmt: skip
+    begin = start + TILE if HOLD else start
+    page = _pages(begin, end, table_row, PAGE, TILE)
     rope_row = rope + tl.load(rope_positions + index) * 2 * PAIRS
     q_factors = rotation_factors(q_scale, rope_row, DIM, DIM_BLOCK, HALF, PAIRS, NORM)
     k_factors = rotation_factors(k_scale, rope_row, DIM, DIM_BLOCK, HALF, PAIRS, NORM)
@@ -303,16 +287,14 @@ def _decode_kernel(
         if split == 0:
             highest = tl.load(sinks + kv_head * GROUP + head, mask=head < GROUP, other=-float("inf")) * _LOG2_E
             total = tl.where(head < GROUP, 1.0, 0.0)
-    begin = start
-    if HOLD:
+    if HOLD:  # noqa: SIM102
         if start < end:
             highest, total, mixed = _absorb(query, keys, values, valid, scale, cap, highest, total, mixed, CAPPED)
-        begin = start + TILE
     for tile in range(begin, end, TILE):
         keys, values, valid = _tile(
-            tile, end, table_row, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE,
-            q.dtype.element_ty,
+            tile, end, page, key_pages, value_pages, kv_head, KV_HEADS, DIM, DIM_BLOCK, PAGE, TILE, q.dtype.element_ty
         )  # fmt: skip
+        page = _pages(tile + TILE, end, table_row, PAGE, TILE)  # a tile ahead: the next loads need not wait for them
         highest, total, mixed = _absorb(query, keys, values, valid, scale, cap, highest, total, mixed, CAPPED)
 
     if split == active - 1:
@@ -331,43 +313,18 @@ def _decode_kernel(
 
     inside = (head < GROUP)[:, None] & dim_inside[None, :]
     target = out + ((index * HEADS + kv_head * GROUP + head)[:, None] * DIM + dim[None, :])
-    if active == 1:
+    if SPLIT:
+        if active == 1:
+            tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
+        else:
+            part = (index * HEADS + kv_head * GROUP + head) * splits + split
+            tl.store(partial + part[:, None] * DIM + dim[None, :], mixed, mask=inside)
+            tl.store(sums + part * 2, highest, mask=head < GROUP)
+            tl.store(sums + part * 2 + 1, total, mask=head < GROUP)
+            if not JOINS:
+                combine_last(
+                    partial, sums, finished, out, index, kv_head, splits, active, HEADS, KV_HEADS, GROUP, GROUP_BLOCK,
+                    COMBINED, DIM, DIM_BLOCK,
+                )  # fmt: skip
+    else:
         tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
-        return
-
-    cell = index * KV_HEADS + kv_head
-    mine = (cell * splits + split) * GROUP_PAD
-    is_head = head < GROUP_PAD
-    block = head[:, None] * DIM + dim[None, :]
-    tl.store(partial + mine * DIM + block, mixed, mask=is_head[:, None] & dim_inside[None, :])
-    tl.store(sums + mine * 2 + head, highest, mask=is_head)
-    tl.store(sums + mine * 2 + GROUP_PAD + head, total, mask=is_head)
-    tl.debug_barrier()
-    done = tl.atomic_add(counters + cell, 1, sem="acq_rel")
-    if done < active - 1:
-        return
-
-    tl.store(counters + cell, 0)
-    own = tl.arange(0, GROUP_PAD)
-    highest = tl.full((GROUP_PAD,), -float("inf"), tl.float32)
-    total = tl.zeros((GROUP_PAD,), tl.float32)
-    mixed = tl.zeros((GROUP_PAD, DIM_BLOCK), tl.float32)
-    for some in range(0, active, COMBINED):
-        other = some + tl.arange(0, COMBINED)
-        there = other < active
-        theirs = (cell * splits + other) * GROUP_PAD
-        pair = sums + (theirs * 2)[:, None] + own[None, :]
-        their_highest = tl.load(pair, mask=there[:, None], other=-float("inf"), cache_modifier=".cg")
-        their_total = tl.load(pair + GROUP_PAD, mask=there[:, None], other=0.0, cache_modifier=".cg")
-        cube = partial + (theirs[:, None, None] + own[None, :, None]) * DIM + dim[None, None, :]
-        is_theirs = there[:, None, None] & dim_inside[None, None, :]
-        their_mixed = tl.load(cube, mask=is_theirs, other=0.0, cache_modifier=".cg")  # [some, group, dim]
-        higher = tl.maximum(highest, tl.max(their_highest, 0))
-        shrink = tl.exp2(highest - higher)
-        grow = tl.exp2(their_highest - higher[None, :])
-        total = total * shrink + tl.sum(their_total * grow, 0)
-        mixed = mixed * shrink[:, None] + tl.sum(their_mixed * grow[:, :, None], 0)
-        highest = higher
-    inside = (own < GROUP)[:, None] & dim_inside[None, :]
-    target = out + ((index * HEADS + kv_head * GROUP + own)[:, None] * DIM + dim[None, :])
-    tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)

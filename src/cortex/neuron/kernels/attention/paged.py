@@ -38,7 +38,7 @@ def attention(
 
     decodes = batch.num_decodes
     whole_prompts = bool(batch.prefills) and not batch.batch_invariant and cudnn.takes(q, k.shape[1], rules, batch)
-    out = batch.empty((decodes if whole_prompts else len(q), *q.shape[1:]), q)
+    out = batch.empty("attended", (decodes if whole_prompts else len(q), *q.shape[1:]), q)
     if decodes:
         if batch.shares_rows:  # a token reads the keys and values of those before it in the same step
             new = q[:decodes], k[:decodes], v[:decodes]

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.attention.decode import LOG2_E, WIDE, WIDE_WARPS, capped
+from cortex.neuron.kernels.attention.decode import LOG2_E, capped
+from cortex.neuron.kernels.attention.decode_plan import WIDE, WIDE_WARPS
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.attention.split_keys import MAX_COMBINED_ROWS, SPLIT_KEYS, combine, keys_of, num_splits
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch
@@ -30,6 +31,8 @@ from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 _LOG2_E = constant(LOG2_E)
 TILES = ((128, 128, 8), (128, 64, 8), (64, 32, 4), (32, 16, 4))
 """Queries and keys per tile, and warps: the fastest on Hopper first."""
+SHORT, SHORT_TOKENS, SHORT_BYTES = (64, 64, 4), 2048, 256
+"""Faster on Hopper for up to this many tokens and heads of up to this size: two programs fit on a processor."""
 
 
 def prefill_attention(
@@ -41,8 +44,9 @@ def prefill_attention(
     _, page_tokens, kv_heads, _ = key_pages.shape
     assert batch.prefill_tiles is not None
     dim_block = triton.next_power_of_2(dim)
-    queries, keys, warps = fitting_tiles(dim_block, q.element_size(), shared_memory(q.device))
     tokens, group = len(q), heads // kv_heads
+    is_short = not batch.batch_invariant and tokens <= SHORT_TOKENS  # else other rows would decide over the tiles
+    queries, keys, warps = fitting_tiles(is_short, dim_block, q.element_size(), shared_memory(q.device))
     reach = batch.reach if rules.whole_pictures else None
     # The number of tokens alone decides: a captured graph serves rows of any length.
     packed = group if queries % group == 0 else 1
@@ -74,7 +78,7 @@ def prefill_attention(
         "SPLIT_KEYS": SPLIT_KEYS,
         **launch_options(q.device),
     }
-    _prefill_kernel[(len(batch.prefill_tiles) * parts, heads // packed, splits)](
+    _prefill_kernel[(heads // packed, len(batch.prefill_tiles) * parts, splits)](
         q,
         key_pages,
         value_pages,
@@ -104,8 +108,11 @@ def prefill_attention(
         combine(*common, splits, rules.window or 0, batch.num_prefills, kv_heads, **options)
 
 
-def fitting_tiles(dim_block: int, element_bytes: int, shared: SharedMemory) -> tuple[int, int, int]:
-    """Queries, keys and warps: the first of TILES whose queries, keys, values and scores fit in shared memory."""
+def fitting_tiles(is_short: bool, dim_block: int, element_bytes: int, shared: SharedMemory) -> tuple[int, int, int]:
+    """Queries, keys and warps: SHORT where it is faster, else the first of TILES whose queries, keys, values and scores
+    fit in shared memory. Pure."""
+    if is_short and dim_block * element_bytes <= SHORT_BYTES and shared.copies == 2:
+        return SHORT
     for queries, keys, warps in TILES:
         in_heads = (queries + 2 * shared.copies * keys) * dim_block
         if shared.holds((in_heads + queries * keys) * element_bytes):
@@ -156,16 +163,19 @@ def _prefill_kernel(
     a token are consecutive queries of a tile."""
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
     QUERY_TILE: tl.constexpr = TOKENS * PACKED
-    tile = tl.program_id(0) // parts
+    # All heads of a tile, then those of the next: the longest to compute begin first.
+    tile = tl.program_id(1) // parts
     prefill = tl.load(tiles + tile * 2)
-    first = tl.load(tiles + tile * 2 + 1) + tl.program_id(0) % parts * TOKENS  # token of this program in its row
+    first = tl.load(tiles + tile * 2 + 1) + tl.program_id(1) % parts * TOKENS  # token of this program in its row
     offset = tl.load(offsets + prefill)
     count = tl.load(offsets + prefill + 1) - offset
+    length = tl.load(lengths + prefill)
+    table_row = table + tl.load(rows + prefill) * table_stride
+    if OVERLAP:
+        gdc_wait()
     if first >= count:
         return
-    length = tl.load(lengths + prefill)
     begin, end, share = keys_of(
         first, count, length, reach + offset if REACHES else reach, splits, window, TOKENS, KEY_TILE, WINDOWED,
         REACHES, SPLIT_KEYS,
@@ -177,9 +187,8 @@ def _prefill_kernel(
             return
     query_index = tl.arange(0, QUERY_TILE)
     token = first + query_index // PACKED
-    head = tl.program_id(1) * PACKED + query_index % PACKED
-    kv_head = tl.program_id(1) * PACKED // (HEADS // KV_HEADS)
-    table_row = table + tl.load(rows + prefill) * table_stride
+    head = tl.program_id(0) * PACKED + query_index % PACKED
+    kv_head = tl.program_id(0) * PACKED // (HEADS // KV_HEADS)
 
     dim = tl.arange(0, DIM_BLOCK)
     inside = (token < count)[:, None] & (dim < DIM)[None, :]
@@ -258,13 +267,10 @@ def _attend(
     dim = tl.arange(0, DIM_BLOCK)
     for tile in range(begin, stop, KEY_TILE):
         key_position = tile + tl.arange(0, KEY_TILE)
-        if MASKED:
-            held = key_position < end
-            if WINDOWED:  # pages behind the window of the first query may belong to others by now
-                held = held & (key_position > oldest - window)
-            page = tl.load(table_row + key_position // PAGE, mask=held, other=0).to(tl.int64)
-        else:
-            page = tl.load(table_row + key_position // PAGE).to(tl.int64)
+        held = key_position < end
+        if WINDOWED:  # pages behind the window of the first query may belong to others by now
+            held = held & (key_position > oldest - window)
+        page = tl.load(table_row + key_position // PAGE, mask=held, other=0).to(tl.int64)
         slot = ((page * PAGE + key_position % PAGE) * KV_HEADS + kv_head) * DIM
         where = slot[:, None] + dim[None, :]
         if DIM == DIM_BLOCK:

@@ -12,7 +12,8 @@ from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
 from cortex.neuron.kernels.norm import rms_norm_reference
 
-HEADS_AT_ONCE = 8
+HEADS_AT_ONCE = 16
+"""Heads of one program."""
 FLOAT8_MAX = 448.0
 """The largest value in float8_e4m3fn."""
 
@@ -35,7 +36,8 @@ def rotate_and_store(
     """
     tokens, heads, dim = q.shape
     out = torch.empty((tokens + spare_tokens, heads, dim), dtype=q.dtype, device=q.device)
-    _rotate_kernel[(tokens,)](
+    parts = triton.cdiv(heads, HEADS_AT_ONCE) + triton.cdiv(k.shape[1], HEADS_AT_ONCE)
+    _rotate_kernel[(tokens, parts)](
         q,
         k,
         v,
@@ -212,34 +214,58 @@ def _rotate_kernel(
     NORM_VALUES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per token."""
+    """Some query heads of one token, or some of its keys and values."""
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    dim = tl.arange(0, DIM_BLOCK)
+    part = tl.program_id(1)
     rope_row = rope + tl.load(positions + token) * 2 * PAIRS
     slot = tl.load(slots + token) * KV_HEADS * DIM
     q_factors = rotation_factors(q_scale, rope_row, DIM, DIM_BLOCK, HALF, PAIRS, NORM)
     k_factors = rotation_factors(k_scale, rope_row, DIM, DIM_BLOCK, HALF, PAIRS, NORM)
-    for first in tl.static_range(0, HEADS, AT_ONCE):
-        head = first + tl.arange(0, AT_ONCE)
-        inside = (head < HEADS)[:, None] & (dim < DIM)[None, :]
-        source = q + token * q_token_stride
-        y = rotated_heads(source, head, q_head_stride, HEADS, q_factors, eps, DIM, DIM_BLOCK, HALF, NORM)
-        where = (token * HEADS + head[:, None]) * DIM + dim[None, :]
-        tl.store(out + where, y.to(out.dtype.element_ty), mask=inside)
-    for first in tl.static_range(0, KV_HEADS, AT_ONCE):
-        head = first + tl.arange(0, AT_ONCE)
-        inside = (head < KV_HEADS)[:, None] & (dim < DIM)[None, :]
-        source = k + token * k_token_stride
-        y = rotated_heads(source, head, DIM, KV_HEADS, k_factors, eps, DIM, DIM_BLOCK, HALF, NORM)
-        where = slot + head[:, None] * DIM + dim[None, :]
-        y = y.to(out.dtype.element_ty)  # rounded as the queries are, then to what the pages hold
-        tl.store(key_pages + where, y.to(key_pages.dtype.element_ty), mask=inside)
-        value = tl.load(v + token * v_token_stride + head[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
-        if NORM_VALUES:
-            exact = value.to(tl.float32)
-            exact *= tl.rsqrt(tl.sum(exact * exact, 1) / DIM + eps)[:, None]
-            value = exact.to(out.dtype.element_ty)
-        tl.store(value_pages + where, value.to(value_pages.dtype.element_ty), mask=inside)
+    if OVERLAP:
+        gdc_wait()
+    QUERY_PARTS: tl.constexpr = (HEADS + AT_ONCE - 1) // AT_ONCE
+    if part < QUERY_PARTS:
+        _rotate_queries(
+            q, out, token, part * AT_ONCE, q_token_stride, q_head_stride, q_factors, eps, HEADS, DIM, DIM_BLOCK, HALF,
+            AT_ONCE, NORM,
+        )  # fmt: skip
+    else:
+        _store_keys(
+            k, v, key_pages, value_pages, token, slot, (part - QUERY_PARTS) * AT_ONCE, k_token_stride, v_token_stride,
+            k_factors, eps, out.dtype.element_ty, KV_HEADS, DIM, DIM_BLOCK, HALF, AT_ONCE, NORM, NORM_VALUES,
+        )  # fmt: skip
+
+
+@jit
+def _rotate_queries(q, out, token, first, token_stride, head_stride, factors, eps, HEADS: tl.constexpr,
+                    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, HALF: tl.constexpr, AT_ONCE: tl.constexpr,
+                    NORM: tl.constexpr):  # fmt: skip
+    """Heads of one token from `first` on."""
+    head = first + tl.arange(0, AT_ONCE)
+    dim = tl.arange(0, DIM_BLOCK)
+    inside = (head < HEADS)[:, None] & (dim < DIM)[None, :]
+    y = rotated_heads(q + token * token_stride, head, head_stride, HEADS, factors, eps, DIM, DIM_BLOCK, HALF, NORM)
+    where = (token * HEADS + head[:, None]) * DIM + dim[None, :]
+    tl.store(out + where, y.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _store_keys(k, v, key_pages, value_pages, token, slot, first, k_token_stride, v_token_stride, factors, eps,
+                KIND: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+                HALF: tl.constexpr, AT_ONCE: tl.constexpr, NORM: tl.constexpr, NORM_VALUES: tl.constexpr):  # fmt: skip
+    """Keys and values of one token from the kv head `first` on. KIND: they are rounded as the queries are, then to what
+    the pages hold."""
+    head = first + tl.arange(0, AT_ONCE)
+    dim = tl.arange(0, DIM_BLOCK)
+    inside = (head < KV_HEADS)[:, None] & (dim < DIM)[None, :]
+    y = rotated_heads(k + token * k_token_stride, head, DIM, KV_HEADS, factors, eps, DIM, DIM_BLOCK, HALF, NORM)
+    where = slot + head[:, None] * DIM + dim[None, :]
+    tl.store(key_pages + where, y.to(KIND).to(key_pages.dtype.element_ty), mask=inside)
+    value = tl.load(v + token * v_token_stride + head[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
+    if NORM_VALUES:
+        exact = value.to(tl.float32)
+        exact *= tl.rsqrt(tl.sum(exact * exact, 1) / DIM + eps)[:, None]
+        value = exact.to(KIND)
+    tl.store(value_pages + where, value.to(value_pages.dtype.element_ty), mask=inside)

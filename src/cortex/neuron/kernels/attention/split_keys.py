@@ -5,16 +5,22 @@ A program with a part of the keys leaves the highest score, the sum of weights a
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, tl, triton
+from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, num_processors, tl, triton
 
 MAX_SPLITS = 16
 SPLIT_KEYS = 512
 """Programs divide the keys of a tile only where each gets this many."""
 MAX_COMBINED_ROWS = 1024
+MAX_CELLS = 1 << 16
+"""Largest rows × kv heads of one launch of decode rows."""
+COMBINED, COMBINED_VALUES = 16, 1 << 14
+"""Parts of a decode row that are combined at once, at most, and their values, which are in registers."""
 
 
 def num_splits(tokens: int, tile_tokens: int, heads: int, processors: int) -> int:
@@ -39,7 +45,8 @@ def combine(
     """Fills `out` ([tokens, heads, dim]) where more than one program had keys of a token. `options`: those of the
     kernel that left `partial` ([tokens, heads, splits, dim]) and `shares` ([tokens, heads, splits, 2])."""
     tokens, heads, _ = out.shape
-    _combine_kernel[(tokens, kv_heads)](
+    # Mostly there is nothing to combine: no more programs than the device holds at once.
+    _combine_kernel[(tokens, kv_heads if tokens < num_processors(out.device) else 1)](
         lengths,
         offsets,
         reach,
@@ -49,12 +56,153 @@ def combine(
         splits,
         window,
         num_rows,
+        KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         GROUP_BLOCK=triton.next_power_of_2(heads // kv_heads),
         ROWS_BLOCK=MAX_COMBINED_ROWS,
         num_warps=4,
         **options,
     )
+
+
+def join(
+    lengths: Tensor, partial: Tensor | None, sums: Tensor | None, out: Tensor, splits: int, window: int, tile: int
+) -> None:
+    """Fills `out` ([rows, heads, dim]) where more than one program of `divided` had keys of a decode row. They left
+    `partial` ([rows, heads, splits, dim]) and `sums` ([rows, heads, splits, 2])."""
+    rows, heads, dim = out.shape
+    _join_kernel[(rows, heads)](
+        lengths,
+        partial,
+        sums,
+        out,
+        window,
+        splits,
+        HEADS=heads,
+        DIM=dim,
+        DIM_BLOCK=triton.next_power_of_2(dim),
+        TILE=tile,
+        AT_ONCE=COMBINED,
+        num_warps=4,
+        **launch_options(out.device),
+    )
+
+
+@cache
+def counters(device: torch.device) -> Tensor:
+    """The number of finished splits of each (row, kv head). Every launch resets them to zero, so that launches
+    on two streams must not overlap: all models of a worker compute on one."""
+    return torch.zeros(MAX_CELLS, dtype=torch.int32, device=device)
+
+
+@jit
+def divided(length, window, splits, TILE: tl.constexpr):
+    """The first earlier position that the newest token of a row sees, how many of them a split takes, and how many
+    splits take some, at least one."""
+    first = 0
+    if window > 0:
+        first = tl.maximum(0, length - window)
+    count = length - 1 - first
+    split_tokens = tl.maximum(1, tl.cdiv(tl.cdiv(count, splits), TILE)) * TILE
+    return first, split_tokens, tl.maximum(1, tl.cdiv(count, split_tokens))
+
+
+@jit
+def combine_last(
+    partial,
+    sums,
+    finished,
+    out,
+    index,
+    kv_head,
+    splits,
+    active,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    COMBINED: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+):
+    """If all other programs of the row and kv head are done: one softmax over their parts."""
+    cell = index * KV_HEADS + kv_head
+    tl.debug_barrier()
+    done = tl.atomic_add(finished + cell, 1, sem="acq_rel")
+    if done == active - 1:
+        tl.store(finished + cell, 0)
+        own = tl.arange(0, GROUP_PAD)
+        dim = tl.arange(0, DIM_BLOCK)
+        line = index * HEADS + kv_head * GROUP + own
+        highest = tl.full((GROUP_PAD,), -float("inf"), tl.float32)
+        total = tl.zeros((GROUP_PAD,), tl.float32)
+        mixed = tl.zeros((GROUP_PAD, DIM_BLOCK), tl.float32)
+        for some in range(0, active, COMBINED):
+            split = some + tl.arange(0, COMBINED)
+            part = line[None, :] * splits + split[:, None]
+            theirs = (split < active)[:, None] & (own < GROUP)[None, :]
+            their_highest = tl.load(sums + part * 2, mask=theirs, other=-float("inf"), cache_modifier=".cg")
+            their_total = tl.load(sums + part * 2 + 1, mask=theirs, other=0.0, cache_modifier=".cg")
+            where = part[:, :, None] * DIM + dim[None, None, :]
+            inside = theirs[:, :, None] & (dim < DIM)[None, None, :]
+            their_mixed = tl.load(partial + where, mask=inside, other=0.0, cache_modifier=".cg")  # [some, group, dim]
+            higher = tl.maximum(highest, tl.max(their_highest, 0))
+            base = tl.where(higher == -float("inf"), 0.0, higher)  # no head
+            shrink = tl.exp2(highest - base)
+            grow = tl.exp2(their_highest - base[None, :])
+            total = total * shrink + tl.sum(their_total * grow, 0)
+            mixed = mixed * shrink[:, None] + tl.sum(their_mixed * grow[:, :, None], 0)
+            highest = higher
+        inside = (own < GROUP)[:, None] & (dim < DIM)[None, :]
+        tl.store(
+            out + line[:, None] * DIM + dim[None, :], (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside
+        )
+
+
+@jit(do_not_specialize=["window", "splits"])
+def _join_kernel(
+    lengths,
+    partial,
+    sums,
+    out,
+    window,
+    splits,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One head of one row, if several programs have divided its keys: one softmax over all."""
+    if OVERLAP:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    _first, _tokens, active = divided(tl.load(lengths + row), window, splits, TILE)
+    if OVERLAP:
+        gdc_wait()
+    if active == 1:
+        return
+    line = row * HEADS + tl.program_id(1)
+    dim = tl.arange(0, DIM_BLOCK)
+    highest = -float("inf")
+    total = 0.0
+    mixed = tl.zeros((DIM_BLOCK,), tl.float32)
+    for some in range(0, active, AT_ONCE):
+        split = some + tl.arange(0, AT_ONCE)
+        part = line * splits + split
+        theirs = split < active
+        their_highest = tl.load(sums + part * 2, mask=theirs, other=-float("inf"))
+        their_total = tl.load(sums + part * 2 + 1, mask=theirs, other=0.0)
+        inside = theirs[:, None] & (dim < DIM)[None, :]
+        their_mixed = tl.load(partial + part[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
+        higher = tl.maximum(highest, tl.max(their_highest, 0))
+        shrink = tl.exp2(highest - higher)
+        grow = tl.exp2(their_highest - higher)
+        total = total * shrink + tl.sum(their_total * grow, 0)
+        mixed = mixed * shrink + tl.sum(their_mixed * grow[:, None], 0)
+        highest = higher
+    tl.store(out + line * DIM + dim, (mixed / total).to(out.dtype.element_ty), mask=dim < DIM)
 
 
 @jit
@@ -87,6 +235,7 @@ def _combine_kernel(
     window,
     num_rows,
     HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
@@ -99,15 +248,16 @@ def _combine_kernel(
     SPLIT_KEYS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One token and the heads of one kv head, whose keys several programs have divided: one softmax over all."""
+    """One token and the heads of some kv heads, whose keys several programs have divided: one softmax over all."""
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
     step_token = tl.program_id(0)
     row = tl.arange(0, ROWS_BLOCK)
     ends = tl.load(offsets + 1 + row, mask=row < num_rows, other=2147483647)
     prefill = tl.sum((ends <= step_token).to(tl.int32), 0)
     if prefill >= num_rows:
+        if OVERLAP:
+            gdc_wait()
         return
     offset = tl.load(offsets + prefill)
     count = tl.load(offsets + prefill + 1) - offset
@@ -116,24 +266,27 @@ def _combine_kernel(
         first, count, tl.load(lengths + prefill), reach + offset if REACHES else reach, splits, window, TOKENS,
         KEY_TILE, WINDOWED, REACHES, SPLIT_KEYS,
     )  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
     if begin + share >= end:
         return
     member = tl.arange(0, GROUP_BLOCK)
     dim = tl.arange(0, DIM_BLOCK)
     inside = (member < GROUP)[:, None] & (dim < DIM)[None, :]
-    line = step_token.to(tl.int64) * HEADS + tl.program_id(1) * GROUP + member
-    highest = tl.full((GROUP_BLOCK,), -float("inf"), tl.float32)
-    total = tl.zeros((GROUP_BLOCK,), tl.float32)
-    mixed = tl.zeros((GROUP_BLOCK, DIM_BLOCK), tl.float32)
-    for split in range(0, tl.cdiv(end - begin, share)):
-        part = line * splits + split
-        own = tl.load(shares + part * 2, mask=member < GROUP, other=0.0)
-        higher = tl.maximum(highest, own)
-        base = tl.where(higher == -float("inf"), 0.0, higher)  # these queries see none of the keys so far
-        shrink, gain = tl.exp2(highest - base), tl.exp2(own - base)
-        total = total * shrink + tl.load(shares + part * 2 + 1, mask=member < GROUP, other=1.0) * gain
-        added = tl.load(partial + part[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
-        mixed = mixed * shrink[:, None] + added * gain[:, None]
-        highest = higher
-    where = line[:, None] * DIM + dim[None, :]
-    tl.store(out + where, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    for kv_head in range(tl.program_id(1), KV_HEADS, tl.num_programs(1)):
+        line = step_token.to(tl.int64) * HEADS + kv_head * GROUP + member
+        highest = tl.full((GROUP_BLOCK,), -float("inf"), tl.float32)
+        total = tl.zeros((GROUP_BLOCK,), tl.float32)
+        mixed = tl.zeros((GROUP_BLOCK, DIM_BLOCK), tl.float32)
+        for split in range(0, tl.cdiv(end - begin, share)):
+            part = line * splits + split
+            own = tl.load(shares + part * 2, mask=member < GROUP, other=0.0)
+            higher = tl.maximum(highest, own)
+            base = tl.where(higher == -float("inf"), 0.0, higher)  # these queries see none of the keys so far
+            shrink, gain = tl.exp2(highest - base), tl.exp2(own - base)
+            total = total * shrink + tl.load(shares + part * 2 + 1, mask=member < GROUP, other=1.0) * gain
+            added = tl.load(partial + part[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
+            mixed = mixed * shrink[:, None] + added * gain[:, None]
+            highest = higher
+        where = line[:, None] * DIM + dim[None, :]
+        tl.store(out + where, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)

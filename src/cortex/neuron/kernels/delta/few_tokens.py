@@ -131,11 +131,11 @@ def _convolve_kernel(
         tl.store(target + channel, k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS), mask=inside)
     else:
         head -= KEY_HEADS
-        dim = tl.arange(0, VALUE_BLOCK)
-        inside = dim < VALUE_DIM
-        channel = 2 * KEY_SIZE + head * VALUE_DIM + dim
-        v = _convolved(token, ring, conv_weight, channel, inside, position, first, projected_stride, CHANNELS, TAPS)
-        tl.store(target + channel, v, mask=inside)
+        value_dim = tl.arange(0, VALUE_BLOCK)  # names of their own: both branches may differ in their blocks
+        is_value = value_dim < VALUE_DIM
+        value = 2 * KEY_SIZE + head * VALUE_DIM + value_dim
+        v = _convolved(token, ring, conv_weight, value, is_value, position, first, projected_stride, CHANNELS, TAPS)
+        tl.store(target + value, v, mask=is_value)
         gates = token + CHANNELS + VALUE_SIZE + head
         rate, bias = tl.load(decay_rate + head), tl.load(decay_bias + head)
         decay = tl.exp(log_decay_of(tl.load(gates + VALUE_HEADS).to(tl.float32), rate, bias))

@@ -16,7 +16,7 @@ from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.delta.rules import CHUNK, L2_EPS, DeltaRules, DeltaState
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.recurrent.causal_conv import conv_chunk_reference, conv_rows_reference
-from cortex.neuron.kernels.recurrent.rows import advance_rows, one_by_one
+from cortex.neuron.kernels.recurrent.rows import advance_rows, one_by_one, pieces
 
 
 def gated_delta(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState) -> Tensor:
@@ -62,7 +62,7 @@ def gated_delta_reference(projected: Tensor, rules: DeltaRules, batch: Batch, st
         if decodes > 1:
             state.memory[rows] = memory
         parts.append(out.squeeze(2))
-    for row in batch.prefills:
+    for row in pieces(batch, state.recent, state.memory):
         here = slice(row.offset, row.offset + row.count)
         mixed = conv_chunk_reference(x[here], rules.conv_weight, state.recent, row)
         q, k, v = (part.transpose(0, 1) for part in split_heads(mixed, rules))

@@ -1,9 +1,8 @@
 """A decode step of a gated delta net in one launch: convolution, gates, memory, norm and output gate.
 
-Each program takes one value head of one row and reads and writes its memory once: bound by bandwidth. In small batches
-it loads the whole memory at once, before the projection is done. In the smallest ones several programs divide the
-columns of a head, and the last to finish makes the norm. In large batches a program loads the memory in parts, so that
-several of them share a processor. Reference: `gated_delta.gated_delta_reference`.
+Each program takes one value head of one row, or in the smallest batches some of its columns: then the last program of a
+head to finish makes the norm. It loads the memory before the projection is done, and reads and writes it once: bound by
+bandwidth. Reference: `gated_delta.gated_delta_reference`.
 """
 
 from __future__ import annotations
@@ -16,19 +15,20 @@ from torch import Tensor
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.delta.rules import L2_EPS, DeltaRules, DeltaState
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, num_processors, tl, triton
-from cortex.neuron.kernels.recurrent.causal_conv import convolved, silu, weighted_earlier
+from cortex.neuron.kernels.recurrent.causal_conv import silu, weighted_earlier
 
 MAX_SPLIT_HEADS = 1024
 """Largest number of heads, of all rows, whose columns are divided."""
+SPLIT_COLUMNS = 32
 
 
 def delta_step(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaState, out: Tensor) -> None:
     """Writes the first `batch.num_decodes` rows of `out` ([tokens, value size], contiguous); advances their state."""
     value_block = triton.next_power_of_2(rules.value_dim)
-    heads, processors = batch.num_decodes * rules.value_heads, num_processors(projected.device)
-    fills = batch.batch_invariant or heads > 2 * processors
-    splits = 1 if fills else _num_splits(heads, value_block, processors)
-    columns = min(32, value_block) if fills else value_block // splits
+    heads = batch.num_decodes * rules.value_heads
+    processors = 0 if batch.batch_invariant else num_processors(projected.device)
+    columns = num_columns(heads, value_block, processors)
+    splits = value_block // columns
     partial = out.new_empty((heads if splits > 1 else 0, value_block), dtype=torch.float32)
     _step_kernel[(batch.num_decodes, rules.value_heads, splits)](
         projected,
@@ -53,26 +53,19 @@ def delta_step(projected: Tensor, rules: DeltaRules, batch: Batch, state: DeltaS
         KEY_DIM=rules.key_dim,
         KEY_BLOCK=triton.next_power_of_2(rules.key_dim),
         VALUE_DIM=rules.value_dim,
-        PARTS=value_block // columns // splits,
         SPLITS=splits,
         COLUMNS=columns,
         TAPS=len(rules.conv_weight),
         L2_EPS=L2_EPS,
-        num_warps=_num_warps(splits, fills=fills),
+        num_warps=max(2, columns // 32),
         **launch_options(projected.device),
     )
 
 
-def _num_splits(heads: int, value_block: int, processors: int) -> int:
-    """Programs that divide the columns of a head: as many as there are processors for."""
-    splits = 1
-    while splits < 4 and value_block // splits > 16 and 2 * splits * heads <= min(2 * processors, MAX_SPLIT_HEADS):
-        splits *= 2
-    return splits
-
-
-def _num_warps(splits: int, *, fills: bool) -> int:
-    return 4 if fills else max(2, 8 // splits)
+def num_columns(heads: int, value_block: int, processors: int) -> int:
+    """Columns of one program: all of a head, or a part where there is a processor for each head."""
+    is_split = heads <= min(processors, MAX_SPLIT_HEADS)
+    return min(SPLIT_COLUMNS, value_block) if is_split else value_block
 
 
 @cache
@@ -112,7 +105,6 @@ def _step_kernel(
     KEY_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TAPS: tl.constexpr,
@@ -132,7 +124,8 @@ def _step_kernel(
     key_inside = key_dim < KEY_DIM
     where = memory + row * memory_stride + head * KEY_DIM * VALUE_DIM
     where = where + key_dim[:, None] * VALUE_DIM + column[None, :]
-    known = tl.load(where, mask=key_inside[:, None] & (column < VALUE_DIM)[None, :], other=0.0)  # [key dim, columns]
+    inside = key_inside[:, None] & (column < VALUE_DIM)[None, :]
+    known = tl.load(where, mask=inside, other=0.0)  # [key dim, columns]
     # Whatever does not depend on the projection is on its way before the wait.
     ring = recent + row * recent_stride
     channel = head // SHARED * KEY_DIM + key_dim
@@ -146,10 +139,9 @@ def _step_kernel(
     k_gain = tl.load(own_tap + KEY_SIZE + channel, mask=key_inside, other=0.0).to(tl.float32)
     v_gain = tl.load(own_tap + v_channel, mask=v_inside, other=0.0).to(tl.float32)
     rate, bias = tl.load(decay_rate + head), tl.load(decay_bias + head)
-    part = tl.arange(0, PARTS * SPLITS)
-    value_dim = part[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = value_dim < VALUE_DIM
-    norm_gain = tl.load(norm_weight + value_dim, mask=inside, other=0.0).to(tl.float32)
+    value_dim = tl.arange(0, SPLITS * COLUMNS)
+    value_inside = value_dim < VALUE_DIM
+    norm_gain = tl.load(norm_weight + value_dim, mask=value_inside, other=0.0).to(tl.float32)
     if OVERLAP:
         gdc_wait()
 
@@ -160,7 +152,7 @@ def _step_kernel(
     gates = token + CHANNELS + VALUE_SIZE + head
     strength = tl.sigmoid(tl.load(gates).to(tl.float32))
     decay_input = tl.load(gates + VALUE_HEADS).to(tl.float32)
-    gate = tl.load(token + CHANNELS + head * VALUE_DIM + value_dim, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(token + CHANNELS + head * VALUE_DIM + value_dim, mask=value_inside, other=0.0).to(tl.float32)
     # Only one of the programs and value heads that share a key head keeps its token.
     keeps = key_dim < tl.where((head % SHARED == 0) & (split == 0), KEY_DIM, 0)
     kept = ring + (position % TAPS) * CHANNELS
@@ -173,35 +165,21 @@ def _step_kernel(
     k = k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
     decay = tl.exp(log_decay_of(decay_input, rate, bias))
 
-    mixed = tl.zeros((PARTS * SPLITS, COLUMNS), tl.float32)
-    for number in tl.static_range(PARTS):
-        here = number * COLUMNS + column
-        here_inside = here < VALUE_DIM
-        if number + 1 < PARTS:
-            there = key_inside[:, None] & (here + COLUMNS < VALUE_DIM)[None, :]
-            upcoming = tl.load(where + (number + 1) * COLUMNS, mask=there, other=0.0)
-        if number > 0:
-            channel = 2 * KEY_SIZE + head * VALUE_DIM + here
-            v = convolved(token, ring, conv_weight, channel, here_inside, here_inside, position, CHANNELS, TAPS)
-        known = tl.where(position > 0, known, 0.0) * decay
-        correction = (v - tl.sum(known * k[:, None], 0)) * strength
-        known += k[:, None] * correction[None, :]
-        tl.store(where + number * COLUMNS, known, mask=key_inside[:, None] & here_inside[None, :])
-        if SPLITS == 1:
-            mixed = tl.where((part == number)[:, None], tl.sum(known * q[:, None], 0)[None, :], mixed)
-        if number + 1 < PARTS:
-            known = upcoming
-
+    known = tl.where(position > 0, known, 0.0) * decay
+    correction = (v - tl.sum(known * k[:, None], 0)) * strength
+    known += k[:, None] * correction[None, :]
+    tl.store(where, known, mask=inside)
+    mixed = tl.sum(known * q[:, None], 0)
     if SPLITS > 1:
         cell = index * VALUE_HEADS + head
         own = partial + cell * (SPLITS * COLUMNS)
-        tl.store(own + column, tl.sum(known * q[:, None], 0))
+        tl.store(own + column, mixed)
         tl.debug_barrier()
         if tl.atomic_add(counters + cell, 1, sem="acq_rel") < SPLITS - 1:
             return
         tl.store(counters + cell, 0)
         mixed = tl.load(own + value_dim, cache_modifier=".cg")
-    mixed *= tl.rsqrt(tl.sum(tl.sum(mixed * mixed, 1), 0) / VALUE_DIM + eps)
+    mixed *= tl.rsqrt(tl.sum(mixed * mixed, 0) / VALUE_DIM + eps)
     mixed *= norm_gain * gate * tl.sigmoid(gate)
     target = out + index * VALUE_SIZE + head * VALUE_DIM + value_dim
-    tl.store(target, mixed.to(out.dtype.element_ty), mask=inside)
+    tl.store(target, mixed.to(out.dtype.element_ty), mask=value_inside)

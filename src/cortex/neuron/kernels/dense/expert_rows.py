@@ -6,6 +6,8 @@ Two rows with the same expert run side by side and share its bytes through the c
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,9 +17,6 @@ from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, laun
 from cortex.neuron.kernels.matrix import Prologue
 from cortex.neuron.kernels.moe.pairs import ExpertChoice
 from cortex.neuron.kernels.norm import rms_norm_reference
-
-TILE_ELEMENTS = 16_384
-"""Matrix elements that one program of the second GEMV loads at once."""
 
 
 def expand_rows(
@@ -81,11 +80,11 @@ def contract_rows(
 
     inner: [pairs, inner]; down: [experts · hidden, inner] → [rows, hidden]
     """
-    (rows, hidden), size, slots = residual.shape, inner.shape[1], choice.experts.shape[1]
+    (rows, hidden), size = residual.shape, inner.shape[1]
     out = torch.empty((rows, hidden), dtype=residual.dtype, device=residual.device)
-    slots_block = triton.next_power_of_2(slots)
-    block_out = 2
-    _contract_kernel[(rows, triton.cdiv(hidden, block_out))](
+    slots = choice.experts.shape[1]
+    block = contract_block(size, rows, slots)
+    _contract_kernel[(rows, triton.cdiv(hidden, block.outputs))](
         inner,
         down,
         bias,
@@ -96,14 +95,34 @@ def contract_rows(
         HIDDEN=hidden,
         INNER=size,
         SLOTS=slots,
-        SLOTS_BLOCK=slots_block,
         BIAS=bias is not None,
-        BLOCK_IN=min(triton.next_power_of_2(size), TILE_ELEMENTS // (block_out * slots_block)),
-        BLOCK_OUT=block_out,
-        num_warps=8,
+        BLOCK_IN=block.inputs,
+        BLOCK_OUT=block.outputs,
+        UNROLLED=block.unrolled,
+        num_warps=1,
         **launch_options(residual.device),
     )
     return out
+
+
+class ContractBlock(NamedTuple):
+    """The tile of an expert's matrix that a program of one warp takes in each step."""
+
+    outputs: int
+    inputs: int
+    unrolled: int
+    """Steps that the compiler may put side by side."""
+
+
+def contract_block(inner: int, rows: int, slots: int) -> ContractBlock:
+    """The fastest of a sweep on Hopper. Within one warp the sum needs no barrier, and many programs fit on a processor,
+    so that enough bytes are on their way. With one row there are too few programs: each loads for many steps ahead."""
+    inputs = 512 if -inner % 512 <= inner // 8 else 256
+    inputs = min(inputs, triton.next_power_of_2(inner))
+    if rows > 1:
+        return ContractBlock(4, inputs, 1)
+    steps = slots * triton.cdiv(inner, inputs)
+    return ContractBlock(2, inputs, steps if steps <= 16 else 4)
 
 
 def contract_rows_reference(
@@ -135,11 +154,17 @@ def _expand_kernel(
     BLOCK_OUT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per pair and BLOCK_OUT of its expert's inner rows."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    """One program per pair and BLOCK_OUT of its expert's inner rows.
+
+    The kernel that chose the experts lets this one start only after the rows are there. The next one starts only after
+    the experts are chosen.
+    """
     pair = tl.program_id(0)
+    x += pair // SLOTS * HIDDEN
+    value, squares = _values(x, norm_weight, 0, HIDDEN, BLOCK_IN)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     expert = tl.load(chosen + pair).to(tl.int64)
     output = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     output_inside = output < INNER
@@ -147,14 +172,13 @@ def _expand_kernel(
     line = gate_up + expert * (MATRICES * INNER * HIDDEN) + output[:, None] * HIDDEN
     total = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
     total_up = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
-    squares = tl.zeros((BLOCK_IN,), tl.float32)
     for start in tl.static_range(0, HIDDEN, BLOCK_IN):
         column = start + tl.arange(0, BLOCK_IN)
         inside = output_inside[:, None] & (column < HIDDEN)[None, :]
         tile = tl.load(line + column[None, :], mask=inside, other=0.0)
-        value = tl.load(x + pair // SLOTS * HIDDEN + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
-        squares += value * value
-        value *= tl.load(norm_weight + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
+        if start > 0:
+            value, more = _values(x, norm_weight, start, HIDDEN, BLOCK_IN)
+            squares += more
         total += tile.to(tl.float32) * value[None, :]
         if ACTIVATION:
             tile_up = tl.load(line + INNER * HIDDEN + column[None, :], mask=inside, other=0.0)
@@ -172,6 +196,16 @@ def _expand_kernel(
 
 
 @jit
+def _values(x, norm_weight, start, HIDDEN: tl.constexpr, BLOCK_IN: tl.constexpr):
+    """A row's values times the norm's weights, and their squares without them. Read past the first level of the cache,
+    which may hold what the row was before the kernel that wrote it."""
+    column = start + tl.arange(0, BLOCK_IN)
+    value = tl.load(x + column, mask=column < HIDDEN, other=0.0, cache_modifier=".cg").to(tl.float32)
+    gain = tl.load(norm_weight + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
+    return value * gain, value * value
+
+
+@jit
 def _contract_kernel(
     inner,
     down,
@@ -183,39 +217,48 @@ def _contract_kernel(
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     SLOTS: tl.constexpr,
-    SLOTS_BLOCK: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
+    UNROLLED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per row and BLOCK_OUT outputs, for all experts of the row: the sum has a fixed order."""
+    """One program per row and BLOCK_OUT outputs, for all experts of the row: the sum has a fixed order.
+
+    The kernel that expanded the rows lets this one start only after the experts are chosen, so that the first weights
+    are on their way before it ends. Those of each step are loaded one step ahead, the expert's id two.
+    """
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
+    PARTS: tl.constexpr = (INNER + BLOCK_IN - 1) // BLOCK_IN
     row = tl.program_id(0)
+    chosen += row * SLOTS
     output = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     output_inside = output < HIDDEN
-    slot = tl.arange(0, SLOTS_BLOCK)
-    slot_inside = slot < SLOTS
-    pair = row * SLOTS + slot
-    expert = tl.load(chosen + pair, mask=slot_inside, other=0).to(tl.int64)
-    weight = tl.load(weights + pair, mask=slot_inside, other=0.0)
-    line = down + expert[None, :] * (HIDDEN * INNER) + output[:, None] * INNER  # [out, slots]
-    line_inside = output_inside[:, None] & slot_inside[None, :]
-    total = tl.zeros((BLOCK_OUT, SLOTS_BLOCK, BLOCK_IN), tl.float32)
-    for start in tl.static_range(0, INNER, BLOCK_IN):
-        column = start + tl.arange(0, BLOCK_IN)
-        column_inside = column < INNER
-        inside = line_inside[:, :, None] & column_inside[None, None, :]
-        tile = tl.load(line[:, :, None] + column[None, None, :], mask=inside, other=0.0)
-        where = pair[:, None] * INNER + column[None, :]
-        value = tl.load(inner + where, mask=slot_inside[:, None] & column_inside[None, :], other=0.0)
-        total += tile.to(tl.float32) * value.to(tl.float32)[None, :, :]
-    by_slot = tl.sum(total, 2)
-    if BIAS:
-        own = bias + expert[None, :] * HIDDEN + output[:, None]
-        by_slot += tl.load(own, mask=line_inside, other=0.0).to(tl.float32)
-    y = tl.sum(by_slot * weight[None, :], 1)
-    y += tl.load(residual + row * HIDDEN + output, mask=output_inside, other=0.0).to(tl.float32)
+    column = tl.arange(0, BLOCK_IN)
+    line = down + output[:, None] * INNER + column[None, :]
+    expert = tl.load(chosen, cache_modifier=".cg").to(tl.int64)
+    following = tl.load(chosen + min(1, SLOTS * PARTS - 1) // PARTS, cache_modifier=".cg").to(tl.int64)
+    inside = output_inside[:, None] & (column < INNER)[None, :]
+    tile = tl.load(line + expert * (HIDDEN * INNER), mask=inside, other=0.0)
+    if OVERLAP:
+        gdc_wait()
+    added = tl.load(residual + row * HIDDEN + output, mask=output_inside, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK_OUT, BLOCK_IN), tl.float32)
+    for step in tl.range(0, SLOTS * PARTS, loop_unroll_factor=UNROLLED):
+        start = (step + 1) % PARTS * BLOCK_IN
+        inside = output_inside[:, None] & (start + column < INNER)[None, :] & (step + 1 < SLOTS * PARTS)
+        next_tile = tl.load(line + following * (HIDDEN * INNER) + start, mask=inside, other=0.0)
+        later = tl.load(chosen + tl.minimum((step + 2) // PARTS, SLOTS - 1), cache_modifier=".cg").to(tl.int64)
+        pair, here = row * SLOTS + step // PARTS, step % PARTS * BLOCK_IN + column
+        weight = tl.load(weights + pair)
+        value = tl.load(inner + pair * INNER + here, mask=here < INNER, other=0.0).to(tl.float32)
+        total += tile.to(tl.float32) * (value * weight)[None, :]
+        if BIAS:
+            own = bias + expert * HIDDEN + output
+            added += tl.load(own, mask=output_inside & (step % PARTS == 0), other=0.0).to(tl.float32) * weight
+        tile = next_tile
+        expert = following
+        following = later
+    y = tl.sum(total, 1) + added
     tl.store(out + row * HIDDEN + output, y.to(out.dtype.element_ty), mask=output_inside)

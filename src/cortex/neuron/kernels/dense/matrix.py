@@ -9,13 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cortex.neuron.kernels.dense.blocks import beats_library
 from cortex.neuron.kernels.dense.expert_rows import contract_rows, expand_rows
 from cortex.neuron.kernels.dense.experts import dense_grouped_product
-from cortex.neuron.kernels.dense.product import beats_library, small_product
-from cortex.neuron.kernels.jit import has_kernels
+from cortex.neuron.kernels.dense.product import small_product
+from cortex.neuron.kernels.dense.wide_experts import takes_wide_tiles, wide_grouped_product
+from cortex.neuron.kernels.jit import has_kernels, num_processors
 from cortex.neuron.kernels.matrix import Epilogue, ExpertMatrix, Prologue
 from cortex.neuron.kernels.moe.pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.products.grouped import tiling
+from cortex.neuron.kernels.products.small_batch import COUNTED_ROWS
+from cortex.neuron.kernels.shared_memory import shared_memory
 
 
 class DenseMatrix(ExpertMatrix):
@@ -23,6 +27,7 @@ class DenseMatrix(ExpertMatrix):
         """weight: [outputs, inputs]"""
         super().__init__(weight.shape[0], weight.shape[1], weight.device)
         self.weight = weight
+        self._counters = torch.zeros(-(-self.outputs // COUNTED_ROWS), dtype=torch.int32, device=self.device)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -38,20 +43,29 @@ class DenseMatrix(ExpertMatrix):
         return F.embedding(ids, self.weight).to(dtype)
 
     def fuses(self, prologue: Prologue, x: Tensor) -> bool:
-        return prologue.activation is None and self.gates(x)
+        return prologue.activation is None and self._beats_library(x, gated=False)
 
     def gates(self, x: Tensor) -> bool:
-        return has_kernels(x) and beats_library(len(x), self.inputs)
+        return self._beats_library(x, gated=True)
+
+    def _beats_library(self, x: Tensor, *, gated: bool) -> bool:
+        if not has_kernels(x):
+            return False
+        outputs = self.outputs // 2 if gated else self.outputs
+        is_asynchronous = shared_memory(x.device).copies == 2 and x.element_size() == 2
+        processors = num_processors(x.device)
+        return beats_library(len(x), self.inputs, outputs, processors, gated=gated, is_asynchronous=is_asynchronous)
 
     def rounds(self, dtype: torch.dtype) -> bool:
         return dtype != torch.float32
 
     def _product(self, x: Tensor, prologue: Prologue, epilogue: Epilogue, out: Tensor | None) -> Tensor:
-        if self.gates(x):
+        gated = epilogue.activation is not None
+        if self._beats_library(x, gated=gated):
             if out is None:
-                outputs = self.outputs if epilogue.activation is None else self.outputs // 2
+                outputs = self.outputs // 2 if gated else self.outputs
                 out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
-            small_product(x, self.weight, prologue, epilogue, out)
+            small_product(x, self.weight, self._counters, prologue, epilogue, out)
             return out
         y = self._library_product(x, epilogue)
         return y if out is None else out.copy_(y)
@@ -93,7 +107,14 @@ class DenseMatrix(ExpertMatrix):
         load: int,
         bias: Tensor | None = None,
     ) -> None:
-        tile = tiling(load)
+        inputs, outputs, shared = x.shape[1], out.shape[1], shared_memory(x.device)
+        if activation is not None and takes_wide_tiles(load, inputs, outputs, x.element_size(), shared):
+            wide_grouped_product(
+                x, self.weight, lists, out, pairs_per_row=pairs_per_row, activation=activation, bias=bias
+            )
+            return
+        # without a gate a step has half the bytes, and two programs with narrower tiles on a processor are faster
+        tile = tiling(load if activation is not None else min(load, 64))
         dense_grouped_product(
             x, self.weight, lists, out, tile, pairs_per_row=pairs_per_row, activation=activation, bias=bias
         )

@@ -63,7 +63,8 @@ def small_batch_tiles(
     wanted = processors * 7 // 4 if is_blocked or rows <= 32 else processors * 9 // 10
     while programs * split < wanted and split < 8 and steps // split > 4 and steps % (2 * split) == 0:
         split *= 2
-    stages = 4 if columns > GROUP or (rows > 32 and not (is_blocked and split > 1)) else 6
+    are_many = split == 1 if is_blocked else programs * split > 2 * processors  # with fewer, two fit with six stages
+    stages = 4 if columns > GROUP or (rows > 32 and are_many) else 6
     column_bytes = COUNTED_ROWS + max(16, triton.next_power_of_2(rows)) * item_bytes
     widened_bytes = columns * COUNTED_ROWS * item_bytes if item_bytes > 1 else 0
     while stages > 2 and not shared.holds(stages * columns * column_bytes + widened_bytes):

@@ -35,7 +35,7 @@ def latent_attention(q: Tensor, latents: Tensor, rules: LatentRules, batch: Batc
     query = torch.empty((tokens, heads, pages.shape[-1]), dtype=q.dtype, device=q.device)
     store_latents(q, latents, rules, batch, pages, query)
     product_by_head(q, rules.key_weight(query_dim).transpose(1, 2), query)
-    mixed = batch.empty((tokens, heads, rules.latent), q)
+    mixed = batch.empty("attended", (tokens, heads, rules.latent), q)
     if batch.num_decodes:
         decode_latent_attention(query, rules, batch, pages, mixed)
     if batch.num_decodes < tokens:

@@ -6,6 +6,7 @@ A program takes some columns of one head of one row and carries their memory fro
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
@@ -13,6 +14,7 @@ from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, laun
 from cortex.neuron.kernels.mamba.rules import CHUNK, MambaRules, MambaState
 from cortex.neuron.kernels.mamba.step import time_step
 from cortex.neuron.kernels.recurrent.causal_conv import conv_chunks
+from cortex.neuron.kernels.recurrent.rows import chunk_bounds
 from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 
 COLUMNS = 32
@@ -23,9 +25,11 @@ WARPS = 4
 def mamba_chunks(projected: Tensor, rules: MambaRules, batch: Batch, state: MambaState, out: Tensor) -> None:
     """projected: [prefill tokens, projected size], out: [prefill tokens, inner] float32, contiguous. Advances the state
     of the rows."""
+    assert batch.prefill_cuts is not None
     device, first = projected.device, batch.num_decodes
     x = projected[:, rules.inner : rules.inner + rules.channels]
-    mixed = conv_chunks(x, rules.conv_weight, state.recent, batch, rules.conv_bias)
+    mixed = torch.empty(x.shape, dtype=x.dtype, device=device)
+    conv_chunks(x, rules.conv_weight, state.recent, batch, mixed, rules.conv_bias)
     columns = max(16, min(COLUMNS, triton.next_power_of_2(rules.head_dim)))
     state_block = max(16, triton.next_power_of_2(rules.state_dim))
     _carry_kernel[(batch.num_prefills, rules.heads, triton.cdiv(rules.head_dim, columns))](
@@ -37,6 +41,7 @@ def mamba_chunks(projected: Tensor, rules: MambaRules, batch: Batch, state: Mamb
         batch.rows[first:],
         batch.lengths[first:],
         batch.prefill_offsets,
+        batch.prefill_cuts,
         state.memory,
         out,
         projected.stride(0),
@@ -61,7 +66,7 @@ def chunk_stages(state_block: int, columns: int, element_bytes: int, shared: Sha
     return 2 if shared.holds((shared.copies * in_chunk + operands) * element_bytes) else 1
 
 
-@jit(do_not_specialize_on_alignment=["rows", "lengths"])
+@jit(do_not_specialize_on_alignment=["rows", "lengths", "cuts"])
 def _carry_kernel(
     projected,
     mixed,
@@ -71,6 +76,7 @@ def _carry_kernel(
     rows,
     lengths,
     offsets,
+    cuts,
     memory,
     out,
     projected_stride,
@@ -96,22 +102,26 @@ def _carry_kernel(
     head = tl.program_id(1)
     offset = tl.load(offsets + prefill).to(tl.int64)
     count = tl.load(offsets + prefill + 1) - offset
+    if count == 0:
+        return
     is_new = tl.load(lengths + prefill) == count
     state = tl.arange(0, STATE_BLOCK)
     state_inside = state < STATE
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     column_inside = column < DIM
-    where = memory + tl.load(rows + prefill) * memory_stride + head * STATE * DIM
-    where = where + state[:, None] * DIM + column[None, :]
+    row, slot = tl.load(rows + prefill), tl.load(cuts + prefill * 2 + 1).to(tl.int64)
+    cut = tl.load(cuts + prefill * 2).to(tl.int64)
+    where = memory + head * STATE * DIM + state[:, None] * DIM + column[None, :]
     inside = state_inside[:, None] & column_inside[None, :]
-    known = tl.load(where, mask=inside, other=0.0)  # [state, columns]
+    known = tl.load(where + row * memory_stride, mask=inside, other=0.0)  # [state, columns]
     known = tl.where(is_new, 0.0, known)
     rate, bias, share = tl.load(decay_rate + head), tl.load(step_bias + head), tl.load(skip + head)
     place = tl.arange(0, CHUNK)
     later, earlier = place[:, None], place[None, :]
-    for first in range(0, count, CHUNK):
+    for index in range(tl.cdiv(cut, CHUNK) + tl.cdiv(count - cut, CHUNK)):
+        first, end = chunk_bounds(index, cut, count, CHUNK)
         token = offset + first + place
-        token_inside = first + place < count
+        token_inside = first + place < end
         given = tl.load(projected + token * projected_stride + INNER + CHANNELS + head, mask=token_inside, other=0.0)
         size = tl.where(token_inside, time_step(given, bias), 0.0)
         log_decay = -rate * size
@@ -136,4 +146,6 @@ def _carry_kernel(
         tl.store(out + token[:, None] * INNER + head * DIM + column[None, :], read, mask=column_mask)
         written = (k.to(tl.float32) * (tl.exp(last - total) * size)[:, None]).to(kind)
         known = known * tl.exp(last) + tl.dot(tl.trans(written), v, input_precision="tf32x3")
-    tl.store(where, known, mask=inside)
+        if end == cut:
+            tl.store(where + slot * memory_stride, known, mask=inside)
+    tl.store(where + row * memory_stride, known, mask=inside)

@@ -16,7 +16,7 @@ from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.mamba.rules import CHUNK, MambaRules, MambaState
 from cortex.neuron.kernels.recurrent.causal_conv import conv_chunk_reference, conv_rows_reference
-from cortex.neuron.kernels.recurrent.rows import advance_rows, one_by_one
+from cortex.neuron.kernels.recurrent.rows import advance_rows, one_by_one, pieces
 
 
 def mamba(projected: Tensor, rules: MambaRules, batch: Batch, state: MambaState) -> Tensor:
@@ -36,7 +36,7 @@ def mamba(projected: Tensor, rules: MambaRules, batch: Batch, state: MambaState)
     def few_tokens(projected: Tensor, batch: Batch, out: Tensor) -> None:
         mamba_few_tokens(projected, rules, batch, state, out)
 
-    out = batch.empty((len(projected), rules.inner), projected, torch.float32)
+    out = batch.empty("scanned", (len(projected), rules.inner), projected, torch.float32)
     return advance_rows(projected, batch, out, step=step, chunks=chunks, few_tokens=few_tokens)
 
 
@@ -63,7 +63,7 @@ def mamba_reference(projected: Tensor, rules: MambaRules, batch: Batch, state: M
             state.memory[rows] = memory
         read = (q[..., None, :] @ memory).squeeze(-2)
         parts.append(read + rules.skip[:, None] * v)
-    for row in batch.prefills:
+    for row in pieces(batch, state.recent, state.memory):
         here = slice(row.offset, row.offset + row.count)
         v, k, q = split_heads(conv_chunk_reference(x[here], *conv, row, rules.conv_bias), rules)
         memory = state.memory[row.row] if row.start else torch.zeros_like(state.memory[row.row])

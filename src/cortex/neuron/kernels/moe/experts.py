@@ -47,6 +47,8 @@ class Experts:
     """[hidden]: the weight of the norm before the router; None: that of the norm before the experts"""
     scales: Tensor | None = None
     """[routed] float32: factors of the weights of the chosen experts"""
+    aligned_router: Tensor | None = None
+    """The router and rows after it that do not count, a multiple of eight in all; None: there are none"""
 
     @property
     def num_experts(self) -> int:

@@ -12,7 +12,14 @@ from cortex.neuron.kernels.activations import activate_reference
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.matrix import ExpertMatrix, Prologue
 from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.moe.routing import choose_rows, choose_rows_reference, held_choice, held_lists, list_pairs
+from cortex.neuron.kernels.moe.routing import (
+    choose_rows,
+    choose_rows_reference,
+    held_choice,
+    held_lists,
+    list_pairs,
+    router_scores,
+)
 from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
 from cortex.neuron.kernels.products.grouped import combine, expert_load
 from cortex.neuron.kernels.relu_squared import relu_squared_, relu_squared_reference_
@@ -66,7 +73,7 @@ def mixture_grouped(
     num_pairs, load = tokens * experts.slots, expert_load(tokens * experts.top_k, experts.num_routed)
     x = rms_norm(hidden, norm_weight, eps)
     scored = x if experts.router_norm is None else rms_norm(hidden, experts.router_norm, eps)
-    lists = held_lists(list_pairs(F.linear(scored, experts.router, experts.router_bias), experts), experts)
+    lists = held_lists(list_pairs(router_scores(scored, experts), experts), experts)
     x = x if inputs is None else inputs
     inner = torch.empty(num_pairs, experts.inner, dtype=x.dtype, device=x.device)
     experts.gate_up.grouped(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, has_kernels, jit, launch_options, tl, triton
+from cortex.neuron.kernels.moe.choice import choice_constants, chosen_experts
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.norm import rms_norm_reference
@@ -79,7 +80,7 @@ def choose_rows(hidden: Tensor, norm_weight: Tensor, eps: float, experts: Expert
         BLOCK_IN=triton.next_power_of_2(size),
         BLOCK_OUT=ROUTER_BLOCK,
         num_warps=_router_warps(size),
-        **_choice_constants(experts),
+        **choice_constants(experts),
         **launch_options(hidden.device),
     )
     return ExpertChoice(chosen, weights)
@@ -95,8 +96,17 @@ def choose_rows_reference(hidden: Tensor, norm_weight: Tensor, eps: float, exper
     return choose_reference(F.linear(x, experts.router, experts.router_bias), experts)
 
 
+def router_scores(x: Tensor, experts: Experts) -> Tensor:
+    """x: [tokens, hidden], normed → [tokens, routed (+ 1)], the scores of a token side by side"""
+    if experts.aligned_router is None:
+        return F.linear(x, experts.router, experts.router_bias)
+    # the gate of shared experts makes the rows odd, for which libraries have only kernels of older devices
+    scores = F.linear(x, experts.aligned_router)[:, : len(experts.router)]
+    return scores if experts.router_bias is None else scores + experts.router_bias
+
+
 def list_pairs(logits: Tensor, experts: Experts) -> PairLists:
-    """logits: [tokens, routed (+ 1)], contiguous"""
+    """logits: [tokens, routed (+ 1)], the scores of a token side by side"""
     if not has_kernels(logits):
         return list_pairs_reference(logits, experts)
     tokens, device = len(logits), logits.device
@@ -111,9 +121,9 @@ def list_pairs(logits: Tensor, experts: Experts) -> PairLists:
         counts,
         members,
         tokens,
-        SCORES=logits.shape[1],
+        SCORES_STRIDE=logits.stride(0),
         num_warps=1,
-        **_choice_constants(experts),
+        **choice_constants(experts),
         **launch_options(device),
     )
     return PairLists(weights, counts, members)
@@ -151,114 +161,11 @@ def held_lists(lists: PairLists, experts: Experts) -> PairLists:
     return PairLists(lists.weights, counts, torch.cat([lists.members[part] for part in parts]))
 
 
-def _choice_constants(experts: Experts) -> dict[str, float]:
-    return {
-        "ROUTED": experts.num_routed,
-        "ROUTED_BLOCK": triton.next_power_of_2(experts.num_routed),
-        "TOP_K": experts.top_k,
-        "SLOTS": experts.slots,
-        "SLOTS_BLOCK": triton.next_power_of_2(experts.slots),
-        "RENORMALISE": experts.renormalise,
-        "SIGMOID": experts.rule.scoring == "sigmoid",
-        "BIASED": experts.bias is not None,
-        "SCALED": experts.scales is not None,
-        "SCALE": experts.rule.scale,
-        "GATED": experts.rule.gates_shared,
-        "GROUPS": experts.rule.groups,
-        "KEPT_GROUPS": experts.rule.kept_groups,
-    }
-
-
 @cache
 def _counters(device: torch.device) -> Tensor:
-    """The number of finished programs of each row. Every launch resets them to zero."""
+    """The number of finished programs of each row. Every launch resets them to zero, so that launches
+    on two streams must not overlap: all models of a worker compute on one."""
     return torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
-
-
-@jit
-def _kept(
-    score,
-    expert,
-    ROUTED: tl.constexpr,
-    ROUTED_BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KEPT_GROUPS: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
-    """The scores, -inf outside the best groups. PAIRS: a group counts by its two best experts, else by the best."""
-    group = expert // (ROUTED // GROUPS)
-    of_group = tl.full((ROUTED_BLOCK,), -float("inf"), tl.float32)  # of each expert's group
-    for number in tl.static_range(GROUPS):
-        own = tl.where(group == number, score, -float("inf"))
-        best = tl.max(own, 0)
-        if PAIRS:
-            index = tl.min(tl.where(own == best, expert, ROUTED_BLOCK), 0)
-            best += tl.max(tl.where(expert == index, -float("inf"), own), 0)
-        of_group = tl.where(group == number, best, of_group)
-    is_kept = group < 0
-    for _ in tl.static_range(KEPT_GROUPS):
-        left = tl.where(is_kept, -float("inf"), of_group)
-        index = tl.min(tl.where((left == tl.max(left, 0)) & (is_kept == 0), group, ROUTED_BLOCK), 0)
-        is_kept = is_kept | (group == index)
-    return tl.where(is_kept & (expert < ROUTED), score, -float("inf"))
-
-
-@jit
-def _choose(
-    scores,
-    bias,
-    scales,
-    ROUTED: tl.constexpr,
-    ROUTED_BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SLOTS_BLOCK: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    BIASED: tl.constexpr,
-    SCALED: tl.constexpr,
-    SCALE: tl.constexpr,
-    GATED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KEPT_GROUPS: tl.constexpr,
-):
-    """The experts and weights of one token, [slots] each. The experts are distinct and valid for any scores, NaN
-    too."""
-    expert = tl.arange(0, ROUTED_BLOCK)
-    slot = tl.arange(0, SLOTS_BLOCK)
-    score = tl.load(scores + expert, mask=expert < ROUTED, other=0.0, cache_modifier=".cg").to(tl.float32)
-    # A NaN compares false and would select no expert. The output is NaN anyway, through the values of the token.
-    score = tl.where(score > -1.0e30, score, -1.0e30)
-    score = tl.where(expert < ROUTED, score, -float("inf"))
-    highest = tl.max(score, 0)
-    every = tl.sigmoid(score) if SIGMOID else tl.exp(score - highest)
-    total = 1.0 if SIGMOID else tl.sum(every, 0)
-    if BIASED:  # the choice is by another order than that of the scores
-        score = every / total + tl.load(bias + expert, mask=expert < ROUTED, other=0.0)
-        score = tl.where(expert < ROUTED, score, -float("inf"))
-    if GROUPS > KEPT_GROUPS:
-        score = _kept(score, expert, ROUTED, ROUTED_BLOCK, GROUPS, KEPT_GROUPS, BIASED)
-    chosen = tl.zeros((SLOTS_BLOCK,), tl.int32)
-    weight = tl.zeros((SLOTS_BLOCK,), tl.float32)
-    for rank in tl.static_range(TOP_K):
-        best, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
-        chosen = tl.where(slot == rank, index, chosen)
-        if BIASED:
-            own = tl.sum(tl.where(expert == index, every, 0.0), 0)
-        else:
-            own = tl.sigmoid(best) if SIGMOID else tl.exp(best - highest)
-        weight = tl.where(slot == rank, own, weight)
-        score = tl.where(expert == index, -float("inf"), score)
-    if RENORMALISE:
-        total = tl.sum(weight, 0)
-    weight *= SCALE / total
-    if SCALED:
-        weight *= tl.load(scales + chosen, mask=slot < TOP_K, other=0.0)
-    if SLOTS > TOP_K:
-        gate = tl.sigmoid(tl.load(scores + ROUTED, cache_modifier=".cg").to(tl.float32)) if GATED else 1.0
-        chosen = tl.where(slot >= TOP_K, ROUTED + slot - TOP_K, chosen)
-        weight = tl.where(slot >= TOP_K, gate, weight)
-    return chosen, weight
 
 
 @jit
@@ -294,9 +201,10 @@ def _choose_rows_kernel(
     KEPT_GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per row and BLOCK_OUT scores. The last program of a row to finish makes the choice."""
-    if OVERLAP:
-        gdc_launch_dependents()
+    """One program per row and BLOCK_OUT scores. The last program of a row to finish makes the choice.
+
+    The next kernel starts only after the rows are there, so that it may read them at once.
+    """
     output = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     row = tl.program_id(1)
     column = tl.arange(0, BLOCK_IN)
@@ -306,6 +214,7 @@ def _choose_rows_kernel(
     gain = tl.load(norm_weight + column, mask=column_inside, other=0.0).to(tl.float32)
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()
     value = tl.load(x + row * HIDDEN + column, mask=column_inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / HIDDEN + eps)
     score = tl.sum(tile.to(tl.float32) * (value * gain)[None, :], 1) * scale
@@ -318,7 +227,7 @@ def _choose_rows_kernel(
         return
 
     tl.store(counters + row, 0)
-    expert, weight = _choose(
+    expert, weight = chosen_experts(
         scores + row * SCORES,
         bias,
         scales,
@@ -350,7 +259,7 @@ def _list_pairs_kernel(
     counts,
     members,
     tokens,
-    SCORES: tl.constexpr,
+    SCORES_STRIDE: tl.constexpr,
     ROUTED: tl.constexpr,
     ROUTED_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -371,8 +280,8 @@ def _list_pairs_kernel(
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0)
-    expert, weight = _choose(
-        logits + token.to(tl.int64) * SCORES,
+    expert, weight = chosen_experts(
+        logits + token.to(tl.int64) * SCORES_STRIDE,
         bias,
         scales,
         ROUTED,

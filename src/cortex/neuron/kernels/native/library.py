@@ -26,7 +26,7 @@ _NAMES = ("values.h", "operations.h", "tiles.h", "products.c", "lookups.c", "att
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _COMPILE_TIMEOUT_S = 300
 _LOCK_TIMEOUT_S = _COMPILE_TIMEOUT_S + 30
-"""After it, whoever holds the lock does not go on."""
+"""After it, the process that holds the lock is assumed to hang."""
 _LOCK_POLL_S = 0.05
 _LOGGED_LINES = 3
 """How much of the compiler's output is logged."""

@@ -9,6 +9,7 @@ core tile even when there are few tokens.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +40,9 @@ class Tiling:
 
 
 def expert_load(num_pairs: int, num_experts: int) -> int:
-    """About twice the average number of pairs per expert: with tiles for as many, most experts need one tile."""
-    return -(-2 * num_pairs // num_experts)
+    """The average number of pairs per expert and three deviations: with tiles for as many, most experts need one."""
+    average = num_pairs / num_experts
+    return math.ceil(average + 3 * math.sqrt(average))
 
 
 def tiling(load: int) -> Tiling:
@@ -127,18 +129,31 @@ def own_pairs(
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
+    expert, first, count = own_tile(counts, EXPERTS, EXPERTS_BLOCK, BLOCK_PAIRS)
+    pair, valid = pairs_from(members, members_stride, expert, first, count, BLOCK_PAIRS)
+    return expert, pair, valid
+
+
+@jit
+def own_tile(counts, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, TILE_PAIRS: tl.constexpr):
+    """The expert of this program's tile, the tile's first place in the expert's list, and the length of the list."""
     tile_index = tl.program_id(1)
     each = tl.arange(0, EXPERTS_BLOCK)
     count = tl.load(counts + each, mask=each < EXPERTS, other=0)
-    tiles = (count + BLOCK_PAIRS - 1) // BLOCK_PAIRS
+    tiles = (count + TILE_PAIRS - 1) // TILE_PAIRS
     ends = tl.cumsum(tiles, 0)
     expert = tl.sum((ends <= tile_index).to(tl.int32), 0)
     is_mine = each == expert
-    first = (tile_index - tl.sum(tl.where(is_mine, ends - tiles, 0), 0)) * BLOCK_PAIRS
-    place = first + tl.arange(0, BLOCK_PAIRS)
-    valid = place < tl.sum(tl.where(is_mine, count, 0), 0)
-    pair = tl.load(members + expert.to(tl.int64) * members_stride + place, mask=valid, other=0)
-    return expert.to(tl.int64), pair, valid
+    first = (tile_index - tl.sum(tl.where(is_mine, ends - tiles, 0), 0)) * TILE_PAIRS
+    return expert.to(tl.int64), first, tl.sum(tl.where(is_mine, count, 0), 0)
+
+
+@jit
+def pairs_from(members, members_stride, expert, first, count, NUM_PAIRS: tl.constexpr):
+    """Pairs of an expert from a place in its list on, and which of them exist."""
+    place = first + tl.arange(0, NUM_PAIRS)
+    valid = place < count
+    return tl.load(members + expert * members_stride + place, mask=valid, other=0), valid
 
 
 @jit

@@ -26,6 +26,8 @@ from cortex.neuron.kernels.quantised.unpack import add_product, layout_options, 
 
 MAX_FEW_ROWS = 8
 """The columns of the smallest product of tensor cores."""
+_MOST_OUTPUTS = {3: 65_536, 5: 65_536, 6: 16_384, 8: 65_536}
+"""By the bits of the codes: matrices with more are multiplied in `product.py`."""
 _TILE_ROWS = 16
 """The rows of that product."""
 
@@ -42,9 +44,11 @@ class FewRowsTiles(NamedTuple):
     """The most registers of a thread, so that the programs fit."""
 
 
-def max_few_rows(layout: Layout) -> int:
-    """How many rows are multiplied here. Matrices with one plane are faster in `product.py`, by measurements."""
-    return MAX_FEW_ROWS if layout.low_bits == 8 or layout.high_bits else 1
+def max_few_rows(layout: Layout, outputs: int) -> int:
+    """How many rows are multiplied here. Matrices with one plane are faster in `product.py`, by measurements, and so
+    are those with many outputs, where the parts of the sums are as many bytes as a part of the matrix."""
+    most_outputs = _MOST_OUTPUTS.get(layout.bits, 0)
+    return MAX_FEW_ROWS if outputs <= most_outputs else 1
 
 
 def few_rows_tiles(layout: Layout) -> FewRowsTiles:
@@ -115,7 +119,6 @@ def _products(x: Tensor, codes: PackedCodes, norm_weight: Tensor | None) -> Prod
         WHOLE=codes.outputs % _TILE_ROWS == 0,
         TILE_ROWS=_TILE_ROWS,
         ROWS=MAX_FEW_ROWS,
-        RUN=8 if layout.high_bits == 1 else 4,
         num_warps=tiles.warps,
         maxnreg=tiles.registers,
         **layout_options(layout),
@@ -144,7 +147,6 @@ def _few_rows_kernel(
     WHOLE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
-    RUN: tl.constexpr,
     LOW_BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -157,8 +159,6 @@ def _few_rows_kernel(
     """The second coordinate is a stretch of PART_CHUNKS chunks, of which each warp takes some.
 
     WHOLE: every block has all its rows, so that their distance is a constant in the machine code.
-    RUN: values of a row next to each other that a thread supplies to the tensor cores; the columns are in the order
-    that makes these the columns of its units. The compiler chooses it by the types that are loaded.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -187,7 +187,8 @@ def _few_rows_kernel(
         gain = tl.load(norm_weight + column, mask=column < INPUTS, other=0.0).to(tl.float32)
         vectors = (vectors.to(tl.float32) * gain[:, :, None]).to(x.dtype.element_ty)
     vectors = tl.reshape(vectors, (PART_CHUNKS, 4, 2, 2, 4, 2, ROWS))  # chunk, v, j1, j0, t, h, row
-    vectors = tl.permute(vectors, (0, 1, 2, 4, 3, 5, 6) if RUN == 4 else (0, 1, 4, 2, 3, 5, 6))
+    # A thread supplies four columns next to each other to the tensor cores: in this order, those of its units.
+    vectors = tl.permute(vectors, (0, 1, 2, 4, 3, 5, 6))
     vectors = tl.reshape(vectors, (PART_CHUNKS, 128, ROWS))
     while block < num_blocks:
         following = block + tl.num_programs(0)
@@ -202,8 +203,8 @@ def _few_rows_kernel(
             words[4], words[5], words[6], words[7], LOW_BITS, HIGH_BITS, GROUP, ZERO, CODEBOOK, PTX
         )  # fmt: skip
         weights = tl.reshape(tl.join(upper, lower), (8, PART_CHUNKS, 4, 4, 2, 2, 2, 2))
-        # row, chunk, t, v, h, j0, j1, half → chunk, half, row, v, j1, t, j0, h, or with t before j1
-        weights = tl.permute(weights, (1, 7, 0, 3, 6, 2, 5, 4) if RUN == 4 else (1, 7, 0, 3, 2, 6, 5, 4))
+        # row, chunk, t, v, h, j0, j1, half → chunk, half, row, v, j1, t, j0, h
+        weights = tl.permute(weights, (1, 7, 0, 3, 6, 2, 5, 4))
         weights = tl.reshape(weights, (PART_CHUNKS, TILE_ROWS, 128))
         total = add_product(tl.zeros((PART_CHUNKS, TILE_ROWS, ROWS), tl.float32), weights, vectors)
         total = restored(tl.sum(total, 0), x.dtype.element_ty)  # [matrix rows, rows]

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.jit import has_kernels
+from cortex.neuron.kernels.jit import has_kernels, num_processors
 from cortex.neuron.kernels.matrix import PLAIN, Epilogue, ExpertMatrix, KeptForm, Prologue
 from cortex.neuron.kernels.moe.pairs import ExpertChoice, ExpertPairs, PairLists
 from cortex.neuron.kernels.products.grouped import combine
@@ -16,6 +16,7 @@ from cortex.neuron.kernels.quantised.contract_rows import MAX_CHUNKS, contract_r
 from cortex.neuron.kernels.quantised.experts import packed_grouped_product
 from cortex.neuron.kernels.quantised.few_rows import few_rows_product, max_few_rows
 from cortex.neuron.kernels.quantised.layout import CHUNK, Layout, padded
+from cortex.neuron.kernels.quantised.long_row import has_long_rows, long_row_product
 from cortex.neuron.kernels.quantised.one_row import one_row_product
 from cortex.neuron.kernels.quantised.product import (
     MAX_SMALL_ROWS,
@@ -32,7 +33,8 @@ class PackedMatrix(ExpertMatrix):
     def __init__(self, layout: Layout, outputs: int, inputs: int, device: torch.device) -> None:
         super().__init__(outputs, inputs, device)
         self.codes = empty_codes(layout, outputs, inputs, device)
-        self._max_few_rows = max_few_rows(layout)
+        self._max_few_rows = max_few_rows(layout, outputs)
+        self._has_long_rows = has_long_rows(layout, padded(inputs) // CHUNK, outputs, num_processors(device))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -68,6 +70,8 @@ class PackedMatrix(ExpertMatrix):
             out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
         if not has_kernels(x):
             out.copy_(packed_product_reference(x, self.codes, epilogue))
+        elif rows == 1 and self._has_long_rows and prologue.norm is None and epilogue.activation is None:
+            long_row_product(x, self.codes, out, epilogue)
         elif rows == 1:
             one_row_product(x, self.codes, out, prologue, epilogue)
         elif rows <= self._max_few_rows:

@@ -36,7 +36,7 @@ def one_row_tiles(chunks: int, bits: int, rows: int, *, is_expert: bool) -> OneR
     warps = max(1, triton.next_power_of_2(chunks) // 8)
     if bits == 5:
         return OneRowTiles(4, 8 * warps, warps, 16 // warps, 128)
-    if bits < 5 and warps == 4 and rows <= 3072 and not is_expert:
+    if bits < 5 and warps == 4 and rows <= 4096 and not is_expert:
         return OneRowTiles(4, 8 * warps, warps, 4, 128)
     programs = 8 // warps if warps < 4 and bits < 5 and not is_tall and not is_expert else 12 // warps
     return OneRowTiles(4 if bits == 8 else 8, 8 * warps, warps, programs, 168)
@@ -133,31 +133,36 @@ def _one_row_kernel(
     LOW_WORDS, HIGH_WORDS: of a chunk, in either plane.
     PAIRS_PER_ROW: the second coordinate is a pair, whose expert's rows begin further down; 0: there are no pairs.
     """
+    IS_EARLY: tl.constexpr = NORM and PAIRS_PER_ROW > 0
     if OVERLAP and PAIRS_PER_ROW == 0:
         gdc_launch_dependents()
+    block, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if PAIRS_PER_ROW > 0:
+        x += pair // PAIRS_PER_ROW * (INPUTS // 2 if PAIRED else INPUTS)
+    if IS_EARLY:  # the kernel before chose the experts, and lets this one start only after the rows are there
+        gains = norm_gains(norm_weight, 0, INPUTS, PAIRED, NORM, WIDE_NORM, BLOCK_CHUNKS)
+        vector, squares = prepared_vector(x, gains, 0, INPUTS, PAIRED, NORM, GROUP, ZERO, BLOCK_CHUNKS, PTX)
     if PAIRS_PER_ROW > 0:
         if OVERLAP:
-            gdc_wait()  # the kernel before chose the experts
-            gdc_launch_dependents()  # the next one may read their ids at once
-        pair = tl.program_id(1).to(tl.int64)
+            gdc_wait()
+            gdc_launch_dependents()  # the next one may read the ids of the experts at once
         expert_row = tl.load(chosen + pair).to(tl.int64) * (outputs * (2 if ACTIVATION else 1))
         low += expert_row * (CHUNKS * LOW_WORDS)
         if HIGH_WORDS > 0:
             high += expert_row * (CHUNKS * HIGH_WORDS)
         scales += expert_row * (CHUNKS * 4 * SCALE_WORDS)
-        x += pair // PAIRS_PER_ROW * (INPUTS // 2 if PAIRED else INPUTS)
         out += pair * outputs
         if BIAS:
             bias += expert_row
-    block = tl.program_id(0)
-    words = _words(
+    words = row_words(
         low, high, scales, block, num_blocks, outputs, 0,
         CHUNKS, LOW_WORDS, HIGH_WORDS, SCALE_WORDS, ACTIVATION, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
     )  # fmt: skip
-    gains = norm_gains(norm_weight, 0, INPUTS, PAIRED, NORM, WIDE_NORM, BLOCK_CHUNKS)
-    if OVERLAP and PAIRS_PER_ROW == 0:
-        gdc_wait()
-    vector, squares = prepared_vector(x, gains, 0, INPUTS, PAIRED, NORM, GROUP, ZERO, BLOCK_CHUNKS, PTX)
+    if not IS_EARLY:
+        gains = norm_gains(norm_weight, 0, INPUTS, PAIRED, NORM, WIDE_NORM, BLOCK_CHUNKS)
+        if OVERLAP and PAIRS_PER_ROW == 0:
+            gdc_wait()
+        vector, squares = prepared_vector(x, gains, 0, INPUTS, PAIRED, NORM, GROUP, ZERO, BLOCK_CHUNKS, PTX)
     share = 1.0
     if WEIGHTED:
         share = tl.load(weights + tl.program_id(1))
@@ -167,7 +172,7 @@ def _one_row_kernel(
             factor = tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
         while block < num_blocks:
             following = block + tl.num_programs(0)
-            next_words = _words(
+            next_words = row_words(
                 low, high, scales, following, num_blocks, outputs, 0,
                 CHUNKS, LOW_WORDS, HIGH_WORDS, SCALE_WORDS, ACTIVATION, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
             )  # fmt: skip
@@ -179,7 +184,7 @@ def _one_row_kernel(
     else:
         total = tl.zeros((BLOCK_OUT, BLOCK_CHUNKS * 4), tl.float32)
         for start in range(0, CHUNKS, BLOCK_CHUNKS):
-            next_words = _words(
+            next_words = row_words(
                 low, high, scales, block, num_blocks, outputs, start + BLOCK_CHUNKS,
                 CHUNKS, LOW_WORDS, HIGH_WORDS, SCALE_WORDS, ACTIVATION, WHOLE, BLOCK_OUT, BLOCK_CHUNKS,
             )  # fmt: skip
@@ -198,7 +203,7 @@ def _one_row_kernel(
 
 
 @jit
-def _words(
+def row_words(
     low,
     high,
     scales,

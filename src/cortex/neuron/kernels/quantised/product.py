@@ -1,6 +1,7 @@
 """GEMM with packed matrices.
 
-GEMV: `one_row.py`. Small batches of at most eight rows, and more than four bits: `few_rows.py`.
+GEMV: `one_row.py`, and `long_row.py` for long rows. Small batches of at most eight rows, and more than four bits:
+`few_rows.py`.
 
 Small batches: one program reads BLOCK_OUT rows of the matrix once, unpacks them in registers into the left operand of a
 tensor-core product, and multiplies all rows of x. Matrices with few rows are cut along their columns as well (SPLIT),
@@ -60,8 +61,9 @@ def dequantise(codes: PackedCodes, first_row: int, num_rows: int, out: Tensor) -
 
 
 def _dequantise(codes: PackedCodes, rows: Tensor | None, first_row: int, num_rows: int, out: Tensor) -> None:
-    block_out, warps = 16, 1
-    _dequantise_kernel[(triton.cdiv(num_rows, block_out), codes.low.shape[1] // 16)](
+    chunks = codes.low.shape[1] // 16
+    block_out, block_chunks, warps = 16, 2 - chunks % 2, 1
+    _dequantise_kernel[(triton.cdiv(num_rows, block_out), chunks // block_chunks)](
         codes.low,
         codes.high,
         codes.scales,
@@ -71,8 +73,9 @@ def _dequantise(codes: PackedCodes, rows: Tensor | None, first_row: int, num_row
         num_rows,
         GATHER=rows is not None,
         INPUTS=codes.inputs,
-        CHUNKS=codes.low.shape[1] // 16,
+        CHUNKS=chunks,
         BLOCK_OUT=block_out,
+        BLOCK_CHUNKS=block_chunks,
         WARPS=warps,
         num_warps=warps,
         **layout_options(codes.layout),
@@ -228,6 +231,7 @@ def _dequantise_kernel(
     INPUTS: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
     WARPS: tl.constexpr,
     LOW_BITS: tl.constexpr,
     HIGH_BITS: tl.constexpr,
@@ -237,17 +241,17 @@ def _dequantise_kernel(
     SCALE_WORDS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """One program per BLOCK_OUT rows and one chunk of 128 columns. GATHER: those that `rows` names."""
+    """One program per BLOCK_OUT rows and BLOCK_CHUNKS chunks of 128 columns. GATHER: those that `rows` names."""
     block = tl.program_id(0) * BLOCK_OUT
-    chunk = tl.program_id(1)
+    chunk = tl.program_id(1) * BLOCK_CHUNKS
     loaded = tl.minimum(block + tl.arange(0, BLOCK_OUT), num_rows - 1).to(tl.int64)
     loaded = tl.load(rows + loaded).to(tl.int64) if GATHER else first_row + loaded
     weights = operand(
         low, high, scales, loaded, chunk,
-        CHUNKS, BLOCK_OUT, 1, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, CODEBOOK, SCALE_WORDS, PTX,
+        CHUNKS, BLOCK_OUT, BLOCK_CHUNKS, WARPS, LOW_BITS, HIGH_BITS, GROUP, ZERO, CODEBOOK, SCALE_WORDS, PTX,
     )  # fmt: skip
     output = block + operand_row(BLOCK_OUT, WARPS)
-    column = chunk * 128 + tl.arange(0, 128)
+    column = chunk * 128 + tl.arange(0, BLOCK_CHUNKS * 128)
     inside = (output < num_rows)[:, None] & (column < INPUTS)[None, :]
     weights = (weights.to(tl.float32) * RESTORE).to(out.dtype.element_ty)
     tl.store(out + output.to(tl.int64)[:, None] * INPUTS + column[None, :], weights, mask=inside)

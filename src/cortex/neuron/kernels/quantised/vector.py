@@ -95,13 +95,17 @@ def vector_values(x, start, INPUTS: tl.constexpr, PAIRED: tl.constexpr, BLOCK_CH
     """A vector's values by the slots of the units they are multiplied with. → a_j (h = 0), b_j (h = 1): [units]"""
     pair = start * 64 + tl.arange(0, BLOCK_CHUNKS * 64)
     if PAIRED:
-        p0, p1, p2, p3 = by_slot(tl.load(x + pair, mask=pair < INPUTS // 2, other=0), BLOCK_CHUNKS)
+        p0, p1, p2, p3 = by_slot(
+            tl.load(x + pair, mask=pair < INPUTS // 2, other=0, cache_modifier=".cg"), BLOCK_CHUNKS
+        )
         a0, a1, a2, a3 = low_half(p0), low_half(p1), low_half(p2), low_half(p3)
         b0, b1, b2, b3 = high_half(p0), high_half(p1), high_half(p2), high_half(p3)
     else:
         inside = pair < INPUTS // 2
-        a0, a1, a2, a3 = by_slot(tl.load(x + pair * 2, mask=inside, other=0.0).to(tl.float32), BLOCK_CHUNKS)
-        b0, b1, b2, b3 = by_slot(tl.load(x + pair * 2 + 1, mask=inside, other=0.0).to(tl.float32), BLOCK_CHUNKS)
+        even = tl.load(x + pair * 2, mask=inside, other=0.0, cache_modifier=".cg")
+        odd = tl.load(x + pair * 2 + 1, mask=inside, other=0.0, cache_modifier=".cg")
+        a0, a1, a2, a3 = by_slot(even.to(tl.float32), BLOCK_CHUNKS)
+        b0, b1, b2, b3 = by_slot(odd.to(tl.float32), BLOCK_CHUNKS)
     return a0, a1, a2, a3, b0, b1, b2, b3
 
 

@@ -9,21 +9,29 @@ from torch import Tensor
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, PrefillRow
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
 
-CHANNEL_BLOCK, TOKEN_BLOCK = 64, 32
+CHANNEL_BLOCK, TOKEN_BLOCK = 1024, 8
 
 
 def conv_chunks(
-    x: Tensor, weight: Tensor, recent: Tensor, batch: Batch, bias: Tensor | None = None, *, activates: bool = True
-) -> Tensor:
-    """The prefill rows of a step. x: [prefill tokens, channels], each token dense → silu(convolution + bias), or
-    without the silu, contiguous. Stores the latest tokens in `recent`.
+    x: Tensor,
+    weight: Tensor,
+    recent: Tensor,
+    batch: Batch,
+    out: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activates: bool = True,
+) -> None:
+    """The prefill rows of a step. x: [prefill tokens, channels], each token dense; out: the same, contiguous, becomes
+    silu(convolution + bias), or without the silu, for the tokens of rows. Stores the latest tokens in `recent`,
+    and those before a cut in its slot.
 
     weight: [taps, channels]; recent: [slots, taps, channels], each slot dense; bias: [channels].
     """
     taps, channels = weight.shape
     assert batch.prefill_tiles is not None
+    assert batch.prefill_cuts is not None
     first = batch.num_decodes
-    out = batch.empty((len(x), channels), x)
     rows = (batch.rows[first:], batch.lengths[first:], batch.prefill_offsets)
     strides = (x.stride(0), recent.stride(0))
     shared = {
@@ -51,8 +59,7 @@ def conv_chunks(
         **shared,
     )
     # A separate launch, because the tiles of a row read what this overwrites.
-    _store_recent_kernel[(batch.num_prefills, blocks)](x, recent, *rows, *strides, **shared)
-    return out
+    _store_recent_kernel[(batch.num_prefills, blocks)](x, recent, *rows, batch.prefill_cuts, *strides, **shared)
 
 
 def conv_rows_reference(
@@ -100,19 +107,13 @@ def _earlier(recent: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
 
 
 @jit
-def convolved(token, ring, weight, channel, inside, keeps, position, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
-    """silu of the convolution of one token at `channel`, float32. Where `keeps`, stores the token in the row's ring."""
-    return silu(convolution(token, ring, weight, channel, inside, keeps, position, CHANNELS, TAPS))
-
-
-@jit
 def silu(x):
     return x * tl.sigmoid(x)
 
 
 @jit
 def convolution(token, ring, weight, channel, inside, keeps, position, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
-    """As `convolved`, without the silu."""
+    """The convolution of one token at `channel`, float32. Where `keeps`, stores the token in the row's ring."""
     x = tl.load(token + channel, mask=inside, other=0.0)
     own = tl.load(weight + (TAPS - 1) * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
     total = x.to(tl.float32) * own + weighted_earlier(ring, weight, channel, inside, position, CHANNELS, TAPS)
@@ -162,39 +163,46 @@ def _conv_kernel(
     prefill = tl.load(tiles + tile * 2)
     first = tl.load(tiles + tile * 2 + 1) + tl.program_id(0) % PARTS * TOKEN_BLOCK
     offset = tl.load(offsets + prefill).to(tl.int64)
-    count = tl.load(offsets + prefill + 1) - offset
+    count = (tl.load(offsets + prefill + 1) - offset).to(tl.int32)
+    if first >= count:
+        return
     start = tl.load(lengths + prefill) - count
     ring = recent + tl.load(rows + prefill) * recent_stride
-    token = first + tl.arange(0, TOKEN_BLOCK)
     channel = tl.program_id(1) * CHANNEL_BLOCK + tl.arange(0, CHANNEL_BLOCK)
     channel_inside = channel < CHANNELS
-    inside = (token < count)[:, None] & channel_inside[None, :]
-    total = tl.zeros((TOKEN_BLOCK, CHANNEL_BLOCK), tl.float32)
+    gains = ()
     for tap in tl.static_range(TAPS):
-        before = token - (TAPS - 1 - tap)  # index among the tokens of this step; negative: in an earlier step
-        here = inside & (before >= 0)[:, None]
-        value = tl.load(x + (offset + before)[:, None] * x_stride + channel[None, :], mask=here, other=0.0)
-        position = start + before
-        earlier = inside & ((before < 0) & (position >= 0))[:, None]
-        place = (position + TAPS) % TAPS
-        value += tl.load(ring + place[:, None] * CHANNELS + channel[None, :], mask=earlier, other=0.0)
         gain = tl.load(weight + tap * CHANNELS + channel, mask=channel_inside, other=0.0).to(tl.float32)
-        total += value.to(tl.float32) * gain[None, :]
-    if BIASED:
-        total += tl.load(bias + channel, mask=channel_inside, other=0.0).to(tl.float32)[None, :]
-    if ACTIVATES:
-        total *= tl.sigmoid(total)
-    where = (offset + token)[:, None] * CHANNELS + channel[None, :]
-    tl.store(out + where, total.to(out.dtype.element_ty), mask=inside)
+        gains += (gain,)  # type: ignore[assignment]  # a tuple of Triton's, which grows
+    window = ()
+    for place in tl.static_range(TOKEN_BLOCK + TAPS - 1):
+        token = first + place - (TAPS - 1)  # negative: of an earlier step
+        position = start + token
+        kept = ring + (position + TAPS) % TAPS * CHANNELS
+        source = tl.where(token >= 0, x + (offset + token) * x_stride, kept)
+        inside = channel < tl.where((position >= 0) & (token < count), CHANNELS, 0)
+        window += (tl.load(source + channel, mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    for place in tl.static_range(TOKEN_BLOCK):
+        total = window[place] * gains[0]  # type: ignore[misc]
+        for tap in tl.static_range(1, TAPS):
+            total += window[place + tap] * gains[tap]
+        if BIASED:
+            total += tl.load(bias + channel, mask=channel_inside, other=0.0).to(tl.float32)
+        if ACTIVATES:
+            total *= tl.sigmoid(total)
+        inside = channel < tl.where(first + place < count, CHANNELS, 0)
+        target = out + (offset + first + place) * CHANNELS + channel
+        tl.store(target, total.to(out.dtype.element_ty), mask=inside)
 
 
-@jit(do_not_specialize_on_alignment=["rows", "lengths"])
+@jit(do_not_specialize_on_alignment=["rows", "lengths", "cuts"])
 def _store_recent_kernel(
     x,
     recent,
     rows,
     lengths,
     offsets,
+    cuts,
     x_stride,
     recent_stride,
     CHANNELS: tl.constexpr,
@@ -211,6 +219,17 @@ def _store_recent_kernel(
     start = tl.load(lengths + prefill) - count
     ring = recent + tl.load(rows + prefill) * recent_stride
     channel = tl.program_id(1) * CHANNEL_BLOCK + tl.arange(0, CHANNEL_BLOCK)
+    cut = tl.load(cuts + prefill * 2)
+    if cut > 0:  # first: earlier tokens are in the ring, which is overwritten below
+        saved = recent + tl.load(cuts + prefill * 2 + 1).to(tl.int64) * recent_stride
+        for back in tl.static_range(TAPS):
+            token = cut - 1 - back
+            place = (start + token + TAPS) % TAPS * CHANNELS + channel
+            here = channel < tl.where(token >= 0, CHANNELS, 0)
+            value = tl.load(x + (offset + token) * x_stride + channel, mask=here, other=0.0)
+            there = channel < tl.where(token < 0, CHANNELS, 0)
+            value += tl.load(ring + place, mask=there, other=0.0)
+            tl.store(saved + place, value, mask=here | there)
     for back in tl.static_range(TAPS):
         token = count - 1 - back
         inside = channel < tl.where(token >= 0, CHANNELS, 0)

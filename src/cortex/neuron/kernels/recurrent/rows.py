@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.batch import Batch
+from cortex.neuron.kernels.batch import Batch, PrefillRow
+from cortex.neuron.kernels.jit import jit, tl
 
 Advance = Callable[[Tensor, Batch, Tensor], None]
 """(projected tokens, batch, out): writes `out` and advances the states of the rows."""
@@ -37,6 +38,27 @@ def advance_rows(
     if batch.num_prefills:
         chunks(projected[decodes:], batch, out[decodes:])
     return out
+
+
+def pieces(batch: Batch, *states: Tensor) -> Iterator[PrefillRow]:
+    """The prefill rows as references compute them: each up to its cut, and from there on. Before it goes on, the caller
+    has advanced `states` ([slots, …]) by the piece that it got; then the states at the cut are saved."""
+    for row in batch.prefills:
+        if row.cut:
+            yield PrefillRow(row.row, row.start, row.cut, row.offset)
+            for state in states:
+                state[row.slot] = state[row.row]
+        yield PrefillRow(row.row, row.start + row.cut, row.count - row.cut, row.offset + row.cut)
+
+
+@jit
+def chunk_bounds(index, cut, count, CHUNK: tl.constexpr):
+    """The first token of a chunk of a prefill row, and the end of its tokens. A chunk ends at the cut. After the last
+    chunk, the first token is not below `count`."""
+    before = tl.cdiv(cut, CHUNK)
+    is_before = index < before
+    first = tl.where(is_before, index * CHUNK, cut + (index - before) * CHUNK)
+    return first, tl.minimum(first + CHUNK, tl.where(is_before, cut, count))
 
 
 def one_by_one(batch: Batch) -> list[Batch]:

@@ -17,7 +17,7 @@ from cortex.neuron.kernels.recurrent.causal_conv import (
     weighted_earlier,
 )
 from cortex.neuron.kernels.recurrent.few_tokens import convolution_in_sequence, first_of_convolution, keep_recent
-from cortex.neuron.kernels.recurrent.rows import advance_rows, one_by_one
+from cortex.neuron.kernels.recurrent.rows import advance_rows, one_by_one, pieces
 
 CHANNEL_BLOCK = 256
 
@@ -35,7 +35,9 @@ def short_conv(projected: Tensor, weight: Tensor, batch: Batch, recent: Tensor) 
 
     def chunks(projected: Tensor, batch: Batch, out: Tensor) -> None:
         before, after, x = projected.chunk(3, dim=-1)
-        torch.mul(after, conv_chunks(before * x, weight, recent, batch, activates=False), out=out)
+        mixed = batch.empty("convolved", x.shape, x)
+        conv_chunks(before * x, weight, recent, batch, mixed, activates=False)
+        torch.mul(after, mixed, out=out)
 
     def few_tokens(projected: Tensor, batch: Batch, out: Tensor) -> None:
         short_conv_few_tokens(projected, weight, batch, recent, out)
@@ -55,7 +57,7 @@ def short_conv_reference(projected: Tensor, weight: Tensor, batch: Batch, recent
     if decodes:
         rows, positions = batch.rows[:decodes], batch.positions[:decodes]
         parts.append(conv_rows_reference(x[:decodes], weight, recent, rows, positions, activates=False))
-    for row in batch.prefills:
+    for row in pieces(batch, recent):
         here = slice(row.offset, row.offset + row.count)
         parts.append(conv_chunk_reference(x[here], weight, recent, row, activates=False))
     return after * (parts[0] if len(parts) == 1 else torch.cat(parts))

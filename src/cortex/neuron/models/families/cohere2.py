@@ -27,6 +27,13 @@ class Cohere2(Llama):
         "sliding_window_pattern": 4,
         "tie_word_embeddings": True,
     }
+    implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "position_embedding_type": ("rope_gptj", None),
+        "rotary_pct": (1.0, None),
+        "use_gated_activation": (True, None),
+        "use_parallel_block": (True, None),
+        "use_qk_norm": (False, None),
+    }
 
     @property
     def norm(self) -> NormConfig:

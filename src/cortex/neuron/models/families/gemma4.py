@@ -1,6 +1,6 @@
 """Gemma 4: Gemma 3's norms and windows, with wider heads in layers without a window, which may have one projection for
-keys and values. Some models have experts beside the feed-forward block of each layer. The E models have inputs of their
-own for every layer, and their last layers attend to the keys and values of earlier ones."""
+keys and values. Some models have experts parallel to the feed-forward block of each layer. The E models have inputs of
+their own for every layer, and their last layers attend to the keys and values of earlier ones."""
 
 from __future__ import annotations
 

@@ -13,6 +13,13 @@ from cortex.neuron.models.families.llama import Llama
 
 class HunyuanDense(Llama):
     defaults: ClassVar[Mapping[str, Any]] = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
+    implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "norm_type": ("rms", "hf_rms", None),
+        "use_cla": (False, None),
+        "use_mla": (False, None),
+        "use_qk_norm": (True, None),
+        "use_rotary_pos_emb": (True, None),
+    }
 
     def attention(self, index: int) -> AttentionConfig:
         return replace(super().attention(index), qk_norm=QKNormConfig(self.norm, after_rope=True))

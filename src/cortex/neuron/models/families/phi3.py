@@ -17,6 +17,7 @@ class Phi3(Mistral):
         "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
     }
+    implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {"full_attn_mod": (1, None), "lm_head_bias": (False, None)}
 
     def rope(self, index: int) -> RopeConfig | None:
         del index

@@ -30,7 +30,12 @@ class Lfm2(Llama):
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": True,
     }
-    implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {"conv_bias": (False,), "hidden_act": ("silu",)}
+    implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "block_use_swiglu": (True, None),
+        "conv_bias": (False,),
+        "hidden_act": ("silu",),
+        "use_pos_enc": (True, None),
+    }
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         given = {**self.defaults, **raw}

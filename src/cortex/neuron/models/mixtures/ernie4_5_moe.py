@@ -27,7 +27,7 @@ class Ernie45Moe(Ernie45):
         "moe_layer_end_index": -1,
         "moe_layer_interval": 1,
     }
-    implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {"use_bias": (False, None)}
+    implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {"moe_gate": ("topk", None), "use_bias": (False, None)}
 
     def feed_forward(self, index: int) -> MLPConfig | MoEConfig:
         first, last = optional_count_in(self.raw, "moe_layer_start_index"), int(self.raw["moe_layer_end_index"])

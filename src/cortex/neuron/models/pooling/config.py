@@ -102,11 +102,6 @@ class PoolingConfig:
     def compares_logits(self) -> bool:
         return any(isinstance(step, LogitStep) for step in self.steps)
 
-    @property
-    def has_pairs(self) -> bool:
-        """Whether a query and a document are two segments of one text."""
-        return self.task == "score" and self.template is None
-
     def width(self, hidden: int) -> int:
         """The length of the vectors. Raises UnsupportedModel for steps that do not fit each other."""
         size = hidden * len(self.modes)

@@ -36,6 +36,11 @@ class TransformersArchitecture(Architecture):
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         model_type = str(raw["model_type"])
+        if isinstance(raw.get("text_config"), Mapping):
+            raise UnsupportedModel(
+                f"{model_type} models have a language model among other parts ('text_config'), which is only supported "
+                "in native families"
+            )
         _check_rope(raw)
         _check_layer_types(raw)
         self.library: LibraryModel = library_model(model_type)

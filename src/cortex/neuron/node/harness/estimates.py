@@ -59,6 +59,10 @@ class FileFacts(Protocol):
         """Number of devices that the model is divided among. If it is more than one, these are the facts of one."""
 
     @property
+    def file_bytes(self) -> int | None:
+        """What its weights take in its files; None where that is not known, or these are the facts of a part."""
+
+    @property
     def stored(self) -> StoredForm | None:
         """The form of its files; None where only a server knows it."""
 

@@ -21,7 +21,7 @@ from cortex.neuron.weights.hub.source import is_hub_id, parse_source
 from cortex.wire.errors import LoadFailed, ModelNotFound, SourceNotAllowed, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.node.load_options import KVDtype, LoadOptions, Speculation, Vision, draft_of, is_path
-from cortex.wire.node.protocol import LoadRequest
+from cortex.wire.node.orders import LoadRequest
 
 _CACHE_PREFIX = "models--"
 _NOWHERE = Path()

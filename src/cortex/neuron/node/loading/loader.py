@@ -34,6 +34,7 @@ from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.hosts.any_of import AnyOf
 from cortex.neuron.worker.model_host import LoadRejected
 from cortex.units import gib
+from cortex.wire.error_codes import from_code
 from cortex.wire.errors import (
     CortexError,
     DiskFull,
@@ -42,10 +43,9 @@ from cortex.wire.errors import (
     InvalidValue,
     LoadFailed,
     SourceNotFound,
-    about,
-    from_code,
 )
 from cortex.wire.node.load_options import is_path
+from cortex.wire.words import about
 
 log = logging.getLogger(__name__)
 

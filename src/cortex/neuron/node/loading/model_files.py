@@ -22,18 +22,10 @@ from cortex.neuron.weights.hub import disk
 from cortex.neuron.weights.hub.source import HubSource, parse_source
 from cortex.quant_names import plain
 from cortex.units import gib
-from cortex.wire.errors import CortexError, HubUnavailable, LoadFailed, ModelInUse, ModelNotFound, about, shorten
-from cortex.wire.node.protocol import (
-    DeletedFiles,
-    DiskUse,
-    FilesRequest,
-    HubRepository,
-    HubVariant,
-    LoadRequest,
-    PullState,
-    PullStatus,
-)
-from cortex.wire.words import os_error_in_words
+from cortex.wire.errors import CortexError, HubUnavailable, LoadFailed, ModelInUse, ModelNotFound, shorten
+from cortex.wire.node.orders import DeletedFiles, FilesRequest, HubRepository, HubVariant, LoadRequest
+from cortex.wire.node.protocol import DiskUse, PullState, PullStatus
+from cortex.wire.words import about, os_error_in_words
 
 log = logging.getLogger(__name__)
 

@@ -63,7 +63,7 @@ class ModelFacts:
     )
     """What `storage` has chosen: to choose takes milliseconds."""
     _described: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """`digest` and `stored`, which every poll of a node asks for."""
+    """`digest`, `file_bytes` and `stored`, which every poll of a node asks for."""
 
     @property
     def family(self) -> str:
@@ -98,6 +98,15 @@ class ModelFacts:
             described = json.dumps([self.architecture.raw, formats], sort_keys=True, default=str)
             self._described["digest"] = hashlib.sha256(described.encode()).hexdigest()
         return str(self._described["digest"])
+
+    @property
+    def file_bytes(self) -> int | None:
+        """What its weights take in its files; None where these are the facts of one of several ranks."""
+        if "file_bytes" not in self._described:
+            whole = sum(tensor.num_bytes for tensor in self.tensors.values())
+            self._described["file_bytes"] = whole if self.num_ranks == 1 else None
+        num_bytes: int | None = self._described["file_bytes"]
+        return num_bytes
 
     @property
     def stored(self) -> StoredForm:

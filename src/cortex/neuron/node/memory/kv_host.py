@@ -43,14 +43,14 @@ def device_limit_bytes(
     return max(0, whole) // max(1, len(held))
 
 
-def kept_of_model(parts: Sequence[KeptPages], *, is_divided: bool) -> HostKV | None:
-    """What the workers of a node have of a model. Those of a divided one have each a part of the same tokens, and the
-    slowest decides; None: they have nothing."""
+def kept_of_model(parts: Sequence[KeptPages], num_ranks: int) -> HostKV | None:
+    """What the workers of a node have of a model. Those of one that is divided into `num_ranks` have each a part of the
+    same tokens: the slowest decides, and all must have theirs. None: they have nothing of use."""
     num_bytes = sum(part.num_bytes for part in parts)
-    if not num_bytes:
+    if not num_bytes or len(parts) < num_ranks:
         return None
     tokens, rates = [part.num_tokens for part in parts], [part.tokens_per_s for part in parts if part.tokens_per_s]
-    if is_divided:
+    if num_ranks > 1:
         return HostKV(num_bytes=num_bytes, num_tokens=min(tokens), tokens_per_s=min(rates, default=None))
     return HostKV(num_bytes=num_bytes, num_tokens=sum(tokens), tokens_per_s=max(rates, default=None))
 
@@ -75,10 +75,9 @@ class KvHostMemory:
         held = [holder.kv_host_bytes for holder in self._holders]
         return device_limit_bytes(self._kv_host_mb, self._read(), held, self._rest_bytes)
 
-    def kept(self, model_id: str, *, is_divided: bool) -> HostKV | None:
-        """What is kept of a model, loaded or not; None: nothing."""
-        parts = [holder.kept[model_id] for holder in self._holders if model_id in holder.kept]
-        return kept_of_model(parts, is_divided=is_divided) if parts else None
+    def kept(self, model_id: str, num_ranks: int) -> HostKV | None:
+        """What is kept of a model, loaded or not, that is divided among `num_ranks` devices; None: nothing of use."""
+        return kept_of_model([holder.kept[model_id] for holder in self._holders if model_id in holder.kept], num_ranks)
 
     def give_way(self, rest_bytes: int) -> None:
         """The weights of sleeping models take their part of the budget first, and leave `rest_bytes` of it."""

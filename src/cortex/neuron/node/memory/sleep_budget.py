@@ -79,6 +79,8 @@ class SleepBudget:
         self._unload = unload
         self._leave = leave
         self._lock = asyncio.Lock()
+        self._taken_bytes = 0
+        """What sleeping models took of the budget when others were last given the rest."""
 
     @contextlib.asynccontextmanager
     async def reserve(self, need_bytes: int) -> AsyncIterator[bool]:
@@ -89,6 +91,16 @@ class SleepBudget:
             for model_id in room.to_unload:
                 await self._unload(model_id)
             if room.fits:
-                self._leave(budget - need_bytes - sum(each.host_bytes for each in self._sleeping()))
+                self._leave_rest(budget, need_bytes + sum(each.host_bytes for each in self._sleeping()))
             # One of them may have been woken instead of unloaded.
             yield room.fits and make_room(need_bytes, budget, self._sleeping()) == SleepRoom(fits=True)
+
+    def settle(self) -> None:
+        """Others get what models took that have woken, were unloaded, or did not fall asleep after all."""
+        taken_bytes = sum(each.host_bytes for each in self._sleeping())
+        if taken_bytes < self._taken_bytes and not self._lock.locked():
+            self._leave_rest(self._budget_bytes(taken_bytes), taken_bytes)
+
+    def _leave_rest(self, budget_bytes: int, taken_bytes: int) -> None:
+        self._taken_bytes = taken_bytes
+        self._leave(budget_bytes - taken_bytes)

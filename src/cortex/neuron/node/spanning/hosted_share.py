@@ -210,6 +210,7 @@ class HostedShare(RelaySink):
             reply = self._reported(error)
         finally:
             work.close()
+            self._resources.sleep_budget.settle()
         await self._connection.send(encode(reply))
 
     def _reported(self, error: Exception) -> ShareMessage:

@@ -26,7 +26,7 @@ from cortex.neuron.worker.hosts.rendezvous import Rendezvous
 from cortex.neuron.worker.process import WorkerLost
 from cortex.units import gib
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
-from cortex.wire.node.protocol import LoadRequest
+from cortex.wire.node.orders import LoadRequest
 from cortex.wire.words import os_error_in_words
 
 log = logging.getLogger(__name__)

@@ -127,3 +127,4 @@ class HostedShares:
         await share.end()
         self._shares.pop(share, None)
         share.ended.set()
+        self._resources.sleep_budget.settle()

@@ -19,7 +19,7 @@ import msgspec
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.worker.faults import FaultKind
 from cortex.wire.errors import LoadFailed
-from cortex.wire.node.protocol import LoadRequest
+from cortex.wire.node.orders import LoadRequest
 
 
 class PeerUnreachable(Exception):

@@ -19,14 +19,14 @@ from cortex.neuron.config import TextLimits
 from cortex.neuron.engine.request import PooledTexts
 from cortex.neuron.node.admission import Admission, QueuedRequest, QueueFull
 from cortex.neuron.text.model import TextModel
-from cortex.neuron.text.preparation import Prepared
+from cortex.neuron.text.preparation import Prepared, prepare
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.neuron.tokenizer_process.client import UNREADABLE, load_error
 from cortex.neuron.tokenizer_process.protocol import PackedTexts
 from cortex.wire.errors import LoadFailed, Overloaded, PreparationLimitExceeded
 from cortex.wire.fields.constraints import is_constrained
-from cortex.wire.packed_request import PackedRequest
+from cortex.wire.packed_request import PackedRequest, with_tokens
 from cortex.wire.words import duration, os_error_in_words
 
 _LONG_BYTES = 1 << 20
@@ -96,7 +96,7 @@ class TextWork:
     async def text(self) -> TextModel:
         """The model's text, once it has been read. Raises LoadFailed, or another CortexError."""
         try:
-            return await asyncio.shield(self._reading)
+            return self._reading.result() if self._reading.done() else await asyncio.shield(self._reading)
         except UNREADABLE as error:
             raise load_error(f"{self._model_id}: its tokenizer cannot be read", error) from error
 
@@ -124,16 +124,21 @@ class TextWork:
     # Jobs
 
     async def prepare(self, request: PackedRequest, rules: PromptRules, principal: str) -> Prepared:
-        """The prompts and the grammar of a request."""
-        is_long = len(request.whole) > (_LONG_CONSTRAINED_BYTES if is_constrained(request.head) else _LONG_BYTES)
+        """The prompts and the grammar of a request. Prompts of tokens without a grammar need no process."""
+        if request.token_prompts and not is_constrained(request.head):
+            tokenised = with_tokens(request.head, request.token_prompts)
+            return prepare(await self.text(), tokenised, self._limited(rules))
+        whole = request.whole()
+        is_long = len(whole) > (_LONG_CONSTRAINED_BYTES if is_constrained(request.head) else _LONG_BYTES)
         async with self._slot(principal, is_long=is_long):
-            return await self._source.prepare(request.whole, self._limited(rules), is_long=is_long)
+            return await self._source.prepare(whole, self._limited(rules), is_long=is_long)
 
     async def count(self, request: PackedRequest, rules: PromptRules, principal: str) -> int:
         """The number of tokens in the prompt of a request."""
-        is_long = len(request.whole) > _LONG_BYTES
+        whole = request.whole()
+        is_long = len(whole) > _LONG_BYTES
         async with self._slot(principal, is_long=is_long):
-            return await self._source.count(request.whole, self._limited(rules), is_long=is_long)
+            return await self._source.count(whole, self._limited(rules), is_long=is_long)
 
     async def encode(self, text: str, principal: str) -> tuple[int, ...]:
         """The tokens of a text, including control tokens in it."""

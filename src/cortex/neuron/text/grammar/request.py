@@ -135,12 +135,12 @@ def _reasoning(grammar: LarkGrammar, markers: ReasoningMarkers | None, reasoning
 def _addressed(grammar: LarkGrammar, reasoning: LeadingReasoning) -> str:
     """Messages of the model to itself, and the header of the response, to anyone."""
     message, begin = grammar.marker(MESSAGE), f"{grammar.marker(START)} {literal(ROLE)}"
-    header, thoughts = f"/ ?to=[^ <>\\n]{{1,64}}/ {message} ", f"{grammar.text_until(ADDRESSED.close)} {begin}"
+    header, to_itself = f"/ ?to=[^ <>\\n]{{1,64}}/ {message} ", f"{grammar.text_until(ADDRESSED.close)} {begin}"
     if reasoning is LeadingReasoning.OPENED:
-        return f"{thoughts} {header}"
+        return f"{to_itself} {header}"
     if reasoning is LeadingReasoning.ABSENT:
         return f"({begin})? {header}"
-    return f"(/ ?to=self/ {message} {thoughts})? {header}"
+    return f"(/ ?to=self/ {message} {to_itself})? {header}"
 
 
 def _response(grammar: LarkGrammar, output: OutputFormat) -> str:

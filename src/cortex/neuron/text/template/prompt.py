@@ -87,12 +87,11 @@ def render_raw(prompt: str | Sequence[int], tokenizer: Tokenizer, rules: PromptR
     if isinstance(prompt, str):
         _check_length(prompt, tokenizer, rules)
         return Rendered(prompt, tuple(tokenizer.encode_document(prompt)))
-    for edge in (min(prompt, default=0), max(prompt, default=0)):
-        if not 0 <= edge < tokenizer.vocab_size:
-            raise InvalidValue(
-                f"token id {edge} is outside the vocabulary of {tokenizer.vocab_size} tokens; use /tokenize",
-                param="prompt",
-            )
+    if (highest := max(prompt, default=0)) >= tokenizer.vocab_size:  # dialects accept no negative ones
+        raise InvalidValue(
+            f"token id {highest} is outside the vocabulary of {tokenizer.vocab_size} tokens; use /tokenize",
+            param="prompt",
+        )
     return Rendered("", tuple(prompt))
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cortex.neuron.text.errors import TextFileMalformed
-from cortex.neuron.text.files import MAX_TEMPLATE_BYTES, read_json, read_limited
+from cortex.neuron.text.errors import TextFileMalformed, TokenizerUnsupported
+from cortex.neuron.text.files import MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, TEKKEN, read_json, read_limited
+from cortex.neuron.text.template.mistral_template import VERSIONS, mistral_template
 
 _GGUF_KEY = "tokenizer.chat_template"
 
@@ -22,7 +23,9 @@ class TemplateSources:
 
 
 def from_directory(path: Path) -> TemplateSources:
-    """`chat_template.jinja`, then `chat_template.json`, then `tokenizer_config.json`; raises TextFileMalformed."""
+    """`chat_template.jinja`, then `chat_template.json`, then `tokenizer_config.json`. Models with Mistral's own
+    tokenizer alone and no template have that of its version. Raises TextFileMalformed, or TokenizerUnsupported for
+    another version."""
     for file in (path / "chat_template.jinja", path / "chat_template.jinja2"):
         try:
             default = _read(file)
@@ -34,6 +37,8 @@ def from_directory(path: Path) -> TemplateSources:
         stated = read_json(path / name).get("chat_template")
         if stated is not None:
             return _parse(stated, path / name)
+    if (path / TEKKEN).exists() and not (path / "tokenizer.json").exists():
+        return TemplateSources(_from_tekken(path / TEKKEN))
     return TemplateSources(None)
 
 
@@ -43,6 +48,21 @@ def from_gguf(metadata: Mapping[str, Any]) -> TemplateSources:
     return TemplateSources(
         default if isinstance(default, str) else None, with_tools if isinstance(with_tools, str) else None
     )
+
+
+def _from_tekken(file: Path) -> str:
+    """The template of the version that `file` states; raises TextFileMalformed, or TokenizerUnsupported for others."""
+    content = read_json(file, MAX_TOKENIZER_BYTES)
+    config, listed = content.get("config"), content.get("special_tokens")
+    stated = str(config.get("version")) if isinstance(config, Mapping) else ""
+    known = {f"v{version}": version for version in VERSIONS}
+    if stated not in known:
+        raise TokenizerUnsupported(
+            f"{file} is of version {stated!r:.20}, and chat templates are known for {', '.join(known)}; "
+            "put the model's chat_template.jinja next to it"
+        )
+    tokens = [each.get("token_str") for each in listed if isinstance(each, Mapping)] if isinstance(listed, list) else ()
+    return mistral_template(known[stated], reasons="[THINK]" in tokens)
 
 
 def _read(file: Path) -> str:

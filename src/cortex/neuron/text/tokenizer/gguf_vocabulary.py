@@ -14,6 +14,8 @@ from cortex.neuron.text.tokenizer import pretokenizers
 SPACE: Final = "▁"
 """How SentencePiece vocabularies write a space."""
 
+_MAX_TOKEN_CHARACTERS: Final = 1024
+"""Far above every published vocabulary; bounds the work for a damaged file, which grows with the square of a length."""
 _NAMED: Final = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -110,7 +112,10 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokeni
     if merges:
         pairs = _checked_pairs(tuple(merge.split(" ", 1)) for merge in merges)
     elif scores and len(scores) == len(tokens):
-        pairs = _merges_from_scores(tokens, scores)
+        try:
+            pairs = merges_from_scores(tokens, scores)
+        except ValueError as error:
+            raise TextFileMalformed(f"the GGUF vocabulary is damaged: {error}; download the file again") from error
     else:
         raise TextFileMalformed("the GGUF vocabulary has neither scores nor merges; download a complete file")
     unknown = named_tokens(metadata).get("unk_token")
@@ -197,9 +202,14 @@ def _checked_pairs(merges: Iterable[tuple[str, ...]]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """SentencePiece merges the neighbours whose joint piece has the best score: the order of these ranked pairs."""
+def merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """SentencePiece merges the neighbours whose joint piece has the best score: the order of these ranked pairs.
+
+    Raises ValueError for a token that is too long.
+    """
     known = set(tokens)
+    if (longest := max(map(len, known), default=0)) > _MAX_TOKEN_CHARACTERS:
+        raise ValueError(f"a token has {longest} characters, more than {_MAX_TOKEN_CHARACTERS}")
     ranked: list[tuple[float, int, int, str, str]] = []
     for i, (token, score) in enumerate(zip(tokens, scores, strict=True)):
         for cut in range(1, len(token)):

@@ -23,8 +23,8 @@ from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing, TokenizerUnsupported
-from cortex.neuron.text.files import gguf_file, read_json
-from cortex.neuron.text.tokenizer import gguf_vocabulary
+from cortex.neuron.text.files import MAX_TOKENIZER_BYTES, TEKKEN, gguf_file, read_json
+from cortex.neuron.text.tokenizer import gguf_vocabulary, tekken
 from cortex.neuron.text.tokenizer.encoder import EncodedTexts, TextsToEncode
 from cortex.neuron.text.tokenizer.vocabulary import Vocabulary, WholeToken, joined
 from cortex.neuron.weights.gguf.metadata import read_metadata
@@ -33,7 +33,6 @@ _LATER_BYTES: Final = frozenset(range(0x80, 0xC0))
 """Continuation bytes of characters of several bytes."""
 _IN_TEXT: Final = frozenset({*range(0xC0), *range(0xC2, 0xF5)})
 """The bytes that occur in UTF-8."""
-_MAX_TOKENIZER_BYTES: Final = 128 << 20
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -199,13 +198,17 @@ class LibraryTokenizer:
 
 def _from_directory(path: Path) -> LibraryTokenizer:
     source = path / "tokenizer.json"
+    if not source.exists() and (path / TEKKEN).exists():
+        characters = {byte: character for character, byte in _BYTE_OF_CHARACTER.items()}
+        backend = tekken.load(path, characters)
+        return LibraryTokenizer(backend, tekken.NAMED, _eos_ids(path, backend, tekken.NAMED))
     if not source.exists():
         raise TokenizerMissing(
             f"{path} has no tokenizer.json; download the whole repository, or save the tokenizer in the fast format"
         )
-    if source.stat().st_size > _MAX_TOKENIZER_BYTES:
+    if source.stat().st_size > MAX_TOKENIZER_BYTES:
         raise TextFileMalformed(
-            f"{source} is larger than {_MAX_TOKENIZER_BYTES >> 20} MiB, which no tokenizer is; download the model again"
+            f"{source} is larger than {MAX_TOKENIZER_BYTES >> 20} MiB, which no tokenizer is; download the model again"
         )
     try:
         backend = Backend.from_file(str(source))

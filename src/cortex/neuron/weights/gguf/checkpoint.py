@@ -29,7 +29,7 @@ from cortex.neuron.weights.gguf.names import (
     is_expert_stack,
     layer_part,
 )
-from cortex.neuron.weights.gguf.projector import projector_beside, whole_config
+from cortex.neuron.weights.gguf.projector import projector_of, whole_config
 from cortex.neuron.weights.gguf.recurrent import recurrent_tensor
 from cortex.neuron.weights.gguf.towers import tower_tensors
 from cortex.neuron.weights.gguf.types import READABLE
@@ -70,8 +70,8 @@ class GGUFCheckpoint:
                 for tensor in file.tensors.values():
                     self._register(mapped, tensor)
             self._stored = arranged(self.config, self._stored)
-            if (beside := projector_beside(path)) is not None:
-                self._add_tower(self._open(beside, budget), self._mapped[-1])
+            if (projector := projector_of(path)) is not None:
+                self._add_tower(self._open(projector, budget), self._mapped[-1])
         except BaseException:
             self.close()
             raise

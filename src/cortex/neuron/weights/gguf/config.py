@@ -34,6 +34,7 @@ ARCHITECTURES: Final = {
     "lfm2": ("lfm2", "Lfm2ForCausalLM"),
     "lfm2moe": ("lfm2_moe", "Lfm2MoeForCausalLM"),
     "llama": ("llama", "LlamaForCausalLM"),
+    "mellum": ("mellum", "MellumForCausalLM"),
     "minimax-m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
     "mistral3": ("mistral", "MistralForCausalLM"),
     "muse-glimmer": ("muse_glimmer_text", "MuseGlimmerForConditionalGeneration"),
@@ -61,8 +62,8 @@ ALSO_READ: Final[Mapping[str, tuple[str, ...]]] = {
 INTERLEAVED: Final = frozenset({"granite", "granitehybrid", "llama", "mistral3", "muse-glimmer", "smollm3"})
 """Architectures whose converters interleave the rotary halves of queries and keys."""
 _MIXTURES: Final = frozenset(
-    {"deepseek2", "ernie4_5-moe", "glm4moe", "gpt-oss", "laguna", "minimax-m2", "qwen3moe", "qwen3next", "qwen35moe"}
-    | {"qwen3vlmoe"}
+    {"deepseek2", "ernie4_5-moe", "glm4moe", "gpt-oss", "laguna", "mellum", "minimax-m2", "qwen3moe", "qwen3next"}
+    | {"qwen35moe", "qwen3vlmoe"}
 )
 _HYBRIDS: Final = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 """Architectures with gated delta nets in most layers."""

@@ -200,6 +200,12 @@ def _laguna(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _mellum(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+    ropes = _by_type(config, keys.number("rope.freq_base_swa", config["rope_theta"]))
+    windows = keys.windows(config["num_hidden_layers"], 4) if keys.has("attention.sliding_window") else {}
+    return {**windows, "rope_parameters": ropes}
+
+
 def _minimax_m2(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     _check_scoring(keys, SIGMOID)
     return {"num_local_experts": config["num_experts"], "intermediate_size": config["moe_intermediate_size"]}
@@ -287,6 +293,7 @@ OPTIONS: Final[Mapping[str, Callable[[Keys, Mapping[str, Any]], dict[str, Any]]]
     "laguna": _laguna,
     "lfm2": lfm2,
     "lfm2moe": lfm2moe,
+    "mellum": _mellum,
     "minimax-m2": _minimax_m2,
     "mistral3": _mistral3,
     "muse-glimmer": _muse_glimmer,

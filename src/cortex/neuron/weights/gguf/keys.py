@@ -27,6 +27,8 @@ class Keys:
 
     def count(self, name: str, default: int | None = None, limit: int = (1 << 31) - 1) -> int:
         value = self._get(name, default)
+        if isinstance(value, list) and len(set(map(str, value))) == 1:  # some files list what all layers have
+            value = value[0]
         if isinstance(value, list):
             raise Unsupported(
                 f"{self._file.path}: {self._architecture}.{name} differs from layer to layer, which is not supported"

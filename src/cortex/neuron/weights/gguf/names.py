@@ -145,7 +145,7 @@ _QWEN_HEAD: Final = {
     "shared_head_norm": "mtp.norm",
 }
 _QWEN_HEADS: Final = frozenset({"qwen3next", "qwen35", "qwen35moe"})
-"""Architectures whose head is published beside the layers."""
+"""Architectures whose head is published together with the layers."""
 _HEAD_PART: Final = re.compile(r"nextn\.(\w+)\.weight")
 
 

@@ -1,4 +1,4 @@
-"""The vision tower of a GGUF model: a file of its own beside the model's, whose name contains `mmproj`. Needs no
+"""The vision tower of a GGUF model: a file of its own next to the model's, whose name contains `mmproj`. Needs no
 torch."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WHOLE_TYPES: Final[Mapping[str, Mapping[str, str]]] = {
 _PREFERRED: Final = ("bf16", "f16", "f32")
 
 
-def projector_beside(model: Path) -> Path | None:
+def projector_of(model: Path) -> Path | None:
     """The file with the tower of the model in the file `model`; None: there is none. Repositories of the hub may have
     models in folders, and the tower above them."""
     folders = [model.parent]

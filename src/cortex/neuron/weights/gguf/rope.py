@@ -23,6 +23,7 @@ _TOLERANCE: Final = 1e-3
 _STANDS_STILL: Final = 1e20
 """Pairs of dimensions that are divided by more do not turn."""
 _YARN_SETTINGS: Final = {
+    "yarn_attn_factor": ("attention_factor",),
     "yarn_beta_fast": ("beta_fast",),
     "yarn_beta_slow": ("beta_slow",),
     "yarn_log_multiplier": ("mscale", "mscale_all_dim"),

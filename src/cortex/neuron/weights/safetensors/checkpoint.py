@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
+_EMBEDDING: Final = re.compile(r"(^|\.)(embed_tokens|embed_in|word_embeddings|wte)\.weight")
+_PIECE_BYTES: Final = 1 << 18
 
 
 class SafetensorsCheckpoint:
@@ -39,11 +42,12 @@ class SafetensorsCheckpoint:
         rest = {name: value for name, value in config.items() if name != ADAPTER_KEY}
         self._adapter = adapter_folder(directory, config)
         adapted = {} if self._adapter is None else {ADAPTER_KEY: adapter_scale(self._adapter)}
-        self.config: Mapping[str, Any] = with_pooling({**rest, **adapted}, pooling_of(directory, config))
+        described = with_pooling({**rest, **adapted}, pooling_of(directory, config))
         self._files: list[MappedFile] = []
         try:
-            self._published = assemble(directory, self.config, self._open_tensors())
-            self._stored = arranged(self.config, self._published)
+            self._published = assemble(directory, described, self._open_tensors())
+            self._stored = arranged(described, self._published)
+            self.config: Mapping[str, Any] = _with_own_head(described, self._stored)
         except BaseException:
             self.close()
             raise
@@ -119,6 +123,34 @@ class SafetensorsCheckpoint:
         if len(found) == 1:
             return found[0]
         raise FilesMissing(f"{self.path} has {len(found)} safetensors files but no {_INDEX}; download the index too")
+
+
+def _with_own_head(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> Mapping[str, Any]:
+    """The config of a model whose files have an output matrix: the embedding is not used for it, whatever the config
+    says. Configs of models with a vision tower often leave it out, and mean what a library once took for it.
+
+    A stored copy of the embedding is no output matrix of its own (Qwen3 0.6B and 1.7B have one): the config holds.
+    """
+    head = tensors.get("lm_head.weight")
+    embeddings = [tensor for name, tensor in tensors.items() if _EMBEDDING.search(name)]
+    if head is None or (embeddings and all(_is_copy(head, embedding) for embedding in embeddings)):
+        return config
+    rest = {name: value for name, value in config.items() if name != "tie_embedding"}  # LFM2's name of the option
+    return {**rest, "tie_word_embeddings": False}
+
+
+def _is_copy(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two dense tensors have the same bytes. Of tensors that differ, little is read. Raises CheckpointError."""
+    if (one.shape, one.format, one.scales, other.scales) != (other.shape, other.format, None, None):
+        return False
+    mine, others = bytearray(_PIECE_BYTES), bytearray(_PIECE_BYTES)
+    for first in range(0, one.num_bytes, _PIECE_BYTES):
+        num_bytes = min(_PIECE_BYTES, one.num_bytes - first)
+        one.file.read_into(memoryview(mine)[:num_bytes], one.offset + first)
+        other.file.read_into(memoryview(others)[:num_bytes], other.offset + first)
+        if mine != others:  # after a last, shorter piece both have the bytes of the piece before it, which are equal
+            return False
+    return True
 
 
 def _infos(tensors: Mapping[str, StoredTensor]) -> dict[str, TensorInfo]:

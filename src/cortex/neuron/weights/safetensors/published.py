@@ -1,7 +1,8 @@
 """Published quantised checkpoints: matrices stored as codes, with scales in separate tensors. Needs no torch.
 
-FP8 as Qwen and DeepSeek publish it, AWQ, GPTQ, and what `compressed-tensors` writes (float8, packed and plain integers,
-MXFP4). Each matrix becomes one tensor under the name that it has in the dense checkpoint; `codes.py` decodes it.
+FP8 as Qwen, DeepSeek and NVIDIA publish it, AWQ, GPTQ, and what `compressed-tensors` writes (float8, packed and plain
+integers, MXFP4). Each matrix becomes one tensor under the name that it has in the dense checkpoint; `codes.py` decodes
+it.
 """
 
 from __future__ import annotations
@@ -12,21 +13,27 @@ from pathlib import Path
 from typing import Any, Final
 
 from cortex.neuron.weights.errors import Malformed, Unsupported
+from cortex.neuron.weights.safetensors.float8_stacks import separated
 from cortex.neuron.weights.stored import GROUP, ScaleTensors, StoredTensor
 
 _FORMATS: Final = {4: "INT4", 8: "INT8"}
 _SCALE_FORMATS: Final = frozenset({"F32", "F16", "BF16"})
 _ZERO_FORMATS: Final = frozenset({"F32", "F16", "BF16", "I8", "I32", "I64"})
-_UNREAD: Final = frozenset({"input_scale", "weight_shape", "k_scale", "v_scale", "output_scale"})
+_UNREAD: Final = frozenset({"activation_scale", "input_scale", "weight_shape", "k_scale", "v_scale", "output_scale"})
 """Tensors of a quantised matrix that are not needed: scales of activations, shapes that are known."""
-
-
 READABLE_METHODS: Final = ("fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
+_MODELOPT: Final = "modelopt"
+MODELOPT_ALGORITHMS: Final = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+"""What NVIDIA's library calls the quantisations of it that are read."""
 
 
-def is_readable(method: object) -> bool:
-    """Whether a checkpoint with this `quant_method` can be read, as far as its name says."""
-    return method in READABLE_METHODS
+def unreadable_method(quantisation: object) -> str | None:
+    """How the weights of a config's `quantization_config` are quantised, if its names say that it cannot be read."""
+    described = quantisation if isinstance(quantisation, Mapping) else {}
+    method, algorithm = described.get("quant_method"), described.get("quant_algo")
+    if method in READABLE_METHODS or (method in (None, _MODELOPT) and algorithm in MODELOPT_ALGORITHMS):
+        return None
+    return " ".join(str(name)[:80] for name in (method, algorithm) if name) or "method not named, as MLX does"
 
 
 def assemble(path: Path, config: Mapping[str, Any], stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -35,15 +42,23 @@ def assemble(path: Path, config: Mapping[str, Any], stored: dict[str, StoredTens
     quantisation = config.get("quantization_config") or (
         text.get("quantization_config") if isinstance(text, Mapping) else None
     )
-    if not isinstance(quantisation, Mapping):
-        return stored
-    return _Assembly(path, quantisation, stored).tensors()
+    # NVIDIA's older files say nothing about it in the config; that matrices have scales shows it.
+    described = quantisation if isinstance(quantisation, Mapping) else {}
+    block = _block_size(described)
+    return _Assembly(path, described, block, separated(path, config, block, stored)).tensors()
 
 
 class _Assembly:
-    def __init__(self, path: Path, quantisation: Mapping[str, Any], stored: dict[str, StoredTensor]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        quantisation: Mapping[str, Any],
+        block: tuple[int, int] | None,
+        stored: dict[str, StoredTensor],
+    ) -> None:
         self._path = path
         self._quantisation = quantisation
+        self._configured_block = block
         self._stored = stored
         self._left = dict(stored)
 
@@ -57,8 +72,10 @@ class _Assembly:
                 self._replace(matrix, self._gptq(matrix, tensor))
             elif part == "weight_packed":
                 self._replace(matrix, self._packed(matrix, tensor))
-            elif part == "weight" and tensor.format in ("F8_E4M3", "I8"):
+            elif part == "weight" and tensor.format in ("F8_E4M3", "I8") and self._has_scale(matrix):
                 self._replace(matrix, self._plain(matrix, tensor))
+            elif part == "weight_scale_2":
+                raise self._nvfp4(matrix)
         return {name: tensor for name, tensor in self._left.items() if name.rpartition(".")[2] not in _UNREAD}
 
     def _replace(self, matrix: str, tensor: StoredTensor) -> None:
@@ -95,12 +112,11 @@ class _Assembly:
 
     def _block(self, matrix: str, codes: StoredTensor, scales: tuple[int, ...]) -> tuple[int, int]:
         """How many rows and columns share a scale. Without a configured block, the scales must divide the matrix."""
-        block = self._quantisation.get("weight_block_size") or self._weights().get("block_structure")
-        sizes = block if isinstance(block, list) and all(type(size) is int and size > 0 for size in block) else []
-        if len(sizes) == 2 and scales == tuple(
-            -(-extent // size) for extent, size in zip(codes.shape, sizes, strict=True)
+        block = self._configured_block
+        if block is not None and scales == tuple(
+            -(-extent // size) for extent, size in zip(codes.shape, block, strict=True)
         ):
-            return sizes[0], sizes[1]
+            return block
         if any(extent % count for extent, count in zip(codes.shape, scales, strict=True)):
             raise self._malformed(matrix, f"has the shape {codes.shape}, which {scales} scales do not divide")
         return codes.shape[0] // scales[0], codes.shape[1] // scales[1]
@@ -109,7 +125,7 @@ class _Assembly:
         """Integers packed into words along a row, or pairs of four-bit floating-point values in bytes."""
         scale, zero = self._part(matrix, "weight_scale"), self._stored.get(f"{matrix}.weight_zero_point")
         if f"{matrix}.weight_global_scale" in self._stored:
-            raise Unsupported(f"{self._path}: {matrix} is in NVFP4, which is not supported; use FP8, INT4 or a GGUF")
+            raise self._nvfp4(matrix)
         if codes.format == "U8" and len(codes.shape) == 2:
             shape = (codes.shape[0], 2 * codes.shape[1])
             if (
@@ -210,18 +226,10 @@ class _Assembly:
             raise self._malformed(matrix, f"has zeros {zero.format} {zero.shape} for scales {scale.shape}")
 
     def _bits(self) -> int:
-        bits = self._quantisation.get("bits") or self._weights().get("num_bits")
+        bits = self._quantisation.get("bits") or _weights(self._quantisation).get("num_bits")
         if type(bits) is not int or bits not in _FORMATS:
             raise Unsupported(f"{self._path} is quantised in {bits!r} bits; supported are 4 and 8 for all matrices")
         return int(bits)
-
-    def _weights(self) -> Mapping[str, Any]:
-        """How compressed-tensors quantised the weights, where it is the same for all of them."""
-        groups = self._quantisation.get("config_groups")
-        listed = groups.values() if isinstance(groups, Mapping) else ()
-        found = [group.get("weights") for group in listed if isinstance(group, Mapping)]
-        known = [part for part in found if isinstance(part, Mapping)]
-        return known[0] if known and all(part == known[0] for part in known) else {}
 
     def _part(self, matrix: str, part: str) -> StoredTensor:
         try:
@@ -229,5 +237,30 @@ class _Assembly:
         except KeyError:
             raise self._malformed(matrix, f"has no {part}") from None
 
+    def _has_scale(self, matrix: str) -> bool:
+        """Also where there should be one."""
+        names = (f"{matrix}.weight_scale_inv", f"{matrix}.weight_scale")
+        return bool(self._quantisation) or any(name in self._stored for name in names)
+
+    def _nvfp4(self, matrix: str) -> Unsupported:
+        return Unsupported(f"{self._path}: {matrix} is in NVFP4, which is not supported; use FP8, INT4 or a GGUF")
+
     def _malformed(self, matrix: str, reason: str) -> Malformed:
         return Malformed(f"{self._path}: the quantised matrix {matrix[:200]!r} {reason}; download it again")
+
+
+def _weights(quantisation: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How compressed-tensors quantised the weights, where it is the same for all of them."""
+    groups = quantisation.get("config_groups")
+    listed = groups.values() if isinstance(groups, Mapping) else ()
+    found = [group.get("weights") for group in listed if isinstance(group, Mapping)]
+    known = [part for part in found if isinstance(part, Mapping)]
+    return known[0] if known and all(part == known[0] for part in known) else {}
+
+
+def _block_size(quantisation: Mapping[str, Any]) -> tuple[int, int] | None:
+    """How many rows and columns share a scale, where the config says it."""
+    block = quantisation.get("weight_block_size") or _weights(quantisation).get("block_structure")
+    if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
+        return None
+    return block[0], block[1]

@@ -149,7 +149,7 @@ class DeviceHost:
     def submit(self, request: EngineRequest) -> None:
         if self.resident is not None:
             try:
-                self._supervisor.send(protocol.Submit(self._handle, request))
+                self._supervisor.send(protocol.Submit.of(self._handle, request))
             except Unsendable as error:
                 self._sink.on_request_failed(request.id, FaultKind.REQUEST, str(error))
             else:

@@ -65,7 +65,7 @@ class DeviceModel:
         except Exception as error:
             raise DeviceFault(f"a rank of a divided model failed in a step: {explain(error)}") from error
 
-    def submit(self, request: EngineRequest) -> None:
+    def accept(self, request: EngineRequest) -> None:
         try:
             self.engine.submit(request)
         except Exception as error:  # noqa: BLE001 - classified: only a device fault may affect more than this request

@@ -242,8 +242,7 @@ class DeviceModels(dict[int, DeviceModel]):
 
     def _keep_pages(self, model: DeviceModel, budget_bytes: int) -> None:
         """Pages of the model may be in host memory, together with those of other models."""
-        if budget_bytes or self._host_pages is not None:
-            self._host_pages = model.engine.keep_pages(self._host_pages)
+        self._host_pages = model.engine.keep_pages(self._host_pages)  # without a budget too, which may grow
         self.limit_host_pages(budget_bytes)
 
     def _save_pages(self, model: DeviceModel) -> None:

@@ -188,7 +188,7 @@ class Executor:
         elif command.request.grammar is not None:
             self._grammars.begin(command, model.engine.compile)
         else:
-            model.submit(command.request)
+            model.accept(command.whole())
 
     def _compiled(self, command: protocol.Compiled) -> None:
         submit = self._grammars.take(command.handle, command.request_id)
@@ -197,7 +197,7 @@ class Executor:
         if command.problem is not None:
             self._emit(protocol.RequestFailed(command.handle, command.request_id, FaultKind.REQUEST, command.problem))
         elif (model := self._models.get(command.handle)) is not None:
-            model.submit(submit.request)
+            model.accept(submit.whole())
         else:
             self._fail_unloaded(submit)
 

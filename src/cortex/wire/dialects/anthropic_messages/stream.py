@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from cortex.wire import error_encoding, errors
+from cortex.wire import error_encoding
+from cortex.wire.error_codes import from_code
 from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import (
     AnyEvent,
@@ -81,7 +82,7 @@ class Encoder:
             case Finish():
                 return self._end() + self._finish(event)
             case Failure(code=code, message=message):
-                return stream_error(errors.from_code(code, message))
+                return stream_error(from_code(code, message))
 
     def _ensure(self, kind: Literal["text", "thinking"], block: dict[str, Any]) -> bytes:
         return b"" if self._open == kind else self._begin(kind, block)

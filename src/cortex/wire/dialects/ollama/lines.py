@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from cortex.wire import error_encoding, errors
+from cortex.wire import error_encoding
+from cortex.wire.error_codes import from_code
 from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import (
     AnyEvent,
@@ -82,7 +83,7 @@ class LineEncoder:
             case Finish():
                 return self._line(self._shape(), **end_of(event, self._request))
             case Failure(code=code, message=message):
-                return stream_error(errors.from_code(code, message))
+                return stream_error(from_code(code, message))
             case Start() | UsageSoFar() | PromptLogprobs() | TokenIds():
                 return b""
 

@@ -42,7 +42,7 @@ class OllamaModel:
     created: float
     """The models have no dates of their own: Unix time of the server's start."""
     num_bytes: int = 0
-    """On disk where that is known, else in memory."""
+    """On disk; 0: unknown."""
     device_bytes: int = 0
     """On devices now."""
     vram_bytes: int = 0
@@ -118,7 +118,7 @@ def from_status(
     return OllamaModel(
         name=name or status.id,
         created=created,
-        num_bytes=status.disk_bytes or in_memory,
+        num_bytes=status.file_bytes or status.disk_bytes or 0,
         device_bytes=device_bytes,
         vram_bytes=device_bytes if vram_bytes is None else vram_bytes,
         is_loaded=status.state is ModelState.READY,

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from cortex.wire import errors
 from cortex.wire.dialects.openai_chunks import (
     SYSTEM_FINGERPRINT,
     ChunkEncoder,
@@ -15,6 +14,7 @@ from cortex.wire.dialects.openai_chunks import (
     stream_error,
     usage_body,
 )
+from cortex.wire.error_codes import from_code
 from cortex.wire.events import (
     AnyEvent,
     Failure,
@@ -80,7 +80,7 @@ class Encoder(ChunkEncoder):
             case Finish():
                 return self._finish(event)
             case Failure(code=code, message=message):
-                return stream_error(errors.from_code(code, message))
+                return stream_error(from_code(code, message))
 
     def _begin_call(self, event: ToolCallStart) -> bytes:
         if self._as_functions:

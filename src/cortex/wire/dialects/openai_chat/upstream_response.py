@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from cortex.wire.errors import BY_CODE, UpstreamInterrupted
+from cortex.wire.error_codes import BY_CODE
+from cortex.wire.errors import UpstreamInterrupted
 from cortex.wire.events import (
     MAX_TOKENS,
     AnyEvent,

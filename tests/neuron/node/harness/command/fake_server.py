@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,6 +25,7 @@ parser.add_argument("--holds-mb", type=int, default=0)
 parser.add_argument("--forks", action="store_true")
 options, others = parser.parse_known_args()
 state = "awake"
+was_checked = threading.Event()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -35,6 +37,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path.startswith("/v1/"):
             self._echo()
             return
+        was_checked.set()
         facts = {"pid": os.getpid(), "argv": sys.argv[1:], "state": state, "env": dict(os.environ)}
         self._json(503 if options.is_never_healthy else 200, facts)
 
@@ -53,6 +56,10 @@ class Handler(BaseHTTPRequestHandler):
         text = body["messages"][-1]["content"]
         if text == "hang":
             time.sleep(3600)
+        if text == "slow":
+            was_checked.clear()
+            was_checked.wait()
+            time.sleep(1)  # longer than a limit that ends with the check
         if text == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(3600)  # another thread may take the signal, and this one would respond first

@@ -26,7 +26,8 @@ from cortex.neuron.node.node import Node
 from cortex.neuron.servers.entry import HarnessEntry
 from cortex.neuron.worker.discovery import read_devices
 from cortex.wire.errors import InsufficientCapacity, InvalidValue, LoadFailed
-from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
+from cortex.wire.node.orders import LoadRequest, UnloadRequest
+from cortex.wire.node.protocol import ModelState
 
 from .commands import SERVER, START, config, servers, until
 
@@ -202,6 +203,25 @@ async def test_the_files_of_a_model_are_found_only_where_the_command_has_their_p
             await load(node)
         files_bytes = sum(file.stat().st_size for file in source.iterdir())
         assert node.model("m").estimate_bytes == files_bytes * 5 // 4
+        assert node.model("m").file_bytes == files_bytes
+
+
+@pytest.mark.parametrize(
+    ("file", "quant", "expected"),
+    [
+        ("phi-Q4_K_M.gguf", None, "q4_k_m"),
+        ("phi.gguf", "Q8_0", "q8_0"),
+        ("phi.gguf", None, None),
+        ("ggml-base-q5_1.bin", None, None),
+    ],
+)
+async def test_the_quantisation_is_what_the_operator_or_the_file_says(
+    tmp_path: Path, file: str, quant: str | None, expected: str | None
+) -> None:
+    (tmp_path / file).write_bytes(bytes(100))
+    harness = CommandHarness(HarnessEntry(name="fake", cmd=(*START, "${MODEL_PATH}")), NeuronConfig(), read_devices)
+    facts, _ = await harness.read(KnownModel(id="m", source="m", quant=quant), tmp_path / file)
+    assert (facts.quant, facts.file_bytes) == (expected, 100)
 
 
 async def test_quotes_and_spaces_reach_the_server_unchanged(tmp_path: Path) -> None:

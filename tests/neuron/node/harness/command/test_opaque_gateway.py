@@ -26,12 +26,14 @@ from .test_opaque_requests import FILE, form
 
 OPERATOR = generate("operator", operator=True)
 USER = generate("user", window_tokens=3500)
+MONITOR = generate("monitor", operator=True, requests_per_min=1, window_tokens=1300)
 LIMITED = generate("limited", requests_per_min=2, models=("voice",))
 
 
 @dataclass
 class Client:
     session: aiohttp.ClientSession
+    node_url: str
 
     async def __call__(self, path: str, method: str = "POST", *, key: Any = USER, **given: Any) -> tuple[int, Any]:
         sent = given.pop("headers", {}) | {"authorization": f"Bearer {key.text}"}
@@ -48,15 +50,15 @@ class Client:
 async def client(tmp_path: Path) -> AsyncIterator[Client]:
     settings = config(max_concurrent=1, upstream_model="theirs")
     settings["models"].append({"id": "native", "source": str(write_model(tmp_path / "native"))})
-    keys = (OPERATOR.section, USER.section, LIMITED.section)
+    keys = (OPERATOR.section, USER.section, MONITOR.section, LIMITED.section)
     models = (ModelSpec(id="m", tokens_per_request=1200, tokens_per_minute=6000), ModelSpec(id="org/n", harness="fake"))
     async with (
         running_node(tmp_path, settings) as node,
         served(node) as (host, port),
-        through_gateway(f"http://{host}:{port}", tmp_path, *keys, models=models) as url,
+        through_gateway(node_url := f"http://{host}:{port}", tmp_path, *keys, models=models) as url,
         aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=WAIT_S)) as session,
     ):
-        yield Client(session)
+        yield Client(session, node_url)
 
 
 async def test_budgets_and_usage_count_requests_without_tokens(client: Client) -> None:
@@ -95,6 +97,7 @@ async def test_keys_and_rates_apply(client: Client) -> None:
 
 async def test_upstream_is_for_operators(client: Client) -> None:
     assert (await client("/upstream/m/health", "GET"))[0] == 403
+    assert (await client("/upstream/m/x", key=OPERATOR))[0] == 200
     status, facts = await client("/upstream/m/health", "GET", key=OPERATOR)
     assert (status, facts["state"]) == (200, "awake")
     status, received = await client("/upstream/org/n/v1/x?y=1", "PUT", key=OPERATOR, data=FILE)
@@ -110,6 +113,31 @@ async def test_upstream_is_for_operators(client: Client) -> None:
         assert "set-cookie" not in response.headers
     page = {"origin": "http://evil.example"}
     assert (await client("/upstream/m/x", key=OPERATOR, headers=page))[0] == 200, "no browser adds a key by itself"
+
+
+async def test_health_check_of_a_model_that_is_not_loaded_does_not_load_it(client: Client) -> None:
+    for url in (client.node_url, ""):  # of the node, and through the gateway
+        status, problem = await client(f"{url}/upstream/m/health", "GET", key=MONITOR)
+        assert (status, problem["error"]["code"]) == (503, "model_not_ready")
+    status, health = await client(f"{client.node_url}/health", "GET")
+    assert {model["state"] for model in health["models"]} == {"cold"}
+
+
+async def test_health_checks_are_charged_to_nobody_and_wait_for_no_request(client: Client) -> None:
+    """The model takes one request at once, and the key one request a minute."""
+    streaming = {"model": "m", "messages": [{"role": "user", "content": "forever"}], "stream": True}
+    headers = {"authorization": f"Bearer {OPERATOR.text}"}
+    async with client.session.post("/v1/chat/completions", json=streaming, headers=headers) as response:
+        await response.content.readuntil(b"on and on")
+        for _ in range(3):
+            status, facts = await client("/upstream/m/health", "GET", key=MONITOR)
+            assert (status, facts["state"]) == (200, "awake")
+    checks = await client.activity(key="monitor")
+    assert [(each["status"], each["prompt_tokens"]) for each in checks] == [(200, None)] * 3
+    status, usage = await client("/fleet/usage?by=key", "GET", key=OPERATOR)
+    assert "monitor" not in json.dumps(usage)
+    assert (await client("/upstream/m/v1/x", "PUT", key=MONITOR, data=b"x"))[0] == 200
+    assert (await client("/upstream/m/v1/x", "PUT", key=MONITOR, data=b"x"))[0] == 429, "that is no health check"
 
 
 async def test_what_a_model_cannot_do_is_said_before_it_is_loaded(client: Client) -> None:

@@ -18,7 +18,8 @@ from faulty_models import running_node
 
 from cortex.neuron.servers.entry import HarnessEntry
 from cortex.neuron.servers.ready_made import BY_NAME, READY_MADE, completed_server, installed
-from cortex.wire.node.protocol import LoadRequest, ModelState, UnloadRequest
+from cortex.wire.node.orders import LoadRequest, UnloadRequest
+from cortex.wire.node.protocol import ModelState
 
 from ....api.served import served
 from .commands import SERVER, config, servers, until

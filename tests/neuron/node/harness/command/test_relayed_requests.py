@@ -17,7 +17,8 @@ from faulty_models import running_node
 
 from cortex.neuron.node.node import Node
 from cortex.wire.node import headers, usage_report
-from cortex.wire.node.protocol import ModelState, UnloadRequest
+from cortex.wire.node.orders import UnloadRequest
+from cortex.wire.node.protocol import ModelState
 from cortex.wire.sse import Parser
 
 from .....waiting import NEVER_S, WAIT_S
@@ -243,6 +244,19 @@ async def test_a_closed_connection_frees_its_slot_before_the_server_is_known_to_
     assert await failing == 503, "it hears of the end, too"
 
 
+@pytest.mark.parametrize("caller", [{"silence_timeout_s": 3.0}], indirect=True)
+async def test_a_long_response_that_is_no_stream_is_awaited_while_the_server_is_healthy(caller: Caller) -> None:
+    async with caller.post(text="slow") as response:
+        assert response.status == 200, await response.text()
+
+
+@pytest.fixture
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cortex.neuron.node.harness.command.host._BEGIN_S", 3.0)
+    monkeypatch.setattr("cortex.neuron.node.harness.command.host._LOSS_S", 0.1)
+
+
+@pytest.mark.usefixtures("short_wait")
 @pytest.mark.parametrize("caller", [{"silence_timeout_s": 3.0}], indirect=True)
 async def test_a_response_that_hangs_fails_alone_while_the_server_is_healthy(caller: Caller) -> None:
     assert await _status(caller) == 200

@@ -48,6 +48,8 @@ export const dayAndClock = (unix) =>
   new Date(unix * 1000).toLocaleString("en-GB", { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" });
 export const day = (unix) => new Date(unix * 1000).toISOString().slice(0, 10);
 
+/** The reason of a model for a line that begins with its name. */
+export const withoutName = (id, reason) => (reason.startsWith(`${id}: `) ? reason.slice(id.length + 2) : reason);
 export const plural = (number, word, many = `${word}s`) => `${count(number)} ${number === 1 ? word : many}`;
 
 /** A colour of the palette that stays the same for a name. */

@@ -28,6 +28,7 @@ from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker import amd, gpu_processes
 from cortex.neuron.worker.hosts.any_of import LockDevices
 from cortex.neuron.worker.model_host import ModelHost
+from cortex.quant_names import label_in
 from cortex.tasks import finish_all
 from cortex.wire.errors import LoadFailed, Recovering, UnsupportedModality, shorten
 from cortex.wire.node.model_log import ModelLog
@@ -48,7 +49,8 @@ class ServedFiles:
     context_tokens: int
     """0: unknown."""
     num_ranks: int
-    quant: ClassVar[str | None] = None
+    quant: str | None = None
+    """As the operator or the name of its file says; None: unknown."""
     num_layers: ClassVar[int] = 0
     has_stages: ClassVar[bool] = False
     pooling: ClassVar[None] = None
@@ -57,6 +59,10 @@ class ServedFiles:
     @property
     def backend(self) -> str:
         return self.family
+
+    @property
+    def file_bytes(self) -> int | None:
+        return self.num_bytes or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +224,9 @@ class CommandHarness:
         described = f"{self._entry.name} {argv} {model.source} {model.quant}"
         digest = hashlib.sha256(described.encode()).hexdigest()
         context_tokens, ranks = model.context_tokens or 0, model.tensor_parallel
-        return ServedFiles(path, self._entry.name, digest, num_bytes, context_tokens, ranks), {}
+        quant = model.quant or (label_in(path.name) if path.suffix == ".gguf" else None)
+        quant = None if quant is None else quant.lower()
+        return ServedFiles(path, self._entry.name, digest, num_bytes, context_tokens, ranks, quant), {}
 
     async def read_text(self, model: KnownModel, path: Path) -> TextSurvey:  # noqa: ARG002 - as Harness has it
         """What a server can do with a template is its own affair: it rejects what it cannot."""

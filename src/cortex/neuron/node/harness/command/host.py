@@ -17,6 +17,7 @@ from cortex.http.upstream.pool import Pool
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, StepOutput
 from cortex.neuron.node.harness.command.server_log import ServerLog
 from cortex.neuron.node.harness.command.server_process import ServerProcess
+from cortex.neuron.node.harness.command.silence_watch import SilenceWatch
 from cortex.neuron.servers.entry import HarnessEntry, StateRequest
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _HEALTH_S = 15.0
 """How long one health check may take."""
+_BEGIN_S = 3600.0
+"""How long a server that works may take, at least, until something of a response arrives: one that is no stream arrives
+when it is done."""
 _LOSS_S = 5.0
 """A server that closes a connection may have died, which is noticed a moment later."""
 _PORT_TRIES = 3
@@ -95,7 +99,13 @@ class CommandHost:
     _watch: asyncio.Task[None] | None = None
     _live: dict[str, float | None] = field(default_factory=dict)
     """Requests with a slot → when the server began to respond."""
+    _silence: SilenceWatch = field(init=False)
     _stats: EngineStats = EngineStats()  # noqa: RUF009 - immutable
+
+    def __post_init__(self) -> None:
+        silence_s = self.entry.silence_timeout_s
+        reason = f"nothing of it has arrived for {silence_s:g} s"
+        self._silence = SilenceWatch(silence_s, lambda: self.end_if_hung(reason))
 
     @property
     def device_indices(self) -> tuple[int, ...]:
@@ -133,7 +143,8 @@ class CommandHost:
         server = self._server = await ServerProcess.start(
             name, self.command.argv(port), self.command.env(port), self.log, self.command.kill(port)
         )
-        limits = UpstreamLimits(silence_s=self.entry.silence_timeout_s)
+        silence_s = self.entry.silence_timeout_s
+        limits = UpstreamLimits(silence_s=silence_s, begin_s=max(silence_s, _BEGIN_S))
         pool = Pool(f"http://127.0.0.1:{port}", self.ticker, limits)
         health = self.entry.health
         healthy = asyncio.create_task(self._wait_until_healthy(pool, server, sink))
@@ -283,13 +294,14 @@ class CommandHost:
         self.resident = None
         self.freed_at_s = asyncio.get_running_loop().time()
         self._live.clear()
+        self._silence.clear()
         if self.pool is not None:
             self.pool.close()
             self.pool = None
 
     async def end_if_hung(self, reason: str) -> None:
         """Called when a response is overdue. A server that sends others, or responds to its health check with any
-        status, serves other clients: it stays."""
+        status, works: it stays."""
         pool = self.pool
         if pool is None:
             return
@@ -297,7 +309,7 @@ class CommandHost:
         if not is_alive and self.entry.health.path != "none":
             is_alive = await self._health_status(pool) is not None
         if is_alive:
-            log.warning("%s: a response is overdue, but the server responds to others: %s", self.model_id, reason)
+            log.info("%s: its server works, but a response is overdue: %s", self.model_id, reason)
         elif self.pool is pool:
             self.kill(reason)
 
@@ -319,21 +331,25 @@ class CommandHost:
 
     def submit(self, request: EngineRequest) -> None:
         self._live[request.id] = None
+        self._silence.begin(request.id)
         self._report(StepOutput(request.id))
 
     def cancel(self, request_id: str) -> None:
+        self._silence.end(request_id)
         if request_id in self._live:
             del self._live[request_id]
             self._report(StepOutput(request_id, finish="cancelled"))
 
     def produced(self, request_id: str) -> None:
         """The server has begun to respond."""
+        self._silence.end(request_id)
         if request_id in self._live:
             self._live[request_id] = asyncio.get_running_loop().time()
             self._report(StepOutput(request_id, tokens=(0,)))  # the server keeps the ids of its tokens to itself
 
     def finished(self, request_id: str, prompt_tokens: int, completion_tokens: int) -> None:
         """The response is complete."""
+        self._silence.end(request_id)
         stats = self._stats
         self._stats = replace(
             stats,

@@ -1,5 +1,5 @@
 // Every node with its devices and models, live, and the orders that an operator may give.
-import { bytes, count, deviceGroups, hue, percent, plural, rate } from "../format.js";
+import { bytes, count, deviceGroups, hue, percent, plural, rate, withoutName } from "../format.js";
 import { html, useState } from "../html.js";
 import { Jobs } from "../jobs.js";
 import { Order } from "../orders.js";
@@ -116,6 +116,7 @@ function NodeCard({ name, onOrder }) {
       ${here.models.length > SHOWN_MODELS && html`
         <button class="ghost small" onClick=${() => setAll(!all)}>${all ? "Show fewer" : `Show all ${here.models.length} models`}</button>`}
       ${here.up && here.models.length + here.shares.length === 0 && html`<p class="dim">No model is loaded here.</p>`}
+      ${Object.entries({ ...here.absent_models, ...here.cold_reasons }).map(([id, reason]) => html`<p key=${id} class="problem">${id}: ${withoutName(id, reason)}</p>`)}
       <${ColdModels} here=${here} onOrder=${onOrder} />
     </article>`;
 }
@@ -240,7 +241,7 @@ function ModelRow({ here, model, onOrder }) {
         <div class="numbers dim">
           <span>${inFlight(model)} in flight</span>
           ${model.load.waiting > 0 && html`<span class="warn-text">${model.load.waiting} waiting</span>`}
-          ${model.kv_bytes != null && html`<span>KV ${percent(model.load.kv_used_fraction)} used</span>`}
+          ${model.kv_bytes > 0 && html`<span>KV ${percent(model.load.kv_used_fraction)} used</span>`}
           <${Rate} node=${here.name} model=${model} />
         </div>`}
       ${model.progress && html`<${Progress} progress=${model.progress} />`}

@@ -1,6 +1,6 @@
 // The catalogue: what every model is, where it is, where it fits; and files on the disks of nodes.
 import { get, inPath, remove } from "../api.js";
-import { bytes, compact, count, deviceGroups, money, plural } from "../format.js";
+import { bytes, compact, count, deviceGroups, money, plural, withoutName } from "../format.js";
 import { html, useEffect, useState } from "../html.js";
 import { Jobs, endedJobs } from "../jobs.js";
 import { Explanation, Order } from "../orders.js";
@@ -63,7 +63,7 @@ function Row({ model, aliases, operator, onOrder, reload }) {
     <li>
       <div class="catalogue-head">
         <button class="link name" aria-expanded=${open} title=${model.id} onClick=${() => setOpen(!open)}>${model.id}</button>
-        ${first ? html`<${Badge} kind=${KINDS[first.status] ?? ""}>${first.status}${others > 0 ? ` on ${others + 1} nodes` : ""}<//>` : html`<${Badge}>not loaded<//>`}
+        ${first ? html`<${Badge} kind=${KINDS[first.status] ?? ""}>${first.status}${others > 0 ? ` on ${others + 1} nodes` : ""}<//>` : html`<${Badge} kind=${model.failures ? "bad" : ""}>${model.failures ? "last load failed" : "not loaded"}<//>`}
         ${aliases.map((alias) => html`<span key=${alias.id} class="chip" title="Alias">${alias.id}</span>`)}
         <span class="grow"></span>
         <span class="row-tools">
@@ -108,10 +108,11 @@ function Detail({ model, operator, reload }) {
   const { value, error } = useLoaded(async (signal) => (operator ? get(`fleet/explain/${inPath(model.id)}?origin=operator`, { signal }) : null), [model.id]);
   return html`
     <div class="model-detail">
-      <p class="dim">Context ${count(model.limit.context)} tokens, of them at most ${count(model.limit.output)} of output. ${model.sizes.map((size) => `${size.quant ?? "Unquantised"}: ${bytes(size.bytes)} on ${size.nodes.join(", ")}`).join(". ")}</p>
+      <p class="dim">${model.limit.context ? `Context ${count(model.limit.context)} tokens, of them at most ${count(model.limit.output)} of output. ` : ""}${model.sizes.map((size) => `${size.quant ?? (size.dtype ? "Unquantised" : "In memory")}: ${bytes(size.bytes)} on ${size.nodes.join(", ")}`).join(". ")}</p>
       ${Object.keys(model.sampling).length > 0 && html`<p class="dim">Samples with ${sampling(model.sampling)} where a request says nothing.</p>`}
       ${model.locations.filter((place) => place.replica_devices?.length > 1).map(({ node, replica_devices: replicas }) => html`<p key=${node} class="dim">${node}: ${replicas.length} replicas on devices ${deviceGroups(replicas)}</p>`)}
-      ${model.locations.filter((place) => place.reason).map((place) => html`<p key=${place.node} class="problem">${place.node}: ${place.reason}</p>`)}
+      ${model.locations.filter((place) => place.reason).map((place) => html`<p key=${place.node} class="problem">${place.node}: ${withoutName(model.id, place.reason)}</p>`)}
+      ${Object.entries(model.failures ?? {}).filter(([node]) => !model.locations.some((place) => place.node === node)).map(([node, reason]) => html`<p key=${node} class="problem">${node}: ${withoutName(model.id, reason)}</p>`)}
       ${error && html`<${Problem} error=${error} />`}
       ${value && html`<${Explanation} decision=${value} />`}
       ${operator && html`<${Files} model=${model} reload=${reload} />`}

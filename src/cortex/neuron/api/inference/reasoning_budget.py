@@ -59,14 +59,14 @@ class BudgetedGeneration:
         self._job = job
         self._budget_tokens = budget_tokens
         self._watch = text.reasoning_watch(rendered)
-        self._thought: list[int] = []
+        self._reasoning: list[int] = []
         self._is_cut = False
         self._is_paused = False
         self._is_cancelled = False
         self._running = begin(job)
 
     def follow(self, receive: Receive, fail: Fail) -> None:
-        self._running.follow(partial(self._receive_thought, receive, fail), partial(self._fail_thought, fail))
+        self._running.follow(partial(self._receive_reasoning, receive, fail), partial(self._fail_reasoning, fail))
 
     def pause(self) -> None:
         self._is_paused = True
@@ -80,7 +80,7 @@ class BudgetedGeneration:
         self._is_cancelled = True
         self._running.cancel()
 
-    def _receive_thought(self, receive: Receive, fail: Fail, batch: Sequence[StepOutput]) -> None:
+    def _receive_reasoning(self, receive: Receive, fail: Fail, batch: Sequence[StepOutput]) -> None:
         if self._is_cut:  # the end of the cancelled sequence
             return
         cut = self._cut(batch)
@@ -90,7 +90,7 @@ class BudgetedGeneration:
         self._is_cut = True
         self._running.cancel()
         closing = self._text.reasoning_end
-        num_left = self._job.max_tokens - len(self._thought) - len(closing)
+        num_left = self._job.max_tokens - len(self._reasoning) - len(closing)
         receive([*cut, StepOutput(self._job.id, closing, finish=None if num_left > 0 else "length")])
         if num_left > 0 and not self._is_cancelled:
             self._answer(receive, fail, self._conclusion(closing, num_left))
@@ -105,7 +105,7 @@ class BudgetedGeneration:
             self._running.pause()
         self._running.follow(receive, fail)
 
-    def _fail_thought(self, fail: Fail, error: CortexError) -> None:
+    def _fail_reasoning(self, fail: Fail, error: CortexError) -> None:
         if not self._is_cut:
             fail(error)
 
@@ -115,10 +115,10 @@ class BudgetedGeneration:
             for place, token in enumerate(output.tokens, start=1):
                 if self._watch.is_over:
                     return None
-                self._thought.append(token)
+                self._reasoning.append(token)
                 self._watch.push(token)
                 ends_here = output.finish is not None and place == len(output.tokens)
-                if len(self._thought) >= self._budget_tokens and self._watch.is_thinking and not ends_here:
+                if len(self._reasoning) >= self._budget_tokens and self._watch.is_thinking and not ends_here:
                     last = output._replace(tokens=output.tokens[:place], logprobs=output.logprobs[:place], finish=None)
                     return [*batch[:number], last]
         return None
@@ -129,8 +129,8 @@ class BudgetedGeneration:
         return replace(
             job,
             id=f"{job.id}.answer",
-            prompt=(*job.prompt, *self._thought, *closing),
+            prompt=(*job.prompt, *self._reasoning, *closing),
             max_tokens=max_tokens,
-            min_tokens=min(max_tokens, max(0, job.min_tokens - len(self._thought))),
+            min_tokens=min(max_tokens, max(0, job.min_tokens - len(self._reasoning))),
             grammar=self._response_grammar,
         )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from cortex.neuron.engine.drawn_tokens import until_end
 from cortex.neuron.engine.request import EngineRequest, FinishReason
 from cortex.neuron.engine.sequence import Sequence
-from cortex.neuron.engine.step_loop import until_end
 
 STOP = 9
 

@@ -1,64 +1,29 @@
-"""Every view in a real browser, over a gateway whose nodes the test directs."""
+"""The views of nodes and models in a real browser, over a gateway whose nodes the test directs."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
-from cortex.wire.node.protocol import Capabilities, ModelLoad, ModelShare, ModelState, Progress
+from cortex.wire.node.protocol import ModelLoad, ModelShare, ModelState, Progress
 
-from ..gateway.fake_neuron import GB, opened_gate
-from ..picture_files import base64_of, data_url, picture
-from .stage import REPLY, DirectedNode, Stage
+from ..gateway.fake_neuron import GB
+from .chromium import wait_until
+from .small_fleet import SmallFleet, card
+from .stage import DirectedNode, Stage
 
 if TYPE_CHECKING:
-    from playwright.sync_api import FilePayload, Locator, Page
+    from playwright.sync_api import Page
+
+pytestmark = pytest.mark.usefixtures("node")
 
 
-EVIL = "<img src=x onerror=window.hacked=1>"
-"""A model may have any name, and any text in its responses."""
-
-
-@pytest.fixture(scope="module")
-def wide(stage: Stage) -> DirectedNode:
-    """A node with one model over both of its devices, which the catalogue pins, and no room for sleeping models."""
-    started = DirectedNode("wide", sizes={"wide-model": 20 * GB}, kv={"wide-model": 4 * GB}, total_bytes=12 * GB)
-    started.device_names, started.places, started.can_sleep = ("GPU", "GPU"), {"wide-model": (0, 1)}, False
-    started.states["wide-model"] = ModelState.READY
-    return stage.add(started)
-
-
-@pytest.fixture(scope="module")
-def node(stage: Stage, wide: DirectedNode) -> DirectedNode:
-    """The node of most tests, behind an open gateway together with one that is down."""
-    sizes = {"small": 2 * GB, "large": 20 * GB, "cold": 4 * GB, f"org/{EVIL}": GB}
-    started = stage.add(DirectedNode("beast", sizes=sizes, kv={"small": GB}, foreign_bytes=GB))
-    started.states["small"] = ModelState.READY
-    started.states[f"org/{EVIL}"] = ModelState.FAILED
-    started.reasons[f"org/{EVIL}"] = EVIL
-    gone = stage.add(DirectedNode("cellar"))
-    stage.open_gateway(models='[[models]]\nid = "small"\n[[models]]\nid = "wide-model"\npinned_on = ["wide"]')
-    stage.call(gone.stop())
-    return started
-
-
-@pytest.fixture(autouse=True)
-def _as_before(node: DirectedNode) -> None:
-    node.script, node.load_gate = list(REPLY), opened_gate()
-    node.progress.clear()
-    node.capabilities.clear()
-    for model in ("large", "cold"):
-        node.states.pop(model, None)
-    node.states["small"] = ModelState.READY
-    node.loads["small"] = ModelLoad(running=2, tokens_per_s=40.0)
-
-
-def card(page: Page, name: str) -> Locator:
-    return page.locator(f"article[aria-label='Node {name}']")
+@pytest.fixture
+def wide(opened: SmallFleet) -> DirectedNode:
+    return opened.wide
 
 
 def test_fleet_shows_nodes_devices_and_models(page: Page) -> None:
@@ -70,6 +35,19 @@ def test_fleet_shows_nodes_devices_and_models(page: Page) -> None:
     beast.locator(".sparkline").wait_for()
     card(page, "cellar").get_by_text("down", exact=True).wait_for()
     page.get_by_text("2 up, 1 down").wait_for()
+
+
+def test_cold_model_shows_why_its_last_load_failed(page: Page, node: DirectedNode) -> None:
+    node.reasons["cold"] = "cold: the disk is broken"
+    try:
+        page.goto("#/fleet")
+        card(page, "beast").get_by_text("cold: the disk is broken", exact=True).wait_for()
+        page.goto("#/models")
+        page.get_by_text("last load failed").wait_for()
+        page.get_by_role("button", name="cold", exact=True).click()
+        page.get_by_text("beast: the disk is broken", exact=True).wait_for()
+    finally:
+        del node.reasons["cold"]
 
 
 def test_model_over_two_devices_is_on_both_bars(page: Page, wide: DirectedNode) -> None:
@@ -166,9 +144,8 @@ def test_legend_has_the_colours_of_the_bars(page: Page) -> None:
     colour = "each => getComputedStyle(each).background"
     for kind in (".part:not(.kv):not(.free):not(.foreign)", ".part.kv:not(.changing)"):
         shown = bar.locator(kind).first.evaluate(colour)
-        page.wait_for_function(
-            f"shown => getComputedStyle(document.querySelector('.legend {kind}')).background === shown", arg=shown
-        )
+        legend = f"getComputedStyle(document.querySelector('.legend {kind}')).background"
+        wait_until(page, f"shown => {legend} === shown", shown)
 
 
 def test_cold_load_is_watched_to_ready(page: Page, stage: Stage, node: DirectedNode) -> None:
@@ -254,7 +231,7 @@ def test_menu_closes_on_escape_as_soon_as_it_is_there(page: Page) -> None:
         }).observe(document.body, { childList: true, subtree: true });
     """)
     page.get_by_role("link", name="Fleet").click()
-    page.wait_for_function("window.isOpen !== null")
+    wait_until(page, "window.isOpen !== null")
     assert page.evaluate("window.isOpen") is False
 
 
@@ -274,152 +251,6 @@ def test_unload_needs_a_confirmation(page: Page, node: DirectedNode) -> None:
     page.get_by_role("dialog").get_by_role("button", name="Unload").click()
     row.wait_for(state="detached")
     assert node.unload_requests[-1].model_id == "small"
-
-
-def say(page: Page, text: str) -> None:
-    page.get_by_label("Message", exact=True).fill(text)
-    page.keyboard.press("Enter")
-
-
-def test_chat_streams_text_thoughts_code_and_numbers(page: Page, stage: Stage, node: DirectedNode) -> None:
-    seen = stage.gate()
-    node.script = [*REPLY[:3], seen, *REPLY[3:]]
-    page.goto("#/playground")
-    say(page, "make me a list")
-    page.get_by_text("Thinking…").wait_for()
-    stage.open(seen)
-    reply = page.get_by_label("Response of small")
-    reply.get_by_text(re.compile(r"first token .* tok/s · 7 in · 4 cached · 3 out")).wait_for()
-    assert reply.locator("strong").inner_text() == "what"
-    assert reply.locator("pre code .hljs-keyword").first.inner_text() == "for"
-    assert not reply.get_by_text("I should keep it short.").is_visible()
-    reply.get_by_text("Thoughts").click()
-    reply.get_by_text("I should keep it short.").wait_for()
-    page.reload()
-    page.get_by_role("button", name="make me a list", exact=True).click()
-    assert page.get_by_label("Response of small").locator("strong").inner_text() == "what", "kept in this browser"
-
-
-def unfinished(stage: Stage) -> tuple[list[dict[str, Any] | asyncio.Event], asyncio.Event]:
-    """A response that stops after a few words, until the event is set."""
-    gate = stage.gate()
-    return [*({"content": f"word{index} "} for index in range(4)), gate], gate
-
-
-def test_response_is_stopped_regenerated_and_edited(page: Page, stage: Stage, node: DirectedNode) -> None:
-    node.script, stopped = unfinished(stage)
-    page.goto("#/playground")
-    say(page, "first question")
-    page.get_by_text("word3").wait_for()
-    page.get_by_role("button", name="Stop").click()
-    page.get_by_text("stopped ·").wait_for()
-    stage.open(stopped)
-    node.script = [{"content": "a new one"}]
-    page.get_by_role("button", name="Regenerate").click()
-    page.get_by_text("a new one").wait_for()
-    page.get_by_role("button", name="Edit").click()
-    page.get_by_label("Edit the message").fill("second question")
-    node.script = [{"content": "an edited one"}]
-    page.get_by_role("button", name="Send again").click()
-    page.get_by_text("an edited one").wait_for()
-    assert [message["content"] for message in node.seen[-1].body["messages"]] == ["second question"]
-
-
-def test_two_models_respond_side_by_side_with_settings_and_tool_calls(page: Page, node: DirectedNode) -> None:
-    node.states["cold"] = ModelState.READY
-    call = {"index": 0, "id": "call_1", "function": {"name": "get_weather", "arguments": '{"city":'}}
-    rest = {"index": 0, "function": {"arguments": '"Oslo"}'}}
-    node.script = [{"tool_calls": [call]}, {"tool_calls": [rest]}]
-    page.goto("#/playground")
-    page.get_by_label("Model", exact=True).select_option("small")
-    page.get_by_role("button", name="Compare").click()
-    page.get_by_label("Second model").select_option("cold")
-    page.get_by_role("button", name="Settings").click()
-    page.get_by_label("System prompt").fill("be brief")
-    page.get_by_label("Temperature").fill("0.5")
-    say(page, "weather?")
-    for model in ("small", "cold"):
-        reply = page.get_by_label(f"Response of {model}")
-        reply.get_by_text("get_weather").wait_for()
-        reply.get_by_text('"city": "Oslo"').wait_for()
-    body = node.seen[-1].body
-    assert body["temperature"] == 0.5
-    assert "top_p" not in body
-    assert body["messages"][0] == {"role": "system", "content": "be brief"}
-
-
-def test_cold_model_is_loaded_by_a_message_and_the_wait_is_explained(
-    page: Page, stage: Stage, node: DirectedNode
-) -> None:
-    node.load_gate = stage.gate()
-    node.progress["cold"] = Progress(stage="warm")
-    page.goto("#/playground")
-    page.get_by_label("Model", exact=True).select_option("cold")
-    say(page, "hello")
-    page.get_by_text("Loading on beast").wait_for()
-    page.get_by_text("Warming up").wait_for()
-    stage.open(node.load_gate)
-    page.get_by_text("3 out").wait_for()
-
-
-def test_request_is_copied_for_other_programs(page: Page, stage: Stage) -> None:
-    page.goto("#/playground")
-    for name, expected in (
-        ("Curl", f"curl {stage.url}v1/chat/completions"),
-        ("Python", f'OpenAI(base_url="{stage.url}v1"'),
-        ("Environment for Claude Code", f"ANTHROPIC_BASE_URL='{stage.url[:-1]}'"),
-    ):
-        page.get_by_text("Copy as").click()
-        page.get_by_role("menuitem", name=name).click()
-        assert expected in page.locator("pre.snippet").inner_text()
-        page.keyboard.press("Escape")
-        page.get_by_role("dialog").wait_for(state="detached")
-
-
-HOSTILE = """
-<script>window.hacked=1</script><img src="/leak.png" onerror="window.hacked=1"> <svg onload=window.hacked=1></svg>
-![alt](http://127.0.0.1:1/leak.png) ![x](javascript:window.hacked=1) [click](javascript:window.hacked=1)
-<a href="https://evil.example/">link</a> <iframe src="javascript:parent.hacked=1"></iframe>
-`<b onclick=1>` [ref]: https://evil.example "onerror=1"
-<style>body{display:none}</style><form action="https://evil.example"><button>go</button></form>
-
-```html
-<img src=x onerror=window.hacked=1>
-```
-"""
-
-
-def test_nothing_of_a_response_or_a_name_is_executed_or_fetched(page: Page, node: DirectedNode) -> None:
-    requested: list[str] = []
-    page.on("request", lambda request: requested.append(request.url))
-    node.script = [{"reasoning_content": HOSTILE}, {"content": HOSTILE}]
-    page.goto("#/playground")
-    say(page, HOSTILE)
-    reply = page.get_by_label("Response of small")
-    reply.get_by_text("3 out").wait_for()
-    reply.get_by_text("Thoughts").click()
-    assert reply.locator("img, a, script, iframe, svg, form, style, button:not(.ghost)").count() == 0
-    assert "(javascript:window.hacked=1)" in reply.locator(".markdown").inner_text(), "shown, inert"
-    page.goto("#/fleet")
-    card(page, "beast").get_by_text(EVIL).first.wait_for()
-    assert not page.evaluate("window.hacked")
-    assert not [url for url in requested if "leak" in url or "evil" in url]
-
-
-def test_response_that_is_cut_off_is_reported_and_keeps_its_text(page: Page, stage: Stage, node: DirectedNode) -> None:
-    node.script, cut_off = unfinished(stage)
-    page.goto("#/playground")
-    page.get_by_label("Model", exact=True).select_option("small")
-    say(page, "a long story")
-    page.get_by_text("word3").wait_for()
-    stage.stop_gateway()
-    page.get_by_text("The connection to the gateway was lost before the response was complete").wait_for()
-    stage.start_gateway()
-    stage.open(cut_off)
-    assert "word3" in page.get_by_label("Response of small").inner_text()
-    node.script = [{"content": "the whole story"}]
-    page.get_by_role("button", name="Try again").click()
-    page.get_by_text("the whole story").wait_for()
 
 
 def test_page_reconnects_after_the_gateway_restarts(page: Page, stage: Stage, node: DirectedNode) -> None:
@@ -492,65 +323,3 @@ def test_every_model_is_listed_once(page: Page, large_fleet: LargeFleet) -> None
     rows.nth(10).wait_for(state="detached")
     assert rows.count() == 10
     page.get_by_text("fits on 32 or more nodes").first.wait_for()
-
-
-def drop(page: Page, how: str, file: bytes, name: str, kind: str) -> None:
-    """Paste or drop a file on the conversation."""
-    page.evaluate(
-        """([how, data, name, kind]) => {
-            const bytes = Uint8Array.from(atob(data), (character) => character.charCodeAt(0));
-            const transfer = new DataTransfer();
-            transfer.items.add(new File([bytes], name, { type: kind }));
-            const target = document.querySelector(".composer textarea");
-            const options = { bubbles: true, cancelable: true };
-            target.dispatchEvent(how === "paste"
-                ? new ClipboardEvent("paste", { ...options, clipboardData: transfer })
-                : new DragEvent("drop", { ...options, dataTransfer: transfer }));
-        }""",
-        [how, base64_of(file), name, kind],
-    )
-
-
-def test_pictures_are_chosen_pasted_dropped_removed_and_sent(page: Page, node: DirectedNode) -> None:
-    node.capabilities["small"] = Capabilities(tools=True, vision=True)
-    red, blue = picture(400, 300), picture(30, 40, color=(0, 0, 200))
-    page.goto("#/playground")
-    chosen: list[FilePayload] = [
-        {"name": f"{name}.png", "mimeType": "image/png", "buffer": file} for name, file in (("red", red), ("x", blue))
-    ]
-    page.get_by_label("Pictures", exact=True).set_input_files(chosen)
-    attached = page.get_by_label("Pictures of the next message")
-    attached.get_by_alt_text("x.png").wait_for()
-    page.get_by_role("button", name="Remove x.png").click()
-    drop(page, "paste", blue, "pasted.png", "image/png")
-    attached.get_by_alt_text("pasted.png").wait_for()
-    drop(page, "drop", b"%PDF", "notes.pdf", "application/pdf")
-    page.get_by_text("notes.pdf is no picture that can be sent").wait_for()
-    drop(page, "drop", red, "dropped.png", "image/png")
-    attached.get_by_alt_text("dropped.png").wait_for()
-    assert attached.locator("img").count() == 3
-    say(page, "what is this?")
-    page.get_by_text(re.compile("3 out")).wait_for()
-    assert attached.count() == 0
-    page.wait_for_function(
-        "[...document.querySelectorAll('.question img')].map((each) => each.naturalWidth).join() === '400,30,400'"
-    )
-    shown = [{"type": "image_url", "image_url": {"url": data_url(file)}} for file in (red, blue, red)]
-    assert node.seen[-1].body["messages"][0]["content"] == [*shown, {"type": "text", "text": "what is this?"}]
-    page.get_by_text("Copy as").click()
-    page.get_by_role("menuitem", name="Curl").click()
-    assert "data:image/png;base64,..." in page.locator("pre.snippet").inner_text()
-    page.reload()
-    page.get_by_role("button", name="what is this?", exact=True).click()
-    page.locator(".question img").nth(2).wait_for()  # kept in this browser
-    assert page.locator(".question img").count() == 3
-
-
-def test_models_that_read_text_only_are_named_before_pictures_are_sent(page: Page, node: DirectedNode) -> None:
-    node.capabilities |= {"small": Capabilities(tools=True), "cold": Capabilities(tools=True, vision=True)}
-    page.goto("#/playground")
-    page.get_by_label("Model", exact=True).select_option("small")
-    drop(page, "paste", picture(40, 30), "shot.png", "image/png")
-    page.get_by_text("small is not known to read pictures. Choose cold, or remove the pictures.").wait_for()
-    say(page, "")
-    page.get_by_text("small reads text only, and the request has pictures").wait_for()

@@ -1,0 +1,127 @@
+"""What a dispatcher knows, and what it would decide now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cortex.fleet.catalogue import Catalogue, Cost, ModelSpec
+from cortex.fleet.placement.decision import Decision, Origin
+from cortex.fleet.placement.feasibility import Feasibility
+from cortex.fleet.placement.place import place, place_new
+from cortex.fleet.topology import Fleet, ModelOnNode, counted_node
+from cortex.gateway.dispatch.fleet_state import FleetState
+from cortex.gateway.dispatch.leases import LeasePool
+from cortex.gateway.dispatch.queues import Queues
+from cortex.wire.errors import CortexError, NodeNotFound, shorten
+
+
+class CountedFleet:
+    """The fleet with this gateway's own request counts. It is derived when it is asked for, where requests or reports
+    changed something since the last time. It is asked for after every report, so that a decision finds few nodes to
+    count, and none to release."""
+
+    def __init__(self, fleet_state: FleetState, leases: LeasePool) -> None:
+        self._fleet_state = fleet_state
+        self._leases = leases
+        self._last: Fleet | None = None
+
+    def forget(self) -> None:
+        """Other nodes make up the fleet."""
+        self._last = None
+
+    def fleet(self) -> Fleet:
+        fleet, leases, recount = self._fleet_state.fleet, self._leases, self._leases.recount
+        if self._last is None:
+            self._last = fleet.with_in_flight(leases.in_flight)
+        elif recount or fleet.measured is not self._last.measured:
+            nodes = [node for name in recount if (node := fleet.node(name)) is not None]
+            counted = [counted_node(node, leases.in_flight_on(node.name)) for node in nodes]
+            self._last = self._last.with_nodes(counted, measured=fleet.measured, index=fleet.index)
+        recount.clear()
+        return self._last
+
+
+class DispatchView:
+    """Fleet state, leases and queues, for reading: nothing here changes them. Belongs to the loop's thread."""
+
+    def __init__(self, fleet_state: FleetState, clock: Callable[[], float]) -> None:
+        self._fleet_state = fleet_state
+        self._clock = clock
+        self._leases = LeasePool(fleet_state, clock)
+        self._queues = Queues()
+        self._counted = CountedFleet(fleet_state, self._leases)
+        self.resolve = fleet_state.resolve
+        self.check_pictures = self._leases.check_pictures
+
+    @property
+    def fleet(self) -> Fleet:
+        """The current fleet, with this gateway's own request counts."""
+        return self._counted.fleet()
+
+    @property
+    def catalogue(self) -> Catalogue:
+        return self._fleet_state.settings.catalogue
+
+    @property
+    def queue_depths(self) -> dict[str, int]:
+        return self._queues.depths
+
+    @property
+    def in_flight(self) -> dict[ModelOnNode, int]:
+        """Requests open at each model on each node; only those with any."""
+        return self._leases.in_flight
+
+    def is_ready(self, model: str, node: str) -> bool:
+        return any(here.name == node for here, _ in self._fleet_state.fleet.replicas(model))
+
+    @property
+    def pins(self) -> frozenset[ModelOnNode]:
+        """Set by the operator, beyond those of the catalogue."""
+        return frozenset(self._fleet_state.pins)
+
+    @property
+    def drained(self) -> frozenset[str]:
+        """Nodes that the operator drained."""
+        return self._fleet_state.drained
+
+    def awaited_victims(self, target: ModelOnNode) -> frozenset[str]:
+        """The models that must be unloaded before the load at `target` can begin."""
+        job = self._fleet_state.loads.get(target)
+        return frozenset() if job is None else frozenset(victim.model for victim in job.victims)
+
+    def explain(self, model: str, origin: Origin = "request", *, only_on: str | None = None) -> Decision:
+        """What would be decided now. Changes nothing. Raises NodeNotFound."""
+        self.check_node(only_on)
+        return place(model, self.fleet, self._clock(), origin=origin, only_on=only_on)
+
+    def check_node(self, node: str | None) -> None:
+        """Raises NodeNotFound for a name that no node has."""
+        if node is not None and node not in self._fleet_state:
+            known = ", ".join(self._fleet_state) or "none"
+            raise NodeNotFound(f"There is no node {shorten(node)}; the fleet has {known}.", param="node")
+
+    def explain_new(self, model: str, num_bytes: int) -> Decision:
+        """Where an operator could load a model that no node has yet."""
+        return place_new(model, num_bytes, self.fleet, self._clock())
+
+    def feasibility(self) -> Feasibility:
+        """The nodes that could serve each model, now or after making room."""
+        return Feasibility(self._fleet_state.fleet, self._clock())
+
+    def context_tokens(self, name: str) -> int | None:
+        """The context of the model that a request names; None where it is not known, or there is no such model."""
+        try:
+            return self._leases.context_tokens(self.resolve(name).model_id)
+        except CortexError:
+            return None
+
+    def spec(self, name: str) -> ModelSpec:
+        """The entry of the model that a request names; an empty one where there is no such model."""
+        try:
+            return self.catalogue.spec(self.resolve(name).model_id)
+        except CortexError:
+            return ModelSpec(id=name)
+
+    def cost(self, name: str) -> Cost:
+        """The prices of the model that a request names."""
+        return self.spec(name).cost

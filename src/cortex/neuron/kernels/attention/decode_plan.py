@@ -1,0 +1,70 @@
+"""How the programs of decode attention divide the keys. Pure decisions over sizes, as measured on Hopper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cortex.neuron.kernels.shared_memory import SharedMemory
+
+TILE, SHORT_TILE = 64, 32
+PROGRAMS_PER_PROCESSOR, LARGE_PER_PROCESSOR = 3, 2
+"""This many programs saturate the memory bandwidth, or fit where heads are large; more splits only add work."""
+LARGE, LARGE_WARPS = 256, 4
+WIDE, WIDE_WARPS = 512, 8
+"""From these head sizes on, fewer warps have too few registers."""
+MAX_SPLITS = 64
+MIN_GROUP = 4
+"""Query heads of a kv head are padded to this number."""
+QUERY_BYTES = 4 << 10
+"""Shared memory for intermediate values of the queries, besides the queries."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    splits: int
+    """Programs that divide the keys of a row and kv head, at most."""
+    tile: int
+    """Positions that a program takes at once."""
+    warps: int
+    holds: bool
+    """Whether the first tile is loaded into registers before the queries are there. Large heads need the registers."""
+    joins: bool
+    """Whether a second launch combines the partial results of the splits. For large heads this is faster than letting
+    the last program of a kv head combine them."""
+
+
+def decode_plan(
+    cells: int,
+    max_length: int,
+    group_pad: int,
+    dim_block: int,
+    element_bytes: int,
+    processors: int,
+    shared: SharedMemory,
+) -> DecodePlan:
+    """cells: rows × kv heads. max_length: positions that a row attends to, at most. group_pad, dim_block: the query
+    heads of a kv head and the dimensions of a head, as powers of two."""
+    is_large = dim_block >= LARGE
+    per_processor = LARGE_PER_PROCESSOR if is_large else PROGRAMS_PER_PROCESSOR
+    splits = max(1, min(MAX_SPLITS, per_processor * processors // cells, -(-max_length // TILE)))
+    if is_large:
+        wanted = TILE if splits <= 2 else SHORT_TILE
+    else:
+        # With one split per row and at most two programs per processor, larger tiles keep more loads in flight.
+        wanted = 2 * TILE if splits == 1 and cells <= 2 * processors else TILE
+    tile = fitting_tile(wanted, group_pad, dim_block * element_bytes, shared)
+    return DecodePlan(splits, tile, _num_warps(tile, dim_block), holds=not is_large, joins=is_large and splits > 1)
+
+
+def fitting_tile(wanted: int, group_pad: int, head_bytes: int, shared: SharedMemory) -> int:
+    """Positions per tile: shared memory holds their keys and values, and twice the queries, of `head_bytes` each."""
+    tile = wanted
+    while tile > 16 and not shared.holds(2 * (tile + max(16, group_pad)) * head_bytes + QUERY_BYTES):
+        tile //= 2
+    return tile
+
+
+def _num_warps(tile: int, dim_block: int) -> int:
+    if dim_block >= LARGE:
+        return LARGE_WARPS if dim_block < WIDE else WIDE_WARPS
+    return max(1, tile // 32)

@@ -1,0 +1,102 @@
+"""Orders to a node, and what it responds to them: the JSON of load and unload, of files, the hub and devices."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.node.load_options import Count, LoadOptions
+from cortex.wire.node.protocol import NodeValue
+
+log = logging.getLogger(__name__)
+
+ModelName = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
+
+
+class LoadRequest(LoadOptions, frozen=True, kw_only=True):
+    """`POST /models/load`. What it does not give is as the node is configured. Idempotent: a request for a model that
+    is ready or loading joins it, unless it names another `quant` than that one has, which is rejected with 409."""
+
+    model_id: ModelName
+    max_bytes: Count | None = None
+    """The most that weights and KV cache may take, over all devices; as the node is configured when absent."""
+    max_bytes_of_nodes: Annotated[tuple[Count | None, ...], Meta(max_length=64)] = ()
+    """The most that they may take of each of `nodes`, if the layers are divided among these."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tensor_parallel > 1 and self.pipeline_parallel > 1:
+            raise ValueError(f"`{self.model_id}` has tensor_parallel and pipeline_parallel: send only one of them")
+
+
+class SleepOption(NodeValue, frozen=True, kw_only=True):
+    """The part of an unload request that says whether the model may sleep."""
+
+    sleep: bool = False
+    """Keep the weights in host memory if there is room; the model is then `asleep`, else `cold`."""
+    park: bool | msgspec.UnsetType = msgspec.UNSET
+    """Former name of `sleep`. Accepted with a warning, and never sent."""
+
+    def __post_init__(self) -> None:
+        if self.park is msgspec.UNSET:
+            return
+        if self.sleep:
+            raise ValueError("`park` is the former name of `sleep`: send only `sleep`")
+        log.warning("the field `park` of an unload request is now called `sleep`: rename it")
+        msgspec.structs.force_setattr(self, "sleep", self.park)
+        msgspec.structs.force_setattr(self, "park", msgspec.UNSET)
+
+
+class UnloadRequest(SleepOption, frozen=True, kw_only=True):
+    """`POST /models/unload`. Waits for running requests up to `drain_s`; `force` ends them at once. Idempotent."""
+
+    model_id: ModelName
+    force: bool = False
+    drain_s: float | None = None
+    forget: bool = False
+    """Unload the model and list it no longer. Does nothing to one that the node has by itself, in its configuration or
+    in its cache."""
+
+
+class FilesRequest(NodeValue, frozen=True):
+    """`POST /files/pull`: download a model's files without a load; `POST /files/cancel`: stop that; `POST
+    /files/delete`: delete them, never while the model is in memory. A pull is idempotent."""
+
+    model_id: ModelName
+    source: str | None = None
+    """Hub id; the model id itself when absent."""
+    quant: str | None = None
+
+
+class DeletedFiles(NodeValue, frozen=True):
+    model_id: str
+    freed_bytes: int
+
+
+class HubVariant(NodeValue, frozen=True):
+    """One form of a model in a repository of the hub."""
+
+    quant: str | None
+    """Its quantisation, as a pull names it; None: the repository's safetensors."""
+    num_bytes: int
+    """What a pull of it downloads."""
+    num_files: int
+
+
+class HubRepository(NodeValue, frozen=True):
+    """`GET /hub/{source}`: what a repository of the hub offers, before anything is downloaded."""
+
+    repository: str
+    commit: str
+    variants: tuple[HubVariant, ...]
+
+
+class Recycled(NodeValue, frozen=True):
+    """`POST /devices/{index}/recycle`: whether the device's worker was replaced; not while models are on it."""
+
+    device: int
+    recycled: bool

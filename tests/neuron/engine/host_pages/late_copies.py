@@ -1,0 +1,65 @@
+"""Copies that end late, as those on a stream of their own do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+
+import torch
+
+from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
+from cortex.neuron.engine.host_pages.memory import HostSlabs
+from cortex.neuron.engine.host_pages.store import BlockPlace
+
+MOST_LOOKS = 8
+FAILING_SHARE = 0.1
+"""The share of copies that fail, because the device has no memory for their buffer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LateCopy(RunningCopy):
+    """Runs when somebody waits for it, or after a few looks at it; those that were started before it run first."""
+
+    stream: list[LateCopy] = field(kw_only=True)
+    run: Callable[[], object] = field(kw_only=True)
+    looks: list[None] = field(kw_only=True)
+    """How many times it is still found incomplete."""
+
+    @property
+    def is_complete(self) -> bool:
+        if self not in self.stream:
+            return True
+        if self.looks:
+            self.looks.pop()
+            return False
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        while self in self.stream:
+            self.stream.pop(0).run()
+
+    def precede_steps(self) -> None:
+        self.wait()
+
+
+class LateCopies(BlockCopies):
+    """On a CPU. Steps that do not wait for a copy run before it."""
+
+    random = Random(0)
+
+    def __init__(self, slabs: HostSlabs, device: torch.device) -> None:
+        super().__init__(slabs, device)
+        self._running: list[LateCopy] = []
+
+    def _run(
+        self, blocks: BlockTensors, ids: Sequence[int], places: Sequence[BlockPlace], *, is_outward: bool
+    ) -> RunningCopy:
+        if self.random.random() < FAILING_SHARE:
+            raise torch.OutOfMemoryError
+        run = partial(super()._run, blocks, tuple(ids), tuple(places), is_outward=is_outward)
+        looks = [None] * self.random.randint(0, MOST_LOOKS)
+        self._running.append(LateCopy(None, stream=self._running, run=run, looks=looks))
+        return self._running[-1]

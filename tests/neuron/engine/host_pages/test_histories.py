@@ -1,0 +1,202 @@
+"""Whatever happens to a model, it responds as one that has no host memory for its pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from cortex.neuron.engine import engine as engines
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.host_pages import tier
+from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
+from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+
+from ..test_sleep import DENSE, HYBRID, wake
+from .engines import CPU, filled, new_host
+from .late_copies import LateCopies
+from .test_tier import WINDOWED
+
+FAMILIES = {"dense": (DENSE, 190_000), "hybrid": (HYBRID, 450_000), "windows": (WINDOWED, 600_000)}
+"""With memory for weights and some twelve pages."""
+CONTEXT_TOKENS = 256
+MAX_TOKENS = 4
+NUM_CONVERSATIONS = 6
+"""Together they are more than twice what the device holds."""
+SHARED_TOKENS = 70
+"""The first of every second conversation; they have pages in common."""
+BUDGETS = (0, 40_000, 200_000, 64 << 20)
+EVENTS = (*["ask"] * 8, "sleep", "swap", "other", "idle", "limit", "shrink")
+FEW = hypothesis.settings(
+    max_examples=max(5, hypothesis.settings().max_examples // 6), phases=(hypothesis.Phase.generate,)
+)
+"""A history takes most of a second: one that fails is reported as it is, rather than made shorter for minutes."""
+HISTORIES = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 1 << 30)), min_size=8, max_size=20)
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are copied while steps run, and copies end late."""
+
+    class CopyingTier(tier.HostTier):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options | {"copies_ahead": True})
+
+    monkeypatch.setattr(engines, "HostTier", CopyingTier)
+    monkeypatch.setattr(engines, "BlockCopies", LateCopies)
+    monkeypatch.setattr(tier, "STEPS_BETWEEN_SCANS", 2)
+
+
+@dataclass
+class PlainModel:
+    """It has no host memory, and room for everything."""
+
+    engine: Engine
+    known: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    def response(self, prompt: tuple[int, ...]) -> list[int]:
+        if prompt not in self.known:
+            self.known[prompt] = run(self.engine, {"plain": prompt})["plain"]
+        return self.known[prompt]
+
+
+@dataclass
+class Conversations:
+    """Prompts that grow by the responses to them."""
+
+    plain: PlainModel
+    prompts: list[tuple[int, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.prompts = [self.begun(number) for number in range(NUM_CONVERSATIONS)]
+
+    def begun(self, number: int) -> tuple[int, ...]:
+        shared = [index * 5 % 83 + 3 for index in range(SHARED_TOKENS)] if number % 2 else []
+        return (*shared, *((index * 7 + number * 13) % 83 + 3 for index in range(90)))
+
+    def grow(self, number: int, random: Random) -> None:
+        prompt = self.prompts[number]
+        longer = (*prompt, *self.plain.response(prompt), *random.choices(range(3, 86), k=random.randint(1, 40)))
+        self.prompts[number] = longer if len(longer) + MAX_TOKENS < CONTEXT_TOKENS else self.begun(number)
+
+
+def run(
+    engine: Engine, prompts: dict[str, tuple[int, ...]], cancelled: str = "", after: int = 0
+) -> dict[str, list[int]]:
+    """The greedy responses to concurrent requests; `cancelled` is cancelled after some steps."""
+    responses: dict[str, list[int]] = {name: [] for name in prompts}
+    greedy = SamplingParams(temperature=0.0)
+    for name, prompt in prompts.items():
+        engine.submit(EngineRequest(name, prompt, MAX_TOKENS, greedy, checkpoint_at=(64, 100)))
+    steps = 0
+    while engine.has_work:
+        if steps == after:
+            engine.cancel(cancelled)
+        steps += 1
+        for output in engine.step():
+            responses[output.request_id] += output.tokens
+    return responses
+
+
+def load(family: str, host: DeviceHostMemory | None, seed: int = 0) -> Engine:
+    config, memory_bytes = FAMILIES[family]
+    memory = None if host is None else memory_bytes
+    spec = LoadSpec(path="", dtype="float32", max_num_seqs=4, context_tokens=CONTEXT_TOKENS, memory_bytes=memory)
+    engine = Engine(build_model(config, spec, CPU, filled(seed)), spec)
+    if host is not None:
+        engine.keep_pages(host)
+    return engine
+
+
+class History:
+    """What happens to one model, in host memory that is verified."""
+
+    def __init__(self, family: str, talks: Conversations) -> None:
+        self.host = new_host()
+        self._family = family
+        self._talks = talks
+        self.engine = load(family, self.host)
+        self.num_fetched_tokens = 0
+
+    def happen(self, event: str, random: Random) -> None:
+        LateCopies.random = random
+        match event:
+            case "ask":
+                self._ask(random)
+            case "sleep":
+                self.engine.sleep()
+                wake(self.engine)
+            case "swap":
+                self._unload(self.engine)
+                self.engine = load(self._family, self.host)
+            case "other":
+                other = load(self._family, self.host, seed=1)
+                run(other, {"other": random.choice(self._talks.prompts)})
+                self._unload(other)
+            case "idle":
+                for _ in range(random.randint(1, 4)):
+                    self.engine.prepare()
+            case "limit":
+                self.host.store.limit(random.choice(BUDGETS))
+            case "shrink":
+                self.host.store.shrink(random.randrange(self.host.store.num_bytes + 1))
+        self.host.store.check_integrity()
+
+    def _ask(self, random: Random) -> None:
+        numbers = random.sample(range(NUM_CONVERSATIONS), random.randint(1, 3))
+        prompts = {f"request-{number}": self._talks.prompts[number] for number in numbers}
+        cancelled = random.choice([*prompts, "", ""])
+        responses = run(self.engine, prompts, cancelled, random.randint(0, 4))
+        for number, (name, prompt) in zip(numbers, prompts.items(), strict=True):
+            expected = self._talks.plain.response(prompt)
+            if name == cancelled:
+                assert responses[name] == expected[: len(responses[name])]
+            else:
+                assert responses[name] == expected
+                self._talks.grow(number, random)
+
+    def _unload(self, engine: Engine) -> None:
+        self.num_fetched_tokens += engine.stats().fetched_tokens
+        engine.save_pages()
+        engine.check_integrity()
+        engine.close()
+
+    def end(self) -> None:
+        self._unload(self.engine)
+        self.host.store.limit(0)
+        assert self.host.store.num_bytes == 0, "no copy has been forgotten"
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[dict[str, PlainModel]]:
+    models = {family: PlainModel(load(family, None)) for family in FAMILIES}
+    yield models
+    for model in models.values():
+        model.engine.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@FEW
+@hypothesis.given(events=HISTORIES)
+def test_model_with_any_history_responds_as_one_without_host_memory(
+    plain: dict[str, PlainModel], family: str, events: list[tuple[str, int]]
+) -> None:
+    history = History(family, Conversations(plain[family]))
+    for event, seed in events:
+        history.happen(event, Random(seed))
+    history.end()
+
+
+def test_pages_that_are_overwritten_soon_come_back(plain: dict[str, PlainModel]) -> None:
+    """Else the histories would show nothing."""
+    history = History("dense", Conversations(plain["dense"]))
+    for seed in range(6):
+        history.happen("ask", Random(seed))
+    history.end()
+    assert history.num_fetched_tokens > 0

@@ -1,0 +1,33 @@
+"""A file is short enough to be read in one sitting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MAX_LINES = 400
+LONGER = {"src/cortex/neuron/engine/scheduler.py"}
+"""It is one decision, whose parts make sense only together."""
+INSTALLED = {".venv", "node_modules"}
+
+
+def long_files(root: Path) -> set[str]:
+    """The Python files that have more than `MAX_LINES` lines, relative to `root`."""
+    paths = {
+        path: path.relative_to(root) for folder in ("src", "tests", "bench") for path in (root / folder).rglob("*.py")
+    }
+    own = {path: name for path, name in paths.items() if not INSTALLED & set(name.parts)}
+    return {str(name) for path, name in own.items() if path.read_bytes().count(b"\n") > MAX_LINES}
+
+
+def test_no_file_is_too_long() -> None:
+    assert long_files(ROOT) <= LONGER, "divide them by what they are about"
+
+
+def test_detects_a_file_that_is_too_long(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "tests" / ".venv").mkdir(parents=True)
+    (tmp_path / "tests" / ".venv" / "library.py").write_text("pass\n" * (MAX_LINES + 1))
+    (tmp_path / "src" / "short.py").write_text("pass\n" * MAX_LINES)
+    (tmp_path / "src" / "long.py").write_text("pass\n" * (MAX_LINES + 1))
+    assert long_files(tmp_path) == {"src/long.py"}

@@ -154,7 +154,8 @@ class _Process:
         self.connection.close()
         if self._process.is_alive():
             assert self._process.pid is not None
-            os.kill(self._process.pid, signal.SIGINT)
+            with suppress(ProcessLookupError):  # its end was awaited, and an interrupt came before that was noted
+                os.kill(self._process.pid, signal.SIGINT)
 
     def join(self) -> bool:
         """Waits for its end. Returns whether it has ended."""

@@ -188,9 +188,36 @@ def test_waits(lasting):
     started = start(tmp_path, waits=waits)
     press_ctrl_c(started, tmp_path / "running")
     done = end(started)
-    assert (tmp_path / "torn_down").exists(), done.stderr
+    assert (tmp_path / "torn_down").exists(), done.stdout + done.stderr
     assert done.returncode == pytest.ExitCode.INTERRUPTED
     assert "KeyboardInterrupt: while running test_waits.py::test_waits" in done.stdout, done.stdout
+
+
+def test_ctrl_c_while_the_end_of_a_process_is_noted_lets_the_others_tear_down(tmp_path: Path) -> None:
+    waits = """
+import os, pathlib, pytest, time
+import tests.forked_run
+
+def report_end(process):
+    while not pathlib.Path("running").exists():
+        time.sleep(0.01)
+    os.waitpid(process._process.pid, 0)  # as if the interrupt came between the wait and the note of its result
+    raise KeyboardInterrupt
+
+tests.forked_run._Process.report_end = report_end
+
+@pytest.fixture
+def lasting():
+    yield
+    time.sleep(0.5)
+    pathlib.Path("torn_down").touch()
+def test_waits(lasting):
+    pathlib.Path("running").touch()
+    time.sleep(3600)
+"""
+    done = run(tmp_path, waits=waits)
+    assert (tmp_path / "torn_down").exists(), done.stdout + done.stderr
+    assert done.returncode == pytest.ExitCode.INTERRUPTED
 
 
 def test_second_ctrl_c_ends_a_teardown(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Container
@@ -30,6 +31,10 @@ Group = list[pytest.Item]
 
 END_LIMIT_S = WAIT_S
 """A process that has not ended this long after its last test, or after an interrupt, is killed."""
+
+NOTICE_S = 1.0
+"""A signal that comes just before a process sleeps is noticed when it wakes, so waits are divided, and interrupts of
+tests, whose waits are their own, are repeated."""
 
 
 class ForkedRun:
@@ -68,7 +73,7 @@ class ForkedRun:
 
 def _report_all(session: pytest.Session, processes: dict[Connection, _Process], queue: deque[Group]) -> None:
     while processes:
-        for connection in wait(list(processes)):
+        for connection in wait(list(processes), NOTICE_S):
             assert isinstance(connection, Connection)
             process = processes[connection]
             try:
@@ -92,7 +97,7 @@ def _end_all(processes: list[_Process]) -> None:
         for each in processes:
             each.interrupt()
         for each in processes:
-            each.join()
+            each.join(interrupts=True)
     finally:
         for each in processes:
             each.kill()
@@ -150,17 +155,23 @@ class _Process:
         return self._unfinished[0].nodeid if self._unfinished else ""
 
     def interrupt(self) -> None:
-        """A process that misses the signal ends when its test has ended: nobody receives its report."""
+        """Only the first time counts in the process: the next ones must not stop its teardown."""
         self.connection.close()
         if self._process.is_alive():
             assert self._process.pid is not None
             with suppress(ProcessLookupError):  # its end was awaited, and an interrupt came before that was noted
                 os.kill(self._process.pid, signal.SIGINT)
 
-    def join(self) -> bool:
+    def join(self, interrupts: bool = False) -> bool:
         """Waits for its end. Returns whether it has ended."""
-        self._process.join(END_LIMIT_S)
-        return not self._process.is_alive()
+        limit = time.monotonic() + END_LIMIT_S
+        while not wait([self._process.sentinel], NOTICE_S):
+            if time.monotonic() > limit:
+                return False
+            if interrupts:
+                self.interrupt()
+        self._process.join()
+        return True
 
     def kill(self) -> None:
         self._process.kill()

@@ -220,6 +220,21 @@ def test_waits(lasting):
     assert done.returncode == pytest.ExitCode.INTERRUPTED
 
 
+def test_test_that_misses_the_interrupt_is_interrupted_again(tmp_path: Path) -> None:
+    waits = """
+import pathlib, signal, time
+def test_waits():
+    interrupt = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, interrupt))  # the first one is lost
+    pathlib.Path("running").touch()
+    time.sleep(3600)
+"""
+    started = start(tmp_path, waits=waits)
+    wait_for(tmp_path / "running", started)
+    os.kill(started.pid, signal.SIGINT)
+    assert end(started).returncode == pytest.ExitCode.INTERRUPTED
+
+
 def test_second_ctrl_c_ends_a_teardown(tmp_path: Path) -> None:
     waits = """
 import pathlib, pytest, time

@@ -22,7 +22,7 @@ from cortex.exits import ExitCode
 from cortex.wire.sse import Parser
 
 from ...ports import free_port
-from ...waiting import WAIT_S
+from ...waiting import NEVER_S, WAIT_S
 from ..tiny_models import write_llama
 
 SOURCE = Path(__file__).parents[3] / "src"
@@ -44,10 +44,18 @@ class Daemon:
 
     def children(self) -> dict[int, str]:
         """Processes that the daemon started and that still run, with their names."""
-        listed = subprocess.run(
-            ["ps", "-o", "pid=,comm=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=False
-        )
-        return {int(pid): name for pid, name in (line.split(maxsplit=1) for line in listed.stdout.splitlines())}
+        return children(self.process.pid)
+
+    def fork_server(self) -> int:
+        (found,) = [pid for pid, name in self.children().items() if name not in ("neuron-tokenize", "neuron-survey")]
+        return found
+
+
+def children(process_id: int) -> dict[int, str]:
+    listed = subprocess.run(
+        ["ps", "-o", "pid=,comm=", "--ppid", str(process_id)], capture_output=True, text=True, check=False
+    )
+    return {int(pid): name for pid, name in (line.split(maxsplit=1) for line in listed.stdout.splitlines())}
 
 
 def start(folder: Path, config: str, port: int) -> Daemon:
@@ -64,7 +72,7 @@ def start(folder: Path, config: str, port: int) -> Daemon:
 @pytest.fixture(scope="module")
 def daemon(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """One for all tests. The first finds the model cold, the last ends it."""
-    config = f'drain_s = 1.5\n[[models]]\nid = "tiny"\nsource = "{model_folder}"\ncontext_tokens = 3000\n'
+    config = f'drain_s = {NEVER_S}\n[[models]]\nid = "tiny"\nsource = "{model_folder}"\ncontext_tokens = 3000\n'
     started = start(tmp_path_factory.mktemp("daemon"), config, free_port())
     yield started
     started.process.kill()
@@ -99,6 +107,13 @@ async def model(http: ClientSession) -> dict[str, Any]:
 async def health(http: ClientSession) -> str:
     async with http.get("/health") as response:
         return str((await response.json())["status"])
+
+
+async def until_running(http: ClientSession, expected: bool) -> None:
+    """Returns once requests run, or none does."""
+    async with asyncio.timeout(WAIT_S):
+        while bool((await model(http))["load"]["running"]) is not expected:
+            await asyncio.sleep(0.01)
 
 
 async def completion_tokens(http: ClientSession) -> float:
@@ -171,23 +186,23 @@ async def test_request_loads_the_model_and_disconnect_frees_it(daemon: Daemon, h
 
     await check_prompt_scores(http)
     for stream in (True, False):
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(_read(http, chat(stream=stream, max_tokens=2900, ignore_eos=True)), 0.5)
-        async with asyncio.timeout(WAIT_S):
-            while (await model(http))["load"]["running"]:
-                await asyncio.sleep(0.01)
-    assert await completion_tokens(http) < 2900, "neither response was generated to its end"
+        before = await completion_tokens(http)
+        reading = asyncio.create_task(_read(http, chat(stream=stream, max_tokens=2900, ignore_eos=True)))
+        await until_running(http, True)
+        reading.cancel()
+        await until_running(http, False)
+        assert await completion_tokens(http) < before + 2900, "the response was not generated to its end"
 
 
 async def test_killed_worker_ends_the_stream_with_an_error_and_the_model_recovers(
     daemon: Daemon, http: ClientSession
 ) -> None:
     await _read(http, chat(max_tokens=2))
-    (worker,) = [pid for pid, name in daemon.children().items() if name not in ("neuron-tokenize", "neuron-survey")]
+    fork_server = daemon.fork_server()
     endless = chat(stream=True, max_tokens=2900, ignore_eos=True)
     async with http.post("/v1/chat/completions", json=endless) as response:
         await response.content.readany()
-        os.kill(worker, signal.SIGKILL)
+        os.kill(fork_server, signal.SIGKILL)  # and its worker with it
         last = Parser().feed(await response.read())[-1]
     assert json.loads(last.data)["error"]["code"] == "recovering"
     async with http.post("/v1/chat/completions", json=chat()) as response:
@@ -201,12 +216,12 @@ async def test_killed_worker_ends_the_stream_with_an_error_and_the_model_recover
 
 
 async def test_sigterm_drains(daemon: Daemon, http: ClientSession) -> None:
-    long = asyncio.create_task(_read(http, chat(stream=True, max_tokens=2900, ignore_eos=True)))
-    async with asyncio.timeout(WAIT_S):
-        while not (await model(http))["load"]["running"]:
-            await asyncio.sleep(0.01)
-    children = daemon.children()
-    assert children
+    (worker,) = children(daemon.fork_server())
+    os.kill(worker, signal.SIGSTOP)  # until it goes on, the request runs
+    running = asyncio.create_task(_read(http, chat(stream=True, max_tokens=20, ignore_eos=True)))
+    await until_running(http, True)
+    started = daemon.children()
+    assert started
     daemon.process.send_signal(signal.SIGTERM)
     async with asyncio.timeout(WAIT_S):
         while await health(http) != "draining":
@@ -214,10 +229,10 @@ async def test_sigterm_drains(daemon: Daemon, http: ClientSession) -> None:
     async with http.post("/v1/chat/completions", json=chat()) as response:
         assert response.status == 503
         assert (await response.json())["error"]["code"] == "shutting_down"
-    ended = await long
-    assert b"shutting_down" in ended or ended.endswith(b"data: [DONE]\n\n")
+    os.kill(worker, signal.SIGCONT)
+    assert (await running).endswith(b"data: [DONE]\n\n")
     assert await asyncio.to_thread(daemon.process.wait, WAIT_S) == 0
-    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
 
 
 async def _read(http: ClientSession, body: dict[str, Any]) -> bytes:

@@ -41,17 +41,26 @@ SPEND = {"key": "alice", "model": "a"}
 DEVICE = {"node": "beast", "device": "0"}
 
 
-async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """A stream pauses after its first token; `/v1/messages` streams in the Anthropic dialect."""
-    if not body.get("stream"):
-        return await plain_response(node, request, body)
-    response = await begin_stream(request)
-    anthropic = request.path == "/v1/messages"
-    first = b'event: message_start\ndata: {"type":"message_start"}\n\n' if anthropic else chunk("a", {"content": "x"})
-    await response.write(b": node\n\n" + first)
-    await asyncio.sleep(0.05)
-    await response.write(b"data: [DONE]\n\n" + usage_report.comment(REPORTED))
-    return response
+class PausingNode:
+    """Its streams pause once the client has their first token; `/v1/messages` streams in the Anthropic dialect."""
+
+    def __init__(self) -> None:
+        self.client_has_token = asyncio.Event()
+
+    async def respond(self, node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if not body.get("stream"):
+            return await plain_response(node, request, body)
+        response = await begin_stream(request)
+        anthropic = request.path == "/v1/messages"
+        first = (
+            b'event: message_start\ndata: {"type":"message_start"}\n\n' if anthropic else chunk("a", {"content": "x"})
+        )
+        await response.write(b": node\n\n" + first)
+        await self.client_has_token.wait()
+        self.client_has_token.clear()
+        await asyncio.sleep(0.05)
+        await response.write(b"data: [DONE]\n\n" + usage_report.comment(REPORTED))
+        return response
 
 
 class Clock:
@@ -100,7 +109,8 @@ async def measured(
     clock was stopped."""
     key = generate("alice")
     beast = await neurons("beast", sizes={"a": GB, "b": 20 * GB, "c": 20 * GB}, states={"a": READY, "b": READY})
-    beast.respond = respond
+    pausing = PausingNode()
+    beast.respond = pausing.respond
     beast.loads["a"] = ModelLoad(running=2, waiting=1, kv_used_fraction=0.25)
     plain = beast.health
     device = DeviceHealth(
@@ -113,6 +123,10 @@ async def measured(
     for path in ("/v1/chat/completions", "/v1/messages"):
         assert (await client.post(path, body, **headers))[0] == 200
         async with client.session.post(client.url + path, json=body | {"stream": True}, headers=headers) as response:
+            received = b""
+            while b"data:" not in received:
+                received += await response.content.readany()
+            pausing.client_has_token.set()
             await response.read()
     assert (await client.post("/v1/chat/completions", body | {"model": "nobody"}, **headers))[0] == 404
     beast.load_gate = asyncio.Event()

@@ -144,7 +144,8 @@ class Response:
             f"{daemon.url}/v1/completions", body.encode(), {"content-type": "application/json"}
         )
         self._lines = urllib.request.urlopen(request, timeout=WAIT_S)
-        assert self._lines.readline().startswith(b"data:")
+        while not (line := self._lines.readline()).startswith(b"data:"):
+            assert line, "it ended before its first token"  # and not one of the keepalives before it
 
     def rest(self) -> str:
         return str(self._lines.read().decode())

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,16 @@ def worker_of(node: Node, device: int = 0) -> int:
     process_id = node.devices.supervisors[device].process_id
     assert process_id is not None
     return process_id
+
+
+@contextmanager
+def held(process_id: int) -> Iterator[None]:
+    """The process stands still within the block: what it computes does not end before the block does."""
+    os.kill(process_id, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process_id, signal.SIGCONT)
 
 
 def worker_bytes(node: Node) -> int:

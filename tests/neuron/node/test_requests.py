@@ -23,7 +23,7 @@ from cortex.wire.node.protocol import ModelState
 from ...processes import alive
 from ...waiting import WAIT_S
 from ..generations import Reader
-from .node_calls import has_worker, load, request, tokens_of, until, worker_of
+from .node_calls import has_worker, held, load, request, tokens_of, until, worker_of
 
 
 async def test_error_of_one_request_does_not_affect_others(tmp_path: Path) -> None:
@@ -131,22 +131,23 @@ async def test_reads_do_not_wait_for_busy_engines_or_loads(tmp_path: Path) -> No
 
 
 async def test_close_ends_queued_requests_at_once_and_drains_running_ones(tmp_path: Path) -> None:
-    config = {**models(tmp_path, m={"step_s": 0.005}), "limits": {"max_num_seqs": 1}, "drain_s": WAIT_S}
+    config = {**models(tmp_path, m={}), "limits": {"max_num_seqs": 1}, "drain_s": WAIT_S}
     async with running_node(tmp_path, config) as node:
         await load(node)
         worker = worker_of(node)
-        running = asyncio.create_task(tokens_of(node.generate("m", request("running", max_tokens=200))))
-        queued = asyncio.create_task(tokens_of(node.generate("m", request("queued"))))
-        await until(lambda: node.model("m").load.waiting == 1)
-        closing = asyncio.create_task(node.close())
-        with pytest.raises(ShuttingDown):
-            await asyncio.wait_for(queued, WAIT_S)
-        assert not running.done()
-        with pytest.raises(ShuttingDown):
-            node.generate("m", request("late"))
-        with pytest.raises(ShuttingDown):
-            await load(node)
-        assert node.health().status == "draining"
+        with held(worker):
+            running = asyncio.create_task(tokens_of(node.generate("m", request("running", max_tokens=200))))
+            queued = asyncio.create_task(tokens_of(node.generate("m", request("queued"))))
+            await until(lambda: node.model("m").load.waiting == 1)
+            closing = asyncio.create_task(node.close())
+            with pytest.raises(ShuttingDown):
+                await asyncio.wait_for(queued, WAIT_S)
+            assert not running.done()
+            with pytest.raises(ShuttingDown):
+                node.generate("m", request("late"))
+            with pytest.raises(ShuttingDown):
+                await load(node)
+            assert node.health().status == "draining"
         assert len(await running) == 200
         await closing
         assert not alive(worker)

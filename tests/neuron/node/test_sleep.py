@@ -18,7 +18,7 @@ from cortex.wire.node.protocol import Device, ModelState, ModelStatus
 
 from ...waiting import NEVER_S
 from ..generations import Reader
-from .node_calls import has_worker, load, request, tokens_of, until, worker_of
+from .node_calls import has_worker, held, load, request, tokens_of, until, worker_of
 
 MEBIBYTE = 1 << 20
 
@@ -83,12 +83,14 @@ async def test_wakes_a_model_once_for_many_callers(tmp_path: Path, caplog: pytes
 
 
 async def test_running_requests_finish_before_sleep(tmp_path: Path) -> None:
-    async with running_node(tmp_path, config(tmp_path, m={"step_s": 0.2})) as node:
+    async with running_node(tmp_path, config(tmp_path, m={})) as node:
         await load(node)
-        running = asyncio.create_task(generate(node))
-        await until(lambda: node.model("m").load.running == 1)
-        status = await put_to_sleep(node, drain_s=NEVER_S)
-        assert status.state is ModelState.ASLEEP
+        with held(worker_of(node)):
+            running = asyncio.create_task(generate(node))
+            await until(lambda: node.model("m").load.running == 1)
+            falling_asleep = asyncio.create_task(put_to_sleep(node, drain_s=NEVER_S))
+            await until(lambda: node.model("m").state is ModelState.UNLOADING)
+        assert (await falling_asleep).state is ModelState.ASLEEP
         assert await running == [1, 2, 3, 4, 5]
 
 
@@ -165,13 +167,16 @@ async def test_loads_again_when_a_wake_loses_the_model(tmp_path: Path, wake: str
 
 
 async def test_unload_while_falling_asleep_leaves_nothing(tmp_path: Path) -> None:
-    async with running_node(tmp_path, config(tmp_path, m={"step_s": 0.2})) as node:
+    async with running_node(tmp_path, config(tmp_path, m={})) as node:
         await load(node)
-        running = asyncio.create_task(generate(node))
-        await until(lambda: node.model("m").load.running == 1)
-        falling_asleep = asyncio.create_task(put_to_sleep(node, drain_s=NEVER_S))
-        await until(lambda: node.model("m").state is ModelState.UNLOADING)
-        assert (await node.unload(UnloadRequest(model_id="m"))).state is ModelState.COLD
+        with held(worker_of(node)):
+            running = asyncio.create_task(generate(node))
+            await until(lambda: node.model("m").load.running == 1)
+            falling_asleep = asyncio.create_task(put_to_sleep(node, drain_s=NEVER_S))
+            await until(lambda: node.model("m").state is ModelState.UNLOADING)
+            unloading = asyncio.create_task(node.unload(UnloadRequest(model_id="m")))
+            await asyncio.sleep(0)
+        assert (await unloading).state is ModelState.COLD
         assert (await falling_asleep).state is ModelState.COLD
         assert await running == [1, 2, 3, 4, 5]
         assert not node.devices.supervisors[0].has_models

@@ -31,7 +31,7 @@ from cortex.wire.node.protocol import Device, ModelState
 
 from ....waiting import NEVER_S, WAIT_S
 from ...generations import Reader
-from ..node_calls import has_worker, load, request, tokens_of, until, worker_bytes
+from ..node_calls import has_worker, held, load, request, tokens_of, until, worker_bytes, worker_of
 
 
 async def test_loads_generates_and_unloads(tmp_path: Path) -> None:
@@ -259,14 +259,15 @@ async def test_unload_right_after_a_load_request_ends(tmp_path: Path) -> None:
 
 
 async def test_unload_waits_for_running_requests_and_rejects_new_ones(tmp_path: Path) -> None:
-    async with running_node(tmp_path, models(tmp_path, m={"step_s": 0.005})) as node:
+    async with running_node(tmp_path, models(tmp_path, m={})) as node:
         await load(node)
-        running = asyncio.create_task(tokens_of(node.generate("m", request(max_tokens=200))))
-        await until(lambda: node.model("m").load.running == 1)
-        unloading = asyncio.create_task(node.unload(UnloadRequest(model_id="m", drain_s=NEVER_S)))
-        await until(lambda: node.model("m").state is ModelState.UNLOADING)
-        with pytest.raises(Overloaded):
-            node.generate("m", request("late"))
+        with held(worker_of(node)):
+            running = asyncio.create_task(tokens_of(node.generate("m", request(max_tokens=200))))
+            await until(lambda: node.model("m").load.running == 1)
+            unloading = asyncio.create_task(node.unload(UnloadRequest(model_id="m", drain_s=NEVER_S)))
+            await until(lambda: node.model("m").state is ModelState.UNLOADING)
+            with pytest.raises(Overloaded):
+                node.generate("m", request("late"))
         assert len(await running) == 200
         assert (await unloading).state is ModelState.COLD
 

@@ -283,9 +283,11 @@ async def test_a_cmd_stop_that_cannot_be_run_leaves_no_server(tmp_path: Path, ca
 
 
 async def test_processes_that_left_the_group_end_with_the_server(tmp_path: Path) -> None:
-    async with running_node(tmp_path, config("--forks", "--log", str(tmp_path / "log"))) as node:
+    log = tmp_path / "log"
+    async with running_node(tmp_path, config("--forks", "--log", str(log))) as node:
         await load(node)
-        away = int((tmp_path / "log").read_text())
+        await until(lambda: log.exists() and log.read_text())  # what it has forked may begin later than it serves
+        away = int(log.read_text())
         assert is_running(away)
         await node.unload(UnloadRequest(model_id="m"))
         assert not is_running(away)

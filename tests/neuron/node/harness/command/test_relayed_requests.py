@@ -195,7 +195,7 @@ async def test_a_client_that_leaves_ends_the_response_and_frees_its_slot(caller:
         await until(lambda: caller.node.model("m").load.waiting == 1)  # max_concurrent
     await until((tmp_path / "log").exists)
     assert await waiting == 200
-    assert caller.node.model("m").load.running == 0
+    await until(lambda: caller.node.model("m").load.running == 0)
 
 
 async def test_the_prompt_of_a_client_that_leaves_counts_by_its_bytes(caller: Caller) -> None:

@@ -39,6 +39,11 @@ PUBLISHED = Path(__file__).parents[1] / "neuron" / "models" / "published_configs
         ("qwen3-vl:2b", "Qwen/Qwen3-VL-2B-Instruct"),
         ("devstral-small-2", "mistralai/Devstral-Small-2-24B-Instruct-2512"),
         ("minimax-m2", "MiniMaxAI/MiniMax-M2"),
+        ("muse-glimmer:30b", "meta-models/Muse-Glimmer-30B"),
+        ("muse-glimmer", "meta-models/Muse-Glimmer-30B"),
+        ("mellum", "JetBrains/Mellum2.1-12B-A2.5B-Thinking"),
+        ("mellum2.1-12b", "JetBrains/Mellum2.1-12B-A2.5B-Thinking"),
+        ("mellum2", "JetBrains/Mellum2-12B-A2.5B-Instruct"),
     ],
 )
 def test_short_names_stand_for_a_repository(typed: str, repository: str) -> None:

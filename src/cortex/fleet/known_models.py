@@ -181,6 +181,12 @@ KNOWN_MODELS: Final = (
     KnownModel("MiniMaxAI/MiniMax-M2", 228.7, "unsloth/MiniMax-M2-GGUF", 1.02),
     KnownModel("MiniMaxAI/MiniMax-M2.5", 228.7, "unsloth/MiniMax-M2.5-GGUF", 1.02),
     KnownModel("poolside/Laguna-XS.2", 33.4, aliases=("laguna",)),
+    _unsloth("meta-models/Muse-Glimmer-30B", 29.6),
+    KnownModel(
+        *("JetBrains/Mellum2.1-12B-A2.5B-Thinking", 12.15, "JetBrains/Mellum2.1-12B-A2.5B-Thinking-GGUF"),
+        aliases=("mellum",),
+    ),
+    KnownModel("JetBrains/Mellum2-12B-A2.5B-Instruct", 12.15),
     _unsloth("meta-llama/Llama-3.1-8B-Instruct", 8.0),
     _unsloth("meta-llama/Llama-3.2-1B-Instruct", 1.2),
     _unsloth("meta-llama/Llama-3.2-3B-Instruct", 3.2, "llama-3.2"),

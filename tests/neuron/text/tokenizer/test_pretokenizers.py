@@ -10,7 +10,7 @@ from cortex.neuron.weights.gguf.config import ARCHITECTURES
 
 PUBLISHED = {
     "cohere2": ["command-r"],
-    "deepseek2": ["deepseek-v3", "glm4", "kimi-k2"],  # DeepSeek V3 and R1, GLM-4.7-Flash, Kimi K2
+    "deepseek2": ["deepseek-llm", "deepseek-v3", "glm4", "kimi-k2"],  # DeepSeek V2, V3 and R1, GLM-4.7-Flash, Kimi K2
     "ernie4_5": [],
     "ernie4_5-moe": [],
     "eurobert": ["llama-bpe", "jina-v5-nano"],
@@ -27,7 +27,7 @@ PUBLISHED = {
     "laguna": ["laguna"],
     "lfm2": ["lfm2"],
     "lfm2moe": ["lfm2"],
-    "llama": ["llama-bpe", "smollm", "tekken", "deepseek-r1-qwen"],
+    "llama": ["llama-bpe", "smollm", "tekken", "deepseek-r1-qwen", "deepseek-llm", "deepseek-coder"],
     "mellum": ["mellum2"],
     "minimax-m2": ["minimax-m2"],
     "mistral3": ["tekken"],
@@ -76,6 +76,8 @@ def split(name: str, text: str) -> str:
         ("minimax-m2", "World's| camel|Case| |123|45| 你好| ありがとう안녕|!| x|=f|(a|_b|);\n\n| | e"),
         ("kimi-k2", "World's| camel|Case| |123|45| |你好| ありがとう안녕|!| x|=f|(a|_b|);\n\n| | e"),
         ("hunyuan-dense", "World|'s| camelCase| |123|45| |你好| |ありがとう|안녕|!| x|=f|(a|_b|);\n\n| | e"),
+        ("deepseek-llm", "World|'|s| camelCase| |1|2|3|4|5| |你好| |ありがとう안녕|!| x|=|f|(|a|_|b|);|\n|\n| | e"),
+        ("deepseek-coder", "World|'|s| camelCase| |1|2|3|4|5| |你好| |ありがとう안녕|!| x|=|f|(|a|_|b|);|\n|\n| | e"),
         ("youtu", "World's| camel|Case| |1|2|3|4|5| |你好| |ありがとう|안녕|!| x|=f|(a|_b|);\n\n| | e"),
     ],
 )
@@ -91,6 +93,8 @@ def test_text_is_split_as_the_model_was_trained(name: str, expected: str) -> Non
         ("seed-coder laguna", "DON|'T| a|);|\n|/b| ก|็"),
         ("qwen35 hunyuan-dense", "DON|'T| a|);\n|/b| ก็"),
         ("tekken", "DON|'T| a|);\n/|b| ก็"),
+        ("deepseek-llm", "DON|'|T| a|);|\n|/|b| |ก็"),
+        ("deepseek-coder", "DON|'|T| a|);|\n|/|b| |ก|็"),
         ("minimax-m2 youtu", "DON'T| a|);\n/|b| ก็"),
         ("kimi-k2", "DON'T| a|);\n|/b| ก็"),
     ],
@@ -98,3 +102,9 @@ def test_text_is_split_as_the_model_was_trained(name: str, expected: str) -> Non
 def test_upper_case_contractions_slashes_and_combining_marks_are_split_as_trained(names: str, expected: str) -> None:
     for name in names.split():
         assert split(name, "DON'T a);\n/b ก็") == expected, name
+
+
+def test_first_tokenizers_of_deepseek_differ_in_letters_and_signs() -> None:
+    """One knows only the capital ones of the Armenian letters, and all signs of ASCII as punctuation."""
+    assert split("deepseek-llm", "Ωհայ +=.  ") == "Ω|հայ| +=.|  "
+    assert split("deepseek-coder", "Ωհայ +=.  ") == "Ωհայ| +=|.|  "

@@ -79,6 +79,20 @@ def test_vocabulary_ends_at_its_stated_size(backend: Tokenizer, tmp_path: Path) 
     assert tokenizer.vocab_size == content["config"]["default_vocab_size"]
 
 
+def test_word_that_is_spelled_like_a_control_token_stays_a_word(backend: Tokenizer, tmp_path: Path) -> None:
+    content = described(backend)
+    words = [base64.b64decode(each["token_bytes"]) for each in content["vocab"]]
+    rank = next(rank for rank, word in enumerate(words) if word.isalpha() and len(word) > 2)
+    listed = [*NEWER, words[rank].decode()]
+    content["special_tokens"] = [{"rank": number, "token_str": token} for number, token in enumerate(listed)]
+    tokenizer = LibraryTokenizer.load(written(tmp_path, content))
+    assert tokenizer.encode(words[rank].decode()) == [len(NEWER)]
+    vocabulary = tokenizer.vocabulary
+    assert vocabulary.token_bytes(NUM_CONTROLS + rank) == words[rank]
+    assert NUM_CONTROLS + rank not in {token.id for token in vocabulary.whole_tokens}
+    assert tokenizer.vocab_size == content["config"]["default_vocab_size"]
+
+
 def test_conversation_is_written_with_the_control_tokens_of_the_file(backend: Tokenizer, tmp_path: Path) -> None:
     tokens = [{"rank": rank, "token_str": token, "is_control": True} for rank, token in enumerate(NEWER)]
     content = described(backend) | {"special_tokens": tokens}

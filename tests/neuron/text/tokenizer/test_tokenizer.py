@@ -175,6 +175,23 @@ def test_begin_and_end_tokens_are_added_to_documents_only_if_the_file_asks(gguf_
     assert both.encode("hi") == plain.encode("hi")
 
 
+def test_control_token_that_is_spelled_like_a_word_has_an_id_of_its_own(gguf_metadata: dict[str, Any]) -> None:
+    tokens, kinds = gguf_metadata["tokenizer.ggml.tokens"], gguf_metadata["tokenizer.ggml.token_type"]
+    word = next(i for i, token in enumerate(tokens) if token.isalpha() and token.isascii() and len(token) > 2)
+    plain, control = from_gguf(gguf_metadata), len(tokens)
+    assert plain.encode(tokens[word]) == [word]
+    alike = {
+        **{"tokenizer.ggml.tokens": [*tokens, tokens[word]], "tokenizer.ggml.token_type": [*kinds, 3]},
+        **{"tokenizer.ggml.bos_token_id": control, "tokenizer.ggml.add_bos_token": True},
+    }
+    tokenizer = from_gguf({**gguf_metadata, **alike})
+    assert tokenizer.encode(tokens[word]) == [control]
+    assert tokenizer.encode_document("hi") == [control, *plain.encode("hi")]
+    assert (control in tokenizer.special_ids, word in tokenizer.special_ids) == (True, False)
+    assert tokenizer.token_bytes(word) == tokenizer.token_bytes(control) == tokens[word].encode()
+    assert tokenizer.vocab_size == control + 1
+
+
 @pytest.mark.parametrize(
     ("change", "error", "word"),
     [

@@ -67,8 +67,8 @@ def build(metadata: Mapping[str, Any]) -> Tokenizer:
             f"the GGUF file has a tokenizer of kind {kind!r}, supported are 'gpt2', 'llama', 'gemma4', 'bert' and "
             "'t5'; serve the model from safetensors"
         )
-    _add_whole_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type") or ())
-    _add_begin_and_end(tokenizer, metadata, tokens, sentencepiece=kind in _SENTENCEPIECE)
+    add_whole_tokens(tokenizer, _whole_tokens(tokens, metadata))
+    _add_begin_and_end(tokenizer, metadata, sentencepiece=kind in _SENTENCEPIECE)
     return tokenizer
 
 
@@ -96,7 +96,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer
     cut = pretokenizers.by_name(metadata.get("tokenizer.ggml.pre", "default"))
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or ()]
     model = models.BPE(
-        vocab=_ids(tokens), merges=_checked_pairs(merges), ignore_merges=cut.whole_words_first, fuse_unk=False
+        vocab=_ids(tokens, metadata), merges=_checked_pairs(merges), ignore_merges=cut.whole_words_first, fuse_unk=False
     )
     tokenizer = Tokenizer(model)
     if (normalizer := cut.normalizer()) is not None:
@@ -120,7 +120,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokeni
         raise TextFileMalformed("the GGUF vocabulary has neither scores nor merges; download a complete file")
     unknown = named_tokens(metadata).get("unk_token")
     tokenizer = Tokenizer(
-        models.BPE(vocab=_ids(tokens), merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(vocab=_ids(tokens, metadata), merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
     prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
@@ -145,7 +145,7 @@ def _wordpiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
     end = names.get("sep_token") or names.get("eos_token", "")
     if begin not in words or end not in words:
         raise TextFileMalformed("the GGUF vocabulary names no tokens for the ends of a text; download a complete file")
-    tokenizer = Tokenizer(models.WordPiece(_ids(words), unk_token=names.get("unk_token", "[UNK]")))
+    tokenizer = Tokenizer(models.WordPiece(_ids(words, metadata), unk_token=names.get("unk_token", "[UNK]")))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
@@ -176,7 +176,7 @@ def _unigram(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
     prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "always" if prefixed else "never")
     tokenizer.decoder = decoders.Metaspace(SPACE, "always" if prefixed else "never")
-    _add_whole_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type") or ())
+    add_whole_tokens(tokenizer, _whole_tokens(tokens, metadata))
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{begin} $A {end}",
         pair=f"{begin} $A {end} {end} $B {end}",
@@ -185,11 +185,16 @@ def _unigram(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
-def _ids(tokens: Sequence[str]) -> dict[str, int]:
-    # Padding entries may repeat; the first spelling keeps its id.
+def _ids(tokens: Sequence[str], metadata: Mapping[str, Any]) -> dict[str, int]:
+    """What the model's own rules make of texts: where a token of the text is spelled like a control token, the former.
+    Padding entries may repeat; the first spelling keeps its id."""
+    whole = _whole_tokens(tokens, metadata)
     ids: dict[str, int] = {}
     for i, token in enumerate(tokens):
-        ids.setdefault(token, i)
+        if i not in whole:
+            ids.setdefault(token, i)
+    for i, added in whole.items():
+        ids.setdefault(added.content, i)
     return ids
 
 
@@ -220,27 +225,40 @@ def merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[t
     return [(left, right) for *_, left, right in ranked]
 
 
-def _add_whole_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Adds tokens at which text is split before anything else: control tokens, and tokens like `<think>`."""
-    typed = list(zip(tokens, types, strict=False))
-    tokenizer.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token, kind in typed if kind == TokenType.CONTROL]
-    )
-    tokenizer.add_tokens(
-        [AddedToken(token, normalized=False, special=False) for token, kind in typed if kind == TokenType.USER_DEFINED]
-    )
+def _whole_tokens(tokens: Sequence[str], metadata: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """The control tokens by id, and those like `<think>`."""
+    kinds = metadata.get("tokenizer.ggml.token_type") or ()
+    return {
+        i: AddedToken(token, normalized=False, special=kind == TokenType.CONTROL)
+        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED)
+    }
 
 
-def _add_begin_and_end(
-    tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], *, sentencepiece: bool
-) -> None:
+def add_whole_tokens(tokenizer: Tokenizer, tokens: Mapping[int, AddedToken]) -> None:
+    """Adds tokens at which text is split before anything else, under these ids.
+
+    The library gives a token the id of the one in the vocabulary that is spelled so. While they are added, the
+    vocabulary is therefore only themselves, and one that is spelled like another keeps an id of its own.
+    """
+    model = tokenizer.model
+    ids: dict[str, int] = {}
+    for i, token in tokens.items():
+        ids.setdefault(token.content, i)
+    tokenizer.model = models.BPE(vocab=ids, merges=[])
+    tokenizer.add_special_tokens([token for token in tokens.values() if token.special])
+    tokenizer.add_tokens([token for token in tokens.values() if not token.special])
+    tokenizer.model = model
+
+
+def _add_begin_and_end(tokenizer: Tokenizer, metadata: Mapping[str, Any], *, sentencepiece: bool) -> None:
     """Adds the tokens around a document. SentencePiece models have a begin token unless the file says otherwise."""
     named = named_tokens(metadata)
     begin = named.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", sentencepiece) else None
     end = named.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
     if metadata.get("tokenizer.ggml.add_sep_token", False):  # encoders with a byte-level vocabulary
         begin, end = named.get("cls_token") or begin, named.get("sep_token") or end
-    around = [(token, tokens.index(token)) for token in (begin, end) if token is not None]
+    around = [(token, tokenizer.token_to_id(token)) for token in (begin, end) if token is not None]
     if around:
         single = " ".join(part for part in (begin and f"{begin}:0", "$A:0", end and f"{end}:0") if part)
         tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=around)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,7 +62,8 @@ class LibraryTokenizer:
         """One more than the largest id; a model's embedding may have more rows than that."""
         num_tokens = self.backend.get_vocab_size(with_added_tokens=True)
         if all(self.backend.id_to_token(token_id) is not None for token_id in range(num_tokens)):
-            return num_tokens
+            # A control token and one of the text that are spelled alike are counted as one.
+            return next(token_id for token_id in count(num_tokens) if self.backend.id_to_token(token_id) is None)
         # Ids with gaps are rare; building the whole table blocks all other threads.
         return 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
 

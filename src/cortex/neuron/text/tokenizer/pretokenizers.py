@@ -51,6 +51,34 @@ _KIMI: Final = r"\p{Han}+|" + _cased_words(
     lower=r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]",
     symbols=rf"{_SYMBOLS}[\r\n]*",
 )
+_DEEPSEEK_LETTERS: Final = (
+    "41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376-377 37B-37D 37F 386 388-38A 38C 38E-3A1 "
+    "3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA 1CBD-1CBF 1D00-1D2B 1D6B-1D77 1D79-1D9A "
+    "1E00-1F15 1F18-1F1D 1F20-1F45 1F48-1F4D 1F50-1F57 1F59 1F5B 1F5D 1F5F-1F7D 1F80-1FB4 1FB6-1FBC 1FBE 1FC2-1FC4 "
+    "1FC6-1FCC 1FD0-1FD3 1FD6-1FDB 1FE0-1FEC 1FF2-1FF4 1FF6-1FFC 2102 2107 210A-2113 2115 2119-211D 2124 2126 2128 "
+    "212A-212D 212F-2134 2139 213C-213F 2145-2149 214E 2183-2184 2C00-2C7B 2C7E-2CE4 2CEB-2CEE 2CF2-2CF3 A640-A66D "
+    "A680-A69B A722-A76F A771-A787 A78B-A78E AB70-ABBF FB00-FB06 FB13-FB17 FF21-FF3A FF41-FF5A 10400-1044F "
+    "104B0-104D3 104D8-104FB 10C80-10CB2 10CC0-10CF2 118A0-118DF 1E900-1E943"
+)
+"""The letters with an upper and a lower case that DeepSeek's first tokenizers keep together, as ranges of code points.
+Unicode has more of them, such as the lower-case Armenian ones."""
+
+
+def _any_of(ranges: str) -> str:
+    """A class with the characters of `ranges`, of each of which it has the first and the last one in base 16."""
+    ends = (part.split("-") for part in ranges.split())
+    return "[" + "".join("-".join(rf"\x{{{end}}}" for end in pair) for pair in ends) + "]"
+
+
+_EAST_ASIAN: Final = f"{_any_of('800-9FA5 AC00-D7FF')}+"
+_DEEPSEEK_LLM: Final = (
+    r"[\r\n]",
+    rf"\s?{_any_of(_DEEPSEEK_LETTERS)}+",
+    rf"\s?{_any_of('21-2F 3A-7E FF01-FF0F FF1A-FF5E 2018-201F 3000-3002')}+",
+    r"\s+$",
+    _EAST_ASIAN,
+)
+_DEEPSEEK_CODER: Final = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN)
 _KANJI_AND_KANA: Final = "[一-龥\u3040-ゟ゠-ヿ]+"
 _DEEPSEEK3: Final = (
     r"\p{N}{1,3}",
@@ -115,6 +143,8 @@ BY_NAME: Final[dict[str, Pretokenizer]] = {
     "tekken": Pretokenizer((_TEKKEN,), whole_words_first=True),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2"), _GPT4O_PRETOKENIZER),
     "kimi-k2": Pretokenizer((_KIMI,)),
+    "deepseek-llm": Pretokenizer(_DEEPSEEK_LLM, single_digits=True),
+    "deepseek-coder": Pretokenizer(_DEEPSEEK_CODER, single_digits=True),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3_PRETOKENIZER),
     "youtu": Pretokenizer(_YOUTU, whole_words_first=True),
 }

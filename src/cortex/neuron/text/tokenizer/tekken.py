@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
 from cortex.neuron.text.errors import TextFileMalformed
 from cortex.neuron.text.files import MAX_TOKENIZER_BYTES, TEKKEN, read_json
-from cortex.neuron.text.tokenizer.gguf_vocabulary import merges_from_scores
+from cortex.neuron.text.tokenizer.gguf_vocabulary import add_whole_tokens, merges_from_scores
 from cortex.neuron.text.tokenizer.pretokenizers import Pretokenizer
 
 NAMED: Final = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -92,17 +92,18 @@ def _controls(listed: Sequence[Mapping[str, Any]] | None, num_controls: int) -> 
 def _build(file: TekkenFile, byte_characters: Mapping[int, str]) -> Tokenizer:
     tokens = ["".join(byte_characters[byte] for byte in spelling) for spelling in file.spellings]
     ids = {token: len(file.controls) + rank for rank, token in enumerate(tokens)}
-    ids |= {token: number for number, token in enumerate(file.controls)}
+    controls = {number: AddedToken(token, normalized=False, special=True) for number, token in enumerate(file.controls)}
+    ids = {token: number for number, token in enumerate(file.controls)} | ids
     # A word in the vocabulary is one token. In others, neighbours merge whose joint token has the lowest rank.
     cut = Pretokenizer((file.pattern,), whole_words_first=True)
     merges = merges_from_scores(tokens, [-float(rank) for rank in range(len(tokens))])
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=cut.whole_words_first, fuse_unk=False))
     tokenizer.pre_tokenizer = cut.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in file.controls])
+    add_whole_tokens(tokenizer, controls)
     begin = NAMED["bos_token"]
-    if begin in ids:
+    if begin in file.controls:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{begin}:0 $A:0", special_tokens=[(begin, ids[begin])]
+            single=f"{begin}:0 $A:0", special_tokens=[(begin, file.controls.index(begin))]
         )
     return tokenizer

@@ -14,13 +14,13 @@ from collections.abc import Sequence as Ordered
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from cortex.neuron.engine.admission import SequenceAdmission
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.kv_pages import KVPages
 from cortex.neuron.engine.prefill_shares import PrefillShares, needed_tokens
 from cortex.neuron.engine.prompt_tails import PromptTails
 from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.reservations import Reservations
 from cortex.neuron.engine.scheduler_limits import SchedulerLimits
 from cortex.neuron.engine.sequence import NO_ROW, Sequence
 from cortex.neuron.engine.sequence_states import SequenceStates
@@ -56,9 +56,9 @@ class Scheduler:
         self._pictures = pictures
         self._states = SequenceStates(checkpoints, pages.page_tokens)
         self._tails = PromptTails(pages, checkpoints)
+        self._admission = SequenceAdmission(pages, self._states, self._tails, self.running, limits.reserved_tokens)
         self._free_rows = list(range(limits.max_rows - 1, -1, -1))
         self._shares = PrefillShares()
-        self._reservations = Reservations(pages, limits.reserved_tokens)
         self._is_blocked = False
         """Whether a waiting sequence lacked pages, and none were released since."""
 
@@ -109,7 +109,7 @@ class Scheduler:
             self.host.forget(digests)
 
     def _release(self, sequence: Sequence) -> None:
-        self._reservations.forget()
+        self._admission.running_change()
         self._states.release(sequence)
         self.pages.release(sequence.pages)
         sequence.pages = ()
@@ -143,7 +143,7 @@ class Scheduler:
         """A step that prefills this sequence and nothing else, or None if it cannot be computed now."""
         draft = self._new_draft()
         if sequence.row == NO_ROW:
-            cached = self._cached_pages(sequence, draft) if self._free_rows else None
+            cached = self._admission.cached_pages(sequence, draft) if self._free_rows else None
             if cached is None or not self._try_admit(sequence, cached, draft):
                 return None
         self._prefill(sequence, draft, self.limits.step_tokens)
@@ -169,7 +169,7 @@ class Scheduler:
     def _new_draft(self) -> StepDraft:
         """Begins a step. Releases the pages that no further step reads: those behind the windows of layers."""
         self._states.begin_step()
-        self._reservations.forget()
+        self._admission.running_change()
         if self.pages.has_windows:
             for sequence in self.running:
                 self.pages.trim(sequence.pages, sequence.scheduled)
@@ -229,10 +229,10 @@ class Scheduler:
                 continue
             if self.host is not None and self.host.is_fetching(first.request.id):
                 continue
-            cached = self._cached_pages(first, draft)
-            if cached is None or not self._has_room(first, self._start(first, cached), draft, shares):
+            cached = self._admission.cached_pages(first, draft)
+            if cached is None or not self._has_room(first, self._admission.start(first, cached), draft, shares):
                 return
-            if self.host is not None and self._fetch(first, cached, self.host):
+            if self.host is not None and self._admission.fetch(first, cached, self.host):
                 continue
             if not self._try_admit(first, cached, draft):
                 self._is_blocked = True
@@ -248,65 +248,13 @@ class Scheduler:
         self._shares.count(principal, num_tokens)
         return num_tokens
 
-    def _cached_pages(self, sequence: Sequence, draft: StepDraft) -> int | None:
-        """How many pages of its prefix are already computed; None if the sequence must wait for the next step."""
-        if sequence.planned:
-            return None  # preempted while a step was in flight: what it drew is not known yet
-        digests = sequence.digests_of_full_pages(self.pages.page_tokens)  # also names saved states
-        sequence.name_tail(self.pages.page_tokens)
-        if sequence.scores_prompt:
-            return 0
-        counts = self.pages.match(digests)
-        if draft.being_computed and not draft.being_computed.isdisjoint(digests[: counts[-1]]):
-            return None  # rows of one step must not depend on each other's writes
-        return self._states.usable(sequence, counts)
-
-    def _fits(self, sequence: Sequence, cached: int) -> bool:
-        return self._reservations.admit(sequence, cached, self._start(sequence, cached), self.running)
-
-    def _fetch(self, sequence: Sequence, cached: int, host: HostTier) -> bool:
-        """Whether the sequence waits for pages from host memory, on which it can continue further. It is looked for
-        once, when the sequence has room."""
-        request_id = sequence.request.id
-        if host.is_empty or sequence.scores_prompt or len(sequence.digests) - cached < host.min_pages:
-            return False
-        if host.was_asked(request_id) or not self._fits(sequence, cached):
-            return False
-        host.verify(sequence.digests)
-        count = self._in_host(sequence, host)
-        if host.agree(sequence.digests, cached, count):
-            count = self._in_host(sequence, host)
-        return host.fetch(request_id, sequence.digests, cached, count, self._start(sequence, count))
-
-    def _in_host(self, sequence: Sequence, host: HostTier) -> int:
-        """How many pages of its prefix it could continue after with what host memory has."""
-        return self._states.usable(sequence, self.pages.match(sequence.digests, host.has_page), host.has_state)
-
     def _try_admit(self, sequence: Sequence, cached: int, draft: StepDraft) -> bool:
-        if not self._fits(sequence, cached):
+        if not self._admission.fits(sequence, cached):
             return False
-        start = self._start(sequence, cached)
         self.waiting.remove(sequence)
-        sequence.pages = self.pages.hold(sequence.digests, cached, start)
-        sequence.committed = cached
-        sequence.computed = start
-        sequence.row = self._free_rows.pop()
+        self._admission.admit(sequence, cached, self._free_rows.pop(), draft)
         self.running.append(sequence)
-        drawn = tuple(sequence.tokens[len(sequence.request.prompt) :])
-        draft.new_rows.append((sequence.row, sequence.request, drawn))
-        for group, held in enumerate(sequence.pages):
-            if held.pages:
-                draft.new_pages.append((sequence.row, group, held.first, tuple(held.pages)))
-        resumes_tail = self._tails.resume(sequence, draft)
-        self._states.admit(sequence, draft, resumes_tail=resumes_tail)
-        if sequence.cached is None:
-            sequence.cached = sequence.computed
         return True
-
-    def _start(self, sequence: Sequence, cached: int) -> int:
-        """The first position that a waiting sequence computes if `cached` pages are. The last token is computed even if
-        it is cached: the next token is drawn from its logits."""
-        return min(cached * self.pages.page_tokens, len(sequence.tokens) - 1)
 
     def _room(self, draft: StepDraft) -> int | None:
         """The tokens that the step can still have; None: the shares are the bound. A picture that must be whole may

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from ..neuron.pooled_sources import write_embedder, write_reranker
+from ..ports import free_port
 from .scripted_model import write_scripted_model
 
 HERE = Path(__file__).parent
@@ -38,7 +38,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     texts = [page.read_text() for page in sorted((ROOT / "docs").rglob("*.md"))]
     models = [str(write_scripted_model(folder / "scripted", texts))]
     models += [write_embedder(folder / "embedder"), write_reranker(folder / "reranker")]
-    ports = _free_ports(3)
+    ports = [free_port() for _ in range(3)]
     command = [sys.executable, "-m", "cortex.cli.cortex", "up", *models]
     for option, port in zip(("--port", "--metrics-port", "--neuron-port"), ports, strict=True):
         command += [option, str(port)]
@@ -92,11 +92,3 @@ def _python_of(program: str) -> Path:
     python = HERE / ".venv" / environment / "bin" / "python"
     assert python.exists(), f"{python} is missing: run `make clients`, which makes it"
     return python
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

@@ -14,18 +14,16 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.upstream.faults import ConnectFailed, ConnectionLost, MalformedResponse
 from cortex.http.upstream.pool import Pool
 
+from ..ports import free_port
 from .streams import END, POST, STREAM_HEAD, chunk
 
 if TYPE_CHECKING:
     from .conftest import Harness
 
 
-async def unreachable_pool(harness: Harness) -> Pool:
+def unreachable_pool(harness: Harness) -> Pool:
     """A pool for an address where nothing listens."""
-    node = await harness.responding(b"")
-    node.close()
-    await asyncio.sleep(0.005)
-    return harness.pool(node.origin)
+    return harness.pool(f"http://127.0.0.1:{free_port()}")
 
 
 KEEPALIVE = chunk(b": still here\n\n")
@@ -84,7 +82,7 @@ async def test_replaces_a_node_that_dies_before_its_first_byte(
 
     bad = await harness.node(dying)
     good = await harness.responding(STREAM_HEAD + chunk(b"data: good\n\n") + END)
-    dead = await unreachable_pool(harness)
+    dead = unreachable_pool(harness)
     _, port = await harness.relaying(dead, harness.pool(bad.origin), harness.pool(good.origin), keepalive_s=keepalive_s)
     reader, _ = await harness.client(port, POST)
     head, body = await harness.read_message(reader)
@@ -125,7 +123,7 @@ async def test_replaces_a_response_that_the_observer_declines(harness: Harness) 
 
 
 async def test_observer_words_the_error_when_no_node_is_left(harness: Harness) -> None:
-    _, port = await harness.relaying(await unreachable_pool(harness))
+    _, port = await harness.relaying(unreachable_pool(harness))
     reader, writer = await harness.client(port, POST)
     head, body = await harness.read_message(reader)
     assert head.startswith(b"HTTP/1.1 502")

@@ -21,6 +21,8 @@ from cortex.gateway.config import load as load_config
 from cortex.neuron.config import NeuronConfig
 from cortex.settings import Section, SettingsError, load
 
+from ...ports import free_port
+
 T = TypeVar("T", bound=Section)
 
 PORTS = Ports(gateway=1001, metrics=1002, neuron=1003)
@@ -161,7 +163,7 @@ def test_error_of_a_taken_port_names_its_option() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(CommandError, match="--neuron-port") as failure:
-            require_free_ports("127.0.0.1", Ports(5001, 5002, port))
+            require_free_ports("127.0.0.1", Ports(free_port(), free_port(), port))
     assert failure.value.exit_code is ExitCode.NO_ROOM
 
 
@@ -173,16 +175,8 @@ def test_ollamas_port_is_an_option_of_both_programs() -> None:
 
 def test_a_taken_port_of_ollama_says_what_to_leave_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        gateway, metrics, neuron = _free_ports()
+        gateway, metrics, neuron = (free_port() for _ in range(3))
         ports = Ports(gateway, metrics, neuron, ollama=taken.getsockname()[1])
         with pytest.raises(CommandError) as caught:
             require_free_ports("127.0.0.1", ports)
     assert "leave out --ollama" in caught.value.remedy
-
-
-def _free_ports() -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-    ports: list[int] = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 import threading
 from collections.abc import AsyncIterator
@@ -22,6 +21,7 @@ from cortex.wire.node.protocol import Capabilities, ModelState
 
 from ...certificates import Authority
 from ...picture_files import base64_of, data_url, picture
+from ...ports import free_port
 from ...waiting import NEVER_S, WAIT_S
 from ..fake_neuron import GB, FakeNeuron, StartNeuron
 from ..started_gateway import StartGateway
@@ -162,8 +162,7 @@ async def test_authorities_are_read_once_and_not_on_the_loop(monkeypatch: pytest
     async def resolve(host: str) -> list[str]:
         return [PUBLIC]
 
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
+    port = free_port()
     monkeypatch.setattr(ssl, "create_default_context", make)
     ticker = Ticker(asyncio.get_running_loop())
     fetcher = PictureFetcher(ticker, resolve=resolve, reach=lambda _: ("127.0.0.1", port))

@@ -34,6 +34,7 @@ from cortex.neuron.engine.parallel.store import EntryStore, RankStore
 from cortex.neuron.engine.request import RankSpec, RendezvousAddress
 from cortex.neuron.engine.step_plan import BlockOrder, RowInputs, RowOutputs, RowPlan, StepPlan
 
+from ....ports import free_port
 from ....waiting import WAIT_S
 
 library: Any = torch.distributed
@@ -43,8 +44,7 @@ HOST, KEY = "127.0.0.1", b"key of rank 1"
 @pytest.fixture
 def ranks() -> list[RankSpec]:
     """Two ranks on two hosts."""
-    with socket.create_server((HOST, 0)) as free:
-        address = RendezvousAddress(HOST, free.getsockname()[1], 0, "s" * 32, HOST)
+    address = RendezvousAddress(HOST, free_port(), 0, "s" * 32, HOST)
     return [RankSpec(rank, 2, "", rendezvous=address) for rank in range(2)]
 
 

@@ -17,6 +17,7 @@ from cortex.neuron.engine.step_plan import StepPlan
 from cortex.neuron.worker.program import step_link
 from cortex.neuron.worker.program.step_link import FollowerLink, LeaderLink
 
+from ....ports import free_port
 from ....waiting import WAIT_S
 
 SECRET = "s" * 32
@@ -24,8 +25,7 @@ SECRET = "s" * 32
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    return free_port()
 
 
 def rank(number: int, port: int, secret: str = SECRET) -> RankSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from cortex.http.ticker import Ticker
 from cortex.neuron.node.harness.command import host as host_module
 from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, ServerMemory, free_port, server_info
 from cortex.neuron.servers.entry import HarnessEntry, StateRequest
-from cortex.neuron.worker.model_host import Damaged, SleepRejected
+from cortex.neuron.worker.model_host import Damaged, Resident, SleepRejected
 
 from .....waiting import WAIT_S
 from .commands import START, servers
@@ -32,6 +32,11 @@ class Card:
 
     free_bytes: int = 80 * GIB
     process_bytes: int | None = None
+    earlier: list[int] = field(default_factory=list)
+    """What is read first, one after the other."""
+
+    def read(self) -> int:
+        return self.earlier.pop(0) if self.earlier else self.free_bytes
 
 
 class Sink:
@@ -50,12 +55,19 @@ def host_on(card: Card, measured: list[int], **entry: Any) -> CommandHost:
         "m",
         fake,
         ServerCommand(lambda port: [*start, str(port)], lambda *_: [], lambda _: {}),
-        ServerMemory((0,), lambda: card.free_bytes, GIB, lambda _: card.process_bytes),
+        ServerMemory((0,), card.read, GIB, lambda _: card.process_bytes),
         server_info("fake", None),
         Ticker(asyncio.get_running_loop()),
         free_port,
         note,
     )
+
+
+async def put_to_sleep(host: CommandHost, monkeypatch: pytest.MonkeyPatch) -> Resident:
+    """However slow the machine is, the node waits until the memory is free."""
+    with monkeypatch.context() as patient:
+        patient.setattr(host_module, "_RECLAIM_S", WAIT_S)
+        return await host.sleep()
 
 
 async def state_of(host: CommandHost) -> str:
@@ -67,18 +79,15 @@ async def state_of(host: CommandHost) -> str:
 STATES = {"sleep": StateRequest("/sleep?level=1"), "wake": StateRequest("/wake_up")}
 
 
-async def test_sleeps_and_wakes_by_requests() -> None:
+async def test_sleeps_and_wakes_by_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     card, measured = Card(process_bytes=20 * GIB), list[int]()
     host = host_on(card, measured, **STATES)
     sink: Any = Sink()
     resident = await host.load(sink)
     assert (resident.measured_bytes, measured) == (20 * GIB, [20 * GIB])
-    card.free_bytes = 60 * GIB
-    sleeping = asyncio.create_task(host.sleep())
-    while await state_of(host) == "awake":
-        await asyncio.sleep(0.01)
-    card.free_bytes = 79 * GIB  # the driver frees it a moment later
-    asleep = await sleeping
+    card.earlier, card.free_bytes = [60 * GIB] * 3, 79 * GIB  # the driver frees it a moment later
+    asleep = await put_to_sleep(host, monkeypatch)
+    assert await state_of(host) == "sleep?level=1"
     assert (asleep.measured_bytes, asleep.process_bytes) == (20 * GIB, GIB)
     assert asleep.host_bytes > 0
     awake = await host.wake()
@@ -105,16 +114,13 @@ async def test_a_sleep_that_frees_nothing_is_rejected(states: dict[str, Any], re
     await host.unload()
 
 
-async def test_a_server_that_does_not_wake_is_ended() -> None:
+async def test_a_server_that_does_not_wake_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(process_bytes=GIB)
     host = host_on(card, [], **{**STATES, "wake": StateRequest("/wake_up?refuses")})
     sink: Any = Sink()
     await host.load(sink)
-    sleeping = asyncio.create_task(host.sleep())
-    while await state_of(host) == "awake":
-        await asyncio.sleep(0.01)
-    card.free_bytes += GIB
-    await sleeping
+    card.earlier, card.free_bytes = [80 * GIB], 81 * GIB
+    await put_to_sleep(host, monkeypatch)
     with pytest.raises(Damaged, match="asked to wake and responded with status 500"):
         await host.wake()
     assert not servers()

@@ -20,6 +20,7 @@ from .family_models import TABLE
 from .reference_models import randomised
 from .test_parity import Driver, load
 from .tiny_family import VOCAB
+from .vision_models import random_reference
 
 GROUP = 32
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -123,3 +124,31 @@ def test_quantised_checkpoint_gives_the_logits_of_its_values(family: str, tmp_pa
         # Products with 4-bit matrices round activations. A wrong row or scale changes everything.
         error = (logits[1] - logits[0]).abs().max() / logits[0].abs().max()
         assert error < (1e-3 if described in [each for _, each in FLOATS] else 0.03)
+
+
+@torch.inference_mode()
+def test_float8_stacks_of_experts_by_columns_give_the_logits_of_their_values(tmp_path: Path) -> None:
+    """As Qwen publishes Qwen3-VL with experts: values and scales as inputs x outputs."""
+    random_reference("qwen3_vl_moe").save_pretrained(tmp_path / "whole")
+    tensors = load_file(tmp_path / "whole" / "model.safetensors")
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    dense, packed = dict(tensors), dict(tensors)
+    stacks = [name for name in tensors if re.search(r"mlp\.experts\.(gate_up|down)_proj$", name)]
+    assert stacks
+    for name in stacks:
+        hidden = config["text_config"]["hidden_size"]
+        by_columns = tensors[name].float()
+        if by_columns.shape[2 if "gate_up" in name else 1] == hidden:
+            by_columns = by_columns.transpose(1, 2)
+        stored = [float8_blocks(matrix) for matrix in by_columns]
+        packed[name] = torch.stack([parts["weight"] for parts, _ in stored])
+        packed[f"{name}_scale_inv"] = torch.stack([parts["weight_scale_inv"] for parts, _ in stored])
+        dense[name] = torch.stack([values for _, values in stored]).transpose(1, 2)
+    tokens = torch.randint(0, VOCAB, (12,), generator=torch.Generator().manual_seed(0))
+    logits = []
+    for label, each, quantised in (("dense", dense, None), ("packed", packed, FLOATS[0][1])):
+        (path := tmp_path / label).mkdir()
+        save_file({name: tensor.contiguous() for name, tensor in each.items()}, path / "model.safetensors")
+        (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+        logits += Driver(load(path), 1).logits([tokens], [[len(tokens)]])
+    assert (logits[1] - logits[0]).abs().max() < 1e-3 * logits[0].abs().max()

@@ -85,7 +85,7 @@ class ScaleTensors:
     name: str
     """The matrix, for errors."""
     kind: str
-    """How codes lie in the file: `"plain"`, `"packed"`, `"gptq"`, `"gptq_v2"`, `"awq"` or `"mxfp4"`."""
+    """How codes lie in the file: `"plain"`, `"columns"`, `"packed"`, `"gptq"`, `"gptq_v2"`, `"awq"` or `"mxfp4"`."""
     bits: int
     rows: int
     """Rows that share a scale, and columns that do."""
@@ -98,7 +98,7 @@ class ScaleTensors:
     @property
     def is_transposed(self) -> bool:
         """Whether the file has the matrix by inputs, so that no row of it is in one place."""
-        return self.kind in ("gptq", "gptq_v2", "awq")
+        return self.kind in ("columns", "gptq", "gptq_v2", "awq")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cortex.neuron.weights.decode import decode, mapped_bytes
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.neuron.weights.safetensors.checkpoint import SafetensorsCheckpoint
 
@@ -53,11 +54,43 @@ def test_every_expert_has_the_values_of_its_part_of_the_stack(tmp_path: Path, ki
     checkpoint.close()
 
 
+@pytest.mark.parametrize("block", [(BLOCK, BLOCK), (HIDDEN, 1)], ids=["blocks", "rows"])
+def test_stack_by_columns_has_the_values_of_its_matrices(tmp_path: Path, block: tuple[int, int]) -> None:
+    """As Qwen3-VL is published. Rows and columns of a matrix are read alone, as by several devices."""
+    torch.manual_seed(0)
+    shapes = {"gate_up_proj": (HIDDEN, 2 * INNER), "down_proj": (INNER, HIDDEN)}
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
+    for name, (columns, rows) in shapes.items():
+        high, wide = min(block[0], columns), block[1]
+        if columns % high:
+            high = columns
+        scale = torch.rand(EXPERTS, columns // high, rows // wide) + 0.5
+        stack = codes(EXPERTS, columns, rows)
+        tensors |= {name: stack, f"{name}_scale_inv": scale}
+        spread = scale.repeat_interleave(high, 1).repeat_interleave(wide, 2)
+        values[name] = (stack.float() * spread).transpose(1, 2)
+    checkpoint = opened(tmp_path, tensors, [BLOCK, BLOCK] if block[1] == BLOCK else None)
+    assert len(checkpoint.tensors) == 2 * EXPERTS
+    for name, expected in values.items():
+        for expert in range(EXPERTS):
+            matrix = f"{PREFIX}.{expert}.{name}.weight"
+            assert checkpoint.tensors[matrix].scaled is None
+            read = checkpoint.read(matrix)
+            torch.testing.assert_close(read, expected[expert], rtol=2**-8, atol=1e-6)
+            part = checkpoint.stored(matrix).with_rows((range(8, 40),)).with_columns(range(4, 20))
+            torch.testing.assert_close(decode(part, mapped_bytes(part)), read[8:40, 4:20], rtol=0, atol=0)
+    checkpoint.close()
+
+
 @pytest.mark.parametrize(
     ("name", "stack", "scale", "block", "message"),
     [
-        ("gate_up_proj", (EXPERTS, HIDDEN, 2 * INNER), (EXPERTS, 1, 1), None, "by columns, which is not supported"),
-        ("down_proj", (EXPERTS, INNER, HIDDEN), (EXPERTS, 1, 1), None, "by columns, which is not supported"),
+        ("gate_up_proj", (EXPERTS, HIDDEN + 1, 2 * INNER), (EXPERTS, 1, 1), None, "in a model of 64 columns"),
+        ("gate_up_proj", (EXPERTS, HIDDEN, 2 * INNER), (EXPERTS,), None, "in a model of 64 columns"),
+        ("gate_up_proj", (EXPERTS, HIDDEN, 2 * INNER), (EXPERTS, 5, 1), None, "scales do not divide"),
+        ("gate_up_proj", (EXPERTS, HIDDEN, 2 * INNER), (EXPERTS, 1, 4 * INNER), None, "values by columns, and scales"),
+        ("down_proj", (EXPERTS, INNER, HIDDEN + 1), (EXPERTS, 1, 1), None, "in a model of 64 columns"),
         ("gate_up_proj", (EXPERTS, 2 * INNER, HIDDEN), (2, 1, 1), None, "scales of"),
         ("gate_up_proj", (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, 3, 2), None, "scales of"),
         ("gate_up_proj", (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, 0, 0), None, "scales of"),

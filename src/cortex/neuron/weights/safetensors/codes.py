@@ -26,7 +26,10 @@ _DTYPES = {
 def values_of(stored: StoredTensor, scales: ScaleTensors, raw: Tensor, first_row: int) -> Tensor:
     """Rows of a quantised matrix in float32. raw: their bytes, flat → [rows, inputs]"""
     if stored.format == "FP8":
-        values = raw.view(torch.float8_e4m3fn).view(-1, *stored.row_shape).float()
+        raw = raw.view(-1, *stored.row_shape)
+        if scales.is_transposed:
+            raw = raw.view(*stored.row_shape, -1).t()[_rows(stored, 0, stored.num_rows, raw.device)]
+        values = raw.contiguous().view(torch.float8_e4m3fn).float()
         return _columns(
             stored, values * _block_scales(stored, scales, _rows(stored, first_row, len(values), raw.device))
         )
@@ -135,7 +138,8 @@ def _group_scales(stored: StoredTensor, scales: ScaleTensors, device: torch.devi
 
 def _block_scales(stored: StoredTensor, scales: ScaleTensors, rows: Tensor) -> Tensor:
     """The scale of every element of some rows of the file: [rows, inputs of the file]"""
-    return _spread(_finite(stored, scales, _read(scales.scale).float()), stored, scales, rows)
+    scale = _finite(stored, scales, _read(scales.scale).float())
+    return _spread(scale.t() if scales.is_transposed else scale, stored, scales, rows)
 
 
 def _spread(by_block: Tensor, stored: StoredTensor, scales: ScaleTensors, rows: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Experts that are published as one FP8 tensor for all experts of a layer: each becomes a matrix with its own scales.
 
-Needs no torch.
+Qwen3-VL has each matrix by columns, and its scales too. Needs no torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def separated(
     path: Path, config: Mapping[str, Any], block: tuple[int, int] | None, stored: dict[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint, with `….experts.0.gate_proj.weight` and its `weight_scale_inv` and so on in place of
-    `….experts.gate_up_proj` and its scales. `block`: rows and columns that share a scale, where the config says it.
-    Raises Unsupported, or Malformed."""
+    `….experts.gate_up_proj` and its scales, or with `….experts.0.gate_up_proj.weight` if they are by columns. `block`:
+    rows and columns that share a scale, where the config says it. Raises Unsupported, or Malformed."""
     stacks = {
         name: f"{name}{ending}"
         for name, tensor in stored.items()
@@ -44,15 +44,39 @@ def separated(
         match, codes, scale = _STACK.fullmatch(name), stored[name], stored[scale_name]
         if match is None or len(codes.shape) != 3 or not codes.num_elements or codes.shape[0] > _MAX_EXPERTS:
             raise Malformed(f"{path}: {name[:200]!r} has FP8 values of the shape {codes.shape}, which is not known")
-        if codes.shape[1 if match[2] == "down" else 2] != hidden:
-            raise Unsupported(
-                f"{path}: {name[:200]!r} has the experts of a layer by columns, which is not supported in FP8; use a "
-                "repository with a tensor for each expert, the dense weights or a GGUF"
-            )
+        if _has_columns(match, stored, hidden):
+            rest |= _columns(path, match, codes, scale, hidden)
+            continue
         if match[2] == "gate_up" and block is not None:
             _check_gate_up(path, name, codes, scale, block[0])
         rest |= _experts(path, match[1], _PARTS[match[2]], codes, scale)
     return rest
+
+
+def _has_columns(match: re.Match[str], stored: Mapping[str, StoredTensor], hidden: Any) -> bool:
+    """Whether a stack has each matrix by columns. The shape of `down_proj` says so; one of `gate_up_proj` may be
+    square."""
+    down = stored.get(f"{match[1]}.down_proj")
+    if down is not None and len(down.shape) == 3:
+        return bool(down.shape[1] != hidden)
+    return bool(stored[match[0]].shape[2] != hidden)
+
+
+def _columns(
+    path: Path, match: re.Match[str], codes: StoredTensor, scale: StoredTensor, hidden: Any
+) -> Iterator[tuple[str, StoredTensor]]:
+    """The matrices of all experts by columns, gate and up as one, and their scales."""
+    num_experts, columns, rows = codes.shape
+    is_known = columns == hidden and not rows % 2 if match[2] == "gate_up" else rows == hidden
+    if not is_known or len(scale.shape) != 3 or not scale.num_elements or scale.shape[0] != num_experts:
+        raise Malformed(
+            f"{path}: {match[0][:200]!r} has {codes.shape} values and scales of {scale.shape} in a model of {hidden} "
+            "columns; download it again"
+        )
+    for expert in range(num_experts):
+        matrix = f"{match[1]}.{expert}.{match[2]}_proj"
+        yield f"{matrix}.weight", replace(_part(codes, expert, 0, 1), shape=(rows, columns), is_transposed=True)
+        yield f"{matrix}.weight_scale_inv", _part(scale, expert, 0, 1)
 
 
 def _check_gate_up(path: Path, name: str, codes: StoredTensor, scale: StoredTensor, block_rows: int) -> None:

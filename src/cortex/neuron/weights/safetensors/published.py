@@ -86,6 +86,8 @@ class _Assembly:
 
     def _plain(self, matrix: str, codes: StoredTensor) -> StoredTensor:
         """Codes of eight bits, one value each, and a scale for every block, row, or the whole matrix."""
+        if codes.is_transposed:
+            return self._columns(matrix, codes)
         scale = self._stored.get(f"{matrix}.weight_scale_inv") or self._part(matrix, "weight_scale")
         zero = self._stored.get(f"{matrix}.weight_zero_point")
         if len(codes.shape) != 2:
@@ -99,7 +101,7 @@ class _Assembly:
             raise self._malformed(matrix, f"has scales in {scale.format}, which is not known")
         if len(scale.shape) > 2 or scale.num_elements != shape[0] * shape[1]:
             raise self._malformed(matrix, f"has the shape {codes.shape}, its scales {scale.shape}")
-        rows, columns = self._block(matrix, codes, shape)
+        rows, columns = self._block(matrix, codes.shape, shape)
         if zero is not None and zero.format not in _ZERO_FORMATS:
             raise self._malformed(matrix, f"has zeros in {zero.format}, which is not known")
         if zero is not None and zero.num_elements != scale.num_elements:
@@ -110,16 +112,28 @@ class _Assembly:
         scales = ScaleTensors(matrix, "plain", 8, rows, columns, scale, zero)
         return replace(codes, format="FP8" if is_float else "INT8", scales=scales)
 
-    def _block(self, matrix: str, codes: StoredTensor, scales: tuple[int, ...]) -> tuple[int, int]:
-        """How many rows and columns share a scale. Without a configured block, the scales must divide the matrix."""
+    def _columns(self, matrix: str, codes: StoredTensor) -> StoredTensor:
+        """A matrix in FP8 by columns, with its scales by columns."""
+        scale, in_file = self._part(matrix, "weight_scale_inv"), codes.shape[::-1]
+        if any(count > extent for count, extent in zip(scale.shape, in_file, strict=True)):
+            raise self._malformed(matrix, f"has {in_file} values by columns, and scales of {scale.shape}")
+        if scale.format not in _SCALE_FORMATS:
+            raise self._malformed(matrix, f"has scales in {scale.format}, which is not known")
+        columns, rows = self._block(matrix, in_file, scale.shape)
+        scales = ScaleTensors(matrix, "columns", 8, rows, columns, scale, None)
+        return replace(codes, format="FP8", scales=scales, is_transposed=False)
+
+    def _block(self, matrix: str, extents: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]:
+        """How many rows and columns of the file share a scale. Without a configured block, the scales must divide the
+        matrix."""
         block = self._configured_block
         if block is not None and scales == tuple(
-            -(-extent // size) for extent, size in zip(codes.shape, block, strict=True)
+            -(-extent // size) for extent, size in zip(extents, block, strict=True)
         ):
             return block
-        if any(extent % count for extent, count in zip(codes.shape, scales, strict=True)):
-            raise self._malformed(matrix, f"has the shape {codes.shape}, which {scales} scales do not divide")
-        return codes.shape[0] // scales[0], codes.shape[1] // scales[1]
+        if any(extent % count for extent, count in zip(extents, scales, strict=True)):
+            raise self._malformed(matrix, f"has the shape {extents}, which {scales} scales do not divide")
+        return extents[0] // scales[0], extents[1] // scales[1]
 
     def _packed(self, matrix: str, codes: StoredTensor) -> StoredTensor:
         """Integers packed into words along a row, or pairs of four-bit floating-point values in bytes."""

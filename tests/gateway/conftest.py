@@ -78,7 +78,7 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
                 NeuronSection(name=node.name, endpoint=node.endpoint, kind="openai", key_env=key_env)
                 for node in foreign
             ]
-            defaults: dict[str, Any] = {"listen": Listen("127.0.0.1:0"), "poll_interval_s": 0.05, "keepalive_s": 0.3}
+            defaults: dict[str, Any] = {"listen": Listen("127.0.0.1:0"), "poll_interval_s": 0.05}
             section = GatewaySection(metrics_listen=None, **(defaults | gateway))
             config = Config(
                 gateway=section,

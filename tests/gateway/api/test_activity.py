@@ -13,6 +13,7 @@ from cortex.gateway.config import ActivitySection
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.wire.node.protocol import ModelState
 
+from ...waiting import WAIT_S
 from ..fake_neuron import GB
 from ..fake_responses import hang
 from ..started_gateway import until
@@ -114,7 +115,9 @@ async def test_key_sees_only_its_own_requests_without_nodes(neurons: StartNeuron
             await client.post("/v1/chat/completions", {"model": "a", "messages": []}, **bearer(key))
         await client.post("/v1/chat/completions", {"model": "a", "messages": []}, Authorization="Bearer ck-nobody")
         await live.content.readuntil(b"\n\n")
-        frame = await asyncio.wait_for(live.content.readuntil(b"\n\n"), 40)
+        async with asyncio.timeout(WAIT_S):
+            while (frame := await live.content.readuntil(b"\n\n")).startswith(b": "):
+                pass  # a keepalive
     event, data = frame.strip().split(b"\n")
     assert (event, msgspec.json.decode(data[6:])["key"]) == (b"event: request", "anna"), "the first is not shown to her"
     _, page = await client.get("/fleet/activity", **bearer(anna))

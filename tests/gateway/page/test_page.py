@@ -221,7 +221,7 @@ async def test_event_stream_has_every_node_and_then_what_changes(
 
 @pytest.mark.parametrize("path", ["/fleet/events?nodes=1", "/fleet/activity/events"])
 async def test_event_streams_are_kept_alive_and_do_not_delay_a_shutdown(start_gateway: StartGateway, path: str) -> None:
-    client = await start_gateway()
+    client = await start_gateway(keepalive_s=0.1)
     async with client.session.get(client.url + path) as response:
         async with asyncio.timeout(WAIT_S):
             for _ in range(3):

@@ -40,7 +40,7 @@ async def test_waiting_stream_gets_keepalives_on_the_wall_clock(
     neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:
     beast = await neurons("beast", sizes={"a": GB}, load_gate=asyncio.Event())
-    client = await start_gateway(beast)
+    client = await start_gateway(beast, keepalive_s=0.1)
     body = {"model": "a", "messages": [], "stream": True, "max_tokens": 5}
     for path, keepalive in (("/v1/chat/completions", b": "), ("/v1/messages", b"event: ping")):
         async with client.session.post(client.url + path, data=msgspec.json.encode(body)) as response:

@@ -60,7 +60,7 @@ async def keyed(neurons: StartNeuron, start_gateway: StartGateway) -> Keyed:
         generate("user"),
         generate("limited", models=("mine-*", "huge")),
     )
-    client = await start_gateway(beast, keys=tuple(key.section for key in (operator, user, limited)))
+    client = await start_gateway(beast, keys=tuple(key.section for key in (operator, user, limited)), keepalive_s=0.1)
     return Keyed(
         client, stream_started, *({"authorization": f"Bearer {key.text}"} for key in (operator, user, limited))
     )

@@ -60,6 +60,7 @@ def node_exposition() -> bytes:
         health=lambda: Health(status="ok", uptime_s=1.0, devices=(device,), models=(model,)),
         engine_stats=lambda: {"m": EngineStats(steps=1, preemptions=1, num_pages=1, used_pages=1, cached_pages=1)},
         task_restarts=lambda: {"t": 1},
+        texts=SimpleNamespace(tokenised_characters=lambda: {"m": 1}),
     )
     metrics = NodeMetrics(cast("Backend", backend))
     with metrics.watch("openai_chat") as watch:

@@ -275,6 +275,9 @@ class ScriptedNode:
         [ids] = self.text_model.tokenizer.encoder.encode_texts(texts).ids
         return PooledTexts(array("I", ids).tobytes(), (len(ids),))
 
+    def tokenised_characters(self) -> dict[str, int]:
+        return {"org/tiny": 11}
+
     async def recycle(self, device: int) -> bool:
         return self.state is ModelState.COLD
 

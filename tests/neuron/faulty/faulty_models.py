@@ -65,6 +65,7 @@ class PlainText:
     """A text without a tokenizer, nor a process."""
 
     idle_s = 0.0
+    num_tokenised = 0
 
     def __init__(self, path: Path) -> None:
         self.path = path

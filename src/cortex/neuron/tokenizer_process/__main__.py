@@ -70,6 +70,8 @@ class TokenizerService:
         if isinstance(self._text, Exception):
             return protocol.unreadable(self._text)
         described, text = self._text
+        encoder = text.tokenizer.encoder
+        before = encoder.num_tokenised
         try:
             match job:
                 case protocol.Describe():
@@ -80,12 +82,14 @@ class TokenizerService:
                 case protocol.EncodeTexts(texts, rules):
                     for characters in (*texts.texts, *texts.queries):
                         check_size(characters, rules)
-                    return protocol.pack_texts(text.tokenizer.encoder.encode_texts(texts))
+                    return protocol.pack_texts(encoder.encode_texts(texts))
                 case protocol.Count(whole, rules):
-                    return protocol.Counted(len(text.render(unpack(whole), rules).ids))
+                    num_tokens = len(text.render(unpack(whole), rules).ids)
+                    return protocol.Counted(num_tokens, encoder.num_tokenised - before)
                 case protocol.Prepare(whole, rules):
                     request = unpack(whole)
-                    return protocol.pack_prepared(prepare(text, request, rules), with_text=request.echo)
+                    prepared = prepare(text, request, rules)
+                    return protocol.pack_prepared(prepared, encoder.num_tokenised - before, with_text=request.echo)
         except CortexError as error:
             return rejected(error)
         except MemoryError:

@@ -45,6 +45,8 @@ class TokenizerClient:
         self._read_s = read_s
         self._pool: RestartedPool[Reply] = RestartedPool(f"the tokenizer process of {model}", self._start)
         self._fingerprint: str | None = None
+        self.num_tokenised = 0
+        """Characters of prompts that were tokenised, not known from earlier ones."""
         self._num_calls = 0
         self._last_call_s = time.monotonic()
 
@@ -97,12 +99,14 @@ class TokenizerClient:
         """The prompts and the grammar of a packed request."""
         reply = await self._run_job(protocol.Prepare(request, rules), is_long=is_long)
         assert isinstance(reply, protocol.PackedPrepared)
+        self.num_tokenised += reply.num_tokenised
         return protocol.unpack_prepared(reply)
 
     async def count(self, request: bytes, rules: PromptRules, *, is_long: bool) -> int:
         """The number of tokens in the prompt of a packed request."""
         reply = await self._run_job(protocol.Count(request, rules), is_long=is_long)
         assert isinstance(reply, protocol.Counted)
+        self.num_tokenised += reply.num_tokenised
         return reply.num_tokens
 
     async def encode(self, text: str, rules: PromptRules, *, is_long: bool) -> tuple[int, ...]:

@@ -86,6 +86,8 @@ class PackedTexts(ChannelMessage, frozen=True):
 
 class Counted(ChannelMessage, frozen=True):
     num_tokens: int
+    num_tokenised: int
+    """Characters that were tokenised for it; the tokens of the others were known."""
 
 
 class PackedPrompt(ChannelMessage, frozen=True):
@@ -101,6 +103,8 @@ class PackedPrepared(ChannelMessage, frozen=True):
     grammar: str | None
     response_grammar: str | None
     prediction: bytes
+    num_tokenised: int
+    """As in `Counted`."""
 
 
 class FilesUnreadable(ChannelMessage, frozen=True):
@@ -132,7 +136,7 @@ def unpacked(blob: bytes) -> tuple[int, ...]:
     return tuple(array("I", blob))
 
 
-def pack_prepared(prepared: Prepared, *, with_text: bool) -> PackedPrepared:
+def pack_prepared(prepared: Prepared, num_tokenised: int, *, with_text: bool) -> PackedPrepared:
     """`with_text`: the text of the prompts is needed, too."""
     prompts = tuple(
         PackedPrompt(
@@ -140,7 +144,8 @@ def pack_prepared(prepared: Prepared, *, with_text: bool) -> PackedPrepared:
         )
         for each in prepared.prompts
     )
-    return PackedPrepared(prompts, prepared.grammar, prepared.response_grammar, packed(prepared.prediction))
+    grammars = prepared.grammar, prepared.response_grammar
+    return PackedPrepared(prompts, *grammars, packed(prepared.prediction), num_tokenised)
 
 
 def unpack_prepared(reply: PackedPrepared) -> Prepared:

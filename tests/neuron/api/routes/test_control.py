@@ -218,6 +218,7 @@ async def test_exposes_every_metric(api: Any, chat_body: Any) -> None:
         f'neuron_prompt_tokens_total{{model="org/tiny"}} {float(prompt_tokens)}',
         'neuron_cached_prompt_tokens_total{model="org/tiny"} 2.0',
         'neuron_completion_tokens_total{model="org/tiny"} 13.0',
+        'neuron_tokenised_characters_total{model="org/tiny"} 11.0',
         'neuron_time_to_first_token_seconds_bucket{le="+Inf",model="org/tiny"} 1.0',
         'neuron_inter_token_seconds_bucket{le="+Inf",model="org/tiny"} 12.0',
         'neuron_queue_depth{model="org/tiny"} 3.0',

@@ -31,6 +31,7 @@ class Source:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.idle_s = 0.0
+        self.num_tokenised = 0
         self.calls: list[str] = []
         self.literal: list[tuple[tuple[int, int], ...]] = []
         self.rules: list[PromptRules] = []
@@ -137,11 +138,14 @@ async def test_another_path_replaces_the_text_and_closes_the_first(
     texts: Texts, opened: list[Source], paths: dict[str, Path]
 ) -> None:
     await texts.text("m")
+    opened[0].num_tokenised = 5
     paths["m"] = THERE
     first, second = await asyncio.gather(texts.text("m"), texts.text("m"))
     assert first is second
     assert [source.path for source in opened] == [HERE, THERE]
     assert [source.calls for source in opened] == [["read", "close"], ["read"]]
+    opened[1].num_tokenised = 2
+    assert texts.tokenised_characters() == {"m": 7}
 
 
 @pytest.mark.parametrize(

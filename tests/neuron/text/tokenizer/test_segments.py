@@ -1,11 +1,12 @@
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Encoding, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 from cortex.neuron.text.tokenizer.pretokenizers import BY_NAME
@@ -41,15 +42,45 @@ def _encoder(metadata: dict[str, Any], name: str) -> tuple[LibraryTokenizer, Seg
     return _ENCODERS[name]
 
 
-def test_text_with_stripping_tokens_is_encoded_by_the_library(backend: Tokenizer) -> None:
+@pytest.mark.parametrize("token", ["<whole-word>", " <with a space>"])
+def test_text_with_tokens_that_are_not_found_by_their_text_is_encoded_by_the_library(
+    backend: Tokenizer, token: str
+) -> None:
     changed = Tokenizer.from_str(backend.to_str())
     changed.add_tokens([AddedToken("<greedy>", lstrip=True, rstrip=True, normalized=False)])
+    changed.add_tokens([AddedToken(token, single_word=token[0] == "<", normalized=False)])
     tokenizer = LibraryTokenizer(changed, {}, ())
-    text = "one  <greedy>  two<|im_end|>three"
-    encoded = SegmentEncoder(tokenizer).encode(text)
+    text = f"one  <greedy> {token}  two<|im_end|>three"
+    encoder = SegmentEncoder(tokenizer)
+    encoded = encoder.encode(text)
     assert list(encoded.ids) == tokenizer.encode(text)
     assert encoded.cut_before(len(text)) == encoded.ids.index(changed.token_to_id("<|im_end|>")) + 1
     assert encoded.cut_before(0) == 0
+    assert encoder.num_tokenised == len(text)
+
+
+STRIPPING = {"<left>": (True, False), "<right>": (False, True), "<both>": (True, True)}
+SPACES = [" ", "\n", "\t", "\r\n", "\v", "\f", "\x85", "\xa0", "\u2003", "\u3000", "\x1f", "\u200b", "\u180e"]
+_STRIPPING: dict[str, LibraryTokenizer] = {}
+
+
+@given(
+    pieces=st.lists(st.one_of(st.text(max_size=9), st.sampled_from([*STRIPPING, *CONTROL[:2], *SPACES])), max_size=12),
+    scheme=st.sampled_from(["bytes", "first", "prepended"]),
+)
+def test_segments_between_stripping_tokens_have_the_ids_of_the_whole_text(
+    backend: Tokenizer, pieces: list[str], scheme: str
+) -> None:
+    if scheme not in _STRIPPING:
+        changed = Tokenizer.from_str((backend if scheme == "bytes" else _SENTENCEPIECE[scheme]).to_str())
+        for token, (left, right) in STRIPPING.items():
+            changed.add_tokens([AddedToken(token, lstrip=left, rstrip=right, normalized=False)])
+        _STRIPPING[scheme] = LibraryTokenizer(changed, {}, ())
+    tokenizer, text = _STRIPPING[scheme], "".join(pieces)
+    encoded = SegmentEncoder(tokenizer).encode(text)
+    assert list(encoded.ids) == tokenizer.encode(text)
+    for character, num_tokens in zip(encoded.cut_characters, encoded.cut_tokens, strict=True):
+        assert tokenizer.encode(text[:character]) == list(encoded.ids[:num_tokens])
 
 
 class CountingTokenizer(LibraryTokenizer):
@@ -62,6 +93,10 @@ class CountingTokenizer(LibraryTokenizer):
     def encode(self, text: str) -> list[int]:
         self.encoded.append(text)
         return super().encode(text)
+
+    def encoding(self, text: str) -> Encoding:
+        self.encoded.append(text)
+        return super().encoding(text)
 
 
 def test_evicts_the_least_recently_used_segments_beyond_the_limit(backend: Tokenizer) -> None:
@@ -118,17 +153,52 @@ def test_segments_of_sentencepiece_have_the_ids_of_the_whole_text(pieces: list[s
         assert tokenizer.encode(text[:character]) == list(encoded.ids[:token])
 
 
-def test_turn_of_a_growing_conversation_encodes_only_what_is_new(backend: Tokenizer) -> None:
-    turns = [f"<|im_start|>user\n{number} {CORPUS[0] * 6}<|im_end|>\n" for number in range(5)]
-    for library in (backend, _SENTENCEPIECE["first"]):
-        tokenizer = CountingTokenizer(library, {}, ())
-        encoder = SegmentEncoder(tokenizer)
-        encoder.encode("".join(turns[:4]))
-        tokenizer.encoded.clear()
-        conversation = "".join(turns)
-        assert list(encoder.encode(conversation).ids) == LibraryTokenizer(library, {}, ()).encode(conversation)
-        assert [text for text in tokenizer.encoded if CORPUS[0] in text and "4 " not in text[:20]] == []
-        assert sum(map(len, tokenizer.encoded)) < 2 * len(turns[-1])
+@given(pieces=st.lists(st.tuples(st.booleans(), PIECES), max_size=10), scheme=st.sampled_from(sorted(_SENTENCEPIECE)))
+def test_sentencepiece_takes_no_literal_text_for_a_token(pieces: list[tuple[bool, str]], scheme: str) -> None:
+    tokenizer = LibraryTokenizer(_SENTENCEPIECE[scheme], {}, ())
+    whole = {tokenizer.backend.token_to_id(token) for token in CONTROL}
+    text, literal_at, meant = "", list[int](), list[int | None]()
+    for is_literal, piece in pieces:
+        if piece in CONTROL and is_literal:
+            literal_at.append(len(text))
+        elif piece in CONTROL:
+            meant.append(tokenizer.backend.token_to_id(piece))
+        text += piece
+    encoder = SegmentEncoder(tokenizer)
+    for _ in range(2):  # new, and from the cache
+        ids = encoder.encode(text, literal_at).ids
+        assert [token for token in ids if token in whole] == meant
+    assert ids == _without_segments(scheme).encode(text, literal_at).ids
+
+
+@cache
+def _without_segments(scheme: str) -> SegmentEncoder:
+    """Encodes texts as a whole, because of a token that is not found by its text."""
+    changed = Tokenizer.from_str(_SENTENCEPIECE[scheme].to_str())
+    changed.add_tokens([AddedToken("<whole-word>", single_word=True, normalized=False)])
+    return SegmentEncoder(LibraryTokenizer(changed, {}, ()))
+
+
+@pytest.mark.parametrize("is_literal", [False, True])
+@pytest.mark.parametrize("scheme", ["bytes", "first", "prepended"])
+def test_turn_of_a_growing_conversation_encodes_only_what_is_new(
+    backend: Tokenizer, scheme: str, is_literal: bool
+) -> None:
+    """Also where the client mentions a control token, which is literal then."""
+    library = backend if scheme == "bytes" else _SENTENCEPIECE[scheme]
+    begin, mentioned = "<|im_start|>user\n", "<|im_end|> is a token. " if is_literal else ""
+    turns = [f"{begin}{mentioned}{number} {CORPUS[0] * 6}<|im_end|>\n" for number in range(5)]
+    literal_at = [index * len(turns[0]) + len(begin) for index in range(5 * is_literal)]
+    tokenizer = CountingTokenizer(library, {}, ())
+    encoder = SegmentEncoder(tokenizer)
+    encoder.encode("".join(turns[:4]), literal_at[:4])
+    tokenizer.encoded.clear()
+    before = encoder.num_tokenised
+    encoded = encoder.encode("".join(turns), literal_at)
+    assert encoded == SegmentEncoder(LibraryTokenizer(library, {}, ())).encode("".join(turns), literal_at)
+    assert [text for text in tokenizer.encoded if CORPUS[0] in text and "4 " not in text[:60]] == []
+    assert sum(map(len, tokenizer.encoded)) < 2 * len(turns[-1])
+    assert len(CORPUS[0] * 6) < encoder.num_tokenised - before < 2 * len(turns[-1])
 
 
 def test_finds_the_longest_of_thousands_of_tokens(backend: Tokenizer) -> None:

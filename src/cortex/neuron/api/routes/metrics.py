@@ -143,7 +143,19 @@ class _NodeState(Collector):
         )
         for task, count in self._backend.task_restarts().items():
             restarts.add_metric([task], count)
-        return [uptime, restarts, *_of_models(health.models), *_of_devices(health.devices), *self._of_engines()]
+        tokenised = _counter(
+            "tokenised_characters",
+            "Characters of prompts that were tokenised; the tokens of earlier turns are known.",
+            self._backend.texts.tokenised_characters(),
+        )
+        return [
+            uptime,
+            restarts,
+            tokenised,
+            *_of_models(health.models),
+            *_of_devices(health.devices),
+            *self._of_engines(),
+        ]
 
     def _of_engines(self) -> Iterator[Metric]:
         stats = self._backend.engine_stats()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,8 @@ class Texts:
         self._path_of = path_of
         self._rules_of = rules_of
         self._works: dict[str, TextWork] = {}
+        self._tokenised_before: Counter[str] = Counter()
+        """By works that have been replaced."""
 
     async def text(self, model_id: str) -> TextModel:
         """The model's tokenizer, template and parsers, read once and without its weights."""
@@ -74,6 +77,11 @@ class Texts:
         work = self._works.get(model_id)
         return work.num_jobs if work is not None else 0
 
+    def tokenised_characters(self) -> dict[str, int]:
+        """For each model, the characters of prompts that were tokenised, not known from earlier ones."""
+        now = {model_id: work.num_tokenised for model_id, work in self._works.items()}
+        return {model_id: count + self._tokenised_before[model_id] for model_id, count in now.items()}
+
     async def wake(self, model_id: str, path: Path) -> None:
         """Reads the text and starts the process of a model that is about to serve from `path`. Raises LoadFailed."""
         work = await self._opened(model_id, path)
@@ -104,6 +112,7 @@ class Texts:
             work = TextWork(model_id, path, self._open_text(path), self._limits, self._max_queue)
             self._works[model_id] = work
             if known is not None:
+                self._tokenised_before[model_id] += known.num_tokenised
                 await known.close()
         try:
             await work.text()

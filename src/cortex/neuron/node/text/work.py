@@ -44,6 +44,10 @@ class TextSource(Protocol):
     def idle_s(self) -> float:
         """Seconds since the last use; 0 while in use."""
 
+    @property
+    def num_tokenised(self) -> int:
+        """Characters of prompts that were tokenised, not known from earlier ones."""
+
     async def read(self) -> TextModel:
         """Raises an error in `UNREADABLE`, or a CortexError."""
 
@@ -92,6 +96,11 @@ class TextWork:
     @property
     def idle_s(self) -> float:
         return self._source.idle_s
+
+    @property
+    def num_tokenised(self) -> int:
+        """Characters of prompts that were tokenised, not known from earlier ones."""
+        return self._source.num_tokenised
 
     async def text(self) -> TextModel:
         """The model's text, once it has been read. Raises LoadFailed, or another CortexError."""

@@ -49,6 +49,10 @@ class EncodedTexts:
 class TextEncoder(Protocol):
     """Safe to share between threads. It may wait for another process: do not call it on the event loop."""
 
+    @property
+    def num_tokenised(self) -> int:
+        """Characters of prompts that were tokenised so far; parts that were known cost nothing."""
+
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, including control tokens in it; adds no token."""
 
@@ -65,6 +69,8 @@ class TextEncoder(Protocol):
 
 class NoEncoder:
     """The encoder of a process that does not tokenise: a caller has confused the processes."""
+
+    num_tokenised = 0
 
     def encode(self, text: str) -> list[int]:
         raise AssertionError(

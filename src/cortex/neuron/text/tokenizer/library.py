@@ -76,7 +76,7 @@ class LibraryTokenizer:
         return Vocabulary(
             spellings=spellings,
             bounds=bounds,
-            whole_tokens=tuple(WholeToken(i, each.content, each.special, _is_plain(each)) for i, each in added.items()),
+            whole_tokens=tuple(_whole_token(token_id, each) for token_id, each in added.items()),
             named_tokens=self.named_tokens,
             eos_ids=self.eos_ids,
             is_context_free=self._is_context_free,
@@ -254,8 +254,9 @@ def _keeps_characters(step: Mapping[str, Any]) -> bool:
     return kind in ("ByteLevel", "Digits", "Metaspace", "NFC", "Prepend")
 
 
-def _is_plain(token: AddedToken) -> bool:
-    return not (token.lstrip or token.rstrip or token.single_word or token.normalized)
+def _whole_token(token_id: int, token: AddedToken) -> WholeToken:
+    is_plain = not (token.single_word or token.normalized)
+    return WholeToken(token_id, token.content, token.special, is_plain, token.lstrip, token.rstrip)
 
 
 def _decoder_kind(backend: Backend) -> str | None:

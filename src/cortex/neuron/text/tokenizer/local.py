@@ -23,11 +23,18 @@ class LocalEncoder:
     def __init__(self, tokenizer: LibraryTokenizer) -> None:
         self._tokenizer = tokenizer
         self._segments = SegmentEncoder(tokenizer)
+        self._num_tokenised = 0
+
+    @property
+    def num_tokenised(self) -> int:
+        return self._num_tokenised + self._segments.num_tokenised
 
     def encode(self, text: str) -> list[int]:
+        self._num_tokenised += len(text)
         return self._tokenizer.encode(text)
 
     def encode_document(self, text: str) -> list[int]:
+        self._num_tokenised += len(text)
         return self._tokenizer.encode_document(text)
 
     def encode_texts(self, texts: TextsToEncode) -> EncodedTexts:

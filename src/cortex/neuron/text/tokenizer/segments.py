@@ -33,6 +33,8 @@ _WINDOW_CHARACTERS: Final = 1 << 16
 
 _BREAK: Final = "\ufdd0"
 """A noncharacter: no vocabulary has a token of it."""
+_SPACES: Final = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+"""What the library takes for white space."""
 
 
 class SegmentEncoder:
@@ -51,17 +53,25 @@ class SegmentEncoder:
         self._window_characters = window_characters
         vocabulary = tokenizer.vocabulary
         self._ids_by_whole = {token.text: token.id for token in vocabulary.whole_tokens}
+        self._stripping_left = {token.text for token in vocabulary.whole_tokens if token.strips_left}
+        self._stripping_right = {token.text for token in vocabulary.whole_tokens if token.strips_right}
         self._longest_whole = max(map(len, self._ids_by_whole), default=0)
         self._pattern = _pattern(vocabulary.whole_tokens)
         self._is_context_free = vocabulary.is_context_free
-        self._cached: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
-        """By segment, and by the whole token before it where that matters."""
+        self._cached: OrderedDict[tuple[str, str, tuple[int, ...]], array[int]] = OrderedDict()
+        """By segment, by the whole token before it where that matters, and by its literal characters."""
         self._num_characters = 0
+        self._num_tokenised = 0
         self._lock = threading.Lock()
+
+    @property
+    def num_tokenised(self) -> int:
+        """Characters that the library has tokenised; those of cached segments cost nothing."""
+        return self._num_tokenised
 
     def encode(self, text: str, literal_at: Sequence[int] = ()) -> Segmented:
         """At the characters `literal_at`, ascending, no whole token begins."""
-        if self._pattern is None or (literal_at and not self._is_context_free):
+        if self._pattern is None:
             return self._encode_whole(text, literal_at)
         return self._encode_segments(self._pattern, text, literal_at)
 
@@ -70,12 +80,14 @@ class SegmentEncoder:
         cuts: list[tuple[int, int]] = []
         position, before = 0, ""
         for found in self._whole_tokens(pattern, text, frozenset(literal_at)):
-            ids += self._literal_segment(text, position, found.start(), literal_at, before)
-            cuts.append((found.start(), len(ids)))
-            ids.append(self._ids_by_whole[found.group()])
-            cuts.append((found.end(), len(ids)))
-            position = found.end()
-            before = "" if self._is_context_free else found.group()
+            whole = found.group()
+            start, end = self._with_white_space(whole, text, position, found.start(), found.end())
+            ids += self._literal_segment(text, position, start, literal_at, before)
+            cuts.append((start, len(ids)))
+            ids.append(self._ids_by_whole[whole])
+            cuts.append((end, len(ids)))
+            position = end
+            before = "" if self._is_context_free else whole
         ids += self._literal_segment(text, position, len(text), literal_at, before)
         return _segmented(ids, cuts)
 
@@ -83,12 +95,22 @@ class SegmentEncoder:
         self, text: str, start: int, end: int, literal_at: Sequence[int], before: str
     ) -> list[int] | array[int]:
         """The ids of a part of `text` without whole tokens. Where it contains the text of one, it is encoded in two
-        pieces: the library would find the token in the whole. `before`: the whole token that it is encoded after."""
+        pieces, or with a break: the library would find the token in the whole. `before`: the whole token that it is
+        encoded after."""
         inside = literal_at[bisect_left(literal_at, start) : bisect_left(literal_at, end)]
-        if not inside:
-            return self._segment(text[start:end], before)
+        if not inside or not self._is_context_free:
+            return self._segment(text[start:end], before, tuple(at - start for at in inside))
         bounds = (start, *(at + 1 for at in inside), end)
         return [token for piece in pairwise(bounds) for token in self._segment(text[slice(*piece)])]
+
+    def _with_white_space(self, whole: str, text: str, begin: int, start: int, end: int) -> tuple[int, int]:
+        """Where a whole token begins and ends with the white space that it takes; the text before `begin` is taken."""
+        if whole in self._stripping_left:
+            start = begin + len(text[begin:start].rstrip(_SPACES))
+        if whole in self._stripping_right:
+            while end < len(text) and text[end] in _SPACES:
+                end += 1
+        return start, end
 
     def _whole_tokens(self, pattern: re.Pattern[str], text: str, literal_at: frozenset[int]) -> Iterator[re.Match[str]]:
         """Like `pattern.finditer`, without tokens that begin at a literal character, searched window by window."""
@@ -106,44 +128,58 @@ class SegmentEncoder:
                 position = found.end()
 
     def _encode_whole(self, text: str, literal_at: Sequence[int]) -> Segmented:
-        """As one text, because the ids of a part depend on the whole. A character that no token merges with breaks the
-        texts of tokens that are literal; its own tokens are left out."""
-        bounds = (0, *(at + 1 for at in literal_at), len(text))
-        breaks = [at + 1 + number for number, at in enumerate(literal_at)]
-        encoding = self._tokenizer.encoding(_BREAK.join(text[slice(*piece)] for piece in pairwise(bounds)))
+        """As one text, because the ids of a part depend on the whole."""
         whole = set(self._ids_by_whole.values())
         ids: list[int] = []
         cuts: list[tuple[int, int]] = []
-        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            num_breaks = bisect_left(breaks, start)
-            if end == start + 1 and breaks[num_breaks : num_breaks + 1] == [start]:
-                continue
+        self._count(text)
+        for token, start, end in self._broken(text, literal_at):
             ids.append(token)
             if token in whole:
-                cuts += [(start - num_breaks, len(ids) - 1), (end - num_breaks, len(ids))]
+                cuts += [(start, len(ids) - 1), (end, len(ids))]
         return _segmented(ids, cuts)
 
-    def _segment(self, text: str, before: str = "") -> list[int] | array[int]:
+    def _broken(self, text: str, literal_at: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """The tokens of `text`, each with its first character and its end. A character that no token merges with breaks
+        the texts of tokens that are literal; its own tokens are left out."""
+        bounds = (0, *(at + 1 for at in literal_at), len(text))
+        breaks = [at + 1 + number for number, at in enumerate(literal_at)]
+        encoding = self._tokenizer.encoding(_BREAK.join(text[slice(*piece)] for piece in pairwise(bounds)))
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            num_breaks = bisect_left(breaks, start)
+            if end != start + 1 or breaks[num_breaks : num_breaks + 1] != [start]:
+                yield token, start - num_breaks, end - num_breaks
+
+    def _segment(self, text: str, before: str = "", literal_at: tuple[int, ...] = ()) -> list[int] | array[int]:
         if len(text) < _MIN_CACHED_CHARACTERS:
-            return self._encoded_after(before, text) if text else []
-        key = text, before
+            return self._encoded_after(before, text, literal_at) if text else []
+        key = text, before, literal_at
         with self._lock:
             known = self._cached.get(key)
             if known is not None:
                 self._cached.move_to_end(key)
                 return known
-        ids = array("I", self._encoded_after(before, text))
+        ids = array("I", self._encoded_after(before, text, literal_at))
         with self._lock:
             if key not in self._cached:
                 self._cached[key] = ids
                 self._num_characters += len(text)
             while self._num_characters > self._max_cached_characters:
-                (oldest, _), _ = self._cached.popitem(last=False)
+                (oldest, _, _), _ = self._cached.popitem(last=False)
                 self._num_characters -= len(oldest)
         return ids
 
-    def _encoded_after(self, before: str, text: str) -> list[int]:
-        return self._tokenizer.encode(before + text)[1:] if before else self._tokenizer.encode(text)
+    def _encoded_after(self, before: str, text: str, literal_at: Sequence[int]) -> list[int]:
+        self._count(text)
+        if literal_at:
+            ids = [token for token, _, _ in self._broken(before + text, [len(before) + at for at in literal_at])]
+        else:
+            ids = self._tokenizer.encode(before + text)
+        return ids[1:] if before else ids
+
+    def _count(self, text: str) -> None:
+        with self._lock:
+            self._num_tokenised += len(text)
 
 
 def _segmented(ids: list[int], cuts: list[tuple[int, int]]) -> Segmented:
@@ -151,9 +187,13 @@ def _segmented(ids: list[int], cuts: list[tuple[int, int]]) -> Segmented:
 
 
 def _pattern(whole: tuple[WholeToken, ...]) -> re.Pattern[str] | None:
-    """Finds whole tokens like the library, longest first; None if some of them also match surrounding text."""
+    """Finds whole tokens like the library, longest first; None if the text of some of them is not enough to find
+    them."""
     if not whole or len(whole) > _MAX_WHOLE_TOKENS or not all(token.is_plain for token in whole):
         return None
+    strips = any(token.strips_left or token.strips_right for token in whole)
+    if strips and any(token.text != token.text.strip(_SPACES) for token in whole):
+        return None  # one may take the space that another begins with
     return re.compile(_any_of(sorted({token.text for token in whole} - {""})))
 
 

@@ -25,7 +25,11 @@ class WholeToken:
     is_special: bool
     """Whether it is a control token, which is not part of a response's text."""
     is_plain: bool
-    """Whether it matches exactly its own text, anywhere, and nothing around it."""
+    """Whether it is found by its own text alone, anywhere."""
+    strips_left: bool = False
+    """Whether it includes the white space before it."""
+    strips_right: bool = False
+    """Whether it includes the white space after it."""
 
 
 @dataclass(frozen=True, slots=True)

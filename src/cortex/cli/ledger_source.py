@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import click
 from click.core import ParameterSource
 
 from cortex.cli.client import GatewayClient, GatewayUnreachable
-from cortex.cli.failures import check_environment
+from cortex.cli.failures import CommandError, check_environment
 from cortex.cli.output import file_here
 from cortex.cli.service_environment import use_environment_file
+from cortex.gateway.database import StoreError
+from cortex.gateway.ledger.store import Store, open_store
 
 
 def configuration(named: Path | None) -> Path | None:
@@ -36,3 +39,15 @@ def ask(gateway: GatewayClient, path: str) -> Any:
     except GatewayUnreachable as error:
         remedy = "name the gateway with --url or CORTEX_URL, or its configuration with --config"
         raise GatewayUnreachable(gateway.url, error.reason, remedy) from error
+
+
+@contextlib.contextmanager
+def ledger(database: str) -> Iterator[Store]:
+    """The ledger at a file path or `postgresql://` URL. Raises CommandError where it cannot be read."""
+    try:
+        with contextlib.closing(open_store(database)) as store:
+            yield store
+    except StoreError as error:
+        raise CommandError(
+            str(error), "check `gateway.state` and `ledger.database` in cortex.toml", error.exit_code
+        ) from error

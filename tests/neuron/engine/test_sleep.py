@@ -20,9 +20,9 @@ from cortex.neuron.engine.memory.host_weights import HostBuffer, HostWeights
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.scheduler import Scheduler
-from cortex.neuron.layers.parameters import Parameters
 
 from ..tiny_models import tiny_delta, tiny_experts, tiny_sizes
+from .random_engine import filled, response_to
 
 DENSE: dict[str, Any] = {
     "model_type": "llama",
@@ -47,15 +47,6 @@ LATENT: dict[str, Any] = DENSE | {
 }
 PROMPT = tuple(range(5, 75))
 CPU = torch.device("cpu")
-
-
-def fill(parameters: Parameters) -> None:
-    torch.manual_seed(0)
-    for binding in parameters.bindings:
-        view = binding.destination
-        view.uniform_(0.1, 1.0) if view.dim() == 1 else view.normal_(0.0, 2 * view.shape[-1] ** -0.5)
-
-
 EngineMaker = Callable[..., Engine]
 
 
@@ -66,7 +57,7 @@ def make_engine() -> Iterator[EngineMaker]:
     def make(config: dict[str, Any] = DENSE, *, moves: bool = False, device: torch.device = CPU) -> Engine:
         """`moves`: the weights leave their place, as they do on a GPU."""
         spec = LoadSpec(path="", dtype="float32" if device is CPU else "auto", max_num_seqs=4)
-        engine = Engine(build_model(config, spec, device, fill), spec, moves_weights=moves or None)
+        engine = Engine(build_model(config, spec, device, filled(0)), spec, moves_weights=moves or None)
         engine.warm_up()
         engines.append(engine)
         return engine
@@ -78,15 +69,7 @@ def make_engine() -> Iterator[EngineMaker]:
 
 def respond(engine: Engine) -> tuple[list[int], int]:
     """Greedy tokens, and how many of the prompt came from the cache."""
-    engine.submit(EngineRequest("r", PROMPT, 10, SamplingParams(temperature=0.0)))
-    tokens: list[int] = []
-    cached = 0
-    while engine.has_work:
-        for output in engine.step():
-            tokens += output.tokens
-            cached += output.cached_tokens or 0
-    engine.check_integrity()
-    return tokens, cached
+    return response_to(engine, EngineRequest("r", PROMPT, 10, SamplingParams(temperature=0.0)))
 
 
 def wake(engine: Engine) -> list[tuple[str, int, int]]:

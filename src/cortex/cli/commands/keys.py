@@ -13,16 +13,14 @@ import msgspec
 
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import CommandError, ExitCode, Group, check_environment
-from cortex.cli.ledger_source import ask, configuration
+from cortex.cli.ledger_source import ask, configuration, ledger
 from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, json_option, print_json, table
 from cortex.gateway.config import Config, load
-from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.groups import CostLeft, cost_id
 from cortex.gateway.ledger.key_file import AmbiguousKey, KeyFile, KeyFileError, NameTaken, UnknownKey
 from cortex.gateway.ledger.keys import KeySection, as_toml, generate
 from cortex.gateway.ledger.limits import MINUTE_S, Spent
-from cortex.gateway.ledger.store import open_store
 from cortex.wire.words import duration
 
 _REMOVABLE = (
@@ -277,16 +275,8 @@ def _spent(config: Config, path: Path) -> Mapping[str, Spent]:
         return {}
     first = {key.id: int((time.time() - key.window_s) // MINUTE_S) for key in config.keys}
     windows = first | {cost_id(key): first[key.id] for key in config.keys}
-    try:
-        store = open_store(database)
-        try:
-            return store.spent(windows)
-        finally:
-            store.close()
-    except StoreError as error:
-        raise CommandError(
-            str(error), "check `gateway.state` and `ledger.database` in cortex.toml", error.exit_code
-        ) from error
+    with ledger(database) as store:
+        return store.spent(windows)
 
 
 def _rows(keys: Iterable[KeySection], spent: Mapping[str, Spent], now: float) -> list[KeyRow]:

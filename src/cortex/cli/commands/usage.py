@@ -14,13 +14,11 @@ import msgspec
 
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
-from cortex.cli.ledger_source import ask, configuration
+from cortex.cli.ledger_source import ask, configuration, ledger
 from cortex.cli.output import console, json_option, print_json, table
 from cortex.gateway.api.usage import cost_of
 from cortex.gateway.config import load
 from cortex.gateway.configuration_files import load_catalogue
-from cortex.gateway.database import StoreError
-from cortex.gateway.ledger.store import open_store
 from cortex.gateway.ledger.usage_report import HEADER, UsageRow
 from cortex.gateway.ledger.usage_report import usage as read_usage
 from cortex.wire.words import plural
@@ -81,13 +79,5 @@ def _from_ledger(config: Path, by: Group, since: float, until: float) -> tuple[U
             "CORTEX_GATEWAY__STATE here too",
             ExitCode.NOT_FOUND,
         )
-    try:
-        store = open_store(database)
-        try:
-            return read_usage(store, group=by, since=since, until=until, cost_of=partial(cost_of, catalogue))
-        finally:
-            store.close()
-    except StoreError as error:
-        raise CommandError(
-            str(error), "check `gateway.state` and `ledger.database` in cortex.toml", error.exit_code
-        ) from error
+    with ledger(database) as store:
+        return read_usage(store, group=by, since=since, until=until, cost_of=partial(cost_of, catalogue))

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Raw
 
 from cortex.gateway.database import Execute
+from cortex.gateway.responses.bounded_table import BoundedTable
 from cortex.parsing import items as stored_items
 
 SCHEMA = (
@@ -52,15 +53,11 @@ _DELETE_ITEM = "DELETE FROM conversation_item WHERE conversation_id = ? AND item
 _DELETE_ITEMS = "DELETE FROM conversation_item WHERE conversation_id = ?"
 _LINK = "INSERT INTO conversation_response (response_id, conversation_id) VALUES (?, ?)"
 _UNLINK = "DELETE FROM conversation_response WHERE response_id = ? RETURNING conversation_id"
-_EXPIRED = "SELECT id FROM conversation WHERE expires_s <= ? LIMIT ?"
-_TOTAL = "SELECT COALESCE(SUM(num_bytes), 0) FROM conversation"
-_LARGEST_KEY = "SELECT key_id FROM conversation GROUP BY key_id ORDER BY SUM(num_bytes) DESC, key_id LIMIT 1"
-_OLDEST = "SELECT id, num_bytes FROM conversation WHERE key_id = ? ORDER BY expires_s, id LIMIT ?"
 _DROP = "DELETE FROM conversation WHERE id = ?"
+_TABLE = BoundedTable("conversation", age="expires_s")
 
 MIN_BYTES = 512
 """What an empty conversation counts as, so that many of them are bounded too."""
-_BATCH = 200
 _WITH_STATUS = (b'"message"', b'"function_call"', b'"function_call_output"')
 
 _fields = msgspec.json.Decoder(dict[str, Raw])
@@ -177,20 +174,13 @@ def unlink(execute: Execute, response_id: str) -> str | None:
 
 
 def total_bytes(execute: Execute) -> int:
-    return int(execute(_TOTAL, ())[0][0])
+    return _TABLE.total_bytes(execute)
 
 
 def purge(execute: Execute, now_s: float, max_bytes: int) -> int:
     """Delete some of what has expired, or else some of what exceeds `max_bytes`, of the key with the most bytes, those
     that were used least recently; returns how many were deleted."""
-    doomed = [str(row[0]) for row in execute(_EXPIRED, (int(now_s), _BATCH))]
-    if not doomed and (excess := total_bytes(execute) - max_bytes) > 0:
-        (largest,) = execute(_LARGEST_KEY, ())[0]
-        for id, num_bytes in execute(_OLDEST, (largest, _BATCH)):
-            doomed.append(str(id))
-            excess -= int(num_bytes)
-            if excess <= 0:
-                break
+    doomed = _TABLE.rows_to_delete(execute, now_s, max_bytes)
     for id in doomed:
         execute(_DROP, (id,))
         execute(_DELETE_ITEMS, (id,))

@@ -14,6 +14,7 @@ from msgspec import Raw
 
 from cortex.gateway.database import Execute
 from cortex.gateway.responses import conversation_tables
+from cortex.gateway.responses.bounded_table import BoundedTable
 from cortex.parsing import items
 from cortex.parsing.items import StoredTexts
 
@@ -73,14 +74,9 @@ _DELETE = "DELETE FROM response WHERE id = ? AND key_id = ? AND expires_s > ? RE
 _ADD_RUN = "INSERT INTO background_run (id, renewed_s) VALUES (?, ?) ON CONFLICT (id) DO NOTHING"
 _RENEW_RUN = "UPDATE background_run SET renewed_s = ? WHERE id = ? RETURNING id"
 _END_RUN = "DELETE FROM background_run WHERE id = ?"
-_EXPIRED = "SELECT id FROM response WHERE expires_s <= ? LIMIT ?"
 _DROP = "DELETE FROM response WHERE id = ?"
-_TOTAL = "SELECT COALESCE(SUM(num_bytes), 0) FROM response"
-_LARGEST_KEY = "SELECT key_id FROM response GROUP BY key_id ORDER BY SUM(num_bytes) DESC, key_id LIMIT 1"
-_OLDEST = "SELECT id, num_bytes FROM response WHERE key_id = ? ORDER BY created_s, id LIMIT ?"
+_TABLE = BoundedTable("response", age="created_s")
 
-_BATCH = 200
-"""Rows that a purge deletes at once."""
 _EXTEND_SHARE = 0.1
 """A chain's time is extended only when that adds this share of the retention, so that long chains are not rewritten
 for every response."""
@@ -190,7 +186,7 @@ def renew(execute: Execute, ids: Iterable[str], now_s: float) -> set[str]:
 
 
 def total_bytes(execute: Execute) -> int:
-    return int(execute(_TOTAL, ())[0][0])
+    return _TABLE.total_bytes(execute)
 
 
 def purge(execute: Execute, now_s: float, max_bytes: int) -> int:
@@ -198,14 +194,7 @@ def purge(execute: Execute, now_s: float, max_bytes: int) -> int:
 
     Of too many bytes, those of the key with the most bytes are deleted, oldest first.
     """
-    doomed = [str(row[0]) for row in execute(_EXPIRED, (int(now_s), _BATCH))]
-    if not doomed and (excess := total_bytes(execute) - max_bytes) > 0:
-        (largest,) = execute(_LARGEST_KEY, ())[0]
-        for id, num_bytes in execute(_OLDEST, (largest, _BATCH)):
-            doomed.append(str(id))
-            excess -= int(num_bytes)
-            if excess <= 0:
-                break
+    doomed = _TABLE.rows_to_delete(execute, now_s, max_bytes)
     for id in doomed:
         execute(_DROP, (id,))
         _end_run(execute, id)

@@ -10,7 +10,8 @@ from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.loading import build_model
 from cortex.neuron.engine.request import LoadSpec
 
-from .engines import CPU, EngineMaker, filled
+from ..random_engine import filled
+from .engines import CPU, EngineMaker
 
 
 @pytest.fixture

@@ -18,8 +18,9 @@ from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 
+from ..random_engine import filled
 from ..test_sleep import DENSE, HYBRID, wake
-from .engines import CPU, filled, new_host
+from .engines import CPU, new_host
 from .late_copies import LateCopies
 from .test_tier import WINDOWED
 

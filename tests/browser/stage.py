@@ -218,6 +218,20 @@ class Stage:
 
         self.call(start())
 
+    def until_listed(self, model: str, is_so: Callable[[dict[str, Any]], bool]) -> None:
+        """Return once the gateway's list of models has this one as it must be; it learns from polls of the nodes."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(WAIT_S), ClientSession() as session:
+                while True:
+                    async with session.get(f"{self.url}v1/models") as response:
+                        listed = (await response.json())["data"]
+                    if any(each["id"] == model and is_so(each) for each in listed):
+                        return
+                    await asyncio.sleep(0.01)
+
+        self.call(wait())
+
     def stop_gateway(self) -> None:
         if self._gateway is not None:
             self.call(self._gateway.close())

@@ -160,6 +160,7 @@ def test_response_that_is_cut_off_is_reported_and_keeps_its_text(page: Page, sta
     stage.stop_gateway()
     page.get_by_text("The connection to the gateway was lost before the response was complete").wait_for()
     stage.start_gateway()
+    stage.until_listed("small", lambda model: model["loaded"])
     stage.open(cut_off)
     assert "word3" in page.get_by_label("Response of small").inner_text()
     node.script = [{"content": "the whole story"}]
@@ -184,8 +185,9 @@ def drop(page: Page, how: str, file: bytes, name: str, kind: str) -> None:
     )
 
 
-def test_pictures_are_chosen_pasted_dropped_removed_and_sent(page: Page, node: DirectedNode) -> None:
+def test_pictures_are_chosen_pasted_dropped_removed_and_sent(page: Page, stage: Stage, node: DirectedNode) -> None:
     node.capabilities["small"] = Capabilities(tools=True, vision=True)
+    stage.until_listed("small", lambda model: model["capabilities"]["vision"])
     red, blue = picture(400, 300), picture(30, 40, color=(0, 0, 200))
     page.goto("#/playground")
     chosen: list[FilePayload] = [
@@ -218,8 +220,11 @@ def test_pictures_are_chosen_pasted_dropped_removed_and_sent(page: Page, node: D
     assert page.locator(".question img").count() == 3
 
 
-def test_models_that_read_text_only_are_named_before_pictures_are_sent(page: Page, node: DirectedNode) -> None:
+def test_models_that_read_text_only_are_named_before_pictures_are_sent(
+    page: Page, stage: Stage, node: DirectedNode
+) -> None:
     node.capabilities |= {"small": Capabilities(tools=True), "cold": Capabilities(tools=True, vision=True)}
+    stage.until_listed("cold", lambda model: model["capabilities"]["vision"])
     page.goto("#/playground")
     page.get_by_label("Model", exact=True).select_option("small")
     drop(page, "paste", picture(40, 30), "shot.png", "image/png")

@@ -58,4 +58,4 @@ def test_invalid_packet_is_an_error_and_leaks_no_descriptor(pair: Pair, packet: 
     socket.send_fds(ours, [packet], [ours.fileno()])
     with pytest.raises(ChannelError, match=reason):
         receiver.receive()
-    assert num_open_descriptors() == before
+    assert num_open_descriptors() <= before, "sockets of earlier tests may have been closed meanwhile"

@@ -15,6 +15,7 @@ import pytest
 from cortex.cli.up.command import fault_of
 from cortex.cli.up.supervisor import Child, ChildDied, ProcessSupervisor
 
+from ...processes import alive
 from ...waiting import WAIT_S
 
 STUBBORN = (
@@ -34,16 +35,9 @@ def wait_for_text(path: Path, text: str) -> None:
         time.sleep(0.02)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-
-
 def wait_until_gone(pid: int) -> None:
     deadline = time.monotonic() + WAIT_S
-    while is_running(pid):
+    while alive(pid):
         assert time.monotonic() < deadline, f"{pid} is still running"
         time.sleep(0.02)
 

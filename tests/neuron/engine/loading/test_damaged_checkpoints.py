@@ -42,7 +42,7 @@ def load_or_reject(path: Path) -> None:
         load_model(spec, CPU, lambda *_: None, lambda: False)
     except LoadError:
         pass
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before, "files of earlier tests may have been closed meanwhile"
 
 
 def tiny_gguf(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -24,12 +25,14 @@ def resident_bytes(processes: list[int]) -> int:
 
 
 def _children(process: int) -> list[int]:
-    children: list[int] = []
     try:
-        for thread in (_PROC / str(process) / "task").iterdir():
-            children += map(int, (thread / "children").read_text().split())
+        threads = list((_PROC / str(process) / "task").iterdir())
     except OSError:  # it has ended
-        pass
+        return []
+    children: list[int] = []
+    for thread in threads:
+        with contextlib.suppress(OSError):  # this thread has ended; others may have children
+            children += map(int, (thread / "children").read_text().split())
     return children
 
 

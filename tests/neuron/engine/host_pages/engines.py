@@ -33,9 +33,12 @@ def filled(seed: int) -> Callable[[Parameters], None]:
     return fill
 
 
-def respond(engine: Engine, prompt: tuple[int, ...] = PROMPT, name: str = "r") -> tuple[list[int], int]:
+def respond(
+    engine: Engine, prompt: tuple[int, ...] = PROMPT, name: str = "r", max_tokens: int = 4, *, is_kept: bool = True
+) -> tuple[list[int], int]:
     """Greedy tokens, and how many of the prompt came from the cache."""
-    engine.submit(EngineRequest(name, prompt, 4, SamplingParams(temperature=0.0), checkpoint_at=(100,)))
+    greedy = SamplingParams(temperature=0.0)
+    engine.submit(EngineRequest(name, prompt, max_tokens, greedy, checkpoint_at=(100,), is_kept=is_kept))
     tokens: list[int] = []
     cached = 0
     while engine.has_work:

@@ -111,6 +111,9 @@ class EngineRequest:
     """The expected output. Where it is right, several tokens are checked in one step."""
     speculates: bool = True
     """Whether draft tokens may be checked for it, as far as the model does so. The output is the same."""
+    is_kept: bool = True
+    """Whether later requests may use what it computes. If not, nothing of it stays in the prefix cache or goes to host
+    memory, where it would take the place of other prefixes."""
     pictures: tuple[Picture, ...] = ()
     """In the order of their positions in the prompt, which has a token at each of them."""
     texts: PooledTexts | None = None

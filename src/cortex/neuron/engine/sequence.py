@@ -145,7 +145,10 @@ class Sequence:
         return RowOutputs(draws, PromptScoring(following, self.request.prompt_logprobs or 0))
 
     def digests_of_full_pages(self, page_tokens: int) -> list[Digest]:
-        """Digests of every full page of the known tokens, extended as tokens arrive."""
+        """Digests of every full page of the known tokens, extended as tokens arrive. A request that is not kept has
+        none."""
+        if not self.request.is_kept:
+            return self.digests
         done = len(self.digests) * page_tokens
         if len(self.tokens) - done >= page_tokens:
             parent = self.digests[-1] if self.digests else ROOT
@@ -159,6 +162,8 @@ class Sequence:
 
     def name_tail(self, page_tokens: int) -> None:
         """Sets `tail`, if the prompt has a full page before it. The digests of its full pages must be known."""
+        if not self.request.is_kept:
+            return
         prompt, pictures = self.request.prompt, self.request.pictures
         last = len(prompt) - 1
         num_pages, rest = divmod(last, page_tokens)

@@ -53,7 +53,7 @@ class SequenceStates:
         """Restores the state after the sequence's cached pages, or after its tail, and decides where its own states
         will be saved."""
         checkpoints = self._checkpoints
-        if checkpoints is None:
+        if checkpoints is None or not sequence.request.is_kept:
             return
         if sequence.computed:
             position = sequence.computed if resumes_tail else sequence.committed * self._page_tokens
@@ -156,6 +156,8 @@ class SequenceStates:
 
     def _save(self, sequence: Sequence, num_pages: int, copies: list[StateCopy]) -> None:
         assert self._checkpoints is not None
+        if not sequence.request.is_kept:
+            return
         checkpoint = sequence.decode_checkpoint
         slot = self._checkpoints.lend() if checkpoint is None else checkpoint.slot
         if slot is not None:

@@ -24,7 +24,9 @@ def new_host(budget_bytes: int = 64 << 20, *, verifies: bool = True) -> DeviceHo
     return DeviceHostMemory(HostPages(slabs, budget_bytes), slabs, verifies=verifies)
 
 
-def respond(engine: Engine, prompt: tuple[int, ...] = PROMPT, name: str = "r") -> tuple[list[int], int]:
+def respond(
+    engine: Engine, prompt: tuple[int, ...] = PROMPT, name: str = "r", max_tokens: int = 4, *, is_kept: bool = True
+) -> tuple[list[int], int]:
     """Greedy tokens, and how many of the prompt came from the cache."""
     greedy = SamplingParams(temperature=0.0)
-    return response_to(engine, EngineRequest(name, prompt, 4, greedy, checkpoint_at=(100,)))
+    return response_to(engine, EngineRequest(name, prompt, max_tokens, greedy, checkpoint_at=(100,), is_kept=is_kept))

@@ -51,6 +51,28 @@ def test_conversation_survives_sleep_and_reload_and_continues_with_the_same_toke
     host.store.check_integrity()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_stays_of_a_request_that_is_not_kept(make_engine: EngineMaker, family: str) -> None:
+    host, measured = new_host(), tuple(reversed(PROMPT))
+    plain, engine = make_engine(FAMILIES[family], None), make_engine(FAMILIES[family], host)
+    expected, longer = respond(plain, measured)[0], respond(plain, measured, max_tokens=40)[0]
+    assert respond(engine, measured, is_kept=False) == (expected, 0)
+    assert engine.stats().cached_pages == 0
+    conversation, _ = respond(engine)
+    in_cache = respond(engine)[1]
+    cached_pages = engine.stats().cached_pages
+    for _ in range(2):
+        assert respond(engine, measured, max_tokens=40, is_kept=False) == (longer, 0)
+    assert engine.stats().cached_pages == cached_pages
+    tokens, cached = respond(engine)
+    assert tokens == conversation
+    assert cached >= in_cache >= 96
+    engine.save_pages()
+    again = make_engine(FAMILIES[family], host)
+    assert respond(again, measured) == (expected, 0)
+    assert respond(again)[1] >= 96
+
+
 def test_pages_of_other_prompts_are_never_taken(make_engine: EngineMaker) -> None:
     host = new_host()
     engine = make_engine(DENSE, host)

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cortex.neuron.engine.host_pages.copies import BlockTensors
+from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.parallel.kept_blocks import FollowingBlocks
@@ -179,6 +179,35 @@ def test_weights_that_differ_on_one_rank_share_no_page_on_any(tmp_path: Path, la
     assert [len(host.store) for host in hosts] == [2 * count for count in num_kept]
     with loaded(specs(str(other), stages), tmp_path / "third", hosts) as ranks:
         assert respond(ranks) == (expected, 96, 96)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize(("family", "layers"), [("llama", (2, 1, 2)), ("qwen3_next", (2, 1, 2))], ids=str)
+def test_all_ranks_compute_a_prefix_for_which_the_device_of_one_has_no_memory(
+    family: str, layers: tuple[int, ...], tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, hosts = written(family, tmp_path / "model"), [new_host() for _ in layers]
+    with loaded(specs(path, layers), tmp_path / "first", hosts) as ranks:
+        expected = respond(ranks)[0]
+    to_device, failures = BlockCopies.to_device, list[int]()
+
+    def without_memory(copies: BlockCopies, *arguments: Any) -> RunningCopy:
+        if not failures and copies._slabs is hosts[rank].slabs:  # noqa: SLF001 - which rank it is
+            failures.append(rank)
+            raise torch.OutOfMemoryError
+        return to_device(copies, *arguments)
+
+    monkeypatch.setattr(BlockCopies, "to_device", without_memory)
+    with loaded(specs(path, layers), tmp_path / "again", hosts) as ranks:
+        assert respond(ranks) == (expected, 0, 0)
+        assert failures == [rank]
+        ranks.leader.check_integrity()
+        assert respond(ranks, (*PROMPT, *expected))[1] >= 64, "what was computed is used"
+    with loaded(specs(path, layers), tmp_path / "third", hosts) as ranks:
+        assert respond(ranks) == (expected, 96, 96)
+    for host in hosts:
+        host.store.check_integrity()
+        assert not any(slab.num_copies for slab in host.store._slabs.values())  # noqa: SLF001 - nothing stays locked
 
 
 def test_step_ends_what_ranks_have_agreed_on(path: str, tmp_path: Path) -> None:

@@ -302,13 +302,13 @@ PLAN_FIELDS = {
     RowOutputs: "draws scores",
     BlockOrder: "action blocks",
 }
-"""What STEP_PROTOCOL 3 stands for."""
+"""What STEP_PROTOCOL 4 stands for."""
 
 
 def test_ranks_with_other_plans_do_not_trust_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank would leave out fields that it does not know. Whoever changes them raises STEP_PROTOCOL."""
     found = {kind: " ".join(each.name for each in fields(kind)) for kind in PLAN_FIELDS}
-    assert (found, arrivals.STEP_PROTOCOL) == (PLAN_FIELDS, 3)
+    assert (found, arrivals.STEP_PROTOCOL) == (PLAN_FIELDS, 4)
     proof = arrivals._proof(b"key", b"rank", b"nonces")  # noqa: SLF001 - what goes over the connection
-    monkeypatch.setattr(arrivals, "STEP_PROTOCOL", 4)
+    monkeypatch.setattr(arrivals, "STEP_PROTOCOL", 5)
     assert arrivals._proof(b"key", b"rank", b"nonces") != proof  # noqa: SLF001

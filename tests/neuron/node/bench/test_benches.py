@@ -61,6 +61,17 @@ async def measured(node: Node, **options: bool) -> BenchStatus:
     return node.benches.status("a")
 
 
+async def test_measurement_leaves_nothing_in_the_prefix_cache(tmp_path: Path, workers: WorkerFactory) -> None:
+    async with node_with(tmp_path, workers) as node:
+        await load(node, "a")
+        await generate(node, "a")
+        await until(lambda: node.engine_stats()["a"].completion_tokens > 0)
+        before = node.engine_stats()["a"]
+        assert (await measured(node, reload=False)).state == "done"
+        await until(lambda: node.engine_stats()["a"].prompt_tokens > 200 and not node.engine_stats()["a"].used_pages)
+        assert node.engine_stats()["a"].cached_pages == before.cached_pages
+
+
 async def test_measures_a_model_and_keeps_the_result(tmp_path: Path, workers: WorkerFactory, cache: Path) -> None:
     async with node_with(tmp_path, workers, sleep_mb=256) as node:
         with pytest.raises(Overloaded, match="not loaded"):

@@ -54,7 +54,7 @@ class OtherRanks(Protocol):
     """The other ranks of a divided model, each with its own host memory: see `parallel/kept_blocks.py`."""
 
     def keep(self, blocks: NamedBlocks, *, patiently: bool) -> None: ...
-    def fetch(self, blocks: Sequence[NamedBlocks]) -> None: ...
+    def fetch(self, blocks: Sequence[NamedBlocks]) -> bool: ...
     def forget(self, digests: Sequence[Digest]) -> None: ...
     def held(self, wanted: Sequence[NamedBlocks]) -> list[list[bool]]: ...
     def settle(self) -> None: ...
@@ -157,7 +157,7 @@ class HostTier:
     def fetch(self, request_id: str, digests: Sequence[Digest], cached: int, count: int, start: int) -> bool:
         """Starts to copy what the device lacks of the first `count` pages, `cached` of which are usable there, and the
         state after them. False: it is not worth it, or not possible now; nothing has changed then. True: the request
-        waits until they have arrived, or, if the device has no memory for the copy, until the next step."""
+        waits until they have arrived, or, if the device of a rank has no memory for the copy, until the next step."""
         self._fetched.add(request_id)
         self._agreed = None
         if count - cached < self.min_pages:
@@ -173,8 +173,6 @@ class HostTier:
         wanted = [(each.group, each.new_pages, each.new_digests) for each in incoming]
         if slot is not None:
             wanted.append((len(self._blocks) - 1, [slot], [digests[count - 1]]))
-        if self._others is not None:
-            self._others.fetch([NamedBlocks(part, tuple(ids), tuple(names)) for part, ids, names in wanted if ids])
         copies: list[RunningCopy] = []
         places: list[BlockPlace] = []
         num_bytes, started_s = 0, self._host.rate.clock()
@@ -188,6 +186,10 @@ class HostTier:
                     self._give_up(copies, places, incoming, slot)
                     return True
                 num_bytes += len(ids) * self._blocks[part].num_bytes
+        named = [NamedBlocks(part, tuple(ids), tuple(names)) for part, ids, names in wanted if ids]
+        if self._others is not None and not self._others.fetch(named):
+            self._give_up(copies, places, incoming, slot)
+            return True
         state = None if slot is None else (slot, digests[count - 1])
         num_tokens = (count - cached) * self._pages.page_tokens
         fetch = _Fetch(tuple(copies), incoming, state, tuple(places), num_tokens, num_bytes, started_s)

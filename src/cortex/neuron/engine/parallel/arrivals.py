@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 MAX_UNAUTHENTICATED = 64
 """Connections that may be open without being authenticated; the oldest are closed."""
-STEP_PROTOCOL = 3
-"""Raised with every change of `StepPlan`: a rank of another version would leave out what it does not know, and compute
-something else. Ranks prove that they have the same."""
+STEP_PROTOCOL = 4
+"""Raised with every change of `StepPlan` and of how ranks agree: a rank of another version would leave out what it does
+not know, and compute something else. Ranks prove that they have the same."""
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _HELLO_BYTES = _NONCE_BYTES + _PROOF_BYTES

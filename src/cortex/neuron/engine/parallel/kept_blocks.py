@@ -2,7 +2,8 @@
 
 The leader decides what is kept and what comes back, and announces it. Before a prefix is used, all ranks agree on which
 of its blocks each of them has: what one of them lacks is computed by all. Ranks hold what they have agreed on until the
-leader's next order or step, so that nothing is found missing later.
+leader's next order or step, so that nothing is found missing later. They also agree on whether each has copied its
+part: if the device of one has no memory for that, all of them compute.
 
 What a rank computes follows from the weights of the other ranks as well, so blocks are named by the weights of all: see
 `name_of_all`.
@@ -46,9 +47,12 @@ class LeadingBlocks:
         self._is_settled = False
         self._announce("save" if patiently else "keep", (blocks,))
 
-    def fetch(self, blocks: Sequence[NamedBlocks]) -> None:
-        """Each rank copies its part of blocks that all of them have to the device. It precedes the next step."""
-        self._announce("fetch", blocks)
+    def fetch(self, blocks: Sequence[NamedBlocks]) -> bool:
+        """Each rank copies its part of blocks that all of them have to the device. It precedes the next step. False: a
+        rank has no memory for its copy, so that no rank may use these blocks."""
+        with self._link.turn():
+            self._announce("fetch", blocks)
+            return all(_agreed(self._group, [True], self._device))
 
     def forget(self, digests: Sequence[Digest]) -> None:
         self._announce("forget", [NamedBlocks(0, (), tuple(digests))])
@@ -107,7 +111,7 @@ class FollowingBlocks:
         """Raises GroupBroken."""
         self.collect()
         if order.action == "fetch":
-            self._fetch(order.blocks)
+            _agreed(self._group, [self._fetch(order.blocks)], self._device)
         self.let_go()
         if order.action in ("keep", "save"):
             self._keep(order.blocks, patiently=order.action == "save")
@@ -146,11 +150,16 @@ class FollowingBlocks:
             votes += [(part, digest) in self._held for digest in digests]
         return votes
 
-    def _fetch(self, wanted: Sequence[NamedBlocks]) -> None:
+    def _fetch(self, wanted: Sequence[NamedBlocks]) -> bool:
+        """Whether this rank has copied its part: the device may have no memory for it."""
         for part, ids, digests in wanted:
             if self._copies is not None and self._has_blocks(part):
                 places = [self._held[part, digest] for digest in digests]
-                self._copies.to_device(self._blocks[part], ids, places).wait()
+                try:
+                    self._copies.to_device(self._blocks[part], ids, places).wait()
+                except torch.OutOfMemoryError:
+                    return False
+        return True
 
     def collect(self) -> None:
         """Waits for the copies to host memory, and offers what they have brought."""

@@ -19,7 +19,8 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 class StreamSet:
     """Requests that start together, on the path of every request. Prompts are random, so that nothing of them is
-    cached; nothing ends a response early, and no token is drafted: the work depends on the sizes alone."""
+    cached; nothing ends a response early, and no token is drafted: the work depends on the sizes alone. Nothing of them
+    is kept: it would push conversations out of the cache."""
 
     def __init__(self, instance: Instance, num_streams: int, prompt_tokens: int, max_tokens: int) -> None:
         """Raises CortexError, and then nothing runs."""
@@ -39,6 +40,7 @@ class StreamSet:
                     sampling=_GREEDY,
                     principal=PRINCIPAL,
                     speculates=False,
+                    is_kept=False,
                 )
                 generation = instance.generate(request)
                 self._generations.append(generation)

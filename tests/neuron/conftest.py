@@ -1,4 +1,4 @@
-"""What every test of a node may rely on: one thread that computes, and a hub on localhost."""
+"""What every test of a node may rely on: one thread that computes, the same random values, and a hub on localhost."""
 
 import gc
 
@@ -8,6 +8,13 @@ import torch
 from .fake_hub import start_hub
 
 __all__ = ["start_hub"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Random tensors are the same in every run, whichever tests the process has run before; so are those of fixtures
+    that several tests share."""
+    torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -43,19 +43,19 @@ class Daemon:
     log: Path
 
     def children(self) -> dict[int, str]:
-        """Processes that the daemon started and that still run, with their names."""
+        """Processes that the daemon started and that still run, with their command lines."""
         return children(self.process.pid)
 
     def fork_server(self) -> int:
-        (found,) = [pid for pid, name in self.children().items() if name not in ("neuron-tokenize", "neuron-survey")]
+        (found,) = [pid for pid, command in self.children().items() if "worker.program.fork_server" in command]
         return found
 
 
 def children(process_id: int) -> dict[int, str]:
     listed = subprocess.run(
-        ["ps", "-o", "pid=,comm=", "--ppid", str(process_id)], capture_output=True, text=True, check=False
+        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(process_id)], capture_output=True, text=True, check=False
     )
-    return {int(pid): name for pid, name in (line.split(maxsplit=1) for line in listed.stdout.splitlines())}
+    return {int(pid): command for pid, command in (line.split(maxsplit=1) for line in listed.stdout.splitlines())}
 
 
 def start(folder: Path, config: str, port: int) -> Daemon:

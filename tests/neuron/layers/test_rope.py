@@ -129,8 +129,16 @@ def test_yarn_falls_back_to_max_position_embeddings() -> None:
 def test_rejects_a_scaling_without_its_required_settings(scaling: str, missing: str) -> None:
     settings = {**LLAMA3, "rope_type": scaling}
     del settings[missing]
-    with pytest.raises(UnsupportedModel, match=f"'{scaling}' needs the number '{missing}'"):
+    with pytest.raises(UnsupportedModel, match=f"'{scaling}' needs the number '{missing}', which the config does not"):
         read_rope({"rope_scaling": settings}, 64)
+
+
+def test_rejects_a_scaling_by_the_value_of_its_setting() -> None:
+    with pytest.raises(UnsupportedModel, match="needs the number 'factor', and the model's config has -4"):
+        read_rope({"rope_scaling": {**YARN, "factor": -4}}, 64)
+    longrope = {"rope_type": "longrope", "original_max_position_embeddings": 1, "short_factor": [1.0] * 32}
+    with pytest.raises(UnsupportedModel, match="'original_max_position_embeddings', and the model's config has 1"):
+        read_rope({"rope_scaling": longrope | {"long_factor": [1.0] * 32}}, 64)
 
 
 def test_rejects_an_unknown_scaling_and_lists_the_supported_ones() -> None:

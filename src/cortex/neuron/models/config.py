@@ -141,10 +141,11 @@ def read_rope(config: Mapping[str, Any], head_dim: int, settings: Mapping[str, A
     if scaling not in SCALINGS:
         raise UnsupportedModel(f"rope scaling {scaling!r} is not supported; supported are {', '.join(SCALINGS)}")
     for name in SCALINGS[scaling]:
-        if not is_positive(settings.get(name)):
-            raise UnsupportedModel(
-                f"rope scaling {scaling!r} needs the number {name!r}, which the config does not have"
-            )
+        value = settings.get(name)
+        # The logarithm of the original length divides there.
+        if value is None or not is_positive(value) or (scaling == "longrope" and value <= 1):
+            stated = "which the config does not have" if value is None else f"and the model's config has {value!r:.80}"
+            raise UnsupportedModel(f"rope scaling {scaling!r} needs the number {name!r}, {stated}")
     for name in _OPTIONAL_ROPE:
         if settings.get(name) and not is_positive(settings[name]):
             raise UnsupportedModel(f"the model's config has {settings[name]!r:.80} for {name!r} of its rope parameters")

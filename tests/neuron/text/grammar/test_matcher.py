@@ -59,6 +59,14 @@ def test_rejects_a_vocabulary_larger_than_the_model(backend: Tokenizer, tmp_path
         Matcher(write_model(tmp_path, backend, "chatml"), 100).compile('start: "a"')
 
 
+def test_end_tokens_outside_the_vocabulary_do_not_matter(backend: Tokenizer, tmp_path: Path) -> None:
+    end = backend.token_to_id("<|im_end|>")
+    path = write_model(tmp_path, backend, "chatml", generation_config={"eos_token_id": [end, 50_279]})
+    state = Matcher(path, backend.get_vocab_size()).compile('start: "a"')
+    state.accept(backend.get_vocab()["a"])
+    assert state.is_finished
+
+
 def test_demo_models_vocabulary_compiles_grammars(demo_model: Path) -> None:
     model = load_text(demo_model)
     matcher = Matcher(demo_model, model.vocab_size)

@@ -199,6 +199,8 @@ def test_control_token_that_is_spelled_like_a_word_has_an_id_of_its_own(gguf_met
         ({"tokenizer.ggml.model": "rwkv"}, TokenizerUnsupported, "rwkv"),
         ({"tokenizer.ggml.tokens": []}, TokenizerMissing, "vocabulary"),
         ({"tokenizer.ggml.merges": ["nopair"]}, TextFileMalformed, "nopair"),
+        ({"tokenizer.ggml.merges": ["] ^"]}, TextFileMalformed, "damaged .* out of vocabulary"),
+        ({"tokenizer.ggml.tokens": [1, 2, 3]}, TextFileMalformed, "damaged"),
         (
             {
                 **{"tokenizer.ggml.model": "llama", "tokenizer.ggml.merges": None},

@@ -85,9 +85,8 @@ class Matcher:
                 f"the tokenizer has {tokenizer.vocab_size} tokens and the model only {self.vocab_size}; "
                 "constrained output needs a tokenizer that belongs to the model"
             )
-        return llguidance.LLTokenizer(
-            tokenizer.backend.to_str(), n_vocab=self.vocab_size, eos_token=list(tokenizer.eos_ids) or None
-        )
+        ends = [end for end in tokenizer.eos_ids if 0 <= end < tokenizer.vocab_size]  # a config may name others, too
+        return llguidance.LLTokenizer(tokenizer.backend.to_str(), n_vocab=self.vocab_size, eos_token=ends or None)
 
 
 class MatchState:

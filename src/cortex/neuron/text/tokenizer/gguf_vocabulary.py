@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing, TokenizerUnsupported
+from cortex.neuron.text.errors import TextFileMalformed, TextModelError, TokenizerMissing, TokenizerUnsupported
 from cortex.neuron.text.tokenizer import pretokenizers
 
 SPACE: Final = "▁"
@@ -50,6 +50,17 @@ class TokenType(IntEnum):
 
 def build(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that `metadata` describes; raises TextModelError."""
+    try:
+        return _build(metadata)
+    except TextModelError:
+        raise
+    except Exception as error:  # the library raises bare Exception, for merges without their tokens among others
+        raise TextFileMalformed(
+            f"the GGUF vocabulary is damaged ({str(error)[:200]}); download the file again"
+        ) from error
+
+
+def _build(metadata: Mapping[str, Any]) -> Tokenizer:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
         raise TokenizerMissing("the GGUF file has no vocabulary; download a complete file of the model")

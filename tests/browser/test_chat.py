@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from cortex.wire.node.protocol import Capabilities, ModelState, Progress
 
 from ..picture_files import base64_of, data_url, picture
-from .chromium import wait_until
+from ..waiting import WAIT_S
+from .chromium import WAIT_MS, wait_until
 from .small_fleet import EVIL, card
 from .stage import REPLY, DirectedNode, Stage
 
@@ -167,6 +169,17 @@ def test_response_that_is_cut_off_is_reported_and_keeps_its_text(page: Page, sta
     page.get_by_text("the whole story").wait_for()
 
 
+def wait_until_listed(page: Page, **vision: bool) -> None:
+    """Returns once the gateway lists which models read pictures: the playground asks for that once, when it opens."""
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        listed = page.request.get("v1/models", timeout=WAIT_MS).json()["data"]
+        if vision.items() <= {model["id"]: model["capabilities"]["vision"] for model in listed}.items():
+            return
+        assert time.monotonic() < deadline_s, listed
+        time.sleep(0.02)
+
+
 def drop(page: Page, how: str, file: bytes, name: str, kind: str) -> None:
     """Paste or drop a file on the conversation."""
     page.evaluate(
@@ -186,6 +199,7 @@ def drop(page: Page, how: str, file: bytes, name: str, kind: str) -> None:
 
 def test_pictures_are_chosen_pasted_dropped_removed_and_sent(page: Page, node: DirectedNode) -> None:
     node.capabilities["small"] = Capabilities(tools=True, vision=True)
+    wait_until_listed(page, small=True)
     red, blue = picture(400, 300), picture(30, 40, color=(0, 0, 200))
     page.goto("#/playground")
     chosen: list[FilePayload] = [
@@ -220,6 +234,7 @@ def test_pictures_are_chosen_pasted_dropped_removed_and_sent(page: Page, node: D
 
 def test_models_that_read_text_only_are_named_before_pictures_are_sent(page: Page, node: DirectedNode) -> None:
     node.capabilities |= {"small": Capabilities(tools=True), "cold": Capabilities(tools=True, vision=True)}
+    wait_until_listed(page, small=False, cold=True)
     page.goto("#/playground")
     page.get_by_label("Model", exact=True).select_option("small")
     drop(page, "paste", picture(40, 30), "shot.png", "image/png")

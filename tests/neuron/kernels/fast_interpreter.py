@@ -26,6 +26,10 @@ _init_tensor = _Tensor.__init__
 _find_common_type = _Semantic.binary_op_type_checking_impl
 _broadcast = _Semantic.broadcast_impl_value
 _cast = _Semantic.cast
+_expand_dims = _Semantic.expand_dims
+_to_tensor = _Semantic.to_tensor
+_binary_op = _interpreter.InterpreterBuilder.binary_op
+_element_type = _interpreter.TensorHandle.get_element_ty
 _unwrap_if_constexpr = _core._unwrap_if_constexpr
 _patch_attr = _interpreter._patch_attr
 _numpy_dtype = _interpreter._get_np_dtype
@@ -37,6 +41,11 @@ _shapes: dict[str, tuple[Any, Any]] = {}
 _numpy_dtypes: dict[str, Any] = {}
 _common_types: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 _same_shapes: dict[tuple[str, str], Any] = {}
+_expanded: dict[tuple[str, int], Any] = {}
+_constants: dict[tuple[type, str], Any] = {}
+_element_types: dict[str, Any] = {}
+_largest_bytes: dict[str, int] = {}
+_NEW_AXIS = [(slice(None),) * axis + (None,) for axis in range(8)]
 
 
 def _init_block_type_once(block_type: Any, element_type: Any, shape: Any) -> None:
@@ -79,10 +88,20 @@ def _find_known_common_type(semantic: Any, left: Any, right: Any, *args: Any, **
     left_key = left.type.name if type(left) is _Tensor else repr(left)
     right_key = right.type.name if type(right) is _Tensor else repr(right)
     key = left_key, right_key, args, *kwargs.items()
-    if known := _common_types.get(key):
-        return _converted(semantic, left, known[0]), _converted(semantic, right, known[1])
-    _common_types[key] = _find_common_type(semantic, left, right, *args, **kwargs)
-    return _common_types[key]
+    if (known := _common_types.get(key)) is None:
+        found: tuple[Any, Any] = _find_common_type(semantic, left, right, *args, **kwargs)
+        _common_types[key] = _example(left, found[0]), _example(right, found[1])
+        return found
+    left_example, right_example = known
+    return (
+        left if left_example is None else _converted(semantic, left, left_example),
+        right if right_example is None else _converted(semantic, right, right_example),
+    )
+
+
+def _example(operand: Any, found: Any) -> Any:
+    """What operands of this type become; None: they stay as they are."""
+    return None if type(operand) is _Tensor and operand.type.name == found.type.name else found
 
 
 def _converted(semantic: Any, operand: Any, example: Any) -> Any:
@@ -91,6 +110,51 @@ def _converted(semantic: Any, operand: Any, example: Any) -> Any:
     if operand.dtype.name != example.dtype.name:
         operand = _cast(semantic, operand, example.dtype)
     return operand if operand.type.name == example.type.name else _Tensor(operand.handle, example.type)
+
+
+def _expand_known_dims(semantic: Any, operand: Any, axis: int) -> Any:
+    key = operand.type.name, axis
+    if known := _expanded.get(key):
+        return _Tensor(semantic.builder.create_expand_dims(operand.handle, axis), known)
+    result = _expand_dims(semantic, operand, axis)
+    if operand.type.is_block():
+        _expanded[key] = result.type
+    return result
+
+
+def _with_new_axis(builder: Any, handle: Any, axis: int) -> Any:
+    return _interpreter.TensorHandle(handle.data[_NEW_AXIS[axis]], handle.dtype.scalar)
+
+
+def _to_known_tensor(semantic: Any, value: Any, check_type: bool = True) -> Any:
+    if type(value) is _Tensor:
+        return value
+    if type(value) not in (int, float, bool):
+        return _to_tensor(semantic, value, check_type)
+    key = type(value), repr(value)
+    if key not in _constants:
+        _constants[key] = _to_tensor(semantic, value, check_type)
+    return _constants[key]
+
+
+def _known_element_type(handle: Any) -> Any:
+    name = handle.dtype.name
+    if name not in _element_types:
+        _element_types[name] = _element_type(handle)
+    return _element_types[name]
+
+
+def _binary_op_of_known_size(builder: Any, left: Any, right: Any, operation: Any) -> Any:
+    if left.data.dtype.kind == "b" and right.data.dtype.kind == "b":
+        return _binary_op(builder, left, right, operation)
+    dtype = left.dtype.scalar
+    if (largest_bytes := _largest_bytes.get(dtype.name)) is None:
+        largest_bytes = 8 if dtype.is_ptr() else max(dtype.primitive_bitwidth // 8, 1)
+        _largest_bytes[dtype.name] = largest_bytes
+    output = operation(left.data, right.data)
+    if output.itemsize > largest_bytes:
+        output = output.astype(_known_numpy_dtype(dtype))
+    return _interpreter.TensorHandle(output, dtype)
 
 
 def _cast_where_types_differ(semantic: Any, operand: Any, dtype: Any, fp_downcast_rounding: str | None = None) -> Any:
@@ -113,7 +177,10 @@ def _give_semantic(owner: Any, name: str, member: Any, builder: Any, scope: Any)
     """Make `_semantic` a default of a function of the language: no wrapper has to add it to each call."""
     function = getattr(member, "__wrapped__", member)
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    if "_semantic" in names:
+    if "_semantic" in (function.__kwdefaults__ or ()):
+        function.__kwdefaults__["_semantic"] = _interpreter.interpreter_semantic
+        scope.set_attr(owner, name, function)
+    elif "_semantic" in names:
         values = list(function.__defaults__)
         values[names.index("_semantic") - len(names)] = _interpreter.interpreter_semantic
         function.__defaults__ = tuple(values)
@@ -133,6 +200,11 @@ def speed_up() -> None:
     _Semantic.binary_op_type_checking_impl = _find_known_common_type
     _Semantic.cast = _cast_where_types_differ
     _Semantic.broadcast_impl_value = _broadcast_where_shapes_differ
+    _Semantic.expand_dims = _expand_known_dims
+    _Semantic.to_tensor = _to_known_tensor
+    _interpreter.InterpreterBuilder.binary_op = _binary_op_of_known_size
+    _interpreter.InterpreterBuilder.create_expand_dims = _with_new_axis
+    _interpreter.TensorHandle.get_element_ty = _known_element_type
     _interpreter.TensorHandle.__init__ = _init_handle_unchecked
     _core._unwrap_if_constexpr = _unwrap
     _interpreter._patch_attr = _give_semantic

@@ -86,13 +86,19 @@ def conv_rows_reference(
 def conv_chunk_reference(
     x: Tensor, weight: Tensor, recent: Tensor, row: PrefillRow, bias: Tensor | None = None, *, activates: bool = True
 ) -> Tensor:
-    """Consecutive tokens of one row. x: [count, channels] → as `conv_chunks`, same shape. Stores them in `recent`."""
-    taps, channels = weight.shape
+    """Consecutive tokens of one row. x: [count, channels] → as `conv_chunks`, same shape. Stores them in `recent`.
+
+    Tap by tap: the convolution of torch has given wrong values on ARM while another thread ran one, and is slower.
+    """
+    taps = len(weight)
     first = torch.tensor([row.start], device=x.device)
     earlier = _earlier(recent, torch.tensor([row.row], device=x.device), first)[0]
-    window = torch.cat((earlier, x)).float().t()[None]  # [1, channels, taps − 1 + count]
-    own_bias = None if bias is None else bias.float()
-    mixed = F.conv1d(window, weight.float().t()[:, None], own_bias, groups=channels)[0].t()
+    window = torch.cat((earlier, x)).float()  # [taps − 1 + count, channels]
+    mixed = window[taps - 1 :] * weight[-1].float()
+    for tap in range(taps - 1):
+        mixed.addcmul_(window[tap:][: row.count], weight[tap].float())
+    if bias is not None:
+        mixed += bias.float()
     kept = torch.arange(max(0, row.count - taps), row.count, device=x.device)
     recent[row.row, (row.start + kept) % taps] = x[kept]
     return (F.silu(mixed) if activates else mixed).to(x.dtype)

@@ -9,14 +9,16 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cortex.neuron.text.errors import GrammarRejected
+from cortex.neuron.text.grammar import matcher as matching
 from cortex.neuron.text.grammar.matcher import Matcher
+from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 from cortex.wire.requests import OutputFormat
 
 from ..conftest import known_id, load_text, write_model
-from .drawing import SCHEMA, allowed, draw, request
+from .drawing import PADDED_VOCABULARY, SCHEMA, allowed, draw, request
 
 
 def test_masks_are_written_into_torch_tensors(matchers: Matcher, make_model: Any) -> None:
@@ -87,3 +89,65 @@ def test_compiling_a_grammar_again_gives_an_independent_state(matchers: Matcher,
     assert {a, b} <= set(allowed(row))
     first.fill_mask(row)
     assert a not in allowed(row)
+
+
+@pytest.mark.parametrize("is_word_first", [True, False])
+def test_word_and_control_token_that_are_spelled_alike_are_distinguished(
+    gguf_metadata: dict[str, Any], monkeypatch: pytest.MonkeyPatch, is_word_first: bool
+) -> None:
+    tokens, kinds = gguf_metadata["tokenizer.ggml.tokens"], gguf_metadata["tokenizer.ggml.token_type"]
+    first = next(i for i, token in enumerate(tokens) if token.isalpha() and token.isascii() and len(token) > 2)
+    second, end = len(tokens), len(tokens) + 1
+    word, control = (first, second) if is_word_first else (second, first)
+    changed = {word: 1, control: 3, end: 3}
+    alike = {
+        "tokenizer.ggml.tokens": [*tokens, tokens[first], "</s>"],
+        "tokenizer.ggml.token_type": [changed.get(i, kind) for i, kind in enumerate([*kinds, 0, 0])],
+        "tokenizer.ggml.eos_token_id": end,
+    }
+    matcher = _matcher(LibraryTokenizer.from_gguf({**gguf_metadata, **alike}), monkeypatch)
+    assert word in _allowed(matcher, "start: /[a-z]+/")
+    assert control not in _allowed(matcher, "start: /[a-z]+/")
+    state = matcher.compile(f'start: <[{control}]> "{tokens[first]}"')
+    for token in (control, word):
+        state.accept(token)
+    assert state.is_finished
+    state.accept(end)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_ids_without_a_token_are_not_allowed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet()) if kind == "bytes" else [f"<0x{i:02X}>" for i in range(256)]
+    ids = {token: number for number, token in enumerate([*alphabet, "ab"])} | {"</s>": 300}
+    backend = Tokenizer(models.BPE(vocab=ids, merges=[], byte_fallback=kind != "bytes"))
+    backend.decoder = decoders.ByteLevel() if kind == "bytes" else decoders.ByteFallback()
+    backend.add_special_tokens([AddedToken("</s>", normalized=False, special=True)])
+    matcher = _matcher(LibraryTokenizer(backend, {}, (300,)), monkeypatch)
+    assert {ids["ab"], 300} == {token for token in _allowed(matcher, r"start: /(.|\n)*/") if token > 255}
+
+
+def test_thousands_of_ids_without_a_token_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matching, "_MAX_ABSENT", 10)
+    ids = {token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"</s>": 300}
+    backend = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    assert _allowed(_matcher(LibraryTokenizer(backend, {}, (ids["b"],)), monkeypatch), 'start: "a"') == [ids["a"]]
+    with pytest.raises(GrammarRejected, match="out of range"):
+        _matcher(LibraryTokenizer(backend, {}, (300,)), monkeypatch).compile('start: "a"')
+
+
+def test_tokenizer_that_the_grammar_library_rejects_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0))
+    with pytest.raises(GrammarRejected, match="does not work with this model's tokenizer"):
+        _matcher(LibraryTokenizer(backend, {}, ()), monkeypatch).compile('start: "a"')
+
+
+def _matcher(tokenizer: LibraryTokenizer, monkeypatch: pytest.MonkeyPatch) -> Matcher:
+    monkeypatch.setattr(LibraryTokenizer, "load", lambda _: tokenizer)
+    return Matcher(Path("anywhere"), PADDED_VOCABULARY)
+
+
+def _allowed(matcher: Matcher, grammar: str) -> list[int]:
+    row = numpy.zeros(matcher.mask_words, dtype=numpy.int32)
+    matcher.compile(grammar).fill_mask(row)
+    return allowed(row)

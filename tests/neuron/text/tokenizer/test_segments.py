@@ -113,6 +113,20 @@ def test_evicts_the_least_recently_used_segments_beyond_the_limit(backend: Token
     assert tokenizer.encoded == [*texts, texts[0], texts[5]]
 
 
+def test_literal_characters_count_towards_the_limit() -> None:
+    tokenizer = CountingTokenizer(_SENTENCEPIECE["first"], {}, ())
+    encoder = SegmentEncoder(tokenizer, max_cached_characters=1000)
+    texts = [f"{number}{'<|im_end|>' * 40}" for number in range(5)]  # two of them would fit without their positions
+    literal_at = [1 + 10 * index for index in range(40)]
+    for text in texts:
+        encoder.encode(text, literal_at)
+    tokenizer.encoded.clear()
+    encoder.encode(texts[4], literal_at)
+    assert tokenizer.encoded == []
+    encoder.encode(texts[3], literal_at)
+    assert len(tokenizer.encoded) == 1
+
+
 @given(pieces=st.lists(st.sampled_from([*CONTROL, *WHOLE, "a", "<", "think", "<|im_"]), max_size=30))
 def test_windows_do_not_split_whole_tokens(gguf_metadata: dict[str, Any], pieces: list[str]) -> None:
     tokenizer, _ = _encoder(gguf_metadata, "gpt-2")

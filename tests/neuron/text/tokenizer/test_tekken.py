@@ -79,7 +79,7 @@ def test_vocabulary_ends_at_its_stated_size(backend: Tokenizer, tmp_path: Path) 
     assert tokenizer.vocab_size == content["config"]["default_vocab_size"]
 
 
-def test_word_that_is_spelled_like_a_control_token_stays_a_word(backend: Tokenizer, tmp_path: Path) -> None:
+def test_word_that_is_spelled_like_a_control_token_has_an_id_of_its_own(backend: Tokenizer, tmp_path: Path) -> None:
     content = described(backend)
     words = [base64.b64decode(each["token_bytes"]) for each in content["vocab"]]
     rank = next(rank for rank, word in enumerate(words) if word.isalpha() and len(word) > 2)

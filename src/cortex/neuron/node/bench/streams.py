@@ -18,9 +18,10 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 
 class StreamSet:
-    """Requests that start together, on the path of every request. Prompts are random, so that nothing of them is
-    cached; nothing ends a response early, and no token is drafted: the work depends on the sizes alone. Nothing of them
-    is kept: it would push conversations out of the cache."""
+    """Requests that start together. Prompts are random, so that nothing of them is cached; nothing ends a response
+    early, and no token is drafted: the work depends on the sizes alone. Nothing of them is kept: it would push
+    conversations out of the cache. They are therefore computed like other requests, except that no recurrent states are
+    saved and that no chunk of a prompt ends at a checkpoint."""
 
     def __init__(self, instance: Instance, num_streams: int, prompt_tokens: int, max_tokens: int) -> None:
         """Raises CortexError, and then nothing runs."""

@@ -5,10 +5,11 @@ The grammar library is imported with the first grammar; without it, everything e
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from cortex.neuron.text.errors import GrammarRejected
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 _MAX_KEPT = 32
 _MAX_KEPT_CHARACTERS = 2 << 20
 """The length of all kept grammars: two of the largest accepted ones. Compiled, a character takes about 45 bytes."""
+_APART: Final = "\ufdd0"
+"""A noncharacter: no vocabulary has a token of it."""
+_MAX_ABSENT: Final = 4096
+"""The most ids without a token that are filled. With tens of thousands, reading the vocabulary takes minutes."""
 
 
 class Matcher:
@@ -86,7 +91,10 @@ class Matcher:
                 "constrained output needs a tokenizer that belongs to the model"
             )
         ends = [end for end in tokenizer.eos_ids if 0 <= end < tokenizer.vocab_size]  # a config may name others, too
-        return llguidance.LLTokenizer(tokenizer.backend.to_str(), n_vocab=self.vocab_size, eos_token=ends or None)
+        try:
+            return llguidance.LLTokenizer(_described(tokenizer), n_vocab=self.vocab_size, eos_token=ends or None)
+        except ValueError as error:
+            raise GrammarRejected(f"constrained output does not work with this model's tokenizer: {error}") from error
 
 
 class MatchState:
@@ -132,6 +140,32 @@ class MatchState:
         """Accepts `token`; raises GrammarRejected if the mask did not allow it."""
         if not self._matcher.consume_token(token):
             raise GrammarRejected(f"the drawn token {token} does not fit the grammar; send the request again")
+
+
+def _described(tokenizer: LibraryTokenizer) -> str:
+    """The tokenizer as the grammar library reads it: with one spelling per id, and without gaps between ids.
+
+    It counts spellings to know which ids exist, and gives a control token the id of a word that is spelled alike. Such
+    a control token is therefore spelled differently for it, and an id without a token gets one that no grammar allows,
+    unless too many have none.
+    """
+    described = tokenizer.backend.to_str()
+    if tokenizer.backend.get_vocab_size(with_added_tokens=True) == tokenizer.vocab_size:
+        return described
+    content = json.loads(described)
+    ids, added = content["model"]["vocab"], content["added_tokens"]
+    if not isinstance(ids, dict):  # Unigram lists its tokens in the order of their ids
+        return described
+    for token in added:
+        if ids.get(token["content"], token["id"]) != token["id"]:
+            token["content"] += f"{_APART}{token['id']}"
+        ids[token["content"]] = token["id"]
+    all_absent = sorted({*range(tokenizer.vocab_size)} - {*ids.values()})
+    for absent in all_absent if len(all_absent) <= _MAX_ABSENT else ():
+        ids[f"{_APART}{absent}"] = absent
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        added.append({"id": absent, "content": f"{_APART}{absent}", "special": True, **flags})
+    return json.dumps(content, ensure_ascii=False)
 
 
 def _reason(matcher: llguidance.LLMatcher) -> str:

@@ -49,10 +49,10 @@ class TokenType(IntEnum):
 
 
 def build(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that `metadata` describes; raises TextModelError."""
+    """The tokenizer that `metadata` describes; raises TextModelError, and MemoryError."""
     try:
         return _build(metadata)
-    except TextModelError:
+    except (TextModelError, MemoryError):  # a file that needs more memory than there is may be whole
         raise
     except Exception as error:  # the library raises bare Exception, for merges without their tokens among others
         raise TextFileMalformed(
@@ -197,8 +197,9 @@ def _unigram(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
 
 
 def _ids(tokens: Sequence[str], metadata: Mapping[str, Any]) -> dict[str, int]:
-    """What the model's own rules make of texts: where a token of the text is spelled like a control token, the former.
-    Padding entries may repeat; the first spelling keeps its id."""
+    """The ids under which the model's own rules find tokens. Where a word is spelled like a control token, its spelling
+    is found as the word here, so that both keep an id. Encoded text never has the word's id: it is split at the control
+    token first, and literal text is broken there. Padding entries may repeat; the first spelling keeps its id."""
     whole = _whole_tokens(tokens, metadata)
     ids: dict[str, int] = {}
     for i, token in enumerate(tokens):

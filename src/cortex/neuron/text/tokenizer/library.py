@@ -65,7 +65,9 @@ class LibraryTokenizer:
             # A control token and one of the text that are spelled alike are counted as one.
             return next(token_id for token_id in count(num_tokens) if self.backend.id_to_token(token_id) is None)
         # Ids with gaps are rare; building the whole table blocks all other threads.
-        return 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        # Among all tokens by spelling, a control token hides a word that is spelled alike.
+        words = self.backend.get_vocab(with_added_tokens=False).values()
+        return 1 + max((*words, *self.backend.get_added_tokens_decoder()), default=-1)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

@@ -25,6 +25,8 @@ from cortex.neuron.text.tokenizer.vocabulary import WholeToken
 _MAX_CACHED_CHARACTERS: Final = 8 << 20
 _MIN_CACHED_CHARACTERS: Final = 256
 """Shorter segments are tokenised faster than they are looked up."""
+_CHARACTERS_PER_LITERAL: Final = 8
+"""What the position of a literal character counts as in the limit of cached characters."""
 _MAX_WHOLE_TOKENS: Final = 16_384
 """Gemma has 6,400. With more, the pattern takes long to build."""
 _WINDOW_CHARACTERS: Final = 1 << 16
@@ -163,10 +165,10 @@ class SegmentEncoder:
         with self._lock:
             if key not in self._cached:
                 self._cached[key] = ids
-                self._num_characters += len(text)
+                self._num_characters += _num_counted(text, literal_at)
             while self._num_characters > self._max_cached_characters:
-                (oldest, _, _), _ = self._cached.popitem(last=False)
-                self._num_characters -= len(oldest)
+                (oldest, _, its_literal_at), _ = self._cached.popitem(last=False)
+                self._num_characters -= _num_counted(oldest, its_literal_at)
         return ids
 
     def _encoded_after(self, before: str, text: str, literal_at: Sequence[int]) -> list[int]:
@@ -180,6 +182,11 @@ class SegmentEncoder:
     def _count(self, text: str) -> None:
         with self._lock:
             self._num_tokenised += len(text)
+
+
+def _num_counted(text: str, literal_at: Sequence[int]) -> int:
+    """The characters that a cached segment counts as: its positions of literal characters take memory, too."""
+    return len(text) + _CHARACTERS_PER_LITERAL * len(literal_at)
 
 
 def _segmented(ids: list[int], cuts: list[tuple[int, int]]) -> Segmented:

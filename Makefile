@@ -16,7 +16,7 @@ SOURCES  := src tests bench
 ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests/http/server tests/gateway/test_reload.py \
   tests/gateway/test_access.py tests/gateway/test_frozen_database.py tests/gateway/page/test_failed_sign_ins.py \
   tests/gateway/dispatch/operator/test_audit.py tests/gateway/proxy/accounting/test_metering.py tests/neuron/engine/loading/test_damaged_checkpoints.py \
-  tests/neuron/engine/test_prefill_shares.py tests/neuron/engine/test_scheduler.py tests/neuron/engine/parallel/test_store.py \
+  tests/neuron/engine/scheduling/test_prefill_shares.py tests/neuron/engine/scheduling/test_scheduler.py tests/neuron/engine/parallel/test_store.py \
   tests/neuron/kernels/native/test_library.py tests/neuron/hub_process/test_resolver.py tests/test_private_file.py
 
 # The suite starts many programs. Without compiled files every one of them would compile the sources again.

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.loading import load_model
+from cortex.neuron.engine.loading.loading import load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 
 PROMPT_TOKENS, DECODED_TOKENS = 32, 64

@@ -16,14 +16,14 @@ from typing import Any, cast
 from cortex.neuron.engine.counters import Counters
 from cortex.neuron.engine.execution.graphs import CaptureCosts
 from cortex.neuron.engine.execution.results import NO_RESULT, RowResult
-from cortex.neuron.engine.kv_pages import KVPages
+from cortex.neuron.engine.kv.page_groups import KVPages
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.scheduler import Scheduler
-from cortex.neuron.engine.scheduler_limits import SchedulerLimits
+from cortex.neuron.engine.scheduling.limits import SchedulerLimits
+from cortex.neuron.engine.scheduling.scheduler import Scheduler
+from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepPlan
 from cortex.neuron.engine.speculation.speculation import Speculation
 from cortex.neuron.engine.speculation.width_rule import FastestWidths
 from cortex.neuron.engine.step_loop import StepLoop
-from cortex.neuron.engine.step_plan import RowPlan, StepPlan
 from scripted_engine import CONTEXT_TOKENS, FIRST_WORD, PAGE_TOKENS, VOCAB, engine_info
 
 SLOWDOWN = "MODELLED_SLOWDOWN"

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.loading import build_model, load_model
+from cortex.neuron.engine.loading.loading import build_model, load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.kernels.quantised.recipes import RECIPES

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.loading.loading import build_model
 from cortex.neuron.engine.parallel.ranks import load_engine
 from cortex.neuron.engine.pooling.engine import PoolingEngine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, PooledTexts

@@ -27,7 +27,7 @@ import torch
 
 from cortex.neuron.engine.engine import STEP_GROWTH, STEP_SIZES, Engine
 from cortex.neuron.engine.execution.runner import Runner
-from cortex.neuron.engine.loading import build_model, load_model
+from cortex.neuron.engine.loading.loading import build_model, load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.speculation.drafter import NO_DRAFT, Draft, Drafter
 from cortex.neuron.engine.speculation.width_rule import FastestWidths

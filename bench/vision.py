@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.loading.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.towers.tower import PixelGrid, Tower

@@ -13,7 +13,7 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.parallel.ranks import Follower, load_engine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, StepOutput
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.scheduling.step_plan import StepPlan
 
 
 class QueueLink:

@@ -73,7 +73,7 @@ def _compiled(arguments: _Arguments, show: Callable[[int, int], None]) -> tuple[
 
 
 def _compile(connection: Connection, arguments: _Arguments) -> None:
-    from cortex.neuron.engine.warmup import warm_here
+    from cortex.neuron.engine.loading.warmup import warm_here
 
     path, card, options, num_ranks = arguments
 

@@ -6,7 +6,7 @@ import pytest
 
 from cortex.neuron.engine.drawn_tokens import until_end
 from cortex.neuron.engine.request import EngineRequest, FinishReason
-from cortex.neuron.engine.sequence import Sequence
+from cortex.neuron.engine.scheduling.sequence import Sequence
 
 STOP = 9
 

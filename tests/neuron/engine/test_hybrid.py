@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.loading.loading import build_model
 from cortex.neuron.engine.memory.plan import StateSlots
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StepOutput
 from cortex.neuron.layers.parameters import Parameters

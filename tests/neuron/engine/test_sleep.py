@@ -13,13 +13,13 @@ import torch
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import DamagedError, LoadError, RequestError, SleepError
 from cortex.neuron.engine.execution.runner import Runner
-from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.loading.loading import build_model
 from cortex.neuron.engine.memory.device import DeviceMemory
 from cortex.neuron.engine.memory.host import anonymous_bytes
 from cortex.neuron.engine.memory.host_weights import HostBuffer, HostWeights
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
-from cortex.neuron.engine.scheduler import Scheduler
+from cortex.neuron.engine.scheduling.scheduler import Scheduler
 
 from ..tiny_models import tiny_delta, tiny_experts, tiny_sizes
 from .random_engine import filled, response_to

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.kv_pages import window_pages
-from cortex.neuron.engine.loading import load_model
+from cortex.neuron.engine.kv.page_groups import window_pages
+from cortex.neuron.engine.loading.loading import load_model
 from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.request import EngineRequest, LoadSpec
 from cortex.neuron.models.registry import read_architecture

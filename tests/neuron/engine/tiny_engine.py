@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.loading import load_model
+from cortex.neuron.engine.loading.loading import load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams, StepOutput
 
 from ..tiny_models import tiny_sizes

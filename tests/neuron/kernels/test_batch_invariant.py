@@ -14,7 +14,7 @@ from cortex.neuron.engine.execution.batch_invariant import batches, cut
 from cortex.neuron.engine.execution.inputs import StepInputs
 from cortex.neuron.engine.memory.plan import StateSlots
 from cortex.neuron.engine.memory.sequences import SequenceMemory
-from cortex.neuron.engine.step_plan import RowInputs, RowPlan, StepPlan
+from cortex.neuron.engine.scheduling.step_plan import RowInputs, RowPlan, StepPlan
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.registry import read_architecture

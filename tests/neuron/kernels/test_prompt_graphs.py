@@ -19,7 +19,7 @@ from cortex.neuron.engine.memory.plan import StateSlots
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.engine.sampling.sampler import Draw
-from cortex.neuron.engine.step_plan import DRAW_ONE, LATEST_TOKEN, RowInputs, RowPlan, StateCut, StepPlan
+from cortex.neuron.engine.scheduling.step_plan import DRAW_ONE, LATEST_TOKEN, RowInputs, RowPlan, StateCut, StepPlan
 from cortex.neuron.kernels.batch import Batch, PrefillRow, prefill_tiles
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.decoder import Decoder

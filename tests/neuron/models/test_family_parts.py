@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.loading.loading import build_model
 from cortex.neuron.engine.memory.host_weights import HostWeights
 from cortex.neuron.engine.request import LoadSpec, RankSpec, StageSpec
 from cortex.neuron.kernels.batch import Batch

@@ -11,7 +11,7 @@ from tests.neuron.models.gguf_builds import BUILDS, VARIANTS, VOCAB, build, refe
 from tests.neuron.models.gguf_models import MIXED, write_gguf
 from tests.neuron.models.test_qwen3_next import logits_of
 
-from cortex.neuron.engine.loading import load_model
+from cortex.neuron.engine.loading.loading import load_model
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.registry import read_architecture

@@ -14,7 +14,7 @@ from tests.neuron.models.gguf_builds import BUILDS, VOCAB, reference_of
 from tests.neuron.models.gguf_models import write_gguf
 from tests.neuron.models.test_qwen3_next import logits_of
 
-from cortex.neuron.engine.loading import LoadedModel, build_model
+from cortex.neuron.engine.loading.loading import LoadedModel, build_model
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS, Float8Layout
 from cortex.neuron.kernels.float8.matrix import Float8Matrix

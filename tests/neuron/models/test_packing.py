@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cortex.neuron.config import HarnessSettings, NeuronConfig, TorchHarness
-from cortex.neuron.engine import loading
 from cortex.neuron.engine.errors import LoadError
+from cortex.neuron.engine.loading import loading
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.cpu.layout import CpuForm, CpuLayout
 from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS

@@ -12,7 +12,7 @@ from tests.neuron.models.gguf_builds import reference_of
 from tests.neuron.models.gguf_models import write_gguf
 
 from cortex.neuron.engine.errors import LoadError
-from cortex.neuron.engine.loading import load_model
+from cortex.neuron.engine.loading.loading import load_model
 from cortex.neuron.engine.memory.sequences import KVCache
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.layers.configs import Shard

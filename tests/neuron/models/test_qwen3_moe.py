@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.loading import load_model
+from cortex.neuron.engine.loading.loading import load_model
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.batch import Batch, PrefillRow

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from cortex.neuron.engine.loading import LoadedModel, load_model
+from cortex.neuron.engine.loading.loading import LoadedModel, load_model
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.batch import Batch, PrefillRow

@@ -15,7 +15,7 @@ import torch
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import LoadError
-from cortex.neuron.engine.loading import build_model, load_model
+from cortex.neuron.engine.loading.loading import build_model, load_model
 from cortex.neuron.engine.memory.sequences import KVCache
 from cortex.neuron.engine.request import EngineRequest, RankSpec, SamplingParams
 from cortex.neuron.kernels.quantised.recipes import RECIPES

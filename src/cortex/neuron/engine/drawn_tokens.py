@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cortex.neuron.engine.request import FinishReason, TokenLogprobs
 from cortex.neuron.engine.sampling.sampler import Draw
-from cortex.neuron.engine.sequence import Sequence
-from cortex.neuron.engine.step_plan import RowPlan
+from cortex.neuron.engine.scheduling.sequence import Sequence
+from cortex.neuron.engine.scheduling.step_plan import RowPlan
 
 
 def draws_of(sequence: Sequence, row: RowPlan) -> list[Draw]:

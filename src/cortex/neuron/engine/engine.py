@@ -16,22 +16,22 @@ from cortex.neuron.engine.errors import RequestError, SleepError
 from cortex.neuron.engine.execution.batch_invariant import block_tokens
 from cortex.neuron.engine.execution.graphs import MAX_NATIVE_ROWS, SIZES
 from cortex.neuron.engine.execution.runner import Runner
-from cortex.neuron.engine.filling import Progress
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.fingerprint import fingerprint
 from cortex.neuron.engine.host_pages.store import BlockKind
 from cortex.neuron.engine.host_pages.tier import FETCHED_PAGES, HostTier, OtherRanks
-from cortex.neuron.engine.kv_pages import KVPages
-from cortex.neuron.engine.loading import LoadedModel, load_model, step_tokens
+from cortex.neuron.engine.kv.page_groups import KVPages
+from cortex.neuron.engine.kv.pages import forget_tokens
+from cortex.neuron.engine.kv.recurrent_checkpoints import CHECKPOINT_SPACING_TOKENS, RecurrentCheckpoints
+from cortex.neuron.engine.loading.filling import Progress
+from cortex.neuron.engine.loading.loading import LoadedModel, load_model, step_tokens
 from cortex.neuron.engine.memory.sequences import SequenceMemory
-from cortex.neuron.engine.model_work import work_of
-from cortex.neuron.engine.pages import forget_tokens
-from cortex.neuron.engine.recurrent_checkpoints import CHECKPOINT_SPACING_TOKENS, RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
+from cortex.neuron.engine.roofline.model_work import work_of
 from cortex.neuron.engine.sampling.constraints import Constraints
-from cortex.neuron.engine.scheduler import Scheduler
-from cortex.neuron.engine.scheduler_limits import SchedulerLimits
+from cortex.neuron.engine.scheduling.limits import SchedulerLimits
+from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.sleep import ModelSleep
 from cortex.neuron.engine.speculation.drafter import Drafter, ProposalKind
 from cortex.neuron.engine.speculation.speculation import Speculation

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from cortex.neuron.engine.errors import RequestError
-from cortex.neuron.engine.step_work import StepWork
+from cortex.neuron.engine.roofline.step_work import StepWork
 from cortex.neuron.vision.picture import Picture
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -102,7 +102,7 @@ class EngineRequest:
     """A grammar in the form `text.grammar` compiles, constraining the output; None: free."""
     principal: str = ""
     """Whose share of the slots it uses (`node/admission.py`) and of the prefill
-    (`engine/prefill_shares.py`); empty: anonymous."""
+    (`engine/scheduling/prefill_shares.py`); empty: anonymous."""
     checkpoint_at: tuple[int, ...] = ()
     """Prompt positions (turn ends) where a model with recurrent layers should save its state for later turns."""
     prompt_logprobs: int | None = None

@@ -24,11 +24,11 @@ from cortex.neuron.engine.request import (
 )
 from cortex.neuron.engine.sampling.constraints import Constraints
 from cortex.neuron.engine.sampling.sampler import Draw
-from cortex.neuron.engine.scheduler import Scheduler
-from cortex.neuron.engine.sequence import Sequence, packed_tokens
+from cortex.neuron.engine.scheduling.scheduler import Scheduler
+from cortex.neuron.engine.scheduling.sequence import Sequence, packed_tokens
+from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepPlan
 from cortex.neuron.engine.speculation.speculation import CheckedDraft, Speculation
 from cortex.neuron.engine.speculation.width_rule import StepTime
-from cortex.neuron.engine.step_plan import RowPlan, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, StepOutput
-from cortex.neuron.engine.step_work import StepWork
+from cortex.neuron.engine.roofline.step_work import StepWork
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from cortex.ipc.channel import ChannelMessage, Unsendable
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, KeptPages, LoadSpec, StepOutput
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.scheduling.step_plan import StepPlan
 from cortex.neuron.worker.faults import FaultKind
 from cortex.wire.node.protocol import Device, DeviceKind
 

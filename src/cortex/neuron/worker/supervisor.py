@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from cortex.ipc.channel import Unsendable
 from cortex.neuron.engine.request import EngineStats, KeptPages, LoadSpec
-from cortex.neuron.engine.step_work import DeviceLimits
+from cortex.neuron.engine.roofline.step_work import DeviceLimits
 from cortex.neuron.worker import protocol
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.faults import FaultKind

@@ -10,12 +10,12 @@ import torch
 from cortex.neuron.engine.drawn_tokens import draws_of
 from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, MAX_NATIVE_ROWS, SIZES, GraphSizes, SizedGraphs
 from cortex.neuron.engine.execution.runner import Runner
-from cortex.neuron.engine.kv_pages import KVPages
+from cortex.neuron.engine.kv.page_groups import KVPages
 from cortex.neuron.engine.memory.plan import StateSlots
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
-from cortex.neuron.engine.scheduler import Scheduler
-from cortex.neuron.engine.scheduler_limits import SchedulerLimits
+from cortex.neuron.engine.scheduling.limits import SchedulerLimits
+from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.speculation.drafter import Draft
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.layers.parallel import SingleRank

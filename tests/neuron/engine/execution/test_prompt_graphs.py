@@ -19,7 +19,7 @@ from cortex.neuron.engine.execution.prompt_graphs import (
     parts_of,
     prompt_sizes,
 )
-from cortex.neuron.engine.step_plan import (
+from cortex.neuron.engine.scheduling.step_plan import (
     DRAW_ONE,
     LATEST_TOKEN,
     PromptScoring,

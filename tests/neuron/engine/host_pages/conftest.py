@@ -7,7 +7,7 @@ import pytest
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
-from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.loading.loading import build_model
 from cortex.neuron.engine.request import LoadSpec
 
 from ..random_engine import filled

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from cortex.neuron.engine import loading
 from cortex.neuron.engine.host_pages.copies import BlockCopies
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.store import BlockKind, HostPages
+from cortex.neuron.engine.kv.pages import ROOT, page_digests
+from cortex.neuron.engine.loading import loading
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS
-from cortex.neuron.engine.pages import ROOT, page_digests
 
 from ..test_sleep import DENSE, HYBRID
 from .engines import PROMPT, EngineMaker, new_host, respond

@@ -15,7 +15,7 @@ from cortex.neuron.engine import engine as engines
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.host_pages import tier
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
-from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.loading.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 
 from ..random_engine import filled

@@ -8,7 +8,7 @@ import pytest
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.host_pages.tier import HostTier
-from cortex.neuron.engine.pages import ROOT, page_digests
+from cortex.neuron.engine.kv.pages import ROOT, page_digests
 from cortex.neuron.engine.step_loop import StepLoop
 
 from ...tiny_models import tiny_delta

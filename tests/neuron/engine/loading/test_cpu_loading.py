@@ -11,12 +11,12 @@ from typing import Literal
 import pytest
 import torch
 
-from cortex.neuron.engine import loading
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import LoadError
 from cortex.neuron.engine.execution import model_graphs, runner
 from cortex.neuron.engine.execution.threads import StepThreads
-from cortex.neuron.engine.loading import LoadedModel, load_model
+from cortex.neuron.engine.loading import loading
+from cortex.neuron.engine.loading.loading import LoadedModel, load_model
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
 from cortex.neuron.kernels.batch import Batch

@@ -20,7 +20,7 @@ from tests.neuron.models.gguf_builds import reference_of
 from tests.neuron.models.gguf_models import write_gguf
 
 from cortex.neuron.engine.errors import LoadError
-from cortex.neuron.engine.loading import load_model
+from cortex.neuron.engine.loading.loading import load_model
 from cortex.neuron.engine.request import LoadSpec
 
 from ...tiny_models import tiny_sizes

@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers
 
-from cortex.neuron.engine import loading
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
+from cortex.neuron.engine.loading import loading
 from cortex.neuron.engine.memory.device import DeviceMemory
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.layers.parallel import SingleRank

@@ -14,8 +14,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from cortex.neuron.engine import loading
 from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.loading import loading
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.models.packing import MatrixDevice, choose_layouts

@@ -18,8 +18,8 @@ from tests.neuron.models.test_parity import Driver
 from tests.neuron.weights.safetensors.test_published import words
 from torch import Tensor
 
-from cortex.neuron.engine import loading
 from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.loading import loading
 from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams, StageSpec

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cortex.neuron.engine.kv_pages import Window, window_pages
+from cortex.neuron.engine.kv.page_groups import Window, window_pages
 from cortex.neuron.engine.memory.plan import (
     CACHED_CONTEXTS,
     PAGE_TOKENS,

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from cortex.neuron.engine.loading import load_model
+from cortex.neuron.engine.loading.loading import load_model
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.request import LoadSpec, RankSpec

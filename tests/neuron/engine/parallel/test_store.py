@@ -32,7 +32,7 @@ from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.parallel.ports import listening
 from cortex.neuron.engine.parallel.store import EntryStore, RankStore
 from cortex.neuron.engine.request import RankSpec, RendezvousAddress
-from cortex.neuron.engine.step_plan import BlockOrder, RowInputs, RowOutputs, RowPlan, StepPlan
+from cortex.neuron.engine.scheduling.step_plan import BlockOrder, RowInputs, RowOutputs, RowPlan, StepPlan
 
 from ....ports import free_port
 from ....waiting import WAIT_S

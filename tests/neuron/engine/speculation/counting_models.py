@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.loading.loading import build_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.speculation.drafter import Draft
 from cortex.neuron.engine.speculation.width_rule import StepTime

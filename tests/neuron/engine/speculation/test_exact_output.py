@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import LoadError
-from cortex.neuron.engine.loading import build_model, load_model
+from cortex.neuron.engine.loading.loading import build_model, load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec
 from cortex.neuron.layers.parameters import Parameters
 

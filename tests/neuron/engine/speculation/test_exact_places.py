@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.loading import build_model
+from cortex.neuron.engine.loading.loading import build_model
 from cortex.neuron.engine.request import LoadSpec, StageSpec
 
 from ...models.vision_models import Prompt, random_image, spec_of, text, write_vision_model

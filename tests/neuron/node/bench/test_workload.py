@@ -2,7 +2,7 @@
 
 import pytest
 
-from cortex.neuron.engine.step_work import DeviceLimits, ExpertWork, StepWork
+from cortex.neuron.engine.roofline.step_work import DeviceLimits, ExpertWork, StepWork
 from cortex.neuron.node.bench.workload import (
     DECODE_PROMPT_TOKENS,
     DECODE_TOKENS,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from cortex.cache_folder import cache_folder
 from cortex.cli.up.demo import SMOLLM2
 from cortex.neuron.config import HarnessSettings, Limits, NeuronConfig, TorchHarness
-from cortex.neuron.engine.loading import load_model
+from cortex.neuron.engine.loading.loading import load_model
 from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.request import LoadSpec

@@ -13,7 +13,7 @@ import pytest
 from cortex.neuron.engine.errors import GroupBroken
 from cortex.neuron.engine.parallel import arrivals, ports
 from cortex.neuron.engine.request import RankSpec, RendezvousAddress
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.scheduling.step_plan import StepPlan
 from cortex.neuron.worker.program import step_link
 from cortex.neuron.worker.program.step_link import FollowerLink, LeaderLink
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cortex.neuron.engine.execution.inputs import StepInputs
-from cortex.neuron.engine.pages import PADDING_PAGE
-from cortex.neuron.engine.step_plan import RowPlan
+from cortex.neuron.engine.kv.pages import PADDING_PAGE
+from cortex.neuron.engine.scheduling.step_plan import RowPlan
 from cortex.neuron.kernels.batch import Batch, PictureVectors, PrefillRow, prefill_tiles
 from cortex.neuron.kernels.jit import has_kernels
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from cortex.neuron.engine.errors import GroupBroken
 from cortex.neuron.engine.execution.uploads import host_memory_for
-from cortex.neuron.engine.pages import PADDING_PAGE
+from cortex.neuron.engine.kv.pages import PADDING_PAGE
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.greedy import argmax
 from cortex.neuron.kernels.native.operations import NotRecorded, Recording

@@ -9,9 +9,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from cortex.neuron.engine.pages import PADDING_PAGE
-from cortex.neuron.engine.picture_positions import PictureSpan
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.kv.pages import PADDING_PAGE
+from cortex.neuron.engine.scheduling.picture_positions import PictureSpan
+from cortex.neuron.engine.scheduling.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

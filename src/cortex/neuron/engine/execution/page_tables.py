@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from cortex.neuron.engine.execution.uploads import fill, upload
-from cortex.neuron.engine.pages import PADDING_PAGE
-from cortex.neuron.engine.step_plan import NewPages
+from cortex.neuron.engine.kv.pages import PADDING_PAGE
+from cortex.neuron.engine.scheduling.step_plan import NewPages
 
 Addition = tuple[int, int, int]
 """(row, first column, columns)"""

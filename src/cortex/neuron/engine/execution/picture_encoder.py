@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from cortex.neuron.engine.picture_positions import PictureSpan
+from cortex.neuron.engine.scheduling.picture_positions import PictureSpan
 from cortex.neuron.models.towers.config import num_cached_vectors
 from cortex.neuron.models.towers.tower import PixelGrid, Tower
 from cortex.neuron.vision.picture import Picture

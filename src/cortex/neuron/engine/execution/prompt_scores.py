@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cortex.neuron.engine.execution.inputs import StepInputs
 from cortex.neuron.engine.request import TokenLogprobs
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.scheduling.step_plan import StepPlan
 
 BLOCK_POSITIONS: Final = 64
 """Positions whose logits exist at once: 40 MB in single precision for a vocabulary of 152k."""

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from cortex.neuron.engine.execution.graphs import DRAFT_SIZES, Capture, GraphSizes, Outputs, SizedGraphs
 from cortex.neuron.engine.execution.inputs import StepInputs
-from cortex.neuron.engine.pages import PADDING_PAGE
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.kv.pages import PADDING_PAGE
+from cortex.neuron.engine.scheduling.step_plan import StepPlan
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.greedy import argmax
 from cortex.neuron.layers.parallel import ParallelGroup

@@ -38,7 +38,7 @@ from cortex.neuron.engine.execution.threads import StepThreads
 from cortex.neuron.engine.execution.uploads import upload
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn, Sampler
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.scheduling.step_plan import StepPlan
 from cortex.neuron.kernels.batch import Batch, PictureVectors, PrefillRow, prefill_tiles
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.proposer import Proposer

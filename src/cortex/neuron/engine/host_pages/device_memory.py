@@ -11,7 +11,7 @@ import torch
 
 from cortex.neuron.engine.host_pages.memory import HostSlabs
 from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace, HostPages
-from cortex.neuron.engine.pages import Digest
+from cortex.neuron.engine.kv.pages import Digest
 from cortex.neuron.engine.request import KeptPages
 
 _NEWEST = 0.2

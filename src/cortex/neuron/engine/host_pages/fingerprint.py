@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cortex.neuron.engine.loading import LoadedModel
+from cortex.neuron.engine.loading.loading import LoadedModel
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.models.decoder import Decoder
 

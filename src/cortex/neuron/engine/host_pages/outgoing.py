@@ -11,8 +11,8 @@ import torch
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace, HostPages
-from cortex.neuron.engine.pages import Digest
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.kv.pages import Digest
+from cortex.neuron.engine.scheduling.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

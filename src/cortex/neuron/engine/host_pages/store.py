@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from cortex.neuron.engine.pages import Digest
+from cortex.neuron.engine.kv.pages import Digest
 
 SLAB_BYTES = 64 << 20
 MIN_SLABS = 16

@@ -22,10 +22,10 @@ from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, Ru
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.outgoing import OutgoingBlocks
 from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace
-from cortex.neuron.engine.kv_pages import IncomingPages, KVPages
-from cortex.neuron.engine.pages import Digest
-from cortex.neuron.engine.recurrent_checkpoints import RecurrentCheckpoints
-from cortex.neuron.engine.step_plan import NamedBlocks, StepPlan
+from cortex.neuron.engine.kv.page_groups import IncomingPages, KVPages
+from cortex.neuron.engine.kv.pages import Digest
+from cortex.neuron.engine.kv.recurrent_checkpoints import RecurrentCheckpoints
+from cortex.neuron.engine.scheduling.step_plan import NamedBlocks, StepPlan
 
 FETCHED_PAGES = {"cuda": 8, "cpu": 1}
 """Fewer pages than this are computed rather than copied from host memory."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from cortex.neuron.engine.kv_pages import Window, window_pages
+from cortex.neuron.engine.kv.page_groups import Window, window_pages
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.sizes import (
     WeightStorage,

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cortex.neuron.engine.kv_pages import Window
+from cortex.neuron.engine.kv.page_groups import Window
 from cortex.neuron.engine.memory.plan import StateSlots
-from cortex.neuron.engine.step_plan import PageCopy, StateCopy
+from cortex.neuron.engine.scheduling.step_plan import PageCopy, StateCopy
 from cortex.neuron.layers.attention import CachedAttention, LayerCache
 from cortex.neuron.layers.configs import LatentAttentionConfig
 from cortex.neuron.layers.recurrent.layer import RecurrentLayer

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from cortex.neuron.engine.kv_pages import Window
+from cortex.neuron.engine.kv.page_groups import Window
 from cortex.neuron.engine.memory.plan import MIN_PAGES, PAGE_TOKENS, ModelSizes, penalty_bytes, plan_memory
 from cortex.neuron.layers.configs import AttentionConfig
 from cortex.neuron.models.architecture import Architecture

@@ -20,10 +20,10 @@ from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.outgoing import OutgoingBlocks
 from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace
-from cortex.neuron.engine.pages import Digest
+from cortex.neuron.engine.kv.pages import Digest
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.parallel.steps import StepLink
-from cortex.neuron.engine.step_plan import BlockAction, BlockOrder, NamedBlocks, StepPlan
+from cortex.neuron.engine.scheduling.step_plan import BlockAction, BlockOrder, NamedBlocks, StepPlan
 
 
 class LeadingBlocks:

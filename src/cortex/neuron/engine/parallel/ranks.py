@@ -12,16 +12,16 @@ import torch
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import GroupBroken, LoadCancelled, RequestError
 from cortex.neuron.engine.execution.runner import Runner
-from cortex.neuron.engine.filling import Progress
 from cortex.neuron.engine.host_pages.tier import OtherRanks
-from cortex.neuron.engine.loading import LoadedModel, load_model
+from cortex.neuron.engine.loading.filling import Progress
+from cortex.neuron.engine.loading.loading import LoadedModel, load_model
 from cortex.neuron.engine.parallel.group import TorchGroup, poller
 from cortex.neuron.engine.parallel.kept_blocks import FollowingBlocks, LeadingBlocks, name_of_all, name_together
 from cortex.neuron.engine.parallel.stages import FirstStageRunner, LaterStageRunner
 from cortex.neuron.engine.parallel.steps import FollowingRunner, LeadingRunner, RankLink, StepLink
 from cortex.neuron.engine.pooling.engine import PoolingEngine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec
-from cortex.neuron.engine.step_plan import BlockOrder, StepPlan
+from cortex.neuron.engine.scheduling.step_plan import BlockOrder, StepPlan
 from cortex.neuron.models.pooling.model import PooledModel
 
 

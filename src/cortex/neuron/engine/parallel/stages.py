@@ -20,7 +20,7 @@ from cortex.neuron.engine.execution.prompt_scores import PromptScores
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.parallel.steps import FollowingRunner, LeadingRunner
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.scheduling.step_plan import StepPlan
 
 
 class FirstStageRunner(LeadingRunner):

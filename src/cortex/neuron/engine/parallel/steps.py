@@ -18,7 +18,7 @@ from cortex.neuron.engine.execution.inputs import PictureInputs
 from cortex.neuron.engine.execution.results import Launched
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn
-from cortex.neuron.engine.step_plan import CAPTURE, StepPlan
+from cortex.neuron.engine.scheduling.step_plan import CAPTURE, StepPlan
 
 
 class RankLink(Protocol):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.loading import LoadedModel
+from cortex.neuron.engine.loading.loading import LoadedModel
 from cortex.neuron.engine.pooling.loop import PoolingLoop
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.models.pooling.model import PooledModel

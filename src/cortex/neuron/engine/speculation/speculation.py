@@ -6,10 +6,10 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from typing import Final
 
-from cortex.neuron.engine.sequence import Sequence
+from cortex.neuron.engine.scheduling.sequence import Sequence
+from cortex.neuron.engine.scheduling.step_plan import RowPlan
 from cortex.neuron.engine.speculation.drafter import NO_DRAFT, Draft, Drafter, DraftKind, ProposalKind
 from cortex.neuron.engine.speculation.width_rule import WidthRule
-from cortex.neuron.engine.step_plan import RowPlan
 
 MAX_ROWS: Final = 32
 """Larger batches get no drafts: reading the weights takes a small part of their steps."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cortex.neuron.engine.step_work import DeviceLimits, StepWork
+from cortex.neuron.engine.roofline.step_work import DeviceLimits, StepWork
 
 STREAMS = (1, 8, 64)
 DECODE_PROMPT_TOKENS = 32

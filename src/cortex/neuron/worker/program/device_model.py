@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from cortex.neuron.engine.errors import StepBlamed
 from cortex.neuron.engine.request import EngineRequest, StepOutput
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.scheduling.step_plan import StepPlan
 from cortex.neuron.worker import memory
 from cortex.neuron.worker.faults import DeviceFault, FaultKind, choose_victims, explain, raise_device_fault
 from cortex.neuron.worker.program.step_link import FollowerLink, LeaderLink

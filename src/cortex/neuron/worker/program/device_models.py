@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from cortex.neuron.engine.errors import DamagedError, EngineError, LoadCancelled, LoadError, NoRoomError
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.scheduling.step_plan import StepPlan
 from cortex.neuron.worker import memory, protocol
 from cortex.neuron.worker.faults import FaultKind, chain, explain, raise_device_fault
 from cortex.neuron.worker.program.device_model import DeviceModel
@@ -203,7 +203,7 @@ class DeviceModels(dict[int, DeviceModel]):
         """How fast the device is; zeros if there is no memory for a measurement."""
         import torch  # the fork server has imported it with the engine
 
-        from cortex.neuron.engine.device_limits import measure_limits
+        from cortex.neuron.engine.roofline.device_limits import measure_limits
 
         try:
             limits = measure_limits(torch.device(self._device.torch_device), self.measure().free_bytes)

@@ -21,7 +21,7 @@ from cortex.neuron.engine.errors import GroupBroken
 from cortex.neuron.engine.parallel.arrivals import arrived, connected
 from cortex.neuron.engine.parallel.ports import listening
 from cortex.neuron.engine.request import RankSpec, RendezvousAddress
-from cortex.neuron.engine.step_plan import StepPlan
+from cortex.neuron.engine.scheduling.step_plan import StepPlan
 from cortex.neuron.worker.protocol import AnnouncedStep
 
 log = logging.getLogger(__name__)

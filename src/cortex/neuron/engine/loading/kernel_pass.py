@@ -1,0 +1,245 @@
+"""The kernels of a model, compiled before its first step: while its weights are read, or without any.
+
+The steps of the model run on torch's `meta` device, with one layer of each kind, and compute nothing: their launches
+are the kernels to compile (`kernels/compilation.py`). What the first response needs comes first. A note in Triton's
+cache says that all of a model's kernels are there, so that later loads do not look for them again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cortex.neuron.engine.execution.batch_invariant import BLOCK_TOKENS
+from cortex.neuron.engine.execution.graphs import Graph, Outputs
+from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.loading.meta_shapes import LightShapes
+from cortex.neuron.engine.memory.plan import PAGE_TOKENS, STEP_TOKENS, StateSlots
+from cortex.neuron.engine.memory.sequences import SequenceMemory
+from cortex.neuron.kernels import jit
+from cortex.neuron.kernels.compilation import POLL_S, KernelCompiler, Report
+from cortex.neuron.kernels.device_facts import DeviceFacts, facts_of, pretend
+from cortex.neuron.kernels.jit import TRITON, triton
+from cortex.neuron.kernels.layouts import MatrixLayout
+from cortex.neuron.layers.configs import Shard
+from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup, SingleRank
+from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.decoder import Decoder, DecoderLayer
+
+log = logging.getLogger(__name__)
+
+META = torch.device("meta")
+_PACKED_ROWS = 256
+_SLOTS = 1
+"""How many states there are makes no difference to a kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassedModel:
+    """A model as far as its kernels depend on it."""
+
+    architecture: Architecture
+    packing: Mapping[str, MatrixLayout]
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    shard: Shard
+    max_rows: int
+    context_tokens: int
+    deterministic: bool = False
+    checks_drafts: bool = True
+
+    def digest(self, facts: DeviceFacts) -> str:
+        """Differs where kernels may."""
+        layouts = sorted((name, repr(self.packing[name])) for name in self.packing) or repr(self.packing)
+        parts = (
+            sorted((name, repr(value)) for name, value in self.architecture.raw.items()),
+            [repr(layer) for _, layer in self.architecture.named_layers()],
+            layouts,
+            (self.dtype, self.kv_dtype, self.shard, self.max_rows, self.context_tokens),
+            (self.deterministic, self.checks_drafts),
+            (facts, triton.__version__, torch.__version__, _sources()),
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def runner(self) -> Runner:
+        """Its steps on the `meta` device."""
+        group: ParallelGroup = SINGLE_RANK if self.shard.is_whole else _Rank(self.shard)
+        parameters = Parameters(META, self.dtype, self.packing, group)
+        model = Decoder(self.architecture, parameters, self.context_tokens, STEP_TOKENS["cuda"])
+        _keep_one_of_each(model)
+        num_pages = dict.fromkeys(self.architecture.windows, 2)
+        memory = SequenceMemory(model, num_pages, PAGE_TOKENS, StateSlots(_SLOTS), self.dtype, META, self.kv_dtype)
+        return Runner(
+            model,
+            PAGE_TOKENS,
+            self.max_rows,
+            self.context_tokens,
+            STEP_TOKENS["cuda"],
+            memory,
+            capture=_passed,
+            block_tokens=BLOCK_TOKENS if self.deterministic else None,
+            checks_drafts=self.checks_drafts,
+        )
+
+
+class _Rank(SingleRank):
+    """One rank of a model on the `meta` device: the shapes are right, and nobody is asked."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        return part.repeat(1, self.shard.size)
+
+
+class _NoGraph:
+    def replay(self, rows: int) -> None:
+        del rows
+
+
+def _passed(step: Callable[[], Outputs]) -> tuple[Graph, Outputs]:
+    return _NoGraph(), step()
+
+
+def _keep_one_of_each(model: Decoder) -> None:
+    """Removes the layers whose kernels are those of another one."""
+    stored: dict[str, list[tuple[str, str]]] = {}
+    for binding in model.parameters.packed_bindings:
+        layout = repr(model.parameters.packing[binding.source])
+        for name, _ in model.architecture.named_layers():
+            if binding.source.startswith(f"{name}."):
+                stored.setdefault(name, []).append((binding.source.removeprefix(name), layout))
+    kept: dict[tuple[object, ...], DecoderLayer] = {}
+    for (name, config), layer in zip(model.architecture.named_layers(), model.layers, strict=True):
+        kept.setdefault((repr(config), tuple(stored.get(name, ()))), layer)
+    model.layers = list(kept.values())
+
+
+def _pack_one_of_each(parameters: Parameters) -> None:
+    """Fills some rows of a matrix in each layout, as a load that quantises does."""
+    bindings = {repr(parameters.packing[binding.source]): binding for binding in parameters.packed_bindings}
+    for binding in bindings.values():
+        rows = min(binding.num_rows, _PACKED_ROWS)
+        values = torch.empty(rows, binding.matrix.inputs, dtype=parameters.dtype, device=META)
+        binding.matrix.put_values(binding.first_row, values)
+
+
+class _PassEnded(Exception):
+    pass
+
+
+class KernelPass:
+    """Compiles the kernels of one model in threads of its own. `ready` returns when those of a short response are
+    compiled; the others follow."""
+
+    def __init__(self, model: PassedModel, facts: DeviceFacts) -> None:
+        """`facts`: of the card, the only one of this process that kernels are compiled for."""
+        pretend(facts)
+        self._model = model
+        self._note = cache_folder() / "models" / model.digest(facts)
+        self._compiler = KernelCompiler()
+        self._first: list[BaseException | None] = []
+        self._num_first = 0
+        """Kernels that a short response needs; they are collected first."""
+        self._is_collected = threading.Event()
+        self._is_closed = False
+        self.is_cached = self._note.exists()
+        """Whether an earlier pass has compiled all of them."""
+        # Not a daemon: one that is inside torch when the process ends would abort it.
+        self._thread = threading.Thread(target=self._run, name="kernel-pass")
+
+    def start(self) -> None:
+        if not self.is_cached:
+            self._thread.start()
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            with torch.inference_mode():
+                with self._compiler.collected(), LightShapes():
+                    runner = self._model.runner()
+                    _pack_one_of_each(runner.model.parameters)
+                    runner.prepare_first()
+                self._num_first = self._compiler.num_kernels
+                self._is_collected.set()
+                self._compiler.ended(self._go_on)  # with all cores: the others would delay them
+                with self._compiler.collected(), LightShapes():
+                    while runner.prepare():
+                        self._go_on()
+                    runner.compute_prompt(STEP_TOKENS["cuda"])  # longer than any graph: other tiles are chosen
+            self._compiler.wait(self._go_on)
+            self._note.parent.mkdir(parents=True, exist_ok=True)
+            self._note.touch()
+        except _PassEnded:
+            self._compiler.close()
+        except Exception as raised:  # a step compiles what is missing, and reports what is wrong with it
+            log.debug("kernels are compiled when they are first used", exc_info=raised)
+            error = raised
+        finally:
+            self._first.append(error)
+            self._is_collected.set()
+            self._compiler.finish()
+
+    def _go_on(self, *_: int) -> None:
+        """Raises _PassEnded if the rest is not needed: the model is closed, or the process ends."""
+        if self._is_closed or not threading.main_thread().is_alive():
+            raise _PassEnded
+
+    def ready(self, poll: Callable[[], None]) -> None:
+        """Waits for the kernels of a short prompt and its response, and calls `poll` meanwhile; what it raises ends
+        the wait."""
+        if self.is_cached:
+            return
+        while not self._is_collected.wait(POLL_S):
+            poll()
+        self._compiler.ended(lambda *_: poll(), self._num_first)
+
+    def wait(self, report: Report = lambda *_: None) -> int:
+        """Waits for all kernels. Returns how many there are. Raises what went wrong."""
+        if self.is_cached:
+            return 0
+        while self._thread.is_alive():
+            self._compiler.wait(report)
+            self._thread.join(0.05)
+        if self._first and self._first[0] is not None:
+            raise self._first[0]
+        return self._compiler.num_kernels
+
+    def close(self) -> None:
+        """Compiles no more."""
+        self._is_closed = True
+        self._compiler.close()
+
+
+def kernel_pass(model: PassedModel, device: torch.device) -> KernelPass | None:
+    """The pass of a model that is about to be loaded, begun; None on a device without kernels, or for a model of
+    another library or a stage, whose steps are not captured."""
+    architecture = model.architecture
+    is_known = architecture.backend == "native" and architecture.stage is None and architecture.pooling is None
+    if device.type != "cuda" or not TRITON or not is_known:
+        return None
+    begun = KernelPass(model, facts_of(device))
+    begun.start()
+    return begun
+
+
+def cache_folder() -> Path:
+    return Path(triton.knobs.cache.dir)
+
+
+@cache
+def _sources() -> str:
+    """A digest of all kernels' sources."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(jit.__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,86 @@
+"""How fast a device reads its memory and multiplies matrices: what the speed of a model is a share of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from cortex.neuron.engine.memory.device import compute_dtype
+from cortex.neuron.engine.roofline.step_work import DeviceLimits
+
+_COLUMNS = 8192
+_REPEATS = 20
+_WARM_UP = 3
+_CPU_S = 0.3
+"""Other programs use a CPU too: the best try within this time counts."""
+_CPU_READ_BYTES = 256 << 20
+_CPU_SIDE = 1024
+_GPU_READ_BYTES = 2 << 30
+_MIN_READ_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""Smaller reads would show how fast a cache is."""
+
+
+def measure_limits(device: torch.device, free_bytes: int) -> DeviceLimits | None:
+    """Takes at most about a second, and at most half of `free_bytes`, which it gives back. None: that is too little."""
+    read_bytes = free_bytes // 2
+    if read_bytes < _MIN_READ_BYTES[device.type]:
+        return None
+    if device.type == "cpu":
+        return DeviceLimits(_cpu_read_rate(min(_CPU_READ_BYTES, read_bytes)), _cpu_product_rate(_CPU_SIDE))
+    try:
+        return DeviceLimits(
+            read_rate(device, min(_GPU_READ_BYTES, read_bytes)),
+            product_rate(device, 8192 if free_bytes > 2 << 30 else 2048),
+        )
+    finally:
+        torch.cuda.empty_cache()
+
+
+def read_rate(device: torch.device, num_bytes: int) -> float:
+    """Bytes per second of a matrix-vector product over about `num_bytes` on a GPU."""
+    matrix = torch.randn(num_bytes // (2 * _COLUMNS), _COLUMNS, device=device, dtype=torch.bfloat16)
+    vector = torch.randn(_COLUMNS, 1, device=device, dtype=torch.bfloat16)
+    return matrix.nbytes / median_device_s(lambda: matrix @ vector)
+
+
+def product_rate(device: torch.device, side: int) -> float:
+    """Floating-point operations per second of a square bf16 product on a GPU."""
+    left, right = torch.randn(2, side, side, device=device, dtype=torch.bfloat16)
+    return 2.0 * side**3 / median_device_s(lambda: left @ right)
+
+
+def _cpu_read_rate(num_bytes: int) -> float:
+    values = torch.ones(num_bytes // 4)
+    return values.nbytes / _best_s(values.sum)
+
+
+def _cpu_product_rate(side: int) -> float:
+    left, right = torch.randn(2, side, side).to(compute_dtype("auto", torch.device("cpu")))
+    return 2.0 * side**3 / _best_s(lambda: left @ right)
+
+
+def median_device_s(function: Callable[[], object]) -> float:
+    """Seconds on the GPU."""
+    times: list[float] = []
+    for _ in range(_WARM_UP + _REPEATS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return sorted(times[_WARM_UP:])[_REPEATS // 2]
+
+
+def _best_s(function: Callable[[], object]) -> float:
+    """Seconds of the fastest call, after one to warm up."""
+    function()
+    times: list[float] = []
+    until_s = time.perf_counter() + _CPU_S
+    while not times or time.perf_counter() < until_s:
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,381 @@
+"""Decides what the next step computes. Pure: no tensors, no clock, no I/O.
+
+Every step is made of decode rows (sequences that need exactly their last drawn token computed) and a bounded chunk of
+prefill. Decode rows go first, so that running streams keep their pace. The rest of the budget prefills: principals get
+equal shares of its tokens, and the prompts of one are prefilled oldest first.
+When pages run out, the youngest sequence gives its pages back and is computed again later. The oldest never does, so
+there is no deadlock. A step may be planned before the host knows the tokens of the previous one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Ordered
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from cortex.neuron.engine.errors import RequestError
+from cortex.neuron.engine.kv.page_groups import KVPages
+from cortex.neuron.engine.kv.recurrent_checkpoints import RecurrentCheckpoints
+from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.engine.scheduling.admission import SequenceAdmission
+from cortex.neuron.engine.scheduling.limits import SchedulerLimits
+from cortex.neuron.engine.scheduling.prefill_shares import PrefillShares, needed_tokens
+from cortex.neuron.engine.scheduling.prompt_tails import PromptTails
+from cortex.neuron.engine.scheduling.sequence import NO_ROW, Sequence
+from cortex.neuron.engine.scheduling.sequence_states import SequenceStates
+from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepDraft, StepPlan
+from cortex.neuron.vision.picture import PictureRules
+
+if TYPE_CHECKING:
+    from cortex.neuron.engine.host_pages.tier import HostTier  # imports torch
+
+
+class Scheduler:
+    """Owns the sequences of one engine and their pages. Belongs to the engine thread."""
+
+    def __init__(
+        self,
+        pages: KVPages,
+        limits: SchedulerLimits,
+        checkpoints: RecurrentCheckpoints | None = None,
+        pictures: PictureRules | None = None,
+    ) -> None:
+        """`checkpoints`: only for a model with recurrent layers. `pictures`: only for one that takes pictures."""
+        self.pages = pages
+        self.checkpoints = checkpoints
+        self.limits = limits
+        self.waiting: deque[Sequence] = deque()
+        """First in, first out for each principal; preempted sequences go to the front. The node decides whose request
+        is sent when."""
+        self.running: list[Sequence] = []
+        """In order of admission: the first is the oldest."""
+        self.preemptions = 0
+        self.host: HostTier | None = None
+        """Where pages are when the device has no room for them; None: nowhere."""
+        self._pictures = pictures
+        self._states = SequenceStates(checkpoints, pages.page_tokens)
+        self._tails = PromptTails(pages, checkpoints)
+        self._admission = SequenceAdmission(pages, self._states, self._tails, self.running, limits.reserved_tokens)
+        self._free_rows = list(range(limits.max_rows - 1, -1, -1))
+        self._shares = PrefillShares()
+        self._is_blocked = False
+        """Whether a waiting sequence lacked pages, and none were released since."""
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest) -> Sequence:
+        """Queues a request. Raises RequestError for one that could never run."""
+        if not request.prompt:
+            raise RequestError("the prompt is empty: send at least one token")
+        if request.max_tokens < 1:
+            raise RequestError(f"max_tokens is {request.max_tokens}: ask for at least one token")
+        longest = len(request.prompt) + request.max_tokens
+        if longest > self.limits.context_tokens:
+            raise RequestError(
+                f"the prompt has {len(request.prompt)} tokens and asks for {request.max_tokens} more, "
+                f"but the context of this model holds {self.limits.context_tokens}: shorten the prompt or max_tokens"
+            )
+        if request.pictures and self._pictures is None:
+            raise RequestError("the model was loaded without its vision tower, and the prompt has images")
+        if any(picture.end > len(request.prompt) for picture in request.pictures):
+            raise RequestError("an image of the request has no place in its prompt")
+        sequence = Sequence.of(request, self._pictures)
+        self.waiting.append(sequence)
+        return sequence
+
+    def drop(self, sequence: Sequence) -> None:
+        """Removes a waiting or running sequence and frees what it holds.
+
+        Steps in flight may still compute it; ignore their results. The device runs steps in order, so the pages can be
+        used again at once.
+        """
+        if self.host is not None:
+            self.host.ended(sequence.request.id)
+        if sequence.row == NO_ROW:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            self._release(sequence)
+
+    def distrust(self, sequence: Sequence) -> None:
+        """Forgets all cached pages and states of a sequence: any of them may have caused its failure."""
+        digests = sequence.digests_of_full_pages(self.pages.page_tokens)
+        if sequence.tail is not None:
+            digests = [*digests, sequence.tail]
+        self.pages.disown(digests)
+        self._states.distrust(sequence, digests)
+        if self.host is not None:
+            self.host.forget(digests)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._admission.running_change()
+        self._states.release(sequence)
+        self.pages.release(sequence.pages)
+        sequence.pages = ()
+        sequence.computed = sequence.committed = 0
+        sequence.drew_in_row = sequence.is_token_on_device = False
+        self._free_rows.append(sequence.row)
+        sequence.row = NO_ROW
+        self._is_blocked = False
+
+    # -- planning --------------------------------------------------------------------------------------------------
+
+    @property
+    def decoding(self) -> list[Sequence]:
+        """The running sequences that the next step decodes, the oldest first."""
+        return [sequence for sequence in self.running if sequence.drew_in_row and sequence.wants_more]
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None if nothing can be computed now."""
+        draft = self._new_draft()
+        self._plan_decodes(draft)
+        prefilling = [sequence for sequence in self.running if not sequence.drew_in_row]
+        budget = self.limits.prefill_tokens(draft.num_tokens, len(prefilling) + len(self.waiting))
+        may_start = () if self._is_blocked and any(each.wants_more for each in prefilling) else self.waiting
+        needed = needed_tokens(prefilling, islice(may_start, len(self._free_rows)))
+        shares = self._shares.of_step(budget, needed)
+        self._continue_prefills(prefilling, draft, shares)
+        self._admit(draft, shares)
+        return self._finish(draft)
+
+    def plan_alone(self, sequence: Sequence) -> StepPlan | None:
+        """A step that prefills this sequence and nothing else, or None if it cannot be computed now."""
+        draft = self._new_draft()
+        if sequence.row == NO_ROW:
+            cached = self._admission.cached_pages(sequence, draft) if self._free_rows else None
+            if cached is None or not self._try_admit(sequence, cached, draft):
+                return None
+        self._prefill(sequence, draft, self.limits.step_tokens)
+        return self._finish(draft)
+
+    def retract(self, plan: StepPlan) -> None:
+        """Undoes the latest plan, whose step failed. Its sequences are queued again and recomputed; what the step may
+        have written in part is forgotten."""
+        page_tokens = self.pages.page_tokens
+        planned = {row.row: row for row in plan.rows}
+        for sequence in [sequence for sequence in reversed(self.running) if sequence.row in planned]:
+            row = planned[sequence.row]
+            if row.writes:
+                touched = sequence.digests[row.start // page_tokens : sequence.scheduled // page_tokens]
+                if sequence.tail is not None and not row.decodes:
+                    touched = [*touched, sequence.tail]
+                self.pages.disown(touched)
+                self._states.retract(sequence, row.start, touched)
+            sequence.planned -= row.count
+            sequence.in_flight -= row.outputs.draws
+            self._preempt(sequence)
+
+    def _new_draft(self) -> StepDraft:
+        """Begins a step. Releases the pages that no further step reads: those behind the windows of layers."""
+        self._states.begin_step()
+        self._admission.running_change()
+        if self.pages.has_windows:
+            for sequence in self.running:
+                self.pages.trim(sequence.pages, sequence.scheduled)
+        return StepDraft()
+
+    def _finish(self, draft: StepDraft) -> StepPlan | None:
+        if self._tails.end_step():
+            self._is_blocked = False
+        return draft.finish()
+
+    def _plan_decodes(self, draft: StepDraft) -> None:
+        decoding, spare = self.decoding, 0
+        if any(sequence.draft.tokens for sequence in decoding):
+            spare = self.limits.step_tokens - sum([sequence.remaining for sequence in decoding])
+            for sequence in decoding:  # the host gives all tokens of a step that checks drafts
+                sequence.is_token_on_device = False
+        for sequence in decoding:
+            if sequence.row == NO_ROW:
+                continue  # preempted
+            end = sequence.length
+            if draft.num_tokens + end - sequence.scheduled > self.limits.step_tokens:
+                break
+            if self._make_room(sequence, end, draft):
+                if spare and sequence.draft.tokens:
+                    num_drafts = self._fit_drafts(sequence, spare, draft)
+                    spare -= num_drafts
+                    end += num_drafts
+                self._states.before_decode(sequence, end, draft)
+                self._add_row(sequence, end, draft)
+                self._states.decode(sequence, draft)
+
+    def _fit_drafts(self, sequence: Sequence, room: int, draft: StepDraft) -> int:
+        """How many of its draft tokens the next row of `sequence` checks. They take no page that another sequence
+        would be preempted for."""
+        allowed = sequence.request.max_tokens - sequence.num_drawn - 1
+        count = self._states.num_drafts(sequence, min(len(sequence.draft.tokens), room, allowed))
+        added = self.pages.extend(sequence.pages, sequence.length + count) if count > 0 else None
+        if added is None:
+            return 0
+        draft.new_pages += [(sequence.row, *pages) for pages in added]
+        return count
+
+    def _continue_prefills(self, prefilling: Ordered[Sequence], draft: StepDraft, shares: dict[str, int]) -> None:
+        for sequence in prefilling:
+            if sequence.row == NO_ROW or not sequence.wants_more:
+                continue  # preempted, or complete
+            if shares.get(sequence.request.principal, 0) > 0:
+                self._prefill_share(sequence, draft, shares)
+
+    def _admit(self, draft: StepDraft, shares: dict[str, int]) -> None:
+        """Admits waiting sequences in order, of principals that have a share left. The first that cannot start in this
+        step blocks the rest, so that small requests never starve a large one."""
+        for first in list(self.waiting):
+            if not self._free_rows:
+                return
+            if shares.get(first.request.principal, 0) <= 0:
+                continue
+            if self.host is not None and self.host.is_fetching(first.request.id):
+                continue
+            cached = self._admission.cached_pages(first, draft)
+            if cached is None or not self._has_room(first, self._admission.start(first, cached), draft, shares):
+                return
+            if self.host is not None and self._admission.fetch(first, cached, self.host):
+                continue
+            if not self._try_admit(first, cached, draft):
+                self._is_blocked = True
+                return
+            if self._prefill_share(first, draft, shares) == 0:
+                return  # it lacks a page that admission had counted; another step may have it
+
+    def _prefill_share(self, sequence: Sequence, draft: StepDraft, shares: dict[str, int]) -> int:
+        """Prefills what the share of the sequence's principal allows, and takes it off."""
+        principal = sequence.request.principal
+        num_tokens = self._prefill(sequence, draft, shares[principal])
+        shares[principal] -= num_tokens
+        self._shares.count(principal, num_tokens)
+        return num_tokens
+
+    def _try_admit(self, sequence: Sequence, cached: int, draft: StepDraft) -> bool:
+        if not self._admission.fits(sequence, cached):
+            return False
+        self.waiting.remove(sequence)
+        self._admission.admit(sequence, cached, self._free_rows.pop(), draft)
+        self.running.append(sequence)
+        return True
+
+    def _room(self, draft: StepDraft) -> int | None:
+        """The tokens that the step can still have; None: the shares are the bound. A picture that must be whole may
+        exceed a share, so that shares alone do not keep a step within the memory that was planned for it. The first row
+        of a step has no bound: a picture that is larger than a step could never be computed."""
+        if self._pictures is None or not self._pictures.is_whole or not draft.rows:
+            return None
+        return self.limits.step_tokens - draft.num_tokens
+
+    def _has_room(self, sequence: Sequence, start: int, draft: StepDraft, shares: dict[str, int]) -> bool:
+        """Whether the step can have the first chunk of a waiting sequence. A sequence is not admitted without one."""
+        room = self._room(draft)
+        if room is None:
+            return True
+        end = start + min(shares[sequence.request.principal], len(sequence.tokens) - start, room)
+        return room > 0 and sequence.pictures.cut(start, end) - start <= room
+
+    def _prefill(self, sequence: Sequence, draft: StepDraft, budget: int) -> int:
+        """Adds the next chunk of `sequence` to the draft; returns its number of tokens (0 if there is no page, or no
+        room in the step)."""
+        start, room = sequence.scheduled, self._room(draft)
+        if room is not None:
+            if room <= 0:
+                return 0
+            budget = min(budget, room)
+        end = start + min(budget, sequence.remaining)
+        end = self._states.prefill_end(sequence, end)
+        end = max(start + 1, self.pages.reach(sequence.pages, end, takes_pages=True))
+        end = sequence.pictures.cut(start, end)
+        if room is not None and end - start > room:
+            return 0  # a later step has it, with fewer other rows
+        if not self._make_room(sequence, end, draft):
+            if sequence.row == NO_ROW:
+                return 0
+            # The oldest: those that it would preempt have their rows already, so that it takes what is free.
+            end = self.pages.reach(sequence.pages, end, takes_pages=False)
+            if end <= start or sequence.pictures.cut(start, end) != end or not self._make_room(sequence, end, draft):
+                return 0
+        self._add_row(sequence, end, draft)
+        self._states.prefill(sequence, draft)
+        self._tails.commit(sequence, draft)
+        return end - start
+
+    def _add_row(self, sequence: Sequence, end: int, draft: StepDraft) -> None:
+        """Adds the next positions of `sequence`, up to `end`, to the draft."""
+        first_new = sequence.committed
+        row = sequence.next_row(end, writes=sequence.scheduled >= first_new * self.pages.page_tokens)
+        draft.add(row)
+        draws = row.outputs.draws
+        sequence.planned += row.inputs.count
+        sequence.in_flight += draws
+        sequence.drew_in_row |= draws > 0
+        sequence.is_token_on_device = draws == 1
+        if sequence.draft.tokens:
+            sequence.draft = sequence.draft.first(0)
+        self._commit(sequence)
+        if sequence.committed > first_new:
+            draft.being_computed.update(sequence.digests[first_new : sequence.committed])
+
+    def _commit(self, sequence: Sequence) -> None:
+        """Registers the pages that the launched steps fill with known tokens."""
+        full = sequence.scheduled // self.pages.page_tokens
+        if full <= sequence.committed:
+            return
+        digests = sequence.digests_of_full_pages(self.pages.page_tokens)
+        full = min(len(digests), full)
+        for index in range(sequence.committed, full):
+            self.pages.commit(sequence.pages, index, digests[index])
+        sequence.committed = max(sequence.committed, full)
+
+    def _make_room(self, sequence: Sequence, length: int, draft: StepDraft) -> bool:
+        """Extends the sequence's pages to hold `length` positions, preempting younger sequences if necessary."""
+        if length <= sequence.pages[0].end * self.pages.page_tokens:
+            return True
+        while (added := self.pages.extend(sequence.pages, length)) is None:
+            victim = self._youngest_after(sequence, draft)
+            if victim is None:
+                if self.running[0] is not sequence:
+                    self._preempt(sequence)
+                return False
+            self._preempt(victim)
+        draft.new_pages += [(sequence.row, *pages) for pages in added]
+        return True
+
+    def _youngest_after(self, sequence: Sequence, draft: StepDraft) -> Sequence | None:
+        """The youngest running sequence that is younger than `sequence` and not computed by this step."""
+        planned = {row.row for row in draft.rows}
+        for candidate in reversed(self.running):
+            if candidate is sequence:
+                return None
+            if candidate.row not in planned:
+                return candidate
+        return None
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        self.running.remove(sequence)
+        self._release(sequence)
+        self.waiting.appendleft(sequence)
+
+    # -- results ---------------------------------------------------------------------------------------------------
+
+    def row_read(self, sequence: Sequence, row: RowPlan, tokens: Ordered[int]) -> None:
+        """Records the results of a launched row, once the host has read them. `tokens`: the accepted ones of those
+        drawn."""
+        sequence.planned -= row.inputs.count
+        sequence.in_flight -= row.outputs.draws
+        sequence.tokens += tokens
+        if sequence.row != NO_ROW:  # else it was preempted: its pages are gone
+            if len(tokens) == row.outputs.draws or not self._states.rejected(sequence):
+                sequence.computed += row.num_computed(len(tokens))
+            if tokens:
+                self._commit(sequence)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless rows and pages are accounted for exactly once."""
+        self.pages.check_integrity([sequence.pages for sequence in self.running])
+        rows = [sequence.row for sequence in self.running] + self._free_rows
+        assert sorted(rows) == list(range(self.limits.max_rows)), "a row is lost or used twice"
+        for sequence in self.running:
+            held = sequence.pages[0].end * self.pages.page_tokens
+            assert sequence.scheduled <= held, "a sequence has computed past its pages"
+        assert all(not sequence.pages and sequence.row == NO_ROW for sequence in self.waiting), "a waiter holds memory"
+        self._states.check_integrity((*self.running, *self.waiting))

@@ -1,0 +1,184 @@
+"""A request while it runs: its tokens, its pages, and its progress."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cortex.neuron.engine.errors import RequestError
+from cortex.neuron.engine.kv.page_groups import Holding
+from cortex.neuron.engine.kv.pages import ROOT, Digest, page_digests, tail_digest
+from cortex.neuron.engine.kv.recurrent_checkpoints import DecodeCheckpoint
+from cortex.neuron.engine.request import EngineRequest, TokenLogprobs
+from cortex.neuron.engine.sampling.constraints import Constraint
+from cortex.neuron.engine.scheduling.picture_positions import NO_PICTURES, PicturePositions
+from cortex.neuron.engine.scheduling.step_plan import (
+    DRAW_ONE,
+    LATEST_TOKEN,
+    NO_OUTPUT,
+    PromptScoring,
+    RowInputs,
+    RowOutputs,
+    RowPlan,
+)
+from cortex.neuron.engine.speculation.drafter import NO_DRAFT, Draft, Drafter
+from cortex.neuron.vision.picture import PictureRules
+
+NO_ROW = -1
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Mutable state of one request. The scheduler is the only writer.
+
+    A launched step is in flight until the host reads its results. Until then its tokens exist only on the device. The
+    device runs steps in order, so a step may be planned that relies on those in flight.
+    """
+
+    request: EngineRequest
+    tokens: list[int]
+    """Those of the prompt and the drawn ones that the host knows."""
+    packed: array[int] = field(default_factory=lambda: array("I"))
+    """The first of them in 32 bits, from which digests are computed."""
+    pictures: PicturePositions = NO_PICTURES
+    row: int = NO_ROW
+    pages: Holding = ()
+    digests: list[Digest] = field(default_factory=list)
+    tail: Digest | None = None
+    """Names its prompt without the last token, if that ends inside a page that is not the first (`prompt_tails`). Known
+    once it is about to be admitted."""
+    computed: int = 0
+    """Positions whose KV is in its pages, as far as results were read."""
+    planned: int = 0
+    """Positions that steps in flight compute. They are counted until they are read, even if it has lost its row."""
+    in_flight: int = 0
+    """Tokens that steps in flight draw."""
+    drew_in_row: bool = False
+    """Whether its last token was drawn in its current row."""
+    is_token_on_device: bool = False
+    """Whether the device knows its last token: it was the only one that its row drew."""
+    draft: Draft = NO_DRAFT
+    """What its next row is to check."""
+    drafter: Drafter | None = None
+    """Where its draft tokens come from; None: nowhere."""
+    committed: int = 0
+    """Leading pages whose digests the pool knows."""
+    cached: int | None = None
+    """Prompt tokens that came from the prefix cache at first admission."""
+    shared: int = 0
+    """Pages at the start of a model with recurrent layers that an earlier prompt had, too: more than `committed` where
+    no state was saved at their end."""
+    checkpoints: tuple[int, ...] = ()
+    """Positions where its recurrent state will be saved, if the model has one."""
+    decode_checkpoint: DecodeCheckpoint | None = None
+    snapshot: int | None = None
+    """The slot that its recurrent state is copied to before a row checks draft tokens."""
+    is_state_ahead: bool = False
+    """Whether the recurrent state of its row includes rejected tokens: the one in `snapshot` is valid."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """They begin with the second token of the prompt and reach as far as steps were read; only if the request asks for
+    them."""
+    has_reported: bool = False
+    """Whether its first output was made."""
+    constraint: Constraint | None = None
+    """The grammar that its output must conform to; None: no constraint."""
+    finished: bool = False
+
+    @classmethod
+    def of(cls, request: EngineRequest, rules: PictureRules | None = None) -> Sequence:
+        pictures = PicturePositions(request.pictures, rules) if request.pictures and rules is not None else NO_PICTURES
+        return cls(request, list(request.prompt), pictures=pictures)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and drawn so far, including those that only the device knows."""
+        return len(self.tokens) + self.in_flight
+
+    @property
+    def num_drawn(self) -> int:
+        return self.length - len(self.request.prompt)
+
+    @property
+    def scheduled(self) -> int:
+        """Positions that are computed or in flight: the next step continues there."""
+        return self.computed + self.planned
+
+    @property
+    def remaining(self) -> int:
+        """Positions that must be scheduled before the next token can be drawn."""
+        return self.length - self.scheduled
+
+    @property
+    def wants_more(self) -> bool:
+        request = self.request
+        return not self.finished and len(self.tokens) + self.in_flight - len(request.prompt) < request.max_tokens
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are still needed: then every position is computed, cached or not."""
+        return self.request.prompt_logprobs is not None and not self.has_reported
+
+    def next_row(self, end: int, *, writes: bool) -> RowPlan:
+        """The row that computes the next positions, up to `end`."""
+        start = self.computed + self.planned
+        lag = self.pictures.lag(start) if self.request.pictures else 0
+        if self.is_token_on_device and end - start == 1 and self.drew_in_row:
+            latest = RowInputs(1, None, rope_lag=lag) if lag else LATEST_TOKEN
+            return RowPlan(self.row, start, latest, DRAW_ONE, decodes=True)
+        if self.drew_in_row:
+            tokens = (*self.tokens[start:], *self.draft.tokens)[: end - start]
+            outputs = RowOutputs(draws=1 + end - len(self.tokens))
+            return RowPlan(self.row, start, RowInputs(end - start, tokens, rope_lag=lag), outputs, decodes=True)
+        following = self.tokens[end] if end < len(self.tokens) else None
+        spans = self.pictures.spans(start, end) if self.request.pictures else ()
+        inputs = RowInputs(end - start, tuple(self.tokens[start:end]), following, spans, lag)
+        return RowPlan(self.row, start, inputs, self._outputs(start, end), writes)
+
+    def _outputs(self, start: int, end: int) -> RowOutputs:
+        draws = int(end == len(self.tokens))
+        following = self.request.prompt[start + 1 : end + 1] if self.scores_prompt else ()
+        if not following:
+            return DRAW_ONE if draws else NO_OUTPUT
+        return RowOutputs(draws, PromptScoring(following, self.request.prompt_logprobs or 0))
+
+    def digests_of_full_pages(self, page_tokens: int) -> list[Digest]:
+        """Digests of every full page of the known tokens, extended as tokens arrive. A request that is not kept has
+        none."""
+        if not self.request.is_kept:
+            return self.digests
+        done = len(self.digests) * page_tokens
+        if len(self.tokens) - done >= page_tokens:
+            parent = self.digests[-1] if self.digests else ROOT
+            salts: tuple[bytes, ...] = ()
+            if self.request.pictures and done < self.request.pictures[-1].end:
+                ends = range(done + page_tokens, len(self.tokens) + 1, page_tokens)
+                salts = tuple(self.pictures.salt(end - page_tokens, end) for end in ends)
+            self.packed.extend(self.tokens[len(self.packed) :])
+            self.digests += page_digests(parent, self.packed[done:], page_tokens, salts)
+        return self.digests
+
+    def name_tail(self, page_tokens: int) -> None:
+        """Sets `tail`, if the prompt has a full page before it. The digests of its full pages must be known."""
+        if not self.request.is_kept:
+            return
+        prompt, pictures = self.request.prompt, self.request.pictures
+        last = len(prompt) - 1
+        num_pages, rest = divmod(last, page_tokens)
+        if self.tail is None and num_pages and rest and not (pictures and pictures[-1].end > last):
+            salt = self.pictures.salt(last - rest, last) if pictures else b""
+            self.tail = tail_digest(self.digests[num_pages - 1], prompt[last - rest : last], salt)
+
+
+def packed_tokens(name: str, tokens: Ordered[int], vocab: int) -> array[int]:
+    """The token ids in 32 bits. An array is checked in a quarter of the time that `min` and `max` take, which matters
+    for prompts of many thousands. Raises RequestError for ids that are not from 0 to `vocab` - 1."""
+    try:
+        packed = array("I", tokens)
+        if not packed or np.frombuffer(packed, np.uint32).max() < vocab:
+            return packed
+    except OverflowError:
+        pass
+    raise RequestError(f"the {name} has token ids outside the model's vocabulary of {vocab}")

@@ -1,0 +1,208 @@
+"""Where the recurrent states of running sequences are saved and restored. Pure: it plans copies between slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Ordered
+from dataclasses import replace
+
+from cortex.neuron.engine.kv.pages import Digest
+from cortex.neuron.engine.kv.recurrent_checkpoints import (
+    DecodeCheckpoint,
+    RecurrentCheckpoints,
+    checkpoint_positions,
+    chunk_end,
+)
+from cortex.neuron.engine.scheduling.sequence import Sequence
+from cortex.neuron.engine.scheduling.step_plan import StateCopy, StateCut, StepDraft
+
+
+class SequenceStates:
+    """The part of scheduling that only models with recurrent layers need; without checkpoints it does nothing.
+
+    Such a model cannot continue from its pages alone: a prefix is usable up to a position with a saved state.
+    """
+
+    def __init__(self, checkpoints: RecurrentCheckpoints | None, page_tokens: int) -> None:
+        self._checkpoints = checkpoints
+        self._page_tokens = page_tokens
+
+    def begin_step(self) -> None:
+        """From now on another step is planned."""
+        if self._checkpoints is not None:
+            self._checkpoints.begin_step()
+
+    def usable(
+        self, sequence: Sequence, counts: Ordered[int], elsewhere: Callable[[Digest], bool] | None = None
+    ) -> int:
+        """The largest of `counts` after which the sequence can continue: counts of cached pages, ascending.
+        `elsewhere`: whether the state after a prefix can be had from somewhere else."""
+        if self._checkpoints is None:
+            return counts[-1]
+        sequence.shared = counts[-1]
+        # The last token is always computed, so a state that includes it is of no use.
+        most = (len(sequence.tokens) - 1) // self._page_tokens
+        for count in reversed(counts):
+            if 0 < count <= most:
+                digest = sequence.digests[count - 1]
+                if self._checkpoints.knows(digest) or (elsewhere is not None and elsewhere(digest)):
+                    return count
+        return 0
+
+    def admit(self, sequence: Sequence, draft: StepDraft, *, resumes_tail: bool) -> None:
+        """Restores the state after the sequence's cached pages, or after its tail, and decides where its own states
+        will be saved."""
+        checkpoints = self._checkpoints
+        if checkpoints is None or not sequence.request.is_kept:
+            return
+        if sequence.computed:
+            position = sequence.computed if resumes_tail else sequence.committed * self._page_tokens
+            draft.restores.append((checkpoints.use(self._digest(sequence, position)), sequence.row))
+        positions = checkpoint_positions(
+            sequence.request.checkpoint_at,
+            sequence.scheduled,
+            len(sequence.tokens),
+            self._page_tokens,
+            checkpoints.spacing_tokens,
+            shared_end=sequence.shared * self._page_tokens,
+            picture_end=max((picture.end for picture in sequence.request.pictures), default=0),
+        )
+        last = len(sequence.request.prompt) - 1
+        if len(sequence.tokens) == last + 1:
+            # A prompt that came before up to its last page may come again, whatever the spacing of states.
+            page_end = last // self._page_tokens * self._page_tokens
+            if sequence.computed == page_end and sequence.tail is not None:
+                positions = (last,)
+            elif sequence.computed < page_end <= sequence.shared * self._page_tokens:
+                positions = (*(position for position in positions if position < page_end), page_end)
+        sequence.checkpoints = tuple(
+            position for position in positions if checkpoints.lacks(self._digest(sequence, position))
+        )
+
+    def _digest(self, sequence: Sequence, position: int) -> Digest:
+        """Names the prefix up to a position that is a page end, or the end of the sequence's tail."""
+        num_pages, rest = divmod(position, self._page_tokens)
+        if not rest:
+            return sequence.digests[num_pages - 1]
+        assert sequence.tail is not None
+        return sequence.tail
+
+    def prefill_end(self, sequence: Sequence, end: int) -> int:
+        """Where the next chunk of a prompt ends that could reach `end`."""
+        if self._checkpoints is None:
+            return end
+        return chunk_end(sequence.checkpoints, sequence.scheduled, end, cuts_rows=self._checkpoints.cuts_rows)
+
+    def prefill(self, sequence: Sequence, draft: StepDraft) -> None:
+        """After a chunk of the prompt, the last row of the draft: saves the state where the chunk ends if that is a
+        checkpoint, and at the last one inside the chunk."""
+        if self._checkpoints is None or not sequence.checkpoints:
+            return
+        row, end = draft.rows[-1], sequence.scheduled
+        if end in sequence.checkpoints and (slot := self._keep(sequence, end)) is not None:
+            draft.saves.append((sequence.row, slot))
+        cut = max((position for position in sequence.checkpoints if row.start < position < end), default=None)
+        if cut is not None and self._checkpoints.cuts_rows and (slot := self._keep(sequence, cut)) is not None:
+            draft.rows[-1] = replace(row, cut=StateCut(cut - row.start, slot))
+
+    def _keep(self, sequence: Sequence, position: int) -> int | None:
+        assert self._checkpoints is not None
+        rest = position % self._page_tokens
+        page_end = self._digest(sequence, position - rest) if rest else None
+        return self._checkpoints.keep(self._digest(sequence, position), page_end=page_end)
+
+    def num_drafts(self, sequence: Sequence, count: int) -> int:
+        """How many of `count` draft tokens the next row may check. There must be a slot for the state before them. The
+        row ends where a state is to be saved, because the state after a rejected token is of no use."""
+        if self._checkpoints is None or count <= 0:
+            return count
+        spacing = max(1, self._checkpoints.spacing_tokens // self._page_tokens) * self._page_tokens
+        count = min(count, (sequence.computed // spacing + 1) * spacing - sequence.length)
+        if count > 0 and sequence.snapshot is None:
+            sequence.snapshot = self._checkpoints.lend()
+        return 0 if sequence.snapshot is None else max(0, count)
+
+    def before_decode(self, sequence: Sequence, end: int, draft: StepDraft) -> None:
+        """Before a row of a response that reaches up to `end`: the state of the row must be the one at its start. If
+        the row checks draft tokens, that state is kept, and saved if it is at the end of a page."""
+        if self._checkpoints is None:
+            return
+        if sequence.is_state_ahead:
+            assert sequence.snapshot is not None
+            draft.restores.append((sequence.snapshot, sequence.row))
+            sequence.is_state_ahead = False
+        elif end > sequence.length:
+            assert sequence.snapshot is not None
+            draft.restores.append((sequence.row, sequence.snapshot))
+            num_pages, rest = divmod(sequence.computed, self._page_tokens)
+            held = sequence.decode_checkpoint
+            if not rest and (held is None or held.num_pages < num_pages):
+                self._save(sequence, num_pages, draft.restores)
+
+    def rejected(self, sequence: Sequence) -> bool:
+        """Draft tokens were rejected. True: the state of the row includes them, so that its tokens must be computed
+        again, from the state before them."""
+        sequence.is_state_ahead = self._checkpoints is not None
+        return sequence.is_state_ahead
+
+    def decode(self, sequence: Sequence, draft: StepDraft) -> None:
+        """After a row of a response: at the end of a page, the state replaces the one saved before, unless the row
+        checks draft tokens: which of them its state includes is not known yet."""
+        if self._checkpoints is None:
+            return
+        num_pages, rest = divmod(sequence.scheduled, self._page_tokens)
+        if not rest and draft.rows[-1].outputs.draws == 1:
+            self._save(sequence, num_pages, draft.saves)
+
+    def _save(self, sequence: Sequence, num_pages: int, copies: list[StateCopy]) -> None:
+        assert self._checkpoints is not None
+        if not sequence.request.is_kept:
+            return
+        checkpoint = sequence.decode_checkpoint
+        slot = self._checkpoints.lend() if checkpoint is None else checkpoint.slot
+        if slot is not None:
+            sequence.decode_checkpoint = DecodeCheckpoint(slot, num_pages)
+            copies.append((sequence.row, slot))
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence leaves its row: its latest state becomes reusable under the digest of its prefix."""
+        sequence.is_state_ahead = False
+        if self._checkpoints is not None and sequence.snapshot is not None:
+            self._checkpoints.take_back(sequence.snapshot, None)
+            sequence.snapshot = None
+        if sequence.decode_checkpoint is not None:
+            digests = sequence.digests_of_full_pages(self._page_tokens)
+            self._end_decode_checkpoint(sequence, next(iter(digests[sequence.decode_checkpoint.num_pages - 1 :]), None))
+
+    def retract(self, sequence: Sequence, start: int, touched: Iterable[Digest]) -> None:
+        """Forgets the states that a failed step from position `start` on was to save."""
+        if self._checkpoints is not None:
+            self._checkpoints.forget(touched)
+            checkpoint = sequence.decode_checkpoint
+            if checkpoint is not None and checkpoint.num_pages * self._page_tokens >= start:
+                self._end_decode_checkpoint(sequence, None)
+
+    def distrust(self, sequence: Sequence, digests: Iterable[Digest]) -> None:
+        """Forgets every state of the sequence."""
+        if self._checkpoints is not None:
+            self._checkpoints.forget(digests)
+            self._end_decode_checkpoint(sequence, None)
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raises AssertionError unless the lent slots are those that `sequences` hold."""
+        if self._checkpoints is not None:
+            held = [slot for sequence in sequences for slot in _lent_to(sequence)]
+            self._checkpoints.check_integrity(held)
+
+    def _end_decode_checkpoint(self, sequence: Sequence, digest: Digest | None) -> None:
+        """`digest` names the prefix of the state; None: the state is not reusable."""
+        if self._checkpoints is not None and sequence.decode_checkpoint is not None:
+            self._checkpoints.take_back(sequence.decode_checkpoint.slot, digest)
+            sequence.decode_checkpoint = None
+
+
+def _lent_to(sequence: Sequence) -> list[int]:
+    """The slots of checkpoints that a sequence holds."""
+    checkpoint = sequence.decode_checkpoint
+    slots = [] if checkpoint is None else [checkpoint.slot]
+    return slots if sequence.snapshot is None else [*slots, sequence.snapshot]

@@ -1,0 +1,73 @@
+"""A scheduler, and steps that are planned and read without an engine."""
+
+from __future__ import annotations
+
+from cortex.neuron.engine.kv.page_groups import KVPages
+from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.engine.scheduling.limits import SchedulerLimits
+from cortex.neuron.engine.scheduling.scheduler import Scheduler
+from cortex.neuron.engine.scheduling.sequence import Sequence
+from cortex.neuron.engine.scheduling.step_plan import StepPlan
+from cortex.neuron.vision.picture import PictureRules
+
+PAGE = 4
+
+
+def scheduler_of(
+    pages: int = 64,
+    *,
+    rows: int = 8,
+    step_tokens: int = 64,
+    mixed: int = 16,
+    context: int | None = None,
+    reserved: int = 0,
+    pictures: PictureRules | None = None,
+) -> Scheduler:
+    limits = SchedulerLimits(rows, step_tokens, mixed, context or pages * PAGE, reserved)
+    return Scheduler(KVPages({None: pages + 1}, PAGE), limits, pictures=pictures)
+
+
+def request(name: str, prompt: int | tuple[int, ...], max_tokens: int = 4, principal: str = "") -> EngineRequest:
+    """A prompt given by its length is the start of 0, 1, 2, …"""
+    tokens = tuple(range(prompt)) if isinstance(prompt, int) else prompt
+    return EngineRequest(name, tokens, max_tokens=max_tokens, principal=principal)
+
+
+def other(name: str, length: int, first: int, max_tokens: int = 4, principal: str = "") -> EngineRequest:
+    """A prompt that shares no prefix with one of another `first`."""
+    return request(name, tuple(range(first, first + length)), max_tokens, principal)
+
+
+def planned(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.check_integrity()
+    return plan
+
+
+def collect(scheduler: Scheduler, plan: StepPlan, token: int = 7) -> None:
+    """The host reads a step in which every row drew `token`; complete sequences end."""
+    by_row = {sequence.row: sequence for sequence in scheduler.running}
+    for row in plan.rows:
+        sequence = by_row[row.row]
+        scheduler.row_read(sequence, row, (token,) * row.outputs.draws)
+        if len(sequence.tokens) - len(sequence.request.prompt) == sequence.request.max_tokens:
+            end(scheduler, sequence)
+    scheduler.check_integrity()
+
+
+def end(scheduler: Scheduler, sequence: Sequence) -> None:
+    sequence.finished = True
+    scheduler.drop(sequence)
+
+
+def run_to_the_end(scheduler: Scheduler) -> list[StepPlan]:
+    plans = []
+    while (plan := scheduler.plan()) is not None:
+        collect(scheduler, plan)
+        plans.append(plan)
+    return plans
+
+
+def spans(plan: StepPlan) -> list[tuple[int, int]]:
+    return [(row.start, row.count) for row in plan.rows]

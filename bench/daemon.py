@@ -50,12 +50,15 @@ class Neuron:
 
 
 @contextlib.contextmanager
-def running_neuron() -> Iterator[tuple[Neuron, int]]:
-    """A neuron without models that already listens, and its process id. The neuron ends with the block."""
+def running_neuron(options: str = "") -> Iterator[tuple[Neuron, int]]:
+    """A neuron without models that already listens, and its process id. The neuron ends with the block. `options`:
+    lines of its configuration."""
     port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "neuron.toml"
-        config.write_text(f'listen = "127.0.0.1:{port}"\nlog_level = "warning"\ndrain_s = 1.0\nmodel_roots = ["/"]\n')
+        config.write_text(
+            f'listen = "127.0.0.1:{port}"\nlog_level = "warning"\ndrain_s = 1.0\nmodel_roots = ["/"]\n{options}'
+        )
         process = subprocess.Popen([sys.executable, "-m", "cortex.neuron", "--config", str(config)])
         try:
             yield _wait_for(process, f"http://127.0.0.1:{port}"), process.pid

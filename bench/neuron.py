@@ -5,7 +5,8 @@
 Writes a checkpoint of that shape with random weights (16 GB for 8B, into `--folder` or a temporary folder), starts the
 daemon as a child, runs the scenarios and stops it. `--checkpoint DIR` uses an existing checkpoint. `--url` uses a
 running neuron, which must be able to read that path. The workloads are those of `bench/engine.py`, so that the
-difference between the two is the cost of the daemon.
+difference between the two is the cost of the daemon. The daemon gives a model its weights and the KV of four full
+contexts, the engine alone has the whole device: for `requests-N` with the same KV, add `--memory-mb 1000000`.
 
 The daemon needs torch (with triton on a GPU), numpy, safetensors, tokenizers, uvloop, httptools, prometheus_client,
 msgspec, jinja2 (with markupsafe) and nvidia-ml-py. Packages that the host lacks can be on PYTHONPATH as unpacked
@@ -173,6 +174,13 @@ class Bench:
         return sized[kind](int(size))
 
 
+def _model_entry(checkpoint: Path, memory_mb: int | None) -> str:
+    """The model's lines of the configuration, if it may take another amount of memory than by default."""
+    if memory_mb is None:
+        return ""
+    return f'[[models]]\nid = "{FIRST}"\nsource = "{checkpoint}"\nmemory_mb = {memory_mb}\n'
+
+
 def _body(model_id: str, prompt: Prompt, max_tokens: int) -> bytes:
     return json.dumps(
         {
@@ -220,6 +228,7 @@ def main() -> int:
     parser.add_argument("--checkpoint", type=Path, help="a model directory, instead of a random one")
     parser.add_argument("--url", help="a running neuron, instead of a child")
     parser.add_argument("--scenarios", default=",".join(SCENARIOS))
+    parser.add_argument("--memory-mb", type=int, help="`memory_mb` of the model, of a child: at most all that is free")
     parser.add_argument("--json", type=Path)
     parser.add_argument(
         "--settle-s",
@@ -228,6 +237,8 @@ def main() -> int:
         help="time for the idle engine to build graphs and plans before throughput is measured",
     )
     options = parser.parse_args()
+    if options.url and options.memory_mb is not None:
+        parser.error("--memory-mb is for a neuron that starts here, not for one at --url")
     scenarios: list[str] = options.scenarios.split(",")
     results: dict[str, dict[str, float]] = {}
 
@@ -239,7 +250,10 @@ def main() -> int:
         client = compiled_client(stack)
         checkpoint: Path = options.checkpoint or _random_checkpoint(stack, options.shape, options.folder)
         began_s = time.perf_counter()
-        node, pid = (Neuron(options.url.rstrip("/")), None) if options.url else stack.enter_context(running_neuron())
+        if options.url:
+            node, pid = Neuron(options.url.rstrip("/")), None
+        else:
+            node, pid = stack.enter_context(running_neuron(_model_entry(checkpoint, options.memory_mb)))
         bench = Bench(node, pid, checkpoint, client, options.settle_s)
         discovery: dict[str, Any] = node.call("/discovery")
         device = discovery["devices"][0]["name"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -234,7 +236,7 @@ def test_busy_engine_reports_running_and_waiting(make_engine: EngineMaker) -> No
     assert (stats.running, stats.waiting, stats.used_pages) == (1, 1, 2)
 
 
-def prompt_logprobs_of(checkpoint: Path, prompt: tuple[int, ...]) -> torch.Tensor:
+def prompt_logprobs_of(checkpoint: Path, prompt: Sequence[int]) -> torch.Tensor:
     """[prompt - 1, vocab]: the reference's log-probabilities at every place after the first."""
     reference = transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     with torch.no_grad():
@@ -278,6 +280,17 @@ def test_scores_the_prompt_of_a_preempted_request_once(
     expected = prompt_logprobs_of(checkpoint, scored.prompt)
     for entry, token, row in zip(reported[0], scored.prompt[1:], expected, strict=True):
         assert entry.logprob == pytest.approx(row[token].item(), abs=1e-3)
+
+
+def test_prompt_that_arrives_as_an_array_is_like_any_other(make_engine: EngineMaker) -> None:
+    """With scores and penalties, which read it; and it stays as it is."""
+    engine, tokens = make_engine(), some_tokens(75, seed=8)
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.3)
+    prompt = array("I", tokens)
+    found = [run(engine, ask("r", each, 40, params, prompt_logprobs=1))["r"] for each in (tokens, prompt, prompt)]
+    assert tokens_of(found[0]) == tokens_of(found[1]) == tokens_of(found[2])
+    assert found[0][0].prompt_logprobs == found[1][0].prompt_logprobs
+    assert tuple(prompt) == tokens
 
 
 def test_draws_only_allowed_tokens(make_engine: EngineMaker) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def some_tokens(count: int, seed: int = 0) -> tuple[int, ...]:
 
 
 def ask(
-    name: str, prompt: tuple[int, ...], max_tokens: int = 12, params: SamplingParams = GREEDY, **more: Any
+    name: str, prompt: Sequence[int], max_tokens: int = 12, params: SamplingParams = GREEDY, **more: Any
 ) -> EngineRequest:
     return EngineRequest(name, prompt, max_tokens, params, **more)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cortex.ipc.channel import Unsendable
@@ -11,7 +13,8 @@ from cortex.neuron.worker.protocol import Submit
 
 def test_request_arrives_with_its_prompt() -> None:
     request = EngineRequest("r", (0, 7, 2**32 - 1), 4, SamplingParams())
-    assert Submit.of(3, request).whole() == request
+    received = Submit.of(3, request).whole()
+    assert replace(received, prompt=tuple(received.prompt)) == request
 
 
 @pytest.mark.parametrize("token", [-1, 2**32])

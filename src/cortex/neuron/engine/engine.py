@@ -23,7 +23,11 @@ from cortex.neuron.engine.host_pages.store import BlockKind
 from cortex.neuron.engine.host_pages.tier import FETCHED_PAGES, HostTier, OtherRanks
 from cortex.neuron.engine.kv.page_groups import KVPages
 from cortex.neuron.engine.kv.pages import forget_tokens
-from cortex.neuron.engine.kv.recurrent_checkpoints import CHECKPOINT_SPACING_TOKENS, RecurrentCheckpoints
+from cortex.neuron.engine.kv.recurrent_checkpoints import (
+    CHECKPOINT_SPACING_TOKENS,
+    RESPONSE_SPACING_TOKENS,
+    RecurrentCheckpoints,
+)
 from cortex.neuron.engine.loading.filling import Progress
 from cortex.neuron.engine.loading.loading import LoadedModel, load_model, step_tokens
 from cortex.neuron.engine.memory.sequences import SequenceMemory
@@ -172,9 +176,9 @@ class Engine:
         checkpoints = None
         if self.model.architecture.is_recurrent:
             # Slots: one for each row, one for padding rows, then the checkpoints.
-            spacing_tokens = CHECKPOINT_SPACING_TOKENS[self._device.type]
-            slots = (limits.max_rows + 1, memory.slots.checkpoints, spacing_tokens)
-            checkpoints = RecurrentCheckpoints(*slots, cuts_rows=not self._spec.deterministic)
+            slots = limits.max_rows + 1, memory.slots.checkpoints
+            spacing = (each[self._device.type] for each in (CHECKPOINT_SPACING_TOKENS, RESPONSE_SPACING_TOKENS))
+            checkpoints = RecurrentCheckpoints(*slots, *spacing, cuts_rows=not self._spec.deterministic)
         architecture = self.model.architecture
         rules = None if architecture.tower is None else architecture.pictures
         scheduler = Scheduler(KVPages(memory.num_pages, memory.page_tokens), limits, checkpoints, rules)
@@ -336,7 +340,7 @@ class Engine:
     def keep_pages(self, host: DeviceHostMemory | None) -> DeviceHostMemory | None:
         """Keeps pages and states in this host memory when the device has no room for them, or in a new one, and returns
         it."""
-        if self._keeps_pages and isinstance(self._loop, StepLoop):
+        if isinstance(self._loop, StepLoop):
             host = self._host_memory = host or DeviceHostMemory.on(self._device)
             self._loop.keep_pages(partial(self._new_tier, host))
             if len(host.store) and self._names_alone:
@@ -345,10 +349,6 @@ class Engine:
 
     @property
     def _names_alone(self) -> bool:
-        return True
-
-    @property
-    def _keeps_pages(self) -> bool:
         return True
 
     def save_pages(self) -> None:

@@ -92,7 +92,8 @@ class EngineRequest:
     """One sequence to continue, or texts to pool. Immutable; the engine keeps its own state separately."""
 
     id: str
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
+    """A tuple, or an array where it was received as one: prompts of many thousands are not made into objects."""
     max_tokens: int
     sampling: SamplingParams = SamplingParams()
     stop_token_ids: tuple[int, ...] = ()

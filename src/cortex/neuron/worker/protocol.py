@@ -8,7 +8,6 @@ its number. A worker that dies sends no reply.
 
 from __future__ import annotations
 
-import struct
 from array import array
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -93,7 +92,9 @@ class Submit(ChannelMessage, frozen=True):
         return cls(handle, replace(request, prompt=()), prompt.tobytes())
 
     def whole(self) -> EngineRequest:
-        return replace(self.request, prompt=struct.unpack(f"{len(self.prompt) // 4}I", self.prompt))
+        prompt = array("I")
+        prompt.frombytes(self.prompt)
+        return replace(self.request, prompt=prompt)
 
 
 class Cancel(ChannelMessage, frozen=True):

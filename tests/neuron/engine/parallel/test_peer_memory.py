@@ -36,7 +36,7 @@ from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.parallel import group as group_module
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.parallel.peer_memory import PeerMemory
-from cortex.neuron.engine.parallel.ranks import Follower, Rank, load_engine
+from cortex.neuron.engine.parallel.ranks import Follower, load_engine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
 from cortex.neuron.kernels.peer_buffer import BUFFER_BYTES, MAX_BYTES, NUM_FLAGS
 from cortex.neuron.kernels.peer_exchange import peer_sum, peer_sum_reference
@@ -322,7 +322,6 @@ def test_divided_model_replays_graphs_with_its_messages(tmp_path: Path) -> None:
 def keep(stage: Stage, directory: str, plans: Any, path: str) -> tuple[list[tuple[list[int], int]], int]:
     """The responses of a model that is loaded twice, and asked twice the first time, with how many tokens of the prompt
     had come from host memory by then; and how many blocks this rank has there."""
-    Rank._keeps_pages = property(lambda _: True)  # type: ignore[method-assign, assignment]  # noqa: SLF001
     answers: list[tuple[list[int], int]] = []
     host: DeviceHostMemory | None = None
     for load in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -72,12 +73,12 @@ def kept_tokens(logits: Tensor, params: SamplingParams) -> dict[int, float]:
     return {token: weights[token] / total for token in kept}
 
 
-def penalised(logits: Tensor, params: SamplingParams, prompt: tuple[int, ...], drawn: tuple[int, ...]) -> Tensor:
+def penalised(logits: Tensor, params: SamplingParams, prompt: Sequence[int], drawn: tuple[int, ...]) -> Tensor:
     """The reference: presence and frequency of what was drawn, repetition of everything in the window."""
     result = logits.clone()
     for token, count in Counter(drawn).items():
         result[token] -= params.presence_penalty + params.frequency_penalty * count
-    for token in set((prompt + drawn)[-params.repetition_window if params.repetition_window else 0 :]):
+    for token in set((*prompt, *drawn)[-params.repetition_window if params.repetition_window else 0 :]):
         value = result[token]
         result[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
     return result

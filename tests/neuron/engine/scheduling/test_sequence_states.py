@@ -29,9 +29,11 @@ def run(scheduler: Scheduler, device: FoldingDevice, request: EngineRequest) -> 
     return sequence, plans
 
 
-def conversation(num_slots: int = 8, *, spacing: int = 0, cuts_rows: bool = True) -> tuple[Scheduler, FoldingDevice]:
+def conversation(
+    num_slots: int = 8, *, spacing: int = 0, response_tokens: int = 1, cuts_rows: bool = True
+) -> tuple[Scheduler, FoldingDevice]:
     limits = SchedulerLimits(max_rows=2, step_tokens=100, mixed_prefill_tokens=100, context_tokens=400)
-    checkpoints = RecurrentCheckpoints(3, num_slots, spacing, cuts_rows=cuts_rows)
+    checkpoints = RecurrentCheckpoints(3, num_slots, spacing, response_tokens, cuts_rows=cuts_rows)
     return Scheduler(KVPages({None: 101}, 4), limits, checkpoints), FoldingDevice(4)
 
 
@@ -85,6 +87,16 @@ def test_next_turn_continues_from_the_end_of_the_last_response() -> None:
     assert prompt_rows(plans) == [(21, 20)]
     second, _ = run(scheduler, device, EngineRequest("2", (*first.tokens, 2, 2), max_tokens=3))
     assert second.cached == 32  # the last token drawn is not computed: 21 + 12 − 1 positions, whole pages
+
+
+@pytest.mark.parametrize(("response_tokens", "saves"), [(1, [24, 28, 32, 36]), (8, [24, 32]), (6, [24, 36])])
+def test_states_of_a_response_are_as_far_apart_as_is_asked_for(response_tokens: int, saves: list[int]) -> None:
+    scheduler, device = conversation(response_tokens=response_tokens)
+    first, plans = run(scheduler, device, EngineRequest("1", (1,) * 21, max_tokens=17))
+    decoded = [plan for plan in plans if plan.only_decodes]
+    assert [plan.rows[0].start + 1 for plan in decoded if plan.saves] == saves
+    second, _ = run(scheduler, device, EngineRequest("2", (*first.tokens, 2, 2), max_tokens=3))
+    assert second.cached == saves[-1]
 
 
 def test_next_turn_that_rewrites_the_last_one_continues_from_the_turn_before() -> None:

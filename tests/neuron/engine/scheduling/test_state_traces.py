@@ -28,6 +28,7 @@ class Trace(RuleBasedStateMachine):
         step_tokens=st.integers(4, 12),
         num_slots=st.integers(0, 5),
         spacing=st.integers(0, 8),
+        response_tokens=st.integers(1, 8),
         late=st.booleans(),
         cuts_rows=st.booleans(),
     )
@@ -39,11 +40,13 @@ class Trace(RuleBasedStateMachine):
         step_tokens: int,
         num_slots: int,
         spacing: int,
+        response_tokens: int,
         late: bool,
         cuts_rows: bool,
     ) -> None:
         self.limits = SchedulerLimits(max_rows, step_tokens, step_tokens // 2, context_tokens=num_pages * page_tokens)
-        self.checkpoints = RecurrentCheckpoints(max_rows + 1, num_slots, spacing, cuts_rows=cuts_rows)
+        slots = max_rows + 1, num_slots
+        self.checkpoints = RecurrentCheckpoints(*slots, spacing, response_tokens, cuts_rows=cuts_rows)
         self.scheduler = Scheduler(KVPages({None: num_pages + 1}, page_tokens), self.limits, self.checkpoints)
         self.device = FoldingDevice(page_tokens)
         self.late = late

@@ -89,7 +89,7 @@ def save_counting(config: dict[str, Any], path: Path, folder: Path, *, has_head:
     return path
 
 
-def counted(prompt: tuple[int, ...]) -> tuple[int, ...]:
+def counted(prompt: Sequence[int]) -> tuple[int, ...]:
     """A prompt that the counting model continues, as long as another."""
     return tuple((prompt[0] + index) % 256 for index in range(len(prompt)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def test_preempted_sequences_continue_as_without_drafts(folder: Path, monkeypatc
     assert sum(stats.accepted_tokens.values()) > 20
 
 
-def expected_after(prompt: tuple[int, ...]) -> tuple[int, ...]:
+def expected_after(prompt: Sequence[int]) -> tuple[int, ...]:
     return tuple((prompt[-1] + number) % 256 for number in range(1, 40))
 
 

@@ -86,10 +86,6 @@ class Rank(Engine):
         super().__init__(loaded, spec, overlaps=False)
 
     @property
-    def _keeps_pages(self) -> bool:
-        return self._device.type == "cpu"  # between GPUs it has not run yet
-
-    @property
     def _names_alone(self) -> bool:
         return False
 

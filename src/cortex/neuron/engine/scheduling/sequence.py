@@ -139,7 +139,7 @@ class Sequence:
 
     def _outputs(self, start: int, end: int) -> RowOutputs:
         draws = int(end == len(self.tokens))
-        following = self.request.prompt[start + 1 : end + 1] if self.scores_prompt else ()
+        following = tuple(self.request.prompt[start + 1 : end + 1]) if self.scores_prompt else ()
         if not following:
             return DRAW_ONE if draws else NO_OUTPUT
         return RowOutputs(draws, PromptScoring(following, self.request.prompt_logprobs or 0))
@@ -173,8 +173,8 @@ class Sequence:
 
 
 def packed_tokens(name: str, tokens: Ordered[int], vocab: int) -> array[int]:
-    """The token ids in 32 bits. An array is checked in a quarter of the time that `min` and `max` take, which matters
-    for prompts of many thousands. Raises RequestError for ids that are not from 0 to `vocab` - 1."""
+    """A copy of the token ids, in 32 bits. An array is checked in a quarter of the time that `min` and `max` take,
+    which matters for prompts of many thousands. Raises RequestError for ids that are not from 0 to `vocab` - 1."""
     try:
         packed = array("I", tokens)
         if not packed or np.frombuffer(packed, np.uint32).max() < vocab:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ordered
 from dataclasses import replace
@@ -26,6 +27,8 @@ class SequenceStates:
     def __init__(self, checkpoints: RecurrentCheckpoints | None, page_tokens: int) -> None:
         self._checkpoints = checkpoints
         self._page_tokens = page_tokens
+        self._spacing = page_tokens if checkpoints is None else math.lcm(page_tokens, checkpoints.response_tokens)
+        """The state of a response is saved where its position is a multiple of this."""
 
     def begin_step(self) -> None:
         """From now on another step is planned."""
@@ -116,15 +119,14 @@ class SequenceStates:
         row ends where a state is to be saved, because the state after a rejected token is of no use."""
         if self._checkpoints is None or count <= 0:
             return count
-        spacing = max(1, self._checkpoints.spacing_tokens // self._page_tokens) * self._page_tokens
-        count = min(count, (sequence.computed // spacing + 1) * spacing - sequence.length)
+        count = min(count, (sequence.computed // self._spacing + 1) * self._spacing - sequence.length)
         if count > 0 and sequence.snapshot is None:
             sequence.snapshot = self._checkpoints.lend()
         return 0 if sequence.snapshot is None else max(0, count)
 
     def before_decode(self, sequence: Sequence, end: int, draft: StepDraft) -> None:
         """Before a row of a response that reaches up to `end`: the state of the row must be the one at its start. If
-        the row checks draft tokens, that state is kept, and saved if it is at the end of a page."""
+        the row checks draft tokens, that state is kept, and saved if it is to be."""
         if self._checkpoints is None:
             return
         if sequence.is_state_ahead:
@@ -134,9 +136,8 @@ class SequenceStates:
         elif end > sequence.length:
             assert sequence.snapshot is not None
             draft.restores.append((sequence.row, sequence.snapshot))
-            num_pages, rest = divmod(sequence.computed, self._page_tokens)
-            held = sequence.decode_checkpoint
-            if not rest and (held is None or held.num_pages < num_pages):
+            num_pages, held = sequence.computed // self._page_tokens, sequence.decode_checkpoint
+            if not sequence.computed % self._spacing and (held is None or held.num_pages < num_pages):
                 self._save(sequence, num_pages, draft.restores)
 
     def rejected(self, sequence: Sequence) -> bool:
@@ -146,13 +147,12 @@ class SequenceStates:
         return sequence.is_state_ahead
 
     def decode(self, sequence: Sequence, draft: StepDraft) -> None:
-        """After a row of a response: at the end of a page, the state replaces the one saved before, unless the row
+        """After a row of a response: where its state is to be saved, it replaces the one saved before, unless the row
         checks draft tokens: which of them its state includes is not known yet."""
         if self._checkpoints is None:
             return
-        num_pages, rest = divmod(sequence.scheduled, self._page_tokens)
-        if not rest and draft.rows[-1].outputs.draws == 1:
-            self._save(sequence, num_pages, draft.saves)
+        if not sequence.scheduled % self._spacing and draft.rows[-1].outputs.draws == 1:
+            self._save(sequence, sequence.scheduled // self._page_tokens, draft.saves)
 
     def _save(self, sequence: Sequence, num_pages: int, copies: list[StateCopy]) -> None:
         assert self._checkpoints is not None

@@ -23,6 +23,7 @@ _SCALARS_PER_VALUE = 16
 _MAX_RELAYED_VALUES = 1 << 14
 """Values of a body that is edited on a loop; most are skipped."""
 _MAX_BILLING_LINES = 64
+_FEW = 32
 
 _MARK = BILLING_HEADER.encode()
 
@@ -54,13 +55,23 @@ def is_read_elsewhere(body: bytes, *, strip_billing: bool) -> bool:
 
 
 def _num_values(body: bytes) -> int:
-    num_containers = body.count(b"[") + body.count(b"{")
+    num_containers = _count(body, b"[") + _count(body, b"{")
     num_separators = body.count(b",")
-    num_nested = min(num_separators, num_containers + body.count(b'"') // 2)
-    return num_containers + body.count(b":") + num_nested + (num_separators - num_nested) // _SCALARS_PER_VALUE
+    num_nested = min(num_separators, num_containers + _count(body, b'"') // 2)
+    return num_containers + _count(body, b":") + num_nested + (num_separators - num_nested) // _SCALARS_PER_VALUE
 
 
 def _has_many_surrogates(body: bytes, most: int) -> bool:
     """Whether there are more than `most`. Each begins with a backslash, and single characters are counted in a third of
     the time that a search for two takes."""
-    return body.count(b"\\") > most and body.count(b"\\ud") + body.count(b"\\uD") > most
+    return _count(body, b"\\") > most and body.count(b"\\ud") + body.count(b"\\uD") > most
+
+
+def _count(body: bytes, character: bytes) -> int:
+    """`body.count(character)`, which looks at every byte: a few are found in a tenth of its time."""
+    place = -1
+    for num_before in range(_FEW):
+        place = body.find(character, place + 1)
+        if place < 0:
+            return num_before
+    return _FEW + body.count(character, place + 1)

@@ -102,6 +102,7 @@ class Executor:
 
     def _receive(self, *, wait: bool) -> None:
         if wait:
+            time.sleep(0)  # so that the writer sends the last outputs before statistics are made
             self._publish_stats()
             self._commands.extend(self._await_commands())
         while True:

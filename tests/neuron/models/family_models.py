@@ -118,7 +118,9 @@ TABLE: dict[str, Family] = {
         {
             "plain": {
                 **{"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24, "head_dim": 16},
+                # `rotary_dim` as published; versions of the library that do not read it read the fraction
                 "rotary_dim": 8,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
             },
         },
     ),

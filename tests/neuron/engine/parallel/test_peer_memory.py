@@ -314,7 +314,7 @@ def test_divided_model_replays_graphs_with_its_messages(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
     with Ranks(serve, tmp_path / "ranks", str(path)) as ranks:
         (leading, (whole, divided, woken)), (following, _) = ranks.results()
-    assert leading == following == 2  # sizes 1 and 2
+    assert leading == following > 2  # decode steps of sizes 1 and 2, and short prompts
     assert divided == woken
     assert divided["greedy"][:3] == whole["greedy"][:3]  # later ones may differ by rounding
 

@@ -18,8 +18,8 @@ CHECKPOINT_SPACING_TOKENS = {"cuda": 256, "cpu": 32}
 """A state takes as much memory as the KV of a thousand tokens and more, and all but the last one of a prompt may cost a
 step: too much to spare fewer tokens than this."""
 RESPONSE_SPACING_TOKENS = {"cuda": 128, "cpu": 32}
-"""A GPU computes this many tokens of the next turn in about the time of one: it need not copy the state of every row at
-every page end, which takes it 1 % of its time with 64 streams."""
+"""A GPU computes this many tokens of the next turn in little more time than those of a page: it need not copy the state
+of every row at every page end, which takes it 1 % of its time with 64 streams."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ import asyncio
 import socket
 from typing import Any
 
+import pytest
+
 from cortex.neuron.api.app import NodeApi
 from cortex.neuron.api.drain_gate import DrainGate
 
@@ -17,7 +19,8 @@ REQUEST = (
 )
 
 
-async def test_client_that_is_not_accepted_yet_gets_a_response(node: Any) -> None:
+async def test_client_that_is_not_accepted_yet_gets_a_response(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cortex.http.server.server._FIRST_REQUEST_S", WAIT_S)
     drain_gate = DrainGate()
     api = NodeApi(node, drain_gate)
     address = await api.server.listen("127.0.0.1", 0)

@@ -149,6 +149,12 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+def _is_for_types(test: ast.expr) -> bool:
+    """Whether it is `TYPE_CHECKING` or `typing.TYPE_CHECKING`."""
+    name = test.attr if isinstance(test, ast.Attribute) else test.id if isinstance(test, ast.Name) else ""
+    return name == "TYPE_CHECKING"
+
+
 def imports_in(
     tree: ast.Module, module: str, *, is_package: bool, modules: set[str], for_types: bool = False
 ) -> Iterator[Import]:
@@ -157,7 +163,7 @@ def imports_in(
 
     def walk(node: ast.AST, *, lazy: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
-            if not for_types and isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            if not for_types and isinstance(child, ast.If) and _is_for_types(child.test):
                 for other in child.orelse:
                     yield from walk(other, lazy=lazy)
             elif isinstance(child, ast.Import):

@@ -96,6 +96,8 @@ class FakeNeuron:
     respond: Respond | None = None
     silent: bool = False
     """Accept control requests and never respond."""
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the first control request has arrived."""
     dialects: tuple[Dialect, ...] = ("openai_chat", "openai_completions", "openai_responses", "anthropic_messages")
     seen: list[Seen] = field(default_factory=list)
     load_requests: list[LoadRequest] = field(default_factory=list)
@@ -221,6 +223,7 @@ class FakeNeuron:
             await runner.cleanup()
 
     async def _pause_if_silent(self) -> None:
+        self.asked.set()
         while self.silent:
             await asyncio.sleep(0.01)
 

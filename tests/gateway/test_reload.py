@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from cortex.gateway.ledger.keys import NewKey, as_toml, generate
 from cortex.gateway.server import Gateway
 from cortex.wire.node.protocol import ModelState
 
+from ..waiting import WAIT_S
 from .fake_neuron import GB
 from .started_gateway import Client, until
 
@@ -195,6 +197,27 @@ async def test_listen_change_applies_the_rest_and_names_the_restart(
             assert "gateway.listen has changed: restart the gateway to use it" in caplog.text
         finally:
             await client.gateway.close()
+
+
+async def test_file_that_changes_during_the_start_is_read_again(
+    spawn: SpawnGateway, neurons: StartNeuron, tmp_path: Path
+) -> None:
+    slow = await neurons("slow", silent=True)  # the start waits for its first response
+    added = generate("added", operator=True)
+    starting = asyncio.ensure_future(spawn(slow))
+    async with asyncio.timeout(WAIT_S):
+        await slow.asked.wait()
+    with (tmp_path / "cortex.toml").open("a") as config:
+        config.write(as_toml(added.section))
+    slow.silent = False
+    gateway = await starting
+    await until(lambda: "configuration reloaded" in gateway.log)
+    async with ClientSession() as session:
+        url = f"http://127.0.0.1:{gateway.port}/v1/models"
+        async with session.get(url) as response:
+            assert response.status == 401
+        async with session.get(url, headers=bearer(added)) as response:
+            assert response.status == 200
 
 
 async def rejected(gateway: Process, count: int) -> None:

@@ -62,10 +62,11 @@ class ConfigurationFiles:
         file = catalogue_path(config, self.path)
         return Source(file, positions(file.read_text(encoding="utf-8"))).error(what, key, advice)
 
-    def stamps(self, config: Config) -> tuple[Stamp, ...]:
-        """A value that changes when a file of `config` does."""
-        own = tuple(stamp(file) for file in (self.path, catalogue_path(config, self.path)) if file is not None)
-        return (*own, *authority_stamps(config, self.directory).values())
+    def stamps(self, config: Config) -> dict[Path, Stamp]:
+        """The files of `config`, each with a value that changes when the file does."""
+        authorities = (config.ca_file(neuron, self.directory) for neuron in config.neurons)
+        files = (self.path, catalogue_path(config, self.path), *authorities)
+        return {file: stamp(file) for file in files if file is not None}
 
 
 def unknown_nodes(spec: ModelSpec, names: Collection[str]) -> Iterator[tuple[str, str]]:

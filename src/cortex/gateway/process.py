@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from cortex.gateway.configuration_files import ConfigurationFiles
 from cortex.gateway.listening import ListeningSockets
 from cortex.gateway.server import Gateway
 from cortex.service_manager import READY, STOPPING, ServiceManager
+from cortex.settings import Stamp
 from cortex.telemetry import logs
 from cortex.wire.words import duration
 
@@ -35,6 +37,7 @@ async def serve(config: Config, path: Path | None = None, *, takes_over: bool = 
     open_files.raise_limit()
     sockets = ListeningSockets(os.environ, takes_over=takes_over)
     files = ConfigurationFiles(path, os.environ)
+    stamps = files.stamps(config)  # before the rest is read: the start takes seconds, and files may change meanwhile
     gateway = Gateway(config, files.read_catalogue(config), files.directory, files)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(report_unhandled)
@@ -51,7 +54,7 @@ async def serve(config: Config, path: Path | None = None, *, takes_over: bool = 
     manager = ServiceManager()
     manager.notify(READY)
     alive = asyncio.create_task(manager.keep_alive())
-    reloader = gateway.tasks.start("reload", lambda: _reload_when_needed(gateway, files, reload))
+    reloader = gateway.tasks.start("reload", lambda: _reload_when_needed(gateway, files, stamps, reload))
     try:
         await stop.wait()
         manager.notify(STOPPING)
@@ -69,8 +72,11 @@ def report_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -
         loop.default_exception_handler(context)
 
 
-async def _reload_when_needed(gateway: Gateway, files: ConfigurationFiles, requested: asyncio.Event) -> None:
-    stamps = files.stamps(gateway.config)
+async def _reload_when_needed(
+    gateway: Gateway, files: ConfigurationFiles, before: Mapping[Path, Stamp], requested: asyncio.Event
+) -> None:
+    """`before`: the files as they were when the configuration in force was read."""
+    stamps = {**files.stamps(gateway.config), **before}  # the first also has the files of nodes that were discovered
     while True:
         try:
             async with asyncio.timeout(WATCH_FILES_S):

@@ -153,9 +153,8 @@ async def test_uses_changed_keys_and_keeps_the_old_ones_when_the_change_is_wrong
     path.write_text('key_file = "keys"\n')
     keys.write_text(KEY)
     front = Front(NeuronConfig(key_file=Path("keys")), path, insecure=False)
+    keys.write_text(f"{OTHER}\n")  # before the first look, as while the node starts
     watching = asyncio.create_task(front.watch())
-    await asyncio.sleep(0.02)
-    keys.write_text(f"{OTHER}\n")
     await until(lambda: front.keys.recognises(OTHER))
     assert not front.keys.recognises(KEY), "a removed key is revoked"
     keys.write_text("short\n")

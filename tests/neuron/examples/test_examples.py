@@ -94,7 +94,8 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     weights = folder / "model.safetensors"
-    weights.write_bytes(struct.pack("<Q", len(encoded)) + encoded)
+    first = b"\1"  # of the embedding: it is not a copy of the output matrix, which is seen where the first byte differs
+    weights.write_bytes(struct.pack("<Q", len(encoded)) + encoded + first)
     os.truncate(weights, 8 + len(encoded) + end)
     return folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import transformers
@@ -26,6 +27,8 @@ GLIMMER = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
 }
+GLIMMER_ADAPTER = {"out_hidden_size": 64, "projector_hidden_size": 16}
+"""Four patches of the tower together, and what becomes of them: 42 million parameters if it is left out."""
 SIGLIP = {
     "model_type": "siglip_vision_model",
     "hidden_size": 16,
@@ -217,7 +220,7 @@ DENSE: dict[str, Family] = {
     ),
     "youtu": Family(transformers.YoutuConfig, transformers.YoutuForCausalLM, {"plain": LATENT}),
     "muse_glimmer": Family(
-        transformers.MuseGlimmerConfig,
+        partial(transformers.MuseGlimmerConfig, **GLIMMER_ADAPTER),
         transformers.MuseGlimmerForConditionalGeneration,
         {
             "plain": {"sliding_window": 9, "num_hidden_layers": 5},

@@ -7,6 +7,7 @@ from typing import Any
 import transformers
 
 from ..tiny_models import tiny_delta, tiny_experts, tiny_sizes
+from .dense_models import GLIMMER_ADAPTER
 from .reference_models import randomised
 
 VOCAB, HIDDEN = 96, 256
@@ -152,7 +153,7 @@ BUILDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "muse-glimmer": (
         lambda attn_implementation, **text: transformers.MuseGlimmerConfig(
-            text_config=text, vision_config=TOWER, attn_implementation=attn_implementation
+            text_config=text, vision_config=TOWER, attn_implementation=attn_implementation, **GLIMMER_ADAPTER
         ),
         transformers.MuseGlimmerForConditionalGeneration,
         UNPADDED | {"num_hidden_layers": 5, "sliding_window": 9},

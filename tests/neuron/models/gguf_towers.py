@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -71,9 +72,14 @@ def _first(config: Any, *names: str) -> int:
 
 def _mapped(hub: str) -> str:
     """By the `gguf` package, from a name without its last part."""
-    found = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8).get_name(hub)
+    found = _tensor_names().get_name(hub)
     assert found, hub
     return found
+
+
+@functools.cache
+def _tensor_names() -> gguf.TensorNameMap:
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
 
 
 def _qwen(source: str, values: Tensor, config: Any) -> Converted:

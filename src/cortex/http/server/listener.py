@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from cortex.http.server.connection import ClientConnection, ServerContext, encode_rejection
+from cortex.http.server.held_arrivals import hold_arrivals
 from cortex.http.throttled_log import ThrottledLog
 from cortex.wire.errors import CortexError
 
@@ -78,6 +79,8 @@ class Listener:
         for task in self._accepting:
             task.cancel()
         for listening in self.sockets:
+            if not self._is_shared:
+                hold_arrivals(listening)
             self._take_waiting(listening, _BACKLOG + 1)
             listening.close()
 

@@ -99,7 +99,9 @@ class NodeApi:
         self.server = Server(self._handle, responses.rejection, ticker, limits, self._admit_head)
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Accept nothing more, give running responses `grace_s` to reach their clients, then cancel them."""
+        """Accept nothing more, give running responses `grace_s` to reach their clients, then cancel them. Clients that
+        have just connected get a moment for their first request, and a response to it."""
+        await self.server.stop_accepting(grace_s)
         await self.server.close(grace_s)
         for task in tuple(self._tasks):
             task.cancel()

@@ -24,7 +24,7 @@ from cortex.neuron.config import load as load_config
 from cortex.neuron.node.node import Node
 from cortex.neuron.node.parts import Parts
 from cortex.service_manager import READY, STOPPING, ServiceManager
-from cortex.settings import Listen, SettingsError, stamp
+from cortex.settings import Listen, SettingsError, Stamp, stamp
 from cortex.tasks import Supervisor
 from cortex.telemetry import logs
 from cortex.telemetry.spans import Tracer
@@ -67,6 +67,7 @@ class Front:
         self._config = config
         self._path = path
         self._directory = path.parent if path is not None else Path.cwd()
+        self._stamps = self._read_stamps()  # before the keys: a file that changes while they are read is read again
         self.keys = NodeKeys(read_keys(config, self._directory))
         self.access = NodeAccess(self.keys, config.allowed_hosts)
         self.certificate: ServerCertificate | None = None
@@ -86,16 +87,14 @@ class Front:
 
     async def watch(self) -> None:
         """Use changed files, for ever. What cannot be used is logged, and what was in force stays."""
-        files = self._key_files()
-        stamps = [stamp(file) for file in files]
         while True:
             await asyncio.sleep(CHECK_FILES_S)
             if self.certificate is not None:
                 self.certificate.reload_if_changed()
-            found = [stamp(file) for file in files]
-            if found == stamps:
+            found = self._read_stamps()
+            if found == self._stamps:
                 continue
-            stamps = found
+            self._stamps = found
             try:
                 config = load_config(self._path)
                 self.keys.use(read_keys(config, self._directory))
@@ -104,10 +103,10 @@ class Front:
                 continue
             log.info("keys reloaded; other changes of the configuration need a restart")
 
-    def _key_files(self) -> list[Path]:
+    def _read_stamps(self) -> list[Stamp]:
         key_file = self._config.key_file
         files = [self._path, self._directory / key_file.expanduser() if key_file is not None else None]
-        return [file for file in files if file is not None]
+        return [stamp(file) for file in files if file is not None]
 
 
 def client_limits(config: NeuronConfig, num_files: int) -> ClientLimits:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cortex.neuron.engine.speculation.speculation import CheckedDraft
 
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Counters:
     """Work done for requests since the load. A sleep does not reset them: the next step loop continues them."""
 
@@ -17,12 +16,24 @@ class Counters:
     completion_tokens: int = 0
     preemptions: int = 0
     fetched_tokens: int = 0
-    drafted_tokens: dict[str, int] = field(default_factory=dict)
-    """By the kind of the draft, as `accepted_tokens`. Never changed in place: copies of the counters share them."""
-    accepted_tokens: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens whose pages were in host memory; they count as cached too."""
+    drafted_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Draft tokens that were checked, by where they came from."""
+    accepted_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Those of them that were drawn."""
 
-    def count(self, checked: CheckedDraft) -> None:
-        kind = checked.kind
-        drafted, accepted = self.drafted_tokens, self.accepted_tokens
-        self.drafted_tokens = drafted | {kind: drafted.get(kind, 0) + checked.num_drafted}
-        self.accepted_tokens = accepted | {kind: accepted.get(kind, 0) + checked.num_accepted}
+    def plus(self, more: Counters) -> Counters:
+        return Counters(
+            steps=self.steps + more.steps,
+            prompt_tokens=self.prompt_tokens + more.prompt_tokens,
+            cached_tokens=self.cached_tokens + more.cached_tokens,
+            completion_tokens=self.completion_tokens + more.completion_tokens,
+            preemptions=self.preemptions + more.preemptions,
+            fetched_tokens=self.fetched_tokens + more.fetched_tokens,
+            drafted_tokens=_sums(self.drafted_tokens, more.drafted_tokens),
+            accepted_tokens=_sums(self.accepted_tokens, more.accepted_tokens),
+        )
+
+
+def _sums(first: Mapping[str, int], second: Mapping[str, int]) -> Mapping[str, int]:
+    return {kind: first.get(kind, 0) + second.get(kind, 0) for kind in (*first, *second)} if second else first

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
+from cortex.neuron.engine.counters import Counters
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.roofline.step_work import StepWork
 from cortex.neuron.vision.picture import Picture
@@ -286,7 +287,7 @@ class KeptPages:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStats:
+class EngineStats(Counters):
     """The current load, and counters since the load of the model. Counters only grow."""
 
     running: int = 0
@@ -295,17 +296,6 @@ class EngineStats:
     cached_pages: int = 0
     """Free pages that contain a reusable prefix."""
     num_pages: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    preemptions: int = 0
-    fetched_tokens: int = 0
-    """Prompt tokens whose pages were in host memory; they count as cached too."""
-    drafted_tokens: dict[str, int] = field(default_factory=dict)
-    """Draft tokens that were checked, by where they came from."""
-    accepted_tokens: dict[str, int] = field(default_factory=dict)
-    """Those of them that were drawn."""
     graphs: int = 0
     """Steps that are captured, one for each size; `graph_bytes`: device memory that the captures took."""
     graph_bytes: int = 0

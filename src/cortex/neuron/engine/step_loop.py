@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import asdict, dataclass, replace
@@ -61,7 +61,7 @@ class StepLoop:
         self._scheduler = scheduler
         self._runner = runner
         self._constraints = constraints
-        self._counters = replace(counters)
+        self._counters = counters
         self._overlaps = overlaps
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: deque[_InFlight] = deque()
@@ -184,7 +184,7 @@ class StepLoop:
 
     def self_test(self) -> tuple[int, ...]:
         """The greedy response to a fixed short prompt; not counted. There must be no work."""
-        counters = replace(self._counters)
+        counters = self._counters
         request = self._self_test_request()
         self.add(request)
         tokens: list[int] = []
@@ -270,8 +270,8 @@ class StepLoop:
             self.host.after_launch()
         follows = bool(self._in_flight) or not self._overlaps
         self._in_flight.append(_InFlight(launched, plan, rows, checks_drafts, follows))
-        self._counters.steps += 1
-        self._counters.prompt_tokens += sum([row.inputs.count for row in plan.rows if not row.decodes])
+        num_prompt_tokens = sum([row.inputs.count for row in plan.rows if not row.decodes])
+        self._counters = self._counters.plus(Counters(steps=1, prompt_tokens=num_prompt_tokens))
 
     def _collect_all(self) -> None:
         while self._in_flight:
@@ -295,6 +295,9 @@ class StepLoop:
     def _collect(self, step: _InFlight) -> None:
         results = step.launched.read()
         self._time(step)
+        num_tokens = num_cached = 0
+        drafted: Counter[str] = Counter()
+        accepted: Counter[str] = Counter()
         for (sequence, row), result in zip(step.rows, results, strict=True):
             if sequence.finished:
                 continue  # ended after this step was launched
@@ -309,9 +312,19 @@ class StepLoop:
             self._scheduler.row_read(sequence, row, tokens)
             checked = self._speculation.read(sequence, row, tokens, result.proposed)
             if checked.num_drafted:
-                self._counters.count(checked)
+                drafted[checked.kind] += checked.num_drafted
+                accepted[checked.kind] += checked.num_accepted
             if tokens:
-                self._report(sequence, tokens, finish, result.logprobs[: len(tokens)], checked)
+                num_tokens += len(tokens)
+                num_cached += self._report(sequence, tokens, finish, result.logprobs[: len(tokens)], checked)
+        self._counters = self._counters.plus(
+            Counters(
+                completion_tokens=num_tokens,
+                cached_tokens=num_cached,
+                drafted_tokens=drafted,
+                accepted_tokens=accepted,
+            )
+        )
 
     def _report(
         self,
@@ -320,20 +333,18 @@ class StepLoop:
         finish: FinishReason | None,
         logprobs: tuple[TokenLogprobs, ...],
         checked: CheckedDraft,
-    ) -> None:
-        """Adds the output for the tokens that one row drew."""
+    ) -> int:
+        """Adds the output for the tokens that one row drew. The result is how many cached tokens it reports."""
         request = sequence.request
-        self._counters.completion_tokens += len(tokens)
         if finish == "error" and sequence.constraint is not None:
             self._finish(sequence, StepOutput(request.id, finish=finish, error=sequence.constraint.failure))
-            return
+            return 0
         cached = None
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if not sequence.has_reported:
             prompt_logprobs = tuple(sequence.prompt_logprobs)
             sequence.has_reported = True
             cached = sequence.cached or 0
-            self._counters.cached_tokens += cached
         num_top = request.sampling.top_logprobs
         output = StepOutput(
             request.id,
@@ -350,6 +361,7 @@ class StepLoop:
             self._outputs.append(output)
         else:
             self._finish(sequence, output)
+        return cached or 0
 
     def _finish(self, sequence: Sequence, last: StepOutput) -> None:
         sequence.finished = True
@@ -364,12 +376,8 @@ class StepLoop:
     @property
     def counters(self) -> Counters:
         """This loop's work, and that of the loops before it."""
-        counters = self._counters
-        return replace(
-            counters,
-            preemptions=counters.preemptions + self._scheduler.preemptions,
-            fetched_tokens=counters.fetched_tokens + (0 if self.host is None else self.host.num_fetched_tokens),
-        )
+        num_fetched = 0 if self.host is None else self.host.num_fetched_tokens
+        return self._counters.plus(Counters(preemptions=self._scheduler.preemptions, fetched_tokens=num_fetched))
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler

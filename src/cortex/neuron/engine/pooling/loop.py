@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ class PoolingLoop:
         self._shares_device = shares_device
         self._batch_tokens = batch_tokens
         self._context_tokens = context_tokens
-        self.counters = replace(counters)
+        self.counters = counters
         self._requests: dict[str, _Request] = {}
         self._queue = TextQueue()
         self._running: _Running | None = None
@@ -197,8 +197,7 @@ class PoolingLoop:
 
     def _collect(self, running: _Running, vectors: NDArray[np.float32]) -> None:
         self._running = None
-        self.counters.steps += 1
-        self.counters.prompt_tokens += running.batch.num_tokens
+        self.counters = self.counters.plus(Counters(steps=1, prompt_tokens=running.batch.num_tokens))
         if self._suspects:
             self._suspects.popleft()
         for text, vector in zip(running.texts, vectors, strict=True):

@@ -209,13 +209,17 @@ def _from_directory(path: Path) -> LibraryTokenizer:
         raise TokenizerMissing(
             f"{path} has no tokenizer.json; download the whole repository, or save the tokenizer in the fast format"
         )
-    if source.stat().st_size > MAX_TOKENIZER_BYTES:
-        raise TextFileMalformed(
-            f"{source} is larger than {MAX_TOKENIZER_BYTES >> 20} MiB, which no tokenizer is; download the model again"
-        )
     try:
-        backend = Backend.from_file(str(source))
-    except Exception as error:  # the library raises bare Exception for any malformed file
+        if source.stat().st_size > MAX_TOKENIZER_BYTES:
+            limit = f"{MAX_TOKENIZER_BYTES >> 20} MiB"
+            raise TextFileMalformed(f"{source} is larger than {limit}, which no tokenizer is; download the model again")
+        content = source.read_bytes()
+    except OSError as error:
+        reason = error.strerror or error
+        raise TextFileMalformed(f"{source} cannot be read ({reason}); let the node's user read it") from error
+    try:
+        backend = Backend.from_buffer(content)
+    except ValueError as error:
         raise TextFileMalformed(f"{source} is not a tokenizer ({error}); download the model again") from error
     backend.no_truncation()  # a file may contain its training set-up; nothing is truncated here
     backend.no_padding()

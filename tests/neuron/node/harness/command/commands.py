@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -46,11 +45,6 @@ async def through_gateway(
         yield f"http://127.0.0.1:{port}"
     finally:
         await gateway.close()
-
-
-async def until(condition: Any) -> None:
-    while not condition():
-        await asyncio.sleep(0.02)
 
 
 def servers() -> list[int]:

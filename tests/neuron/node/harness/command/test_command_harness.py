@@ -29,7 +29,8 @@ from cortex.wire.errors import InsufficientCapacity, InvalidValue, LoadFailed
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
-from .commands import SERVER, START, config, servers, until
+from ...node_calls import until
+from .commands import SERVER, START, config, servers
 
 
 def is_running(process: int) -> bool:

@@ -20,7 +20,8 @@ from cortex.wire.node.protocol import ModelState
 
 from .....waiting import WAIT_S
 from ....api.served import served
-from .commands import config, servers, until
+from ...node_calls import until
+from .commands import config, servers
 
 AUDIO = ("/v1/audio/transcriptions", "/v1/audio/speech", "/v1/audio/voices")
 FORM = {"content-type": "multipart/form-data"}

@@ -22,7 +22,8 @@ from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
 from ....api.served import served
-from .commands import SERVER, config, servers, until
+from ...node_calls import until
+from .commands import SERVER, config, servers
 
 CONTAINER = """#!/bin/sh
 echo "$@" >> {record}

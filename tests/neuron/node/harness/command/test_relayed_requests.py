@@ -24,7 +24,8 @@ from cortex.wire.sse import Parser
 from .....waiting import NEVER_S, WAIT_S
 from ....api.inference.route_calls import BODIES, text_of
 from ....api.served import served
-from .commands import config, servers, through_gateway, until
+from ...node_calls import until
+from .commands import config, servers, through_gateway
 
 CHAT = "/v1/chat/completions"
 GATEWAY_HEADERS = {headers.PRINCIPAL: "someone"}

@@ -1,0 +1,83 @@
+"""Clients that connect while a listening socket is being closed."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+
+import pytest
+
+from cortex.http.server.held_arrivals import hold_arrivals
+from cortex.http.server.listener import listen
+from cortex.http.server.server import Server
+from cortex.http.ticker import Ticker
+
+from ...waiting import WAIT_S
+from ..conftest import reject
+from .echo import GET, echo
+
+
+def connecting(port: int) -> socket.socket:
+    """A client whose first packet is sent."""
+    client = socket.socket()
+    client.setblocking(False)
+    client.connect_ex(("127.0.0.1", port))
+    return client
+
+
+class ClosedLate(socket.socket):
+    """A listening socket to which clients connect after the last `accept`, and which has a successor then."""
+
+    clients: tuple[socket.socket, ...] = ()
+    successor: socket.socket
+
+    def close(self) -> None:
+        if not self.clients:
+            port = self.getsockname()[1]
+            self.clients = tuple(connecting(port) for _ in range(3))
+            (self.successor,) = listen("127.0.0.1", port, shares_port=True)
+        super().close()
+
+
+def is_held_here() -> bool:
+    (listening,) = listen("127.0.0.1", 0)
+    hold_arrivals(listening)
+    with listening, connecting(listening.getsockname()[1]):
+        return not select.select([listening], [], [], 0.1)[0]
+
+
+async def test_client_that_connects_during_the_close_reaches_the_successor() -> None:
+    if not is_held_here():
+        pytest.skip("this platform has no filters for sockets")
+    server = Server(echo, reject, Ticker(asyncio.get_running_loop()))
+    (bound,) = listen("127.0.0.1", 0, shares_port=True)
+    listening = ClosedLate(fileno=bound.detach())
+    server.listen_on([listening])
+    await server.close(grace_s=WAIT_S)
+    server.listen_on([listening.successor])
+    async with asyncio.timeout(WAIT_S):
+        for client in listening.clients:
+            loop = asyncio.get_running_loop()
+            connected = asyncio.Event()
+            loop.add_writer(client, connected.set)
+            await connected.wait()
+            loop.remove_writer(client)
+            reader, writer = await asyncio.open_connection(sock=client)
+            writer.write(GET)
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            writer.close()
+    await server.close()
+
+
+async def test_client_that_has_connected_is_accepted_after_others_are_held() -> None:
+    (listening,) = listen("127.0.0.1", 0)
+    with listening, socket.create_connection(listening.getsockname()[:2], WAIT_S) as client:
+        hold_arrivals(listening)
+        accepted, _ = listening.accept()
+        with accepted:
+            client.sendall(b"request")
+            accepted.settimeout(WAIT_S)
+            assert accepted.recv(100) == b"request"
+            accepted.sendall(b"response")
+            assert client.recv(100) == b"response"

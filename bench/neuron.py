@@ -178,7 +178,7 @@ def _model_entry(checkpoint: Path, memory_mb: int | None) -> str:
     """The model's lines of the configuration, if it may take another amount of memory than by default."""
     if memory_mb is None:
         return ""
-    return f'[[models]]\nid = "{FIRST}"\nsource = "{checkpoint}"\nmemory_mb = {memory_mb}\n'
+    return f'[[models]]\nid = "{FIRST}"\nsource = "{checkpoint.resolve()}"\nmemory_mb = {memory_mb}\n'
 
 
 def _body(model_id: str, prompt: Prompt, max_tokens: int) -> bytes:

@@ -94,7 +94,7 @@ class EngineRequest:
 
     id: str
     prompt: Sequence[int]
-    """A tuple, or an array where it was received as one: prompts of many thousands are not made into objects."""
+    """A tuple. In a worker an array, as it was received, which can be neither hashed nor sent on."""
     max_tokens: int
     sampling: SamplingParams = SamplingParams()
     stop_token_ids: tuple[int, ...] = ()

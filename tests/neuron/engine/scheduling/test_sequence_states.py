@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.neuron.engine.scheduling.folding_device import VOCAB, FoldingDevice
+from tests.neuron.engine.scheduling.folding_device import VOCAB, FoldingDevice, next_token
 
 from cortex.neuron.engine.kv.page_groups import KVPages
 from cortex.neuron.engine.kv.recurrent_checkpoints import RecurrentCheckpoints
@@ -12,12 +12,20 @@ from cortex.neuron.engine.scheduling.limits import SchedulerLimits
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.scheduling.sequence import Sequence
 from cortex.neuron.engine.scheduling.step_plan import StepPlan
+from cortex.neuron.engine.speculation.drafter import Draft
 
 
-def run(scheduler: Scheduler, device: FoldingDevice, request: EngineRequest) -> tuple[Sequence, list[StepPlan]]:
-    """One request alone, to its end."""
+def run(
+    scheduler: Scheduler, device: FoldingDevice, request: EngineRequest, drafts_until: int = 0
+) -> tuple[Sequence, list[StepPlan]]:
+    """One request alone, to its end. Up to a length of `drafts_until` each row checks three draft tokens, all right."""
     sequence, plans = scheduler.add(request), []
     while len(sequence.tokens) < len(request.prompt) + request.max_tokens:
+        past = tuple(sequence.tokens)
+        for _ in range(3 if len(past) < drafts_until else 0):
+            past = (*past, next_token(past))
+        guesses = past[len(sequence.tokens) :]
+        sequence.draft = Draft(guesses, (1.0,) * len(guesses), "lookup")
         plan = scheduler.plan()
         assert plan is not None
         plans.append(plan)
@@ -89,7 +97,9 @@ def test_next_turn_continues_from_the_end_of_the_last_response() -> None:
     assert second.cached == 32  # the last token drawn is not computed: 21 + 12 − 1 positions, whole pages
 
 
-@pytest.mark.parametrize(("response_tokens", "saves"), [(1, [24, 28, 32, 36]), (8, [24, 32]), (6, [24, 36])])
+@pytest.mark.parametrize(
+    ("response_tokens", "saves"), [(1, [24, 28, 32, 36]), (8, [24, 32]), (6, [24, 32]), (11, [24, 36])]
+)
 def test_states_of_a_response_are_as_far_apart_as_is_asked_for(response_tokens: int, saves: list[int]) -> None:
     scheduler, device = conversation(response_tokens=response_tokens)
     first, plans = run(scheduler, device, EngineRequest("1", (1,) * 21, max_tokens=17))
@@ -97,6 +107,27 @@ def test_states_of_a_response_are_as_far_apart_as_is_asked_for(response_tokens: 
     assert [plan.rows[0].start + 1 for plan in decoded if plan.saves] == saves
     second, _ = run(scheduler, device, EngineRequest("2", (*first.tokens, 2, 2), max_tokens=3))
     assert second.cached == saves[-1]
+
+
+@pytest.mark.parametrize("drafts_until", range(21, 39))
+def test_drafts_do_not_keep_a_state_from_being_saved(drafts_until: int) -> None:
+    """Also where the last row that checks some ends where a state is to be saved."""
+    scheduler, device = conversation(response_tokens=8)
+    first, _ = run(scheduler, device, EngineRequest("1", (1,) * 21, max_tokens=17), drafts_until)
+    second, _ = run(scheduler, device, EngineRequest("2", (*first.tokens, 2, 2), max_tokens=3))
+    assert second.cached == 32
+
+
+def test_short_responses_are_not_computed_again() -> None:
+    """Prompts save no state so close behind another one, so that those of responses are all that there is."""
+    scheduler, device = conversation(num_slots=20, spacing=32, response_tokens=16)
+    history: tuple[int, ...] = (1,) * 82
+    lost = []
+    for turn in range(6):
+        sequence, _ = run(scheduler, device, EngineRequest(str(turn), history, max_tokens=13 - turn))
+        lost.append(len(history) - (sequence.cached or 0))
+        history = (*sequence.tokens, *(2,) * 8)
+    assert max(lost[1:]) <= 8 + 16 + 4  # what is new, and less than two of the spacings before it
 
 
 def test_next_turn_that_rewrites_the_last_one_continues_from_the_turn_before() -> None:

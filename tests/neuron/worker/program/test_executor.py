@@ -91,6 +91,18 @@ def test_executes_commands_in_order() -> None:
     assert kinds(run([load(1), Unload(1)])) == [Loaded, Unloaded]
 
 
+@pytest.mark.parametrize(("turns", "expected"), [([[load(1)], []], 0), ([[load(1)], [submit(1, "r")], *[[]] * 8], 1)])
+def test_writer_gets_time_for_the_last_outputs_only(
+    turns: list[Batch], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that follows others would wait after each of their steps."""
+    pauses: list[float] = []
+    clock = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)
+    monkeypatch.setattr("cortex.neuron.worker.program.executor.time", clock)  # engines sleep too
+    run(*turns)
+    assert len(pauses) == expected
+
+
 @pytest.mark.parametrize("engine", ["scripted_engine", "modelled_device"])
 def test_engines_of_benchmarks_are_loaded_as_others_are(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH))

@@ -19,7 +19,7 @@ CHECKPOINT_SPACING_TOKENS = {"cuda": 256, "cpu": 32}
 step: too much to spare fewer tokens than this."""
 RESPONSE_SPACING_TOKENS = {"cuda": 128, "cpu": 32}
 """A GPU computes this many tokens of the next turn in little more time than those of a page: it need not copy the state
-of every row at every page end, which takes it 1 % of its time with 64 streams."""
+of every row at every page end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class RecurrentCheckpoints:
         self.spacing_tokens = spacing_tokens
         """Fewest tokens of a prompt between two checkpoints."""
         self.response_tokens = response_tokens
-        """The state of a response is saved where its position is a multiple of this, and the end of a page."""
+        """Fewest tokens of a response between two checkpoints; the first one is at the first end of a page."""
         self.cuts_rows = cuts_rows
         """Whether a step can save one state inside each of its rows, besides those at their ends. A batch-invariant
         step cannot: it computes rows token by token."""

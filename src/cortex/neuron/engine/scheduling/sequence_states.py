@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ordered
 from dataclasses import replace
@@ -27,8 +26,6 @@ class SequenceStates:
     def __init__(self, checkpoints: RecurrentCheckpoints | None, page_tokens: int) -> None:
         self._checkpoints = checkpoints
         self._page_tokens = page_tokens
-        self._spacing = page_tokens if checkpoints is None else math.lcm(page_tokens, checkpoints.response_tokens)
-        """The state of a response is saved where its position is a multiple of this."""
 
     def begin_step(self) -> None:
         """From now on another step is planned."""
@@ -119,26 +116,30 @@ class SequenceStates:
         row ends where a state is to be saved, because the state after a rejected token is of no use."""
         if self._checkpoints is None or count <= 0:
             return count
-        count = min(count, (sequence.computed // self._spacing + 1) * self._spacing - sequence.length)
+        held = sequence.decode_checkpoint
+        if sequence.request.is_kept and (held is not None or self._checkpoints.can_lend):
+            num_pages = -(-max(sequence.computed + 1, self._next_save(sequence)) // self._page_tokens)
+            count = min(count, num_pages * self._page_tokens - sequence.length)
         if count > 0 and sequence.snapshot is None:
             sequence.snapshot = self._checkpoints.lend()
         return 0 if sequence.snapshot is None else max(0, count)
 
     def before_decode(self, sequence: Sequence, end: int, draft: StepDraft) -> None:
         """Before a row of a response that reaches up to `end`: the state of the row must be the one at its start. If
-        the row checks draft tokens, that state is kept, and saved if it is to be."""
+        the row checks draft tokens, that state is kept. It is saved, if it is to be and `decode` could not: because the
+        row before checked draft tokens."""
         if self._checkpoints is None:
             return
         if sequence.is_state_ahead:
             assert sequence.snapshot is not None
             draft.restores.append((sequence.snapshot, sequence.row))
             sequence.is_state_ahead = False
-        elif end > sequence.length:
+            return
+        if end > sequence.length:
             assert sequence.snapshot is not None
             draft.restores.append((sequence.row, sequence.snapshot))
-            num_pages, held = sequence.computed // self._page_tokens, sequence.decode_checkpoint
-            if not sequence.computed % self._spacing and (held is None or held.num_pages < num_pages):
-                self._save(sequence, num_pages, draft.restores)
+        if not sequence.planned:
+            self._save(sequence, sequence.computed, draft.restores)
 
     def rejected(self, sequence: Sequence) -> bool:
         """Draft tokens were rejected. True: the state of the row includes them, so that its tokens must be computed
@@ -149,14 +150,21 @@ class SequenceStates:
     def decode(self, sequence: Sequence, draft: StepDraft) -> None:
         """After a row of a response: where its state is to be saved, it replaces the one saved before, unless the row
         checks draft tokens: which of them its state includes is not known yet."""
-        if self._checkpoints is None:
-            return
-        if not sequence.scheduled % self._spacing and draft.rows[-1].outputs.draws == 1:
-            self._save(sequence, sequence.scheduled // self._page_tokens, draft.saves)
+        if self._checkpoints is not None and draft.rows[-1].outputs.draws == 1:
+            self._save(sequence, sequence.scheduled, draft.saves)
 
-    def _save(self, sequence: Sequence, num_pages: int, copies: list[StateCopy]) -> None:
+    def _next_save(self, sequence: Sequence) -> int:
+        """The state of a response is saved at the first end of a page from this position on."""
+        held = sequence.decode_checkpoint
+        if held is None or self._checkpoints is None:
+            return 0
+        return held.num_pages * self._page_tokens + max(1, self._checkpoints.response_tokens)
+
+    def _save(self, sequence: Sequence, position: int, copies: list[StateCopy]) -> None:
+        """Saves the state of the row at `position`, if it is to be."""
         assert self._checkpoints is not None
-        if not sequence.request.is_kept:
+        num_pages, rest = divmod(position, self._page_tokens)
+        if rest or position < self._next_save(sequence) or not sequence.request.is_kept:
             return
         checkpoint = sequence.decode_checkpoint
         slot = self._checkpoints.lend() if checkpoint is None else checkpoint.slot

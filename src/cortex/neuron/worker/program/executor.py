@@ -64,6 +64,8 @@ class Executor:
         self._host_checked_at_s = 0.0
         self._shared_at_s = float("-inf")
         """When two models had work last."""
+        self._has_stepped = False
+        """Whether a model of requests has stepped since there was no work."""
         self._is_exiting = False
         self._grammars = GrammarCompiler(lambda compiled: self.inbox.put([compiled]))
         thread = EngineThread(
@@ -102,7 +104,10 @@ class Executor:
 
     def _receive(self, *, wait: bool) -> None:
         if wait:
-            time.sleep(0)  # so that the writer sends the last outputs before statistics are made
+            if self._has_stepped:
+                # Time for the writer to wake and send the last outputs: statistics hold the interpreter for longer.
+                time.sleep(0)
+                self._has_stepped = False
             self._publish_stats()
             self._commands.extend(self._await_commands())
         while True:
@@ -226,6 +231,7 @@ class Executor:
             self._publish_stats()
 
     def _step(self, model: DeviceModel) -> None:
+        self._has_stepped = True
         if model.step():
             self.progress += 1
         if model.broken is not None:

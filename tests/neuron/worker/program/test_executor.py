@@ -3,8 +3,10 @@
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 
 import faulty_engine

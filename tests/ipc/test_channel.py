@@ -35,7 +35,7 @@ DAMAGED_FRAME = b"\x02\x00\x00\x00\xc1\xc1"
 requests = st.builds(
     EngineRequest,
     id=st.text(min_size=1),
-    prompt=st.lists(st.integers(0, 2**31), max_size=20).map(tuple),
+    prompt=st.lists(st.integers(0, 2**31), max_size=20),
     max_tokens=st.integers(1, 10**6),
     sampling=st.builds(
         SamplingParams,

@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections import Counter
 from pathlib import Path
@@ -68,7 +69,7 @@ class Soak:
             for program in programs:
                 await asyncio.to_thread(program.wait_until_up)
             for model in (*CHAT_MODELS, EMBEDDER):  # from here on no request waits for its first load
-                await asyncio.to_thread(self._get, f"/v1/models/{model}")
+                await self._until_listed(model)
             begun = time.monotonic()
             running = asyncio.create_task(self.traffic.run())
             side = [asyncio.create_task(work(begun)) for work in (self._sample, self._fail)]
@@ -149,6 +150,19 @@ class Soak:
         verdict = "equal" if is_equal else "DIFFERENT"
         print(f"ledger {verdict}: {ledger}, clients {dict(counted)}, unclear requests {len(self.traffic.unclear)}")
         return is_equal
+
+    async def _until_listed(self, model: str) -> None:
+        """Returns when the gateway has the report of a node that serves `model`."""
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            try:
+                await asyncio.to_thread(self._get, f"/v1/models/{model}")
+            except urllib.error.HTTPError as error:
+                if error.code != 404 or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.2)
+            else:
+                return
 
     def _get(self, path: str) -> Any:
         headers = {"authorization": f"Bearer {self.admin.text}"}

@@ -118,6 +118,23 @@ def test_drafts_do_not_keep_a_state_from_being_saved(drafts_until: int) -> None:
     assert second.cached == 32
 
 
+def test_state_of_a_row_is_not_saved_as_that_of_an_earlier_position() -> None:
+    """The prompt is still in flight when its first decode row is planned."""
+    scheduler, _ = conversation()
+    scheduler.add(EngineRequest("1", (1,) * 21, max_tokens=4))
+    prompt, decoding = scheduler.plan(), scheduler.plan()
+    assert prompt is not None
+    assert decoding is not None
+    assert decoding.only_decodes
+    assert not decoding.restores
+
+
+def test_response_that_is_not_kept_saves_no_state() -> None:
+    scheduler, device = conversation()
+    _, plans = run(scheduler, device, EngineRequest("1", (1,) * 21, max_tokens=12, is_kept=False))
+    assert not any(plan.saves or plan.restores for plan in plans)
+
+
 def test_short_responses_are_not_computed_again() -> None:
     """Prompts save no state so close behind another one, so that those of responses are all that there is."""
     scheduler, device = conversation(num_slots=20, spacing=32, response_tokens=16)

@@ -59,7 +59,7 @@ class ReplayDrafter(Drafter):
     """How often a token that the device proposes is right, if those before it are; 0: what it really proposes."""
     chance: ClassVar[random.Random] = random.Random(0)
 
-    def __init__(self, text: list[int], prediction: Tokens = (), **options: Any) -> None:
+    def __init__(self, text: Sequence[int], prediction: Tokens = (), **options: Any) -> None:
         super().__init__(text, prediction, **options)
         self._all = text
         self._num_prompt_tokens = len(text)

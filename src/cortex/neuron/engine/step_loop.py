@@ -9,42 +9,37 @@ from collections.abc import Sequence as Ordered
 from dataclasses import asdict, dataclass, replace
 
 from cortex.neuron.engine.counters import Counters
-from cortex.neuron.engine.drawn_tokens import draws_of, trimmed, until_end
 from cortex.neuron.engine.errors import RequestError, StepBlamed
 from cortex.neuron.engine.execution.results import Launched
 from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.generation import Generation, draws_of, packed_tokens
 from cortex.neuron.engine.host_pages.tier import HostTier
-from cortex.neuron.engine.request import (
-    EngineRequest,
-    EngineStats,
-    FinishReason,
-    SamplingParams,
-    StepOutput,
-    TokenLogprobs,
-)
+from cortex.neuron.engine.request import EngineRequest, EngineStats, SamplingParams, StepOutput
 from cortex.neuron.engine.sampling.constraints import Constraints
 from cortex.neuron.engine.sampling.sampler import Draw
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
-from cortex.neuron.engine.scheduling.sequence import Sequence, packed_tokens
 from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepPlan
-from cortex.neuron.engine.speculation.speculation import CheckedDraft, Speculation
+from cortex.neuron.engine.speculation.speculation import Speculation
 from cortex.neuron.engine.speculation.width_rule import StepTime
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A launched step, and its rows with their sequences."""
+    """A launched step, and its rows with their requests."""
 
     launched: Launched
     plan: StepPlan
-    rows: Ordered[tuple[Sequence, RowPlan]]
+    rows: Ordered[tuple[Generation, RowPlan]]
     checks_drafts: bool
     follows: bool
     """See `StepTime`."""
 
 
 class StepLoop:
-    """Owns the sequences of one engine from submission to their last output. Belongs to the engine thread."""
+    """Owns the requests of one engine from their submission to their last output. Belongs to the engine thread.
+
+    What a request is lies in its `Generation`, which only this loop writes; where it is computed, in the `Sequence` of
+    the scheduler; what is drafted for it, in the speculation."""
 
     def __init__(
         self,
@@ -63,15 +58,18 @@ class StepLoop:
         self._constraints = constraints
         self._counters = counters
         self._overlaps = overlaps
-        self._sequences: dict[str, Sequence] = {}
+        self._generations: dict[str, Generation] = {}
+        """By the id of the request, whether or not it has been admitted."""
+        self._constrained: set[str] = set()
+        """Requests with a grammar: a step that draws for one is planned when all tokens before it are read."""
         self._in_flight: deque[_InFlight] = deque()
         self._read_at: float | None = None
         """When the latest step was read, if the device has been busy since."""
         self._outputs: list[StepOutput] = []
-        self._failed: tuple[Sequence, ...] = ()
-        """The sequences of the step that raised last."""
-        self._suspects: deque[Sequence] = deque()
-        """Sequences that are computed one at a time, the first of them next."""
+        self._failed: tuple[Generation, ...] = ()
+        """The requests of the step that raised last."""
+        self._suspects: deque[Generation] = deque()
+        """Requests that are computed one at a time, the first of them next."""
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -80,7 +78,7 @@ class StepLoop:
         if request.texts is not None:
             raise RequestError("this model generates text and pools none; use an embedding or rerank model")
         vocab = self._runner.model.config.vocab
-        if request.id in self._sequences:
+        if request.id in self._generations:
             raise RequestError(f"request id {request.id!r} is already running")
         packed = packed_tokens("prompt", request.prompt, vocab)
         packed_tokens("prediction", request.prediction, vocab)
@@ -89,23 +87,24 @@ class StepLoop:
         if allowed and not any(0 <= token < vocab for token in allowed):
             raise RequestError(f"none of the allowed token ids is in the model's vocabulary of {vocab}")
         constraint = self._constraints.compile(request.grammar) if request.grammar is not None else None
-        sequence = self._scheduler.add(request)
-        sequence.constraint = constraint
-        sequence.packed = packed
+        tokens = list(request.prompt)
+        sequence = self._scheduler.add(request, tokens, packed)
         if self._runner.pictures is not None:
             self._runner.pictures.add(request.pictures)
-        self._speculation.begin(sequence)
-        self._sequences[request.id] = sequence
+        self._speculation.begin(request, tokens, constraint)
+        self._generations[request.id] = Generation(request, tokens, sequence, constraint)
+        if constraint is not None:
+            self._constrained.add(request.id)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request and frees what it holds at once. Unknown ids are ignored."""
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
-            self._finish(sequence, StepOutput(request_id, finish="cancelled"))
+        generation = self._generations.get(request_id)
+        if generation is not None:
+            self._finish(generation, StepOutput(request_id, finish="cancelled"))
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences or self._in_flight or self._outputs)
+        return bool(self._generations or self._in_flight or self._outputs)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -118,9 +117,6 @@ class StepLoop:
             self.host.collect()
         if self._must_read_first():
             self._collect_all()
-        if not self._in_flight and not self._suspects:
-            decoding, is_mixed = self._decoding()
-            self._speculation.assign(decoding, is_mixed=is_mixed)
         plan = self._plan()
         if plan is not None:
             self._launch(self._with_proposals(plan))
@@ -137,20 +133,14 @@ class StepLoop:
         """Whether the next step depends on the tokens of those in flight."""
         if not self._in_flight:
             return False
-        if self._suspects or any(sequence.constraint is not None for sequence in self._scheduler.running):
+        scheduler, constrained = self._scheduler, self._constrained
+        if self._suspects or (constrained and any(each.request.id in constrained for each in scheduler.running)):
             return True
         if any(step.checks_drafts or step.plan.num_proposals for step in self._in_flight):
             return True
         if not self._speculation.is_on:
             return False
-        decoding, is_mixed = self._decoding()
-        return self._speculation.is_likely(decoding, is_mixed=is_mixed)
-
-    def _decoding(self) -> tuple[list[Sequence], bool]:
-        """The sequences that the next step decodes, and whether it may also compute prompts."""
-        scheduler = self._scheduler
-        is_mixed = bool(scheduler.waiting) or not all(sequence.drew_in_row for sequence in scheduler.running)
-        return scheduler.decoding, is_mixed
+        return self._speculation.is_likely(scheduler.decoding, is_mixed=scheduler.is_prefilling)
 
     def prepare(self) -> bool:
         """Builds one more graph or plan for later steps, or copies pages to host memory; false if nothing is left."""
@@ -227,13 +217,17 @@ class StepLoop:
 
     def _plan(self) -> StepPlan | None:
         """While there are suspects, a step of the first one; a suspect that cannot be computed alone now rejoins."""
+        may_draft = not self._in_flight and not self._suspects
         while self._suspects:
             suspect = self._suspects[0]
-            plan = None if suspect.finished else self._scheduler.plan_alone(suspect)
+            plan = None if suspect.is_finished else self._scheduler.plan_alone(suspect.sequence)
             if plan is not None:
                 return plan
             self._suspects.popleft()
-        return self._scheduler.plan()
+        scheduler = self._scheduler
+        if may_draft:
+            return scheduler.plan(self._speculation.draft(scheduler.decoding, is_mixed=scheduler.is_prefilling))
+        return scheduler.plan()
 
     def _with_proposals(self, plan: StepPlan) -> StepPlan:
         """The plan, and how many draft tokens are computed with it."""
@@ -246,15 +240,15 @@ class StepLoop:
         return plan if count is None else replace(plan, num_proposals=count)
 
     def _launch(self, plan: StepPlan) -> None:
-        by_row = {sequence.row: sequence for sequence in self._scheduler.running}
-        rows = [(by_row[row.row], row) for row in plan.rows]
-        drawing = [(sequence, row) for sequence, row in rows if row.outputs.draws]
+        by_row = {sequence.row: sequence.request.id for sequence in self._scheduler.running}
+        rows = [(self._generations[by_row[row.row]], row) for row in plan.rows]
+        drawing = [(generation, row) for generation, row in rows if row.outputs.draws]
         checks_drafts = plan.has_drafts
-        draws = [draw for sequence, row in drawing for draw in draws_of(sequence, row)]
+        draws = [draw for generation, row in drawing for draw in draws_of(generation.request, row)]
         mask = None
         try:
-            if any(sequence.constraint is not None for sequence, _ in drawing):
-                mask = self._constraints.mask([(sequence.constraint, row.drafted) for sequence, row in drawing])
+            if self._constrained and any(generation.constraint is not None for generation, _ in drawing):
+                mask = self._constraints.mask([(generation.constraint, row.drafted) for generation, row in drawing])
             if self.host is not None:
                 self.host.before_launch(plan)
             launched = self._runner.launch(plan, draws, mask)
@@ -262,7 +256,7 @@ class StepLoop:
             self._scheduler.retract(plan)
             if self._suspects and not isinstance(error, StepBlamed):
                 raise StepBlamed(self._suspects[0].request.id) from error
-            self._failed = tuple(sequence for sequence, _ in rows)
+            self._failed = tuple(generation for generation, _ in rows)
             raise
         if self._suspects and drawing:
             self._suspects.popleft()
@@ -298,25 +292,31 @@ class StepLoop:
         num_tokens = num_cached = 0
         drafted: Counter[str] = Counter()
         accepted: Counter[str] = Counter()
-        for (sequence, row), result in zip(step.rows, results, strict=True):
-            if sequence.finished:
+        for (generation, row), result in zip(step.rows, results, strict=True):
+            if generation.is_finished:
                 continue  # ended after this step was launched
             if scores := result.prompt_logprobs:
-                sequence.prompt_logprobs[row.start : row.start + len(scores)] = scores  # again after a preemption
+                generation.prompt_logprobs[row.start : row.start + len(scores)] = scores  # again after a preemption
             if not result.healthy:
-                self._scheduler.distrust(sequence)
+                self._scheduler.distrust(generation.sequence)
                 message = "the model computed logits that are not finite for this prompt; the request was ended"
-                self._finish(sequence, StepOutput(sequence.request.id, finish="error", error=message))
+                self._finish(generation, StepOutput(generation.request.id, finish="error", error=message))
                 continue
-            tokens, finish = until_end(sequence, result.tokens)
-            self._scheduler.row_read(sequence, row, tokens)
-            checked = self._speculation.read(sequence, row, tokens, result.proposed)
+            tokens, finish = generation.until_end(result.tokens)
+            generation.tokens += tokens
+            self._scheduler.row_read(generation.sequence, row, len(tokens))
+            checked = self._speculation.read(generation.request.id, row, tokens, result.proposed)
             if checked.num_drafted:
                 drafted[checked.kind] += checked.num_drafted
                 accepted[checked.kind] += checked.num_accepted
             if tokens:
                 num_tokens += len(tokens)
-                num_cached += self._report(sequence, tokens, finish, result.logprobs[: len(tokens)], checked)
+                output = generation.output(tokens, finish, result.logprobs[: len(tokens)], checked)
+                num_cached += output.cached_tokens or 0
+                if finish is None:
+                    self._outputs.append(output)
+                else:
+                    self._finish(generation, output)
         self._counters = self._counters.plus(
             Counters(
                 completion_tokens=num_tokens,
@@ -326,49 +326,15 @@ class StepLoop:
             )
         )
 
-    def _report(
-        self,
-        sequence: Sequence,
-        tokens: tuple[int, ...],
-        finish: FinishReason | None,
-        logprobs: tuple[TokenLogprobs, ...],
-        checked: CheckedDraft,
-    ) -> int:
-        """Adds the output for the tokens that one row drew. The result is how many cached tokens it reports."""
-        request = sequence.request
-        if finish == "error" and sequence.constraint is not None:
-            self._finish(sequence, StepOutput(request.id, finish=finish, error=sequence.constraint.failure))
-            return 0
-        cached = None
-        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        if not sequence.has_reported:
-            prompt_logprobs = tuple(sequence.prompt_logprobs)
-            sequence.has_reported = True
-            cached = sequence.cached or 0
-        num_top = request.sampling.top_logprobs
-        output = StepOutput(
-            request.id,
-            tokens,
-            () if num_top is None else tuple(trimmed(one, num_top) for one in logprobs),
-            cached,
-            finish,
-            prompt_logprobs=prompt_logprobs,
-            num_drafted=checked.num_drafted,
-            num_accepted=checked.num_accepted,
-            num_predicted=checked.num_predicted,
-        )
-        if finish is None:
-            self._outputs.append(output)
-        else:
-            self._finish(sequence, output)
-        return cached or 0
-
-    def _finish(self, sequence: Sequence, last: StepOutput) -> None:
-        sequence.finished = True
+    def _finish(self, generation: Generation, last: StepOutput) -> None:
+        generation.is_finished = True
+        request = generation.request
         if self._runner.pictures is not None:
-            self._runner.pictures.remove(sequence.request.pictures)
-        self._scheduler.drop(sequence)
-        del self._sequences[sequence.request.id]
+            self._runner.pictures.remove(request.pictures)
+        self._scheduler.drop(generation.sequence)
+        self._speculation.end(request.id)
+        self._constrained.discard(request.id)
+        del self._generations[request.id]
         self._outputs.append(last)
 
     # -- facts -----------------------------------------------------------------------------------------------------

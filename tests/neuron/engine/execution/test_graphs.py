@@ -7,16 +7,15 @@ import itertools
 import pytest
 import torch
 
-from cortex.neuron.engine.drawn_tokens import draws_of
 from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, MAX_NATIVE_ROWS, SIZES, GraphSizes, SizedGraphs
 from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.generation import draws_of
 from cortex.neuron.engine.kv.page_groups import KVPages
 from cortex.neuron.engine.memory.plan import StateSlots
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.engine.scheduling.limits import SchedulerLimits
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
-from cortex.neuron.engine.speculation.drafter import Draft
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.layers.parallel import SingleRank
 from cortex.neuron.layers.parameters import Parameters
@@ -24,6 +23,7 @@ from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.families.llama import Llama
 
 from ...tiny_models import tiny_sizes
+from ..scheduling.planned_steps import read
 from .replays import ReplayOnCpu
 
 CPU = torch.device("cpu")
@@ -75,23 +75,23 @@ class Bench:
             for number, prompt in enumerate(prompts)
         ]
         while True:
+            guesses = {}
             for number, sequence in enumerate(sequences if expected is not None else ()):
                 done = len(sequence.tokens) - len(sequence.request.prompt)
                 right = (expected or [])[number][done : done + 1 + number]
                 drafted = tuple(token if (done + place) % 5 else 0 for place, token in enumerate(right))
-                sequence.draft = Draft(drafted, (1.0,) * len(drafted), "lookup")
-            if (plan := self.scheduler.plan()) is None:
+                guesses[sequence.request.id] = drafted
+            if (plan := self.scheduler.plan(guesses)) is None:
                 break
             by_row = {sequence.row: sequence for sequence in self.scheduler.running}
-            draws = [draw for row in plan.rows if row.outputs.draws for draw in draws_of(by_row[row.row], row)]
+            draws = [draw for row in plan.rows if row.outputs.draws for draw in draws_of(by_row[row.row].request, row)]
             launched = self.runner.launch(plan, draws)
             for row, result in zip(plan.rows, launched.read(), strict=True):
                 sequence = by_row[row.row]
-                self.scheduler.row_read(sequence, row, result.tokens)
+                read(self.scheduler, sequence, row, result.tokens)
                 if not sequence.wants_more:
-                    sequence.finished = True
                     self.scheduler.drop(sequence)
-        return [sequence.tokens[len(sequence.request.prompt) :] for sequence in sequences]
+        return [[*sequence.tokens][len(sequence.request.prompt) :] for sequence in sequences]
 
 
 PROMPTS: list[tuple[int, ...]] = [(3, 1, 4), (1, 5, 9, 2, 6), (5, 3)]

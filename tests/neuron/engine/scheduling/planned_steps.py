@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from cortex.neuron.engine.kv.page_groups import KVPages
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.scheduling.limits import SchedulerLimits
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.scheduling.sequence import Sequence
-from cortex.neuron.engine.scheduling.step_plan import StepPlan
+from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepPlan
 from cortex.neuron.vision.picture import PictureRules
 
 PAGE = 4
@@ -50,15 +52,18 @@ def collect(scheduler: Scheduler, plan: StepPlan, token: int = 7) -> None:
     by_row = {sequence.row: sequence for sequence in scheduler.running}
     for row in plan.rows:
         sequence = by_row[row.row]
-        scheduler.row_read(sequence, row, (token,) * row.outputs.draws)
+        read(scheduler, sequence, row, (token,) * row.outputs.draws)
         if len(sequence.tokens) - len(sequence.request.prompt) == sequence.request.max_tokens:
-            end(scheduler, sequence)
+            scheduler.drop(sequence)
     scheduler.check_integrity()
 
 
-def end(scheduler: Scheduler, sequence: Sequence) -> None:
-    sequence.finished = True
-    scheduler.drop(sequence)
+def read(scheduler: Scheduler, sequence: Sequence, row: RowPlan, tokens: Iterable[int]) -> None:
+    """The host reads a row that drew these tokens, as a step loop does, which owns the tokens of a sequence."""
+    assert isinstance(sequence.tokens, list)
+    known = len(sequence.tokens)
+    sequence.tokens.extend(tokens)
+    scheduler.row_read(sequence, row, len(sequence.tokens) - known)
 
 
 def run_to_the_end(scheduler: Scheduler) -> list[StepPlan]:

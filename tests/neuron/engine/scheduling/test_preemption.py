@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .planned_steps import PAGE, collect, end, other, planned, request, run_to_the_end, scheduler_of, spans
+from .planned_steps import PAGE, collect, other, planned, request, run_to_the_end, scheduler_of, spans
 
 
 def test_preempts_the_youngest_sequence_when_pages_run_out() -> None:
@@ -86,7 +86,7 @@ def test_drop_frees_everything_at_once_in_every_phase(phase: str) -> None:
         last = planned(scheduler)
         if phase == "decoding":
             collect(scheduler, last)
-    end(scheduler, sequence)
+    scheduler.drop(sequence)
     scheduler.check_integrity()
     assert scheduler.pages.num_held == 0
     assert scheduler.plan() is None
@@ -127,7 +127,7 @@ def test_pages_of_a_distrusted_sequence_are_not_reused() -> None:
     planned(scheduler)
     assert sick.cached == 8
     scheduler.distrust(sick)
-    end(scheduler, sick)
+    scheduler.drop(sick)
     scheduler.check_integrity()
     again = scheduler.add(request("again", 12))
     planned(scheduler)

@@ -13,7 +13,7 @@ from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.scheduling.step_plan import DRAW_ONE, LATEST_TOKEN, NO_OUTPUT, RowInputs, RowOutputs, RowPlan
 from cortex.neuron.vision.picture import Picture, PictureGrid, PictureRules
 
-from .planned_steps import PAGE, collect, other, planned, request, run_to_the_end, scheduler_of, spans
+from .planned_steps import PAGE, collect, other, planned, read, request, run_to_the_end, scheduler_of, spans
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_row_that_draws_after_guesses_advances_by_its_accepted_tokens(accepted: 
     row = RowPlan(sequence.row, 4, RowInputs(4, (7, 7, 8, 9)), RowOutputs(draws=4))
     scheduler.pages.extend(sequence.pages, 8)
     sequence.planned, sequence.in_flight = row.count, row.outputs.draws
-    scheduler.row_read(sequence, row, accepted)
+    read(scheduler, sequence, row, accepted)
     scheduler.check_integrity()
     assert (sequence.computed, sequence.planned, sequence.in_flight) == (computed, 0, 0)
     assert sequence.tokens == [0, 1, 2, 3, 7, *accepted]
@@ -118,7 +118,7 @@ def test_preempted_chunk_is_not_computed_again_before_its_step_is_read() -> None
     first = planned(scheduler)
     scheduler.retract(planned(scheduler))
     assert scheduler.plan() is None
-    scheduler.row_read(sequence, first.rows[0], ())
+    scheduler.row_read(sequence, first.rows[0], 0)
     assert (sequence.computed, sequence.planned) == (0, 0)
     run_to_the_end(scheduler)
     assert len(sequence.tokens) == 13

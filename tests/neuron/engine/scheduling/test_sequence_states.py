@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.neuron.engine.scheduling.folding_device import VOCAB, FoldingDevice, next_token
+from tests.neuron.engine.scheduling.planned_steps import read
 
 from cortex.neuron.engine.kv.page_groups import KVPages
 from cortex.neuron.engine.kv.recurrent_checkpoints import RecurrentCheckpoints
@@ -12,7 +13,6 @@ from cortex.neuron.engine.scheduling.limits import SchedulerLimits
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.scheduling.sequence import Sequence
 from cortex.neuron.engine.scheduling.step_plan import StepPlan
-from cortex.neuron.engine.speculation.drafter import Draft
 
 
 def run(
@@ -25,13 +25,11 @@ def run(
         for _ in range(3 if len(past) < drafts_until else 0):
             past = (*past, next_token(past))
         guesses = past[len(sequence.tokens) :]
-        sequence.draft = Draft(guesses, (1.0,) * len(guesses), "lookup")
-        plan = scheduler.plan()
+        plan = scheduler.plan({request.id: guesses} if guesses else {})
         assert plan is not None
         plans.append(plan)
         for row, tokens in zip(plan.rows, device.launch(plan), strict=True):
-            scheduler.row_read(sequence, row, tokens)
-    sequence.finished = True
+            read(scheduler, sequence, row, tokens)
     scheduler.drop(sequence)
     scheduler.check_integrity()
     return sequence, plans

@@ -4,11 +4,13 @@ exactly its own tokens, whatever was saved, evicted, preempted, cancelled or ret
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.neuron.engine.scheduling.folding_device import VOCAB, FoldingDevice, Tokens, next_token
+from tests.neuron.engine.scheduling.planned_steps import read
 
 from cortex.neuron.engine.kv.page_groups import KVPages
 from cortex.neuron.engine.kv.recurrent_checkpoints import RecurrentCheckpoints
@@ -17,7 +19,6 @@ from cortex.neuron.engine.scheduling.limits import SchedulerLimits
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.scheduling.sequence import Sequence
 from cortex.neuron.engine.scheduling.step_plan import RowPlan
-from cortex.neuron.engine.speculation.drafter import Draft
 
 
 class Trace(RuleBasedStateMachine):
@@ -86,19 +87,22 @@ class Trace(RuleBasedStateMachine):
         """Some draft tokens are right, and some wrong."""
         while self.in_flight:
             self._collect()
+        guesses = {}
         for sequence, tokens in zip(self.scheduler.running, drafted, strict=False):
             past = tuple(sequence.tokens)
             for token in tokens:
                 past = (*past, next_token(past) if token else token)
-            guesses = past[len(sequence.tokens) :]
-            sequence.draft = Draft(guesses, (1.0,) * len(guesses), "lookup")
-        self.step()
+            guesses[sequence.request.id] = past[len(sequence.tokens) :]
+        self._step(guesses)
 
     @rule()
     def step(self) -> None:
+        self._step({})
+
+    def _step(self, drafted: Mapping[str, tuple[int, ...]]) -> None:
         if any(row.drafted for step in self.in_flight for _, row, _ in step):
             self._collect()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(drafted)
         if plan is not None:
             assert plan.num_tokens <= self.limits.step_tokens
             by_row = {sequence.row: sequence for sequence in self.scheduler.running}
@@ -130,18 +134,17 @@ class Trace(RuleBasedStateMachine):
 
     def _collect(self) -> None:
         for sequence, row, tokens in self.in_flight.popleft():
-            if sequence.finished:
+            if sequence.request.id not in self.live:
                 continue
             for number, token in enumerate(tokens):
                 past = (*sequence.tokens, *tokens[:number])
                 assert token == next_token(past), "a token was drawn from another history"
-            self.scheduler.row_read(sequence, row, tokens)
+            read(self.scheduler, sequence, row, tokens)
             if len(sequence.tokens) == len(sequence.request.prompt) + sequence.request.max_tokens:
                 self.conversations.append(tuple(sequence.tokens))
                 self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        sequence.finished = True
         self.scheduler.drop(sequence)
         del self.live[sequence.request.id]
 

@@ -7,6 +7,7 @@ batched, shared, preempted, cancelled or retracted, every request must end with 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import replace
 
@@ -21,7 +22,8 @@ from cortex.neuron.engine.scheduling.limits import SchedulerLimits
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.scheduling.sequence import NO_ROW, Sequence
 from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepPlan
-from cortex.neuron.engine.speculation.drafter import Draft
+
+from .planned_steps import read
 
 VOCAB = 3
 """Few tokens, so that requests also share prefixes by chance."""
@@ -230,17 +232,20 @@ class Trace(RuleBasedStateMachine):
         """Some draft tokens are right, and some wrong."""
         while self.in_flight:
             self._collect()
+        guesses = {}
         for sequence, tokens in zip(self.scheduler.running, drafted, strict=False):
             right = continuation(sequence.request)[len(sequence.tokens) - len(sequence.request.prompt) :]
-            draft = (*right[: len(tokens)], *tokens)[: 2 * len(tokens)]
-            sequence.draft = Draft(draft, (1.0,) * len(draft), "lookup")
-        self.step()
+            guesses[sequence.request.id] = (*right[: len(tokens)], *tokens)[: 2 * len(tokens)]
+        self._step(guesses)
 
     @rule()
     def step(self) -> None:
+        self._step({})
+
+    def _step(self, drafted: Mapping[str, tuple[int, ...]]) -> None:
         if any(row.drafted for step in self.in_flight for _, row, _ in step):
             self._collect()
-        plan = self._plan()
+        plan = self._plan(drafted)
         if plan is not None:
             self._launch(plan)
         if self.in_flight and (not self.late or plan is None or len(self.in_flight) > 1):
@@ -254,7 +259,7 @@ class Trace(RuleBasedStateMachine):
 
     @rule()
     def a_step_fails(self) -> None:
-        plan = self._plan()
+        plan = self._plan({})
         if plan is not None:
             self.device.fail(plan)
             self.scheduler.retract(plan)
@@ -304,9 +309,9 @@ class Trace(RuleBasedStateMachine):
         assert self.scheduler.plan() is None
         assert self.scheduler.pages.num_held == 0, "a page was leaked"
 
-    def _plan(self) -> StepPlan | None:
+    def _plan(self, drafted: Mapping[str, tuple[int, ...]]) -> StepPlan | None:
         num_sequences = len(self.scheduler.running) + len(self.scheduler.waiting)
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(drafted)
         if plan is None:
             return None
         assert plan.rows
@@ -334,12 +339,12 @@ class Trace(RuleBasedStateMachine):
 
     def _collect(self) -> None:
         for sequence, row, tokens in self.in_flight.popleft():
-            if sequence.finished:
+            if sequence.request.id not in self.live:
                 continue
             request = sequence.request
             ends = [number for number, token in enumerate(tokens, start=1) if token in request.stop_token_ids]
             tokens = tokens[: min(ends, default=len(tokens))]
-            self.scheduler.row_read(sequence, row, tokens)
+            read(self.scheduler, sequence, row, tokens)
             drawn = sequence.tokens[len(request.prompt) :]
             if not set(tokens).isdisjoint(request.stop_token_ids) or len(drawn) == request.max_tokens:
                 assert drawn == continuation(request), "scheduling changed what a request gets"
@@ -349,7 +354,6 @@ class Trace(RuleBasedStateMachine):
         held = [set(each.pages) for each in sequence.pages]
         pools = [group.pool for group in self.scheduler.pages.groups]
         free = [pool.num_free for pool in pools]
-        sequence.finished = True
         self.scheduler.drop(sequence)
         del self.live[sequence.request.id]
         for group, own in enumerate(held):

@@ -9,7 +9,9 @@ there is no deadlock. A step may be planned before the host knows the tokens of 
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -20,6 +22,7 @@ from cortex.neuron.engine.kv.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.scheduling.admission import SequenceAdmission
 from cortex.neuron.engine.scheduling.limits import SchedulerLimits
+from cortex.neuron.engine.scheduling.picture_positions import NO_PICTURES, PicturePositions
 from cortex.neuron.engine.scheduling.prefill_shares import PrefillShares, needed_tokens
 from cortex.neuron.engine.scheduling.prompt_tails import PromptTails
 from cortex.neuron.engine.scheduling.sequence import NO_ROW, Sequence
@@ -29,6 +32,9 @@ from cortex.neuron.vision.picture import PictureRules
 
 if TYPE_CHECKING:
     from cortex.neuron.engine.host_pages.tier import HostTier  # imports torch
+
+
+NOTHING_DRAFTED: Mapping[str, tuple[int, ...]] = {}
 
 
 class Scheduler:
@@ -64,8 +70,12 @@ class Scheduler:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def add(self, request: EngineRequest) -> Sequence:
-        """Queues a request. Raises RequestError for one that could never run."""
+    def add(
+        self, request: EngineRequest, tokens: Ordered[int] | None = None, packed: array[int] | None = None
+    ) -> Sequence:
+        """Queues a request. `tokens`: its prompt, to which the caller appends what it reads; None: nothing will be
+        appended. `packed`: the prompt in 32 bits, if the caller has it. Raises RequestError for a request that could
+        never run."""
         if not request.prompt:
             raise RequestError("the prompt is empty: send at least one token")
         if request.max_tokens < 1:
@@ -80,7 +90,11 @@ class Scheduler:
             raise RequestError("the model was loaded without its vision tower, and the prompt has images")
         if any(picture.end > len(request.prompt) for picture in request.pictures):
             raise RequestError("an image of the request has no place in its prompt")
-        sequence = Sequence.of(request, self._pictures)
+        places = NO_PICTURES
+        if request.pictures and self._pictures is not None:
+            places = PicturePositions(request.pictures, self._pictures)
+        packed = array("I") if packed is None else packed
+        sequence = Sequence(request, list(request.prompt) if tokens is None else tokens, packed, places)
         self.waiting.append(sequence)
         return sequence
 
@@ -126,10 +140,16 @@ class Scheduler:
         """The running sequences that the next step decodes, the oldest first."""
         return [sequence for sequence in self.running if sequence.drew_in_row and sequence.wants_more]
 
-    def plan(self) -> StepPlan | None:
-        """The next step, or None if nothing can be computed now."""
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether prompts wait or are computed."""
+        return bool(self.waiting) or not all(sequence.drew_in_row for sequence in self.running)
+
+    def plan(self, drafted: Mapping[str, tuple[int, ...]] = NOTHING_DRAFTED) -> StepPlan | None:
+        """The next step, or None if nothing can be computed now. `drafted`: draft tokens that the rows of `decoding`
+        check, by the id of their request; only if no step is in flight."""
         draft = self._new_draft()
-        self._plan_decodes(draft)
+        self._plan_decodes(draft, drafted)
         prefilling = [sequence for sequence in self.running if not sequence.drew_in_row]
         budget = self.limits.prefill_tokens(draft.num_tokens, len(prefilling) + len(self.waiting))
         may_start = () if self._is_blocked and any(each.wants_more for each in prefilling) else self.waiting
@@ -180,9 +200,9 @@ class Scheduler:
             self._is_blocked = False
         return draft.finish()
 
-    def _plan_decodes(self, draft: StepDraft) -> None:
+    def _plan_decodes(self, draft: StepDraft, drafted: Mapping[str, tuple[int, ...]]) -> None:
         decoding, spare = self.decoding, 0
-        if any(sequence.draft.tokens for sequence in decoding):
+        if drafted:
             spare = self.limits.step_tokens - sum([sequence.remaining for sequence in decoding])
             for sequence in decoding:  # the host gives all tokens of a step that checks drafts
                 sequence.is_token_on_device = False
@@ -193,19 +213,20 @@ class Scheduler:
             if draft.num_tokens + end - sequence.scheduled > self.limits.step_tokens:
                 break
             if self._make_room(sequence, end, draft):
-                if spare and sequence.draft.tokens:
-                    num_drafts = self._fit_drafts(sequence, spare, draft)
+                tokens = drafted.get(sequence.request.id, ()) if drafted else ()
+                if spare and tokens:
+                    num_drafts = self._fit_drafts(sequence, min(spare, len(tokens)), draft)
                     spare -= num_drafts
                     end += num_drafts
                 self._states.before_decode(sequence, end, draft)
-                self._add_row(sequence, end, draft)
+                self._add_row(sequence, end, draft, tokens)
                 self._states.decode(sequence, draft)
 
-    def _fit_drafts(self, sequence: Sequence, room: int, draft: StepDraft) -> int:
-        """How many of its draft tokens the next row of `sequence` checks. They take no page that another sequence
+    def _fit_drafts(self, sequence: Sequence, count: int, draft: StepDraft) -> int:
+        """How many of `count` draft tokens the next row of `sequence` checks. They take no page that another sequence
         would be preempted for."""
         allowed = sequence.request.max_tokens - sequence.num_drawn - 1
-        count = self._states.num_drafts(sequence, min(len(sequence.draft.tokens), room, allowed))
+        count = self._states.num_drafts(sequence, min(count, allowed))
         added = self.pages.extend(sequence.pages, sequence.length + count) if count > 0 else None
         if added is None:
             return 0
@@ -298,18 +319,16 @@ class Scheduler:
         self._tails.commit(sequence, draft)
         return end - start
 
-    def _add_row(self, sequence: Sequence, end: int, draft: StepDraft) -> None:
+    def _add_row(self, sequence: Sequence, end: int, draft: StepDraft, drafted: tuple[int, ...] = ()) -> None:
         """Adds the next positions of `sequence`, up to `end`, to the draft."""
         first_new = sequence.committed
-        row = sequence.next_row(end, writes=sequence.scheduled >= first_new * self.pages.page_tokens)
+        row = sequence.next_row(end, drafted, writes=sequence.scheduled >= first_new * self.pages.page_tokens)
         draft.add(row)
         draws = row.outputs.draws
         sequence.planned += row.inputs.count
         sequence.in_flight += draws
         sequence.drew_in_row |= draws > 0
         sequence.is_token_on_device = draws == 1
-        if sequence.draft.tokens:
-            sequence.draft = sequence.draft.first(0)
         self._commit(sequence)
         if sequence.committed > first_new:
             draft.being_computed.update(sequence.digests[first_new : sequence.committed])
@@ -357,16 +376,15 @@ class Scheduler:
 
     # -- results ---------------------------------------------------------------------------------------------------
 
-    def row_read(self, sequence: Sequence, row: RowPlan, tokens: Ordered[int]) -> None:
-        """Records the results of a launched row, once the host has read them. `tokens`: the accepted ones of those
-        drawn."""
+    def row_read(self, sequence: Sequence, row: RowPlan, num_accepted: int) -> None:
+        """Records a launched row, once the host has read its results and appended the accepted ones of the drawn tokens
+        to those of the sequence."""
         sequence.planned -= row.inputs.count
         sequence.in_flight -= row.outputs.draws
-        sequence.tokens += tokens
         if sequence.row != NO_ROW:  # else it was preempted: its pages are gone
-            if len(tokens) == row.outputs.draws or not self._states.rejected(sequence):
-                sequence.computed += row.num_computed(len(tokens))
-            if tokens:
+            if num_accepted == row.outputs.draws or not self._states.rejected(sequence):
+                sequence.computed += row.num_computed(num_accepted)
+            if num_accepted:
                 self._commit(sequence)
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""A request while it runs: its tokens, its pages, and its progress."""
+"""Where a request lies while it runs: its row, its pages, the slots of its states, and how far it is computed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ from array import array
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.kv.page_groups import Holding
 from cortex.neuron.engine.kv.pages import ROOT, Digest, page_digests, tail_digest
 from cortex.neuron.engine.kv.recurrent_checkpoints import DecodeCheckpoint
-from cortex.neuron.engine.request import EngineRequest, TokenLogprobs
-from cortex.neuron.engine.sampling.constraints import Constraint
+from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.engine.scheduling.picture_positions import NO_PICTURES, PicturePositions
 from cortex.neuron.engine.scheduling.step_plan import (
     DRAW_ONE,
@@ -24,23 +20,22 @@ from cortex.neuron.engine.scheduling.step_plan import (
     RowOutputs,
     RowPlan,
 )
-from cortex.neuron.engine.speculation.drafter import NO_DRAFT, Draft, Drafter
-from cortex.neuron.vision.picture import PictureRules
 
 NO_ROW = -1
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Mutable state of one request. The scheduler is the only writer.
+    """Written by the scheduler and the other modules of this folder only. The step loop owns the tokens, and the
+    speculation the drafts.
 
     A launched step is in flight until the host reads its results. Until then its tokens exist only on the device. The
     device runs steps in order, so a step may be planned that relies on those in flight.
     """
 
     request: EngineRequest
-    tokens: list[int]
-    """Those of the prompt and the drawn ones that the host knows."""
+    tokens: Ordered[int]
+    """Those of the prompt and the drawn ones that the host knows. It grows; only read it."""
     packed: array[int] = field(default_factory=lambda: array("I"))
     """The first of them in 32 bits, from which digests are computed."""
     pictures: PicturePositions = NO_PICTURES
@@ -60,10 +55,6 @@ class Sequence:
     """Whether its last token was drawn in its current row."""
     is_token_on_device: bool = False
     """Whether the device knows its last token: it was the only one that its row drew."""
-    draft: Draft = NO_DRAFT
-    """What its next row is to check."""
-    drafter: Drafter | None = None
-    """Where its draft tokens come from; None: nowhere."""
     committed: int = 0
     """Leading pages whose digests the pool knows."""
     cached: int | None = None
@@ -78,19 +69,6 @@ class Sequence:
     """The slot that its recurrent state is copied to before a row checks draft tokens."""
     is_state_ahead: bool = False
     """Whether the recurrent state of its row includes rejected tokens: the one in `snapshot` is valid."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """They begin with the second token of the prompt and reach as far as steps were read; only if the request asks for
-    them."""
-    has_reported: bool = False
-    """Whether its first output was made."""
-    constraint: Constraint | None = None
-    """The grammar that its output must conform to; None: no constraint."""
-    finished: bool = False
-
-    @classmethod
-    def of(cls, request: EngineRequest, rules: PictureRules | None = None) -> Sequence:
-        pictures = PicturePositions(request.pictures, rules) if request.pictures and rules is not None else NO_PICTURES
-        return cls(request, list(request.prompt), pictures=pictures)
 
     @property
     def length(self) -> int:
@@ -114,22 +92,22 @@ class Sequence:
     @property
     def wants_more(self) -> bool:
         request = self.request
-        return not self.finished and len(self.tokens) + self.in_flight - len(request.prompt) < request.max_tokens
+        return len(self.tokens) + self.in_flight - len(request.prompt) < request.max_tokens
 
     @property
     def scores_prompt(self) -> bool:
         """Whether log-probabilities of its prompt are still needed: then every position is computed, cached or not."""
-        return self.request.prompt_logprobs is not None and not self.has_reported
+        return self.request.prompt_logprobs is not None and len(self.tokens) == len(self.request.prompt)
 
-    def next_row(self, end: int, *, writes: bool) -> RowPlan:
-        """The row that computes the next positions, up to `end`."""
+    def next_row(self, end: int, drafted: tuple[int, ...], *, writes: bool) -> RowPlan:
+        """The row that computes the next positions, up to `end`, with the draft tokens that reach up to there."""
         start = self.computed + self.planned
         lag = self.pictures.lag(start) if self.request.pictures else 0
         if self.is_token_on_device and end - start == 1 and self.drew_in_row:
             latest = RowInputs(1, None, rope_lag=lag) if lag else LATEST_TOKEN
             return RowPlan(self.row, start, latest, DRAW_ONE, decodes=True)
         if self.drew_in_row:
-            tokens = (*self.tokens[start:], *self.draft.tokens)[: end - start]
+            tokens = (*self.tokens[start:], *drafted)[: end - start]
             outputs = RowOutputs(draws=1 + end - len(self.tokens))
             return RowPlan(self.row, start, RowInputs(end - start, tokens, rope_lag=lag), outputs, decodes=True)
         following = self.tokens[end] if end < len(self.tokens) else None
@@ -170,15 +148,3 @@ class Sequence:
         if self.tail is None and num_pages and rest and not (pictures and pictures[-1].end > last):
             salt = self.pictures.salt(last - rest, last) if pictures else b""
             self.tail = tail_digest(self.digests[num_pages - 1], prompt[last - rest : last], salt)
-
-
-def packed_tokens(name: str, tokens: Ordered[int], vocab: int) -> array[int]:
-    """A copy of the token ids, in 32 bits. An array is checked in a quarter of the time that `min` and `max` take,
-    which matters for prompts of many thousands. Raises RequestError for ids that are not from 0 to `vocab` - 1."""
-    try:
-        packed = array("I", tokens)
-        if not packed or np.frombuffer(packed, np.uint32).max() < vocab:
-            return packed
-    except OverflowError:
-        pass
-    raise RequestError(f"the {name} has token ids outside the model's vocabulary of {vocab}")

@@ -7,6 +7,7 @@ expected there was right. So a sequence whose text begins to repeat is noticed w
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -58,7 +59,7 @@ class Drafter:
 
     def __init__(
         self,
-        text: list[int],
+        text: Sequence[int],
         prediction: tuple[int, ...] = (),
         *,
         is_on: bool = True,

@@ -1,11 +1,14 @@
-"""Gives the sequences of a step their draft tokens, and learns from the results."""
+"""Drafts tokens for the sequences of a step, and learns from the results."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from typing import Final
 
+from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.engine.sampling.constraints import Constraint
 from cortex.neuron.engine.scheduling.sequence import Sequence
 from cortex.neuron.engine.scheduling.step_plan import RowPlan
 from cortex.neuron.engine.speculation.drafter import NO_DRAFT, Draft, Drafter, DraftKind, ProposalKind
@@ -31,8 +34,32 @@ class CheckedDraft:
 NOTHING_CHECKED = CheckedDraft("lookup", 0, 0, 0)
 
 
+@dataclass(slots=True)
+class _Drafting:
+    """What is drafted for one request."""
+
+    drafter: Drafter
+    constraint: Constraint | None
+    """The grammar that its output must conform to. Only read here."""
+    kind: DraftKind = "lookup"
+    """Of the latest draft."""
+
+    def draft(self, sequence: Sequence, count: int) -> Draft:
+        """Up to `count` tokens that its grammar, if it has one, allows."""
+        count = min(count, sequence.request.max_tokens - sequence.num_drawn - 1)
+        if not self.drafter.is_on or count < 1:
+            return NO_DRAFT
+        draft = self.drafter.draft(count)
+        if self.constraint is None:
+            return draft
+        forced = self.constraint.forced_tokens()[:count]
+        if forced:
+            draft = self.drafter.forced(forced)
+        return draft.first(self.constraint.num_allowed(draft.tokens))
+
+
 class Speculation:
-    """The draft tokens of one model's sequences. Belongs to the engine thread."""
+    """Owns what is drafted for the requests of one model: nothing else writes it. Belongs to the engine thread."""
 
     def __init__(
         self,
@@ -48,19 +75,25 @@ class Speculation:
         self.rule = rule
         self._new_drafter = new_drafter
         self.is_on = is_on
+        self._drafting: dict[str, _Drafting] = {}
+        """By the id of the request; only those that have drafts or a prediction."""
 
     @property
     def proposes(self) -> bool:
         """Whether the device may compute draft tokens."""
         return self._proposals is not None and self.is_on
 
-    def begin(self, sequence: Sequence) -> None:
-        """Before the first step of a sequence."""
-        request = sequence.request
+    def begin(self, request: EngineRequest, tokens: Ordered[int], constraint: Constraint | None) -> None:
+        """Before the first step of a request. `tokens`: of prompt and output; it grows, and is only read here."""
         drafts = self.is_on and request.speculates
         if drafts or request.prediction:
             kind = self._proposals if drafts else None
-            sequence.drafter = self._new_drafter(sequence.tokens, request.prediction, is_on=drafts, proposals=kind)
+            drafter = self._new_drafter(tokens, request.prediction, is_on=drafts, proposals=kind)
+            self._drafting[request.id] = _Drafting(drafter, constraint)
+
+    def end(self, request_id: str) -> None:
+        """The request has ended."""
+        self._drafting.pop(request_id, None)
 
     def num_proposals(self, decoding: Ordered[tuple[Sequence, RowPlan]], *, is_mixed: bool) -> int | None:
         """How many draft tokens the device computes in the next step for each row that draws; see `StepPlan`. A step
@@ -70,12 +103,13 @@ class Speculation:
             return None
         odds, follows_text = [], False
         for sequence, row in decoding:
-            if sequence.drafter is None or sequence.drafter.proposal_kind is None:
+            drafting = self._drafting.get(sequence.request.id)
+            if drafting is None or drafting.drafter.proposal_kind is None:
                 continue
-            if row.drafted and sequence.draft.kind != self._proposals:
+            if row.drafted and drafting.kind != self._proposals:
                 follows_text = True  # what it is expected to go on doing
             else:
-                odds.append(sequence.drafter.proposal_chances)
+                odds.append(drafting.drafter.proposal_chances)
         count = self.rule.num_proposals(odds, len(decoding)) if odds and len(decoding) <= MAX_ROWS else 0
         return count or (0 if is_mixed or follows_text else None)
 
@@ -83,10 +117,19 @@ class Speculation:
         """Whether the next step would check drafts, as far as is known before the last one is read."""
         return any(draft.tokens for draft in self._drafts(decoding, is_mixed=is_mixed))
 
-    def assign(self, decoding: Ordered[Sequence], *, is_mixed: bool) -> None:
-        """Gives drafts to the sequences, all of whose tokens the host knows."""
+    def draft(self, decoding: Ordered[Sequence], *, is_mixed: bool) -> Mapping[str, tuple[int, ...]]:
+        """The draft tokens that the next step checks, by the id of their request. The host must know all tokens of the
+        sequences."""
+        drafted: dict[str, tuple[int, ...]] = {}
+        if not self._drafting:
+            return drafted
         for sequence, draft in zip(decoding, self._drafts(decoding, is_mixed=is_mixed), strict=True):
-            sequence.draft = draft
+            drafting = self._drafting.get(sequence.request.id)
+            if drafting is not None:
+                drafting.kind = draft.kind
+                if draft.tokens:
+                    drafted[sequence.request.id] = draft.tokens
+        return drafted
 
     def _drafts(self, decoding: Ordered[Sequence], *, is_mixed: bool) -> list[Draft]:
         nothing = [NO_DRAFT] * len(decoding)
@@ -96,36 +139,24 @@ class Speculation:
         most = min(MAX_WIDTH, self.rule.max_tokens - num_tokens)
         if most < 1:
             return nothing
-        drafts = [_draft(sequence, most) for sequence in decoding]
+        drafting = [self._drafting.get(sequence.request.id) for sequence in decoding]
+        drafts = [
+            NO_DRAFT if each is None else each.draft(sequence, most)
+            for sequence, each in zip(decoding, drafting, strict=True)
+        ]
         if not any(draft.tokens for draft in drafts):
             return nothing
         widths = self.rule.widths(drafts, num_tokens, is_mixed=is_mixed)
         return [draft.first(width) for draft, width in zip(drafts, widths, strict=True)]
 
-    def read(
-        self, sequence: Sequence, row: RowPlan, tokens: Ordered[int], proposed: tuple[int, ...] = ()
-    ) -> CheckedDraft:
-        """Records what became of the drafts of a row. `tokens`: those that the row added to the sequence. `proposed`:
+    def read(self, request_id: str, row: RowPlan, tokens: Ordered[int], proposed: tuple[int, ...] = ()) -> CheckedDraft:
+        """Records what became of the drafts of a row. `tokens`: those that the row added to the request. `proposed`:
         draft tokens for the next one."""
-        drafter, drafted, kind = sequence.drafter, row.drafted, sequence.draft.kind
-        if drafter is None:
+        drafting = self._drafting.get(request_id)
+        if drafting is None:
             return NOTHING_CHECKED
+        drafter, drafted, kind = drafting.drafter, row.drafted, drafting.kind
         num_accepted = sum(guess == token for guess, token in zip(drafted, tokens, strict=False))
         drafter.checked(kind, len(drafted), num_accepted)
         drafter.propose(proposed)
         return CheckedDraft(kind, len(drafted), num_accepted, drafter.follow_prediction())
-
-
-def _draft(sequence: Sequence, count: int) -> Draft:
-    """Up to `count` tokens that its grammar, if it has one, allows."""
-    drafter, constraint = sequence.drafter, sequence.constraint
-    count = min(count, sequence.request.max_tokens - sequence.num_drawn - 1)
-    if drafter is None or not drafter.is_on or count < 1:
-        return NO_DRAFT
-    draft = drafter.draft(count)
-    if constraint is None:
-        return draft
-    forced = constraint.forced_tokens()[:count]
-    if forced:
-        draft = drafter.forced(forced)
-    return draft.first(constraint.num_allowed(draft.tokens))

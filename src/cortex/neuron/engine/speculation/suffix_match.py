@@ -74,7 +74,7 @@ class SuffixMatch:
     """The place of a growing text in a corpus. Belongs to the engine thread."""
 
     def __init__(
-        self, corpus: Sequence[int], text: list[int], *, is_prediction: bool = False, searches: bool = True
+        self, corpus: Sequence[int], text: Sequence[int], *, is_prediction: bool = False, searches: bool = True
     ) -> None:
         """Both are kept and only read; `text` grows. They may be the same. `is_prediction`: the rest of the text is
         expected to be the corpus, with changes. `searches`: false: a text that leaves the corpus, but for replaced

@@ -283,6 +283,43 @@ def test_detects_an_import_cycle(tmp_path: Path) -> None:
     assert import_cycles(tmp_path) == ["cortex.wire.a → cortex.wire.b", "cortex.wire.b → cortex.wire.a"]
 
 
+def folder_circles(package: Path) -> list[str]:
+    """The pairs of folders of a package that import each other, whether or not their modules form a cycle."""
+    source = next(parent.parent for parent in package.parents if parent.name == "cortex")
+    name = module_name(source, package / "__init__.py")
+    folders = sorted(path.name for path in package.iterdir() if (path / "__init__.py").exists())
+    paths = [path for folder in folders for path in (package / folder).rglob("*.py")]
+    modules = {module_name(source, path) for path in paths}
+    imported = set()
+    for path in paths:
+        module = module_name(source, path)
+        tree = parsed(path)
+        for entry in imports_in(tree, module, is_package=path.stem == "__init__", modules=modules, for_types=True):
+            if entry.module.startswith(f"{name}."):
+                here, there = (each.removeprefix(f"{name}.").split(".")[0] for each in (module, entry.module))
+                imported.add((here, there))
+    return [f"{one} ↔ {other}" for one, other in sorted(imported) if one < other and (other, one) in imported]
+
+
+def test_folders_of_the_engine_do_not_import_each_other() -> None:
+    assert folder_circles(SOURCE / "cortex" / "neuron" / "engine") == []
+
+
+def test_detects_folders_that_import_each_other(tmp_path: Path) -> None:
+    for module, code in (
+        ("a/one", "from cortex.wire.b.two import x"),
+        ("b/two", ""),
+        ("b/three", "def f():\n    from cortex.wire.a import four"),
+        ("a/four", ""),
+        ("c/five", "from cortex.wire.a.four import x"),
+    ):
+        path = tmp_path / "cortex" / "wire" / f"{module}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.parent / "__init__.py").touch()
+        path.write_text(code)
+    assert folder_circles(tmp_path / "cortex" / "wire") == ["a ↔ b"]
+
+
 @pytest.mark.parametrize(
     ("file", "code", "expected"),
     [

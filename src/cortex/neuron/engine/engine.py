@@ -34,7 +34,7 @@ from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
 from cortex.neuron.engine.roofline.model_work import work_of
 from cortex.neuron.engine.sampling.constraints import Constraints
-from cortex.neuron.engine.scheduling.limits import SchedulerLimits
+from cortex.neuron.engine.scheduling.budget import SchedulerLimits
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.sleep import ModelSleep
 from cortex.neuron.engine.speculation.drafter import Drafter, ProposalKind

@@ -58,6 +58,8 @@ class StepLoop:
         self._constraints = constraints
         self._counters = counters
         self._overlaps = overlaps
+        self.host: HostTier | None = None
+        """Where pages are when the device has no room for them; None: nowhere."""
         self._generations: dict[str, Generation] = {}
         """By the id of the request, whether or not it has been admitted."""
         self._constrained: set[str] = set()
@@ -149,14 +151,10 @@ class StepLoop:
             self._speculation.rule.forget()
         return has_built or (self.host is not None and self.host.copy_while_idle())
 
-    @property
-    def host(self) -> HostTier | None:
-        """Where pages are when the device has no room for them; None: nowhere."""
-        return self._scheduler.host
-
     def keep_pages(self, new_tier: Callable[[Scheduler], HostTier]) -> None:
         """Copies pages to host memory from now on."""
-        self._scheduler.host = new_tier(self._scheduler)
+        self.host = new_tier(self._scheduler)
+        self._scheduler.use_offloaded(self.host)
 
     def end_copies(self) -> None:
         """Waits for the copies of pages: the device memory is about to be freed."""

@@ -14,7 +14,7 @@ from cortex.neuron.engine.kv.page_groups import KVPages
 from cortex.neuron.engine.memory.plan import StateSlots
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
-from cortex.neuron.engine.scheduling.limits import SchedulerLimits
+from cortex.neuron.engine.scheduling.budget import SchedulerLimits
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.layers.parallel import SingleRank

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from cortex.neuron.engine.kv.page_groups import KVPages
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.scheduling.limits import SchedulerLimits
+from cortex.neuron.engine.scheduling.budget import SchedulerLimits
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.scheduling.sequence import Sequence
 from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepPlan

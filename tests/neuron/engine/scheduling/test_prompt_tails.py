@@ -16,7 +16,7 @@ from tests.neuron.engine.scheduling.planned_steps import (
 
 from cortex.neuron.engine.kv.page_groups import KVPages
 from cortex.neuron.engine.kv.pages import tail_digest
-from cortex.neuron.engine.scheduling.limits import SchedulerLimits
+from cortex.neuron.engine.scheduling.budget import SchedulerLimits
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 
 

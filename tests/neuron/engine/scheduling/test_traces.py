@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cortex.neuron.engine.kv.page_groups import KVPages, Window, window_pages
 from cortex.neuron.engine.kv.pages import PADDING_PAGE
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.scheduling.limits import SchedulerLimits
+from cortex.neuron.engine.scheduling.budget import SchedulerLimits
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.scheduling.sequence import NO_ROW, Sequence
 from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepPlan

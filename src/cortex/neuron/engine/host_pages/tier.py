@@ -25,6 +25,7 @@ from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace
 from cortex.neuron.engine.kv.page_groups import IncomingPages, KVPages
 from cortex.neuron.engine.kv.pages import Digest
 from cortex.neuron.engine.kv.recurrent_checkpoints import RecurrentCheckpoints
+from cortex.neuron.engine.scheduling.admission import HasPage, HasState
 from cortex.neuron.engine.scheduling.step_plan import NamedBlocks, StepPlan
 
 FETCHED_PAGES = {"cuda": 8, "cpu": 1}
@@ -61,7 +62,8 @@ class OtherRanks(Protocol):
 
 
 class HostTier:
-    """One for each step loop; that of the leader for all ranks of a divided model. Belongs to the engine thread."""
+    """The `OffloadedPages` of one step loop; that of the leader serves all ranks of a divided model. Belongs to the
+    engine thread."""
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class HostTier:
         self._copies = copies
         self._new_kinds = new_kinds
         self._copies_ahead = copies_ahead
-        self.min_pages = min_pages
+        self._min_pages = min_pages
         self._others = others
         self._agreed: set[tuple[int, Digest]] | None = None
         """The blocks that all ranks have of the prefix that was asked for last; None: none was."""
@@ -107,27 +109,27 @@ class HostTier:
 
     # -- to the device ---------------------------------------------------------------------------------------------
 
-    def has_page(self, group: int, digest: Digest) -> bool:
+    def _has_page(self, group: int, digest: Digest) -> bool:
         """Whether host memory has this page. Pages of layers that keep no KV are everywhere."""
         if self._agreed is not None and (group, digest) not in self._agreed:
             return False
         return not self._blocks[group].num_bytes or self._store.has(self._kinds[group], digest)
 
-    def has_state(self, digest: Digest) -> bool:
-        return self._checkpoints is not None and self.has_page(len(self._blocks) - 1, digest)
+    def _has_state(self, digest: Digest) -> bool:
+        return self._checkpoints is not None and self._has_page(len(self._blocks) - 1, digest)
 
-    def verify(self, digests: Sequence[Digest]) -> None:
+    def _verify(self, digests: Sequence[Digest]) -> None:
         """Before the blocks of these prefixes are looked for: see `DeviceHostMemory.verifies`."""
         if self._host.verifies:
             self._host.drop_damaged(self._kinds, digests)
 
-    def agree(self, digests: Sequence[Digest], cached: int, count: int) -> bool:
+    def _agree(self, digests: Sequence[Digest], cached: int, count: int) -> bool:
         """Asks the other ranks of a divided model which blocks of the first `count` pages they have: until `fetch`,
         only those count that all ranks have. False: there is nothing to ask."""
-        if self._others is None or count - cached < self.min_pages:
+        if self._others is None or count - cached < self._min_pages:
             return False
         wanted = [
-            NamedBlocks(part, (), tuple(digest for digest in digests[:count] if self.has_page(part, digest)))
+            NamedBlocks(part, (), tuple(digest for digest in digests[:count] if self._has_page(part, digest)))
             for part in range(len(self._blocks))
         ]
         votes = self._others.held(wanted)
@@ -139,28 +141,37 @@ class HostTier:
             self._store.forget(self._kinds[blocks.part], [digest for digest, is_held in pairs if not is_held])
         return True
 
-    @property
-    def is_empty(self) -> bool:
-        return not len(self._store)
+    def may_have(self, request_id: str, num_pages: int) -> bool:
+        """See `OffloadedPages`, as for the next three."""
+        return bool(len(self._store)) and num_pages >= self._min_pages and request_id not in self._fetched
 
     def is_fetching(self, request_id: str) -> bool:
         return request_id in self._fetches
 
-    def was_asked(self, request_id: str) -> bool:
-        """Whether the prefix of this request was looked for already."""
-        return request_id in self._fetched
-
     def ended(self, request_id: str) -> None:
-        """The request needs nothing more from here."""
         self._fetched.discard(request_id)
 
-    def fetch(self, request_id: str, digests: Sequence[Digest], cached: int, count: int, start: int) -> bool:
+    def fetch(
+        self,
+        request_id: str,
+        digests: Sequence[Digest],
+        cached: int,
+        last: int,
+        usable: Callable[[HasPage, HasState], int],
+    ) -> bool:
+        self._verify(digests)
+        count = usable(self._has_page, self._has_state)
+        if self._agree(digests, cached, count):
+            count = usable(self._has_page, self._has_state)
+        return self._fetch(request_id, digests, cached, count, min(count * self._pages.page_tokens, last))
+
+    def _fetch(self, request_id: str, digests: Sequence[Digest], cached: int, count: int, start: int) -> bool:
         """Starts to copy what the device lacks of the first `count` pages, `cached` of which are usable there, and the
         state after them. False: it is not worth it, or not possible now; nothing has changed then. True: the request
         waits until they have arrived, or, if the device of a rank has no memory for the copy, until the next step."""
         self._fetched.add(request_id)
         self._agreed = None
-        if count - cached < self.min_pages:
+        if count - cached < self._min_pages:
             return False
         checkpoints = self._checkpoints
         lacks_state = checkpoints is not None and not checkpoints.knows(digests[count - 1])
@@ -334,7 +345,7 @@ class HostTier:
         digests = list(digests)
         if self._others is not None:
             self._others.forget(digests)  # they may have what was dropped here
-        if self.is_empty and self._outgoing is None:
+        if not len(self._store) and self._outgoing is None:
             return
         self.collect(wait=True)
         for kind in self._kinds:

@@ -2,26 +2,161 @@
 
 It reuses the pages of its prefix that are known, and those that host memory has; a model with recurrent layers also
 needs a saved state at their end. The pages that it lacks must be free in addition to what running sequences may need.
+Everything here belongs to the engine thread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Ordered
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from cortex.neuron.engine.kv.page_groups import KVPages
-from cortex.neuron.engine.scheduling.prompt_tails import PromptTails
-from cortex.neuron.engine.scheduling.reservations import Reservations
+from cortex.neuron.engine.kv.page_groups import KVPages, TailPages
+from cortex.neuron.engine.kv.pages import Digest
+from cortex.neuron.engine.kv.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.scheduling.sequence import Sequence
 from cortex.neuron.engine.scheduling.sequence_states import SequenceStates
 from cortex.neuron.engine.scheduling.step_plan import StepDraft
 
-if TYPE_CHECKING:
-    from cortex.neuron.engine.host_pages.tier import HostTier  # imports torch
+HasPage = Callable[[int, Digest], bool]
+"""Whether the page of a KV group that ends this prefix can be had."""
+HasState = Callable[[Digest], bool]
+"""Whether the recurrent state after this prefix can be had."""
+
+
+class OffloadedPages(Protocol):
+    """Pages and states that left the device, as the scheduler sees them. No call waits for a copy."""
+
+    def may_have(self, request_id: str, num_pages: int) -> bool:
+        """Whether it is worth looking for this many further pages of a request. False once it was looked for."""
+        ...
+
+    def fetch(
+        self,
+        request_id: str,
+        digests: Ordered[Digest],
+        cached: int,
+        last: int,
+        usable: Callable[[HasPage, HasState], int],
+    ) -> bool:
+        """Starts to copy the prefix of a request to the device, as far as the request can continue after it. `cached`:
+        its pages that are on the device; `last`: its last position, which is computed in any case; `usable`: how many
+        pages it could continue after. True: the request waits until they have arrived (`is_fetching`)."""
+        ...
+
+    def is_fetching(self, request_id: str) -> bool: ...
+
+    def ended(self, request_id: str) -> None:
+        """The request needs nothing more."""
+        ...
+
+    def forget(self, digests: Ordered[Digest]) -> None:
+        """The contents of these blocks cannot be trusted."""
+        ...
+
+
+class Reservations:
+    """The pages that running sequences may still need: a sequence is admitted only if they stay free.
+
+    Looks at each running sequence once in a step: a burst of requests is admitted in one step, and would otherwise
+    take a time that grows with the square of their number."""
+
+    def __init__(self, pages: KVPages, reserved_tokens: int) -> None:
+        """`reserved_tokens`: see `SchedulerLimits`."""
+        self._pages = pages
+        self._reserved_tokens = reserved_tokens
+        self._lacking = [0] * len(pages.groups)
+        self._num_counted = 0
+        """How many of the running sequences, from the first, are in the sum."""
+
+    def forget(self) -> None:
+        """The pages or the lengths of running sequences change from now on, or one of them ends."""
+        self._lacking = [0] * len(self._pages.groups)
+        self._num_counted = 0
+
+    def admit(self, sequence: Sequence, cached: int, start: int, running: Ordered[Sequence]) -> bool:
+        """Whether a waiting sequence that continues after `cached` known pages, with the token at `start`, has pages in
+        addition to what the running ones may still need. Since the last `forget` those may only have been appended
+        to."""
+        for other in running[self._num_counted :]:
+            lacking = self._pages.lacking(other.pages, self._length_ahead(other))
+            self._lacking = [sum(pair) for pair in zip(self._lacking, lacking, strict=True)]
+        self._num_counted = len(running)
+        return self._pages.fits(sequence.digests, cached, start, self._length_ahead(sequence), self._lacking)
+
+    def _length_ahead(self, sequence: Sequence) -> int:
+        """The positions that are counted for a sequence: its tokens and the reserved part of its response."""
+        allowed = sequence.request.max_tokens - sequence.num_drawn
+        return sequence.length + max(1, min(self._reserved_tokens, allowed))
+
+
+class PromptTails:
+    """Prompts that come again: all of their tokens but the last are reused, although these end inside a page.
+
+    The page in which a prompt ended is named by the tail of the prompt: the prefix up to, and without, its last token.
+    The same prompt gets a copy of that page and computes its last token alone. The page need not be kept for this: its
+    sequence appends to it, and its first positions stay what they are until the page is used for something else.
+
+    Prompts that have no full page before that, or end with a picture, have no tail.
+
+    A model with recurrent layers also needs the state before the last token. It is saved when a prompt continues from
+    its last page end, with what a step computes anyway, because most prompts never come again.
+    """
+
+    def __init__(self, pages: KVPages, checkpoints: RecurrentCheckpoints | None) -> None:
+        self._pages = pages
+        self._checkpoints = checkpoints
+        self._copied: list[TailPages] = []
+        """What the step that is being planned copies: nothing else gets these pages before it."""
+
+    def resume(self, sequence: Sequence, draft: StepDraft) -> bool:
+        """Continues a sequence, which has just got its row and its cached pages, with the last token of its prompt if
+        its tail is known. True: it does, the step copies a page for it, and the caller restores the state of its
+        tail."""
+        last = len(sequence.request.prompt) - 1
+        is_next = sequence.committed == last // self._pages.page_tokens and len(sequence.tokens) == last + 1
+        if sequence.tail is None or not is_next or sequence.scores_prompt or sequence.tail in draft.being_computed:
+            return False
+        if self._checkpoints is not None and not self._checkpoints.knows(sequence.tail):
+            return False
+        sources = self._pages.hold_tail(sequence.tail)
+        if sources is None:
+            return False
+        added = self._pages.extend(sequence.pages, last + 1)
+        if added is None:
+            self._pages.release_tail(sources)
+            return False
+        self._copied.append(sources)
+        draft.new_pages += [(sequence.row, *pages) for pages in added]
+        draft.page_copies += [(group, sources[group], pages[0]) for group, _, pages in added]
+        sequence.computed = last
+        return True
+
+    def commit(self, sequence: Sequence, draft: StepDraft) -> None:
+        """Names the page in which the prompt ends, once the positions before its last token are computed. To be called
+        after each chunk of the prompt, the last row of the draft, when its states have their slots."""
+        last, page_tokens = len(sequence.request.prompt) - 1, self._pages.page_tokens
+        if sequence.tail is None or not draft.rows[-1].start < last <= sequence.scheduled:
+            return
+        if self._checkpoints is None:
+            is_needed = (last + 1) % page_tokens > 0  # else the prompt ends with a page, which needs no other name
+        else:
+            is_needed = self._checkpoints.knows(sequence.tail)
+        if is_needed:
+            self._pages.commit_tail(sequence.pages, last // page_tokens, sequence.tail)
+            draft.being_computed.add(sequence.tail)
+
+    def end_step(self) -> bool:
+        """The step is planned. The device runs steps in order, so that the copied pages can be used again. True: there
+        are such pages."""
+        released, self._copied = self._copied, []
+        for pages in released:
+            self._pages.release_tail(pages)
+        return bool(released)
 
 
 class SequenceAdmission:
-    """Looks at one waiting sequence at a time; the scheduler decides on their order. Belongs to the engine thread."""
+    """Looks at one waiting sequence at a time; the scheduler decides on their order."""
 
     def __init__(
         self,
@@ -64,23 +199,19 @@ class SequenceAdmission:
         """Whether the pages that the sequence lacks are free, and are not those that running ones may still need."""
         return self._reservations.admit(sequence, cached, self.start(sequence, cached), self._running)
 
-    def fetch(self, sequence: Sequence, cached: int, host: HostTier) -> bool:
-        """Whether the sequence waits for pages from host memory, on which it can continue further. It is looked for
+    def fetch(self, sequence: Sequence, cached: int, offloaded: OffloadedPages) -> bool:
+        """Whether the sequence waits for pages from host memory, on which it can continue further. They are looked for
         once, when the sequence has room."""
-        request_id = sequence.request.id
-        if host.is_empty or sequence.scores_prompt or len(sequence.digests) - cached < host.min_pages:
+        digests, request_id = sequence.digests, sequence.request.id
+        if sequence.scores_prompt or not offloaded.may_have(request_id, len(digests) - cached):
             return False
-        if host.was_asked(request_id) or not self.fits(sequence, cached):
+        if not self.fits(sequence, cached):
             return False
-        host.verify(sequence.digests)
-        count = self._in_host(sequence, host)
-        if host.agree(sequence.digests, cached, count):
-            count = self._in_host(sequence, host)
-        return host.fetch(request_id, sequence.digests, cached, count, self.start(sequence, count))
 
-    def _in_host(self, sequence: Sequence, host: HostTier) -> int:
-        """How many pages of its prefix it could continue after with what host memory has."""
-        return self._states.usable(sequence, self._pages.match(sequence.digests, host.has_page), host.has_state)
+        def usable(has_page: HasPage, has_state: HasState) -> int:
+            return self._states.usable(sequence, self._pages.match(digests, has_page), has_state)
+
+        return offloaded.fetch(request_id, digests, cached, len(sequence.tokens) - 1, usable)
 
     def admit(self, sequence: Sequence, cached: int, row: int, draft: StepDraft) -> None:
         """Gives a sequence that fits its row and what is known of its prefix: it continues after that with the step."""

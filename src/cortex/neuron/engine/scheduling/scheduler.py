@@ -14,25 +14,18 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.kv.page_groups import KVPages
 from cortex.neuron.engine.kv.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.scheduling.admission import SequenceAdmission
-from cortex.neuron.engine.scheduling.limits import SchedulerLimits
+from cortex.neuron.engine.scheduling.admission import OffloadedPages, PromptTails, SequenceAdmission
+from cortex.neuron.engine.scheduling.budget import PrefillShares, SchedulerLimits, needed_tokens
 from cortex.neuron.engine.scheduling.picture_positions import NO_PICTURES, PicturePositions
-from cortex.neuron.engine.scheduling.prefill_shares import PrefillShares, needed_tokens
-from cortex.neuron.engine.scheduling.prompt_tails import PromptTails
 from cortex.neuron.engine.scheduling.sequence import NO_ROW, Sequence
 from cortex.neuron.engine.scheduling.sequence_states import SequenceStates
 from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepDraft, StepPlan
 from cortex.neuron.vision.picture import PictureRules
-
-if TYPE_CHECKING:
-    from cortex.neuron.engine.host_pages.tier import HostTier  # imports torch
-
 
 NOTHING_DRAFTED: Mapping[str, tuple[int, ...]] = {}
 
@@ -57,8 +50,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         """In order of admission: the first is the oldest."""
         self.preemptions = 0
-        self.host: HostTier | None = None
-        """Where pages are when the device has no room for them; None: nowhere."""
+        self._offloaded: OffloadedPages | None = None
+        """Pages that the device has no room for; None: they are lost."""
         self._pictures = pictures
         self._states = SequenceStates(checkpoints, pages.page_tokens)
         self._tails = PromptTails(pages, checkpoints)
@@ -98,14 +91,18 @@ class Scheduler:
         self.waiting.append(sequence)
         return sequence
 
+    def use_offloaded(self, pages: OffloadedPages) -> None:
+        """From now on, waiting sequences get what these have of their prefixes."""
+        self._offloaded = pages
+
     def drop(self, sequence: Sequence) -> None:
         """Removes a waiting or running sequence and frees what it holds.
 
         Steps in flight may still compute it; ignore their results. The device runs steps in order, so the pages can be
         used again at once.
         """
-        if self.host is not None:
-            self.host.ended(sequence.request.id)
+        if self._offloaded is not None:
+            self._offloaded.ended(sequence.request.id)
         if sequence.row == NO_ROW:
             self.waiting.remove(sequence)
         else:
@@ -119,8 +116,8 @@ class Scheduler:
             digests = [*digests, sequence.tail]
         self.pages.disown(digests)
         self._states.distrust(sequence, digests)
-        if self.host is not None:
-            self.host.forget(digests)
+        if self._offloaded is not None:
+            self._offloaded.forget(digests)
 
     def _release(self, sequence: Sequence) -> None:
         self._admission.running_change()
@@ -248,12 +245,12 @@ class Scheduler:
                 return
             if shares.get(first.request.principal, 0) <= 0:
                 continue
-            if self.host is not None and self.host.is_fetching(first.request.id):
+            if self._offloaded is not None and self._offloaded.is_fetching(first.request.id):
                 continue
             cached = self._admission.cached_pages(first, draft)
             if cached is None or not self._has_room(first, self._admission.start(first, cached), draft, shares):
                 return
-            if self.host is not None and self._admission.fetch(first, cached, self.host):
+            if self._offloaded is not None and self._admission.fetch(first, cached, self._offloaded):
                 continue
             if not self._try_admit(first, cached, draft):
                 self._is_blocked = True

@@ -43,7 +43,7 @@ class Sequence:
     pages: Holding = ()
     digests: list[Digest] = field(default_factory=list)
     tail: Digest | None = None
-    """Names its prompt without the last token, if that ends inside a page that is not the first (`prompt_tails`). Known
+    """Names its prompt without the last token, if that ends inside a page that is not the first (`PromptTails`). Known
     once it is about to be admitted."""
     computed: int = 0
     """Positions whose KV is in its pages, as far as results were read."""

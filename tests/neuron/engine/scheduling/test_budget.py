@@ -1,4 +1,5 @@
-"""Shares of prefill tokens: all of the budget is used, and nobody with a smaller share needs more."""
+"""The prefill tokens of a step, and their shares: all of the budget is used, and nobody with a smaller share needs
+more."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.neuron.engine.scheduling.prefill_shares import LEAST_TOKENS, PrefillShares, fair_shares
+from cortex.neuron.engine.scheduling.budget import LEAST_TOKENS, PrefillShares, SchedulerLimits, fair_shares
 
 NEEDED = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 5000), max_size=8)
 
@@ -46,3 +47,22 @@ def test_over_many_steps_principals_that_always_wait_get_the_same(budget: int, p
             shares.count(principal, share)
             total[principal] += share
     assert max(total.values()) - min(total.values()) <= 2 * budget
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "num_waiting", "expected"),
+    [
+        (0, 1, 16_384),  # no stream to delay
+        (0, 200, 16_384),
+        (1, 1, 2_048),
+        (200, 7, 2_048),
+        (1, 15, 2_048),
+        (1, 16, 4_096),  # more waiting prompts get more
+        (16, 31, 6_144),
+        (16, 240, 8_192),  # but never more than half of a step
+        (15_000, 240, 1_384),  # the rest of the step
+    ],
+)
+def test_prefill_budget_of_a_step(num_decodes: int, num_waiting: int, expected: int) -> None:
+    limits = SchedulerLimits(max_rows=512, step_tokens=16_384, mixed_prefill_tokens=2_048, context_tokens=40_960)
+    assert limits.prefill_tokens(num_decodes, num_waiting) == expected

@@ -1,18 +1,47 @@
-"""Shares the prefill tokens of a step among the principals whose prompts wait. Pure.
+"""How many tokens a step may have, and whose prompts get them. Pure.
 
-Each gets the same number of tokens, and what one does not need goes to the others, so that a long prompt of one
-principal delays the prompts of another by a chunk, not by itself. Shares are not smaller than `LEAST_TOKENS`: with more
-principals than fit into a step, those that had the fewest tokens so far go first.
+Principals whose prompts wait get the same number of tokens, and what one does not need goes to the others, so that a
+long prompt of one principal delays the prompts of another by a chunk, not by itself. Shares are not smaller than
+`LEAST_TOKENS`: with more principals than fit into a step, those that had the fewest tokens so far go first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from cortex.neuron.engine.scheduling.sequence import Sequence
 
+PROMPTS_PER_SHARE = 8
+"""For every 8 waiting prompts, a step that also decodes may prefill another `mixed_prefill_tokens`."""
 LEAST_TOKENS = 64
 """Smaller chunks cost more for each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    max_rows: int
+    """Sequences that run at once."""
+    step_tokens: int
+    """Most tokens that one step computes, decode rows included."""
+    mixed_prefill_tokens: int
+    """Prefill tokens in a step that also decodes, unless many prompts wait. Keeps running streams at their pace."""
+    context_tokens: int
+    """Longest sequence, prompt and output together."""
+    reserved_tokens: int = 0
+    """Pages are reserved for each row up to this many tokens ahead, at most up to its `max_tokens`. Responses no
+    longer than this are never preempted. Clients set `max_tokens` far above usual lengths: reserving all of it would
+    leave rows idle."""
+
+    def prefill_tokens(self, num_decodes: int, num_waiting: int) -> int:
+        """Most prefill tokens of a step. If there are decode rows, a few prompts get little, so that running streams do
+        not stutter. Many prompts get up to half of a step: they start at nearly full pace, and the stutter ends
+        sooner."""
+        room = self.step_tokens - num_decodes
+        if num_decodes == 0:
+            return room
+        for_many = min(self.mixed_prefill_tokens * (num_waiting // PROMPTS_PER_SHARE), self.step_tokens // 2)
+        return min(room, max(self.mixed_prefill_tokens, for_many))
 
 
 def fair_shares(budget: int, needed: Mapping[str, int]) -> dict[str, int]:

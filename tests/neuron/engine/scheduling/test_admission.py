@@ -1,0 +1,142 @@
+"""Which sequences a step admits: next to those that may still need pages, and with pages from host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from cortex.neuron.engine.kv.page_groups import Holding, IncomingPages, KVPages
+from cortex.neuron.engine.kv.pages import Digest
+from cortex.neuron.engine.scheduling.admission import HasPage, HasState
+from cortex.neuron.engine.scheduling.scheduler import Scheduler
+
+from .planned_steps import PAGE, collect, other, planned, request, run_to_the_end, scheduler_of, spans
+
+
+def test_burst_of_requests_is_planned_in_a_time_that_grows_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+    lacking = KVPages.lacking
+
+    def counted(pages: KVPages, holding: Holding, length: int) -> list[int]:
+        nonlocal looks
+        looks += 1
+        return lacking(pages, holding, length)
+
+    monkeypatch.setattr(KVPages, "lacking", counted)
+    scheduler = scheduler_of(pages=512, rows=128, step_tokens=1024, mixed=512, reserved=8)
+    for number in range(128):
+        scheduler.add(other(str(number), 4, first=8 * number))
+    assert len(planned(scheduler).rows) == 128, "all of them are admitted"
+    assert looks < 128, "each running sequence is looked at once, and not for each that is admitted after it"
+
+
+def test_sequence_waits_for_the_pages_that_those_admitted_before_it_in_the_same_step_reserve() -> None:
+    scheduler = scheduler_of(pages=7, reserved=8)
+    for number in range(3):
+        scheduler.add(other(str(number), 4, first=8 * number, max_tokens=8))
+    plan = planned(scheduler)
+    assert [request.id for _, request, _ in plan.new_rows] == ["0", "1"], "each needs three pages to its end"
+    collect(scheduler, plan)
+    scheduler.drop(scheduler.running[0])
+    assert [request.id for _, request, _ in planned(scheduler).new_rows] == ["2"], "its reserved pages are free again"
+
+
+def test_pages_that_a_running_sequence_has_grown_into_are_not_reserved_again() -> None:
+    scheduler = scheduler_of(pages=6, reserved=8)
+    scheduler.add(other("0", 4, first=0, max_tokens=8))
+    large = scheduler.add(other("large", 16, first=100, max_tokens=8))
+    plan = planned(scheduler)
+    assert [request.id for _, request, _ in plan.new_rows] == ["0"], "the other one needs all pages"
+    scheduler.drop(large)
+    for _ in range(5):
+        collect(scheduler, plan)
+        plan = planned(scheduler)
+    collect(scheduler, plan)
+    scheduler.add(other("1", 4, first=200, max_tokens=8))
+    assert [request.id for _, request, _ in planned(scheduler).new_rows] == ["1"], "three pages are left for it"
+
+
+class FakeOffloaded:
+    """Pages of a few prefixes, which arrive when the test says so."""
+
+    def __init__(self, pages: KVPages) -> None:
+        self.known: set[Digest] = set()
+        self.forgotten: list[Digest] = []
+        self.ended_requests: list[str] = []
+        self._pages = pages
+        self._asked: set[str] = set()
+        self._fetches: dict[str, Sequence[IncomingPages]] = {}
+
+    def may_have(self, request_id: str, num_pages: int) -> bool:
+        return num_pages > 0 and request_id not in self._asked
+
+    def fetch(
+        self,
+        request_id: str,
+        digests: Sequence[Digest],
+        cached: int,
+        last: int,
+        usable: Callable[[HasPage, HasState], int],
+    ) -> bool:
+        self._asked.add(request_id)
+        count = usable(lambda _, digest: digest in self.known, lambda _: False)
+        incoming = self._pages.expect(digests, count, min(count * PAGE, last)) if count > cached else None
+        if incoming is None:
+            return False
+        self._fetches[request_id] = incoming
+        return True
+
+    def is_fetching(self, request_id: str) -> bool:
+        return request_id in self._fetches
+
+    def arrive(self, request_id: str) -> None:
+        self._pages.arrived(self._fetches.pop(request_id))
+
+    def ended(self, request_id: str) -> None:
+        self.ended_requests.append(request_id)
+
+    def forget(self, digests: Sequence[Digest]) -> None:
+        self.forgotten += digests
+
+
+def offloading_scheduler() -> tuple[Scheduler, FakeOffloaded]:
+    """A prompt of two pages was computed, and its pages have left the device."""
+    earlier, scheduler = scheduler_of(), scheduler_of()
+    sequence = earlier.add(request("earlier", 2 * PAGE))
+    planned(earlier)
+    offloaded = FakeOffloaded(scheduler.pages)
+    offloaded.known.update(sequence.digests)
+    scheduler.use_offloaded(offloaded)
+    return scheduler, offloaded
+
+
+def test_sequence_waits_for_its_pages_while_others_run() -> None:
+    scheduler, offloaded = offloading_scheduler()
+    scheduler.add(request("fetching", 2 * PAGE + 3))
+    scheduler.add(other("other", 5, first=100, principal="somebody else"))
+    first = scheduler.plan()
+    assert first is not None
+    assert [each.id for _, each, _ in first.new_rows] == ["other"]
+    offloaded.arrive("fetching")
+    plan = planned(scheduler)
+    assert [each.id for _, each, _ in plan.new_rows] == ["fetching"]
+    assert spans(plan)[-1] == (2 * PAGE, 3), "it continues after the pages that arrived"
+    assert scheduler.running[-1].cached == 2 * PAGE
+
+
+def test_prompt_without_offloaded_pages_is_computed_at_once() -> None:
+    scheduler, _ = offloading_scheduler()
+    scheduler.add(other("new", 2 * PAGE, first=100))
+    assert spans(planned(scheduler)) == [(0, 2 * PAGE)]
+
+
+def test_offloaded_pages_learn_what_ended_and_what_cannot_be_trusted() -> None:
+    scheduler, offloaded = offloading_scheduler()
+    sequence = scheduler.add(request("r", 2 * PAGE, max_tokens=1))
+    assert scheduler.plan() is None, "nothing else is to be computed"
+    offloaded.arrive("r")
+    scheduler.distrust(sequence)
+    assert offloaded.forgotten == [*sequence.digests, sequence.tail]
+    run_to_the_end(scheduler)
+    assert offloaded.ended_requests == ["r"]

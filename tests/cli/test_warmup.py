@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,6 +15,7 @@ from click.testing import CliRunner
 from cortex.cli import warmup
 from cortex.cli.failures import CommandError
 from cortex.cli.neuron import neuron
+from cortex.neuron.engine.request import LoadSpec
 
 
 def test_local_folders_and_files_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -39,9 +39,9 @@ def test_options_reach_the_load_that_is_rehearsed(tmp_path: Path) -> None:
         arguments = ["warmup", str(tmp_path), "--quant", "q4", "--card", "sm_90", "--tensor-parallel", "2"]
         outcome = CliRunner().invoke(neuron, arguments)
     assert outcome.exit_code == 0, outcome.output
-    (models, card, options, num_ranks), _ = run.call_args
+    (models, card, spec, num_ranks), _ = run.call_args
     assert (models, card, num_ranks) == ((str(tmp_path),), "sm_90", 2)
-    assert options == {"quant": "q4", "kv_dtype": "auto", "context_tokens": None, "max_num_seqs": 256}
+    assert spec == LoadSpec("", quant="q4", kv_dtype="auto", context_tokens=None, max_num_seqs=256)
 
 
 def test_rejects_an_unknown_card(tmp_path: Path) -> None:
@@ -50,11 +50,11 @@ def test_rejects_an_unknown_card(tmp_path: Path) -> None:
     assert "sm_90" in outcome.output
 
 
-def end_at_once(_connection: Connection, _arguments: tuple[Any, ...]) -> None:
+def end_at_once(_connection: Connection, *_arguments: object) -> None:
     os._exit(7)
 
 
-def die_at_once(_connection: Connection, _arguments: tuple[Any, ...]) -> None:
+def die_at_once(_connection: Connection, *_arguments: object) -> None:
     """As a process does that is killed for lack of memory."""
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -65,4 +65,4 @@ def test_process_that_ends_early_is_reported(
 ) -> None:
     monkeypatch.setattr(warmup, "_compile", compile)
     with pytest.raises(CommandError, match=ending):
-        warmup.run((str(tmp_path),), "sm_90", {}, 1, as_json=True)
+        warmup.run((str(tmp_path),), "sm_90", LoadSpec(""), 1, as_json=True)

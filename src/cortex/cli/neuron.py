@@ -9,7 +9,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -126,7 +126,7 @@ def warmup_command(
     models: tuple[str, ...],
     card: str | None,
     quant: str | None,
-    kv_dtype: str,
+    kv_dtype: Literal["auto", "fp8"],
     context_tokens: int | None,
     max_num_seqs: int,
     tensor_parallel: int,
@@ -139,13 +139,10 @@ def warmup_command(
     Triton that build a function in C to launch each kernel do so at the first load then, as that needs the driver.
     """
     require_engine()
-    options = {
-        "quant": quant,
-        "kv_dtype": kv_dtype,
-        "context_tokens": context_tokens,
-        "max_num_seqs": max_num_seqs,
-    }
-    warmup.run(models, card, options, tensor_parallel, as_json=as_json)
+    from cortex.neuron.engine.request import LoadSpec
+
+    spec = LoadSpec("", quant=quant, kv_dtype=kv_dtype, context_tokens=context_tokens, max_num_seqs=max_num_seqs)
+    warmup.run(models, card, spec, tensor_parallel, as_json=as_json)
 
 
 @neuron.command("tp-smoke")

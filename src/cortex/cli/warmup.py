@@ -5,22 +5,22 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from cortex.cli.failures import CommandError, ExitCode
 from cortex.cli.output import PlainConsole, console, print_json
 from cortex.cli.views.progress import ProgressView
 from cortex.exits import ending
 
+if TYPE_CHECKING:
+    from cortex.neuron.engine.request import LoadSpec
+
 CARD_NAMES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 HUB_FILES = ("*.json",)
 """What is downloaded of a model that is not here: its config, and no weights."""
-
-
-_Arguments = tuple[str, str | None, dict[str, Any], int]
-"""Path, card, options of the load, and ranks."""
 
 
 class Compiled(NamedTuple):
@@ -30,8 +30,8 @@ class Compiled(NamedTuple):
     known: int
 
 
-def run(models: tuple[str, ...], card: str | None, options: dict[str, Any], num_ranks: int, *, as_json: bool) -> None:
-    """Raises CommandError."""
+def run(models: tuple[str, ...], card: str | None, spec: LoadSpec, num_ranks: int, *, as_json: bool) -> None:
+    """`spec`: how each of the models will be loaded, whatever its path. Raises CommandError."""
     rows = []
     for model in models:
         path = local_files(model)
@@ -42,7 +42,7 @@ def run(models: tuple[str, ...], card: str | None, options: dict[str, Any], num_
                 view.update(model, f"{done} of {known} kernels", done / known if known else None, "compiling kernels")
 
             show(0, 0)
-            outcome = _compiled((str(path), card, options, num_ranks), show)
+            outcome = _compiled(replace(spec, path=str(path)), card, num_ranks, show)
         if isinstance(outcome, str):
             raise CommandError(f"{model}: {outcome}", "neuron warmup --help", ExitCode.CONFIG)
         seconds = round(time.monotonic() - start, 1)
@@ -54,12 +54,14 @@ def run(models: tuple[str, ...], card: str | None, options: dict[str, Any], num_
         print_json({"models": rows})
 
 
-def _compiled(arguments: _Arguments, show: Callable[[int, int], None]) -> tuple[str, int] | str:
+def _compiled(
+    spec: LoadSpec, card: str | None, num_ranks: int, show: Callable[[int, int], None]
+) -> tuple[str, int] | str:
     """What `warm_here` returns, from a process of its own: in one, all kernels are compiled for the same card, and none
     can be launched."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_compile, args=(theirs, arguments), daemon=True)
+    process = context.Process(target=_compile, args=(theirs, spec, card, num_ranks), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -72,15 +74,13 @@ def _compiled(arguments: _Arguments, show: Callable[[int, int], None]) -> tuple[
     return cast("tuple[str, int] | str", said)
 
 
-def _compile(connection: Connection, arguments: _Arguments) -> None:
+def _compile(connection: Connection, spec: LoadSpec, card: str | None, num_ranks: int) -> None:
     from cortex.neuron.engine.loading.warmup import warm_here
-
-    path, card, options, num_ranks = arguments
 
     def report(done: int, known: int) -> None:
         connection.send(Compiled(done, known))
 
-    connection.send(warm_here(path, card, options, num_ranks, report))
+    connection.send(warm_here(spec, card, num_ranks, report))
 
 
 def local_files(model: str) -> Path:

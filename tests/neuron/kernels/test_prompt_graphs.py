@@ -14,7 +14,7 @@ from cortex.neuron.engine.execution.graphs import Capture, CudaCapture, Graph, N
 from cortex.neuron.engine.execution.inputs import StepInputs
 from cortex.neuron.engine.execution.prompt_graphs import MAX_PROMPTS, PromptGraphs
 from cortex.neuron.engine.execution.results import RowResult
-from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.execution.runner import Runner, RunnerConfig
 from cortex.neuron.engine.memory.plan import StateSlots
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
@@ -197,7 +197,7 @@ class Streams:
             self.model.decoder, num_pages, PAGE_TOKENS, StateSlots(ROWS), torch.float32, torch.device(device)
         )
         context = PAGE_TOKENS * PAGES_PER_ROW
-        self.runner = Runner(self.model.decoder, PAGE_TOKENS, ROWS, context, SIZE, memory, capture)
+        self.runner = Runner(self.model.decoder, memory, RunnerConfig(ROWS, context, SIZE), capture=capture)
         self._num_groups = len(windows)
         while self.runner.prepare():
             pass

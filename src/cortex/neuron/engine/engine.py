@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -15,7 +15,7 @@ from cortex.neuron.engine.counters import Counters
 from cortex.neuron.engine.errors import RequestError, SleepError
 from cortex.neuron.engine.execution.batch_invariant import block_tokens
 from cortex.neuron.engine.execution.graphs import MAX_NATIVE_ROWS, SIZES
-from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.execution.runner import Runner, RunnerConfig
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.fingerprint import fingerprint
@@ -30,7 +30,6 @@ from cortex.neuron.engine.kv.recurrent_checkpoints import (
 )
 from cortex.neuron.engine.loading.filling import Progress
 from cortex.neuron.engine.loading.loading import LoadedModel, load_model, step_tokens
-from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
 from cortex.neuron.engine.roofline.model_work import work_of
 from cortex.neuron.engine.sampling.constraints import Constraints
@@ -237,26 +236,24 @@ class Engine:
         return FastestWidths(STEP_SIZES[self._device.type], growth, lambda: runner.max_draft_tokens, cost)
 
     def _new_runner(self) -> Runner:
-        size = block_tokens(self._device) if self._spec.deterministic else None
-        return Runner(*self._runner_arguments(), block_tokens=size, **self._runner_options())
+        return Runner(self.model, self._loaded.memory, self._runner_config, proposer=self._loaded.proposer)
 
     @property
     def _checks_drafts(self) -> bool:
         return self._spec.speculation != "off"
 
-    def _runner_options(self) -> dict[str, Any]:
-        kind = self._device.type if self._spec.vision == "device" else "cpu"
-        return {
-            "checks_drafts": self._checks_drafts,
-            "proposer": self._loaded.proposer,
-            "pass_patches": PASS_PATCHES[kind],
-            "graph_tokens": self._loaded.graph_tokens,
-        }
-
-    def _runner_arguments(self) -> tuple[Decoder, int, int, int, int, SequenceMemory]:
-        memory, limits = self._loaded.memory, self._limits
-        sizes = (memory.page_tokens, limits.max_rows, limits.context_tokens, limits.step_tokens)
-        return (self.model, *sizes, memory)
+    @property
+    def _runner_config(self) -> RunnerConfig:
+        spec, limits = self._spec, self._limits
+        return RunnerConfig(
+            max_rows=limits.max_rows,
+            context_tokens=limits.context_tokens,
+            step_tokens=limits.step_tokens,
+            block_tokens=block_tokens(self._device) if spec.deterministic and spec.rank is None else None,
+            checks_drafts=self._checks_drafts,
+            pass_patches=PASS_PATCHES[self._device.type if spec.vision == "device" else "cpu"],
+            graph_tokens=self._loaded.graph_tokens,
+        )
 
     def _awake(self) -> RequestLoop:
         if self._loop is None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, MAX_NATIVE_ROWS, SIZES, GraphSizes, SizedGraphs
-from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.execution.runner import Runner, RunnerConfig
 from cortex.neuron.engine.generation import draws_of
 from cortex.neuron.engine.kv.page_groups import KVPages
 from cortex.neuron.engine.memory.plan import StateSlots
@@ -52,7 +52,9 @@ class Bench:
             torch.nn.init.normal_(binding.destination, std=0.3)
         memory = SequenceMemory(model, {None: 40}, 8, StateSlots(MAX_ROWS), torch.float32, CPU)
         self._capture = capture
-        self.runner = Runner(model, 8, MAX_ROWS, CONTEXT, 64, memory, capture=capture, checks_drafts=checks_drafts)
+        self.runner = Runner(
+            model, memory, RunnerConfig(MAX_ROWS, CONTEXT, 64, checks_drafts=checks_drafts), capture=capture
+        )
         self.scheduler = Scheduler(KVPages({None: 40}, 8), SchedulerLimits(MAX_ROWS, 64, 64, CONTEXT))
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,30 +46,41 @@ from cortex.neuron.models.proposer import Proposer
 from cortex.neuron.models.towers.config import PASS_PATCHES
 
 
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """What the steps of a runner are like."""
+
+    max_rows: int
+    context_tokens: int
+    step_tokens: int
+    """Most tokens of one step."""
+    block_tokens: int | None = None
+    """Tokens are computed in blocks of this many, so that their results do not depend on each other
+    (`batch_invariant`); None: all of a step together."""
+    checks_drafts: bool = False
+    """Whether steps that check draft tokens are captured, too."""
+    pass_patches: int = PASS_PATCHES["cpu"]
+    """Patches of pictures that the tower computes at once."""
+    graph_tokens: int | None = None
+    """See `ModelGraphs`."""
+
+
 class Runner:
     """Owns the rows' state on the device. Belongs to the engine thread."""
 
     def __init__(
         self,
         model: Decoder,
-        page_tokens: int,
-        max_rows: int,
-        context_tokens: int,
-        step_tokens: int,
         memory: SequenceMemory,
-        capture: Capture | None = None,
-        block_tokens: int | None = None,
+        config: RunnerConfig,
         *,
-        checks_drafts: bool = False,
-        pass_patches: int = PASS_PATCHES["cpu"],
         proposer: Proposer | None = None,
-        graph_tokens: int | None = None,
+        capture: Capture | None = None,
     ) -> None:
-        """`memory`: of pages, and of states, where a row's number is its slot. `capture`: captures single-token
-        steps as graphs; None: as `default_capture` says. `block_tokens`: tokens are computed in blocks of this many, so
-        that their results do not depend on each other (`batch_invariant`). `checks_drafts`: also captures steps that
-        check draft tokens. `pass_patches`: of pictures, as the tower computes them. `proposer`: what drafts tokens for
-        later steps. `graph_tokens`: see `ModelGraphs`."""
+        """`memory`: of pages, and of states, where a row's number is its slot. `proposer`: what drafts tokens for later
+        steps. `capture`: captures single-token steps as graphs; None: as `default_capture` says."""
+        max_rows, context_tokens, block_tokens = config.max_rows, config.context_tokens, config.block_tokens
+        page_tokens = memory.page_tokens
         self.model = model
         self._memory = memory
         self._states = memory.states
@@ -87,7 +99,7 @@ class Runner:
         """None on a rank without a tower."""
         if model.tower is not None:
             self.pictures = PictureEncoder(
-                model.tower, pass_patches, self.device, is_batch_invariant=is_batch_invariant
+                model.tower, config.pass_patches, self.device, is_batch_invariant=is_batch_invariant
             )
         has_axes = model.architecture.pictures.has_axes
         self._num_rope_positions = model.ropes.num_positions if has_axes else None
@@ -100,10 +112,10 @@ class Runner:
             self._last_tokens,
             capture,
             context_tokens=context_tokens,
-            step_tokens=step_tokens,
+            step_tokens=config.step_tokens,
             block_tokens=block_tokens,
-            checks_drafts=checks_drafts,
-            graph_tokens=graph_tokens,
+            checks_drafts=config.checks_drafts,
+            graph_tokens=config.graph_tokens,
         )
         group = model.parameters.group
         self._draws_alone = group.shard.is_whole
@@ -117,7 +129,7 @@ class Runner:
             own = CudaCapture(may_fail=True) if is_captured else None
             arguments = (table, page_tokens, context_tokens, hidden, self._upload, own)
             self._proposals = Proposals(proposer, *arguments, has_axes=self._num_rope_positions is not None)
-        self._prompt_plans = PromptPlans(model, 0 if is_batch_invariant else min(step_tokens, context_tokens))
+        self._prompt_plans = PromptPlans(model, 0 if is_batch_invariant else min(config.step_tokens, context_tokens))
 
     def prepare(self) -> bool:
         """Captures the graph of one more batch size, the smallest first. When all are captured, builds the attention

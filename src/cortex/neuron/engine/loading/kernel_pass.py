@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cortex.neuron.engine.execution.batch_invariant import BLOCK_TOKENS
 from cortex.neuron.engine.execution.graphs import Graph, Outputs
-from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.execution.runner import Runner, RunnerConfig
 from cortex.neuron.engine.loading.meta_shapes import LightShapes
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS, STEP_TOKENS, StateSlots
 from cortex.neuron.engine.memory.sequences import SequenceMemory
@@ -78,17 +78,14 @@ class PassedModel:
         _keep_one_of_each(model)
         num_pages = dict.fromkeys(self.architecture.windows, 2)
         memory = SequenceMemory(model, num_pages, PAGE_TOKENS, StateSlots(_SLOTS), self.dtype, META, self.kv_dtype)
-        return Runner(
-            model,
-            PAGE_TOKENS,
+        config = RunnerConfig(
             self.max_rows,
             self.context_tokens,
             STEP_TOKENS["cuda"],
-            memory,
-            capture=_passed,
             block_tokens=BLOCK_TOKENS if self.deterministic else None,
             checks_drafts=self.checks_drafts,
         )
+        return Runner(model, memory, config, capture=_passed)
 
 
 class _Rank(SingleRank):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -94,9 +93,7 @@ def _read(path: Path) -> tuple[Architecture, dict[str, TensorInfo]]:
     }
 
 
-def warm_here(
-    path: str, card: str | None, options: dict[str, Any], num_ranks: int, report: Report
-) -> tuple[str, int] | str:
+def warm_here(spec: LoadSpec, card: str | None, num_ranks: int, report: Report) -> tuple[str, int] | str:
     """The card and the number of kernels, or what went wrong. For a process of its own."""
     if not TRITON:
         return "this installation of torch is for CPUs and has no Triton: there is nothing to compile"
@@ -107,10 +104,10 @@ def warm_here(
     else:
         return f"no GPU is here to compile for; name a card: --card {', '.join(CARDS)}"
     try:
-        num_kernels = warm_kernels(Path(path), LoadSpec(path, **options), facts, num_ranks, report)
+        num_kernels = warm_kernels(Path(spec.path), spec, facts, num_ranks, report)
     except LoadError as error:
         return str(error)
     except Exception as error:  # of any operation or of the compiler
-        log.debug("the kernels of %s cannot be compiled", path, exc_info=error)
+        log.debug("the kernels of %s cannot be compiled", spec.path, exc_info=error)
         return f"the kernels cannot be compiled: {type(error).__name__}: {error}"
     return facts.name, num_kernels

@@ -17,8 +17,14 @@ from cortex.neuron.engine.loading.filling import Progress
 from cortex.neuron.engine.loading.loading import LoadedModel, load_model
 from cortex.neuron.engine.parallel.group import TorchGroup, poller
 from cortex.neuron.engine.parallel.kept_blocks import FollowingBlocks, LeadingBlocks, name_of_all, name_together
-from cortex.neuron.engine.parallel.stages import FirstStageRunner, LaterStageRunner
-from cortex.neuron.engine.parallel.steps import FollowingRunner, LeadingRunner, RankLink, StepLink
+from cortex.neuron.engine.parallel.steps import (
+    FirstStageRunner,
+    FollowingRunner,
+    LaterStageRunner,
+    LeadingRunner,
+    RankLink,
+    StepLink,
+)
 from cortex.neuron.engine.pooling.engine import PoolingEngine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec
 from cortex.neuron.engine.scheduling.step_plan import BlockOrder, StepPlan
@@ -102,14 +108,10 @@ class Leader(Rank):
         super().__init__(loaded, spec, group)
 
     def _new_runner(self) -> Runner:
-        runner: LeadingRunner
+        memory, proposer = self._loaded.memory, self._loaded.proposer
         if self._spec.stages:
-            runner = FirstStageRunner(*self._runner_arguments(), **self._runner_options())
-            runner.group = self._group
-        else:
-            runner = LeadingRunner(*self._runner_arguments(), **self._runner_options())
-        runner.link = self._link
-        return runner
+            return FirstStageRunner(self.model, memory, self._runner_config, proposer, self._link, self._group)
+        return LeadingRunner(self.model, memory, self._runner_config, proposer, self._link)
 
     def _other_ranks(self) -> OtherRanks:
         return LeadingBlocks(self._link, self._group, self._device, self._name_by_content)
@@ -162,12 +164,11 @@ class Follower(Rank):
         return ()
 
     def _new_runner(self) -> Runner:
+        memory, config, proposer = self._loaded.memory, self._runner_config, self._loaded.proposer
         if self._spec.stages:
-            stage = LaterStageRunner(*self._runner_arguments(), **self._runner_options())
-            stage.group = self._group
-            self._following = stage
+            self._following = LaterStageRunner(self.model, memory, config, proposer, self._group)
         else:
-            self._following = FollowingRunner(*self._runner_arguments(), **self._runner_options())
+            self._following = FollowingRunner(self.model, memory, config, proposer=proposer)
         return self._following
 
     def _end_loop(self) -> None:

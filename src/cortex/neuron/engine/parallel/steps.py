@@ -1,5 +1,10 @@
 """The steps of a divided model: the leader announces each plan and draws the tokens; the other ranks compute the same
 and take the tokens over. Page tables, positions and recurrent states follow from the plans, so all ranks have the same.
+
+Hidden states of a model that is divided by layers travel from stage to stage and back to the first one. The leader,
+which has the first layers, also has embedding and head. So between two stages a step sends the hidden states of its
+tokens. The last stage returns only those that tokens are drawn after or that are scored, or all if the leader drafts
+tokens from them. Every step returns something: the leader keeps its turn until all stages have ended it.
 """
 
 from __future__ import annotations
@@ -10,15 +15,22 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cortex.neuron.engine.errors import GroupBroken
-from cortex.neuron.engine.execution.inputs import PictureInputs
+from cortex.neuron.engine.execution.inputs import PictureInputs, StepInputs
+from cortex.neuron.engine.execution.prompt_scores import PromptScores
 from cortex.neuron.engine.execution.results import Launched
-from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.execution.runner import Runner, RunnerConfig
+from cortex.neuron.engine.memory.sequences import SequenceMemory
+from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn
 from cortex.neuron.engine.scheduling.step_plan import CAPTURE, StepPlan
+from cortex.neuron.models.decoder import Decoder
+from cortex.neuron.models.proposer import Proposer
 
 
 class RankLink(Protocol):
@@ -47,12 +59,16 @@ class StepLink(RankLink, Protocol):
 
 
 class LeadingRunner(Runner):
-    """Runs the leader's part of every step, through `link`, which the engine sets before the first step.
+    """Runs the leader's part of every step.
 
     A step that fails after it was announced leaves the other ranks in the middle of it: the model is lost then.
     """
 
-    link: StepLink
+    def __init__(
+        self, model: Decoder, memory: SequenceMemory, config: RunnerConfig, proposer: Proposer | None, link: StepLink
+    ) -> None:
+        self._link = link
+        super().__init__(model, memory, config, proposer=proposer)
 
     def _run(self, plan: StepPlan, draws: Sequence[Draw], mask: Tensor | None) -> Launched:
         with self._announced(replace(plan, new_rows=())):
@@ -68,8 +84,8 @@ class LeadingRunner(Runner):
 
     @contextlib.contextmanager
     def _announced(self, plan: StepPlan) -> Iterator[None]:
-        with self.link.turn():
-            self.link.announce(plan)
+        with self._link.turn():
+            self._link.announce(plan)
             try:
                 yield
             except GroupBroken:
@@ -117,3 +133,80 @@ class FollowingRunner(Runner):
         del logits, positions, draws, mask
         tokens = self.model.parameters.group.broadcast(torch.empty_like(rows))
         return Drawn(tokens, torch.ones_like(tokens, dtype=torch.bool))
+
+
+class FirstStageRunner(LeadingRunner):
+    """Runs the leader's layers, and draws from the hidden states that the last stage returns."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        memory: SequenceMemory,
+        config: RunnerConfig,
+        proposer: Proposer | None,
+        link: StepLink,
+        group: TorchGroup,
+    ) -> None:
+        self._group = group
+        super().__init__(model, memory, config, proposer, link)
+
+    def _hidden(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
+        sent = super()._hidden(plan, inputs)
+        self._group.send(sent, 1)
+        index = self._upload(returned_tokens(plan, inputs))
+        hidden = sent[:, : self.model.config.hidden].contiguous()
+        returned = self._group.receive(hidden.new_empty(len(index), hidden.shape[1]), self._group.shard.size - 1)
+        return hidden.index_copy_(0, index, returned)
+
+
+class LaterStageRunner(FollowingRunner):
+    """Runs the layers of another stage in the announced steps."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        memory: SequenceMemory,
+        config: RunnerConfig,
+        proposer: Proposer | None,
+        group: TorchGroup,
+    ) -> None:
+        self._group = group
+        super().__init__(model, memory, config, proposer=proposer)
+
+    def _vectors(self, pictures: PictureInputs) -> Tensor:
+        parameters = self.model.parameters
+        shape = (len(pictures.index), 1, self.model.config.hidden)
+        return torch.empty(shape, dtype=parameters.dtype, device=parameters.device)
+
+    def _forward(
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        draws: Sequence[Draw],
+        mask: Tensor | None,
+        scores: list[PromptScores],
+    ) -> tuple[Drawn | None, Tensor | None]:
+        del draws, mask, scores
+        shard, parameters = self._group.shard, self.model.parameters
+        batch = self._batch(plan, inputs)  # the first stage has put the vectors of pictures in their places
+        shape = (len(batch.tokens), self.model.stage_width)
+        empty = torch.empty(shape, dtype=parameters.dtype, device=parameters.device)
+        hidden = self.model.through_layers(self._group.receive(empty, shard.rank - 1), batch)
+        if shard.rank == shard.size - 1:
+            hidden = hidden.index_select(0, self._upload(returned_tokens(plan, inputs)))
+        self._group.send(hidden, (shard.rank + 1) % shard.size)
+        return None, None
+
+
+def returned_tokens(plan: StepPlan, inputs: StepInputs) -> NDArray[np.int64]:
+    """The tokens whose hidden states the last stage returns, in order; at least one. All of them where the first stage
+    drafts tokens."""
+    if plan.num_proposals is not None:
+        return np.arange(inputs.offsets[-1])
+    scored = [
+        np.arange(offset, offset + len(row.outputs.scores.following))
+        for row, offset in zip(plan.rows, inputs.offsets, strict=False)
+        if row.outputs.scores is not None
+    ]
+    tokens = np.unique(np.concatenate((inputs.last, *scored)))
+    return tokens if len(tokens) else inputs.offsets[-1:] - 1

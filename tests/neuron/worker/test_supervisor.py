@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import faulty_engine
 import pytest
 
 from cortex.neuron.engine.request import EngineRequest, LoadSpec
@@ -171,3 +172,55 @@ async def test_load_during_recycling_waits_for_the_new_worker(tmp_path: Path) ->
         await loaded(supervisor, spec, RecordingSink())
         assert await recycling is True
         assert supervisor.process_id != first_process
+
+
+class RaisingSink(RecordingSink):
+    """Has a bug in one of its methods."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.num_raised = 0
+        setattr(self, method, self._raise)
+
+    def _raise(self, *_: object) -> None:
+        self.num_raised += 1
+        self._changed.set()
+        raise KeyError("a bug")
+
+
+@pytest.mark.parametrize("method", ["on_outputs", "on_stats", "on_progress", "on_request_failed"])
+async def test_sink_that_raises_does_not_affect_other_models_of_the_device(tmp_path: Path, method: str) -> None:
+    async with supervised() as supervisor:
+        raising, other = RaisingSink(method), RecordingSink()
+        one = await loaded(supervisor, model(tmp_path, "one"), raising)
+        two = await loaded(supervisor, model(tmp_path, "two"), other)
+        process_id = worker_of(supervisor)
+        one.submit(request("a"))
+        one.submit(request("rejected", faulty_engine.REFUSED))
+        two.submit(request("a", max_tokens=50))
+        await other.until(lambda: other.finish("a"))
+        await raising.until(lambda: raising.num_raised)
+        assert await supervisor.memory()
+        assert worker_of(supervisor) == process_id
+        assert not raising.lost
+        assert not other.lost
+
+
+async def test_requests_whose_outputs_a_sink_cannot_take_fail(tmp_path: Path) -> None:
+    async with supervised() as supervisor:
+        sink = RaisingSink("on_outputs")
+        host = await loaded(supervisor, model(tmp_path), sink)
+        host.submit(request("a", max_tokens=100_000))
+        await sink.until(lambda: "a" in sink.failed)
+        assert sink.failed["a"][0] is FaultKind.BUG
+        await sink.until(lambda: sink.stats.completion_tokens and sink.stats.running == 0)
+
+
+async def test_every_model_learns_that_its_worker_is_lost(tmp_path: Path) -> None:
+    async with supervised() as supervisor:
+        raising, other = RaisingSink("on_lost"), RecordingSink()
+        await loaded(supervisor, model(tmp_path, "one"), raising)
+        await loaded(supervisor, model(tmp_path, "two"), other)
+        supervisor.kill_worker("a test")
+        await other.until(lambda: other.lost)
+        assert raising.num_raised == 1

@@ -59,7 +59,11 @@ class Generation:
         if self._receive is None or self._is_paused:
             self._unread.append(output)
         else:
-            self._receive((output,))
+            try:
+                self._receive((output,))
+            except Exception:
+                self._ended = False  # it can still fail
+                raise
 
     def fail(self, error: CortexError) -> None:
         """Ends the generation: the follower gets the unread outputs, then `error`."""

@@ -7,6 +7,7 @@ controller makes a new one for the next load.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from cortex.wire.errors import (
 from cortex.wire.node.protocol import ModelLoad
 from cortex.wire.prompt_overflow import prompt_too_long, prompt_too_long_for_memory
 from cortex.wire.words import duration, plural
+
+log = logging.getLogger(__name__)
 
 _CACHE_TOKENS_AHEAD = 512
 """KV cache that a request needs beyond its prompt before it starts. The engine keeps as much ahead of each sequence."""
@@ -203,7 +206,12 @@ class Instance:
                 message = output.error or "the engine ended this request without a reason; see the node's log"
                 running.generation.fail(GenerationFailed(message))
             else:
-                running.generation.push(output)
+                try:
+                    running.generation.push(output)
+                except Exception:
+                    log.exception("an output of a request of %s cannot be delivered", self.model_id)
+                    self._fail_alone(output)
+                    continue
                 num_tokens += len(output.tokens)
                 if not running.has_token and (output.tokens or output.vectors):
                     self._admission.produced(running.queued, now_s)
@@ -211,6 +219,14 @@ class Instance:
             if output.finish is not None:
                 self._release(running, finished=output.finish in ("stop", "length"))
         self._throughput.sample(now_s, num_tokens, is_generating=self._num_generating > 0)
+
+    def _fail_alone(self, output: StepOutput) -> None:
+        """Ends a request whose follower raised: the others of the step get their outputs."""
+        if output.finish is None:
+            self.host.cancel(output.request_id)
+        self._end_with_error(
+            output.request_id, GenerationFailed("its output could not be delivered; see the node's log")
+        )
 
     def _note_first(self, running: _Running, output: StepOutput) -> int:
         """The request had no token before this output. Returns 1 if it has one now, which counts for no rate."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
-from typing import Literal, Protocol
+from collections.abc import Callable
+from typing import Literal, Protocol, TypeVar
 
 from cortex.ipc.channel import Unsendable
 from cortex.neuron.engine.request import EngineStats, KeptPages, LoadSpec
@@ -22,6 +24,9 @@ from cortex.neuron.worker.process import WorkerLost, WorkerProcess, WorkerTimeou
 from cortex.neuron.worker.protocol import Command, DeviceAddress, Event, MemoryReading, Reply
 from cortex.wire.words import os_error_in_words
 
+log = logging.getLogger(__name__)
+
+Notice = TypeVar("Notice")
 WorkerState = Literal["none", "starting", "running", "faulted"]
 
 
@@ -163,7 +168,7 @@ class WorkerSupervisor:
             case protocol.Report():
                 for handle, stats in event.stats.items():
                     if (model := self._models.get(handle)) is not None:
-                        model.on_stats(stats)
+                        self._notify(model.on_stats, stats)
             case protocol.HostPagesKept():
                 self.kv_host_bytes, self.kept = event.num_bytes, event.models
             case protocol.Memory() | protocol.LimitsMeasured() | protocol.Faulted():
@@ -185,7 +190,7 @@ class WorkerSupervisor:
             ):
                 self._models.pop(event.handle, None)
         if model is not None:
-            model.on_event(event)
+            self._notify(model.on_event, event)
 
     def _on_worker_lost(self, reason: str) -> None:
         """Pending calls raise WorkerLost on their own."""
@@ -195,4 +200,13 @@ class WorkerSupervisor:
         models, self._models = self._models, {}
         self.state = "faulted" if models else "none"
         for model in models.values():
-            model.on_lost(reason)
+            self._notify(model.on_lost, reason)
+
+    def _notify(self, handler: Callable[[Notice], None], notice: Notice) -> None:
+        """Calls a handler of one model. What it raises is logged and stops here: otherwise the channel would be closed,
+        which all models of the device share."""
+        try:
+            handler(notice)
+        except Exception:
+            name = self.device.thread_name
+            log.exception("%s: the handler of one model failed; the other models continue", name)

@@ -7,7 +7,7 @@ import logging
 from dataclasses import replace
 
 from cortex.ipc.channel import Unsendable
-from cortex.neuron.engine.request import EngineRequest, EngineStats, LoadSpec
+from cortex.neuron.engine.request import EngineRequest, EngineStats, LoadSpec, StepOutput
 from cortex.neuron.worker import protocol
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
@@ -178,7 +178,11 @@ class DeviceHost:
         match event:
             case protocol.Outputs():
                 self._live.difference_update(o.request_id for o in event.outputs if o.finish is not None)
-                self._sink.on_outputs(event.outputs)
+                try:
+                    self._sink.on_outputs(event.outputs)
+                except Exception:
+                    log.exception("outputs cannot be delivered; %d requests fail", len(event.outputs))
+                    self._fail(event.outputs)
             case protocol.RequestFailed():
                 self._live.discard(event.request_id)
                 self._sink.on_request_failed(event.request_id, event.kind, event.message)
@@ -186,6 +190,13 @@ class DeviceHost:
                 self._sink.on_progress(event.stage, event.done_bytes, event.total_bytes)
             case protocol.ModelBroken():
                 self.on_lost(event.message)
+
+    def _fail(self, outputs: tuple[StepOutput, ...]) -> None:
+        """Ends the requests of these outputs, which would wait for them forever."""
+        for output in outputs:
+            self.cancel(output.request_id)
+            message = "its output could not be delivered; see the log of the node"
+            self._sink.on_request_failed(output.request_id, FaultKind.BUG, message)
 
     def on_lost(self, reason: str) -> None:
         if self.resident is None:

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-from cortex.neuron.engine.counters import Counters
 from cortex.neuron.engine.execution.graphs import CaptureCosts
 from cortex.neuron.engine.execution.results import NO_RESULT, RowResult
 from cortex.neuron.engine.kv.page_groups import KVPages
-from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.engine.request import Counters, EngineRequest
 from cortex.neuron.engine.scheduling.budget import SchedulerLimits
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepPlan

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.ipc.channel import FrameDecoder, encode_frame
-from cortex.neuron.engine.counters import Counters
-from cortex.neuron.engine.request import EngineStats
+from cortex.neuron.engine.request import Counters, EngineStats
 from cortex.neuron.worker.protocol import Event, Report
 
 COUNTS = st.integers(0, 9)

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from cortex.neuron.engine import speculation
-from cortex.neuron.engine.generation import Generation
+from cortex.neuron.engine.active_request import ActiveRequest
 from cortex.neuron.engine.scheduling.sequence import Sequence
 from cortex.neuron.engine.speculation.speculation import _Drafting
 
 ENGINE = Path(speculation.__file__).parents[1]
 OWNERS: dict[type, tuple[str, ...]] = {
-    Generation: ("generation.py", "step_loop.py"),
+    ActiveRequest: ("active_request.py", "step_loop.py"),
     Sequence: ("scheduling",),
     _Drafting: ("speculation",),
 }
@@ -52,8 +52,8 @@ def _parts(path: Path) -> tuple[str, ...]:
 @pytest.mark.parametrize("owned", OWNERS, ids=lambda owned: owned.__name__)
 def test_only_the_owner_writes_the_facts_of_a_request(owned: type) -> None:
     names = {each.name for each in fields(owned)}
-    if owned is not Generation:
-        names -= {"tokens", "request"}  # which it shares with the generation
+    if owned is not ActiveRequest:
+        names -= {"tokens", "request"}  # which it shares with the active request
     paths = [path for path in sorted(ENGINE.rglob("*.py")) if not {*OWNERS[owned], *BELOW} & {*_parts(path)}]
     found = [
         f"{path.relative_to(ENGINE)}:{line} writes `{name}` of a {owned.__name__}"

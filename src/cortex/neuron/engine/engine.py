@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 
-from cortex.neuron.engine.counters import Counters
 from cortex.neuron.engine.errors import RequestError, SleepError
 from cortex.neuron.engine.execution.batch_invariant import block_tokens
 from cortex.neuron.engine.execution.graphs import MAX_NATIVE_ROWS, SIZES
@@ -30,7 +29,7 @@ from cortex.neuron.engine.kv.recurrent_checkpoints import (
 )
 from cortex.neuron.engine.loading.filling import Progress
 from cortex.neuron.engine.loading.loading import LoadedModel, load_model, step_tokens
-from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
+from cortex.neuron.engine.request import Counters, EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
 from cortex.neuron.engine.roofline.model_work import work_of
 from cortex.neuron.engine.sampling.constraints import Constraints
 from cortex.neuron.engine.scheduling.budget import SchedulerLimits

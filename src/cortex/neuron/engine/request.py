@@ -6,11 +6,10 @@ Plain dataclasses and tuples: they import on a bare GPU host, and cross the work
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
-from cortex.neuron.engine.counters import Counters
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.roofline.step_work import StepWork
 from cortex.neuron.vision.picture import Picture
@@ -113,9 +112,9 @@ class EngineRequest:
     """The expected output. Where it is right, several tokens are checked in one step."""
     speculates: bool = True
     """Whether draft tokens may be checked for it, as far as the model does so. The output is the same."""
-    is_kept: bool = True
-    """Whether later requests may use what it computes. If not, nothing of it stays in the prefix cache or goes to host
-    memory, where it would take the place of other prefixes."""
+    uses_prefix_cache: bool = True
+    """If not, it reuses no prefix. Nothing of it stays in the prefix cache or goes to host memory, where it would
+    displace other prefixes."""
     pictures: tuple[Picture, ...] = ()
     """In the order of their positions in the prompt, which has a token at each of them."""
     texts: PooledTexts | None = None
@@ -284,6 +283,39 @@ class KeptPages:
     """Tokens whose pages these are; 0: the model has states only."""
     tokens_per_s: float | None = None
     """How fast they are copied to the device; None: none were yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Work done for requests since the load. A sleep does not reset them: the next step loop continues them."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    preemptions: int = 0
+    fetched_tokens: int = 0
+    """Prompt tokens whose pages were in host memory; they count as cached too."""
+    drafted_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Draft tokens that were checked, by where they came from."""
+    accepted_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Those of them that were drawn."""
+
+    def plus(self, more: Counters) -> Counters:
+        return Counters(
+            steps=self.steps + more.steps,
+            prompt_tokens=self.prompt_tokens + more.prompt_tokens,
+            cached_tokens=self.cached_tokens + more.cached_tokens,
+            completion_tokens=self.completion_tokens + more.completion_tokens,
+            preemptions=self.preemptions + more.preemptions,
+            fetched_tokens=self.fetched_tokens + more.fetched_tokens,
+            drafted_tokens=_sums(self.drafted_tokens, more.drafted_tokens),
+            accepted_tokens=_sums(self.accepted_tokens, more.accepted_tokens),
+        )
+
+
+def _sums(first: Mapping[str, int], second: Mapping[str, int]) -> Mapping[str, int]:
+    return {kind: first.get(kind, 0) + second.get(kind, 0) for kind in (*first, *second)} if second else first
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import asdict, dataclass, replace
 
-from cortex.neuron.engine.counters import Counters
+from cortex.neuron.engine.active_request import ActiveRequest, draws_of, packed_tokens
 from cortex.neuron.engine.errors import RequestError, StepBlamed
 from cortex.neuron.engine.execution.results import Launched
 from cortex.neuron.engine.execution.runner import Runner
-from cortex.neuron.engine.generation import Generation, draws_of, packed_tokens
 from cortex.neuron.engine.host_pages.tier import HostTier
-from cortex.neuron.engine.request import EngineRequest, EngineStats, SamplingParams, StepOutput
+from cortex.neuron.engine.request import Counters, EngineRequest, EngineStats, SamplingParams, StepOutput
 from cortex.neuron.engine.sampling.constraints import Constraints
 from cortex.neuron.engine.sampling.sampler import Draw
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
@@ -29,7 +28,7 @@ class _InFlight:
 
     launched: Launched
     plan: StepPlan
-    rows: Ordered[tuple[Generation, RowPlan]]
+    rows: Ordered[tuple[ActiveRequest, RowPlan]]
     checks_drafts: bool
     follows: bool
     """See `StepTime`."""
@@ -38,8 +37,9 @@ class _InFlight:
 class StepLoop:
     """Owns the requests of one engine from their submission to their last output. Belongs to the engine thread.
 
-    What a request is lies in its `Generation`, which only this loop writes; where it is computed, in the `Sequence` of
-    the scheduler; what is drafted for it, in the speculation."""
+    Only this loop writes what a request is: its `ActiveRequest`. The scheduler writes where it lies, its `Sequence`;
+    the speculation, what is drafted for it.
+    """
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class StepLoop:
         self._overlaps = overlaps
         self.host: HostTier | None = None
         """Where pages are when the device has no room for them; None: nowhere."""
-        self._generations: dict[str, Generation] = {}
+        self._active: dict[str, ActiveRequest] = {}
         """By the id of the request, whether or not it has been admitted."""
         self._constrained: set[str] = set()
         """Requests with a grammar: a step that draws for one is planned when all tokens before it are read."""
@@ -68,9 +68,9 @@ class StepLoop:
         self._read_at: float | None = None
         """When the latest step was read, if the device has been busy since."""
         self._outputs: list[StepOutput] = []
-        self._failed: tuple[Generation, ...] = ()
+        self._failed: tuple[ActiveRequest, ...] = ()
         """The requests of the step that raised last."""
-        self._suspects: deque[Generation] = deque()
+        self._suspects: deque[ActiveRequest] = deque()
         """Requests that are computed one at a time, the first of them next."""
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ class StepLoop:
         if request.texts is not None:
             raise RequestError("this model generates text and pools none; use an embedding or rerank model")
         vocab = self._runner.model.config.vocab
-        if request.id in self._generations:
+        if request.id in self._active:
             raise RequestError(f"request id {request.id!r} is already running")
         packed = packed_tokens("prompt", request.prompt, vocab)
         packed_tokens("prediction", request.prediction, vocab)
@@ -94,19 +94,19 @@ class StepLoop:
         if self._runner.pictures is not None:
             self._runner.pictures.add(request.pictures)
         self._speculation.begin(request, tokens, constraint)
-        self._generations[request.id] = Generation(request, tokens, sequence, constraint)
+        self._active[request.id] = ActiveRequest(request, tokens, sequence, constraint)
         if constraint is not None:
             self._constrained.add(request.id)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request and frees what it holds at once. Unknown ids are ignored."""
-        generation = self._generations.get(request_id)
-        if generation is not None:
-            self._finish(generation, StepOutput(request_id, finish="cancelled"))
+        active = self._active.get(request_id)
+        if active is not None:
+            self._finish(active, StepOutput(request_id, finish="cancelled"))
 
     @property
     def has_work(self) -> bool:
-        return bool(self._generations or self._in_flight or self._outputs)
+        return bool(self._active or self._in_flight or self._outputs)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -239,14 +239,14 @@ class StepLoop:
 
     def _launch(self, plan: StepPlan) -> None:
         by_row = {sequence.row: sequence.request.id for sequence in self._scheduler.running}
-        rows = [(self._generations[by_row[row.row]], row) for row in plan.rows]
-        drawing = [(generation, row) for generation, row in rows if row.outputs.draws]
+        rows = [(self._active[by_row[row.row]], row) for row in plan.rows]
+        drawing = [(active, row) for active, row in rows if row.outputs.draws]
         checks_drafts = plan.has_drafts
-        draws = [draw for generation, row in drawing for draw in draws_of(generation.request, row)]
+        draws = [draw for active, row in drawing for draw in draws_of(active.request, row)]
         mask = None
         try:
-            if self._constrained and any(generation.constraint is not None for generation, _ in drawing):
-                mask = self._constraints.mask([(generation.constraint, row.drafted) for generation, row in drawing])
+            if self._constrained and any(active.constraint is not None for active, _ in drawing):
+                mask = self._constraints.mask([(active.constraint, row.drafted) for active, row in drawing])
             if self.host is not None:
                 self.host.before_launch(plan)
             launched = self._runner.launch(plan, draws, mask)
@@ -254,7 +254,7 @@ class StepLoop:
             self._scheduler.retract(plan)
             if self._suspects and not isinstance(error, StepBlamed):
                 raise StepBlamed(self._suspects[0].request.id) from error
-            self._failed = tuple(generation for generation, _ in rows)
+            self._failed = tuple(active for active, _ in rows)
             raise
         if self._suspects and drawing:
             self._suspects.popleft()
@@ -290,31 +290,31 @@ class StepLoop:
         num_tokens = num_cached = 0
         drafted: Counter[str] = Counter()
         accepted: Counter[str] = Counter()
-        for (generation, row), result in zip(step.rows, results, strict=True):
-            if generation.is_finished:
+        for (active, row), result in zip(step.rows, results, strict=True):
+            if active.is_finished:
                 continue  # ended after this step was launched
             if scores := result.prompt_logprobs:
-                generation.prompt_logprobs[row.start : row.start + len(scores)] = scores  # again after a preemption
+                active.prompt_logprobs[row.start : row.start + len(scores)] = scores  # again after a preemption
             if not result.healthy:
-                self._scheduler.distrust(generation.sequence)
+                self._scheduler.distrust(active.sequence)
                 message = "the model computed logits that are not finite for this prompt; the request was ended"
-                self._finish(generation, StepOutput(generation.request.id, finish="error", error=message))
+                self._finish(active, StepOutput(active.request.id, finish="error", error=message))
                 continue
-            tokens, finish = generation.until_end(result.tokens)
-            generation.tokens += tokens
-            self._scheduler.row_read(generation.sequence, row, len(tokens))
-            checked = self._speculation.read(generation.request.id, row, tokens, result.proposed)
+            tokens, finish = active.until_end(result.tokens)
+            active.tokens += tokens
+            self._scheduler.row_read(active.sequence, row, len(tokens))
+            checked = self._speculation.read(active.request.id, row, tokens, result.proposed)
             if checked.num_drafted:
                 drafted[checked.kind] += checked.num_drafted
                 accepted[checked.kind] += checked.num_accepted
             if tokens:
                 num_tokens += len(tokens)
-                output = generation.output(tokens, finish, result.logprobs[: len(tokens)], checked)
+                output = active.output(tokens, finish, result.logprobs[: len(tokens)], checked)
                 num_cached += output.cached_tokens or 0
                 if finish is None:
                     self._outputs.append(output)
                 else:
-                    self._finish(generation, output)
+                    self._finish(active, output)
         self._counters = self._counters.plus(
             Counters(
                 completion_tokens=num_tokens,
@@ -324,15 +324,15 @@ class StepLoop:
             )
         )
 
-    def _finish(self, generation: Generation, last: StepOutput) -> None:
-        generation.is_finished = True
-        request = generation.request
+    def _finish(self, active: ActiveRequest, last: StepOutput) -> None:
+        active.is_finished = True
+        request = active.request
         if self._runner.pictures is not None:
             self._runner.pictures.remove(request.pictures)
-        self._scheduler.drop(generation.sequence)
+        self._scheduler.drop(active.sequence)
         self._speculation.end(request.id)
         self._constrained.discard(request.id)
-        del self._generations[request.id]
+        del self._active[request.id]
         self._outputs.append(last)
 
     # -- facts -----------------------------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ from cortex.neuron.servers.ready_made import usable
 from cortex.neuron.worker.device_claims import DeviceClaim, DeviceClaims
 from cortex.neuron.worker.discovery import DeviceReading, Inventory, discover, divided, with_amd_cards
 from cortex.neuron.worker.factory import WorkerFactory
-from cortex.neuron.worker.hosts.all_of import AllOf
 from cortex.neuron.worker.hosts.device import DeviceHost
 from cortex.neuron.worker.hosts.rendezvous import Backend, Rendezvous
+from cortex.neuron.worker.hosts.sharded import ShardedHost
 from cortex.neuron.worker.model_host import ModelHost, ModelPart
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.neuron.worker.protocol import DeviceAddress
@@ -76,9 +76,9 @@ class NodeDevices:
         devices = [device for device in self.all if device.index in indices]
         locks = tuple(self.lock_path(index) for index in sorted(indices))
         rendezvous = Rendezvous(len(indices), backend_of(devices), locks)
-        return self.all_of(indices, spec, self.claims.new(model_id, indices, spans=False), rendezvous)
+        return self.sharded_host(indices, spec, self.claims.new(model_id, indices, spans=False), rendezvous)
 
-    def all_of(
+    def sharded_host(
         self,
         indices: Sequence[int],
         spec: LoadSpec,
@@ -87,12 +87,12 @@ class NodeDevices:
         *,
         first_rank: int = 0,
         others: Sequence[ModelPart] = (),
-    ) -> AllOf:
+    ) -> ShardedHost:
         """The host of the ranks of a divided model from `first_rank` on, in the order of these devices. `others`: its
         parts on other nodes."""
         ranks = [replace(spec, rank=rendezvous.rank(first_rank + number)) for number in range(len(indices))]
         hosts = [DeviceHost(self.supervisors[i], rank) for i, rank in zip(sorted(indices), ranks, strict=True)]
-        return AllOf(hosts[0], (*hosts[1:], *others), claim, rendezvous)
+        return ShardedHost(hosts[0], (*hosts[1:], *others), claim, rendezvous)
 
     def lock_path(self, index: int) -> str:
         """The file that leaders of divided models lock for each step on this device."""

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
+from cortex.neuron.engine.active_request import draws_of
 from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, MAX_NATIVE_ROWS, SIZES, GraphSizes, SizedGraphs
 from cortex.neuron.engine.execution.runner import Runner, RunnerConfig
-from cortex.neuron.engine.generation import draws_of
 from cortex.neuron.engine.kv.page_groups import KVPages
 from cortex.neuron.engine.memory.plan import StateSlots
 from cortex.neuron.engine.memory.sequences import SequenceMemory

@@ -25,8 +25,16 @@ def new_host(budget_bytes: int = 64 << 20, *, verifies: bool = True) -> DeviceHo
 
 
 def respond(
-    engine: Engine, prompt: tuple[int, ...] = PROMPT, name: str = "r", max_tokens: int = 4, *, is_kept: bool = True
+    engine: Engine,
+    prompt: tuple[int, ...] = PROMPT,
+    name: str = "r",
+    max_tokens: int = 4,
+    *,
+    uses_prefix_cache: bool = True,
 ) -> tuple[list[int], int]:
     """Greedy tokens, and how many of the prompt came from the cache."""
     greedy = SamplingParams(temperature=0.0)
-    return response_to(engine, EngineRequest(name, prompt, max_tokens, greedy, checkpoint_at=(100,), is_kept=is_kept))
+    return response_to(
+        engine,
+        EngineRequest(name, prompt, max_tokens, greedy, checkpoint_at=(100,), uses_prefix_cache=uses_prefix_cache),
+    )

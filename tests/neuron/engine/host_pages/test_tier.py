@@ -56,13 +56,13 @@ def test_nothing_stays_of_a_request_that_is_not_kept(make_engine: EngineMaker, f
     host, measured = new_host(), tuple(reversed(PROMPT))
     plain, engine = make_engine(FAMILIES[family], None), make_engine(FAMILIES[family], host)
     expected, longer = respond(plain, measured)[0], respond(plain, measured, max_tokens=40)[0]
-    assert respond(engine, measured, is_kept=False) == (expected, 0)
+    assert respond(engine, measured, uses_prefix_cache=False) == (expected, 0)
     assert engine.stats().cached_pages == 0
     conversation, _ = respond(engine)
     in_cache = respond(engine)[1]
     cached_pages = engine.stats().cached_pages
     for _ in range(2):
-        assert respond(engine, measured, max_tokens=40, is_kept=False) == (longer, 0)
+        assert respond(engine, measured, max_tokens=40, uses_prefix_cache=False) == (longer, 0)
     assert engine.stats().cached_pages == cached_pages
     tokens, cached = respond(engine)
     assert tokens == conversation

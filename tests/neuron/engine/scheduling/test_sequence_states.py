@@ -129,7 +129,7 @@ def test_state_of_a_row_is_not_saved_as_that_of_an_earlier_position() -> None:
 
 def test_response_that_is_not_kept_saves_no_state() -> None:
     scheduler, device = conversation()
-    _, plans = run(scheduler, device, EngineRequest("1", (1,) * 21, max_tokens=12, is_kept=False))
+    _, plans = run(scheduler, device, EngineRequest("1", (1,) * 21, max_tokens=12, uses_prefix_cache=False))
     assert not any(plan.saves or plan.restores for plan in plans)
 
 

@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.neuron.engine.speculation.proposal_costs import ProposalCosts, choose_proposals
-from cortex.neuron.engine.speculation.widths import MIN_GAIN, StepCosts, choose_widths
+from cortex.neuron.engine.speculation.width_rule import (
+    MIN_GAIN,
+    ProposalCosts,
+    StepCosts,
+    choose_proposals,
+    choose_widths,
+)
 
 ODDS = st.lists(
     st.lists(st.floats(0, 1), max_size=4).map(lambda odds: sorted(odds, reverse=True)), min_size=1, max_size=3

@@ -17,7 +17,7 @@ from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.memory.limits import NodeLimits
 from cortex.neuron.servers.entry import ENGINE_NAMES
 from cortex.neuron.text.model import TextSurvey
-from cortex.neuron.worker.hosts.any_of import LockDevices
+from cortex.neuron.worker.hosts.replicated import LockDevices
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node.orders import LoadRequest, UnloadRequest

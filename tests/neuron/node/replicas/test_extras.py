@@ -11,7 +11,7 @@ import pytest
 from cortex.neuron.node.memory.ceilings import Ceilings
 from cortex.neuron.node.replicas.extras import ExtraReplicas
 from cortex.neuron.worker.discovery import DeviceReading
-from cortex.neuron.worker.hosts.any_of import AnyOf
+from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.wire.node.protocol import Device
 
 from ...worker.hosts.fake_host import FakeHost
@@ -23,8 +23,8 @@ def extras_on(kind: Literal["cuda", "cpu"], *, node_bytes: int | None = None) ->
     return ExtraReplicas(devices, Ceilings(node_bytes))
 
 
-async def replicas_on(index: int) -> AnyOf:
-    replicas = AnyOf("m", [FakeHost(index).again], lambda _: contextlib.nullcontext())
+async def replicas_on(index: int) -> ReplicatedHost:
+    replicas = ReplicatedHost("m", [FakeHost(index).again], lambda _: contextlib.nullcontext())
     await replicas.load(RecordingSink())
     return replicas
 

@@ -120,7 +120,7 @@ class FakePlace:
         self.loader: Any = SimpleNamespace(find_local=self._find_local)
         self.harness: Any = SimpleNamespace(inspect=self._inspect, spec=lambda *_: LoadSpec("m"))
         self.room: Any = SimpleNamespace(for_load=self._for_load, for_wake=self._for_load)
-        self.devices: Any = SimpleNamespace(claims=DeviceClaims(), all_of=lambda *_, **__: group)
+        self.devices: Any = SimpleNamespace(claims=DeviceClaims(), sharded_host=lambda *_, **__: group)
         self.rests: list[int] = []
         """What sleeping models left of the budget, each time that it changed."""
         self.sleep_budget = SleepBudget(

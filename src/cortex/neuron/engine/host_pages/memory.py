@@ -27,12 +27,12 @@ class HostSlabs:
         self._read = read
         self._buffers: dict[int, HostBuffer] = {}
         self._next_growth_s = 0.0
-        self.is_patient = False
+        self.may_wait = False
         """Whether growth may take its time: the model has no work."""
 
     def allocate(self, slab: int, num_bytes: int) -> bool:
         started_s = time.monotonic()
-        if not self.is_patient and started_s < self._next_growth_s:
+        if not self.may_wait and started_s < self._next_growth_s:
             return False
         if self.num_missing_bytes(num_bytes):
             return False

@@ -54,7 +54,7 @@ class _Fetch:
 class OtherRanks(Protocol):
     """The other ranks of a divided model, each with its own host memory: see `parallel/kept_blocks.py`."""
 
-    def keep(self, blocks: NamedBlocks, *, patiently: bool) -> None: ...
+    def keep(self, blocks: NamedBlocks, *, may_wait: bool) -> None: ...
     def fetch(self, blocks: Sequence[NamedBlocks]) -> bool: ...
     def forget(self, digests: Sequence[Digest]) -> None: ...
     def held(self, wanted: Sequence[NamedBlocks]) -> list[list[bool]]: ...
@@ -265,7 +265,7 @@ class HostTier:
         if self._steps_to_scan > 0:
             return
         self._steps_to_scan = STEPS_BETWEEN_SCANS
-        self._host.slabs.is_patient = False
+        self._host.slabs.may_wait = False
         for part, blocks in enumerate(self._blocks):
             if not blocks.num_bytes:
                 continue
@@ -294,7 +294,7 @@ class HostTier:
 
     def _copy_some(self) -> bool:
         self.collect(wait=True)
-        self._host.slabs.is_patient = True
+        self._host.slabs.may_wait = True
         if not self._store.budget_bytes:
             return False
         if self._remaining is None:
@@ -338,7 +338,7 @@ class HostTier:
     def _keep_elsewhere(self, part: int, blocks: Sequence[tuple[int, Digest]]) -> None:
         if self._others is not None:
             named = NamedBlocks(part, tuple(id for id, _ in blocks), tuple(digest for _, digest in blocks))
-            self._others.keep(named, patiently=self._host.slabs.is_patient)
+            self._others.keep(named, may_wait=self._host.slabs.may_wait)
 
     def forget(self, digests: Iterable[Digest]) -> None:
         """The contents of these blocks cannot be trusted."""

@@ -40,12 +40,12 @@ class LeadingBlocks:
         self._ensure_named = ensure_named
         self._is_settled = True
 
-    def keep(self, blocks: NamedBlocks, *, patiently: bool) -> None:
-        """Each rank copies its part of these blocks to host memory, as far as it has room. `patiently`: the model has
+    def keep(self, blocks: NamedBlocks, *, may_wait: bool) -> None:
+        """Each rank copies its part of these blocks to host memory, as far as it has room. `may_wait`: the model has
         no work, so it may take time to get more room."""
         self._ensure_named()
         self._is_settled = False
-        self._announce("save" if patiently else "keep", (blocks,))
+        self._announce("save" if may_wait else "keep", (blocks,))
 
     def fetch(self, blocks: Sequence[NamedBlocks]) -> bool:
         """Each rank copies its part of blocks that all of them have to the device. It precedes the next step. False: a
@@ -114,16 +114,16 @@ class FollowingBlocks:
             _agreed(self._group, [self._fetch(order.blocks)], self._device)
         self.let_go()
         if order.action in ("keep", "save"):
-            self._keep(order.blocks, patiently=order.action == "save")
+            self._keep(order.blocks, may_wait=order.action == "save")
         elif order.action == "forget" and self._host is not None:
             for kind in self._kinds:
                 self._host.store.forget(kind, order.blocks[0].digests)
         elif order.action == "ask":
             _agreed(self._group, self._hold(order.blocks), self._device)
 
-    def _keep(self, wanted: Sequence[NamedBlocks], *, patiently: bool) -> None:
+    def _keep(self, wanted: Sequence[NamedBlocks], *, may_wait: bool) -> None:
         if self._host is not None:
-            self._host.slabs.is_patient = patiently
+            self._host.slabs.may_wait = may_wait
         for part, ids, digests in wanted:
             if self._host is None or self._copies is None or not self._has_blocks(part):
                 continue

@@ -1,15 +1,270 @@
-"""An embedding or rerank model as an engine: the contract is that of the package `engine`."""
+"""An embedding or rerank model as an engine: batches of texts, in slices that leave time to other models.
+
+The contract is that of the package `engine`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.errors import RequestError, StepBlamed
 from cortex.neuron.engine.loading.loading import LoadedModel
-from cortex.neuron.engine.pooling.loop import PoolingLoop
-from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.engine.pooling.texts import QueuedText, TextPass, TextQueue
+from cortex.neuron.engine.request import Counters, EngineRequest, EngineStats, LoadSpec, PooledTexts, StepOutput
 from cortex.neuron.models.pooling.model import PooledModel
+
+SLICE_S = 0.008
+"""A step takes about this long, at least one layer: other models of the device wait no longer for their tokens."""
+_MIN_BATCH_TOKENS = 128
+"""Fewer do not fill the cores of a CPU."""
+_SELF_TEST_TOKENS = 4
+
+
+def batch_tokens(most: int, layer_token_s: float | None) -> int:
+    """The tokens of the next batch: so few that one layer takes no longer than a slice, where the device is slow.
+    `layer_token_s`: None if nobody waits."""
+    if layer_token_s is None:
+        return most
+    return min(most, max(_MIN_BATCH_TOKENS, int(SLICE_S / max(layer_token_s, 1e-12))))
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request while it runs."""
+
+    texts: PooledTexts
+    offsets: NDArray[np.int64]
+    vectors: NDArray[np.float32]
+    """[texts, width], as far as they are computed."""
+    num_left: int
+
+    def tokens(self, index: int) -> NDArray[np.uint32]:
+        ids = np.frombuffer(self.texts.ids, dtype=np.uint32)
+        return ids[self.offsets[index] : self.offsets[index + 1]]
+
+    def result(self) -> NDArray[np.float32]:
+        """The vectors as the request wants them, or the cosines."""
+        vectors, num_queries = self.vectors[:, : self.texts.dimensions], self.texts.num_queries
+        if not self.texts.normalize and not num_queries:
+            return vectors
+        lengths = np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
+        normal: NDArray[np.float32] = (vectors / lengths).astype("<f4")
+        return normal if not num_queries else np.einsum("ij,ij->i", *_pairs(normal, num_queries)).astype("<f4")
+
+    def first_segment(self, index: int) -> int:
+        return self.texts.first_segments[index] if self.texts.first_segments else 0
+
+
+def _pairs(vectors: NDArray[np.float32], num_queries: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """The queries, each as often as it is needed, and the texts they belong to."""
+    queries, texts = np.split(vectors, [num_queries])
+    return np.broadcast_to(queries, texts.shape), texts
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    batch: TextPass
+    texts: tuple[QueuedText, ...]
+
+
+class PoolingLoop:
+    """Has the interface of `StepLoop`. Belongs to the engine thread."""
+
+    def __init__(
+        self,
+        model: PooledModel,
+        batch_tokens: int,
+        context_tokens: int,
+        counters: Counters,
+        shares_device: Callable[[], bool],
+    ) -> None:
+        """`batch_tokens`: the most tokens of a batch, except that of a single text, which may have `context_tokens`.
+        `shares_device`: whether other models compute on the device now."""
+        self._model = model
+        self._shares_device = shares_device
+        self._batch_tokens = batch_tokens
+        self._context_tokens = context_tokens
+        self.counters = counters
+        self._requests: dict[str, _Request] = {}
+        self._queue = TextQueue()
+        self._running: _Running | None = None
+        self._next: _Running | None = None
+        """A batch that was uploaded while the device computed the end of the one before."""
+        self._outputs: list[StepOutput] = []
+        self._layer_token_s: float | None = None
+        """The time that a layer takes for a token, as the last slice took it."""
+        self._failed: tuple[str, ...] = ()
+        """The requests of the batch that raised last."""
+        self._suspects: deque[str] = deque()
+        """Requests that are computed one at a time, the first of them next."""
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest) -> None:
+        """Raises RequestError if the request can never be served."""
+        texts, vocab = request.texts, self._model.config.vocab
+        if texts is None:
+            raise RequestError("this model generates no text; use a chat model")
+        if request.id in self._requests:
+            raise RequestError(f"request id {request.id!r} is already running")
+        ids = np.frombuffer(texts.ids, dtype=np.uint32)
+        if not texts.lengths or min(texts.lengths) < 1 or sum(texts.lengths) != len(ids):
+            raise RequestError("a text has no tokens")
+        if max(texts.lengths) > self._context_tokens:
+            raise RequestError(f"a text has {max(texts.lengths)} tokens, at most {self._context_tokens} are supported")
+        if ids.max() >= vocab:
+            raise RequestError(f"a text has token ids outside the model's vocabulary of {vocab}")
+        vectors = np.empty((len(texts.lengths), self._model.width), dtype="<f4")
+        offsets = np.concatenate(([0], np.cumsum(texts.lengths, dtype=np.int64)))
+        self._requests[request.id] = _Request(texts, offsets, vectors, len(texts.lengths))
+        self._queue.add(request.id, texts.lengths)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request at once. Unknown ids are ignored."""
+        if request_id in self._requests:
+            self._finish(StepOutput(request_id, finish="cancelled"))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests or self._running or self._next or self._outputs)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[StepOutput]:
+        """Computes a slice of the running batch, or begins the next one. See `StepLoop.step` for what it raises."""
+        self._failed = ()
+        texts = self._running.texts if self._running is not None else ()
+        try:
+            if self._running is None:
+                self._running, self._next = self._next, None
+                texts = self._running.texts if self._running is not None else self._take()
+            if self._running is None and texts:
+                self._running = _Running(self._pass_of(texts), texts)
+            if self._running is not None:
+                self._advance(self._running)
+        except Exception as error:
+            self._retract(texts)
+            if self._suspects:
+                raise StepBlamed(self._suspects[0]) from error
+            self._failed = tuple(dict.fromkeys(text.request_id for text in texts if text.request_id in self._requests))
+            raise
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _take(self) -> tuple[QueuedText, ...]:
+        while self._suspects and self._suspects[0] not in self._requests:
+            self._suspects.popleft()
+        only = self._suspects[0] if self._suspects else None
+        layer_token_s = self._layer_token_s if self._shares_device() else None
+        return tuple(self._queue.take(batch_tokens(self._batch_tokens, layer_token_s), only))
+
+    def _pass_of(self, texts: tuple[QueuedText, ...]) -> TextPass:
+        owners = [self._requests[text.request_id] for text in texts]
+        tokens = [owner.tokens(text.number) for owner, text in zip(owners, texts, strict=True)]
+        segments = [owner.first_segment(text.number) for owner, text in zip(owners, texts, strict=True)]
+        return TextPass(self._model, tokens, segments)
+
+    def _advance(self, running: _Running) -> None:
+        batch, began_s = running.batch, time.monotonic()
+        num_layers = 1
+        if self._layer_token_s is not None:
+            num_layers = max(1, int(SLICE_S / max(self._layer_token_s * batch.num_tokens, 1e-9)))
+        num_run = batch.advance(num_layers)
+        vectors = None
+        if batch.done:
+            batch.finish()
+            if not self._suspects:
+                self._upload_next()
+            vectors = batch.vectors()
+        elif self._model.parameters.device.type == "cuda":
+            torch.cuda.synchronize(self._model.parameters.device)  # other models must not queue behind this slice
+        self._layer_token_s = (time.monotonic() - began_s) / (max(1, num_run) * batch.num_tokens)
+        if vectors is not None:
+            self._collect(running, vectors)
+
+    def _upload_next(self) -> None:
+        texts = self._take()
+        try:
+            self._next = _Running(self._pass_of(texts), texts) if texts else None
+        except BaseException:
+            self._queue.put_back(texts)
+            raise
+
+    def _collect(self, running: _Running, vectors: NDArray[np.float32]) -> None:
+        self._running = None
+        self.counters = self.counters.plus(Counters(steps=1, prompt_tokens=running.batch.num_tokens))
+        if self._suspects:
+            self._suspects.popleft()
+        for text, vector in zip(running.texts, vectors, strict=True):
+            owner = self._requests.get(text.request_id)
+            if owner is None:
+                continue  # cancelled meanwhile
+            owner.vectors[text.number] = vector
+            owner.num_left -= 1
+            if not np.isfinite(vector).all():
+                message = "the model computed a vector that is not finite for a text; the request was ended"
+                self._finish(StepOutput(text.request_id, finish="error", error=message))
+            elif not owner.num_left:
+                self._finish(StepOutput(text.request_id, finish="stop", vectors=owner.result().tobytes()))
+
+    def _retract(self, texts: tuple[QueuedText, ...]) -> None:
+        """The texts of a batch that failed wait again, before those of the next one."""
+        both = (*texts, *(self._next.texts if self._next is not None else ()))
+        self._running = self._next = None
+        self._queue.put_back(text for text in both if text.request_id in self._requests)
+
+    def _finish(self, last: StepOutput) -> None:
+        del self._requests[last.request_id]
+        self._queue.remove(last.request_id)
+        self._outputs.append(last)
+
+    def prepare(self) -> bool:
+        """Nothing is built ahead."""
+        return False
+
+    def prepare_first(self) -> None:
+        """Nothing is."""
+
+    def self_test(self) -> tuple[int, ...]:
+        """The vector of a fixed short text, bit by bit; not counted."""
+        token = min(1, self._model.config.vocab - 1)
+        text = np.full(min(_SELF_TEST_TOKENS, self._context_tokens), token, dtype=np.uint32)
+        batch = TextPass(self._model, [text], [0])
+        batch.advance(len(self._model.layers))
+        batch.finish()
+        return tuple(batch.vectors().view(np.int32).ravel().tolist())
+
+    def isolate(self) -> bool:
+        """See `StepLoop.isolate`."""
+        suspects, self._failed = self._failed, ()
+        if not suspects:
+            return False
+        self.self_test()
+        self._suspects.extend(suspects)
+        return True
+
+    # -- facts -----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        waiting = self._queue.num_requests
+        return EngineStats(running=len(self._requests) - waiting, waiting=waiting, **asdict(self.counters))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every text is accounted for."""
+        batches = [batch for batch in (self._running, self._next) if batch is not None]
+        running = {text.request_id for batch in batches for text in batch.texts}
+        assert all(owner.num_left for owner in self._requests.values())
+        assert self._queue.num_requests + len(running) >= len(self._requests)
+
 
 BATCH_TOKENS: Final = {"cuda": 16_384, "cpu": 1_024}
 """Most tokens of a batch, unless a load says otherwise: enough for a device to be busy, and little to wait for."""

@@ -123,9 +123,9 @@ class Sequence:
         return RowOutputs(draws, PromptScoring(following, self.request.prompt_logprobs or 0))
 
     def digests_of_full_pages(self, page_tokens: int) -> list[Digest]:
-        """Digests of every full page of the known tokens, extended as tokens arrive. A request that is not kept has
-        none."""
-        if not self.request.is_kept:
+        """Digests of every full page of the known tokens, extended as tokens arrive. None of a request without
+        prefix cache."""
+        if not self.request.uses_prefix_cache:
             return self.digests
         done = len(self.digests) * page_tokens
         if len(self.tokens) - done >= page_tokens:
@@ -140,7 +140,7 @@ class Sequence:
 
     def name_tail(self, page_tokens: int) -> None:
         """Sets `tail`, if the prompt has a full page before it. The digests of its full pages must be known."""
-        if not self.request.is_kept:
+        if not self.request.uses_prefix_cache:
             return
         prompt, pictures = self.request.prompt, self.request.pictures
         last = len(prompt) - 1

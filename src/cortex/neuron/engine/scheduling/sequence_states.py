@@ -53,7 +53,7 @@ class SequenceStates:
         """Restores the state after the sequence's cached pages, or after its tail, and decides where its own states
         will be saved."""
         checkpoints = self._checkpoints
-        if checkpoints is None or not sequence.request.is_kept:
+        if checkpoints is None or not sequence.request.uses_prefix_cache:
             return
         if sequence.computed:
             position = sequence.computed if resumes_tail else sequence.committed * self._page_tokens
@@ -117,7 +117,7 @@ class SequenceStates:
         if self._checkpoints is None or count <= 0:
             return count
         held = sequence.decode_checkpoint
-        if sequence.request.is_kept and (held is not None or self._checkpoints.can_lend):
+        if sequence.request.uses_prefix_cache and (held is not None or self._checkpoints.can_lend):
             num_pages = -(-max(sequence.computed + 1, self._next_save(sequence)) // self._page_tokens)
             count = min(count, num_pages * self._page_tokens - sequence.length)
         if count > 0 and sequence.snapshot is None:
@@ -164,7 +164,7 @@ class SequenceStates:
         """Saves the state of the row at `position`, if it is to be."""
         assert self._checkpoints is not None
         num_pages, rest = divmod(position, self._page_tokens)
-        if rest or position < self._next_save(sequence) or not sequence.request.is_kept:
+        if rest or position < self._next_save(sequence) or not sequence.request.uses_prefix_cache:
             return
         checkpoint = sequence.decode_checkpoint
         slot = self._checkpoints.lend() if checkpoint is None else checkpoint.slot

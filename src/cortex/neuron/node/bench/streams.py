@@ -41,7 +41,7 @@ class StreamSet:
                     sampling=_GREEDY,
                     principal=PRINCIPAL,
                     speculates=False,
-                    is_kept=False,
+                    uses_prefix_cache=False,
                 )
                 generation = instance.generate(request)
                 self._generations.append(generation)

@@ -23,7 +23,7 @@ from cortex.neuron.node.survey_process.client import Surveys
 from cortex.neuron.node.survey_process.protocol import Read
 from cortex.neuron.servers.entry import ENGINE_NAMES
 from cortex.neuron.text.model import TextSurvey
-from cortex.neuron.worker.hosts.any_of import AnyOf, LockDevices
+from cortex.neuron.worker.hosts.replicated import LockDevices, ReplicatedHost
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.wire.errors import ModelUnsupported, shorten
 from cortex.wire.node.load_options import drafts_from
@@ -130,7 +130,7 @@ class EngineHarness:
         size = len(indices) // model.replicas
         parts = [indices[start : start + size] for start in range(0, len(indices), size)]
         new_hosts = [partial(self._devices.host, model.id, part, spec) for part in parts]
-        return AnyOf(model.id, new_hosts, lock_devices), chosen
+        return ReplicatedHost(model.id, new_hosts, lock_devices), chosen
 
     async def _spanning(
         self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices

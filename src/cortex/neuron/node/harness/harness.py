@@ -11,7 +11,7 @@ from cortex.neuron.node.harness.upstream import Upstream
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.text.model import TextSurvey
-from cortex.neuron.worker.hosts.any_of import LockDevices
+from cortex.neuron.worker.hosts.replicated import LockDevices
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.tasks import finish_all
 from cortex.wire.errors import ModelUnsupported, shorten

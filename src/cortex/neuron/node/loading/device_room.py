@@ -122,7 +122,7 @@ class DeviceRoom:
         self, model: KnownModel, facts: FileFacts, taken: tuple[int, ...]
     ) -> tuple[ChosenDevices, int] | None:
         """A device with room for an extra replica next to everything else, and its free bytes; None if there is none.
-        `taken`: see `AnyOf.taken_devices`. The load must start before the loop does anything else."""
+        `taken`: see `ReplicatedHost.taken_devices`. The load must start before the loop does anything else."""
         readings = await self._read()
         busy = {
             device.index

@@ -31,7 +31,7 @@ from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.weights import errors as weight_errors
 from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.hosts.any_of import AnyOf
+from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import LoadRejected
 from cortex.units import gib
 from cortex.wire.error_codes import from_code
@@ -138,7 +138,7 @@ class ModelLoader:
         self._library.remember_quant(model.id, model.quant)
         return instance
 
-    async def add_replica(self, model: KnownModel, replicas: AnyOf) -> bool:
+    async def add_replica(self, model: KnownModel, replicas: ReplicatedHost) -> bool:
         """Loads an extra replica of a ready model on a device with room for it next to everything else. False: there is
         none, or the load was cancelled, because the model goes or another load needs the memory. Raises LoadRejected
         or WorkerLost."""

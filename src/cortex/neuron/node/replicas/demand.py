@@ -11,7 +11,7 @@ from typing import Any, Literal
 from cortex.neuron.config import Limits
 from cortex.neuron.node.instance import Instance
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.worker.hosts.any_of import AnyOf
+from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import LoadRejected
 from cortex.neuron.worker.process import WorkerLost
 from cortex.tasks import run_once
@@ -66,7 +66,7 @@ class ReplicaDemand:
         self,
         rules: ReplicaRules,
         growing: Callable[[], Iterable[tuple[KnownModel, Instance]]],
-        add: Callable[[KnownModel, AnyOf], Awaitable[bool]],
+        add: Callable[[KnownModel, ReplicatedHost], Awaitable[bool]],
         on_changed: Callable[[str], None],
     ) -> None:
         """`growing`: the ready models that may have extra replicas. `add`: loads one more; False: it was not needed any
@@ -89,7 +89,7 @@ class ReplicaDemand:
                 ids = {model.id for model, _ in growing}
                 self._num_replicas = {key: count for key, count in self._num_replicas.items() if key in ids}
                 for model, instance in growing:
-                    if isinstance(instance.host, AnyOf):
+                    if isinstance(instance.host, ReplicatedHost):
                         self._publish(model, len(instance.host.replica_devices))
                         if model.id not in self._changes:
                             self._adjust(model, instance, instance.host)
@@ -105,7 +105,7 @@ class ReplicaDemand:
             log.info("%s: %s, %d before", model.id, plural(num_replicas, "replica"), before)
             self._on_changed(model.id)
 
-    def _adjust(self, model: KnownModel, instance: Instance, replicas: AnyOf) -> None:
+    def _adjust(self, model: KnownModel, instance: Instance, replicas: ReplicatedHost) -> None:
         now_s = asyncio.get_running_loop().time()
         idle = replicas.extras.idle()
         demand = Demand(
@@ -126,7 +126,7 @@ class ReplicaDemand:
         task = self._changes[model_id] = run_once(change, f"change the replicas of {model_id}")
         task.add_done_callback(lambda _: self._changes.pop(model_id, None))
 
-    async def _add(self, model: KnownModel, replicas: AnyOf) -> None:
+    async def _add(self, model: KnownModel, replicas: ReplicatedHost) -> None:
         is_added, reason = False, "no device has room for it, or another load needs it"
         try:
             is_added = await self._add_to(model, replicas)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from cortex.neuron.node.memory.ceilings import Ceilings
 from cortex.neuron.worker.discovery import DeviceReading
-from cortex.neuron.worker.hosts.any_of import AnyOf
 from cortex.neuron.worker.hosts.replica import HostReplica
+from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.wire.node.protocol import Device
 
@@ -17,7 +17,7 @@ from cortex.wire.node.protocol import Device
 @dataclass(eq=False, slots=True)
 class _Extra:
     device: int
-    replicas: AnyOf
+    replicas: ReplicatedHost
     free_bytes: int
     """What the device had free before its load."""
     load: asyncio.Task[HostReplica | None]
@@ -77,7 +77,7 @@ class ExtraReplicas:
         scale = self._num_host_shares if extra.is_loading and self._num_host_shares else 1
         return scale * extra.num_bytes(reading.free_bytes if reading is not None else extra.free_bytes)
 
-    async def add(self, replicas: AnyOf, host: ModelHost, free_bytes: int) -> bool:
+    async def add(self, replicas: ReplicatedHost, host: ModelHost, free_bytes: int) -> bool:
         """Loads an extra replica on the device of `host`, which has `free_bytes`. False: the load was cancelled,
         because its model goes or another load needs the memory. Raises LoadRejected or WorkerLost."""
         load = asyncio.create_task(replicas.extras.add(host))

@@ -301,7 +301,7 @@ class HostedShare(RelaySink):
         )
         address = replace(rank.rendezvous, own_host=self._connection.local_host)
         rendezvous = Rendezvous(rank.size, rank.backend, address=address)
-        return self._resources.devices.all_of(chosen.indices, spec, claim, rendezvous, first_rank=rank.rank)
+        return self._resources.devices.sharded_host(chosen.indices, spec, claim, rendezvous, first_rank=rank.rank)
 
     def on_lost(self, reason: str) -> None:
         log.warning("%s: the part that this node held is lost: %s", self.model_id, reason)

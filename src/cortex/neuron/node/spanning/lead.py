@@ -21,8 +21,8 @@ from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.spanning.protocol import Connection, PeerRejected, PeerUnreachable, SharePrepared
 from cortex.neuron.node.spanning.remote_share import RemoteShare
 from cortex.neuron.worker.device_claims import DeviceClaim
-from cortex.neuron.worker.hosts.all_of import AllOf
 from cortex.neuron.worker.hosts.rendezvous import Rendezvous
+from cortex.neuron.worker.hosts.sharded import ShardedHost
 from cortex.neuron.worker.process import WorkerLost
 from cortex.units import gib
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
@@ -85,7 +85,7 @@ class Lead:
         chosen: ChosenDevices,
         claim: DeviceClaim,
         spec_of: Callable[[ChosenDevices], LoadSpec],
-    ) -> tuple[AllOf, ChosenDevices]:
+    ) -> tuple[ShardedHost, ChosenDevices]:
         """The host of the model, with ranks on the chosen devices and on the peers, and the devices with all stages,
         if the model has any. Raises LoadFailed, InsufficientCapacity, LoadRejected, or WorkerLost if a peer stays
         unreachable."""
@@ -108,7 +108,7 @@ class Lead:
         spec = spec_of(chosen)
         for number, share in enumerate(shares, start=1):
             share.spec = replace(spec, rank=rendezvous.rank(number * len(chosen.devices)))
-        return self._devices.all_of(chosen.indices, spec, claim, rendezvous, others=shares), chosen
+        return self._devices.sharded_host(chosen.indices, spec, claim, rendezvous, others=shares), chosen
 
     def _stages(
         self, model: KnownModel, facts: ModelFacts, own: ChosenDevices, prepared: Sequence[SharePrepared]

@@ -1,2 +1,2 @@
-"""Hosts of models: `device` (in the worker of one device), and two combinators of hosts, `all_of` (the ranks of a
-divided model, here and on other nodes) and `any_of` (the replicas of a model)."""
+"""Hosts of models: `device` (in the worker of one device), and two that are made of others: `sharded` (the ranks of a
+divided model, here and on other nodes) and `replicated` (the replicas of a model)."""

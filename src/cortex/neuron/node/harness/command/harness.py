@@ -26,7 +26,7 @@ from cortex.neuron.node.memory.limits import NodeLimits
 from cortex.neuron.servers.entry import HarnessEntry
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker import amd, gpu_processes
-from cortex.neuron.worker.hosts.any_of import LockDevices
+from cortex.neuron.worker.hosts.replicated import LockDevices
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.quant_names import label_in
 from cortex.tasks import finish_all

@@ -24,7 +24,7 @@ from cortex.tasks import run_once
 log = logging.getLogger(__name__)
 
 
-class AllOf:
+class ShardedHost:
     """A `ModelHost`: its parts are loaded all or none, and the loss of one is the loss of all."""
 
     def __init__(
@@ -167,7 +167,7 @@ class AllOf:
 class _PartSink(RelaySink):
     """Only the leader's events concern the model; a loss of any part does."""
 
-    def __init__(self, host: AllOf, part: ModelPart, model: ModelSink, *, leads: bool) -> None:
+    def __init__(self, host: ShardedHost, part: ModelPart, model: ModelSink, *, leads: bool) -> None:
         super().__init__(model if leads else None)
         self._host = host
         self._part = part

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from cortex.neuron.engine.active_request import ActiveRequest, packed_tokens
 from cortex.neuron.engine.errors import RequestError
-from cortex.neuron.engine.generation import Generation, packed_tokens
 from cortex.neuron.engine.request import EngineRequest, FinishReason
 from cortex.neuron.engine.scheduling.sequence import Sequence
 
@@ -31,7 +31,7 @@ def test_tokens_after_the_last_one_of_a_sequence_are_dropped(
 ) -> None:
     request = EngineRequest("r", (1, 2, 3), max_tokens=6, stop_token_ids=(STOP,), min_tokens=2)
     known = [*request.prompt, *([0] * num_drawn)]
-    assert Generation(request, known, Sequence(request, known)).until_end(tokens) == (kept, finish)
+    assert ActiveRequest(request, known, Sequence(request, known)).until_end(tokens) == (kept, finish)
 
 
 @pytest.mark.parametrize("tokens", [(), (0,), (9, 0, 5)])

@@ -11,7 +11,7 @@ import pytest_asyncio
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.worker.device_claims import DeviceClaims
 from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.hosts.all_of import AllOf
+from cortex.neuron.worker.hosts.sharded import ShardedHost
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelSink, Resident, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
@@ -43,12 +43,12 @@ def sink() -> RecordingSink:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def host(ranks: list[FakeHost], claims: DeviceClaims) -> AllOf:
-    return AllOf(ranks[0], ranks[1:], claims.new("m", (1, 4, 6), spans=False), contextlib.nullcontext())
+async def host(ranks: list[FakeHost], claims: DeviceClaims) -> ShardedHost:
+    return ShardedHost(ranks[0], ranks[1:], claims.new("m", (1, 4, 6), spans=False), contextlib.nullcontext())
 
 
 async def test_all_are_counted_together_and_the_leader_gets_the_requests(
-    host: AllOf, ranks: list[FakeHost], sink: RecordingSink
+    host: ShardedHost, ranks: list[FakeHost], sink: RecordingSink
 ) -> None:
     resident = await host.load(sink)
     assert (host.device_indices, host.freed_at_s) == ((1, 4, 6), 6.0)
@@ -66,13 +66,13 @@ async def test_part_on_another_node_counts_nothing_here(sink: RecordingSink, ran
 
     elsewhere = Elsewhere(9)
     elsewhere.device_indices = ()
-    host = AllOf(ranks[0], [elsewhere], DeviceClaims().new("m", (1,), spans=True), contextlib.nullcontext())
+    host = ShardedHost(ranks[0], [elsewhere], DeviceClaims().new("m", (1,), spans=True), contextlib.nullcontext())
     resident = await host.load(sink)
     assert (host.device_indices, resident.device_bytes(1)) == ((1,), (20,))
 
 
 async def test_leader_sleeps_first_wakes_last_and_is_unloaded_first(
-    host: AllOf, calls: list[str], sink: RecordingSink
+    host: ShardedHost, calls: list[str], sink: RecordingSink
 ) -> None:
     await host.load(sink)
     assert (await host.sleep()).host_bytes == 30
@@ -85,7 +85,7 @@ async def test_leader_sleeps_first_wakes_last_and_is_unloaded_first(
 
 
 async def test_ranks_that_woke_sleep_again_when_another_one_has_no_room(
-    host: AllOf, ranks: list[FakeHost], calls: list[str], sink: RecordingSink, claims: DeviceClaims
+    host: ShardedHost, ranks: list[FakeHost], calls: list[str], sink: RecordingSink, claims: DeviceClaims
 ) -> None:
     await host.load(sink)
     await host.sleep()
@@ -98,7 +98,7 @@ async def test_ranks_that_woke_sleep_again_when_another_one_has_no_room(
 
 
 async def test_nothing_is_left_of_a_model_whose_ranks_can_neither_wake_nor_sleep_again(
-    host: AllOf, ranks: list[FakeHost], calls: list[str], sink: RecordingSink, claims: DeviceClaims
+    host: ShardedHost, ranks: list[FakeHost], calls: list[str], sink: RecordingSink, claims: DeviceClaims
 ) -> None:
     await host.load(sink)
     await host.sleep()
@@ -113,7 +113,7 @@ async def test_nothing_is_left_of_a_model_whose_ranks_can_neither_wake_nor_sleep
 
 
 async def test_failed_load_reports_its_cause_and_leaves_nothing(
-    host: AllOf, ranks: list[FakeHost], calls: list[str], sink: RecordingSink
+    host: ShardedHost, ranks: list[FakeHost], calls: list[str], sink: RecordingSink
 ) -> None:
     ranks[0].errors["load"] = LoadRejected(FaultKind.REQUEST, "another rank ended its load", cancelled=True)
     ranks[2].errors["load"] = LoadRejected(FaultKind.OUT_OF_MEMORY, "no room on device 6")
@@ -130,7 +130,7 @@ async def test_load_without_a_rendezvous_releases_devices_and_prepared_parts(
         def __enter__(self) -> None:
             raise LoadRejected(FaultKind.REQUEST, "no space left")
 
-    host = AllOf(ranks[0], ranks[1:], claims.new("m", (1, 4, 6), spans=True), Full())
+    host = ShardedHost(ranks[0], ranks[1:], claims.new("m", (1, 4, 6), spans=True), Full())
     ranks[2].resident = Resident(INFO, 0, 0)  # on another node
     with pytest.raises(LoadRejected, match="no space left"):
         await host.load(sink)
@@ -138,7 +138,7 @@ async def test_load_without_a_rendezvous_releases_devices_and_prepared_parts(
 
 
 async def test_model_is_not_loaded_where_a_model_that_spans_nodes_is(
-    host: AllOf, ranks: list[FakeHost], sink: RecordingSink, claims: DeviceClaims
+    host: ShardedHost, ranks: list[FakeHost], sink: RecordingSink, claims: DeviceClaims
 ) -> None:
     spanning = claims.new("large", (4,), spans=True)
     spanning.take()
@@ -148,7 +148,7 @@ async def test_model_is_not_loaded_where_a_model_that_spans_nodes_is(
 
 
 async def test_cancelled_load_leaves_nothing(
-    host: AllOf, ranks: list[FakeHost], calls: list[str], sink: RecordingSink
+    host: ShardedHost, ranks: list[FakeHost], calls: list[str], sink: RecordingSink
 ) -> None:
     ranks[2].may_load.clear()
     load = asyncio.create_task(host.load(sink))
@@ -162,7 +162,7 @@ async def test_cancelled_load_leaves_nothing(
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 async def test_lost_rank_replaces_the_workers_of_the_others_before_the_model_is_lost(
-    host: AllOf, ranks: list[FakeHost], calls: list[str], sink: RecordingSink, rank: int
+    host: ShardedHost, ranks: list[FakeHost], calls: list[str], sink: RecordingSink, rank: int
 ) -> None:
     await host.load(sink)
     ranks[rank].lose("it died")
@@ -175,7 +175,7 @@ async def test_lost_rank_replaces_the_workers_of_the_others_before_the_model_is_
 
 
 async def test_rank_lost_while_another_one_is_loaded_fails_the_load(
-    host: AllOf, ranks: list[FakeHost], calls: list[str], sink: RecordingSink
+    host: ShardedHost, ranks: list[FakeHost], calls: list[str], sink: RecordingSink
 ) -> None:
     ranks[2].may_load.clear()
     load = asyncio.create_task(host.load(sink))
@@ -189,7 +189,7 @@ async def test_rank_lost_while_another_one_is_loaded_fails_the_load(
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 async def test_rank_lost_during_the_sleep_replaces_no_other_worker_and_the_devices_are_free(
-    host: AllOf, ranks: list[FakeHost], calls: list[str], sink: RecordingSink, claims: DeviceClaims, rank: int
+    host: ShardedHost, ranks: list[FakeHost], calls: list[str], sink: RecordingSink, claims: DeviceClaims, rank: int
 ) -> None:
     await host.load(sink)
     await host.sleep()
@@ -201,7 +201,7 @@ async def test_rank_lost_during_the_sleep_replaces_no_other_worker_and_the_devic
 
 
 async def test_model_whose_devices_another_one_has_stays_asleep(
-    host: AllOf, calls: list[str], sink: RecordingSink, claims: DeviceClaims
+    host: ShardedHost, calls: list[str], sink: RecordingSink, claims: DeviceClaims
 ) -> None:
     await host.load(sink)
     await host.sleep()
@@ -217,7 +217,7 @@ async def test_model_whose_devices_another_one_has_stays_asleep(
 
 
 async def test_worker_lost_during_the_load_is_the_cause(
-    host: AllOf, ranks: list[FakeHost], sink: RecordingSink
+    host: ShardedHost, ranks: list[FakeHost], sink: RecordingSink
 ) -> None:
     ranks[1].errors["load"] = WorkerLost("killed by SIGKILL")
     with pytest.raises(WorkerLost, match="SIGKILL"):
@@ -226,7 +226,7 @@ async def test_worker_lost_during_the_load_is_the_cause(
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
 async def test_rank_that_dies_while_a_failed_load_is_cleaned_up_does_not_keep_the_others_loaded(
-    host: AllOf,
+    host: ShardedHost,
     ranks: list[FakeHost],
     calls: list[str],
     sink: RecordingSink,
@@ -260,7 +260,7 @@ async def test_rank_that_dies_while_a_failed_load_is_cleaned_up_does_not_keep_th
 
 
 async def test_cleanup_of_a_failed_load_survives_its_cancellation(
-    host: AllOf, ranks: list[FakeHost], sink: RecordingSink, monkeypatch: pytest.MonkeyPatch
+    host: ShardedHost, ranks: list[FakeHost], sink: RecordingSink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks[2].errors["load"] = NO_ROOM
     freeing, may_free, freed = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -283,7 +283,7 @@ async def test_cleanup_of_a_failed_load_survives_its_cancellation(
 
 
 async def test_follower_lost_during_the_unload_kills_no_other_worker(
-    host: AllOf, ranks: list[FakeHost], calls: list[str], monkeypatch: pytest.MonkeyPatch
+    host: ShardedHost, ranks: list[FakeHost], calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await host.load(RecordingSink())
 
@@ -297,7 +297,7 @@ async def test_follower_lost_during_the_unload_kills_no_other_worker(
 
 
 async def test_damaged_rank_takes_the_others_out_of_memory(
-    host: AllOf, ranks: list[FakeHost], calls: list[str], monkeypatch: pytest.MonkeyPatch
+    host: ShardedHost, ranks: list[FakeHost], calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await host.load(RecordingSink())
 
@@ -311,7 +311,7 @@ async def test_damaged_rank_takes_the_others_out_of_memory(
     assert calls == ["wake 4", "wake 6", "unload 4", "unload 6"]
 
 
-async def test_model_that_is_gone_kills_no_worker(host: AllOf, calls: list[str], sink: RecordingSink) -> None:
+async def test_model_that_is_gone_kills_no_worker(host: ShardedHost, calls: list[str], sink: RecordingSink) -> None:
     await host.load(sink)
     host.kill("stuck")
     assert calls == ["kill 1", "kill 4", "kill 6"]
@@ -321,7 +321,7 @@ async def test_model_that_is_gone_kills_no_worker(host: AllOf, calls: list[str],
     assert calls == []
 
 
-async def test_end_of_one_part_is_announced(host: AllOf, ranks: list[FakeHost], sink: RecordingSink) -> None:
+async def test_end_of_one_part_is_announced(host: ShardedHost, ranks: list[FakeHost], sink: RecordingSink) -> None:
     await host.load(sink)
     ranks[2].sink.on_ending("its node shuts down")
     assert sink.ending == ["its node shuts down"]

@@ -18,7 +18,7 @@ from cortex.neuron.engine.speculation.speculation import CheckedDraft
 
 
 @dataclass(slots=True, eq=False)
-class Generation:
+class ActiveRequest:
     """One request from its submission to its last output. Written by the step loop only."""
 
     request: EngineRequest

@@ -7,16 +7,17 @@ left. Everything here runs on the daemon's loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from typing import Any
 
 from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.hosts.extras import ModelExtras
 from cortex.neuron.worker.hosts.replica import HostReplica, ReplicaSet, ReplicaSink
 from cortex.neuron.worker.hosts.several import load_all, uncancelled, unload_all, wake_all
 from cortex.neuron.worker.memory import Reclaimed
@@ -26,10 +27,115 @@ from cortex.tasks import run_once
 
 log = logging.getLogger(__name__)
 
+
+class ModelExtraReplicas:
+    """The extra replicas of one model, which come and go while it serves.
+
+    The devices and sizes of the model do not include them, they are not loaded again when they are lost, and they end
+    with a sleep.
+    """
+
+    def __init__(
+        self,
+        replicas: ReplicaSet,
+        sink: Callable[[], ModelSink],
+        load: Callable[[HostReplica], Awaitable[None]],
+        on_none_left: Callable[[str], None],
+    ) -> None:
+        """`sink`: that of the model, once it is loaded. `load`: raises LoadRejected or WorkerLost. `on_none_left`:
+        called with the reason when the model has no replica any more that serves."""
+        self._replicas = replicas
+        self._sink = sink
+        self._load = load
+        self._on_none_left = on_none_left
+        self._loads: set[asyncio.Task[Any]] = set()
+        self.may_add = True
+        """Not while the model is asleep, and not when the node shuts down."""
+        self.changed_at_s = -math.inf
+        """When one was last added or removed, on the loop's clock."""
+
+    def idle(self) -> list[tuple[float, HostReplica]]:
+        """Those without requests, and how long they have had none; those idle for longest first."""
+        now_s = asyncio.get_running_loop().time()
+        idle = [each for each in self._replicas.extras if not each.live and each.state == "loaded"]
+        return sorted(((now_s - each.idle_since_s, each) for each in idle), key=lambda each: -each[0])
+
+    async def add(self, host: ModelHost) -> HostReplica | None:
+        """Loads one more replica. Runs as a task, which is cancelled when the model sleeps or is unloaded; it ends when
+        nothing of the load is left. None: the model sleeps already. Raises LoadRejected or WorkerLost."""
+        task = asyncio.current_task()
+        if not self.may_add or task is None:
+            return None
+        self._loads.add(task)
+        try:
+            extra = HostReplica(host)
+            await self._load(extra)
+        finally:
+            self._loads.discard(task)
+        extra.empty.set()
+        extra.idle_since_s = asyncio.get_running_loop().time()
+        self._replicas.extras.append(extra)
+        self._changed()
+        return extra
+
+    async def remove(self, extra: HostReplica, drain_s: float) -> None:
+        """Unloads an extra replica; returns when its memory is free. Its requests get `drain_s` to end, then a
+        retryable error. Does nothing if it is lost. Cancelling this call does not stop the unload."""
+        if extra.state == "lost":
+            return
+        if extra.unloading is None:
+            extra.state = "ending"
+            extra.unloading = asyncio.create_task(self._unload(extra, drain_s))
+            if not self._replicas.loaded():
+                self._on_none_left("its last replica was unloaded")
+        await asyncio.shield(extra.unloading)
+
+    async def _unload(self, extra: HostReplica, drain_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                await extra.empty.wait()
+        self._fail_requests(extra)
+        await extra.host.unload()
+        self.forget(extra)
+
+    def _fail_requests(self, extra: HostReplica) -> None:
+        for request_id in self._replicas.take_requests(extra):
+            extra.host.cancel(request_id)
+            self._sink().on_request_failed(request_id, FaultKind.DEVICE, "the replica that served it was unloaded")
+
+    def forget(self, extra: HostReplica) -> None:
+        """It is lost or unloaded."""
+        extra.state = "lost"
+        if extra in self._replicas.extras:
+            self._replicas.extras.remove(extra)
+            self._replicas.keep_counters(extra)
+            self._changed()
+
+    def _changed(self) -> None:
+        """Has the model count its slots again."""
+        self.changed_at_s = asyncio.get_running_loop().time()
+        self._sink().on_stats(self._replicas.total_stats())
+
+    def stop_loads(self) -> None:
+        self.may_add = False
+        for load in self._loads:
+            load.cancel()
+
+    async def end(self) -> None:
+        """Ends what is being loaded, and unloads the others."""
+        self.stop_loads()
+        if self._loads:
+            await asyncio.wait(self._loads)
+        extras = list(self._replicas.extras)
+        for extra in extras:
+            self._fail_requests(extra)  # which ends a drain
+        await asyncio.gather(*(self.remove(extra, 0.0) for extra in extras))
+
+
 LockDevices = Callable[[tuple[int, ...]], AbstractAsyncContextManager[None]]
 
 
-class AnyOf:
+class ReplicatedHost:
     """A `ModelHost`: each request goes to one of its replicas, and the loss of the last is the loss of the model."""
 
     def __init__(
@@ -44,7 +150,7 @@ class AnyOf:
         self.resident: Resident | None = None
         self._model_id = model_id
         self._replicas = ReplicaSet(HostReplica(new_host(), new_host) for new_host in new_hosts)
-        self.extras = ModelExtras(self._replicas, lambda: self._sink, self._load_one, self._model_lost)
+        self.extras = ModelExtraReplicas(self._replicas, lambda: self._sink, self._load_one, self._model_lost)
         self._lock_devices = lock_devices
         self._policy = policy or BackoffPolicy()
         self._reloads: set[asyncio.Task[None]] = set()

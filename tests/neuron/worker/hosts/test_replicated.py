@@ -13,7 +13,7 @@ import pytest_asyncio
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.faults import FaultKind
-from cortex.neuron.worker.hosts.any_of import AnyOf
+from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
 
@@ -22,17 +22,17 @@ from ..recording_sink import RecordingSink
 from .fake_host import INFO, FakeHost
 
 NO_ROOM = LoadRejected(FaultKind.OUT_OF_MEMORY, "no room")
-Loaded = tuple[AnyOf, list[FakeHost], RecordingSink]
+Loaded = tuple[ReplicatedHost, list[FakeHost], RecordingSink]
 
 
-def any_of(*hosts: FakeHost, policy: BackoffPolicy | None = None) -> AnyOf:
-    return AnyOf("m", [host.again for host in hosts], lambda _: contextlib.nullcontext(), policy)
+def replicated(*hosts: FakeHost, policy: BackoffPolicy | None = None) -> ReplicatedHost:
+    return ReplicatedHost("m", [host.again for host in hosts], lambda _: contextlib.nullcontext(), policy)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def loaded() -> AsyncIterator[Loaded]:
     hosts, sink = [FakeHost(0), FakeHost(1)], RecordingSink()
-    replicas = any_of(*hosts)
+    replicas = replicated(*hosts)
     await replicas.load(sink)
     yield replicas, hosts, sink
     replicas.stop_reloads()
@@ -59,7 +59,7 @@ async def test_sizes_are_those_of_all_replicas(loaded: Loaded) -> None:
 async def test_context_is_the_smallest_of_all_replicas_and_none_with_less_comes_back() -> None:
     first, second = FakeHost(0), FakeHost(1)
     second.info = replace(INFO, context_tokens=256)
-    replicas = any_of(first, second)
+    replicas = replicated(first, second)
     resident = await replicas.load(RecordingSink())
     assert resident.info.context_tokens == 256
     first.info = replace(INFO, context_tokens=255)
@@ -123,7 +123,7 @@ async def test_lost_replica_fails_its_own_requests_and_comes_back(
 
 async def test_replica_that_is_given_up_does_not_count_until_it_is_tried_again() -> None:
     first, second, sink = FakeHost(0), FakeHost(1), RecordingSink()
-    replicas = any_of(first, second, policy=BackoffPolicy(max_streak=1))
+    replicas = replicated(first, second, policy=BackoffPolicy(max_streak=1))
     await replicas.load(sink)
     first.errors["load"], sink.stats = NO_ROOM, EngineStats(waiting=9)
     first.lose("killed")
@@ -254,14 +254,14 @@ async def test_failed_load_of_one_replica_leaves_none() -> None:
     hosts = [FakeHost(0), FakeHost(1)]
     hosts[1].errors["load"] = NO_ROOM
     with pytest.raises(LoadRejected):
-        await any_of(*hosts).load(RecordingSink())
+        await replicated(*hosts).load(RecordingSink())
     assert (hosts[0].num_unloads, hosts[1].num_unloads) == (1, 0)
 
 
 async def test_replica_lost_during_the_load_of_another_fails_the_load() -> None:
     hosts, sink = [FakeHost(0), FakeHost(1), FakeHost(2)], RecordingSink()
     hosts[1].may_load.clear()
-    load = asyncio.create_task(any_of(*hosts).load(sink))
+    load = asyncio.create_task(replicated(*hosts).load(sink))
     await hosts[2].loaded.wait()
     await asyncio.sleep(0)
     hosts[0].lose("killed")

@@ -13,8 +13,8 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import RequestError, StepBlamed
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.request import EngineRequest, SamplingParams, StepOutput
-from cortex.neuron.engine.sampling.penalties import Penalties
 from cortex.neuron.engine.sampling.sampler import Sampler
+from cortex.neuron.kernels.sampling.rows import FREQUENCY, number
 
 from .tiny_engine import CONTEXT, PAGE, VOCAB, EngineMaker, ask, mixed_batch, run, some_tokens, tokens_of
 
@@ -166,8 +166,8 @@ def run_with_worker(engine: Engine, requests: list[EngineRequest]) -> tuple[dict
 
 def batch_with_poison(*places: int) -> list[EngineRequest]:
     requests = mixed_batch()
-    for number, place in enumerate(places):
-        requests.insert(place, ask(f"poison {number}", some_tokens(45, seed=8 + number), 9, POISON))
+    for count, place in enumerate(places):
+        requests.insert(place, ask(f"poison {count}", some_tokens(45, seed=8 + count), 9, POISON))
     return requests
 
 
@@ -200,14 +200,15 @@ def test_failed_draw_ends_only_its_own_request(
     late: bool,
 ) -> None:
     """The fault is raised in a step of many requests, without naming the one at fault."""
-    apply = Penalties.apply
+    draw, poisoned = Sampler.draw, float(POISON.frequency_penalty)
 
-    def failing(penalties: Penalties, logits: Any, rows: Any, positions: Any, params: Any, drafted: Any) -> Any:
-        if any(param is POISON for param in params):
+    def failing(sampler: Sampler, logits: Any, draws: Any, rows: Any) -> Any:
+        frequencies = sampler.tables.options[rows, number(FREQUENCY)].to(torch.int32).view(torch.float32)
+        if (frequencies == poisoned).any():
             raise OverflowError("int too big to convert")
-        return apply(penalties, logits, rows, positions, params, drafted)
+        return draw(sampler, logits, draws, rows)
 
-    monkeypatch.setattr(Penalties, "apply", failing)
+    monkeypatch.setattr(Sampler, "draw", failing)
     said, blamed = run_with_worker(make_engine(late=late, **changes), batch_with_poison(1, 6))
     assert sorted(blamed) == ["poison 0", "poison 1"]
     assert said == alone | {"poison 0": [], "poison 1": []}

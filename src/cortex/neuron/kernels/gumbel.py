@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
-_POSITION_STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
-_TOKEN_STRIDE = 0xD6E8FEB86659FD93 - (1 << 64)
+MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+MIX_2 = 0x94D049BB133111EB - (1 << 64)
+POSITION_STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
+TOKEN_STRIDE = 0xD6E8FEB86659FD93 - (1 << 64)
 
 NOISE_BITS = 63
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
@@ -21,8 +21,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     # Tokens and positions count from 1. The hash of 0 is 0, which would give token 0 at position 0 of seed 0 the
     # largest noise.
     tokens = torch.arange(1, vocab + 1, device=seeds.device)
-    base = _mix(seeds + (positions + 1) * _POSITION_STRIDE)
-    return noise_of_bits(_shift(_mix(base[:, None] + tokens * _TOKEN_STRIDE), 64 - NOISE_BITS))
+    base = _mix(seeds + (positions + 1) * POSITION_STRIDE)
+    return noise_of_bits(_shift(_mix(base[:, None] + tokens * TOKEN_STRIDE), 64 - NOISE_BITS))
 
 
 def noise_of_bits(bits: Tensor) -> Tensor:
@@ -39,8 +39,8 @@ def noise_of_bits(bits: Tensor) -> Tensor:
 
 def _mix(x: Tensor) -> Tensor:
     """Spreads every input bit over the word; int64 arithmetic wraps."""
-    x = (x ^ _shift(x, 30)) * _MIX_1
-    x = (x ^ _shift(x, 27)) * _MIX_2
+    x = (x ^ _shift(x, 30)) * MIX_1
+    x = (x ^ _shift(x, 27)) * MIX_2
     return x ^ _shift(x, 31)
 
 

@@ -1,19 +1,23 @@
 """Output of a random model under a grammar: without the mask it would be noise."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
-from cortex.neuron.engine.sampling.sampler import Draw, Drawn, Sampler
+from cortex.neuron.engine.sampling.sampler import Drawn, Sampler
+from cortex.neuron.kernels.sampling.rows import MASKED_BY, Draws, number
 from cortex.neuron.text.grammar.matcher import MatchState
 
 from ...tiny_models import tiny_sizes
@@ -110,15 +114,10 @@ def test_token_outside_the_grammar_ends_its_request_with_a_short_error(
 ) -> None:
     draw = Sampler.draw
 
-    def without_mask(
-        sampler: Sampler,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        draws: Sequence[Draw],
-        mask: torch.Tensor | None = None,
-    ) -> Drawn:
-        return draw(sampler, logits, rows, positions, draws)
+    def without_mask(sampler: Sampler, logits: torch.Tensor, draws: Draws, rows: NDArray[np.int64]) -> Drawn:
+        lines = draws.lines.clone()
+        lines[:, number(MASKED_BY)] = -1
+        return draw(sampler, logits, replace(draws, lines=lines), rows)
 
     free = request("free", None, temperature=1.0, seed=5)
     alone, _ = run(engine, free)

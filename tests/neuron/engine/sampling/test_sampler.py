@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from cortex.neuron.engine.memory.plan import penalty_bytes
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
-from cortex.neuron.engine.sampling.penalties import Penalties
-from cortex.neuron.engine.sampling.sampler import Draw, Drawn, Sampler
+from cortex.neuron.engine.sampling.sampler import Draw, Drawn, GrammarMask, Sampler, draw_lines
 from cortex.neuron.kernels.gumbel import gumbel_noise
+from cortex.neuron.kernels.sampling.rows import Draws, word_mask
 
 VOCAB = 24
 CONTEXT = 64
@@ -41,7 +42,20 @@ def draw_all(
         sampler.assign(row, one, past)
     positions = [len(one.prompt) + len(past) - 1 for one, past in zip(requests, pasts, strict=True)]
     draws = [Draw(row, len(past)) for row, past in enumerate(pasts)]
-    return sampler.draw(logits, torch.arange(len(requests)), torch.tensor(positions), draws, mask)
+    words = None
+    if mask is not None:
+        words = torch.from_numpy(np.stack([word_mask(row.nonzero()[:, 0].tolist(), VOCAB) for row in mask]))
+    return draw_at(sampler, logits, positions, draws, words)
+
+
+def draw_at(
+    sampler: Sampler, logits: Tensor, positions: Sequence[int], draws: list[Draw], words: Tensor | None = None
+) -> Drawn:
+    """`words`: the tokens that each draw may draw."""
+    mask = None if words is None else GrammarMask(words, np.arange(len(draws)))
+    lines = draw_lines(np.arange(len(draws)), np.array(positions), draws, mask)
+    given = sampler.no_mask if words is None else words
+    return sampler.draw(logits, Draws(torch.from_numpy(lines), given, is_masked=words is not None), lines[:, 1])
 
 
 def frequencies(logits: Tensor, params: SamplingParams, count: int) -> Counter[int]:
@@ -107,7 +121,7 @@ def test_greedy_draws_the_largest_logit() -> None:
 )
 def test_draws_follow_the_distribution(params: SamplingParams) -> None:
     """Chi-square over fixed seeds: the statistic's mean is its degrees of freedom."""
-    count = 4000
+    count = 1500
     logits = some_logits(1, seed=3, spread=1.2)
     expected = kept_tokens(logits[0], params)
     seen = frequencies(logits, params, count)
@@ -151,7 +165,7 @@ def test_top_k_1_draws_the_greedy_token_for_the_seeds_with_the_largest_noise() -
         sampler.assign(row, request(SamplingParams(temperature=1.5, top_k=1, seed=seed)))
     logits = torch.randn(len(seeds), vocab, generator=torch.Generator().manual_seed(5))
     draws = [Draw(row, 0) for row in range(len(seeds))]
-    drawn = sampler.draw(logits, torch.arange(len(seeds)), torch.full((len(seeds),), position), draws)
+    drawn = draw_at(sampler, logits, [position] * len(seeds), draws)
     assert torch.equal(drawn.tokens, logits.argmax(-1))
 
 
@@ -209,7 +223,7 @@ def test_penalties_count_drawn_tokens_step_by_step() -> None:
     for step in range(20):
         logits = some_logits(1, seed=4)
         position = len(one.prompt) + step - 1
-        result = sampler.draw(logits, torch.tensor([1]), torch.tensor([position]), [Draw(1, step)])
+        result = draw_at(sampler, logits, [position], [Draw(1, step)])
         assert result.tokens[0] == penalised(logits[0], params, one.prompt, drawn).argmax()
         assert result.tokens[0] == draw_all(logits, [one], (drawn,)).tokens[0]
         drawn += (int(result.tokens[0]),)
@@ -223,7 +237,7 @@ def test_reassigned_row_forgets_its_previous_request() -> None:
     sampler.assign(0, request(params, (1,)))
     logits = some_logits(1).abs()
     logits[0, 1] = 0.0
-    assert sampler.draw(logits, torch.tensor([0]), torch.tensor([0]), [Draw(0, 0)]).tokens[0] == logits.argmax()
+    assert draw_at(sampler, logits, [0], [Draw(0, 0)]).tokens[0] == logits.argmax()
 
 
 def test_logit_bias_raises_lowers_and_ignores_unknown_tokens() -> None:
@@ -364,6 +378,7 @@ def test_request_below_min_tokens_is_not_plain() -> None:
 
 @pytest.mark.parametrize(("rows", "vocab", "context"), [(3, 50, 20), (17, 1000, 128)])
 def test_penalties_take_the_memory_that_a_load_leaves_for_them(rows: int, vocab: int, context: int) -> None:
-    penalties = Penalties(rows, vocab, context, torch.device("cpu"))
-    penalties.assign(0, SamplingParams(repetition_penalty=1.2), (1, 2), ())
-    assert penalties.num_bytes == penalty_bytes(rows, vocab, context)
+    sampler = Sampler(rows, vocab, context, torch.device("cpu"))
+    assert sampler.penalty_bytes == 0
+    sampler.assign(0, request(SamplingParams(repetition_penalty=1.2), (1, 2)))
+    assert sampler.penalty_bytes == penalty_bytes(rows, vocab, context)

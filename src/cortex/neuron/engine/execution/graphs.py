@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cortex.neuron.engine.errors import GroupBroken
-from cortex.neuron.engine.execution.uploads import host_memory_for
 from cortex.neuron.engine.kv.pages import PADDING_PAGE
+from cortex.neuron.engine.uploads import host_memory_for
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.greedy import argmax
 from cortex.neuron.kernels.native.operations import NotRecorded, Recording
@@ -230,6 +230,10 @@ class SizedGraphs(ABC):
         return self._sizes.smallest_missing
 
     @property
+    def captured_sizes(self) -> tuple[int, ...]:
+        return tuple(self._captured)
+
+    @property
     def max_rows(self) -> int:
         """The largest captured size; 0: none."""
         return self._sizes.largest
@@ -358,6 +362,10 @@ class StepGraphs(SizedGraphs):
             memory[2, :count] = tokens
         captured.graph.replay(count)
         return tuple(output[:count] for output in captured.outputs)
+
+    def all_logits(self, num_rows: int) -> Tensor:
+        """Where the graph for `num_rows` rows writes the logits: [its size, vocab]"""
+        return self._serving(num_rows).outputs[0]
 
     def _inputs(self, size: int) -> tuple[Tensor, ...]:
         inputs = np.zeros((_FIRST_SLOTS + len(self._page_tables), size), dtype=np.int64)

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cortex.neuron.engine.execution.uploads import fill, upload
 from cortex.neuron.engine.kv.pages import PADDING_PAGE
 from cortex.neuron.engine.scheduling.step_plan import NewPages
+from cortex.neuron.engine.uploads import fill, upload
 
 Addition = tuple[int, int, int]
 """(row, first column, columns)"""

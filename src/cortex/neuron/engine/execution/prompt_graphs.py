@@ -19,9 +19,9 @@ from torch import Tensor
 
 from cortex.neuron.engine.execution.graphs import Capture, GraphSizes, Outputs, SizedGraphs
 from cortex.neuron.engine.execution.inputs import StepInputs
-from cortex.neuron.engine.execution.uploads import host_memory_for
 from cortex.neuron.engine.kv.pages import PADDING_PAGE
 from cortex.neuron.engine.scheduling.step_plan import StepPlan
+from cortex.neuron.engine.uploads import host_memory_for
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, prefill_tiles
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.sizes import WeightStorage, token_room

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.engine.execution.prompt_scores import PromptScores
-from cortex.neuron.engine.execution.uploads import host_memory_for
 from cortex.neuron.engine.request import TokenLogprobs
 from cortex.neuron.engine.sampling.sampler import Drawn
 from cortex.neuron.engine.scheduling.step_plan import RowPlan
+from cortex.neuron.engine.uploads import host_memory_for
 
 
 class RowResult(NamedTuple):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cortex.neuron.engine.errors import StepBlamed
 from cortex.neuron.engine.execution import batch_invariant
+from cortex.neuron.engine.execution.draw_graphs import DrawGraphs
 from cortex.neuron.engine.execution.graphs import (
     MAX_NATIVE_ROWS,
     Capture,
@@ -36,11 +37,12 @@ from cortex.neuron.engine.execution.prompt_scores import PromptScores, score_pro
 from cortex.neuron.engine.execution.proposals import Proposals
 from cortex.neuron.engine.execution.results import Launched
 from cortex.neuron.engine.execution.threads import StepThreads
-from cortex.neuron.engine.execution.uploads import upload
 from cortex.neuron.engine.memory.sequences import SequenceMemory
-from cortex.neuron.engine.sampling.sampler import Draw, Drawn, Sampler
+from cortex.neuron.engine.sampling.sampler import Draw, Drawn, GrammarMask, Sampler, draw_lines
 from cortex.neuron.engine.scheduling.step_plan import StepPlan
+from cortex.neuron.engine.uploads import upload
 from cortex.neuron.kernels.batch import Batch, PictureVectors, PrefillRow, prefill_tiles
+from cortex.neuron.kernels.sampling.rows import Draws
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.proposer import Proposer
 from cortex.neuron.models.towers.config import PASS_PATCHES
@@ -88,9 +90,7 @@ class Runner:
         self.page_tokens = page_tokens
         self._block_tokens = block_tokens
         is_batch_invariant = block_tokens is not None
-        self.sampler = Sampler(
-            max_rows + 1, model.config.vocab, context_tokens, self.device, is_batch_invariant=is_batch_invariant
-        )
+        self.sampler = Sampler(max_rows + 1, model.config.vocab, context_tokens, self.device)
         max_pages = -(-context_tokens // page_tokens)
         # One row more: the padding row of captured graphs, whose pages are all the padding page.
         self._tables = PageTables(len(model.architecture.windows), max_rows + 1, max_pages, page_tokens, self.device)
@@ -117,6 +117,7 @@ class Runner:
             checks_drafts=config.checks_drafts,
             graph_tokens=config.graph_tokens,
         )
+        self._draw_graphs = DrawGraphs(self.sampler, self._last_tokens) if self.device.type == "cuda" else None
         group = model.parameters.group
         self._draws_alone = group.shard.is_whole
         self._proposals: Proposals | None = None
@@ -135,7 +136,11 @@ class Runner:
         """Captures the graph of one more batch size, the smallest first. When all are captured, builds the attention
         plan of one more prompt length. False if nothing is left."""
         with torch.inference_mode():
-            return self._capture_next() or self._prompt_plans.prepare()
+            return self._capture_next() or self._capture_draw() or self._prompt_plans.prepare()
+
+    def _capture_draw(self) -> bool:
+        steps = self._graphs.steps
+        return self._draw_graphs is not None and steps is not None and self._draw_graphs.prepare(steps)
 
     def compute_prompt(self, num_tokens: int) -> None:
         """Computes a prompt of `num_tokens` empty tokens. A pass that collects kernels uses it for those of steps that
@@ -143,6 +148,12 @@ class Runner:
         with torch.inference_mode():
             if self._graphs.prompts is not None:
                 self._graphs.prompts.compute(num_tokens)
+
+    def compute_draws(self) -> None:
+        """Draws in every way from empty logits, for a pass that collects kernels."""
+        with torch.inference_mode():
+            hidden = torch.empty((1, self.model.config.hidden), dtype=self.model.parameters.dtype, device=self.device)
+            self.sampler.compute_all_kinds(self._logits(hidden))
 
     @property
     def graph_costs(self) -> CaptureCosts:
@@ -171,7 +182,7 @@ class Runner:
             return MAX_NATIVE_ROWS  # without a graph, other steps have none either
         return 0 if self._graphs.drafts is None else self._graphs.drafts.max_rows
 
-    def launch(self, plan: StepPlan, draws: Sequence[Draw], mask: Tensor | None = None) -> Launched:
+    def launch(self, plan: StepPlan, draws: Sequence[Draw], mask: GrammarMask | None = None) -> Launched:
         """Starts a step. `draws`: the plan's drawing rows in order; `mask`: the tokens that they may draw.
 
         Raises StepBlamed if the parameters of one request are at fault; retract the plan then."""
@@ -183,7 +194,7 @@ class Runner:
                     raise StepBlamed(request.id) from error
             return self._run(plan, draws, mask)
 
-    def _run(self, plan: StepPlan, draws: Sequence[Draw], mask: Tensor | None) -> Launched:
+    def _run(self, plan: StepPlan, draws: Sequence[Draw], mask: GrammarMask | None) -> Launched:
         """Starts a step whose requests have their rows."""
         with torch.inference_mode():
             self._tables.extend(plan.new_pages)
@@ -193,8 +204,9 @@ class Runner:
             launched = None
             for part in self._parts(plan):
                 count = sum(row.outputs.draws for row in part.rows)
-                launched = self._compute(part, draws[:count], None if mask is None else mask[:count], launched)
-                draws, mask = draws[count:], None if mask is None else mask[count:]
+                own, mask = (None, None) if mask is None else mask.split(count)
+                launched = self._compute(part, draws[:count], own, launched)
+                draws = draws[count:]
             assert launched is not None
             if self._states is not None:
                 self._states.copy(plan.saves)
@@ -210,7 +222,7 @@ class Runner:
         return parts if has_graphs else (plan,)
 
     def _compute(
-        self, plan: StepPlan, draws: Sequence[Draw], mask: Tensor | None, before: Launched | None = None
+        self, plan: StepPlan, draws: Sequence[Draw], mask: GrammarMask | None, before: Launched | None = None
     ) -> Launched:
         """Starts a step, or a part of one after the part `before`. The rows have their pages and states."""
         inputs = StepInputs.of(
@@ -256,7 +268,7 @@ class Runner:
         )
 
     def _replay(
-        self, graphs: StepGraphs, plan: StepPlan, inputs: StepInputs, draws: Sequence[Draw], mask: Tensor | None
+        self, graphs: StepGraphs, plan: StepPlan, inputs: StepInputs, draws: Sequence[Draw], mask: GrammarMask | None
     ) -> tuple[Drawn | None, Tensor]:
         """Runs a step of single tokens, or of rows that check drafts, through a captured graph. Returns the draws, and
         the residual stream as `_hidden` does."""
@@ -271,13 +283,32 @@ class Runner:
         logits, tokens, healthy, hidden = replayed
         if not draws:
             return None, hidden
-        draws_all = len(draws) == len(tokens) and mask is None
-        if self._draws_alone and draws_all and self.sampler.is_plain(draws):
-            return Drawn(tokens, healthy), hidden
-        index, rows, positions = upload(self.device, inputs.last, rows_of(draws), inputs.positions[inputs.last])
-        drawn = self._draw(logits[index], rows, positions, draws, mask)
-        self._last_tokens.index_copy_(0, rows, drawn.tokens)
-        return drawn, hidden
+        if self._draws_alone and len(draws) == len(tokens) and mask is None:
+            if self.sampler.is_plain(draws):
+                return Drawn(tokens, healthy), hidden
+            if graphs is self._graphs.steps and self._draw_graphs is not None:
+                lines = draw_lines(inputs.last, inputs.positions, draws, None)
+                drawn = self._draw_graphs.draw(graphs.all_logits(len(draws)), lines)
+                if drawn is not None:
+                    return drawn, hidden
+        return self._draw_from(logits, inputs.last, inputs, draws, mask), hidden
+
+    def _draw_from(
+        self,
+        logits: Tensor,
+        index: NDArray[np.int64],
+        inputs: StepInputs,
+        draws: Sequence[Draw],
+        mask: GrammarMask | None,
+    ) -> Drawn:
+        """Draws the step's tokens, which become the latest of their rows. `index`: the row of `logits` that each draw
+        is from."""
+        lines = draw_lines(index, inputs.positions[inputs.last], draws, mask)
+        words = self.sampler.no_mask if mask is None else mask.words
+        placed = Draws(self._upload(lines), words, is_masked=mask is not None)
+        drawn = self._draw(logits, placed, lines[:, 1])
+        self._last_tokens.index_copy_(0, placed.rows, drawn.tokens)
+        return drawn
 
     def _upload_tokens(self, plan: StepPlan) -> None:
         """Sets the latest tokens of the rows whose tokens the host gives."""
@@ -294,7 +325,7 @@ class Runner:
         plan: StepPlan,
         inputs: StepInputs,
         draws: Sequence[Draw],
-        mask: Tensor | None,
+        mask: GrammarMask | None,
         scores: list[PromptScores],
     ) -> tuple[Drawn | None, Tensor | None]:
         """Runs any step, one launch per operation except for the layers of short prompts. Adds the scores of prompts
@@ -303,10 +334,8 @@ class Runner:
         scores += score_prompts(self._logits, hidden, plan, inputs, self._upload)
         if not draws:
             return None, hidden
-        index, rows, positions = upload(self.device, inputs.last, rows_of(draws), inputs.positions[inputs.last])
-        drawn = self._draw(self._logits(hidden.index_select(0, index)), rows, positions, draws, mask)
-        self._last_tokens.index_copy_(0, rows, drawn.tokens)
-        return drawn, hidden
+        logits = self._logits(hidden.index_select(0, self._upload(inputs.last)))
+        return self._draw_from(logits, np.arange(len(draws)), inputs, draws, mask), hidden
 
     def _hidden(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         """The residual stream after the last layer, of the tokens that are drawn after or scored: [tokens, hidden]"""
@@ -326,11 +355,9 @@ class Runner:
             return self.model.logits(hidden)
         return batch_invariant.in_blocks(self.model.logits, hidden, self._block_tokens)
 
-    def _draw(
-        self, logits: Tensor, rows: Tensor, positions: Tensor, draws: Sequence[Draw], mask: Tensor | None
-    ) -> Drawn:
+    def _draw(self, logits: Tensor, draws: Draws, rows: NDArray[np.int64]) -> Drawn:
         """See `Sampler.draw`."""
-        return self.sampler.draw(logits, rows, positions, draws, mask)
+        return self.sampler.draw(logits, draws, rows)
 
     def _batch(self, plan: StepPlan, inputs: StepInputs) -> Batch:
         singles = plan.num_singles
@@ -391,7 +418,3 @@ class Runner:
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
         return upload(self.device, array)[0]
-
-
-def rows_of(draws: Sequence[Draw]) -> NDArray[np.int64]:
-    return np.array([draw.row for draw in draws], np.int64)

@@ -172,6 +172,7 @@ class KernelPass:
                 with self._compiler.collected(), LightShapes():
                     while runner.prepare():
                         self._go_on()
+                    runner.compute_draws()
                     runner.compute_prompt(STEP_TOKENS["cuda"])  # longer than any graph: other tiles are chosen
             self._compiler.wait(self._go_on)
             self._note.parent.mkdir(parents=True, exist_ok=True)

@@ -27,8 +27,9 @@ from cortex.neuron.engine.execution.results import Launched
 from cortex.neuron.engine.execution.runner import Runner, RunnerConfig
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.parallel.group import TorchGroup
-from cortex.neuron.engine.sampling.sampler import Draw, Drawn
+from cortex.neuron.engine.sampling.sampler import Draw, Drawn, GrammarMask
 from cortex.neuron.engine.scheduling.step_plan import CAPTURE, StepPlan
+from cortex.neuron.kernels.sampling.rows import Draws
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.proposer import Proposer
 
@@ -70,7 +71,7 @@ class LeadingRunner(Runner):
         self._link = link
         super().__init__(model, memory, config, proposer=proposer)
 
-    def _run(self, plan: StepPlan, draws: Sequence[Draw], mask: Tensor | None) -> Launched:
+    def _run(self, plan: StepPlan, draws: Sequence[Draw], mask: GrammarMask | None) -> Launched:
         with self._announced(replace(plan, new_rows=())):
             launched = super()._run(plan, draws, mask)
             launched.wait()
@@ -96,10 +97,8 @@ class LeadingRunner(Runner):
     def _vectors(self, pictures: PictureInputs) -> Tensor:
         return self.model.parameters.group.broadcast(super()._vectors(pictures).contiguous())
 
-    def _draw(
-        self, logits: Tensor, rows: Tensor, positions: Tensor, draws: Sequence[Draw], mask: Tensor | None
-    ) -> Drawn:
-        drawn = super()._draw(logits, rows, positions, draws, mask)
+    def _draw(self, logits: Tensor, draws: Draws, rows: NDArray[np.int64]) -> Drawn:
+        drawn = super()._draw(logits, draws, rows)
         self.model.parameters.group.broadcast(drawn.tokens)
         return drawn
 
@@ -126,12 +125,10 @@ class FollowingRunner(Runner):
         shape = (len(pictures.index), tower.num_parts, tower.out)
         return parameters.group.broadcast(torch.empty(shape, dtype=parameters.dtype, device=parameters.device))
 
-    def _draw(
-        self, logits: Tensor, rows: Tensor, positions: Tensor, draws: Sequence[Draw], mask: Tensor | None
-    ) -> Drawn:
+    def _draw(self, logits: Tensor, draws: Draws, rows: NDArray[np.int64]) -> Drawn:
         """Takes the tokens over that the leader draws."""
-        del logits, positions, draws, mask
-        tokens = self.model.parameters.group.broadcast(torch.empty_like(rows))
+        del logits, rows
+        tokens = self.model.parameters.group.broadcast(torch.empty(len(draws), dtype=torch.int64, device=self.device))
         return Drawn(tokens, torch.ones_like(tokens, dtype=torch.bool))
 
 
@@ -183,7 +180,7 @@ class LaterStageRunner(FollowingRunner):
         plan: StepPlan,
         inputs: StepInputs,
         draws: Sequence[Draw],
-        mask: Tensor | None,
+        mask: GrammarMask | None,
         scores: list[PromptScores],
     ) -> tuple[Drawn | None, Tensor | None]:
         del draws, mask, scores

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cortex.neuron.engine.execution.uploads import upload
+from cortex.neuron.engine.uploads import upload
 from cortex.neuron.kernels.batch import Batch, PrefillRow
 from cortex.neuron.models.pooling.model import PooledModel
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cortex.neuron.engine.errors import RequestError
+from cortex.neuron.engine.sampling.sampler import GrammarMask
 from cortex.neuron.text.errors import GrammarRejected, TextModelError
 from cortex.neuron.text.grammar.matcher import Matcher, MatchState
 
@@ -78,9 +80,8 @@ class Constraints:
 
     def __init__(self, source: Path, vocab: int, device: torch.device) -> None:
         self._matcher = Matcher(source, vocab)
-        self._vocab = vocab
         self._device = device
-        self._bit = torch.arange(32, dtype=torch.int32, device=device)
+        self._is_gpu = device.type == "cuda"
 
     def compile(self, grammar: str) -> Constraint:
         """Raises RequestError for a grammar that does not compile. The first one reads the model's vocabulary."""
@@ -89,15 +90,19 @@ class Constraints:
         except TextModelError as error:
             raise RequestError(str(error)) from error
 
-    def mask(self, drawing: Sequence[tuple[Constraint | None, Sequence[int]]]) -> Tensor | None:
-        """[draws, vocab] bool on the device, true for allowed tokens; None if no row has a constraint. `drawing`: the
-        constraint of each row, and the draft tokens that it checks."""
-        if all(constraint is None for constraint, _ in drawing):
+    def mask(self, drawing: Sequence[tuple[Constraint | None, Sequence[int]]]) -> GrammarMask | None:
+        """The tokens that each draw may draw; None if no row has a constraint. `drawing`: the constraint of each row,
+        and the draft tokens that it checks."""
+        counts = [0 if constraint is None else 1 + len(drafted) for constraint, drafted in drawing]
+        if not any(counts):
             return None
-        counts = [1 + len(drafted) for _, drafted in drawing]
-        words = torch.full((sum(counts), self._matcher.mask_words), -1, dtype=torch.int32)
-        for rows, (constraint, drafted) in zip(words.split(counts), drawing, strict=True):
+        words = torch.full((sum(counts), self._matcher.mask_words), -1, dtype=torch.int32, pin_memory=self._is_gpu)
+        rows = np.full(sum(1 + len(drafted) for _, drafted in drawing), -1)
+        first = masked = 0
+        for count, (constraint, drafted) in zip(counts, drawing, strict=True):
             if constraint is not None:
-                constraint.fill_masks(rows, drafted)
-        bits = (words.to(self._device)[:, :, None] >> self._bit) & 1
-        return bits.flatten(1)[:, : self._vocab].bool()
+                constraint.fill_masks(words[masked : masked + count], drafted)
+                rows[first : first + count] = np.arange(masked, masked + count)
+                masked += count
+            first += 1 + len(drafted)
+        return GrammarMask(words.to(self._device, non_blocking=True), rows)

@@ -1,27 +1,59 @@
 """Draws the next tokens on the device.
 
-Each row's parameters stay in device memory from the step that admits it; a step only names the rows that draw.
+Each row's options are in device memory from the step that admits it; a step only names the rows that draw.
 Options that no row of a batch uses cost nothing: an all-greedy batch is one argmax.
 Order of operations: grammar mask, allowed tokens, bans and bias; penalties; temperature; top-k, top-p, min-p; draw.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
-from cortex.neuron.engine.sampling.penalties import Penalties, is_penalised
-from cortex.neuron.kernels.greedy import argmax, argmax_reference
-from cortex.neuron.kernels.gumbel import gumbel_noise
+from cortex.neuron.engine.uploads import fill
+from cortex.neuron.kernels.greedy import argmax
+from cortex.neuron.kernels.jit import has_kernels
+from cortex.neuron.kernels.sampling import rows as options
+from cortex.neuron.kernels.sampling.draw import DrawnTokens, draw_tokens
+from cortex.neuron.kernels.sampling.logprobs import top_logprobs
+from cortex.neuron.kernels.sampling.reference import count_reference, draw_reference, top_logprobs_reference
+from cortex.neuron.kernels.sampling.rows import ADJUSTING, FOREVER, Draws, RowOptions, RowTables, number, word_mask
+from cortex.neuron.kernels.sampling.tally import count_drawn
 
 MIN_TEMPERATURE = 1e-5
 """Lower temperatures draw the same tokens, but dividing the logits by them would overflow."""
+_EDITS = 512
+"""Edits of a row that there is room for, or a multiple."""
+_BANNING = 1 << 16
+"""A flag that only the host reads: edits end with the request's `min_tokens`."""
+
+(_SAMPLED, _CUT, _MIN_P, _EDITED, _RESTRICTED, _PENALISED, _LOGPROBS, _TOP_LOGPROBS) = (
+    number(flag)
+    for flag in (
+        options.SAMPLED,
+        options.CUT,
+        options.MIN_P,
+        options.EDITED,
+        options.RESTRICTED,
+        options.PENALISED,
+        options.LOGPROBS,
+        options.TOP_LOGPROBS,
+    )
+)
+
+
+KINDS = (_SAMPLED, _SAMPLED | _CUT | _MIN_P, _SAMPLED | _CUT | _MIN_P | ADJUSTING)
+"""The flags of rows that sample from all tokens, from some, and after changes of their logits. There is a graph for
+each; a batch takes the first that has the kernels it needs."""
 
 
 class Draw(NamedTuple):
@@ -46,144 +78,221 @@ class Drawn:
     top_logprobs: Tensor | None = None
 
 
+class GrammarMask(NamedTuple):
+    """The tokens that draws under a grammar may draw."""
+
+    words: Tensor
+    """[constrained draws, words] int32 on the device: a bit for each token."""
+    rows: NDArray[np.int64]
+    """For each draw its row of `words`; -1: it has no grammar."""
+
+    def split(self, count: int) -> tuple[GrammarMask, GrammarMask]:
+        """The masks of the first `count` draws, and those of the others."""
+        return GrammarMask(self.words, self.rows[:count]), GrammarMask(self.words, self.rows[count:])
+
+
+def draw_lines(
+    index: NDArray[np.int64], positions: NDArray[np.int64], draws: Sequence[Draw], mask: GrammarMask | None
+) -> NDArray[np.int64]:
+    """The draws of a step as the device reads them: see `Draws`. `index`: the row of the logits of each."""
+    count = len(draws)
+    firsts, drafted = np.arange(count), np.full(count, -1)
+    if any(draw[2] is not None for draw in draws):
+        drafted = np.array([-1 if draw[2] is None else draw[2] for draw in draws])
+        firsts[1:][drafted[:-1] >= 0] = 0
+        firsts = np.maximum.accumulate(firsts)
+    lines = np.empty((count, number(options.COLUMNS)), np.int64)
+    rows = [draw[0] for draw in draws]
+    for column, values in enumerate((index, rows, positions, firsts, drafted, -1 if mask is None else mask.rows)):
+        lines[:, column] = values
+    return lines
+
+
 class Sampler:
     """Owns the sampling state of every row. Belongs to the engine thread."""
 
-    def __init__(
-        self, max_rows: int, vocab: int, context_tokens: int, device: torch.device, *, is_batch_invariant: bool = False
-    ) -> None:
-        """`is_batch_invariant`: the draw of a row must not depend on how many rows draw with it."""
-        self._is_batch_invariant = is_batch_invariant
+    def __init__(self, max_rows: int, vocab: int, context_tokens: int, device: torch.device) -> None:
         self.device = device
         self.vocab = vocab
-        self._params: list[SamplingParams] = [SamplingParams()] * max_rows
+        self._max_rows = max_rows
         self._requests: list[EngineRequest | None] = [None] * max_rows
-        self._is_plain = [_is_argmax(SamplingParams())] * max_rows
-        """Whether each row draws the argmax once its request has its `min_tokens`."""
-        self._temperature = torch.ones(max_rows, device=device)
-        self._top_k = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._top_p = torch.ones(max_rows, device=device)
-        self._min_p = torch.zeros(max_rows, device=device)
-        self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._allowed: dict[int, Tensor] = {}
-        """[vocab] bool, for rows that may draw only some tokens."""
-        self._penalties = Penalties(max_rows, vocab, context_tokens, device)
+        self._flags = np.zeros(max_rows, np.int64)
+        self._num_top = np.zeros(max_rows, np.int64)
+
+        def unused(*shape: int) -> Tensor:
+            return torch.zeros((1, *shape), dtype=torch.int32, device=device)
+
+        table = torch.zeros((max_rows, number(options.WIDTH)), dtype=torch.int64, device=device)
+        words = -(-vocab // 32)
+        # A table of one row is there for the kernels' arguments: no row uses it yet. Replaced when one has to grow.
+        self.tables = RowTables(table, unused(3, _EDITS), unused(words), unused(vocab), unused(context_tokens), vocab)
+        self.no_mask = torch.zeros((1, words), dtype=torch.int32, device=device)
+
+    @property
+    def penalty_bytes(self) -> int:
+        """Memory for penalties: allocated when the first request asks for one; a load leaves room for it."""
+        return sum(table.nbytes for table in (self.tables.tally, self.tables.history) if len(table) > 1)
+
+    # -- requests --------------------------------------------------------------------------------------------------
 
     def assign(self, row: int, request: EngineRequest, drawn: Sequence[int] = ()) -> None:
         """Gives a row to a request, before the first step that computes it. `drawn`: tokens drawn in an earlier row."""
         params = request.sampling
         self._requests[row] = request
-        self._params[row] = params
-        self._is_plain[row] = _is_argmax(params)
-        self._allowed.pop(row, None)
-        if params.allowed_token_ids:
+        edits, is_banning = self._edits(request)
+        flags = _flags(params, self.vocab) | (_EDITED if edits else 0)
+        num_top = params.top_logprobs or 0
+        self._flags[row], self._num_top[row] = flags | (_BANNING if is_banning else 0), min(num_top, self.vocab)
+        if edits:
+            self._set_edits(row, edits)
+        if flags & _RESTRICTED:
             known = [token for token in params.allowed_token_ids if 0 <= token < self.vocab]
-            self._allowed[row] = torch.zeros(self.vocab, dtype=torch.bool, device=self.device)
-            self._allowed[row][torch.tensor(known, device=self.device)] = True
-        if params.temperature > 0:
-            seed = params.seed if params.seed is not None else secrets.randbits(62)
-            self._temperature[row] = max(params.temperature, MIN_TEMPERATURE)
-            self._top_k[row] = min(params.top_k, self.vocab) if params.top_k > 0 else self.vocab
-            self._top_p[row] = params.top_p
-            self._min_p[row] = params.min_p
-            self._seeds[row] = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
-        self._penalties.assign(row, params, request.prompt, drawn)
+            if len(self.tables.allowed) == 1:
+                allowed = self.tables.allowed.new_zeros(self._max_rows, self.tables.num_words)
+                self.tables = replace(self.tables, allowed=allowed)
+            fill(self.tables.allowed[row], word_mask(known, self.vocab))
+        if flags & _PENALISED:
+            self._set_tally(row, request, drawn)
+        line = RowOptions(
+            flags=flags,
+            temperature=max(params.temperature, MIN_TEMPERATURE),
+            top_p=params.top_p,
+            log_min_p=math.log(params.min_p) if params.min_p > 0 else -math.inf,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            repetition=params.repetition_penalty,
+            top_k=min(params.top_k, self.vocab) if params.top_k > 0 else self.vocab,
+            seed=_signed(params.seed if params.seed is not None else secrets.randbits(62)),
+            window=self._window(params),
+            num_edits=len(edits),
+        ).line()
+        fill(self.tables.options[row], line)
+
+    def _window(self, params: SamplingParams) -> int:
+        """0: the repetition penalty applies to all tokens."""
+        context_tokens = self.tables.history.shape[-1]
+        is_bounded = params.repetition_penalty != 1.0 and 0 < params.repetition_window < context_tokens
+        return params.repetition_window if is_bounded else 0
+
+    def _edits(self, request: EngineRequest) -> tuple[list[tuple[int, float, int]], bool]:
+        """What is added to the logits of which token until which position: biases, and bans of stop tokens while the
+        request is below its `min_tokens`. Also whether there are bans."""
+        edits = [(token, bias, FOREVER) for token, bias in request.sampling.logit_bias if 0 <= token < self.vocab]
+        until = len(request.prompt) + request.min_tokens - 1
+        bans = [(token, -math.inf, until) for token in request.stop_token_ids if 0 <= token < self.vocab]
+        return sorted(edits + (bans if request.min_tokens else [])), bool(request.min_tokens and not edits)
+
+    def _set_edits(self, row: int, edits: list[tuple[int, float, int]]) -> None:
+        own = self.tables.edits
+        if len(own) == 1 or own.shape[-1] < len(edits):
+            capacity = max(own.shape[-1], -(-len(edits) // _EDITS) * _EDITS)
+            grown = own.new_zeros(self._max_rows, 3, capacity)
+            grown[: len(own), :, : own.shape[-1]] = own
+            self.tables = replace(self.tables, edits=grown)
+        tokens, values, until = zip(*edits, strict=True)
+        packed = np.stack(
+            (np.array(tokens, np.int32), np.array(values, np.float32).view(np.int32), np.array(until, np.int32))
+        )
+        fill(self.tables.edits[row, :, : len(edits)], packed)
+
+    def _set_tally(self, row: int, request: EngineRequest, drawn: Sequence[int]) -> None:
+        """Starts a row with its tokens so far."""
+        tables, params = self.tables, request.sampling
+        if len(tables.tally) == 1:
+            tally, history = (
+                table.new_zeros(self._max_rows, table.shape[-1]) for table in (tables.tally, tables.history)
+            )
+            self.tables = tables = replace(tables, tally=tally, history=history)
+        past = np.concatenate((np.asarray(request.prompt, np.int64), np.asarray(drawn, np.int64)))
+        window = self._window(params)
+        counts = np.bincount(past[len(request.prompt) :], minlength=self.vocab)
+        seen = np.bincount(past[-window:] if window else past, minlength=self.vocab)
+        most = number(options.MOST)
+        seen = np.minimum(seen, most if window else 1)
+        packed = (np.minimum(counts, most) + (seen << 16)).astype(np.uint32).view(np.int32)
+        fill(tables.tally[row], packed)
+        if window:
+            fill(tables.history[row, : len(past)], past.astype(np.int32))
+
+    # -- steps -----------------------------------------------------------------------------------------------------
 
     def is_plain(self, draws: Sequence[Draw]) -> bool:
         """Whether all of these draws are a plain argmax."""
-        for draw in draws:
-            if not self._is_plain[draw.row]:
-                return False
-            request = self._requests[draw.row]
-            if request is not None and draw.num_drawn < request.min_tokens:
-                return False
-        return True
+        flags = self._flags[np.fromiter([draw[0] for draw in draws], np.int64, len(draws))]
+        if not flags.any():
+            return True
+        if (flags & ~(_EDITED | _BANNING)).any() or not (flags[flags > 0] & _BANNING).all():
+            return False
+        requests = ((self._requests[draw.row], draw.num_drawn) for draw in draws)
+        return not any(request is not None and num_drawn < request.min_tokens for request, num_drawn in requests)
 
-    def draw(
-        self, logits: Tensor, rows: Tensor, positions: Tensor, draws: Sequence[Draw], mask: Tensor | None = None
-    ) -> Drawn:
-        """logits: [draws, vocab]; rows and positions: [draws] int64; mask: [draws, vocab] bool, False is forbidden."""
-        if mask is None and self.is_plain(draws):
-            return Drawn(*argmax(logits))
-        params = [self._params[draw.row] for draw in draws]
-        healthy = logits.amax(-1).isfinite()
-        raw = logits
-        if mask is not None:
-            logits = logits.masked_fill(~mask, -torch.inf)
-        if any(param.allowed_token_ids for param in params):
-            everything = torch.ones(self.vocab, dtype=torch.bool, device=self.device)
-            allowed = torch.stack([self._allowed.get(draw.row, everything) for draw in draws])
-            logits = logits.masked_fill(~allowed, -torch.inf)
-        logits = self._biased(logits, draws)
-        drafted = [draw.drafted for draw in draws]
-        logits = self._penalties.apply(logits, rows, positions, params, drafted)
-        greedy = [param.temperature <= 0 for param in params]
-        if all(greedy):
-            tokens = _argmax(logits)
-        else:
-            tokens = self._sampled(logits.float(), rows, positions, params)
-            if any(greedy):
-                tokens = torch.where(torch.tensor(greedy, device=self.device), _argmax(logits), tokens)
-        self._penalties.count(rows, positions, tokens, params, drafted)
-        return self._with_logprobs(Drawn(tokens, healthy), raw, params)
+    def kind(self, rows: NDArray[np.int64]) -> int:
+        """The one of KINDS that these rows need."""
+        flags = int(np.bitwise_or.reduce(self._flags[rows]))
+        return KINDS[2 if flags & ADJUSTING else 1 if flags & (_CUT | _MIN_P) else 0]
 
-    def _biased(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-        """Adds the requests' biases, and bans stop tokens while a request is below its `min_tokens`."""
-        index: list[tuple[int, int, float]] = []
-        for number, draw in enumerate(draws):
-            request = self._requests[draw.row]
-            if request is None:
-                continue
-            index += [(number, token, bias) for token, bias in request.sampling.logit_bias if 0 <= token < self.vocab]
-            if draw.num_drawn < request.min_tokens:
-                index += [(number, token, -torch.inf) for token in request.stop_token_ids if 0 <= token < self.vocab]
-        if not index:
-            return logits
-        row_ids, tokens, biases = zip(*index, strict=True)
-        where = (torch.tensor(row_ids, device=self.device), torch.tensor(tokens, device=self.device))
-        return logits.float().index_put(where, torch.tensor(biases, device=self.device), accumulate=True)
+    def draw(self, logits: Tensor, draws: Draws, rows: NDArray[np.int64]) -> Drawn:
+        """logits: [any, vocab], of which `draws` names those of each draw. `rows`: those of `draws`, on the host."""
+        flags = int(np.bitwise_or.reduce(self._flags[rows]))
+        if flags == 0 and not draws.is_masked:
+            return Drawn(*argmax(logits.index_select(0, draws.index)))
+        if not has_kernels(logits):
+            return self._drawn_by_reference(logits, draws, rows, flags)
+        return self.with_logprobs(self.compute(logits, draws, flags), logits, draws, rows)
 
-    def _sampled(self, logits: Tensor, rows: Tensor, positions: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-        logits = logits / self._temperature[rows, None]
-        if any(param.top_k > 0 or param.top_p < 1 for param in params):
-            # The library sums the probabilities of one row in another order than those of several.
-            parts = zip(*(x.split(1 if self._is_batch_invariant else len(rows)) for x in (logits, rows)), strict=True)
-            kept = [_keep_top(part, self._top_k[own], self._top_p[own]) for part, own in parts]
-            logits = kept[0] if len(kept) == 1 else torch.cat(kept)
-        if any(param.min_p > 0 for param in params):
-            floor = logits.amax(-1, keepdim=True) + self._min_p[rows, None].log()
-            logits = logits.masked_fill(logits < floor, -torch.inf)
-        return _argmax(logits + gumbel_noise(self._seeds[rows], positions, self.vocab))
+    def compute(self, logits: Tensor, draws: Draws, flags: int) -> DrawnTokens:
+        """Draws on a GPU, with the kernels that rows with these flags need."""
+        drawn = draw_tokens(logits, draws, self.tables, flags)
+        if flags & _PENALISED:
+            count_drawn(drawn.tokens, draws, self.tables)
+        return drawn
 
-    def _with_logprobs(self, drawn: Drawn, raw: Tensor, params: Sequence[SamplingParams]) -> Drawn:
-        """Adds log-probabilities of the model's own logits, before the request's options changed them."""
-        wanted = [param.top_logprobs for param in params if param.top_logprobs is not None]
-        if not wanted:
-            return drawn
-        logprobs = raw.float().log_softmax(-1)
-        chosen = logprobs.gather(1, drawn.tokens[:, None])[:, 0]
-        if max(wanted) == 0:
-            return Drawn(drawn.tokens, drawn.healthy, chosen)
-        top = logprobs.topk(min(max(wanted), self.vocab), dim=-1)
-        return Drawn(drawn.tokens, drawn.healthy, chosen, top.indices, top.values)
+    def with_logprobs(self, drawn: DrawnTokens, logits: Tensor, draws: Draws, rows: NDArray[np.int64]) -> Drawn:
+        """Adds what some rows ask for."""
+        flags = int(np.bitwise_or.reduce(self._flags[rows]))
+        if not flags & _LOGPROBS:
+            return Drawn(drawn.tokens, drawn.healthy)
+        if not flags & _TOP_LOGPROBS:
+            return Drawn(drawn.tokens, drawn.healthy, drawn.logprobs)
+        num_top = int(self._num_top[rows].max())
+        top = top_logprobs(logits, draws, self.tables, drawn.normaliser, num_top)
+        return Drawn(drawn.tokens, drawn.healthy, drawn.logprobs, *top)
+
+    def compute_all_kinds(self, logits: Tensor) -> None:
+        """Draws from logits in every kind, for a pass that collects kernels: no row has been assigned."""
+        lines = torch.zeros((len(logits), number(options.COLUMNS)), dtype=torch.int64, device=logits.device)
+        draws = Draws(lines, self.no_mask)
+        for flags in KINDS:
+            drawn = self.compute(logits, draws, flags)
+        top_logprobs(logits, draws, self.tables, drawn.normaliser, 5)
+
+    def _drawn_by_reference(self, logits: Tensor, draws: Draws, rows: NDArray[np.int64], flags: int) -> Drawn:
+        tokens, healthy = draw_reference(logits, draws, self.tables)
+        if flags & _PENALISED:
+            count_reference(tokens, draws, self.tables)
+        if not flags & _LOGPROBS:
+            return Drawn(tokens, healthy)
+        num_top = int(self._num_top[rows].max())
+        chosen, top_ids, top_values = top_logprobs_reference(logits, draws, tokens, num_top)
+        return Drawn(tokens, healthy, chosen, top_ids, top_values) if num_top else Drawn(tokens, healthy, chosen)
 
 
-def _is_argmax(params: SamplingParams) -> bool:
-    changes_logits = bool(params.logit_bias or params.allowed_token_ids) or is_penalised(params)
-    return params.temperature <= 0 and params.top_logprobs is None and not changes_logits
+def _flags(params: SamplingParams, vocab: int) -> int:
+    """Without that of edits."""
+    is_penalised = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    is_sampled = params.temperature > 0
+    wanted = {
+        _SAMPLED: is_sampled,
+        _CUT: is_sampled and (0 < params.top_k < vocab or params.top_p < 1),
+        _MIN_P: is_sampled and params.min_p > 0,
+        _RESTRICTED: bool(params.allowed_token_ids),
+        _PENALISED: is_penalised,
+        _LOGPROBS: params.top_logprobs is not None,
+        _TOP_LOGPROBS: bool(params.top_logprobs),
+    }
+    return sum(flag for flag, is_set in wanted.items() if is_set)
 
 
-def _argmax(logits: Tensor) -> Tensor:
-    """[rows] int64: the argmax of each row."""
-    return logits.argmax(-1) if logits.is_cuda else argmax_reference(logits)[0]
-
-
-def _keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Keeps the `top_k` largest, and of those the fewest that together reach `top_p`; always keeps the first."""
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    ordered = ordered.masked_fill(rank >= top_k[:, None], -torch.inf)
-    probabilities = ordered.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
-    drop = (before >= top_p[:, None]) & (rank > 0)
-    return torch.empty_like(logits).scatter_(1, order, ordered.masked_fill(drop, -torch.inf))
+def _signed(seed: int) -> int:
+    """The 64 bits of `seed` as a signed integer."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from cortex.neuron.engine.execution.uploads import packed, upload
+from cortex.neuron.engine.uploads import packed, upload
 
 ARRAYS: list[NDArray[Any]] = [
     np.arange(7, dtype=np.int64) - 3,

@@ -1,0 +1,88 @@
+"""The draw of a decode step as a graph: one launch instead of nine.
+
+There is a graph for each size of a step's own graph and each kind of draw, captured while the engine is idle, or once
+enough steps have lacked it.
+A graph reads the logits where the step's graph writes them, and the rows' options where the sampler keeps them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, Captured, CudaCapture, Outputs, StepGraphs
+from cortex.neuron.engine.sampling.sampler import KINDS, Drawn, Sampler
+from cortex.neuron.engine.uploads import host_memory_for
+from cortex.neuron.kernels.sampling.draw import DrawnTokens
+from cortex.neuron.kernels.sampling.rows import Draws
+
+
+class DrawGraphs:
+    """Belongs to the engine thread."""
+
+    def __init__(self, sampler: Sampler, last_tokens: Tensor) -> None:
+        """`last_tokens`: of the rows, the last of which is the padding row; each draw replaces them."""
+        self._sampler = sampler
+        self._last_tokens = last_tokens
+        self._capture = CudaCapture()
+        self._captured: dict[tuple[int, int], Captured] = {}
+        self._missed: Counter[tuple[int, int]] = Counter()
+        self._tables = sampler.tables
+        """What the graphs read. Where the sampler has made room for more, they are captured again."""
+
+    def prepare(self, steps: StepGraphs) -> bool:
+        """Captures one more graph, for a size that a step of one token per row has; false if none is left."""
+        self._forget_old()
+        for size in steps.captured_sizes:
+            for kind in KINDS:
+                if (size, kind) not in self._captured:
+                    self._captured[size, kind] = self._add(steps.all_logits(size), kind)
+                    return True
+        return False
+
+    def _forget_old(self) -> None:
+        if self._tables is not self._sampler.tables:
+            self._captured.clear()
+            self._tables = self._sampler.tables
+
+    def draw(self, logits: Tensor, lines: NDArray[np.int64]) -> Drawn | None:
+        """Draws for `lines`, which have no grammar, from all logits of a step's graph: [size, vocab], the first ones in
+        the order of `lines`. None: there is no graph for it yet."""
+        self._forget_old()
+        size, count, rows = len(logits), len(lines), lines[:, 1]
+        key = (size, self._sampler.kind(rows))
+        captured = self._captured.get(key)
+        if captured is None:
+            self._missed[key] += 1
+            if self._missed[key] < CAPTURE_AFTER_MISSES:
+                return None
+            captured = self._captured[key] = self._add(logits, key[1])
+        (memory,) = captured.inputs
+        host = host_memory_for(memory)
+        array = host.numpy()
+        array[:count], array[count:] = lines, self._padding(size)[count:]
+        memory.copy_(host, non_blocking=True)
+        captured.graph.replay(count)
+        drawn = DrawnTokens(*(output[:count] for output in captured.outputs))
+        return self._sampler.with_logprobs(drawn, logits, Draws(memory[:count], self._sampler.no_mask), rows)
+
+    def _padding(self, size: int) -> NDArray[np.int64]:
+        """Lines of rows that draw greedily, and whose tokens nobody reads."""
+        places, padding_row = np.arange(size), len(self._last_tokens) - 1
+        columns = (places, np.full(size, padding_row), np.zeros(size), places, np.full(size, -1), np.full(size, -1))
+        return np.stack(columns, axis=1).astype(np.int64)
+
+    def _add(self, logits: Tensor, flags: int) -> Captured:
+        lines = torch.from_numpy(self._padding(len(logits))).to(logits.device)
+        draws = Draws(lines, self._sampler.no_mask)
+
+        def step() -> Outputs:
+            drawn = self._sampler.compute(logits, draws, flags)
+            self._last_tokens.index_copy_(0, draws.rows, drawn.tokens)
+            return drawn
+
+        return Captured(*self._capture(step), (lines,))

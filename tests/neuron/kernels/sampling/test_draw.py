@@ -146,4 +146,4 @@ def _kept(logits: Tensor, draws: Draws, sampler: Sampler) -> Tensor:
     bits = values.contiguous().view(torch.int32)
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> shift
     order = torch.arange(tables.vocab - 1, -1, -1, device=logits.device)
-    return (keys.long() << 20) + order >= found[:, None]
+    return (keys.long() << cuts.token_bits(tables.vocab)) + order >= found[:, None]

@@ -37,12 +37,12 @@ from cortex.neuron.kernels.sampling.rows import (
     of_draw,
 )
 
-MAX_LISTED = 32768
-SAMPLE = 4096
-_PART = 2048
+MAX_LISTED = 16384
+SAMPLE = 8192
+_PART = 1024
+_SPAN = 4
+_WARPS = 4
 MAX_VOCAB = 1 << 20
-_TOKEN_BITS = constant(20)
-_LAST_TOKEN = constant(MAX_VOCAB - 1)
 _LOWEST_KEY = constant(-(1 << 31))
 _HIGHEST_KEY = constant((1 << 31) - 1)
 _ONE = constant(float(1 << 40))
@@ -54,10 +54,10 @@ _MARGIN = constant(4.0)
 _NUM_ABOVE = constant(0)
 _MASS_ABOVE = constant(1)
 _MASS_LISTED = constant(2)
-_MASS_BELOW = constant(3)
+_MASS = constant(3)
 _NUM_LISTED = constant(4)
 _NUM_COUNTS = constant(5)
-KEEPS_ALL = constant(-(1 << 63))
+_KEEPS_ALL = constant(-(1 << 63))
 
 
 def cut_vocabulary(
@@ -68,7 +68,7 @@ def cut_vocabulary(
     `highest`: the top adjusted logit of each draw. `figures`: those of the first pass over the logits, by part."""
     device, count, vocab = logits.device, len(draws), tables.vocab
     assert vocab <= MAX_VOCAB, f"cuts are made for up to {MAX_VOCAB} tokens"
-    max_listed = min(MAX_LISTED, max(1024, triton.next_power_of_2(vocab) // 8))
+    max_listed = min(MAX_LISTED, max(1024, triton.next_power_of_2(vocab) // 16))
     limits = torch.empty((count, 2), dtype=torch.int32, device=device)
     counts = torch.empty((count, number(_NUM_COUNTS)), dtype=torch.int64, device=device)
     listed = torch.empty((count, max_listed), dtype=torch.int64, device=device)
@@ -82,12 +82,19 @@ def cut_vocabulary(
         ADJUSTS=adjusts, BLOCK=triton.next_power_of_2(num_parts), SAMPLE=SAMPLE, MAX_LISTED=max_listed,
         num_warps=8, **launch,
     )  # fmt: skip
-    shared = {"ADJUSTS": adjusts, "PART": _PART, "MAX_LISTED": max_listed, **launch}
-    _list_kernel[(triton.cdiv(vocab, _PART), count)](
-        *source, *given, highest, limits, counts, listed, num_warps=8, **shared
+    shared = {"TOKEN_BITS": token_bits(vocab), "ADJUSTS": adjusts, "PART": _PART, "MAX_LISTED": max_listed, **launch}
+    _list_kernel[(triton.cdiv(vocab, _PART * _SPAN), count)](
+        *source, *given, highest, limits, counts, listed, SPAN=_SPAN, num_warps=_WARPS, **shared
     )
-    _cut_kernel[(count,)](*source, *given, highest, limits, counts, listed, cuts, num_warps=8, **shared)
+    num_warps = min(32, max(4, max_listed // 512))
+    _cut_kernel[(count,)](*source, *given, highest, limits, counts, listed, cuts, num_warps=num_warps, **shared)
     return cuts
+
+
+def token_bits(vocab: int) -> int:
+    """The bits of a token's id in a composite; even, so that composites are found two bits at a time."""
+    bits = (vocab - 1).bit_length()
+    return bits + bits % 2
 
 
 @jit
@@ -107,24 +114,34 @@ def _key(x, shift):
 
 
 @jit
-def composite(x, token, shift, vocab):
+def _composite(key, token, vocab, TOKEN_BITS: tl.constexpr):
     """The place of each token in its row's order, highest first."""
-    return (_key(x, shift).to(tl.int64) << _TOKEN_BITS) + (vocab - 1 - token)
+    return (key.to(tl.int64) << TOKEN_BITS) + (vocab - 1 - token)
 
 
 @jit
-def _weight(x, highest, temperature):
-    return (tl.exp((x - highest) / temperature) * _ONE).to(tl.int64)
+def is_kept(x, token, shift, cut, vocab, TOKEN_BITS: tl.constexpr):
+    """Whether the row keeps each token: whether its composite is at least `cut`."""
+    key = _key(x, shift)
+    last_key = (cut >> TOKEN_BITS).to(tl.int32)
+    last_token = vocab - 1 - (cut - ((cut >> TOKEN_BITS) << TOKEN_BITS)).to(tl.int32)
+    return (key > last_key) | ((key == last_key) & (token <= last_token))
 
 
 @jit
-def _count_limits(keys, fewest, most):
+def _weight(x, highest, inverse):
+    """`inverse`: of the temperature."""
+    return (tl.exp((x - highest) * inverse) * _ONE).to(tl.int64)
+
+
+@jit
+def _count_limits(keys, fewest, most, shift):
     """The highest keys that at least `most` and at least `fewest` of `keys` reach; the lowest one if so many are not
     there."""
-    low = tl.full((), _LOWEST_KEY, tl.int64)
-    high = tl.full((), _LOWEST_KEY, tl.int64)
-    step = tl.full((), 1 << 31, tl.int64)
-    for _ in range(32):
+    low = tl.full((), _LOWEST_KEY, tl.int64) >> shift
+    high = low
+    step = -low
+    for _ in range(32 - shift):
         reach_low = tl.sum((keys >= (low + step).to(tl.int32)).to(tl.int32), 0)
         reach_high = tl.sum((keys >= (high + step).to(tl.int32)).to(tl.int32), 0)
         low = tl.where(reach_low >= most, low + step, low)
@@ -134,13 +151,13 @@ def _count_limits(keys, fewest, most):
 
 
 @jit
-def _mass_limits(keys, weights, limit):
+def _mass_limits(keys, weights, limit, shift):
     """The highest keys below which the weights surely do not, and probably do not, exceed `limit`: the standard error
     of their sum is added, and subtracted, `_MARGIN` times."""
-    low = tl.full((), _LOWEST_KEY, tl.int64)
-    high = tl.full((), _LOWEST_KEY, tl.int64)
-    step = tl.full((), 1 << 31, tl.int64)
-    for _ in range(32):
+    low = tl.full((), _LOWEST_KEY, tl.int64) >> shift
+    high = low
+    step = -low
+    for _ in range(32 - shift):
         below_low = tl.where(keys < (low + step).to(tl.int32), weights, 0.0)
         below_high = tl.where(keys < (high + step).to(tl.int32), weights, 0.0)
         most = tl.sum(below_low, 0) + _MARGIN * tl.sqrt(tl.sum(below_low * below_low, 0))
@@ -169,6 +186,14 @@ def _limits_kernel(
             tl.store(counts + draw * _NUM_COUNTS + which, 0)
         low = tl.full((), _LOWEST_KEY, tl.int32)
         high = tl.full((), _HIGHEST_KEY, tl.int32)
+        inverse = 1 / float_option(table, row, TEMPERATURE)
+        first = tl.load(highest + draw)
+        part = tl.arange(0, BLOCK)
+        own = figures + draw * num_figures * num_parts + part
+        parts = tl.load(own + 2 * num_parts, mask=part < num_parts, other=float("-inf"))
+        masses = tl.load(own + 3 * num_parts, mask=part < num_parts, other=0.0)
+        mass = tl.sum(tl.where(masses > 0, masses * tl.exp((parts - first) * inverse), 0.0), 0)
+        tl.store(counts + draw * _NUM_COUNTS + _MASS, (mass * _ONE).to(tl.int64))
         if vocab > MAX_LISTED:
             sample = tl.arange(0, SAMPLE)
             token = (sample.to(tl.int64) * vocab // SAMPLE).to(tl.int32)
@@ -186,20 +211,13 @@ def _limits_kernel(
                 expected = top_k.to(tl.float32) * SAMPLE / vocab
                 margin = _MARGIN * tl.sqrt(expected) + 4
                 fewest = (expected - margin).to(tl.int32)
-                low, top = _count_limits(keys, fewest, (expected + margin).to(tl.int32))
+                low, top = _count_limits(keys, fewest, (expected + margin).to(tl.int32), shift)
                 if (fewest > 0) & (float_option(table, row, TOP_P) >= 1):
                     high = top
             else:
-                temperature = float_option(table, row, TEMPERATURE)
-                first = tl.load(highest + draw)
-                part = tl.arange(0, BLOCK)
-                own = figures + draw * num_figures * num_parts + part
-                parts = tl.load(own + 2 * num_parts, mask=part < num_parts, other=float("-inf"))
-                masses = tl.load(own + 3 * num_parts, mask=part < num_parts, other=0.0)
-                mass = tl.sum(tl.where(masses > 0, masses * tl.exp((parts - first) / temperature), 0.0), 0)
-                weights = tl.exp((x - first) / temperature)
+                weights = tl.exp((x - first) * inverse)
                 limit = (1 - float_option(table, row, TOP_P)) * mass * SAMPLE / vocab
-                low, high = _mass_limits(keys, weights, limit)
+                low, high = _mass_limits(keys, weights, limit, shift)
         tl.store(limits + draw * 2, low)
         tl.store(limits + draw * 2 + 1, high)
 
@@ -208,9 +226,10 @@ def _limits_kernel(
 def _list_kernel(
     logits, stride, draws, mask, table, edits, allowed, tally, history, capacity, context, vocab,
     highest, limits, counts, listed,
-    ADJUSTS: tl.constexpr, PART: tl.constexpr, MAX_LISTED: tl.constexpr, OVERLAP: tl.constexpr,
+    TOKEN_BITS: tl.constexpr, ADJUSTS: tl.constexpr, PART: tl.constexpr, SPAN: tl.constexpr, MAX_LISTED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program per PART tokens of a draw: lists the tokens between the limits, and counts and weighs the others."""
+    """One program per SPAN parts of a draw: lists the tokens between the limits, and counts and weighs the others."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -218,47 +237,70 @@ def _list_kernel(
     row = of_draw(draws, draw, ROW)
     flags = tl.load(table + row * WIDTH + FLAGS).to(tl.int32)
     if flags & CUT:
-        token = tl.program_id(0) * PART + tl.arange(0, PART)
-        is_token = token < vocab
-        x = tl.load(logits + of_draw(draws, draw, INDEX) * stride + token, mask=is_token, other=float("-inf")).to(
-            tl.float32
-        )
-        x = tl.where(x == x, x, float("inf"))
+        source = logits + of_draw(draws, draw, INDEX) * stride
         shift = key_shift(logits, flags)
-        x = adjusted(
-            x, token, is_token, draw, row, flags,
-            draws, mask, table, edits, allowed, tally, history, capacity, context, vocab, ADJUSTS,
-        )  # fmt: skip
-        key = _key(x, shift)
-        is_above = is_token & (key > tl.load(limits + draw * 2 + 1))
         low = tl.load(limits + draw * 2)
-        is_listed = is_token & (key >= low) & (is_above == 0)
+        high = tl.load(limits + draw * 2 + 1)
+        top = tl.load(highest + draw)
+        inverse = 1 / float_option(table, row, TEMPERATURE)
+        weighs = float_option(table, row, TOP_P) < 1
         own = counts + draw * _NUM_COUNTS
-        if float_option(table, row, TOP_P) < 1:
-            weight = tl.exp((x - tl.load(highest + draw)) / float_option(table, row, TEMPERATURE))
-            above = tl.sum(tl.where(is_above, weight, 0.0), 0)
-            inside = tl.sum(tl.where(is_listed, weight, 0.0), 0)
-            below = tl.sum(tl.where(is_token & (key < low), weight, 0.0), 0)
-            tl.atomic_add(own + _MASS_ABOVE, (above * _ONE).to(tl.int64), sem="relaxed")
-            tl.atomic_add(own + _MASS_LISTED, (inside * _ONE).to(tl.int64), sem="relaxed")
-            tl.atomic_add(own + _MASS_BELOW, (below * _ONE).to(tl.int64), sem="relaxed")
-        num_above = tl.sum(is_above.to(tl.int32), 0)
-        if num_above > 0:
-            tl.atomic_add(own + _NUM_ABOVE, num_above.to(tl.int64), sem="relaxed")
-        count = is_listed.to(tl.int32)
-        num_listed = tl.sum(count, 0)
-        if num_listed > 0:
-            start = tl.atomic_add(own + _NUM_LISTED, num_listed.to(tl.int64), sem="relaxed")
-            place = start + tl.cumsum(count, 0) - 1
-            into = listed + draw * MAX_LISTED + place
-            tl.store(into, composite(x, token, shift, vocab), mask=is_listed & (place < MAX_LISTED))
+        above = tl.zeros((PART,), tl.float32)
+        inside = tl.zeros((PART,), tl.float32)
+        num_above = tl.zeros((PART,), tl.int32)
+        for number in range(SPAN):
+            token = (tl.program_id(0) * SPAN + number) * PART + tl.arange(0, PART)
+            is_token = token < vocab
+            x = tl.load(source + token, mask=is_token, other=float("-inf")).to(tl.float32)
+            x = tl.where(x == x, x, float("inf"))
+            x = adjusted(
+                x, token, is_token, draw, row, flags,
+                draws, mask, table, edits, allowed, tally, history, capacity, context, vocab, ADJUSTS,
+            )  # fmt: skip
+            key = _key(x, shift)
+            is_above = is_token & (key > high)
+            is_listed = is_token & (key >= low) & (key <= high)
+            if weighs:
+                weight = tl.exp((x - top) * inverse)
+                above += tl.where(is_above, weight, 0.0)
+                inside += tl.where(is_listed, weight, 0.0)
+            num_above += is_above.to(tl.int32)
+            count = is_listed.to(tl.int32)
+            num_listed = tl.sum(count, 0)
+            if num_listed > 0:
+                start = tl.atomic_add(own + _NUM_LISTED, num_listed.to(tl.int64), sem="relaxed")
+                place = start + tl.cumsum(count, 0) - 1
+                into = listed + draw * MAX_LISTED + place
+                place_in_order = _composite(key, token, vocab, TOKEN_BITS)
+                tl.store(into, place_in_order, mask=is_listed & (place < MAX_LISTED))
+        tl.atomic_add(own + _NUM_ABOVE, tl.sum(num_above, 0).to(tl.int64), sem="relaxed")
+        if weighs:
+            tl.atomic_add(own + _MASS_ABOVE, (tl.sum(above, 0) * _ONE).to(tl.int64), sem="relaxed")
+            tl.atomic_add(own + _MASS_LISTED, (tl.sum(inside, 0) * _ONE).to(tl.int64), sem="relaxed")
+
+
+@jit
+def _from_each(places, weight, is_there, found, quarter):
+    """How many elements there are from each of the next three quarters on, and their weight."""
+    is_1 = is_there & (places >= found + quarter)
+    is_2 = is_there & (places >= found + 2 * quarter)
+    is_3 = is_there & (places >= found + 3 * quarter)
+    return (
+        tl.sum(is_1.to(tl.int32), 0).to(tl.int64),
+        tl.sum(is_2.to(tl.int32), 0).to(tl.int64),
+        tl.sum(is_3.to(tl.int32), 0).to(tl.int64),
+        tl.sum(tl.where(is_1, weight, 0), 0),
+        tl.sum(tl.where(is_2, weight, 0), 0),
+        tl.sum(tl.where(is_3, weight, 0), 0),
+    )
 
 
 @jit
 def _cut_kernel(
     logits, stride, draws, mask, table, edits, allowed, tally, history, capacity, context, vocab,
     highest, limits, counts, listed, cuts,
-    ADJUSTS: tl.constexpr, PART: tl.constexpr, MAX_LISTED: tl.constexpr, OVERLAP: tl.constexpr,
+    TOKEN_BITS: tl.constexpr, ADJUSTS: tl.constexpr, PART: tl.constexpr, MAX_LISTED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program per draw: the composite of the last token that is kept."""
     if OVERLAP:
@@ -275,16 +317,25 @@ def _cut_kernel(
         mass_listed = tl.load(own + _MASS_LISTED)
         top_k = tl.load(table + row * WIDTH + TOP_K)
         top_p = float_option(table, row, TOP_P)
-        temperature = float_option(table, row, TEMPERATURE)
+        inverse = 1 / float_option(table, row, TEMPERATURE)
         top = tl.load(highest + draw)
         source = logits + of_draw(draws, draw, INDEX) * stride
         shift = key_shift(logits, flags)
-        num_bits = 32 - shift + _TOKEN_BITS
+        num_bits = 32 - shift + TOKEN_BITS
         lowest = -(tl.full((), 1, tl.int64) << (num_bits - 1))
-        low = (tl.load(limits + draw * 2).to(tl.int64) << _TOKEN_BITS) - lowest
-        high = (tl.load(limits + draw * 2 + 1).to(tl.int64) << _TOKEN_BITS) + _LAST_TOKEN - lowest
-        cut = tl.full((), KEEPS_ALL, tl.int64)
-        kept_mass = mass_above + mass_listed + tl.load(own + _MASS_BELOW)
+        low = (tl.load(limits + draw * 2).to(tl.int64) << TOKEN_BITS) - lowest
+        high = ((tl.load(limits + draw * 2 + 1).to(tl.int64) + 1) << TOKEN_BITS) - 1 - lowest
+        # The list, as far as there is room for it, stays in registers.
+        entry = tl.arange(0, MAX_LISTED)
+        is_entry = entry < num_listed
+        entries = tl.load(listed + draw * MAX_LISTED + entry, mask=is_entry, other=0)
+        weights = tl.zeros((MAX_LISTED,), tl.int64)
+        if top_p < 1:
+            key = (entries >> TOKEN_BITS).to(tl.int32) << shift
+            bits = (key ^ ((key >> 31) & 0x7FFFFFFF)) & (-1 << shift)
+            weights = _weight(bits.to(tl.float32, bitcast=True), top, inverse)
+        cut = tl.full((), _KEEPS_ALL, tl.int64)
+        kept_mass = tl.load(own + _MASS)
         for criterion in range(2):  # top-k, then top-p of what it keeps
             applies = top_k < vocab
             target = top_k
@@ -297,69 +348,61 @@ def _cut_kernel(
                 inside = mass_listed
             if applies:
                 is_listed = (num_listed <= MAX_LISTED) & (above < target) & (above + inside >= target)
-                size = tl.full((), 0, tl.int64) + vocab
                 more_num = tl.full((), 0, tl.int64)
                 more_mass = tl.full((), 0, tl.int64)
+                num_from = tl.full((), 0, tl.int64) + vocab
                 bit = num_bits - 2
                 found = lowest
                 reached = kept_mass
                 if is_listed:
-                    size = num_listed
                     reached = mass_above + mass_listed
                     more_num = num_above
                     more_mass = mass_above
+                    num_from = num_above + num_listed
                     while (bit > 0) & ((low >> bit) == (high >> bit)):
                         bit -= 2
                     if bit < num_bits - 2:
                         found = lowest + ((low >> (bit + 2)) << (bit + 2))
-                num_from = more_num + size
                 num_beyond = more_num
                 while (bit >= 0) & (num_from - num_beyond > 1):
                     quarter = tl.full((), 1, tl.int64) << bit
-                    nums_1 = tl.zeros((PART,), tl.int32)
-                    nums_2 = tl.zeros((PART,), tl.int32)
-                    nums_3 = tl.zeros((PART,), tl.int32)
-                    masses_1 = tl.zeros((PART,), tl.int64)
-                    masses_2 = tl.zeros((PART,), tl.int64)
-                    masses_3 = tl.zeros((PART,), tl.int64)
-                    for start in range(0, size, PART):
-                        place = start + tl.arange(0, PART)
-                        is_there = place < size
-                        if is_listed:
-                            places = tl.load(listed + draw * MAX_LISTED + place, mask=is_there, other=0)
-                            key = (places >> _TOKEN_BITS).to(tl.int32) << shift
-                            bits = (key ^ ((key >> 31) & 0x7FFFFFFF)) & (-1 << shift)
-                            x = bits.to(tl.float32, bitcast=True)
-                        else:
-                            token = place.to(tl.int32)
-                            x = tl.load(source + token, mask=is_there, other=float("-inf")).to(tl.float32)
+                    num_1 = tl.full((), 0, tl.int64)
+                    num_2 = tl.full((), 0, tl.int64)
+                    num_3 = tl.full((), 0, tl.int64)
+                    mass_1 = tl.full((), 0, tl.int64)
+                    mass_2 = tl.full((), 0, tl.int64)
+                    mass_3 = tl.full((), 0, tl.int64)
+                    if is_listed:
+                        num_1, num_2, num_3, mass_1, mass_2, mass_3 = _from_each(
+                            entries, weights, is_entry, found, quarter
+                        )
+                    else:
+                        for start in range(0, vocab, PART):
+                            token = start + tl.arange(0, PART)
+                            is_token = token < vocab
+                            x = tl.load(source + token, mask=is_token, other=float("-inf")).to(tl.float32)
                             x = tl.where(x == x, x, float("inf"))
                             x = adjusted(
-                                x, token, is_there, draw, row, flags,
+                                x, token, is_token, draw, row, flags,
                                 draws, mask, table, edits, allowed, tally, history, capacity, context, vocab, ADJUSTS,
                             )  # fmt: skip
-                            places = composite(x, token, shift, vocab)
-                        is_1 = is_there & (places >= found + quarter)
-                        is_2 = is_there & (places >= found + 2 * quarter)
-                        is_3 = is_there & (places >= found + 3 * quarter)
-                        nums_1 += is_1.to(tl.int32)
-                        nums_2 += is_2.to(tl.int32)
-                        nums_3 += is_3.to(tl.int32)
-                        if top_p < 1:
-                            weight = _weight(x, top, temperature)
-                            masses_1 += tl.where(is_1, weight, 0)
-                            masses_2 += tl.where(is_2, weight, 0)
-                            masses_3 += tl.where(is_3, weight, 0)
-                    num_1 = more_num + tl.sum(nums_1, 0)
-                    num_2 = more_num + tl.sum(nums_2, 0)
-                    num_3 = more_num + tl.sum(nums_3, 0)
-                    mass_1 = more_mass + tl.sum(masses_1, 0)
-                    mass_2 = more_mass + tl.sum(masses_2, 0)
-                    mass_3 = more_mass + tl.sum(masses_3, 0)
-                    digit = 0
-                    if criterion == 0:
-                        digit = (num_1 >= target).to(tl.int32) + (num_2 >= target) + (num_3 >= target)
-                    else:
+                            places = _composite(_key(x, shift), token, vocab, TOKEN_BITS)
+                            weight = _weight(x, top, inverse)
+                            one, two, three, own_1, own_2, own_3 = _from_each(places, weight, is_token, found, quarter)
+                            num_1 += one
+                            num_2 += two
+                            num_3 += three
+                            mass_1 += own_1
+                            mass_2 += own_2
+                            mass_3 += own_3
+                    num_1 += more_num
+                    num_2 += more_num
+                    num_3 += more_num
+                    mass_1 += more_mass
+                    mass_2 += more_mass
+                    mass_3 += more_mass
+                    digit = (num_1 >= target).to(tl.int32) + (num_2 >= target) + (num_3 >= target)
+                    if criterion == 1:
                         digit = (mass_1 >= target).to(tl.int32) + (mass_2 >= target) + (mass_3 >= target)
                     found += digit * quarter
                     if digit == 0:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cortex.neuron.kernels.gumbel import MIX_1, MIX_2, POSITION_STRIDE, TOKEN_STRIDE
 from cortex.neuron.kernels.jit import constant, gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
-from cortex.neuron.kernels.sampling.cuts import composite, cut_vocabulary, key_shift
+from cortex.neuron.kernels.sampling.cuts import cut_vocabulary, is_kept, key_shift, token_bits
 from cortex.neuron.kernels.sampling.rows import (
     ADJUSTING,
     CUT,
@@ -37,8 +37,10 @@ from cortex.neuron.kernels.sampling.rows import (
     of_draw,
 )
 
-PART = 2048
-"""Tokens per program."""
+PART = 1024
+SPAN = 4
+_WARPS = 4
+"""Parts per program, one after the other."""
 
 _MIX_1 = constant(MIX_1 + (1 << 64))
 _MIX_2 = constant(MIX_2 + (1 << 64))
@@ -93,7 +95,17 @@ def draw_tokens(logits: Tensor, draws: Draws, tables: RowTables, flags: int) -> 
     num_parts, launch = places.shape[1], launch_options(logits.device)
     given = (logits, logits.stride(0), *adjusted_arguments(draws, tables))
     _noise_kernel[(num_parts, len(draws))](
-        *given, figures, places, highest, cuts, ADJUSTS=adjusts, PART=PART, num_warps=8, **launch
+        *given,
+        figures,
+        places,
+        highest,
+        cuts,
+        TOKEN_BITS=token_bits(tables.vocab),
+        ADJUSTS=adjusts,
+        PART=PART,
+        SPAN=SPAN,
+        num_warps=8,
+        **launch,
     )
     _cut_row_kernel[(len(draws),)](
         logits, logits.stride(0), draws.lines, tables.options, figures, places,
@@ -106,7 +118,7 @@ def draw_tokens(logits: Tensor, draws: Draws, tables: RowTables, flags: int) -> 
 def first_pass(logits: Tensor, draws: Draws, tables: RowTables, *, adjusts: bool) -> FirstPass:
     """Draws the tokens of all rows that do not cut their vocabulary."""
     device, count = logits.device, len(draws)
-    num_parts = triton.cdiv(tables.vocab, PART)
+    num_parts = triton.cdiv(tables.vocab, PART * SPAN)
     figures = torch.empty((count, number(NUM_FIGURES), num_parts), dtype=torch.float32, device=device)
     places = torch.empty((count, num_parts), dtype=torch.int32, device=device)
     tokens = torch.empty(count, dtype=torch.int64, device=device)
@@ -114,7 +126,9 @@ def first_pass(logits: Tensor, draws: Draws, tables: RowTables, *, adjusts: bool
     logprobs, normaliser, highest = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(3))
     drawn, launch = DrawnTokens(tokens, healthy, logprobs, normaliser), launch_options(device)
     given = (logits, logits.stride(0), *adjusted_arguments(draws, tables))
-    _scan_kernel[(num_parts, count)](*given, figures, places, ADJUSTS=adjusts, PART=PART, num_warps=8, **launch)
+    _scan_kernel[(num_parts, count)](
+        *given, figures, places, ADJUSTS=adjusts, PART=PART, SPAN=SPAN, num_warps=_WARPS, **launch
+    )
     _row_kernel[(count,)](
         logits, logits.stride(0), draws.lines, tables.options, figures, places, *drawn, highest, num_parts,
         BLOCK=triton.next_power_of_2(num_parts), num_warps=1, **launch,
@@ -130,10 +144,15 @@ def _mixed(x):
 
 
 @jit
-def _noise(table, row, position, token):
-    """`gumbel_noise` of a block of tokens."""
+def _noise_base(table, row, position):
+    """What the noise of all tokens at a position has in common."""
     seed = tl.load(table + row * WIDTH + SEED).to(tl.uint64, bitcast=True)
-    base = _mixed(seed + (position + 1).to(tl.uint64) * _POSITION_STRIDE)
+    return _mixed(seed + (position + 1).to(tl.uint64) * _POSITION_STRIDE)
+
+
+@jit
+def _noise(base, token):
+    """`gumbel_noise` of a block of tokens."""
     bits = _mixed(base + (token + 1).to(tl.uint64) * _TOKEN_STRIDE) >> 1
     u = tl.minimum((bits.to(tl.int64).to(tl.float32) + 0.5) * 1.0842021724855044e-19, _LARGEST_BELOW_ONE)
     # -log(1 - u). Near 0 the logarithm of the difference would lose the digits that decide unlikely tokens.
@@ -144,48 +163,70 @@ def _noise(table, row, position, token):
 @jit
 def _scan_kernel(
     logits, stride, draws, mask, table, edits, allowed, tally, history, capacity, context, vocab,
-    figures, places, ADJUSTS: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr,
+    figures, places, ADJUSTS: tl.constexpr, PART: tl.constexpr, SPAN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program per PART tokens of a draw."""
+    """One program per SPAN parts of a draw. Every lane keeps its own best token until the end."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    part = tl.program_id(0)
-    num_parts = tl.num_programs(0)
     draw = tl.program_id(1).to(tl.int64)
     row = of_draw(draws, draw, ROW)
     flags = tl.load(table + row * WIDTH + FLAGS).to(tl.int32)
-    token = part * PART + tl.arange(0, PART)
-    is_token = token < vocab
-    raw = tl.load(logits + of_draw(draws, draw, INDEX) * stride + token, mask=is_token, other=float("-inf")).to(
-        tl.float32
-    )
-    raw = tl.where(raw == raw, raw, float("inf"))
-    raw_highest = tl.max(raw, 0)
-    raw_sum = 0.0
-    if flags & LOGPROBS:
-        raw_sum = tl.sum(tl.where(raw > float("-inf"), tl.exp(raw - raw_highest), 0.0), 0)
-    x = adjusted(
-        raw, token, is_token, draw, row, flags,
-        draws, mask, table, edits, allowed, tally, history, capacity, context, vocab, ADJUSTS,
-    )  # fmt: skip
-    highest = tl.max(x, 0)
-    mass = 0.0
-    score = x
-    if flags & SAMPLED:
-        temperature = float_option(table, row, TEMPERATURE)
+    inverse = 1 / float_option(table, row, TEMPERATURE)
+    source = logits + of_draw(draws, draw, INDEX) * stride
+    noise = _noise_base(table, row, of_draw(draws, draw, POSITION))
+    is_cut = (flags & (CUT | MIN_P)) != 0
+    raw_highest = float("-inf")
+    highest = float("-inf")
+    raw_sum = tl.zeros((PART,), tl.float32)
+    mass = tl.zeros((PART,), tl.float32)
+    best = tl.full((PART,), float("-inf"), tl.float32)
+    place = tl.full((PART,), 2147483647, tl.int32)
+    for count in range(SPAN):
+        token = (tl.program_id(0) * SPAN + count) * PART + tl.arange(0, PART)
+        is_token = token < vocab
+        raw = tl.load(source + token, mask=is_token, other=float("-inf")).to(tl.float32)
+        raw = tl.where(raw == raw, raw, float("inf"))
+        x = adjusted(
+            raw, token, is_token, draw, row, flags,
+            draws, mask, table, edits, allowed, tally, history, capacity, context, vocab, ADJUSTS,
+        )  # fmt: skip
+        top = tl.maximum(highest, tl.max(x, 0))
         if flags & CUT:
-            mass = tl.sum(tl.where(x > float("-inf"), tl.exp((x - highest) / temperature), 0.0), 0)
-        if (flags & (CUT | MIN_P)) == 0:
-            score = x / temperature + _noise(table, row, of_draw(draws, draw, POSITION), token)
-    best, place = tl.max(score, 0, return_indices=True)
-    own = figures + draw * NUM_FIGURES * num_parts + part
+            mass = _sum_of_exponentials(mass, highest, top, x, inverse)
+        highest = top
+        if ADJUSTS:
+            top = tl.maximum(raw_highest, tl.max(raw, 0))
+        if flags & LOGPROBS:
+            raw_sum = _sum_of_exponentials(raw_sum, raw_highest, top, raw, 1.0)
+        raw_highest = top
+        if is_cut == 0:
+            score = x
+            if flags & SAMPLED:
+                score = x * inverse + _noise(noise, token)
+            is_better = is_token & ((score > best) | (place == 2147483647))
+            best = tl.where(is_better, score, best)
+            place = tl.where(is_better, token, place)
+    num_parts = tl.num_programs(0)
+    own = figures + draw * NUM_FIGURES * num_parts + tl.program_id(0)
     tl.store(own + RAW_HIGHEST * num_parts, raw_highest)
-    tl.store(own + RAW_SUM * num_parts, raw_sum)
     tl.store(own + HIGHEST * num_parts, highest)
-    tl.store(own + MASS * num_parts, mass)
-    tl.store(own + BEST * num_parts, best)
-    tl.store(places + draw * num_parts + part, part * PART + place)
+    if flags & LOGPROBS:
+        tl.store(own + RAW_SUM * num_parts, tl.sum(raw_sum, 0))
+    if flags & CUT:
+        tl.store(own + MASS * num_parts, tl.sum(mass, 0))
+    if is_cut == 0:
+        top = tl.max(best, 0)
+        tl.store(own + BEST * num_parts, top)
+        tl.store(places + draw * num_parts + tl.program_id(0), tl.min(tl.where(best == top, place, 2147483647), 0))
+
+
+@jit
+def _sum_of_exponentials(total, before, top, x, inverse):
+    """Adds the exponentials of x to those of earlier ones, relative to that of `top`, the highest of all; `before`: of
+    the earlier ones."""
+    scale = tl.where(before > float("-inf"), tl.exp((before - top) * inverse), 0.0)
+    return total * scale + tl.where(x > float("-inf"), tl.exp((x - top) * inverse), 0.0)
 
 
 @jit
@@ -195,7 +236,8 @@ def _top_token(figures, places, draw, num_parts, BLOCK: tl.constexpr):
     own = figures + draw * NUM_FIGURES * num_parts + BEST * num_parts
     best = tl.load(own + part, mask=part < num_parts, other=float("-inf"))
     _, first = tl.max(best, 0, return_indices=True)
-    return tl.load(places + draw * num_parts + first).to(tl.int64)
+    token = tl.load(places + draw * num_parts + first).to(tl.int64)
+    return tl.where(token < 2147483647, token, 0)  # no token may be drawn
 
 
 @jit
@@ -223,53 +265,60 @@ def _row_kernel(
         total = tl.sum(tl.where(raw_parts > float("-inf"), sums * tl.exp(raw_parts - raw_highest), 0.0), 0)
         normal = raw_highest + tl.log(total)
         tl.store(normaliser + draw, normal)
-    token = _top_token(figures, places, draw, num_parts, BLOCK)
-    tl.store(tokens + draw, token)
-    if flags & LOGPROBS:
-        logit = tl.load(logits + of_draw(draws, draw, INDEX) * stride + token).to(tl.float32)
-        tl.store(logprobs + draw, logit - normal)
+    if (flags & (CUT | MIN_P)) == 0:
+        token = _top_token(figures, places, draw, num_parts, BLOCK)
+        tl.store(tokens + draw, token)
+        if flags & LOGPROBS:
+            logit = tl.load(logits + of_draw(draws, draw, INDEX) * stride + token).to(tl.float32)
+            tl.store(logprobs + draw, logit - normal)
 
 
 @jit
 def _noise_kernel(
     logits, stride, draws, mask, table, edits, allowed, tally, history, capacity, context, vocab,
-    figures, places, highest, cuts, ADJUSTS: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr,
+    figures, places, highest, cuts,
+    TOKEN_BITS: tl.constexpr, ADJUSTS: tl.constexpr, PART: tl.constexpr, SPAN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """As `_scan_kernel`, for rows that draw from a part of their tokens."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    part = tl.program_id(0)
-    num_parts = tl.num_programs(0)
     draw = tl.program_id(1).to(tl.int64)
     row = of_draw(draws, draw, ROW)
     flags = tl.load(table + row * WIDTH + FLAGS).to(tl.int32)
     if (flags & SAMPLED) & ((flags & (CUT | MIN_P)) != 0):
-        token = part * PART + tl.arange(0, PART)
-        is_token = token < vocab
-        x = tl.load(logits + of_draw(draws, draw, INDEX) * stride + token, mask=is_token, other=float("-inf")).to(
-            tl.float32
-        )
-        shift = key_shift(logits, flags)
-        x = adjusted(
-            x, token, is_token, draw, row, flags,
-            draws, mask, table, edits, allowed, tally, history, capacity, context, vocab, ADJUSTS,
-        )  # fmt: skip
-        temperature = float_option(table, row, TEMPERATURE)
-        x = tl.where(x == x, x, float("inf"))
-        keeps = is_token & (x > float("-inf"))
-        if flags & CUT:
-            keeps = keeps & (composite(x, token, shift, vocab) >= tl.load(cuts + draw))
-        x = x / temperature
+        noise = _noise_base(table, row, of_draw(draws, draw, POSITION))
+        inverse = 1 / float_option(table, row, TEMPERATURE)
+        source = logits + of_draw(draws, draw, INDEX) * stride
+        floor = float("-inf")
         if flags & MIN_P:
-            keeps = keeps & (x >= tl.load(highest + draw) / temperature + float_option(table, row, LOG_MIN_P))
-        best = float("-inf")
-        place = 0
-        if tl.max(keeps.to(tl.int32), 0) != 0:
-            score = tl.where(keeps, x + _noise(table, row, of_draw(draws, draw, POSITION), token), float("-inf"))
-            best, place = tl.max(score, 0, return_indices=True)
-        tl.store(figures + (draw * NUM_FIGURES + BEST) * num_parts + part, best)
-        tl.store(places + draw * num_parts + part, part * PART + place)
+            floor = tl.load(highest + draw) * inverse + float_option(table, row, LOG_MIN_P)
+        cut = tl.load(cuts + draw)
+        shift = key_shift(logits, flags)
+        best = tl.full((PART,), float("-inf"), tl.float32)
+        place = tl.full((PART,), 2147483647, tl.int32)
+        for count in range(SPAN):
+            token = (tl.program_id(0) * SPAN + count) * PART + tl.arange(0, PART)
+            is_token = token < vocab
+            x = tl.load(source + token, mask=is_token, other=float("-inf")).to(tl.float32)
+            x = adjusted(
+                x, token, is_token, draw, row, flags,
+                draws, mask, table, edits, allowed, tally, history, capacity, context, vocab, ADJUSTS,
+            )  # fmt: skip
+            x = tl.where(x == x, x, float("inf"))
+            scaled = x * inverse
+            keeps = (x > float("-inf")) & (scaled >= floor)
+            if flags & CUT:
+                keeps = keeps & is_kept(x, token, shift, cut, vocab, TOKEN_BITS)
+            if tl.max(keeps.to(tl.int32), 0) != 0:
+                score = scaled + _noise(noise, token)
+                is_better = keeps & (score > best)
+                best = tl.where(is_better, score, best)
+                place = tl.where(is_better, token, place)
+        num_parts = tl.num_programs(0)
+        top = tl.max(best, 0)
+        tl.store(figures + (draw * NUM_FIGURES + BEST) * num_parts + tl.program_id(0), top)
+        tl.store(places + draw * num_parts + tl.program_id(0), tl.min(tl.where(best == top, place, 2147483647), 0))
 
 
 @jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = 400
+MAX_LINES = 600
 INSTALLED = {".venv", "node_modules"}
 
 

@@ -71,7 +71,8 @@ class Model:
         pages = np.concatenate((pages, np.zeros((1, PAGES_PER_ROW), np.int32)))  # the last: padding
         self._pages = [pages] * len(windows)
         self._tables = [self._upload(each) for each in self._pages]
-        self.graphs = PromptGraphs(self.decoder, self._tables, ROWS, (SIZE,), self._capture())
+        last_tokens = torch.zeros(ROWS + 1, dtype=torch.int64, device=device)
+        self.graphs = PromptGraphs(self.decoder, self._tables, last_tokens, (SIZE,), self._capture())
 
     def _capture(self) -> Capture:
         return CudaCapture() if self._device.type == "cuda" else Again()
@@ -255,20 +256,20 @@ def clear_draws(family: str, device: torch.device) -> tuple[int, list[RowResult]
     raise AssertionError("all of them have a close draw")
 
 
-@pytest.mark.parametrize("family", ["dense", "delta net", "windows"])
-def test_streams_and_a_prompt_in_two_replays_draw_what_one_pass_draws(
+@pytest.mark.parametrize("family", MODELS)
+def test_streams_and_a_prompt_in_one_graph_draw_what_single_launches_draw(
     family: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seed, expected = clear_draws(family, device)
-    replays: list[int] = []
+    replays: list[tuple[int, int]] = []
     replay = PromptGraphs.replay
 
-    def counted(graphs: PromptGraphs, inputs: StepInputs) -> Tensor:
-        replays.append(len(inputs.tokens))
-        return replay(graphs, inputs)
+    def counted(graphs: PromptGraphs, inputs: StepInputs, num_singles: int = 0) -> Tensor:
+        replays.append((num_singles, len(inputs.tokens) - num_singles))
+        return replay(graphs, inputs, num_singles)
 
     monkeypatch.setattr(PromptGraphs, "replay", counted)
     capture = CudaCapture() if device.type == "cuda" else ReplayOnCpu()
     drawn = Streams(family, device, capture, seed, top_logprobs=None).three_steps()
     assert [result.tokens for result in drawn] == [result.tokens for result in expected]
-    assert replays == [7, 10]
+    assert replays == [(0, 7), (2, 10)]

@@ -9,22 +9,18 @@ from hypothesis import strategies as st
 
 from cortex.neuron.engine.execution.inputs import StepInputs
 from cortex.neuron.engine.execution.prompt_graphs import (
-    MAX_PART_STREAMS,
-    MAX_PART_TOKENS,
     MAX_PROMPTS,
     PROMPT_SIZES,
     arrange,
     empty_input,
     num_tiles,
-    parts_of,
     prompt_sizes,
+    stream_sizes,
 )
 from cortex.neuron.engine.scheduling.step_plan import (
     DRAW_ONE,
     LATEST_TOKEN,
-    PromptScoring,
     RowInputs,
-    RowOutputs,
     RowPlan,
     StateCut,
     StepPlan,
@@ -43,6 +39,35 @@ def test_sizes_end_with_the_one_that_holds_every_step_that_can_be_captured(
 
 def test_nothing_is_captured_where_messages_are_too_large() -> None:
     assert prompt_sizes(16_384, 12) == ()
+
+
+@pytest.mark.parametrize(("max_rows", "sizes"), [(1, (16,)), (16, (16,)), (33, (16, 64)), (256, (16, 64, 128, 256))])
+def test_streams_of_a_step_find_a_size(max_rows: int, sizes: tuple[int, ...]) -> None:
+    assert stream_sizes(max_rows) == sizes
+    assert sizes[-1] >= min(max_rows, 256)
+
+
+@given(st.lists(st.integers(2, 600), min_size=1, max_size=MAX_PROMPTS), st.integers(0, 9), st.sampled_from([16, 64]))
+def test_streams_come_first_and_prompts_follow_their_padding(counts: list[int], singles: int, streams: int) -> None:
+    prompts = [RowPlan(20 + row, 0, RowInputs(count, (7,) * count)) for row, count in enumerate(counts)]
+    decodes = [RowPlan(row, 4 + row, LATEST_TOKEN, DRAW_ONE, decodes=True) for row in range(singles)]
+    plan = StepPlan((*decodes, *prompts), singles, (), ())
+    inputs = StepInputs.of(plan, [np.arange(1, 1 + 30 * 700, dtype=np.int32).reshape(30, 700)], 1)
+    size = next(size for size in PROMPT_SIZES if size >= sum(counts))
+    memory = empty_input(size, 1, 99, streams)
+    arrange(memory, size, inputs, streams, singles)
+    width, num_rows = streams + size, streams + MAX_PROMPTS + 1
+    by_token, by_row = memory[: 4 * width].reshape(4, width), memory[4 * width :]
+    assert by_token[1, :singles].tolist() == [4 + row for row in range(singles)]
+    assert not by_token[:, singles:streams].any()
+    assert (by_token[3, streams:][: sum(counts)] == inputs.slots[0, singles:]).all()
+    assert by_row[:singles].tolist() == list(range(singles))
+    assert (by_row[singles:streams] == 99).all()
+    assert by_row[streams:][: len(counts)].tolist() == [20 + row for row in range(len(counts))]
+    lengths = by_row[num_rows : 2 * num_rows]
+    assert lengths[:streams].tolist() == [*(5 + row for row in range(singles)), *[1] * (streams - singles)]
+    assert lengths[streams:].tolist() == [*counts, *[0] * (MAX_PROMPTS + 1 - len(counts))]
+    assert np.diff(by_row[2 * num_rows :][: len(counts) + 1]).tolist() == counts
 
 
 @given(st.lists(st.integers(2, 600), min_size=1, max_size=MAX_PROMPTS), st.integers(0, 50))
@@ -77,39 +102,3 @@ def test_arranged_input_has_every_token_row_and_tile_and_the_rest_is_empty(count
     expected = prefill_tiles(counts).tolist()
     assert tiles[: len(expected)] == expected
     assert all(tile == [MAX_PROMPTS, 0] for tile in tiles[len(expected) :])
-
-
-STREAM = RowPlan(0, 9, LATEST_TOKEN, DRAW_ONE, decodes=True)
-PROMPT = RowPlan(1, 0, RowInputs(20, (1,) * 20), DRAW_ONE)
-LONG = RowPlan(1, 0, RowInputs(MAX_PART_TOKENS - 19, (1,) * (MAX_PART_TOKENS - 19)))
-CHECKING = RowPlan(2, 9, RowInputs(3, (1, 2, 3)), RowOutputs(draws=3), decodes=True)
-SCORED = RowPlan(2, 0, RowInputs(3, (1, 2, 3)), RowOutputs(1, PromptScoring((2, 3))))
-
-
-@pytest.mark.parametrize(
-    ("streams", "prompts", "num_proposals", "has_parts"),
-    [
-        (1, [PROMPT], None, True),
-        (MAX_PART_STREAMS, [PROMPT] * MAX_PROMPTS, None, True),
-        (0, [PROMPT], None, False),
-        (3, [], None, False),
-        (MAX_PART_STREAMS + 1, [PROMPT], None, False),
-        (1, [PROMPT] * (MAX_PROMPTS + 1), None, False),
-        (1, [LONG], None, True),
-        (1, [LONG, PROMPT], None, False),
-        (1, [CHECKING], None, False),
-        (1, [PROMPT, SCORED], None, False),
-        (1, [PROMPT], 0, False),
-    ],
-)
-def test_few_streams_and_short_prompts_are_computed_in_two_parts(
-    streams: int, prompts: list[RowPlan], num_proposals: int | None, has_parts: bool
-) -> None:
-    plan = StepPlan((*[STREAM] * streams, *prompts), streams, (), (), num_proposals=num_proposals)
-    parts = parts_of(plan)
-    assert len(parts) == 1 + has_parts
-    if has_parts:
-        assert [part.num_singles for part in parts] == [streams, 0]
-    else:
-        assert parts == (plan,)
-    assert tuple(row for part in parts for row in part.rows) == plan.rows

@@ -1,4 +1,5 @@
-"""All graphs of one model's steps: of single tokens, of drafts that are checked, and of short prompts."""
+"""All graphs of one model's steps: of single tokens, of drafts that are checked, of short prompts, and of prompts with
+streams."""
 
 from __future__ import annotations
 
@@ -18,8 +19,10 @@ from cortex.neuron.engine.execution.graphs import (
     max_captured_rows,
     native_capture,
 )
-from cortex.neuron.engine.execution.prompt_graphs import PromptGraphs, prompt_sizes
+from cortex.neuron.engine.execution.inputs import StepInputs
+from cortex.neuron.engine.execution.prompt_graphs import MIXED_SIZES, PromptGraphs, prompt_sizes, stream_sizes
 from cortex.neuron.engine.memory.plan import max_graph_tokens
+from cortex.neuron.engine.scheduling.step_plan import StepPlan
 from cortex.neuron.kernels.device_facts import facts_of
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.models.decoder import Decoder
@@ -60,6 +63,8 @@ class ModelGraphs:
         self.steps: StepGraphs | None = None
         self.drafts: StepGraphs | None = None
         self.prompts: PromptGraphs | None = None
+        self.mixed: tuple[PromptGraphs, ...] = ()
+        """Of prompts and streams, the fewest streams first."""
         group, config, max_rows = model.parameters.group, model.config, len(last_tokens) - 1
         row_elements, max_bytes = max(config.hidden, -(-config.vocab // group.shard.size)), group.max_captured_bytes
         graph_rows = max_captured_rows(max_rows, row_elements, max_bytes)
@@ -85,7 +90,17 @@ class ModelGraphs:
         most = max_captured_rows(graph_tokens, config.hidden, max_bytes)
         prompts = prompt_sizes(min(step_tokens, context_tokens), most) if has_kernels(last_tokens) else ()
         if prompts:
-            self.prompts = PromptGraphs(model, page_tables, max_rows, prompts, capture)
+            self.prompts = PromptGraphs(*arguments, prompts, capture)
+        for streams in stream_sizes(max_rows) if prompts else ():
+            mixed = [size for size in MIXED_SIZES if size <= prompts[-1] and streams + size <= most]
+            if mixed:
+                both = PromptGraphs(*arguments, mixed, capture, num_streams=streams, context_tokens=context_tokens)
+                self.mixed = (*self.mixed, both)
+
+    def taking(self, plan: StepPlan, inputs: StepInputs) -> PromptGraphs | None:
+        """The graphs that compute a step of prompts, or of prompts and streams; None: there are none."""
+        every = (*(() if self.prompts is None else (self.prompts,)), *self.mixed)
+        return next((graphs for graphs in every if graphs.take(plan, inputs)), None)
 
     def next_among(self, others: Iterable[SizedGraphs]) -> SizedGraphs | None:
         """Those of which one is captured next, of these and `others`: the first ones of prompts and of single tokens,
@@ -94,14 +109,14 @@ class ModelGraphs:
             return self.lacking_first[0]
         missing = [
             (graphs.smallest_missing, graphs)
-            for graphs in (self.steps, self.drafts, self.prompts, *others)
+            for graphs in (self.steps, self.drafts, self.prompts, *self.mixed, *others)
             if graphs is not None and graphs.smallest_missing is not None
         ]
         return min(missing, key=lambda pair: pair[0], default=(0, None))[1]
 
     @property
     def costs(self) -> CaptureCosts:
-        made = (each.costs for each in (self.steps, self.drafts, self.prompts) if each is not None)
+        made = (each.costs for each in (self.steps, self.drafts, self.prompts, *self.mixed) if each is not None)
         return sum(made, CaptureCosts())
 
     @property

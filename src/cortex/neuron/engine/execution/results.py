@@ -43,11 +43,8 @@ class Launched:
         drawn: Drawn | None,
         scores: Sequence[PromptScores] = (),
         proposed: Tensor | None = None,
-        before: Launched | None = None,
     ) -> None:
-        """`proposed`: draft tokens of the rows that draw, [rows, tokens]. `before`: the part of the step that was
-        launched before this one, with the rows before these."""
-        self._before = before
+        """`proposed`: draft tokens of the rows that draw, [rows, tokens]."""
         self._rows = rows
         self._proposed = None if proposed is None else _to_host(proposed)
         self._event: torch.cuda.Event | None = None
@@ -68,10 +65,6 @@ class Launched:
     def read(self) -> list[RowResult]:
         """Waits for the step, and returns the result of each row in plan order."""
         self.wait()
-        return self._read() if self._before is None else self._before.read() + self._read()
-
-    def _read(self) -> list[RowResult]:
-        """Those of its own rows."""
         if self._is_plain:
             tokens, healthy = (part.tolist() for part in self._drawn if part is not None)
             return [RowResult((token,), healthy=is_healthy) for token, is_healthy in zip(tokens, healthy, strict=True)]

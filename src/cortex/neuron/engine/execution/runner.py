@@ -31,7 +31,6 @@ from cortex.neuron.engine.execution.inputs import PictureInputs, StepInputs
 from cortex.neuron.engine.execution.model_graphs import ModelGraphs, default_capture
 from cortex.neuron.engine.execution.page_tables import PageTables
 from cortex.neuron.engine.execution.picture_encoder import PictureEncoder
-from cortex.neuron.engine.execution.prompt_graphs import parts_of
 from cortex.neuron.engine.execution.prompt_plans import PromptPlans
 from cortex.neuron.engine.execution.prompt_scores import PromptScores, score_prompts
 from cortex.neuron.engine.execution.proposals import Proposals
@@ -201,30 +200,13 @@ class Runner:
             self._memory.copy_pages(plan.page_copies)
             if self._states is not None:
                 self._states.copy(plan.restores)
-            launched = None
-            for part in self._parts(plan):
-                count = sum(row.outputs.draws for row in part.rows)
-                own, mask = (None, None) if mask is None else mask.split(count)
-                launched = self._compute(part, draws[:count], own, launched)
-                draws = draws[count:]
-            assert launched is not None
+            launched = self._compute(plan, draws, mask)
             if self._states is not None:
                 self._states.copy(plan.saves)
             return launched
 
-    def _parts(self, plan: StepPlan) -> Sequence[StepPlan]:
-        """The step, or its parts if a captured graph computes each of them."""
-        steps, prompts = self._graphs.steps, self._graphs.prompts
-        if steps is None or prompts is None or not self._draws_alone:
-            return (plan,)
-        parts = parts_of(plan)
-        has_graphs = len(parts) > 1 and steps.serves(parts[0].num_tokens) and prompts.serves(parts[-1].num_tokens)
-        return parts if has_graphs else (plan,)
-
-    def _compute(
-        self, plan: StepPlan, draws: Sequence[Draw], mask: GrammarMask | None, before: Launched | None = None
-    ) -> Launched:
-        """Starts a step, or a part of one after the part `before`. The rows have their pages and states."""
+    def _compute(self, plan: StepPlan, draws: Sequence[Draw], mask: GrammarMask | None) -> Launched:
+        """Starts a step whose rows have their pages and states."""
         inputs = StepInputs.of(
             plan,
             self._tables.on_host,
@@ -249,7 +231,7 @@ class Runner:
             if proposes and tokens is None:
                 tokens = self._tokens(inputs)
             proposed = self._propose(plan, inputs, tokens, drawn, hidden)
-        return Launched(self.device, plan.rows, drawn, scores, proposed, before)
+        return Launched(self.device, plan.rows, drawn, scores, proposed)
 
     def _propose(
         self, plan: StepPlan, inputs: StepInputs, tokens: Tensor | None, drawn: Drawn | None, hidden: Tensor | None
@@ -311,8 +293,9 @@ class Runner:
         return drawn
 
     def _upload_tokens(self, plan: StepPlan) -> None:
-        """Sets the latest tokens of the rows whose tokens the host gives."""
-        given = [(row.row, row.inputs.tokens[0]) for row in plan.rows if row.inputs.tokens is not None]
+        """Sets the latest tokens of the rows of one token whose token the host gives."""
+        streams = plan.rows[: plan.num_singles]
+        given = [(row.row, row.inputs.tokens[0]) for row in streams if row.inputs.tokens is not None]
         if len(given) == 1:
             ((row_id, token),) = given
             self._last_tokens[row_id : row_id + 1].fill_(token)
@@ -339,9 +322,10 @@ class Runner:
 
     def _hidden(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         """The residual stream after the last layer, of the tokens that are drawn after or scored: [tokens, hidden]"""
-        prompts = self._graphs.prompts
-        if prompts is not None and prompts.take(plan, inputs):
-            return prompts.replay(inputs)
+        graphs = self._graphs.taking(plan, inputs)
+        if graphs is not None:
+            self._upload_tokens(plan)
+            return graphs.replay(inputs, plan.num_singles)
         if self._block_tokens is None:
             return self.model(self._batch(plan, inputs))
         tokens, pictures = self._tokens(inputs), self._placed(inputs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ FOREVER = (1 << 31) - 1
 """The position up to which an edit holds if it always does."""
 
 
-def number(column: object) -> int:
+def number(column: Any) -> int:
     """The value of one of the constants above outside of kernels."""
     value: int = getattr(column, "value", column)
     return value

@@ -41,7 +41,9 @@ def test_nothing_is_captured_where_messages_are_too_large() -> None:
     assert prompt_sizes(16_384, 12) == ()
 
 
-@pytest.mark.parametrize(("max_rows", "sizes"), [(1, (16,)), (16, (16,)), (33, (16, 64)), (256, (16, 64, 128, 256))])
+@pytest.mark.parametrize(
+    ("max_rows", "sizes"), [(1, (16,)), (16, (16,)), (33, (16, 32, 48, 64)), (256, (16, 32, 48, 64, 128, 256))]
+)
 def test_streams_of_a_step_find_a_size(max_rows: int, sizes: tuple[int, ...]) -> None:
     assert stream_sizes(max_rows) == sizes
     assert sizes[-1] >= min(max_rows, 256)

@@ -129,9 +129,11 @@ def test_cut_keeps_the_tokens_of_the_reference(
     kept = _kept(logits, draws, sampler)
     for own, row in zip(kept, values, strict=True):
         expected = cut_reference(row / 0.8, top_k or vocab, top_p) > -torch.inf
-        difference = int((own != expected).sum())
-        # Sums of weights are rounded differently: the cut of top-p may be one token off.
-        assert difference <= (1 if top_p < 1 else 0), f"{int(own.sum())} kept, {int(expected.sum())} expected"
+        if top_p == 1.0:
+            assert torch.equal(own, expected)
+        # Sums of weights are rounded differently, so that the cut of top-p may move by as much.
+        weights = (row / 0.8).double().softmax(-1)
+        assert weights[own != expected].sum() <= max(1e-5, float(weights[expected].min()) * 1.01)
 
 
 def _kept(logits: Tensor, draws: Draws, sampler: Sampler) -> Tensor:

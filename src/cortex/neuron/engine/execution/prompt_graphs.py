@@ -38,7 +38,7 @@ _NUM_OFFSETS = 8
 """_NUM_ROWS + 1, and unused ones: what follows begins at a multiple of 16 bytes, as the kernels expect."""
 
 
-STREAM_SIZES = (16, 64, 128, 256)
+STREAM_SIZES = (16, 32, 48, 64, 128, 256)
 MIXED_SIZES = (16, 64, 128, 256, 384, 512, 768, 1024)
 """Numbers of streams, and of tokens of prompts, of the graphs that compute both in one pass."""
 

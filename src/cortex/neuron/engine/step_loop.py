@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from cortex.neuron.engine.active_request import ActiveRequest, draws_of, packed_tokens
 from cortex.neuron.engine.errors import RequestError, StepBlamed
@@ -15,7 +16,7 @@ from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.host_pages.tier import HostTier
 from cortex.neuron.engine.request import Counters, EngineRequest, EngineStats, SamplingParams, StepOutput
 from cortex.neuron.engine.sampling.constraints import Constraints
-from cortex.neuron.engine.sampling.sampler import Draw
+from cortex.neuron.engine.sampling.sampler import Draw, GrammarMask
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepPlan
 from cortex.neuron.engine.speculation.speculation import Speculation
@@ -135,10 +136,8 @@ class StepLoop:
         """Whether the next step depends on the tokens of those in flight."""
         if not self._in_flight:
             return False
-        scheduler, constrained = self._scheduler, self._constrained
-        if self._suspects or (constrained and any(each.request.id in constrained for each in scheduler.running)):
-            return True
-        if any(step.checks_drafts or step.plan.num_proposals for step in self._in_flight):
+        scheduler = self._scheduler
+        if self._suspects or any(step.checks_drafts or step.plan.num_proposals for step in self._in_flight):
             return True
         if not self._speculation.is_on:
             return False
@@ -243,10 +242,11 @@ class StepLoop:
         drawing = [(active, row) for active, row in rows if row.outputs.draws]
         checks_drafts = plan.has_drafts
         draws = [draw for active, row in drawing for draw in draws_of(active.request, row)]
+        follows = bool(self._in_flight) or not self._overlaps
         mask = None
         try:
             if self._constrained and any(active.constraint is not None for active, _ in drawing):
-                mask = self._constraints.mask([(active.constraint, row.drafted) for active, row in drawing])
+                mask = partial(self._mask, drawing)
             if self.host is not None:
                 self.host.before_launch(plan)
             launched = self._runner.launch(plan, draws, mask)
@@ -260,10 +260,17 @@ class StepLoop:
             self._suspects.popleft()
         if self.host is not None:
             self.host.after_launch()
-        follows = bool(self._in_flight) or not self._overlaps
         self._in_flight.append(_InFlight(launched, plan, rows, checks_drafts, follows))
         num_prompt_tokens = sum([row.inputs.count for row in plan.rows if not row.decodes])
         self._counters = self._counters.plus(Counters(steps=1, prompt_tokens=num_prompt_tokens))
+
+    def _mask(self, drawing: Ordered[tuple[ActiveRequest, RowPlan]]) -> GrammarMask | None:
+        """The tokens that the rows of a step may draw. Called while the device computes the step: what the step before
+        drew is read first, and the device does not wait unless its own part is shorter."""
+        self._collect_all()
+        return self._constraints.mask(
+            [(None if active.is_finished else active.constraint, row.drafted) for active, row in drawing]
+        )
 
     def _collect_all(self) -> None:
         while self._in_flight:

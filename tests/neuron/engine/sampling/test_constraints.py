@@ -15,9 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.errors import RequestError
+from cortex.neuron.engine.loading.loading import load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.engine.sampling.constraints import Constraints
 from cortex.neuron.engine.sampling.sampler import Drawn, Sampler
 from cortex.neuron.kernels.sampling.rows import MASKED_BY, Draws, number
+from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.text.grammar.matcher import MatchState
 
 from ...tiny_models import tiny_sizes
@@ -50,12 +53,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tokenizer]:
     return path, tokenizer
 
 
-@pytest.fixture
-def engine(model: tuple[Path, Tokenizer]) -> Iterator[Engine]:
-    spec = LoadSpec(str(model[0]), dtype="float32", max_num_seqs=4)
-    engine = Engine.load(spec, torch.device("cpu"), lambda *_: None, lambda: False)
+@pytest.fixture(params=[False, True], ids=["read at once", "read late"])
+def engine(model: tuple[Path, Tokenizer], request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Also one that reads a step after the next is launched, as on a GPU."""
+    engine = new_engine(model, late=request.param)
     yield engine
     engine.close()
+
+
+def new_engine(model: tuple[Path, Tokenizer], *, late: bool, speculation: str = "lookup") -> Engine:
+    spec = LoadSpec(str(model[0]), dtype="float32", max_num_seqs=4, speculation=speculation)
+    cpu = torch.device("cpu")
+    return Engine(load_model(spec, cpu, lambda *_: None, lambda: False), spec, overlaps=late)
 
 
 def run(
@@ -147,3 +156,29 @@ def test_error_in_the_grammar_library_ends_only_its_own_request(
     assert finish["bound"] == "error"
     assert errors["bound"] == "the grammar could not be followed (OverflowError); simplify it and try again"
     assert tokens["free"] == alone["free"]
+
+
+def test_step_is_computed_before_the_grammar_knows_the_last_token(
+    model: tuple[Path, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the draw waits for the mask, and the output is that of an engine that reads each step at once."""
+    events: list[str] = []
+    compute, fill = Decoder.__call__, Constraints.mask
+
+    def computed(decoder: Decoder, *arguments: Any) -> torch.Tensor:
+        events.append("compute")
+        return compute(decoder, *arguments)
+
+    def filled(constraints: Constraints, *arguments: Any) -> Any:
+        events.append("mask")
+        return fill(constraints, *arguments)
+
+    bound = [request(str(seed), json_grammar(), temperature=1.5, seed=seed) for seed in range(3)]
+    expected, _ = run(new_engine(model, late=False, speculation="off"), *bound)
+    late = new_engine(model, late=True, speculation="off")
+    monkeypatch.setattr(Decoder, "__call__", computed)
+    monkeypatch.setattr(Constraints, "mask", filled)
+    tokens, _ = run(late, *bound)
+    assert tokens == expected
+    assert events[:4] == ["compute", "mask"] * 2
+    late.check_integrity()

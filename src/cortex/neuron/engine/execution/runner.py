@@ -6,7 +6,7 @@ positions. `launch` does not wait for the device; `Launched.read` does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +45,9 @@ from cortex.neuron.kernels.sampling.rows import Draws
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.proposer import Proposer
 from cortex.neuron.models.towers.config import PASS_PATCHES
+
+NewMask = Callable[[], GrammarMask | None]
+"""The tokens that a step may draw, once they are needed: the device computes the step meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +184,8 @@ class Runner:
             return MAX_NATIVE_ROWS  # without a graph, other steps have none either
         return 0 if self._graphs.drafts is None else self._graphs.drafts.max_rows
 
-    def launch(self, plan: StepPlan, draws: Sequence[Draw], mask: GrammarMask | None = None) -> Launched:
-        """Starts a step. `draws`: the plan's drawing rows in order; `mask`: the tokens that they may draw.
+    def launch(self, plan: StepPlan, draws: Sequence[Draw], mask: NewMask | None = None) -> Launched:
+        """Starts a step. `draws`: the plan's drawing rows in order; `mask`: returns the tokens that they may draw.
 
         Raises StepBlamed if the parameters of one request are at fault; retract the plan then."""
         with torch.inference_mode():
@@ -193,7 +196,7 @@ class Runner:
                     raise StepBlamed(request.id) from error
             return self._run(plan, draws, mask)
 
-    def _run(self, plan: StepPlan, draws: Sequence[Draw], mask: GrammarMask | None) -> Launched:
+    def _run(self, plan: StepPlan, draws: Sequence[Draw], mask: NewMask | None) -> Launched:
         """Starts a step whose requests have their rows."""
         with torch.inference_mode():
             self._tables.extend(plan.new_pages)
@@ -205,7 +208,7 @@ class Runner:
                 self._states.copy(plan.saves)
             return launched
 
-    def _compute(self, plan: StepPlan, draws: Sequence[Draw], mask: GrammarMask | None) -> Launched:
+    def _compute(self, plan: StepPlan, draws: Sequence[Draw], mask: NewMask | None) -> Launched:
         """Starts a step whose rows have their pages and states."""
         inputs = StepInputs.of(
             plan,
@@ -250,7 +253,7 @@ class Runner:
         )
 
     def _replay(
-        self, graphs: StepGraphs, plan: StepPlan, inputs: StepInputs, draws: Sequence[Draw], mask: GrammarMask | None
+        self, graphs: StepGraphs, plan: StepPlan, inputs: StepInputs, draws: Sequence[Draw], mask: NewMask | None
     ) -> tuple[Drawn | None, Tensor]:
         """Runs a step of single tokens, or of rows that check drafts, through a captured graph. Returns the draws, and
         the residual stream as `_hidden` does."""
@@ -265,7 +268,8 @@ class Runner:
         logits, tokens, healthy, hidden = replayed
         if not draws:
             return None, hidden
-        if self._draws_alone and len(draws) == len(tokens) and mask is None:
+        allowed = None if mask is None else mask()
+        if self._draws_alone and len(draws) == len(tokens) and allowed is None:
             if self.sampler.is_plain(draws):
                 return Drawn(tokens, healthy), hidden
             if graphs is self._graphs.steps and self._draw_graphs is not None:
@@ -273,7 +277,7 @@ class Runner:
                 drawn = self._draw_graphs.draw(graphs.all_logits(len(draws)), lines)
                 if drawn is not None:
                     return drawn, hidden
-        return self._draw_from(logits, inputs.last, inputs, draws, mask), hidden
+        return self._draw_from(logits, inputs.last, inputs, draws, allowed), hidden
 
     def _draw_from(
         self,
@@ -308,7 +312,7 @@ class Runner:
         plan: StepPlan,
         inputs: StepInputs,
         draws: Sequence[Draw],
-        mask: GrammarMask | None,
+        mask: NewMask | None,
         scores: list[PromptScores],
     ) -> tuple[Drawn | None, Tensor | None]:
         """Runs any step, one launch per operation except for the layers of short prompts. Adds the scores of prompts
@@ -318,7 +322,8 @@ class Runner:
         if not draws:
             return None, hidden
         logits = self._logits(hidden.index_select(0, self._upload(inputs.last)))
-        return self._draw_from(logits, np.arange(len(draws)), inputs, draws, mask), hidden
+        allowed = None if mask is None else mask()
+        return self._draw_from(logits, np.arange(len(draws)), inputs, draws, allowed), hidden
 
     def _hidden(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         """The residual stream after the last layer, of the tokens that are drawn after or scored: [tokens, hidden]"""

@@ -24,10 +24,10 @@ from cortex.neuron.engine.errors import GroupBroken
 from cortex.neuron.engine.execution.inputs import PictureInputs, StepInputs
 from cortex.neuron.engine.execution.prompt_scores import PromptScores
 from cortex.neuron.engine.execution.results import Launched
-from cortex.neuron.engine.execution.runner import Runner, RunnerConfig
+from cortex.neuron.engine.execution.runner import NewMask, Runner, RunnerConfig
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.engine.parallel.group import TorchGroup
-from cortex.neuron.engine.sampling.sampler import Draw, Drawn, GrammarMask
+from cortex.neuron.engine.sampling.sampler import Draw, Drawn
 from cortex.neuron.engine.scheduling.step_plan import CAPTURE, StepPlan
 from cortex.neuron.kernels.sampling.rows import Draws
 from cortex.neuron.models.decoder import Decoder
@@ -71,7 +71,7 @@ class LeadingRunner(Runner):
         self._link = link
         super().__init__(model, memory, config, proposer=proposer)
 
-    def _run(self, plan: StepPlan, draws: Sequence[Draw], mask: GrammarMask | None) -> Launched:
+    def _run(self, plan: StepPlan, draws: Sequence[Draw], mask: NewMask | None) -> Launched:
         with self._announced(replace(plan, new_rows=())):
             launched = super()._run(plan, draws, mask)
             launched.wait()
@@ -180,7 +180,7 @@ class LaterStageRunner(FollowingRunner):
         plan: StepPlan,
         inputs: StepInputs,
         draws: Sequence[Draw],
-        mask: GrammarMask | None,
+        mask: NewMask | None,
         scores: list[PromptScores],
     ) -> tuple[Drawn | None, Tensor | None]:
         del draws, mask, scores

@@ -34,6 +34,17 @@ class Constraint:
         except Exception as error:  # noqa: BLE001 - any error of the grammar library concerns this sequence alone
             self._fail(error)
 
+    @staticmethod
+    def fill_all(constraints: Sequence[Constraint], rows: Tensor) -> None:
+        """As `fill_mask`, of several sequences at once. rows: [constraints, words]"""
+        try:
+            MatchState.fill_masks([constraint._state for constraint in constraints], rows)
+            for constraint in constraints:
+                constraint._state.check()
+        except Exception:  # noqa: BLE001 - which of them is at fault shows one by one
+            for constraint, row in zip(constraints, rows.fill_(-1), strict=True):
+                constraint.fill_mask(row)
+
     def forced_tokens(self) -> tuple[int, ...]:
         """Tokens that the grammar asks for next. Others that spell the same text may be allowed too."""
         try:
@@ -99,10 +110,16 @@ class Constraints:
         words = torch.full((sum(counts), self._matcher.mask_words), -1, dtype=torch.int32, pin_memory=self._is_gpu)
         rows = np.full(sum(1 + len(drafted) for _, drafted in drawing), -1)
         first = masked = 0
+        parts: list[tuple[Constraint, Sequence[int], Tensor]] = []
         for count, (constraint, drafted) in zip(counts, drawing, strict=True):
             if constraint is not None:
-                constraint.fill_masks(words[masked : masked + count], drafted)
+                parts.append((constraint, drafted, words[masked : masked + count]))
                 rows[first : first + count] = np.arange(masked, masked + count)
                 masked += count
             first += 1 + len(drafted)
+        if len(parts) == masked > 1:  # none checks drafts
+            Constraint.fill_all([constraint for constraint, _, _ in parts], words)
+        else:
+            for constraint, drafted, own in parts:
+                constraint.fill_masks(own, drafted)
         return GrammarMask(words.to(self._device, non_blocking=True), rows)

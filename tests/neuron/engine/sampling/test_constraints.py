@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -61,7 +61,9 @@ def engine(model: tuple[Path, Tokenizer], request: pytest.FixtureRequest) -> Ite
     engine.close()
 
 
-def new_engine(model: tuple[Path, Tokenizer], *, late: bool, speculation: str = "lookup") -> Engine:
+def new_engine(
+    model: tuple[Path, Tokenizer], *, late: bool, speculation: Literal["off", "lookup"] = "lookup"
+) -> Engine:
     spec = LoadSpec(str(model[0]), dtype="float32", max_num_seqs=4, speculation=speculation)
     cpu = torch.device("cpu")
     return Engine(load_model(spec, cpu, lambda *_: None, lambda: False), spec, overlaps=late)

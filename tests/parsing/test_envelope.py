@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -43,6 +43,15 @@ def test_error_names_the_invalid_field(body: Any, error: Any, param: Any) -> Non
     with pytest.raises(error) as caught:
         envelope.read(body, "openai_chat")
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("dialect", get_args(Dialect))
+@pytest.mark.parametrize("generates", [True, False])
+def test_salt_is_read_in_every_dialect(dialect: Any, generates: bool) -> None:
+    for value, salt in ((b'"a"', b'"a"'), (b'["a", "b"]', b'["a", "b"]'), (b'""', b""), (b"null", b"")):
+        read = envelope.read(b'{"model":"m","prompt":"x","cache_salt":%b}' % value, dialect, generates)
+        assert read.facts.cache_salt == salt
+    assert envelope.read(b'{"model":"m"}', dialect, generates).facts.cache_salt == b""
 
 
 def test_null_counts_as_absent() -> None:

@@ -63,6 +63,8 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
     picture_tokens: int = 0
     conversation_id: str | None = None
     """The conversation that the request continues (Responses API)."""
+    cache_salt: bytes = b""
+    """The client's salt for cached prefixes, as JSON; empty: none."""
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -96,6 +98,7 @@ class _Fields(msgspec.Struct, frozen=True):
     messages: Raw = ABSENT
     prompt: Raw = ABSENT
     input: Raw = ABSENT
+    cache_salt: Raw = ABSENT
 
     @property
     def completion_limit(self) -> int | None:
@@ -279,10 +282,13 @@ def read(body: bytes, dialect: Dialect, generates: bool = True) -> Envelope:
             f"model: the name has {len(fields.model)} characters, at most {MAX_MODEL_NAME} are allowed.",
             param="model",
         )
+    facts = fields.facts(fields.model)
+    if fields.cache_salt is not ABSENT and _has_content(fields.cache_salt):
+        facts = msgspec.structs.replace(facts, cache_salt=bytes(fields.cache_salt))
     if dialect == "llama_cpp_infill" and isinstance(fields, _InfillFields):
-        return Envelope(fields.facts(fields.model), (fields.input_prefix, fields.prompt, fields.input_suffix))
+        return Envelope(facts, (fields.input_prefix, fields.prompt, fields.input_suffix))
     conversation = (fields.system, fields.instructions, fields.messages, fields.prompt, fields.input)
-    facts, pictures = fields.facts(fields.model), find_pictures(body, dialect)
+    pictures = find_pictures(body, dialect)
     if pictures.num_bytes:
         num_bytes, num_tokens = pictures
         facts = msgspec.structs.replace(facts, has_pictures=True, picture_bytes=num_bytes, picture_tokens=num_tokens)

@@ -55,17 +55,27 @@ class BodyParser:
         )
         self._queue = FairQueue(_NUM_WORKERS, _MAX_WAITING, max_waiting_per_client)
 
-    async def parse(self, dialect: Dialect, body: bytes, client: str, *, strip_billing: bool = False) -> PackedRequest:
-        """An inference request, without the billing line of the messages dialect if `strip_billing`."""
-        job = protocol.ParseRequest(dialect, strip_billing, body)
+    async def parse(
+        self, dialect: Dialect, body: bytes, client: str, *, tenant: bytes = b"", strip_billing: bool = False
+    ) -> PackedRequest:
+        """An inference request, without the billing line of the messages dialect if `strip_billing`. `tenant`: as the
+        client's gateway names it."""
+        job = protocol.ParseRequest(dialect, strip_billing, tenant, body)
         return _packed(await self._run(job, client, is_parsed_elsewhere(body)))
 
     async def translate(
-        self, dialect: Dialect, body: bytes, model: str, client: str, *, max_tokens: int | None = None
+        self,
+        dialect: Dialect,
+        body: bytes,
+        model: str,
+        client: str,
+        *,
+        max_tokens: int | None = None,
+        tenant: bytes = b"",
     ) -> tuple[GenerateRequest, bytes]:
         """The head of an inference request, and the request for `model` in OpenAI chat, with `max_tokens` as the limit
-        of its choices if that is given."""
-        job = protocol.TranslateRequest(dialect, model, max_tokens, body)
+        of its choices and `tenant` as its salt if these are given."""
+        job = protocol.TranslateRequest(dialect, model, max_tokens, tenant, body)
         translated = _packed(await self._run(job, client, is_parsed_elsewhere(body)))
         return translated.head, translated.rest
 
@@ -92,9 +102,11 @@ class BodyParser:
         assert isinstance(reply, protocol.Edited)
         return reply.body
 
-    async def parse_tokenize(self, body: bytes, client: str) -> PackedRequest | protocol.ParsedText:
-        """A request for the tokens of a conversation or of a text."""
-        reply = await self._run(protocol.ParseTokenize(body), client, is_parsed_elsewhere(body))
+    async def parse_tokenize(
+        self, body: bytes, client: str, tenant: bytes = b""
+    ) -> PackedRequest | protocol.ParsedText:
+        """A request for the tokens of a conversation or of a text. `tenant`: as in `parse`."""
+        reply = await self._run(protocol.ParseTokenize(tenant, body), client, is_parsed_elsewhere(body))
         return reply if isinstance(reply, protocol.ParsedText) else _packed(reply)
 
     async def parse_pooling(self, path: str, body: bytes, client: str) -> PoolingRequest:

@@ -28,6 +28,7 @@ from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
 from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.rejection import Rejected
 from cortex.wire.requests import GenerateRequest
+from cortex.wire.tenant import tenant_of
 
 
 class ParseRequest(ChannelMessage, frozen=True):
@@ -36,6 +37,8 @@ class ParseRequest(ChannelMessage, frozen=True):
     dialect: Dialect
     strip_billing: bool
     """Whether the billing line is removed from a body of the messages dialect."""
+    tenant: bytes
+    """Of the client, as its gateway names it; empty: nobody does."""
     body: bytes
 
 
@@ -46,6 +49,8 @@ class TranslateRequest(ChannelMessage, frozen=True):
     model: str
     max_tokens: int | None
     """The most tokens of one choice, beyond the limit of the client; None: no further limit."""
+    tenant: bytes
+    """Which the server reads as a salt; empty: it gets that of the client, if there is one."""
     body: bytes
 
 
@@ -77,6 +82,8 @@ class ReadRelayed(ChannelMessage, frozen=True):
 class ParseTokenize(ChannelMessage, frozen=True):
     """A request for the tokens of a text or of a conversation."""
 
+    tenant: bytes
+    """As in `ParseRequest`."""
     body: bytes
 
 
@@ -228,28 +235,29 @@ Result = (
 Reply = Result | Rejected
 
 
-def translated(request: GenerateRequest, model: str, max_tokens: int | None) -> bytes:
-    """`request` for `model` in OpenAI chat, with its limit of tokens lowered to `max_tokens`. Raises InvalidValue for
-    what chat cannot express, and for pictures that are only addresses: the server would fetch them from inside its
-    own network."""
+def translated(request: GenerateRequest, model: str, max_tokens: int | None, tenant: bytes = b"") -> bytes:
+    """`request` for `model` in OpenAI chat, with its limit of tokens lowered to `max_tokens`, and with `tenant`, if
+    there is one, in place of the client's salt. Raises InvalidValue for what chat cannot express, and for pictures that
+    are only addresses: the server would fetch them from inside its own network."""
     if request.prompt is not None:
         raise InvalidValue("A raw prompt cannot be sent to this server; send it to /v1/completions.", param="raw")
     check_files(request)
     limits = [limit for limit in (request.sampling.max_tokens, max_tokens) if limit is not None]
     sampling = msgspec.structs.replace(request.sampling, max_tokens=min(limits, default=None))
-    return openai_chat.build(msgspec.structs.replace(request, model=model, sampling=sampling))
+    tenant = tenant or request.tenant
+    return openai_chat.build(msgspec.structs.replace(request, model=model, sampling=sampling, tenant=tenant))
 
 
 def run(job: Job) -> Result:
     """Raises a CortexError for a body that is invalid."""
     match job:
-        case ParseRequest(dialect, strip_billing, body):
+        case ParseRequest(dialect, strip_billing, tenant, body):
             if strip_billing and dialect == "anthropic_messages":
                 body = strip_billing_header(body)
-            return _packed(DIALECTS[dialect].parse(body))
-        case TranslateRequest(dialect, model, max_tokens, body):
+            return _packed(DIALECTS[dialect].parse(body), tenant)
+        case TranslateRequest(dialect, model, max_tokens, tenant, body):
             request = DIALECTS[dialect].parse(body)
-            return Parsed(encode_head(request), translated(request, model, max_tokens))
+            return Parsed(encode_head(request), translated(request, model, max_tokens, tenant))
         case TranslateEmbed(model, body):
             return Edited(embeddings.request_body(body, model))
         case EditFields(values, without, body):
@@ -258,10 +266,10 @@ def run(job: Job) -> Result:
             found = relayed.read(body, dialect, generates=generates, strip_billing=strip_billing)
             changed = found.body if found.body is not body else None
             return ReadRelayedBody(found.envelope.facts, relayed.spans(found), found.is_stripped, changed)
-        case ParseTokenize(body):
+        case ParseTokenize(tenant, body):
             fields = parse(body)
             if "messages" in fields:
-                return _packed(openai_chat.parse(body))
+                return _packed(openai_chat.parse(body), tenant)
             name = next((name for name in ("prompt", "content") if name in fields), "text")
             adds = fields.flag("add_special") or fields.flag("add_special_tokens") or False
             return ParsedText(
@@ -289,7 +297,9 @@ def run(job: Job) -> Result:
             return ListedItems(page)
 
 
-def _packed(request: GenerateRequest) -> Parsed:
+def _packed(request: GenerateRequest, tenant: bytes) -> Parsed:
+    if tenant:
+        request = msgspec.structs.replace(request, tenant=tenant_of(tenant, request.tenant))
     request, files = take_files(request)
     rest, token_prompts = packed_request.take_tokens(request)
     return Parsed(encode_head(request), packed_request.encode(rest), files, token_prompts)

@@ -223,6 +223,9 @@ class GenerateRequest(Value, frozen=True):
     template_args: dict[str, Any] = {}
     """`chat_template_kwargs`: extra variables for the model's own template."""
     user: str | None = None
+    tenant: bytes = b""
+    """Which clients may use what is computed for it (`wire.tenant`): made of the client's salt, and at a node also of
+    what its gateway says."""
     metadata: dict[str, Any] = {}
     """Request fields that the response repeats (Responses API)."""
     truncate: bool = False

@@ -18,6 +18,7 @@ from cortex.wire.requests import GenerateRequest, Reasoning, Text
 from cortex.wire.response import gather
 from cortex.wire.sse import COMMENT as KEEPALIVE
 from cortex.wire.sse import CONTENT_TYPE, frame
+from cortex.wire.tenant import read_tenant
 
 FAMILY = Family.OPENAI
 ID_PREFIX = "infill-"
@@ -40,6 +41,7 @@ def parse(body: bytes) -> GenerateRequest:
         stream=fields.flag("stream") or False,
         include_usage=True,
         ignored_fields=fields.unknown,
+        tenant=read_tenant(fields),
     )
 
 

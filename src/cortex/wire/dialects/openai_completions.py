@@ -44,6 +44,7 @@ from cortex.wire.requests import GenerateRequest, Prompt, Reasoning, Text
 from cortex.wire.response import ResponseChoice, gather, total_usage
 from cortex.wire.sse import COMMENT as KEEPALIVE
 from cortex.wire.sse import CONTENT_TYPE
+from cortex.wire.tenant import read_tenant
 
 FAMILY = Family.OPENAI
 ID_PREFIX = "cmpl-"
@@ -88,6 +89,7 @@ def parse(body: bytes) -> GenerateRequest:
         return_token_ids=fields.flag("return_token_ids") or False,
         user=fields.text("user"),
         ignored_fields=fields.unknown,
+        tenant=read_tenant(fields),
     )
 
 

@@ -11,6 +11,10 @@ from cortex.wire.requests import GenerateRequest
 PRINCIPAL = "x-cortex-principal"
 """The authenticated client of a request. Only a gateway sets it."""
 
+TENANT = "x-cortex-tenant"
+"""The digest of the clients with whom a request shares cached prefixes, in hex; absent: with all that have none. Only a
+gateway sets it."""
+
 ATTEMPT_ID = "x-cortex-attempt-id"
 """Names one attempt at a request, for `GET /requests/{id}/usage`. Only a gateway sets it, and clients never see it: two
 requests may have the same `x-request-id`, which clients choose."""

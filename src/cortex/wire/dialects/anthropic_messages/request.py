@@ -24,6 +24,7 @@ from cortex.wire.requests import (
     ToolChoice,
     ToolResult,
 )
+from cortex.wire.tenant import read_tenant
 
 
 def parse(body: bytes) -> GenerateRequest:
@@ -63,6 +64,7 @@ def parse(body: bytes) -> GenerateRequest:
         user=metadata.text("user_id") if metadata else None,
         dropped_tools=tuple(found.dropped),
         ignored_fields=fields.unknown,
+        tenant=read_tenant(fields),
     )
 
 

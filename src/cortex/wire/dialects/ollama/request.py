@@ -13,6 +13,7 @@ from cortex.wire.fields.tables.ollama import OPTIONS
 from cortex.wire.model_names import plain_name
 from cortex.wire.pictures.parts import from_base64, from_url
 from cortex.wire.requests import GenerateRequest, Image, OutputFormat, Sampling, Thinking
+from cortex.wire.tenant import read_tenant
 
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "max": "high"}
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -39,6 +40,7 @@ def read_request(fields: Fields) -> GenerateRequest:
         include_usage=True,
         keep_alive_s=read_keep_alive(fields),
         ignored_fields=(*fields.unknown, *unknown),
+        tenant=read_tenant(fields),
     )
 
 

@@ -37,6 +37,7 @@ from cortex.wire.requests import (
     ToolChoice,
     ToolResult,
 )
+from cortex.wire.tenant import read_tenant
 
 CONTINUE = "continue_final_message"
 TEMPLATE_SWITCHES = (CONTINUE, "add_generation_prompt")
@@ -77,6 +78,7 @@ def parse(body: bytes) -> GenerateRequest:
         return_token_ids=fields.flag("return_token_ids") or False,
         template_args=template_args,
         user=fields.text("user"),
+        tenant=read_tenant(fields),
         dropped_tools=tuple(found.dropped),
         unenforced=tuple(found.unenforced),
         ignored_fields=fields.unknown,

@@ -57,6 +57,8 @@ def build(request: GenerateRequest) -> bytes:
         body["prediction"] = {"type": "content", "content": request.prediction}
     if request.user is not None:
         body["user"] = request.user
+    if request.tenant:
+        body["cache_salt"] = request.tenant.hex()
     return msgspec.json.encode(body)
 
 

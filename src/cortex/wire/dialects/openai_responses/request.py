@@ -21,6 +21,7 @@ from cortex.wire.fields.sampling import (
 from cortex.wire.fields.tables.openai_responses import FIELDS, TOOLS
 from cortex.wire.fields.tools import ToolList
 from cortex.wire.requests import GenerateRequest, Message, Sampling, Text, Thinking, ToolChoice
+from cortex.wire.tenant import read_tenant
 
 ECHOED = (
     "instructions",
@@ -69,6 +70,7 @@ def parse(body: bytes) -> GenerateRequest:
         dropped_tools=(*noted, *found.dropped),
         unenforced=tuple(found.unenforced),
         ignored_fields=fields.unknown,
+        tenant=read_tenant(fields),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cortex.wire.fields.tables.shared import SPECULATION
+from cortex.wire.fields.tables.shared import CACHE_SALT, SPECULATION
 from cortex.wire.fields.tables.table import FieldTable, Kind, Treatment, honoured, rejected, tolerated
 
 _TOOLS = [{"name": "weather", "input_schema": {"type": "object"}}]
@@ -25,6 +25,7 @@ FIELDS = FieldTable(
         honoured("stream", True),
         honoured("metadata", {"user_id": "u"}),
         SPECULATION,
+        CACHE_SALT,
         tolerated("cache_control", {"type": "ephemeral"}, "prefixes are always cached"),
         tolerated("context_management", {"edits": []}, "the client compacts"),
         tolerated("service_tier", "auto"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cortex.wire.fields.tables.shared import SAMPLING
+from cortex.wire.fields.tables.shared import CACHE_SALT, SAMPLING
 from cortex.wire.fields.tables.table import FieldTable, honoured, tolerated
 
 FIELDS = FieldTable(
@@ -18,6 +18,7 @@ FIELDS = FieldTable(
         ),
         honoured("n_predict", 9, "-1 is no limit"),
         honoured("stream", True),
+        CACHE_SALT,
         tolerated("cache_prompt", True, "prefixes are always cached"),
         tolerated("id_slot", -1),
         tolerated("samplers", ["top_k"], "the order of samplers is fixed"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cortex.wire.fields.tables.shared import CACHE_SALT
 from cortex.wire.fields.tables.table import FieldTable, honoured, rejected, tolerated
 
 _OPTIONS = (
@@ -38,6 +39,7 @@ _SHARED = (
     honoured("keep_alive", 0, "0 unloads the model after the response; nothing pins it"),
     honoured("logprobs", True),
     honoured("top_logprobs", 2, logprobs=True),
+    CACHE_SALT,
     tolerated("shift", True, "a response ends at the end of the context"),
     *_OPTIONS,
 )

@@ -11,7 +11,11 @@ _TRUNCATION = (
 )
 _ACCOUNT = (honoured("model", "other"), honoured("user", "u"))
 _RAW = honoured("raw_scores", True, "without the activation that maps scores to 0 to 1")
-_IGNORED: tuple[BodyField, ...] = (tolerated("priority", 1), tolerated("request_id", "r"))
+_IGNORED: tuple[BodyField, ...] = (
+    tolerated("priority", 1),
+    tolerated("request_id", "r"),
+    tolerated("cache_salt", "s", "nothing is cached"),
+)
 
 EMBEDDINGS = FieldTable(
     _ACCOUNT,

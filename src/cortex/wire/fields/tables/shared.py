@@ -6,6 +6,7 @@ from cortex.wire.fields.tables.table import honoured, rejected, tolerated
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
+CACHE_SALT = honoured("cache_salt", "s", "shares cached prefixes only with requests that have the same salt")
 SPECULATION = honoured("speculation", "off", "one token per step; the response is the same")
 SAMPLING = (
     honoured("temperature", 0.5),
@@ -62,6 +63,7 @@ ACCOUNT = (
 PROMPT = (honoured("truncate_prompt_tokens", 8, "keeps the last tokens of the prompt; -1: as many as fit"),)
 
 EXTENSIONS = (
+    CACHE_SALT,
     tolerated("priority", 0, "requests of one key are served in order"),
     tolerated("request_id", "r", "the header `x-request-id` names a request"),
     tolerated("rid", "r"),
@@ -90,7 +92,6 @@ EXTENSIONS = (
     rejected("return_tokens_as_token_ids", True, "tokens are returned as text; remove it", False),
     rejected("return_hidden_states", True, "hidden states are not returned; remove it", False),
     rejected("kv_transfer_params", {"a": 1}, "the cache is not transferred between servers; remove it", {}),
-    rejected("cache_salt", "s", "cached prefixes are not separated by a salt; remove it", ""),
     rejected("lora", [{"id": 0}], "adapters are not supported; name a model that has it merged", []),
     rejected("lora_path", "x", "adapters are not supported; name a model that has it merged", ""),
     rejected("vllm_xargs", {"a": 1}, "there are no arguments for extensions here; remove it", {}),

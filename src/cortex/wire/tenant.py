@@ -1,0 +1,30 @@
+"""Tenants: clients that may use what was computed for each other's prompts.
+
+A gateway knows who a client is and decides with whom it shares; the client may narrow that with a salt. Nodes learn
+only a digest, and find nothing of a prompt that they keep under another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from cortex.wire.fields.body import Fields
+
+EVERYBODY = b""
+"""The tenant of all clients that nobody separates."""
+
+
+def tenant_of(*parts: bytes) -> bytes:
+    """The digest of all `parts` together, 16 bytes; without any, `EVERYBODY`."""
+    if not any(parts):
+        return EVERYBODY
+    digest = hashlib.blake2b(digest_size=16, person=b"tenant")
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def read_tenant(fields: Fields) -> bytes:
+    """The tenant that `cache_salt` of a body makes, among all clients. Raises InvalidValue."""
+    salt = fields.text("cache_salt") or ""
+    return tenant_of(salt.encode("utf-8", "surrogatepass"))

@@ -90,7 +90,8 @@ def expected_s(replica: Replica, compute_s: float) -> float:
 
 
 def choose(replicas: Sequence[Replica], prompt: bytes, prefixes: PrefixRecord) -> RoutingChoice:
-    """The replica for `prompt` (any bytes that share a prefix when prompts do), recorded in `prefixes`.
+    """The replica for `prompt`, recorded in `prefixes`. Prompts are any bytes that have a prefix in common where what
+    is cached of one can be used for the other: they begin with the digest of their tenant.
 
     `replicas` is not empty.
     """

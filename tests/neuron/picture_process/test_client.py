@@ -6,7 +6,9 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -40,8 +42,9 @@ def request(*files: bytes) -> PackedRequest:
     return pack(GenerateRequest(model="m", messages=(Message(role="user", parts=parts),)))
 
 
-async def prepared(pictures: Pictures, *files: bytes) -> tuple[Picture, ...]:
+async def prepared(pictures: Pictures, *files: bytes, tenant: bytes = b"") -> tuple[Picture, ...]:
     packed = request(*files)
+    packed = replace(packed, head=msgspec.structs.replace(packed.head, tenant=tenant))
     grids = [SPEC.grid(image.width, image.height, image.detail) for image in packed.head.images]
     places = [PicturePlace(number, 1000 * number, grid) for number, grid in enumerate(grids)]
     return await pictures.prepare(packed, SPEC, places)
@@ -70,6 +73,18 @@ async def test_picture_is_decoded_again_only_if_it_is_not_kept() -> None:
         else:
             with pytest.raises(Overloaded):
                 await prepared(made, picture())
+
+
+async def test_picture_of_another_tenant_is_decoded_as_if_it_were_new() -> None:
+    made = Pictures(PictureLimits())
+    (first,) = await prepared(made, picture(), tenant=b"one")
+    (other,) = await prepared(made, picture(), tenant=b"two")
+    assert first.key != other.key
+    assert first.pixels == other.pixels
+    await made.close()
+    assert await prepared(made, picture(), tenant=b"one") == (first,)
+    with pytest.raises(Overloaded):
+        await prepared(made, picture(), tenant=b"three")
 
 
 async def test_file_that_needs_too_much_memory_fails_alone(pictures: Pictures) -> None:

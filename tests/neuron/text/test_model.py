@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer
 
@@ -282,11 +283,23 @@ def test_demo_model_is_read_completely(demo_model: Path) -> None:
     assert model.decode(rendered.ids[: rendered.turn_ends[-1]]).endswith("Hi<|im_end|>\n")
 
 
+def test_conversation_of_another_tenant_is_tokenised_as_if_it_were_new(make_model: Any) -> None:
+    model = make_model("chatml")
+    request, costs = ask(said("user", "what one tenant says " * 40)), []
+    for tenant in (b"one", b"one", b"two", b"", b"one"):
+        before = model.tokenizer.encoder.num_tokenised
+        model.render(msgspec.structs.replace(request, tenant=tenant))
+        costs.append(model.tokenizer.encoder.num_tokenised - before)
+    first, again, *others = costs
+    assert first > 800 > again
+    assert others == [first, first, again]
+
+
 def test_rejects_a_text_that_cannot_fit_before_tokenising(make_model: Any) -> None:
     model = make_model("chatml")
 
     class Unasked:
-        def encode(self, text: str, literal_at: Any = ()) -> list[int]:
+        def encode(self, text: str, literal_at: Any = (), tenant: bytes = b"") -> list[int]:
             raise AssertionError("a text that cannot fit was tokenised")
 
         encode_document = encode_segmented = encode

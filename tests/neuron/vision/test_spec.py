@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -156,8 +157,8 @@ def test_rows_of_a_picture_are_written_with_their_ends() -> None:
     assert spec_of("qwen3_5").text.written(PictureGrid(1, 2, 2, 64, 32)) == "<|image_pad|><|image_pad|>"
 
 
-def test_the_key_of_a_picture_depends_on_file_size_and_preprocessing() -> None:
-    grid, other = PictureGrid(1, 2, 2, 64, 32), PictureGrid(2, 1, 2, 32, 64)
-    keys = {content_key(file, size, pre) for file in (b"a", b"b") for size in (grid, other) for pre in (b"", b"x")}
-    assert len(keys) == 8
+def test_the_key_of_a_picture_depends_on_file_size_preprocessing_and_tenant() -> None:
+    sizes = PictureGrid(1, 2, 2, 64, 32), PictureGrid(2, 1, 2, 32, 64)
+    keys = {content_key(*parts) for parts in itertools.product((b"a", b"b"), sizes, (b"", b"x"), (b"", b"tenant"))}
+    assert len(keys) == 16
     assert spec_of("qwen3_5").digest != spec_of("qwen3_5", {}, {"image_mean": [0, 0, 0]}).digest

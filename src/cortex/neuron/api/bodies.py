@@ -7,6 +7,7 @@ from cortex.wire.errors import InvalidValue, shorten
 from cortex.wire.node import headers
 
 _PRINCIPAL = headers.PRINCIPAL.encode()
+_TENANT = headers.TENANT.encode()
 _TOKEN_LIMIT = headers.TOKEN_LIMIT.encode()
 _WAITED = headers.WAITED.encode()
 _MAX_LIMIT_DIGITS = 18
@@ -15,6 +16,11 @@ _MAX_LIMIT_DIGITS = 18
 def principal_of(request: Request) -> str:
     """The principal that a gateway names, empty for other clients."""
     return (request.header(_PRINCIPAL) or b"").decode("utf-8", "backslashreplace")
+
+
+def tenant_of(request: Request) -> bytes:
+    """The tenant that a gateway names, empty for other clients."""
+    return request.header(_TENANT) or b""
 
 
 def token_limit_of(request: Request) -> int | None:

@@ -261,10 +261,10 @@ class Engine:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def compile(self, grammar: str) -> None:
-        """Makes the `submit` of a request with this grammar fast. Any thread may call it, so that a large grammar
-        does not delay steps. Raises RequestError for a grammar that does not compile."""
-        self._constraints.compile(grammar)
+    def compile(self, grammar: str, tenant: bytes) -> None:
+        """Makes the `submit` of a request of this tenant with this grammar fast. Any thread may call it, so that a
+        large grammar does not delay steps. Raises RequestError for a grammar that does not compile."""
+        self._constraints.compile(grammar, tenant)
 
     def submit(self, request: EngineRequest) -> None:
         """Raises RequestError if the request can never be served."""

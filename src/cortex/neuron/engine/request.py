@@ -104,6 +104,9 @@ class EngineRequest:
     principal: str = ""
     """Whose share of the slots it uses (`node/admission.py`) and of the prefill
     (`engine/scheduling/budget.py`); empty: anonymous."""
+    tenant: bytes = b""
+    """With which other requests it shares what is kept of prompts: those of the same tenant. A digest; empty: with all
+    that have none."""
     checkpoint_at: tuple[int, ...] = ()
     """Prompt positions (turn ends) where a model with recurrent layers should save its state for later turns."""
     prompt_logprobs: int | None = None

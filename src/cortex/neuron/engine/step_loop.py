@@ -89,7 +89,8 @@ class StepLoop:
         allowed = request.sampling.allowed_token_ids
         if allowed and not any(0 <= token < vocab for token in allowed):
             raise RequestError(f"none of the allowed token ids is in the model's vocabulary of {vocab}")
-        constraint = self._constraints.compile(request.grammar) if request.grammar is not None else None
+        grammar = request.grammar
+        constraint = None if grammar is None else self._constraints.compile(grammar, request.tenant)
         tokens = list(request.prompt)
         sequence = self._scheduler.add(request, tokens, packed)
         if self._runner.pictures is not None:

@@ -67,7 +67,7 @@ class Pictures:
         async def one(place: PicturePlace) -> Picture:
             file, param = request.files[place.number], request.head.images[place.number].param
             async with turns:
-                key, pixels = await self._prepared(file, param, spec, place.grid)
+                key, pixels = await self._prepared(file, param, spec, place.grid, request.head.tenant)
             return Picture(place.at, place.grid, key, pixels)
 
         tasks = [asyncio.create_task(one(place)) for place in places]
@@ -85,10 +85,12 @@ class Pictures:
     async def close(self) -> None:
         await self._pool.close()
 
-    async def _prepared(self, file: bytes, param: str, spec: PictureSpec, grid: PictureGrid) -> tuple[bytes, bytes]:
+    async def _prepared(
+        self, file: bytes, param: str, spec: PictureSpec, grid: PictureGrid, tenant: bytes
+    ) -> tuple[bytes, bytes]:
         """Key and pixels."""
         # Some milliseconds, in which the interpreter lock is not held.
-        key = await asyncio.to_thread(content_key, file, grid, spec.digest)
+        key = await asyncio.to_thread(content_key, file, grid, spec.digest, tenant)
         if (pixels := self._known.get(key)) is not None:
             self._known.move_to_end(key)
             return key, pixels

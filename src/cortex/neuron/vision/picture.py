@@ -68,7 +68,7 @@ class Picture:
     """The first of its positions in the prompt."""
     grid: PictureGrid
     key: bytes
-    """`content_key`: pictures of equal keys have equal vectors."""
+    """`content_key`: pictures of equal keys have equal vectors, and are of one tenant."""
     pixels: bytes
     """As `prepare` returns them: [height, width, 3] of uint8."""
 
@@ -77,8 +77,9 @@ class Picture:
         return self.at + self.grid.num_tokens
 
 
-def content_key(file: bytes, grid: PictureGrid, preprocessing: bytes) -> bytes:
+def content_key(file: bytes, grid: PictureGrid, preprocessing: bytes, tenant: bytes = b"") -> bytes:
     """The name of a picture's content: its file, the size it is brought to, and the rest of the preprocessing
-    (`PictureSpec.digest`). The same file under other preprocessing is another picture."""
+    (`PictureSpec.digest`). The same file under other preprocessing is another picture. So is the same file of another
+    tenant, who must not learn from the time it takes that somebody has sent it."""
     sizes = f"{grid.rows}x{grid.columns},{grid.width}x{grid.height},{grid.num_tokens};".encode()
-    return hashlib.blake2b(sizes + preprocessing + file, digest_size=16).digest()
+    return hashlib.blake2b(sizes + preprocessing + file, digest_size=16, key=tenant).digest()

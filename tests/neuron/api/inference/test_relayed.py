@@ -19,10 +19,17 @@ LIMIT = 2000
 """Fewer tokens than the file has bytes."""
 
 
-async def session(dialect: Any, content: list[dict[str, Any]], token_limit: int) -> RelayedSession:
+async def session(
+    dialect: Any,
+    content: list[dict[str, Any]],
+    token_limit: int,
+    *,
+    tenant: bytes = b"",
+    stripped: tuple[str, ...] = (),
+) -> RelayedSession:
     body = msgspec.json.encode({"model": "m", "max_tokens": 100, "messages": [{"role": "user", "content": content}]})
-    packed = await BodyParser().parse(dialect, body, "alice")
-    upstream = SimpleNamespace(fields={}, stripped_fields=(), harness="vllm")
+    packed = await BodyParser().parse(dialect, body, "alice", tenant=tenant)
+    upstream = SimpleNamespace(fields={}, stripped_fields=stripped, harness="vllm")
     chat = body if dialect == "openai_chat" else None
     unused = cast("Any", None)
     return RelayedSession(
@@ -47,3 +54,21 @@ async def test_pictures_count_by_their_size_against_a_budget(dialect: str, part:
 async def test_text_counts_by_its_bytes() -> None:
     with pytest.raises(InsufficientQuota):
         (await session("openai_chat", [{"type": "text", "text": "x" * 40_000}], LIMIT)).make_body()
+
+
+@pytest.mark.parametrize("dialect", ["openai_chat", "anthropic_messages"])
+@pytest.mark.parametrize("stripped", [(), ("cache_salt",)])
+async def test_server_separates_tenants_by_a_salt_unless_the_operator_strips_it(
+    dialect: Any, stripped: tuple[str, ...]
+) -> None:
+    salts = []
+    for tenant in (b"one", b"two"):
+        made = await session(dialect, [{"type": "text", "text": "hi"}], LIMIT, tenant=tenant, stripped=stripped)
+        salts.append(msgspec.json.decode(made.make_body()[0]).get("cache_salt"))
+    if stripped:
+        assert salts == [None, None]
+    else:
+        assert len(set(salts)) == 2
+        assert {len(salt) for salt in salts} == {32}
+    alone = await session(dialect, [{"type": "text", "text": "hi"}], LIMIT)
+    assert "cache_salt" not in msgspec.json.decode(alone.make_body()[0])

@@ -184,6 +184,19 @@ async def test_passes_on_principal_and_request_id(api: Api, chat_body: ChatBody)
     assert len(headers["x-request-id"]) == 32
 
 
+async def test_tenant_is_made_of_what_the_gateway_says_and_of_the_salt(api: Api, chat_body: ChatBody) -> None:
+    for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}):
+        for header in ({}, {"x-cortex-tenant": "01" * 16}, {"x-cortex-tenant": "02" * 16}):
+            status, reply, _ = await api.post("/v1/chat/completions", chat_body(**salt), **header)
+            assert status == 200, reply
+    tenants = [request.tenant for request in api.node.submitted]
+    assert len(set(tenants)) == 9
+    assert tenants[0] == b""
+    assert {len(tenant) for tenant in tenants[1:]} == {16}
+    await api.post("/v1/chat/completions", chat_body(cache_salt="a"), **{"x-cortex-tenant": "01" * 16})
+    assert api.node.submitted[-1].tenant == tenants[4]
+
+
 async def test_lists_dropped_tools_in_a_header(api: Api, chat_body: ChatBody) -> None:
     clock = {"type": "function", "function": {"name": "clock"}}
     request = chat_body(tools=[{"type": "web_search"}, {"type": "bad\r\nx: y"}, clock])

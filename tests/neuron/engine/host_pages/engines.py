@@ -31,10 +31,16 @@ def respond(
     max_tokens: int = 4,
     *,
     uses_prefix_cache: bool = True,
+    tenant: bytes = b"",
 ) -> tuple[list[int], int]:
     """Greedy tokens, and how many of the prompt came from the cache."""
-    greedy = SamplingParams(temperature=0.0)
-    return response_to(
-        engine,
-        EngineRequest(name, prompt, max_tokens, greedy, checkpoint_at=(100,), uses_prefix_cache=uses_prefix_cache),
+    request = EngineRequest(
+        name,
+        prompt,
+        max_tokens,
+        SamplingParams(temperature=0.0),
+        checkpoint_at=(100,),
+        uses_prefix_cache=uses_prefix_cache,
+        tenant=tenant,
     )
+    return response_to(engine, request)

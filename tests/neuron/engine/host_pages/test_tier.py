@@ -73,6 +73,26 @@ def test_nothing_stays_of_a_request_that_is_not_kept(make_engine: EngineMaker, f
     assert respond(again)[1] >= 96
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tenants_share_neither_pages_nor_states_on_the_device_or_in_host_memory(
+    make_engine: EngineMaker, family: str
+) -> None:
+    host, tenants = new_host(), (b"", b"of one tenant...", b"of another one..")
+    engine = make_engine(FAMILIES[family], host)
+    expected, _ = respond(engine, tenant=tenants[0])
+    for tenant in tenants[1:]:
+        assert respond(engine, tenant=tenant) == (expected, 0), "the device has it of others"
+    assert all(respond(engine, tenant=tenant)[1] >= 96 for tenant in tenants)
+    engine.save_pages()
+    again = make_engine(FAMILIES[family], host)
+    assert respond(again, tenant=b"of a third one..") == (expected, 0), "host memory has it of others"
+    for tenant in tenants:
+        tokens, cached = respond(again, tenant=tenant)
+        assert tokens == expected
+        assert cached >= 96
+    host.store.check_integrity()
+
+
 def test_pages_of_other_prompts_are_never_taken(make_engine: EngineMaker) -> None:
     host = new_host()
     engine = make_engine(DENSE, host)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from cortex.neuron.engine.kv.pages import PADDING_PAGE, ROOT, PagePool, page_digests
+from cortex.neuron.engine.kv.pages import PADDING_PAGE, ROOT, PagePool, page_digests, tail_digest
 
 
 def digests(*pages: tuple[int, ...]) -> list[bytes]:
@@ -58,6 +58,29 @@ def test_remembered_digests_are_those_of_equal_pages_after_equal_ones() -> None:
     assert set(salted[1:]).isdisjoint(chain)
     chain.clear()
     assert len(page_digests(ROOT, tokens, 2)) == 32, "the caller owns the list"
+
+
+TENANTS = st.one_of(st.just(ROOT), st.binary(min_size=16, max_size=16))
+
+
+@given(
+    tenants=st.tuples(TENANTS, TENANTS).filter(lambda pair: pair[0] != pair[1]),
+    tokens=st.lists(st.integers(0, 3), min_size=2, max_size=80),
+    salts=st.lists(st.sampled_from([b"", b"of a picture"]), min_size=40, max_size=40),
+    has_pictures=st.booleans(),
+)
+def test_pages_and_tails_of_different_tenants_never_have_the_same_digest(
+    tenants: tuple[bytes, bytes], tokens: list[int], salts: list[bytes], has_pictures: bool
+) -> None:
+    shown = salts[: len(tokens) // 2] if has_pictures else []
+    first, second = (page_digests(tenant, tokens, 2, shown) for tenant in tenants)
+    assert first == page_digests(tenants[0], tokens, 2, shown)
+    assert set(first).isdisjoint(second)
+    assert tail_digest(first[-1], tokens[:1]) != tail_digest(second[-1], tokens[:1])
+    pool = PagePool(len(first) + 1, 2)
+    committed(pool, *first)
+    assert pool.match(second) == []
+    assert len(pool.match(first)) == len(first)
 
 
 def test_digest_accepts_the_largest_token_ids() -> None:

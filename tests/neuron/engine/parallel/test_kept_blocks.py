@@ -69,17 +69,17 @@ def loaded(
     assert not ranks.errors
 
 
-def respond(ranks: RankThreads, prompt: tuple[int, ...] = PROMPT) -> tuple[list[int], int, int]:
+def respond(ranks: RankThreads, prompt: tuple[int, ...] = PROMPT, tenant: bytes = b"") -> tuple[list[int], int, int]:
     """Greedy tokens, how many of the prompt were cached, and how many of these came from host memory."""
     before = ranks.leader.stats().fetched_tokens
-    request = EngineRequest("r", prompt, 4, SamplingParams(temperature=0.0), checkpoint_at=(64,))
+    request = EngineRequest("r", prompt, 4, SamplingParams(temperature=0.0), checkpoint_at=(64,), tenant=tenant)
     outputs = run(ranks.leader, request)["r"]
     fetched = ranks.leader.stats().fetched_tokens - before
     return tokens_of(outputs), sum(each.cached_tokens or 0 for each in outputs), fetched
 
 
 @pytest.mark.parametrize(("family", "layers"), DIVISIONS, ids=str)
-def test_conversation_survives_the_unload_of_a_divided_model(
+def test_conversation_survives_the_unload_of_a_divided_model_for_its_tenant(
     family: str, layers: tuple[int, ...], tmp_path: Path
 ) -> None:
     path = written(family, tmp_path / "model")
@@ -92,6 +92,7 @@ def test_conversation_survives_the_unload_of_a_divided_model(
         assert respond(ranks) == (expected, 0, 0)
     assert all(len(host.store) for host in hosts)
     with loaded(specs(path, layers), tmp_path / "again", hosts) as ranks:
+        assert respond(ranks, tenant=b"of another one..") == (expected, 0, 0)
         tokens, cached, fetched = respond(ranks)
         assert tokens == expected
         assert cached == fetched == 96

@@ -20,6 +20,8 @@ from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.scheduling.sequence import Sequence
 from cortex.neuron.engine.scheduling.step_plan import RowPlan
 
+TENANTS = st.sampled_from([b"", b"", b"of one tenant...", b"of another one.."])
+
 
 class Trace(RuleBasedStateMachine):
     @initialize(
@@ -62,24 +64,26 @@ class Trace(RuleBasedStateMachine):
         more=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8),
         max_tokens=st.integers(1, 12),
         turns=st.lists(st.integers(0, 40), max_size=3),
+        tenant=TENANTS,
     )
-    def next_turn(self, data: st.DataObject, more: list[int], max_tokens: int, turns: list[int]) -> None:
+    def next_turn(self, data: st.DataObject, more: list[int], max_tokens: int, turns: list[int], tenant: bytes) -> None:
         """A request that continues an earlier conversation."""
         max_tokens = min(max_tokens, self.limits.context_tokens // 2)
         prompt = (*data.draw(st.sampled_from(self.conversations)), *more)[: self.limits.context_tokens - max_tokens]
         self.num_submitted += 1
         self.prompts.append(prompt)
-        request = EngineRequest(str(self.num_submitted), prompt, max_tokens, checkpoint_at=tuple(turns))
+        name, turn_ends = str(self.num_submitted), tuple(turns)
+        request = EngineRequest(name, prompt, max_tokens, checkpoint_at=turn_ends, tenant=tenant)
         self.live[request.id] = self.scheduler.add(request)
 
-    @rule(data=st.data(), max_tokens=st.integers(1, 3))
+    @rule(data=st.data(), max_tokens=st.integers(1, 3), tenant=TENANTS)
     @precondition(lambda self: self.prompts)
-    def same_prompt(self, data: st.DataObject, max_tokens: int) -> None:
-        """A request that came before."""
+    def same_prompt(self, data: st.DataObject, max_tokens: int, tenant: bytes) -> None:
+        """A request that came before, perhaps of another tenant."""
         prompt = data.draw(st.sampled_from(self.prompts))
         max_tokens = min(max_tokens, self.limits.context_tokens - len(prompt))
         self.num_submitted += 1
-        request = EngineRequest(str(self.num_submitted), prompt, max_tokens)
+        request = EngineRequest(str(self.num_submitted), prompt, max_tokens, tenant=tenant)
         self.live[request.id] = self.scheduler.add(request)
 
     @rule(drafted=st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=5), min_size=3, max_size=3))

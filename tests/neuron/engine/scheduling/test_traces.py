@@ -27,13 +27,14 @@ from .planned_steps import read
 
 VOCAB = 3
 """Few tokens, so that requests also share prefixes by chance."""
+TENANTS = st.sampled_from([b"", b"", b"of one tenant...", b"of another one.."])
 
 History = int
-"""A digest of tokens up to a position: what the KV of that position depends on."""
+"""A digest of the tenant and of tokens up to a position: the only KV that may be read at that position."""
 
 
-def histories(tokens: Ordered[int]) -> list[History]:
-    digests, past = [], 0
+def histories(tokens: Ordered[int], tenant: bytes) -> list[History]:
+    digests, past = [], int.from_bytes(tenant)
     for token in tokens:
         past = hash((past, token))
         digests.append(past)
@@ -48,7 +49,7 @@ def continuation(request: EngineRequest) -> list[int]:
     """The response to the request alone."""
     tokens = list(request.prompt)
     for _ in range(request.max_tokens):
-        tokens.append(next_token(histories(tokens)[-1]))
+        tokens.append(next_token(histories(tokens, request.tenant)[-1]))
         if tokens[-1] in request.stop_token_ids:
             break
     return tokens[len(request.prompt) :]
@@ -68,6 +69,7 @@ class Device:
         self._tables: dict[tuple[int, int], dict[int, int]] = {}
         """By row and group: the page at each index."""
         self._last_tokens: dict[int, int] = {}
+        self._tenants: dict[int, bytes] = {}
 
     def launch(self, plan: StepPlan, truth: dict[int, list[int]]) -> list[tuple[int, ...]]:
         """The tokens that each row drew. `truth`: of each row in the plan, its tokens so far."""
@@ -106,7 +108,7 @@ class Device:
         own = range(row.start, row.start + row.count)
         tokens = [self._last_tokens[row.row]] if row.inputs.tokens is None else list(row.inputs.tokens)
         num_drafted = len(row.drafted)
-        past = histories([*truth[: row.start], *tokens])
+        past = histories([*truth[: row.start], *tokens], self._tenants[row.row])
         known = tokens[: row.count - num_drafted]
         assert known == truth[row.start : row.start + len(known)], "a row computes tokens that are not its own"
         draws = own.stop - num_drafted == len(truth)
@@ -120,8 +122,9 @@ class Device:
         return past
 
     def _extend_tables(self, plan: StepPlan) -> None:
-        for row, *_ in plan.new_rows:
+        for row, request, _ in plan.new_rows:
             self._last_tokens.pop(row, None)
+            self._tenants[row] = request.tenant
             for group in range(len(self._windows)):
                 self._tables[row, group] = {}
         for row, group, first, pages in plan.new_pages:
@@ -198,8 +201,11 @@ class Trace(RuleBasedStateMachine):
         max_tokens=st.integers(1, 10),
         stops=st.booleans(),
         principal=st.sampled_from(["", "ada", "bob"]),
+        tenant=TENANTS,
     )
-    def submit(self, family: int, shared: int, own: list[int], max_tokens: int, stops: bool, principal: str) -> None:
+    def submit(
+        self, family: int, shared: int, own: list[int], max_tokens: int, stops: bool, principal: str, tenant: bytes
+    ) -> None:
         prefix = [(position * position + family) % VOCAB for position in range(shared)]
         prompt = tuple(prefix + own)[: self.limits.context_tokens - 1] or (family,)
         request = EngineRequest(
@@ -208,18 +214,19 @@ class Trace(RuleBasedStateMachine):
             max_tokens=min(max_tokens, self.limits.context_tokens - len(prompt)),
             stop_token_ids=(0,) if stops else (),
             principal=principal,
+            tenant=tenant,
         )
         if request.max_tokens < 1:
             return
         self._add(request)
 
-    @rule(data=st.data(), max_tokens=st.integers(1, 3))
+    @rule(data=st.data(), max_tokens=st.integers(1, 3), tenant=TENANTS)
     @precondition(lambda self: self.requests)
-    def same_prompt(self, data: st.DataObject, max_tokens: int) -> None:
-        """A prompt that came before."""
+    def same_prompt(self, data: st.DataObject, max_tokens: int, tenant: bytes) -> None:
+        """A prompt that came before, perhaps of another tenant."""
         earlier = data.draw(st.sampled_from(self.requests))
         max_tokens = min(max_tokens, self.limits.context_tokens - len(earlier.prompt))
-        self._add(replace(earlier, id=str(self.num_submitted), max_tokens=max_tokens))
+        self._add(replace(earlier, id=str(self.num_submitted), max_tokens=max_tokens, tenant=tenant))
 
     def _add(self, request: EngineRequest) -> None:
         self.num_submitted += 1

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import numpy
 import pytest
 import torch
@@ -89,6 +90,21 @@ def test_compiling_a_grammar_again_gives_an_independent_state(matchers: Matcher,
     assert {a, b} <= set(allowed(row))
     first.fill_mask(row)
     assert a not in allowed(row)
+
+
+def test_grammar_is_compiled_again_for_another_tenant(matchers: Matcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    compile_grammar = llguidance.LLMatcher
+
+    def counted(vocabulary: Any, grammar: str, **options: Any) -> Any:
+        compiled.append(grammar)
+        return compile_grammar(vocabulary, grammar, **options)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", counted)
+    grammar = 'start: "the schema of one tenant"'
+    for tenant in (b"one", b"one", b"two", b"", b"two", b"one", b""):
+        matchers.compile(grammar, tenant)
+    assert compiled == [grammar] * 3
 
 
 @pytest.mark.parametrize("is_word_first", [True, False])

@@ -113,6 +113,14 @@ def test_evicts_the_least_recently_used_segments_beyond_the_limit(backend: Token
     assert tokenizer.encoded == [*texts, texts[0], texts[5]]
 
 
+def test_segments_of_another_tenant_are_tokenised_as_if_they_were_new(backend: Tokenizer) -> None:
+    tokenizer = CountingTokenizer(backend, {}, ())
+    encoder, text = SegmentEncoder(tokenizer), "what one tenant says " * 20
+    for tenant in (b"", b"one", b"two", b"one", b""):
+        assert list(encoder.encode(text, tenant=tenant).ids) == LibraryTokenizer(backend, {}, ()).encode(text)
+    assert tokenizer.encoded == [text] * 3
+
+
 def test_literal_characters_count_towards_the_limit() -> None:
     tokenizer = CountingTokenizer(_SENTENCEPIECE["first"], {}, ())
     encoder = SegmentEncoder(tokenizer, max_cached_characters=1000)

@@ -99,6 +99,17 @@ async def test_prompt_goes_where_its_prefix_was_computed_unless_that_replica_is_
     assert len(first.requests) > 10, "work ahead costs more than a prefix saves"
 
 
+async def test_prompt_of_another_tenant_is_not_drawn_to_a_prefix(loaded: Loaded) -> None:
+    replicas, (first, second), _ = loaded
+    replicas.submit(request("a", 4000))
+    replicas.submit(replace(request("b", 4000), tenant=b"of one tenant..."))
+    assert (first.requests, second.requests) == (["a"], ["b"])
+    replicas.submit(replace(request("c", 5000), tenant=b"of one tenant..."))
+    assert second.requests[-1] == "c"
+    replicas.submit(replace(request("d", 5000), tenant=b"of another one.."))
+    assert first.requests[-1] == "d", "it has less to do"
+
+
 async def test_lost_replica_fails_its_own_requests_and_comes_back(
     loaded: Loaded, caplog: pytest.LogCaptureFixture
 ) -> None:

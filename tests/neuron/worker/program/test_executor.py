@@ -267,7 +267,7 @@ class Grammars:
         self.compiling, self.may_compile = threading.Event(), threading.Event()
         self.executor = Executor(DeviceAddress("cpu", 0), "faulty_engine:load", self.events.put)
 
-        def compile(_engine: faulty_engine.FaultyEngine, grammar: str) -> None:
+        def compile(_engine: faulty_engine.FaultyEngine, grammar: str, _tenant: bytes) -> None:
             self.compiling.set()
             assert self.may_compile.wait(WAIT_S)
             if grammar == "bad":

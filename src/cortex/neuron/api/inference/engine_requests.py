@@ -77,6 +77,7 @@ def engine_requests(
             min_tokens=min(sampling.min_tokens, max_tokens),
             grammar=grammar,
             principal=principal,
+            tenant=request.tenant,
             checkpoint_at=turn_ends,
             prompt_logprobs=_num_prompt_logprobs(request),
             prediction=prediction,

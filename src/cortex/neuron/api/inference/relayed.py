@@ -37,6 +37,8 @@ _EVENT_STREAM = b"text/event-stream"
 _JSON: Headers = ((b"content-type", b"application/json"),)
 _MAX_BODY_BYTES = 32 << 20
 """The longest response that is not streamed."""
+_SALT = "cache_salt"
+"""By which vLLM and SGLang separate cached prefixes; other servers ignore it."""
 _LIMITS = ("max_tokens", "max_completion_tokens", "n_predict")
 """Fields that servers may read as the limit of a response."""
 
@@ -184,9 +186,12 @@ class RelayedSession:
 def operator_fields(
     upstream: Upstream, head: GenerateRequest, num_prompt_tokens: int, token_limit: int | None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The fields that a request gets in place of the client's, and those that it loses. With a budget, among them the
+    """The fields that a request gets in place of the client's, and those that it loses. Among them its tenant, for
+    servers that separate what they cache by a salt, unless the operator has them go without. With a budget, also the
     limit that is left for each choice where the prompt has `num_prompt_tokens`. Raises InsufficientQuota."""
     fields, without = upstream.fields, upstream.stripped_fields
+    if head.tenant and _SALT not in without:
+        fields = {_SALT: head.tenant.hex(), **fields}
     if token_limit is None:
         return fields, without
     num_choices = fields.get("n")  # the operator's, in place of the client's

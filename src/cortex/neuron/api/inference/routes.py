@@ -78,7 +78,9 @@ class Inference:
                 if DIALECTS[name].FAMILY is not Family.OLLAMA:  # its clients do not declare their bodies
                     check_content_type(http.text(b"content-type"))
                 strip_billing = bodies.strips_billing(http, self.strip_billing_header)
-                packed = await self.parser.parse(name, http.body, bodies.client_of(http), strip_billing=strip_billing)
+                packed = await self.parser.parse(
+                    name, http.body, bodies.client_of(http), tenant=bodies.tenant_of(http), strip_billing=strip_billing
+                )
                 served = self.backend.served(packed.head.model)  # raises ModelNotFound
                 watch.model = packed.head.model
                 is_of_gateway = bool(bodies.principal_of(http))

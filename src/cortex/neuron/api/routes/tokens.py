@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cortex.http.server.server import Response
 from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
-from cortex.neuron.api.bodies import client_of, principal_of, strips_billing
+from cortex.neuron.api.bodies import client_of, principal_of, strips_billing, tenant_of
 from cortex.neuron.api.inference.tasks import check_pictures
 from cortex.neuron.api.routing import ApiCall, Route
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
@@ -46,7 +46,11 @@ class Tokens:
         request = call.request
         strip_billing = strips_billing(request, self.strip_billing_header)
         counted = await self.parser.parse(
-            "anthropic_messages", request.body, client_of(request), strip_billing=strip_billing
+            "anthropic_messages",
+            request.body,
+            client_of(request),
+            tenant=tenant_of(request),
+            strip_billing=strip_billing,
         )
         check_pictures(self.backend, counted.head, is_of_gateway=bool(principal_of(request)))
         num_tokens = await self.backend.texts.count_tokens(counted, principal=principal_of(request))
@@ -54,7 +58,9 @@ class Tokens:
 
     async def count_responses(self, call: ApiCall) -> Response:
         request = call.request
-        counted = await self.parser.parse("openai_responses", request.body, client_of(request))
+        counted = await self.parser.parse(
+            "openai_responses", request.body, client_of(request), tenant=tenant_of(request)
+        )
         check_pictures(self.backend, counted.head, is_of_gateway=bool(principal_of(request)))
         num_tokens = await self.backend.texts.count_tokens(counted, principal=principal_of(request))
         return responses.json({"object": "response.input_tokens", "input_tokens": num_tokens})
@@ -64,7 +70,7 @@ class Tokens:
         template. `add_special`: with the begin and end tokens of the model; `parse_special: false`: control tokens in
         it are text. `with_pieces`: each token with its text, for a body that is not large."""
         request = call.request
-        parsed = await self.parser.parse_tokenize(request.body, client_of(request))
+        parsed = await self.parser.parse_tokenize(request.body, client_of(request), tenant_of(request))
         principal = principal_of(request)
         if isinstance(parsed, PackedRequest):
             model = parsed.head.model
@@ -102,7 +108,7 @@ class Tokens:
     async def apply_template(self, call: ApiCall) -> Response:
         """The prompt that the model would get for a conversation, as text."""
         request = call.request
-        parsed = await self.parser.parse("openai_chat", request.body, client_of(request))
+        parsed = await self.parser.parse("openai_chat", request.body, client_of(request), tenant=tenant_of(request))
         principal = principal_of(request)
         prepared = await self.backend.texts.prepare(parsed, principal=principal, in_context=False)
         return responses.json({"prompt": prepared.prompts[0].text})

@@ -4,9 +4,10 @@ Pure bookkeeping over page ids; the memory itself belongs to `memory.sequences.K
 states: held (reference count > 0), idle (not held, but it contains a known prefix) or blank. Allocation takes blank
 pages first, then the least recently used idle ones.
 
-The digest of a full page covers all tokens up to and including that page, so equal digests mean equal prefixes. A page
-that is not full, or was not when a prompt ended in it, can also be known by the digest of a tail: a prefix that ends
-inside the page. Such a page is copied rather than shared, because every sequence continues it differently.
+The digest of a full page covers the tenant and all tokens up to and including that page, so equal digests mean equal
+prefixes of one tenant. A page that is not full, or was not when a prompt ended in it, can also be known by the digest
+of a tail: a prefix that ends inside the page. Such a page is copied rather than shared, because every sequence
+continues it differently.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from functools import lru_cache
 from typing import cast
 
 Digest = bytes
-ROOT: Digest = b""
+ROOT: Digest = bytes(16)
+"""What the first page of a prompt without a tenant follows. With a tenant it follows the tenant: its digests, and those
+of all pages after it, are then of no use to others."""
 PADDING_PAGE = 0
 """Never allocated: padding rows of a captured graph read and write here."""
 _BLOCK_PAGES = 32

@@ -87,17 +87,17 @@ class Constraint:
 
 class Constraints:
     """Compiles the grammars of one model's requests. Belongs to the engine thread, except `compile`, which any thread
-    may call: once a grammar is compiled, compiling it again takes almost nothing."""
+    may call: once a grammar is compiled, compiling it again for the same tenant takes almost nothing."""
 
     def __init__(self, source: Path, vocab: int, device: torch.device) -> None:
         self._matcher = Matcher(source, vocab)
         self._device = device
         self._is_gpu = device.type == "cuda"
 
-    def compile(self, grammar: str) -> Constraint:
+    def compile(self, grammar: str, tenant: bytes = b"") -> Constraint:
         """Raises RequestError for a grammar that does not compile. The first one reads the model's vocabulary."""
         try:
-            return Constraint(self._matcher.compile(grammar))
+            return Constraint(self._matcher.compile(grammar, tenant))
         except TextModelError as error:
             raise RequestError(str(error)) from error
 

@@ -129,7 +129,7 @@ class Sequence:
             return self.digests
         done = len(self.digests) * page_tokens
         if len(self.tokens) - done >= page_tokens:
-            parent = self.digests[-1] if self.digests else ROOT
+            parent = self.digests[-1] if self.digests else self.request.tenant or ROOT
             salts: tuple[bytes, ...] = ()
             if self.request.pictures and done < self.request.pictures[-1].end:
                 ends = range(done + page_tokens, len(self.tokens) + 1, page_tokens)

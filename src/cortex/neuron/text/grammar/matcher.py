@@ -38,7 +38,7 @@ class Matcher:
 
     The first `compile` reads the vocabulary, up to a second for a large one. Later ones take milliseconds, or seconds
     for a large grammar, without the interpreter's lock. The latest grammars are kept, so that compiling one of them
-    again takes almost nothing.
+    again for the same tenant takes almost nothing.
     """
 
     def __init__(self, source: Path, vocab_size: int) -> None:
@@ -47,15 +47,15 @@ class Matcher:
         self.vocab_size = vocab_size
         self._vocabulary: llguidance.LLTokenizer | None = None
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
-        """States before the first token, by grammar; the least recently used first."""
+        self._compiled: OrderedDict[tuple[bytes, str], llguidance.LLMatcher] = OrderedDict()
+        """States before the first token, by tenant and grammar; the least recently used first."""
 
     @property
     def mask_words(self) -> int:
         """int32 words in one row of a mask: a bit per token, the first token in the lowest bit."""
         return -(-self.vocab_size // 32)
 
-    def compile(self, grammar: str) -> MatchState:
+    def compile(self, grammar: str, tenant: bytes = b"") -> MatchState:
         """The state of one new output; raises GrammarRejected, or TextModelError if the vocabulary cannot be read."""
         try:
             import llguidance
@@ -67,21 +67,25 @@ class Matcher:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = self._read_vocabulary()
-            if (compiled := self._compiled.get(grammar)) is not None:
-                self._compiled.move_to_end(grammar)
+            if (compiled := self._compiled.get((tenant, grammar))) is not None:
+                self._compiled.move_to_end((tenant, grammar))
                 return MatchState(compiled.deep_copy(), self.mask_words)
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
             raise GrammarRejected(f"the grammar does not compile for this model: {_reason(matcher)}")
         with self._lock:
-            self._keep(grammar, matcher.deep_copy())
+            self._keep((tenant, grammar), matcher.deep_copy())
         return MatchState(matcher, self.mask_words)
 
-    def _keep(self, grammar: str, compiled: llguidance.LLMatcher) -> None:
-        self._compiled[grammar] = compiled
-        self._compiled.move_to_end(grammar)
-        while len(self._compiled) > _MAX_KEPT or sum(map(len, self._compiled)) > _MAX_KEPT_CHARACTERS:
+    def _keep(self, key: tuple[bytes, str], compiled: llguidance.LLMatcher) -> None:
+        self._compiled[key] = compiled
+        self._compiled.move_to_end(key)
+        while len(self._compiled) > _MAX_KEPT or self._num_characters > _MAX_KEPT_CHARACTERS:
             self._compiled.popitem(last=False)
+
+    @property
+    def _num_characters(self) -> int:
+        return sum(len(grammar) for _, grammar in self._compiled)
 
     def _read_vocabulary(self) -> llguidance.LLTokenizer:
         import llguidance

@@ -109,7 +109,7 @@ def render_conversation(
     grids = picture_grids(request, spec)
     prompt = prompt_text(request, template, tokenizer, literal_content, None if spec is None else spec.text)
     _check_length(prompt.text, tokenizer, rules, sum(grid.num_tokens for grid in grids.values()))
-    encoded = tokenizer.encode_segmented(prompt.text, prompt.literal_at)
+    encoded = tokenizer.encode_segmented(prompt.text, prompt.literal_at, request.tenant)
     # Only positions at cuts are stable: elsewhere the next turn's text could merge with the last token.
     turn_ends = {encoded.cut_before(end) for end in prompt.turn_ends}
     ids, places = encoded.ids, tuple[PicturePlace, ...]()

@@ -62,9 +62,10 @@ class TextEncoder(Protocol):
     def encode_texts(self, texts: TextsToEncode) -> EncodedTexts:
         """Ids of several documents or pairs. Not from several threads at once."""
 
-    def encode_segmented(self, text: str, literal_at: Sequence[int] = ()) -> Segmented:
-        """Like `encode`, with the positions of cuts around whole tokens; known parts of a long text cost little. At the
-        characters `literal_at`, ascending, no whole token begins: the text there is only text."""
+    def encode_segmented(self, text: str, literal_at: Sequence[int] = (), tenant: bytes = b"") -> Segmented:
+        """Like `encode`, with the positions of cuts around whole tokens; parts of a long text that the same tenant sent
+        before cost little. At the characters `literal_at`, ascending, no whole token begins: the text there is only
+        text."""
 
 
 class NoEncoder:
@@ -83,6 +84,6 @@ class NoEncoder:
     def encode_texts(self, texts: TextsToEncode) -> EncodedTexts:
         return EncodedTexts([self.encode("".join(texts.texts))])
 
-    def encode_segmented(self, text: str, literal_at: Sequence[int] = ()) -> Segmented:
-        del literal_at
+    def encode_segmented(self, text: str, literal_at: Sequence[int] = (), tenant: bytes = b"") -> Segmented:
+        del literal_at, tenant
         return Segmented(tuple(self.encode(text)), (), ())

@@ -40,8 +40,8 @@ class LocalEncoder:
     def encode_texts(self, texts: TextsToEncode) -> EncodedTexts:
         return self._tokenizer.encode_texts(texts)
 
-    def encode_segmented(self, text: str, literal_at: Sequence[int] = ()) -> Segmented:
-        return self._segments.encode(text, literal_at)
+    def encode_segmented(self, text: str, literal_at: Sequence[int] = (), tenant: bytes = b"") -> Segmented:
+        return self._segments.encode(text, literal_at, tenant)
 
 
 def read_text(path: Path) -> tuple[TextFacts, LocalEncoder]:

@@ -1,7 +1,8 @@
 """Tokenises long prompts without repeating the work of earlier turns.
 
 An agent sends its whole conversation again with each turn. Text is always split at whole tokens such as `<|im_end|>`,
-so a segment between two of them has the same ids everywhere, and is cached. SentencePiece treats the beginning of a
+so a segment between two of them has the same ids everywhere, and is cached, for each tenant on its own: how long a text
+takes must not say that somebody else has sent it. SentencePiece treats the beginning of a
 text differently: a segment after a token is encoded after it there. The tokens of a prompt up to such a cut do not
 depend on the text after it.
 """
@@ -60,8 +61,8 @@ class SegmentEncoder:
         self._longest_whole = max(map(len, self._ids_by_whole), default=0)
         self._pattern = _pattern(vocabulary.whole_tokens)
         self._is_context_free = vocabulary.is_context_free
-        self._cached: OrderedDict[tuple[str, str, tuple[int, ...]], array[int]] = OrderedDict()
-        """By segment, by the whole token before it where that matters, and by its literal characters."""
+        self._cached: OrderedDict[tuple[bytes, str, str, tuple[int, ...]], array[int]] = OrderedDict()
+        """By tenant, by segment, by the whole token before it where that matters, and by its literal characters."""
         self._num_characters = 0
         self._num_tokenised = 0
         self._lock = threading.Lock()
@@ -71,39 +72,41 @@ class SegmentEncoder:
         """Characters that the library has tokenised; those of cached segments cost nothing."""
         return self._num_tokenised
 
-    def encode(self, text: str, literal_at: Sequence[int] = ()) -> Segmented:
-        """At the characters `literal_at`, ascending, no whole token begins."""
+    def encode(self, text: str, literal_at: Sequence[int] = (), tenant: bytes = b"") -> Segmented:
+        """At the characters `literal_at`, ascending, no whole token begins. `tenant`: whose text it is."""
         if self._pattern is None:
             return self._encode_whole(text, literal_at)
-        return self._encode_segments(self._pattern, text, literal_at)
+        return self._encode_segments(self._pattern, text, literal_at, tenant)
 
-    def _encode_segments(self, pattern: re.Pattern[str], text: str, literal_at: Sequence[int]) -> Segmented:
+    def _encode_segments(
+        self, pattern: re.Pattern[str], text: str, literal_at: Sequence[int], tenant: bytes
+    ) -> Segmented:
         ids: list[int] = []
         cuts: list[tuple[int, int]] = []
         position, before = 0, ""
         for found in self._whole_tokens(pattern, text, frozenset(literal_at)):
             whole = found.group()
             start, end = self._with_white_space(whole, text, position, found.start(), found.end())
-            ids += self._literal_segment(text, position, start, literal_at, before)
+            ids += self._literal_segment(text, position, start, literal_at, tenant, before)
             cuts.append((start, len(ids)))
             ids.append(self._ids_by_whole[whole])
             cuts.append((end, len(ids)))
             position = end
             before = "" if self._is_context_free else whole
-        ids += self._literal_segment(text, position, len(text), literal_at, before)
+        ids += self._literal_segment(text, position, len(text), literal_at, tenant, before)
         return _segmented(ids, cuts)
 
     def _literal_segment(
-        self, text: str, start: int, end: int, literal_at: Sequence[int], before: str
+        self, text: str, start: int, end: int, literal_at: Sequence[int], tenant: bytes, before: str
     ) -> list[int] | array[int]:
         """The ids of a part of `text` without whole tokens. Where it contains the text of one, it is encoded in two
         pieces, or with a break: the library would find the token in the whole. `before`: the whole token that it is
         encoded after."""
         inside = literal_at[bisect_left(literal_at, start) : bisect_left(literal_at, end)]
         if not inside or not self._is_context_free:
-            return self._segment(text[start:end], before, tuple(at - start for at in inside))
+            return self._segment(text[start:end], tenant, before, tuple(at - start for at in inside))
         bounds = (start, *(at + 1 for at in inside), end)
-        return [token for piece in pairwise(bounds) for token in self._segment(text[slice(*piece)])]
+        return [token for piece in pairwise(bounds) for token in self._segment(text[slice(*piece)], tenant)]
 
     def _with_white_space(self, whole: str, text: str, begin: int, start: int, end: int) -> tuple[int, int]:
         """Where a whole token begins and ends with the white space that it takes; the text before `begin` is taken."""
@@ -152,10 +155,12 @@ class SegmentEncoder:
             if end != start + 1 or breaks[num_breaks : num_breaks + 1] != [start]:
                 yield token, start - num_breaks, end - num_breaks
 
-    def _segment(self, text: str, before: str = "", literal_at: tuple[int, ...] = ()) -> list[int] | array[int]:
+    def _segment(
+        self, text: str, tenant: bytes, before: str = "", literal_at: tuple[int, ...] = ()
+    ) -> list[int] | array[int]:
         if len(text) < _MIN_CACHED_CHARACTERS:
             return self._encoded_after(before, text, literal_at) if text else []
-        key = text, before, literal_at
+        key = tenant, text, before, literal_at
         with self._lock:
             known = self._cached.get(key)
             if known is not None:
@@ -167,7 +172,7 @@ class SegmentEncoder:
                 self._cached[key] = ids
                 self._num_characters += _num_counted(text, literal_at)
             while self._num_characters > self._max_cached_characters:
-                (oldest, _, its_literal_at), _ = self._cached.popitem(last=False)
+                (_, oldest, _, its_literal_at), _ = self._cached.popitem(last=False)
                 self._num_characters -= _num_counted(oldest, its_literal_at)
         return ids
 

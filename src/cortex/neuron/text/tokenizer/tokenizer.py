@@ -53,9 +53,10 @@ class Tokenizer:
         """Ids of a document, with the begin and end tokens that the model was trained with."""
         return self.encoder.encode_document(text)
 
-    def encode_segmented(self, text: str, literal_at: Sequence[int] = ()) -> Segmented:
-        """Like `encode`, with the positions of cuts around whole tokens; none begins at a character in `literal_at`."""
-        return self.encoder.encode_segmented(text, literal_at)
+    def encode_segmented(self, text: str, literal_at: Sequence[int] = (), tenant: bytes = b"") -> Segmented:
+        """Like `encode`, with the positions of cuts around whole tokens; none begins at a character in `literal_at`.
+        `tenant`: whose text it is."""
+        return self.encoder.encode_segmented(text, literal_at, tenant)
 
     def min_tokens(self, text: str) -> int:
         """A lower bound for the number of tokens of `text`, from its length alone."""

@@ -86,7 +86,8 @@ class ReplicaSet:
         if not loaded:
             return
         candidates = [replica.as_candidate(now_s) for replica in loaded]
-        chosen = choose(candidates, array("I", request.prompt).tobytes(), self._prefixes)
+        prompt = request.tenant + array("I", request.prompt).tobytes()
+        chosen = choose(candidates, prompt, self._prefixes)
         replica = self._owners[request.id] = loaded[chosen.position]
         replica.backlog_until_s = max(now_s, replica.backlog_until_s) + chosen.prefill_s
         replica.live.add(request.id)

@@ -25,7 +25,7 @@ class GrammarCompiler:
         """Requests by model and id."""
         self._threads: ThreadPoolExecutor | None = None
 
-    def begin(self, submit: Submit, compile: Callable[[str], None]) -> None:
+    def begin(self, submit: Submit, compile: Callable[[str, bytes], None]) -> None:
         """Compile the grammar of a request; `Compiled` follows. `compile` raises RequestError."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
@@ -40,13 +40,13 @@ class GrammarCompiler:
         """The requests of a model, which wait no longer."""
         return [self._waiting.pop(key) for key in list(self._waiting) if key[0] == handle]
 
-    def _compile(self, submit: Submit, compile: Callable[[str], None]) -> None:
+    def _compile(self, submit: Submit, compile: Callable[[str, bytes], None]) -> None:
         handle, request_id, grammar = submit.handle, submit.request.id, submit.request.grammar
         if (handle, request_id) not in self._waiting or grammar is None:
             return  # cancelled
         problem: str | None = None
         try:
-            compile(grammar)
+            compile(grammar, submit.request.tenant)
         except RequestError as error:
             problem = str(error)
         except Exception as error:

@@ -49,6 +49,7 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
         async def start(
             *nodes: FakeNeuron,
             foreign: tuple[FakeNeuron, ...] = (),
+            foreign_options: Mapping[str, Any] | None = None,
             catalogue: Catalogue | None = None,
             rules: EvictionRules | None = None,
             keys: tuple[KeySection, ...] = (),
@@ -75,7 +76,9 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
                 for node in nodes
             ]
             sections += [
-                NeuronSection(name=node.name, endpoint=node.endpoint, kind="openai", key_env=key_env)
+                NeuronSection(
+                    name=node.name, endpoint=node.endpoint, kind="openai", key_env=key_env, **(foreign_options or {})
+                )
                 for node in foreign
             ]
             defaults: dict[str, Any] = {"listen": Listen("127.0.0.1:0"), "poll_interval_s": 0.05}

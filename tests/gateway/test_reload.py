@@ -119,6 +119,25 @@ async def test_bad_files_change_nothing_until_good_ones_follow(
             await client.gateway.close()
 
 
+async def test_reload_changes_who_shares_prefixes(tmp_path: Path, neurons: StartNeuron) -> None:
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
+    anna, files = generate("anna"), Files(tmp_path)
+    sections = node("beast", beast.endpoint) + as_toml(anna.section)
+    files.write(sections)
+    async with ClientSession(headers={"content-type": "application/json"}) as session:
+        client = await files.start(session)
+        try:
+            for setting in ("", 'prefix_sharing = "all"\n'):
+                files.write(setting, sections)
+                await client.gateway.reload(files.files)
+                assert (await client.post("/v1/chat/completions", {"model": "a", "messages": []}, **bearer(anna)))[
+                    0
+                ] == 200
+        finally:
+            await client.gateway.close()
+    assert ["x-cortex-tenant" in seen.headers for seen in beast.seen] == [True, False]
+
+
 async def test_database_that_cannot_be_opened_keeps_nodes_and_access(tmp_path: Path) -> None:
     files = Files(tmp_path)
     files.write()

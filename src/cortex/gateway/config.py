@@ -20,7 +20,7 @@ from cortex.fleet.devices import Ceilings
 from cortex.fleet.rules import EvictionRules, PlacementRules
 from cortex.gateway.database import check_location, is_url
 from cortex.gateway.ledger.groups import GroupSection, check_groups
-from cortex.gateway.ledger.keys import Keyring, KeySection
+from cortex.gateway.ledger.keys import Keyring, KeySection, PrefixSharing
 from cortex.gateway.ledger.store import LedgerSection
 from cortex.gateway.ledger.users import SignInSection
 from cortex.settings import Listen, Section
@@ -112,6 +112,11 @@ class GatewaySection(Section, frozen=True):
     cors_origins: tuple[str, ...] = ()
     """Origins such as `https://chat.example` whose scripts may use the API from a browser; `*` allows every origin.
     Changes need a restart."""
+    prefix_sharing: PrefixSharing = "key"
+    """Which requests share cached prefixes of prompts. `key`: those of one key, or of one user of the page. `group`:
+    those of all keys and users of a group; a key without one is on its own. `all`: those of everybody; then one client
+    can find out what another sent, by guessing it and looking at cached tokens or at the time. What several of them
+    send is computed and cached for each. Clients can share less, with `cache_salt`. Without keys, all clients share."""
     node_header: bool = True
     """Name the node that served a request in the response header `x-cortex-node`, except to keys with `models`,
     which see no nodes."""
@@ -244,6 +249,10 @@ class NeuronSection(Section, frozen=True):
     ca_file: Path | None = None
     """The certificates, in PEM, of the authorities that may sign the certificate of an `https://` endpoint, relative to
     this file. Absent: those that the system trusts. The host name is verified in either case."""
+    cache_salt: bool = False
+    """For `kind = "openai"`: the server separates cached prefixes by the field `cache_salt` of requests, as vLLM and
+    SGLang do, and gets one that follows `gateway.prefix_sharing`. Without it, all clients share what it caches. Servers
+    that do not know the field may reject requests with it."""
     memory_mb: Count | None = None
     """The most memory that models may take over all devices of the node, weights and KV caches together. Where the
     node's own `limits.memory_mb` is smaller, that counts."""
@@ -260,6 +269,8 @@ class NeuronSection(Section, frozen=True):
         indices = [device.index for device in self.devices]
         if len(set(indices)) < len(indices):
             raise ValueError(f"`{self.name}` has two entries for one device; remove one of them")
+        if self.cache_salt and self.kind == "neuron":
+            raise ValueError(f"`{self.name}` is a neuron and separates cached prefixes by itself; remove cache_salt")
         try:
             parts = urlsplit(self.endpoint)
             parts.netloc.encode("idna" if not parts.netloc.isascii() else "ascii")

@@ -118,7 +118,7 @@ class Gateway:
         self._metering = Metering(directory, self.tasks)
         self._operator_state = OperatorState(self.dispatcher, config.database(directory))
         self._tracer = open_tracer(config.telemetry, "cortex")
-        self._admission = AdmissionController(self.dispatcher, self._metering.meter)
+        self._admission = AdmissionController(self.dispatcher, self._metering.meter, config.gateway.prefix_sharing)
         limits = client_limits(config, open_files.limit())
         parser, buffered = BodyParser(), Buffered(limits.buffered_bytes)
         self._services = Services(
@@ -343,6 +343,7 @@ class Gateway:
         leaving = self._connections.leave(planned)
         self.config, self._configured, self._catalogue = config, configured, catalogue
         self._services.config = config.gateway
+        self._admission.prefix_sharing = config.gateway.prefix_sharing
         self._services.pictures.section = config.pictures
         self._responses.use(config.responses)
         self._router.configure(config, is_open=self._metering.is_open)

@@ -145,8 +145,9 @@ def nodes_of(gateway: Daemon) -> dict[str, Any]:
     return {node["name"]: node for node in gateway.call("/fleet/status")[1]["nodes"]}
 
 
-StartGateway = Callable[[str, dict[str, Daemon]], Daemon]
-"""The text of `models.toml` and the nodes by name → the gateway, whose nodes are up."""
+StartGateway = Callable[..., Daemon]
+"""The text of `models.toml` and the nodes by name → the gateway, whose nodes are up. `settings` are lines of its
+section `[gateway]`, `sections` further ones; `key` is one of an operator."""
 
 
 @pytest.fixture(scope="session")
@@ -240,7 +241,9 @@ def daemons(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
 def start_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartGateway]:
     gateways: list[Daemon] = []
 
-    def start(models: str, nodes: dict[str, Daemon]) -> Daemon:
+    def start(
+        models: str, nodes: dict[str, Daemon], *, settings: str = "open = true", sections: str = "", key: str = ""
+    ) -> Daemon:
         folder, port = tmp_path_factory.mktemp("gateway"), free_port()
         (folder / "models.toml").write_text(models)
         neurons = "".join(
@@ -249,7 +252,8 @@ def start_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartGat
         )
         (folder / "cortex.toml").write_text(
             f'[gateway]\nlisten = "127.0.0.1:{port}"\nmetrics_listen = "127.0.0.1:0"\nmodels = "models.toml"\n'
-            f'state = "{folder}/state"\nopen = true\npoll_interval_s = 0.2\n[eviction]\nmin_residency_s = 0\n{neurons}'
+            f'state = "{folder}/state"\npoll_interval_s = 0.2\n{settings}\n[eviction]\nmin_residency_s = 0\n{neurons}'
+            + sections
         )
         keys = {f"KEY_{number}": node.key or "none" for number, node in enumerate(nodes.values())}
         with (folder / "log").open("wb") as output:
@@ -259,7 +263,7 @@ def start_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartGat
                 stderr=output,
                 env={**os.environ, "PYTHONPATH": str(SOURCE), **keys},
             )
-        gateway = Daemon(process, f"http://127.0.0.1:{port}", folder / "log")
+        gateway = Daemon(process, f"http://127.0.0.1:{port}", folder / "log", key)
         gateways.append(gateway)
 
         def all_are_up() -> bool:

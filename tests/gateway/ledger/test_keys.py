@@ -3,7 +3,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cortex.gateway.ledger.keys import Keyring, KeySection, as_toml, check_model, generate
+from cortex.gateway.ledger.keys import Keyring, KeySection, as_toml, check_model, generate, tenant_of_key
+from cortex.gateway.ledger.users import SignInSection, User
 from cortex.settings import Section, SettingsError, loads
 from cortex.wire.errors import InvalidAPIKey, ModelNotAllowed
 
@@ -32,6 +33,20 @@ def test_recognises_a_key_only_by_its_whole_text() -> None:
     for text in wrong:
         with pytest.raises(InvalidAPIKey):
             ring.recognise(text)
+
+
+def test_tenant_is_that_of_the_key_or_of_its_group_or_none() -> None:
+    anna, bert, cleo = (generate(name, group=group).section for name, group in (("a", None), ("b", "g"), ("c", "g")))
+    dora, emil = (SignInSection().key_of(User(name="same", id=f"openid:{number}")) for number in range(2))
+    everybody = (anna, bert, cleo, dora, emil)
+    assert len({tenant_of_key(key, "key") for key in everybody}) == 5
+    assert len({tenant_of_key(key, "group") for key in everybody}) == 4
+    assert tenant_of_key(bert, "group") == tenant_of_key(cleo, "group") != tenant_of_key(anna, "group")
+    assert {tenant_of_key(key, "all") for key in everybody} == {tenant_of_key(None, "key")} == {b""}
+    renamed = msgspec.structs.replace(anna, name="other", models=("x",))
+    assert tenant_of_key(renamed, "key") == tenant_of_key(anna, "key")
+    guessed = msgspec.structs.replace(anna, sha256="0" * 64)
+    assert tenant_of_key(guessed, "key") != tenant_of_key(anna, "key"), "its public id is not enough"
 
 
 def test_does_not_store_the_secret() -> None:

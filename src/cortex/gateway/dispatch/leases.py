@@ -80,7 +80,7 @@ class PendingRequest:
         self.has_pictures = has_pictures
         """Nodes whose replicas read pictures are preferred."""
         self.prompt = prompt
-        """The bytes of the prompt from its beginning, for prefix affinity."""
+        """Its tenant and the bytes of its prompt from the beginning, for prefix affinity."""
         self.deliver = deliver
         self.since = since
         self.origin = origin

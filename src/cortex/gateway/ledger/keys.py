@@ -15,12 +15,14 @@ import string
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
-from typing import Annotated
+from functools import lru_cache
+from typing import Annotated, Literal
 
 import msgspec
 
 from cortex.settings import Section
 from cortex.wire.errors import InvalidAPIKey, ModelNotAllowed, OperatorOnly
+from cortex.wire.tenant import EVERYBODY, tenant_of
 
 PREFIX = "ck"
 _ALPHABET = string.ascii_letters + string.digits
@@ -29,6 +31,8 @@ _SECRET_LENGTH = 43
 """Letters and digits for 256 bits."""
 _KEY_LENGTH = len(PREFIX) + 1 + _ID_LENGTH + 1 + _SECRET_LENGTH
 
+PrefixSharing = Literal["key", "group", "all"]
+"""Which clients may use what was computed for each other's prompts."""
 Limit = Annotated[int, msgspec.Meta(ge=0)]
 Money = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
@@ -190,6 +194,19 @@ class Keyring:
 def may_use(key: KeySection | None, model: str) -> bool:
     """Whether `key` may use `model`; None, a client of an open gateway, may use all."""
     return key is None or not key.models or any(fnmatch.fnmatchcase(model, pattern) for pattern in key.models)
+
+
+def tenant_of_key(key: KeySection | None, sharing: PrefixSharing) -> bytes:
+    """The tenant of a client with `key`; None: of an open gateway. It is the same at every gateway that has the key.
+    Whoever does not know a key cannot compute its tenant."""
+    if key is None or sharing == "all":
+        return EVERYBODY
+    return _tenant("group", key.group) if sharing == "group" and key.group else _tenant("key", key.id, key.sha256)
+
+
+@lru_cache(maxsize=4096)
+def _tenant(*names: str) -> bytes:
+    return tenant_of(*(name.encode("utf-8", "surrogatepass") for name in names))
 
 
 def check_model(key: KeySection, model: str) -> None:

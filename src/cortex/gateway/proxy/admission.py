@@ -12,7 +12,7 @@ import msgspec
 
 from cortex.fleet.placement.decision import Origin
 from cortex.gateway.dispatch.view import DispatchView
-from cortex.gateway.ledger.keys import KeySection, may_use
+from cortex.gateway.ledger.keys import KeySection, PrefixSharing, may_use, tenant_of_key
 from cortex.gateway.ledger.meter import FreeReservation, Meter, Reservation
 from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.routes import Route
@@ -21,6 +21,7 @@ from cortex.http.server.exchange import Exchange
 from cortex.parsing.envelope import Envelope, Facts
 from cortex.telemetry.spans import Span
 from cortex.wire.errors import CortexError
+from cortex.wire.tenant import EVERYBODY, tenant_of
 
 
 class ReceivedRequest(msgspec.Struct, frozen=True):
@@ -48,16 +49,25 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
     """The key of its client; None on an open gateway."""
     is_check: bool = False
     """Whether it is a health check: it counts against no limit or budget, and loads no model."""
+    tenant: bytes = EVERYBODY
+    """With whom its client shares cached prefixes."""
+
+
+def narrowed_tenant(received: ReceivedRequest, admitted: AdmittedRequest) -> bytes:
+    """With which requests it shares cached prefixes: those of its tenant that have the same salt."""
+    return tenant_of(admitted.tenant, received.envelope.facts.cache_salt)
 
 
 class AdmissionController:
     """Authenticates and admits requests. Called on the loop's thread; never waits."""
 
-    def __init__(self, dispatcher: DispatchView, meter: Meter) -> None:
+    def __init__(self, dispatcher: DispatchView, meter: Meter, prefix_sharing: PrefixSharing) -> None:
         self._dispatcher = dispatcher
         self._context_of, self._prices_of = dispatcher.context_tokens, dispatcher.cost
         self.meter = meter
         """Replaced by a reload; running requests settle with the meter that admitted them."""
+        self.prefix_sharing = prefix_sharing
+        """Replaced by a reload."""
 
     def authenticate(self, request: Request) -> KeySection | None:
         """The key of a request, from its headers alone; None on an open gateway. Raises InvalidAPIKey."""
@@ -88,7 +98,7 @@ class AdmissionController:
             reservation.cancel()
             raise shown_to(key, error) from error
         origin: Origin = "background" if resolution.background else "request"
-        return AdmittedRequest(model, origin, reservation, key, is_check)
+        return AdmittedRequest(model, origin, reservation, key, is_check, tenant_of_key(key, self.prefix_sharing))
 
     def check_pictures(self, key: KeySection | None, model: str) -> None:
         """Raises UnsupportedModality for a model that reads text only, with those of `key` that read pictures."""

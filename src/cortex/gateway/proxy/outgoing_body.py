@@ -1,8 +1,8 @@
 """The body that a node gets: the client's bytes, the same with other values for a few fields, or a translation of it.
 
-Our own nodes learn the tokens that a request may use from a header. Foreign servers do not know it: for them the limit
-of one choice is written into the body. They would also fetch media that the body names by address, from inside their
-own network: such a body is rejected.
+Our own nodes learn from headers which tokens a request may use, and its tenant. Foreign servers do not know them: for
+them the limit of one choice is written into the body, and the tenant where they read it there. They would also fetch
+media that the body names by address, from inside their own network: such a body is rejected.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import partial
 
 from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.ledger.meter import Reservation
-from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
+from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, narrowed_tenant
 from cortex.gateway.proxy.embedding_translation import EmbeddingTranslation
 from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
@@ -28,6 +28,7 @@ from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.pictures.media_urls import check_media, may_have_media
 from cortex.wire.requests import GenerateRequest
+from cortex.wire.tenant import EVERYBODY
 
 _LIMITS: dict[Dialect, tuple[str, tuple[str, ...]]] = {
     "openai_chat": ("max_tokens", ("max_completion_tokens", "n_predict")),
@@ -58,6 +59,7 @@ class OutgoingBody:
         "_received",
         "_request",
         "_route",
+        "_tenant",
         "_translated",
         "_translates",
         "_unchecked",
@@ -81,6 +83,8 @@ class OutgoingBody:
         """Whether the body is translated."""
         self._limit: int | None = None
         """The limit that is written into it."""
+        self._tenant = EVERYBODY
+        """The tenant that is written into it."""
         self._is_checked = False
         """Whether the media of the body are known to be in it."""
         self._unchecked = False
@@ -89,8 +93,9 @@ class OutgoingBody:
         """The body in its form, once it is made; not of a translation."""
         self._translated: tuple[GenerateRequest, bytes] | None = None
 
-    def choose(self, lease: Lease) -> bool:
-        """Choose the form for the node of `lease`; False: call `prepare` before `made`.
+    def choose(self, lease: Lease, *, takes_salt: bool = False) -> bool:
+        """Choose the form for the node of `lease`; False: call `prepare` before `made`. `takes_salt`: the node reads
+        the tenant in `cache_salt`.
 
         Raises InsufficientQuota or RateLimitExceeded where the budget is too small for a foreign server, which cannot
         receive a limit for the tokens of the prompt.
@@ -98,14 +103,16 @@ class OutgoingBody:
         route, body, is_foreign = self._route, self._received, not lease.has_lifecycle
         has_budget = is_foreign and self._admitted.reservation.token_limit is not None
         limit = self._foreign_limit() if has_budget else None
+        tenant = narrowed_tenant(self._request, self._admitted) if takes_salt and route.generates else EVERYBODY
         if route.target:
             return self._edited is not None or not is_parsed_elsewhere(body)
         translates = route.generates and route.dialect not in lease.dialects
-        if translates != self._translates or limit != self._limit:
-            self._translates, self._limit, self._edited, self._translated = translates, limit, None, None
+        if (translates, limit, tenant) != (self._translates, self._limit, self._tenant):
+            self._translates, self._limit, self._tenant = translates, limit, tenant
+            self._edited = self._translated = None
         if translates:
             return self._translated is not None or not is_parsed_elsewhere(body)
-        if self._edited is None and not self._is_renamed and (limit is None or not route.generates):
+        if self._edited is None and not self._edits:
             self._edited = body
         self._unchecked = (
             is_foreign and not self._is_checked and (len(body) >= LARGE_RELAYED_BYTES or may_have_media(body))
@@ -122,7 +129,9 @@ class OutgoingBody:
             self._edited = await parser.translate_embed(self._received, self._admitted.model, client)
         elif self._translates:
             dialect, model = self._route.dialect, self._admitted.model
-            self._translated = await parser.translate(dialect, self._received, model, client, max_tokens=self._limit)
+            self._translated = await parser.translate(
+                dialect, self._received, model, client, max_tokens=self._limit, tenant=self._tenant
+            )
         else:
             if self._unchecked:
                 await parser.check_media(self._received, client)
@@ -157,6 +166,8 @@ class OutgoingBody:
             edits["model"] = self._admitted.model
         if self._limit is not None and self._route.generates:
             edits[_LIMITS[self._route.dialect][0]] = self._limit
+        if self._tenant:
+            edits["cache_salt"] = self._tenant.hex()
         return edits
 
     @property
@@ -166,7 +177,7 @@ class OutgoingBody:
     def _translation(self, limit: int | None) -> tuple[bytes, ChatTranslation]:
         if self._translated is None:
             request = self._route.codec.parse(self._received)
-            self._translated = request, protocol.translated(request, self._admitted.model, limit)
+            self._translated = request, protocol.translated(request, self._admitted.model, limit, self._tenant)
         request, body = self._translated
         response_id = self._route.codec.ID_PREFIX + self._request.id.decode().removeprefix("req_")
         if self._keeper is not None and self._keeper.kept is not None:

@@ -14,10 +14,21 @@ from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import Route
 from cortex.http.request import Headers
 from cortex.wire.dialects.openai_responses import kept
-from cortex.wire.node.headers import ATTEMPT_ID, BUDGET, ERROR_DETAILS, NO_DETAILS, NODE, PRINCIPAL, TOKEN_LIMIT, WAITED
+from cortex.wire.node.headers import (
+    ATTEMPT_ID,
+    BUDGET,
+    ERROR_DETAILS,
+    NO_DETAILS,
+    NODE,
+    PRINCIPAL,
+    TENANT,
+    TOKEN_LIMIT,
+    WAITED,
+)
 from cortex.wire.opaque.routes import SAFE_HEADERS
 
 _PRINCIPAL = PRINCIPAL.encode()
+_TENANT = TENANT.encode()
 _ATTEMPT = ATTEMPT_ID.encode()
 _NODE = NODE.encode()
 _NO_DETAILS = (ERROR_DETAILS.encode(), NO_DETAILS.encode())
@@ -43,6 +54,8 @@ def for_node(
         (_ATTEMPT, accounting.attempt_id),
         (_PRINCIPAL, header_value(reservation.principal)),
     )
+    if admitted.tenant and lease.has_lifecycle:
+        headers = (*headers, (_TENANT, admitted.tenant.hex().encode()))
     if keeper is not None and keeper.kept is not None:
         headers = (*headers, (_KEPT, keeper.kept.header_value.encode()))
     if route.reports_durations:

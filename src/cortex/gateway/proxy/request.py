@@ -15,7 +15,7 @@ from cortex.gateway.proxy import float_vectors, outgoing_headers
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE, RequestAccounting
 from cortex.gateway.proxy.accounting.running import RunningRequest
 from cortex.gateway.proxy.accounting.usage import reported_usage
-from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
+from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, narrowed_tenant
 from cortex.gateway.proxy.embedding_translation import EmbeddingTranslation
 from cortex.gateway.proxy.opaque.body import OpaqueBody
 from cortex.gateway.proxy.outgoing_body import OutgoingBody
@@ -161,7 +161,7 @@ class ProxyRequest:
         self._lease = lease
         services = self.services
         node = services.nodes[lease.node]
-        if not self._body.choose(lease):
+        if not self._body.choose(lease, takes_salt=node.section.cache_salt):
             self._rewriting = run_once(self._prepare_elsewhere(lease), "edit or translate a large request")
             return
         route, received, admitted, accounting = self.route, self.received, self.admitted, self._accounting
@@ -192,7 +192,8 @@ class ProxyRequest:
             self._relay.reject(200, JSON_HEADERS, body, body + b"\n")
 
     def _prompt_bytes(self) -> bytes:
-        return self.received.envelope.prompt_bytes(MAX_PREFIX_BYTES)
+        """What routing compares prompts by: those of different tenants have nothing in common."""
+        return narrowed_tenant(self.received, self.admitted) + self.received.envelope.prompt_bytes(MAX_PREFIX_BYTES)
 
     async def _prepare_elsewhere(self, lease: Lease) -> None:
         """Makes a body that would block the loop in another process, and sends it."""

@@ -31,7 +31,7 @@ class OpaqueBody:
             self._query, self._body = with_fields(request, found, {"model": model})
         self._own_path = self._path
 
-    def choose(self, lease: Lease) -> bool:
+    def choose(self, lease: Lease, *, takes_salt: bool = False) -> bool:  # noqa: ARG002 - no prompt in it is cached
         self._path = self._own_path  # the attempt before may have been at a node of the other kind
         if self._upstream is not None and lease.has_lifecycle:
             self._path = self._upstream

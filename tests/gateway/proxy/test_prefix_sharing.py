@@ -1,0 +1,118 @@
+"""Which tenant nodes learn of a request, what foreign servers get of it, and where prompts of tenants are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from cortex.gateway.config import Config, NeuronSection
+from cortex.gateway.ledger.groups import GroupSection
+from cortex.gateway.ledger.keys import NewKey, generate
+from cortex.routing.prefixes import leading_blocks
+from cortex.wire.node.protocol import ModelState
+
+from ..fake_neuron import GB
+
+if TYPE_CHECKING:
+    from ..fake_neuron import FakeNeuron, StartNeuron
+    from ..started_gateway import Client, StartGateway
+
+READY = ModelState.READY
+ANNA, BERT, CLEO = generate("anna"), generate("bert", group="lab"), generate("cleo", group="lab")
+KEYED: dict[str, Any] = {
+    "keys": tuple(key.section for key in (ANNA, BERT, CLEO)),
+    "groups": (GroupSection(name="lab"),),
+}
+FORGED = {"x-cortex-tenant": "00" * 16}
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
+
+
+def body_of(path: str, text: str = "hi", **more: Any) -> dict[str, Any]:
+    prompt = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    return {"model": "a", "max_tokens": 5, **prompt, **more}
+
+
+async def tenants(client: Client, node: FakeNeuron) -> list[str | None]:
+    """Those of three keys, as the node learns them."""
+    node.seen.clear()
+    for key in (ANNA, BERT, CLEO):
+        status, _ = await client.post(PATHS[0], body_of(PATHS[0]), authorization=f"Bearer {key.text}", **FORGED)
+        assert status == 200
+    return [seen.headers.get("x-cortex-tenant") for seen in node.seen]
+
+
+@pytest.mark.parametrize(("sharing", "num_tenants"), [("key", 3), ("group", 2), ("all", 0)])
+async def test_node_learns_a_digest_of_those_who_share(
+    neurons: StartNeuron, start_gateway: StartGateway, sharing: str, num_tenants: int
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast, prefix_sharing=sharing, **KEYED)
+    found = await tenants(client, beast)
+    named = [tenant for tenant in found if tenant is not None]
+    assert len(set(named)) == num_tenants
+    assert len(named) == (3 if num_tenants else 0)
+    assert all(len(tenant) == 32 and tenant not in FORGED.values() for tenant in named)
+    assert (found[1] == found[2]) == (sharing != "key"), "bert and cleo are of one group"
+    assert await tenants(await start_gateway(beast, prefix_sharing=sharing, **KEYED), beast) == found, "everywhere"
+
+
+async def test_clients_of_an_open_gateway_have_no_tenant_whatever_they_send(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast)
+    assert (await client.post(PATHS[0], body_of(PATHS[0]), **FORGED))[0] == 200
+    assert "x-cortex-tenant" not in beast.seen[0].headers
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_foreign_server_gets_a_salt_of_the_tenant_only_where_it_reads_one(
+    neurons: StartNeuron, start_gateway: StartGateway, path: str
+) -> None:
+    salts: dict[bool, list[Any]] = {}
+    for reads in (True, False):
+        server = await neurons("server", sizes={"a": GB})
+        client = await start_gateway(foreign=(server,), foreign_options={"cache_salt": reads}, **KEYED)
+        for key, more in ((ANNA, {}), (BERT, {}), (BERT, {"cache_salt": "mine"}), (ANNA, {})):
+            status, reply = await client.post(path, body_of(path, **more), authorization=f"Bearer {key.text}")
+            assert status == 200, reply
+        assert all("x-cortex-tenant" not in seen.headers for seen in server.seen)
+        salts[reads] = [msgspec.json.decode(seen.raw).get("cache_salt") for seen in server.seen]
+    anna, bert, salted, again = salts[True]
+    assert anna == again
+    assert len({anna, bert, salted, "mine"}) == 4
+    assert salts[False][:2] == [None, None]
+    assert salts[False][2] is not None, "what the client itself sends is passed on"
+
+
+def test_neuron_needs_no_salt() -> None:
+    with pytest.raises(ValueError, match="remove cache_salt"):
+        NeuronSection(name="n", endpoint="http://n:13131", cache_salt=True)
+    assert Config().gateway.prefix_sharing == "key"
+
+
+async def test_routing_finds_nothing_in_common_between_prompts_of_different_tenants(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
+    client = await start_gateway(beast, **KEYED)
+    prompts: list[bytes] = []
+    lease_now = client.gateway.dispatcher.lease_now
+
+    def recorded(model: str, prompt: Callable[[], bytes], *more: Any) -> Any:
+        prompts.append(prompt())
+        return lease_now(model, prompt, *more)
+
+    monkeypatch.setattr(client.gateway.dispatcher, "lease_now", recorded)
+    asked: list[tuple[NewKey, dict[str, str]]] = [(ANNA, {}), (BERT, {}), (ANNA, {"cache_salt": "s"}), (ANNA, {})]
+    for path in PATHS:
+        prompts.clear()
+        for key, more in asked:
+            await client.post(path, body_of(path, "hi " * 2000, **more), authorization=f"Bearer {key.text}")
+        anna, bert, salted, again = map(leading_blocks, prompts)
+        assert anna == again
+        assert len(anna) > 10
+        assert len({*anna, *bert, *salted}) == 3 * len(anna)

@@ -1,0 +1,178 @@
+"""What real requests cost an engine on a GPU, next to greedy ones: sampled, joining streams, arriving at random.
+
+    PYTHONPATH=src:bench python bench/request_kinds.py kinds joining arrivals
+
+`kinds`: a decode step of 1, 64 and 256 streams for each kind of sampling, and its share of the greedy speed.
+`joining`: the time to the first token of a prompt that joins running streams. `arrivals`: Poisson arrivals with
+log-normal lengths.
+Weights are random, and draft tokens are off: a random model repeats itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Iterator
+
+import torch
+
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.engine.roofline.device_limits import measure_limits
+from engine import GREEDY, SHAPES, random_engine
+
+SAMPLED = SamplingParams(temperature=0.7, top_p=0.9)
+KINDS = {
+    "greedy": GREEDY,
+    "temperature": SamplingParams(),
+    "top_p 0.9": SamplingParams(top_p=0.9),
+    "t 0.7, top_p 0.8, top_k 20": SamplingParams(temperature=0.7, top_p=0.8, top_k=20),
+    "min_p": SamplingParams(min_p=0.05),
+    "seed": SamplingParams(seed=4, top_p=0.9),
+    "penalties": SamplingParams(temperature=0.7, presence_penalty=1.5, frequency_penalty=0.2),
+    "repetition": SamplingParams(temperature=0.7, repetition_penalty=1.1),
+    "logprobs 5": SamplingParams(temperature=0.0, top_logprobs=5),
+    "bias of 300": SamplingParams(temperature=0.0, logit_bias=tuple((token, 1.0) for token in range(300))),
+    "greedy again": GREEDY,
+}
+STREAMS = (1, 64, 256)
+WARM_STEPS, TIMED_STEPS, TRIES = 60, 30, 3
+JOINING_TOKENS = (16, 64, 128, 256, 400, 800, 2000)
+ARRIVALS_PER_S, ARRIVAL_S = (4, 8, 16, 32), 12
+
+
+class Bench:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._random = random.Random(3)
+        self._num_requests = 0
+
+    def prompt(self, num_tokens: int) -> tuple[int, ...]:
+        most = min(self._engine.info.vocab_size, 120_000)
+        return tuple(self._random.randrange(1000, most) for _ in range(num_tokens))
+
+    def submit(self, num_tokens: int, max_tokens: int, sampling: SamplingParams) -> str:
+        self._num_requests += 1
+        name = str(self._num_requests)
+        self._engine.submit(EngineRequest(name, self.prompt(num_tokens), max_tokens, sampling))
+        return name
+
+    def steps(self, count: int) -> float:
+        """Seconds of one of `count` steps."""
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            self._engine.step()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / count
+
+    def end(self, names: list[str]) -> None:
+        for name in names:
+            self._engine.cancel(name)
+        while self._engine.has_work:
+            self._engine.step()
+
+    def kinds(self) -> Iterator[str]:
+        for streams in STREAMS:
+            greedy_s = 0.0
+            for kind, sampling in KINDS.items():
+                names = [self.submit(64, 400, sampling) for _ in range(streams)]
+                self.steps(WARM_STEPS)
+                step_s = min(self.steps(TIMED_STEPS) for _ in range(TRIES))
+                self.end(names)
+                greedy_s = greedy_s or step_s
+                yield f"{streams:4} streams, {kind:28} {step_s * 1e3:7.3f} ms ({greedy_s / step_s:.3f} of greedy)"
+
+    def joining(self) -> Iterator[str]:
+        for sampling, kind in ((GREEDY, "greedy"), (SAMPLED, "sampled")):
+            for streams in (16, 48):
+                names = [self.submit(500, 400, sampling) for _ in range(streams)]
+                self.steps(WARM_STEPS)
+                step_ms = self.steps(TIMED_STEPS) * 1e3
+                found = [
+                    (tokens, min(self._first_token_ms(tokens, sampling) for _ in range(TRIES)))
+                    for tokens in JOINING_TOKENS
+                ]
+                self.end(names)
+                cells = ", ".join(f"{tokens}: {ms:.1f}" for tokens, ms in found)
+                yield f"{streams} {kind} streams, step {step_ms:.2f} ms; ms to the first token, by prompt: {cells}"
+
+    def _first_token_ms(self, num_tokens: int, sampling: SamplingParams) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        name = self.submit(num_tokens, 2, sampling)
+        while not any(output.request_id == name and output.tokens for output in self._engine.step()):
+            pass
+        took_ms = (time.perf_counter() - start) * 1e3
+        self.steps(4)
+        return took_ms
+
+    def arrivals(self) -> Iterator[str]:
+        for per_s in ARRIVALS_PER_S:
+            yield f"{per_s} arrivals per second: {self._arrive(per_s)}"
+
+    def _arrive(self, per_s: int) -> str:
+        draw, at, coming = random.Random(5), 0.0, []
+        for _ in range(per_s * ARRIVAL_S):
+            at += draw.expovariate(per_s)
+            prompt, response = int(draw.lognormvariate(6.0, 1.0)) + 8, int(draw.lognormvariate(5.0, 0.8)) + 8
+            coming.append((at, min(4000, prompt), min(900, response)))
+        coming.reverse()
+        born: dict[str, float] = {}
+        last: dict[str, float] = {}
+        first_s, gaps_s, num_tokens = [], [], 0
+        start = time.perf_counter()
+        while coming or self._engine.has_work:
+            while coming and coming[-1][0] <= time.perf_counter() - start:
+                at, prompt, response = coming.pop()
+                born[self.submit(prompt, response, SAMPLED)] = at
+            if not self._engine.has_work:
+                time.sleep(0.0005)
+                continue
+            for output in self._engine.step():
+                now, name = time.perf_counter() - start, output.request_id
+                num_tokens += len(output.tokens)
+                if output.tokens:
+                    if name in last:
+                        gaps_s.append(now - last[name])
+                    else:
+                        first_s.append(now - born[name])
+                    last[name] = now
+        rate = num_tokens / (time.perf_counter() - start)
+        return f"{rate:,.0f} tok/s, first token {_percentiles(first_s)}, gaps {_percentiles(gaps_s)}"
+
+
+def _percentiles(seconds: list[float]) -> str:
+    ordered = sorted(seconds)
+    p50, p90, p99 = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3 for share in (0.5, 0.9, 0.99))
+    return f"p50 {p50:.1f} p90 {p90:.1f} p99 {p99:.1f} ms"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="+", choices=("kinds", "joining", "arrivals"))
+    parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--quant", help="as of bench/engine.py")
+    arguments = parser.parse_args()
+    device = torch.device("cuda:0")
+    torch.cuda.set_device(device)
+    limits = measure_limits(device, 4 << 30)
+    assert limits is not None, "that much is enough"
+    spec = LoadSpec("", max_num_seqs=max(STREAMS), speculation="off")
+    engine = random_engine(arguments.model, device, spec, arguments.quant)
+    engine.compiled(lambda *_: None, lambda: False)
+    engine.warm_up()
+    while engine.prepare():
+        pass
+    print(f"{torch.cuda.get_device_name()}, {arguments.model}, weights: {engine.info.weight_bytes / 1e9:.2f} GB")
+    print(f"limits: {limits.bytes_per_s / 1e12:.2f} TB/s, {limits.flops / 1e12:.0f} TFLOP/s", flush=True)
+    bench = Bench(engine)
+    for what in arguments.what:
+        for line in getattr(bench, what)():
+            print(line, flush=True)
+    engine.check_integrity()
+
+
+if __name__ == "__main__":
+    main()

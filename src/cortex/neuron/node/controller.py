@@ -264,6 +264,7 @@ class ModelController:
         callbacks = ModelCallbacks(
             on_progress=partial(self._progressed, attempt),
             on_files_ready=lambda: self._post(events.FilesReady(attempt)),
+            on_wait=self._waits,
             on_lost=self._lost,
             on_produced=lambda: self._post(events.ProducedTokens()),
         )
@@ -273,7 +274,7 @@ class ModelController:
         instance = self.instance
         if instance is None:
             raise WorkerLost("the worker that held its weights is gone")
-        await self._loader.wake(self.model, instance)
+        await self._loader.wake(self.model, instance, self._waits)
         return instance
 
     def _progressed(self, attempt: int, stage: str, done_bytes: int, total_bytes: int) -> None:
@@ -284,6 +285,11 @@ class ModelController:
         self.progress = before.advanced(stage, done_bytes, total_bytes, now_s)
         if self.progress.stage != before.stage or now_s - self._progress_published_s >= _PROGRESS_EVENT_S:
             self._progress_published_s = now_s
+            self._on_changed(self.model_id)
+
+    def _waits(self, reason: str | None) -> None:
+        if self.progress is not None and reason != self.progress.waits_for:
+            self.progress = self.progress.waiting(reason, time.monotonic())
             self._on_changed(self.model_id)
 
     def _lost(self, reason: str) -> None:

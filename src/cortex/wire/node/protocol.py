@@ -116,11 +116,13 @@ class Progress(NodeValue, frozen=True):
     done_bytes: int = 0
     total_bytes: int = 0
     eta_s: float | None = None
+    waits_for: str | None = None
+    """What a load that does not advance waits for."""
 
     @property
     def finest_stage(self) -> str:
         """What users are shown."""
-        return self.substage or self.stage
+        return self.waits_for or self.substage or self.stage
 
 
 class StoredForm(NodeValue, frozen=True):

@@ -20,7 +20,8 @@ from cortex.http.upstream.pool import Pool
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.harness.command import host
 from cortex.neuron.node.harness.command.harness import CommandEstimates, CommandHarness, ServedFiles
-from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, ServerMemory, free_port, server_info
+from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, free_port, server_info
+from cortex.neuron.node.harness.command.server_memory import ServerMemory
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.node import Node
 from cortex.neuron.servers.entry import HarnessEntry
@@ -188,6 +189,18 @@ async def test_an_unload_ends_a_server_that_is_starting(tmp_path: Path) -> None:
         await node.unload(UnloadRequest(model_id="m"))
         assert not servers()
         assert node.model("m").state is ModelState.COLD
+
+
+async def test_a_server_that_starts_does_not_delay_another_one(tmp_path: Path) -> None:
+    settings = config()
+    slow = {"name": "slow", "cmd": [*START, "--is-never-healthy"], "memory_mb": 16}
+    settings["harnesses"].append(slow)
+    settings["models"].append({"id": "slow", "harness": "slow"})
+    async with running_node(tmp_path, settings) as node:
+        await node.load(LoadRequest(model_id="slow"), wait=False)
+        await until(servers)
+        assert (await load(node)).state is ModelState.READY
+        assert node.model("slow").state is ModelState.LOADING
 
 
 async def test_unsupported_options_are_rejected(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ MEMORY_CASES: list[tuple[str, dict[str, Any], Verdict, Protection | None, str]] 
         {"old": {"age_s": 5}},
         Verdict.BLOCKED,
         Protection.YOUNG,
-        "waits for old: loaded 5 s ago, kept for another 15 s",
+        "waits for old: loaded 5 s ago, kept for another 15 s for its other clients",
     ),
     (
         "loaded a moment ago and busy: busy is what ends last or not at all",

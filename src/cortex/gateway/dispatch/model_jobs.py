@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from cortex.fleet.demand import Demand
 from cortex.fleet.holdings import ON_DEVICE
 from cortex.fleet.placement.decision import Decision
 from cortex.fleet.placement.eviction import is_freed_by_sleep
@@ -65,11 +66,17 @@ class ModelJobs:
     """Owned by the dispatcher; every method runs inside one of its events."""
 
     def __init__(
-        self, fleet_state: FleetState, effects: Effects, event_log: EventLog, clock: Callable[[], float]
+        self,
+        fleet_state: FleetState,
+        effects: Effects,
+        event_log: EventLog,
+        demand: Demand,
+        clock: Callable[[], float],
     ) -> None:
         self._fleet_state = fleet_state
         self._effects = effects
         self._event_log = event_log
+        self._demand = demand
         self._clock = clock
         self._watchers: dict[tuple[ModelOnNode, Watched], list[Watcher]] = {}
         self._last_loads: dict[ModelOnNode, tuple[float, float]] = {}
@@ -100,6 +107,7 @@ class ModelJobs:
             parts=tuple((part.node, part.reservation(target.model)) for part in decision.parts),
         )
         self._fleet_state.loads[target] = job
+        self._demand.load_began(target, for_requests=decision.origin in ("request", "background"))
         for victim in decision.evictions:
             holder = self._fleet_state.fleet.node(victim.node)
             frees = holder is not None and is_freed_by_sleep(holder)
@@ -156,6 +164,7 @@ class ModelJobs:
         job = self._fleet_state.loads.pop(target, None)
         self._event_log.settled(model)
         if isinstance(result, ModelStatus):
+            self._demand.load_ended(target, self._clock())
             self._fleet_state.update_model(node, result, self._clock())
             self._fleet_state.count_load(node)
             if job is not None:
@@ -163,10 +172,10 @@ class ModelJobs:
             self._fleet_state.failures.pop(target, None)
             self._fleet_state.shortfalls.pop(target, None)
             self._event_log.happened("model_loaded", node=node, model=model, bytes=result.measured_bytes)
-        elif is_cancelled:
-            self._event_log.happened("load_cancelled", node=node, model=model)
         else:
-            self._event_log.happened("load_failed", node=node, model=model, why=result.message)
+            self._demand.gone(target)
+            kind, why = ("load_cancelled", {}) if is_cancelled else ("load_failed", {"why": result.message})
+            self._event_log.happened(kind, node=node, model=model, **why)
         return job
 
     def load_seconds(self, target: ModelOnNode, since: float) -> float:
@@ -188,6 +197,7 @@ class ModelJobs:
         self._fleet_state.unloads.pop(target, None)
         self._event_log.settled(model)
         if error is None:
+            self._demand.gone(target)
             self._last_loads.pop(target, None)
             self._fleet_state.failures.pop(target, None)
             self._fleet_state.shortfalls.pop(target, None)

@@ -74,6 +74,9 @@ class ModelController:
         self._asleep_waiters: Waiters = set()
         self._gone_waiters: Waiters = set()
         self._progress_published_s = 0.0
+        self.load_s: float | None = None
+        """How long the latest load or wake took, without its download and what it waited for."""
+        self._load_began_s = 0.0
 
     # For callers
 
@@ -187,6 +190,8 @@ class ModelController:
             reason = f": {self.life.reason.removeprefix(f'{self.model_id}: ')}" if self.life.reason else ""
             level = logging.WARNING if reason else logging.INFO
             log.log(level, "%s: %s → %s%s", self.model_id, before.value, after.value, reason)
+            if after is ModelState.READY:
+                self.load_s = round(time.monotonic() - self._load_began_s, 3)
             if after not in (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING):
                 self.progress = None
         for effect in effects:
@@ -229,7 +234,8 @@ class ModelController:
     def _start(self, attempt: int, verb: str, work: Callable[[], Awaitable[Instance]]) -> None:
         if self._closing:
             return
-        self.progress = LoadProgressTracker.begin(time.monotonic())
+        self._load_began_s = time.monotonic()
+        self.progress = LoadProgressTracker.begin(self._load_began_s)
         self._task = asyncio.create_task(self._run(attempt, work), name=f"{verb} {self.model_id}")
         self._task.add_done_callback(partial(self._post_if_cancelled, attempt))
 
@@ -261,9 +267,10 @@ class ModelController:
 
     async def _load(self, attempt: int, delay_s: float) -> Instance:
         await asyncio.sleep(delay_s)
+        self._load_began_s = time.monotonic()
         callbacks = ModelCallbacks(
             on_progress=partial(self._progressed, attempt),
-            on_files_ready=lambda: self._post(events.FilesReady(attempt)),
+            on_files_ready=partial(self._files_ready, attempt),
             on_wait=self._waits,
             on_lost=self._lost,
             on_produced=lambda: self._post(events.ProducedTokens()),
@@ -287,7 +294,13 @@ class ModelController:
             self._progress_published_s = now_s
             self._on_changed(self.model_id)
 
+    def _files_ready(self, attempt: int) -> None:
+        self._load_began_s = time.monotonic()
+        self._post(events.FilesReady(attempt))
+
     def _waits(self, reason: str | None) -> None:
+        if reason is None:
+            self._load_began_s = time.monotonic()
         if self.progress is not None and reason != self.progress.waits_for:
             self.progress = self.progress.waiting(reason, time.monotonic())
             self._on_changed(self.model_id)

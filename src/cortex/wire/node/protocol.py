@@ -248,6 +248,8 @@ class ModelStatus(NodeValue, frozen=True):
     state_age_s: float = 0.0
     idle_s: float = 0.0
     """Seconds since the last request ended; 0 while one runs."""
+    load_s: float | None = None
+    """How long its latest load or wake took, without downloads and waits; absent: it had none."""
     bench: BenchResult | None = None
     """How fast it is there, as measured; absent: it was not, or something has changed since."""
 

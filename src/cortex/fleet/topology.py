@@ -51,6 +51,8 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Requests this gateway has there now. Fresher than the node's last report."""
     pinned: bool = False
     """Pinned by the operator, beyond the catalogue."""
+    closed: bool = False
+    """It takes no new requests, and is unloaded for an overdue model once those in progress have ended."""
 
     @property
     def model_id(self) -> str:

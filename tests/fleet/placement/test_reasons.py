@@ -54,9 +54,9 @@ MEMORY_CASES: list[tuple[str, dict[str, Any], Verdict, Protection | None, str]] 
     (
         "unloading",
         {"old": {"state": ModelState.UNLOADING, "age_s": 3}},
-        Verdict.BLOCKED,
-        Protection.CHANGING,
-        "waits for old: unloading for 3 s",
+        Verdict.FITS_SOON,
+        None,
+        "fits once old is gone, which is being unloaded",
     ),
     (
         "recovering",

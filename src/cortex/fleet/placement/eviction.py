@@ -68,8 +68,10 @@ class Occupant(msgspec.Struct, frozen=True, kw_only=True):
     """Those that it has parts on."""
     elsewhere_bytes: int = 0
     """What its unload would free on the others."""
+    is_unloading: bool = False
+    """Its memory will be free without an eviction."""
     is_leaving: bool = False
-    """Evicted already for the same newcomer, which takes room on another of its nodes."""
+    """The same, or it is evicted already for the same newcomer, which takes room on another of its nodes."""
 
     @property
     def whole_bytes(self) -> int:
@@ -90,7 +92,7 @@ def protected(
 ) -> Protection | None:
     """Why `held` must not be evicted for `newcomer`; `None` when it may. Lasting reasons come before temporary ones."""
     if held.state is ModelState.UNLOADING:
-        return Protection.CHANGING
+        return None if is_leaving(held, node) else Protection.CHANGING
     if not node.has_lifecycle:
         return Protection.UNMANAGED
     spec = fleet.catalogue.spec(held.model_id)
@@ -102,11 +104,17 @@ def protected(
         return Protection.BACKGROUND
     if held.state is ModelState.ASLEEP:
         return None
-    if held.state is not ModelState.READY:
+    if held.state is not ModelState.READY or held.closed:
         return Protection.CHANGING
     if held.is_busy:
         return Protection.BUSY
     return Protection.YOUNG if _is_kept(held, node, newcomer, fleet, now) else None
+
+
+def is_leaving(held: Residency, node: Node) -> bool:
+    """Whether the device memory of the model will be free without an eviction: it is being unloaded, or put to sleep
+    where that frees its device."""
+    return held.state is ModelState.UNLOADING and (is_freed_by_sleep(node) or not node.can_sleep)
 
 
 def _is_kept(held: Residency, node: Node, newcomer: ModelSpec, fleet: Fleet, now: float) -> bool:
@@ -137,7 +145,8 @@ def protection(
         case None:
             return None
         case Protection.CHANGING:
-            return kept, f"{held.state} for {duration(age_s)}"
+            state = f"{held.state} for {duration(age_s)}"
+            return kept, "it makes room for a model that has waited for longer" if held.closed else state
         case Protection.UNMANAGED:
             return kept, "its node does not unload models on request"
         case Protection.PINNED:

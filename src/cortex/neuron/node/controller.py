@@ -21,6 +21,7 @@ from cortex.neuron.node.loading.device_room import RoomElsewhere
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.progress import LoadProgressTracker
+from cortex.neuron.node.memory.ceilings import ModelHolding
 from cortex.neuron.node.memory.sleep_budget import SleepBudget
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.model_host import Damaged, SleepRejected
@@ -68,7 +69,9 @@ class ModelController:
         self._drain_deadline_s = 0.0
         """On the loop's clock."""
         self._drain_timeout: asyncio.Timeout | None = None
-        self._to_sleep = False
+        self.leaving: ModelHolding | None = None
+        """What the model holds of its devices while it is being unloaded."""
+        self.falls_asleep = False
         """Whether the unload in progress is to end in sleep."""
         self._ready_waiters: Waiters = set()
         self._asleep_waiters: Waiters = set()
@@ -210,11 +213,11 @@ class ModelController:
                 if self._task is not None:
                     self._task.cancel()
             case events.StartUnload(attempt, drain_s, to_sleep):
-                self._to_sleep = to_sleep
+                self.falls_asleep = to_sleep
                 self._drain_deadline_s = asyncio.get_running_loop().time() + drain_s
                 self._task = asyncio.create_task(self._unload(attempt), name=f"unload {self.model_id}")
             case events.UnloadInstead():
-                self._to_sleep = False
+                self.falls_asleep = False
             case events.ShortenDrain(drain_s):
                 self._drain_deadline_s = min(self._drain_deadline_s, asyncio.get_running_loop().time() + drain_s)
                 if self._drain_timeout is not None and not self._drain_timeout.expired():
@@ -317,15 +320,19 @@ class ModelController:
         is_asleep = False
         try:
             if instance is not None:
+                indices, resident = instance.host.device_indices, instance.host.resident
+                if resident is not None:
+                    self.leaving = ModelHolding(self.model_id, indices, resident.device_bytes(len(indices)))
                 message = f"{self.model_id} is being unloaded; try again to have it loaded"
                 instance.close_admission(Overloaded(message, retry_after_s=2))
                 await self._drain(instance)
-                is_asleep = self._to_sleep and await self._put_to_sleep(instance)
+                is_asleep = self.falls_asleep and await self._put_to_sleep(instance)
                 if not is_asleep:
                     self.instance = None
                     reclaimed = await instance.unload()
                     log.info("%s: unloaded, %s", self.model_id, reclaimed)
         finally:
+            self.leaving = None
             self._post(events.UnloadEnded(attempt, is_asleep))
 
     async def _put_to_sleep(self, instance: Instance) -> bool:
@@ -341,7 +348,7 @@ class ModelController:
                 log.warning("%s: cannot be put to sleep: %s", self.model_id, error)
                 return False
         log.info("%s: asleep, %s in host memory", self.model_id, gib(instance.resident.host_bytes))
-        return self._to_sleep and self.instance is instance  # an unload or a loss may have come meanwhile
+        return self.falls_asleep and self.instance is instance  # an unload or a loss may have come meanwhile
 
     async def _drain(self, instance: Instance) -> None:
         """Returns when no request is left or at the deadline, which `ShortenDrain` may move forward."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from faulty_models import models, running_node, write_model
 
 from cortex.neuron.config import NeuronConfig
@@ -16,7 +18,9 @@ from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loads_in_progress import LoadRoom, LoadsInProgress, Reservation
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
-from cortex.neuron.worker.model_host import ModelHost
+from cortex.neuron.worker.memory import Reclaimed
+from cortex.neuron.worker.model_host import ModelHost, Resident
+from cortex.wire.errors import InsufficientCapacity
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Device, ModelState, ModelStatus
 
@@ -140,6 +144,32 @@ async def test_load_that_waited_begins_when_the_other_one_is_cancelled(tmp_path:
         await until(lambda: "next-10" in harness.hosts)
         assert waits_for(node, "next-10") == ""
         assert (await finish(tmp_path, node, harness, "next-10")).state is ModelState.READY
+
+
+@pytest.mark.parametrize("limits", [{}, {"memory_mb": 35 << 10}], ids=["device", "ceiling"])
+async def test_load_waits_for_the_unload_that_makes_room_for_it(tmp_path: Path, limits: dict[str, Any]) -> None:
+    async with card_node(tmp_path, limits=limits) as (node, harness):
+        await begin(tmp_path, node, harness, "old-30")
+        await finish(tmp_path, node, harness, "old-30")
+        host, may_end = harness.hosts["old-30"], asyncio.Event()
+        host.resident = Resident(host.info, 30 * GIB, 30 * GIB)
+        unload = host.unload
+
+        async def slow_unload() -> Reclaimed:
+            await may_end.wait()
+            harness.free_bytes += 30 * GIB
+            return await unload()
+
+        host.unload = slow_unload  # type: ignore[method-assign]
+        unloading = asyncio.create_task(node.unload(UnloadRequest(model_id="old-30")))
+        await until(lambda: node.model("old-30").state is ModelState.UNLOADING)
+        with pytest.raises(InsufficientCapacity):  # that is not enough
+            await node.load(server(tmp_path, "huge-39"), wait=True)
+        await node.load(server(tmp_path, "next-20"), wait=False)
+        await until(lambda: waits_for(node, "next-20") == "waits for the unload of old-30")
+        may_end.set()
+        await unloading
+        await until(lambda: "next-20" in harness.hosts)
 
 
 async def test_memory_that_a_load_has_taken_already_is_not_counted_twice(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 
 from cortex.neuron.node.devices import NodeDevices, ReadDevices
@@ -13,7 +14,7 @@ from cortex.neuron.node.loading.device_choice import ChosenDevices, DeviceChoice
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loads_in_progress import LoadRoom, LoadsInProgress, OnWait, Reservation
 from cortex.neuron.node.loading.preflight import usable_now
-from cortex.neuron.node.memory.ceilings import MemoryCeilings, smallest
+from cortex.neuron.node.memory.ceilings import MemoryCeilings, ModelHolding, smallest
 from cortex.neuron.node.memory.limits import NodeLimits
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.neuron.worker.faults import FaultKind
@@ -48,8 +49,10 @@ class DeviceRoom:
         estimates_of: Callable[[KnownModel], Estimates],
         ceilings: MemoryCeilings,
         read_devices: ReadDevices,
+        leaving: Callable[[bool], list[ModelHolding]] = lambda _: [],
     ) -> None:
-        """`estimates_of`: those of the model's harness."""
+        """`estimates_of`: those of the model's harness. `leaving`: the models that are being unloaded, given whether
+        a sleep frees the devices."""
         self._devices = devices.all
         self._supervisors = devices.supervisors
         self._claims = devices.claims
@@ -58,6 +61,7 @@ class DeviceRoom:
         self._estimates_of = estimates_of
         self._ceilings = ceilings
         self._read_devices = read_devices
+        self._leaving = partial(leaving, devices.all[0].kind != "cpu")
         self._loads = LoadsInProgress(devices.all)
         self._deciding = asyncio.Lock()
         """Held while the devices are read and a load is decided, so that no two loads count on the same memory."""
@@ -70,7 +74,7 @@ class DeviceRoom:
         async with contextlib.AsyncExitStack() as held:
             candidates = self._devices
             if self._estimates_of(model).loads_in_worker:
-                candidates = await self._likely_devices(model, facts)
+                candidates = await self._likely_devices(model, facts, on_wait)
                 indices = tuple(device.index for device in candidates)
                 await held.enter_async_context(self._loads.turn(model.id, indices, on_wait))
             chosen, reservation = await self._reserve(model, facts, candidates, on_wait)
@@ -79,18 +83,19 @@ class DeviceRoom:
             on_wait(None)
             yield LoadRoom(chosen, partial(self._for_reload, model, facts), reservation)
 
-    async def _likely_devices(self, model: KnownModel, facts: FileFacts) -> tuple[Device, ...]:
+    async def _likely_devices(self, model: KnownModel, facts: FileFacts, on_wait: OnWait) -> tuple[Device, ...]:
         """Where a load would run in workers now; if possible, where no other one does. Raises InsufficientCapacity."""
         busy = self._loads.devices_with_turns
         idle = tuple(device for device in self._devices if device.index not in busy)
         with contextlib.suppress(InsufficientCapacity):
-            return (await self._choose(model, facts, idle)).devices
-        return (await self._choose(model, facts, self._devices)).devices
+            return (await self._choose(model, facts, idle, on_wait)).devices
+        return (await self._choose(model, facts, self._devices, on_wait)).devices
 
     async def _reserve(
         self, model: KnownModel, facts: FileFacts, candidates: tuple[Device, ...], on_wait: OnWait
     ) -> tuple[ChosenDevices, Reservation]:
-        """Raises InsufficientCapacity where the model would have no room without other loads either."""
+        """Raises InsufficientCapacity where the model would have no room without other loads, nor after the unloads in
+        progress."""
         while True:
             async with self._deciding:
                 is_settling = any(map(_is_settling, self._supervisors.values()))
@@ -104,8 +109,7 @@ class DeviceRoom:
                         chosen = choice.choose()
                     except InsufficientCapacity:
                         if not is_settling:
-                            self._choice(model, facts, candidates, readings).choose()
-                            reason = self._loads.memory_awaited([device.index for device in candidates])
+                            reason = self._awaited(model, facts, candidates, readings)
                     else:
                         return chosen, self._begin(model, facts, choice, chosen)
                 changed = self._loads.changed
@@ -139,20 +143,21 @@ class DeviceRoom:
 
     @contextlib.asynccontextmanager
     async def _reserved(self, reservation: Reservation, on_wait: OnWait) -> AsyncIterator[None]:
-        """Reserves memory of given devices, once loads in progress leave it. If it is not there without them either,
-        the load itself finds that out."""
+        """Reserves memory of given devices, once loads and unloads in progress leave it. If there would be too little
+        then, too, the load itself finds that out."""
         indices = reservation.device_bytes.keys()
         while True:
             async with self._deciding:
                 free = self._extras.without(await self._read())
-                left = self._loads.applied(free)
+                left, soon = self._loads.applied(free), self._after_unloads(free)
                 needs = {index: reservation.outstanding_bytes(index) for index in indices & free.keys()}
                 changed = self._loads.changed
-                if not any(left[index].free_bytes < need <= free[index].free_bytes for index, need in needs.items()):
+                if not any(left[index].free_bytes < need <= soon[index].free_bytes for index, need in needs.items()):
                     self._loads.begin(reservation)
                     break
-            on_wait(self._loads.memory_awaited(indices))
-            await self._loads.wait(changed)
+                is_free = all(need <= free[index].free_bytes for index, need in needs.items())
+            on_wait(self._loads.memory_awaited(indices) if is_free else self._unloads_awaited())
+            await self._loads.wait(changed, *(() if is_free else (SETTLE_INTERVAL_S,)))
         try:
             on_wait(None)
             yield
@@ -245,7 +250,7 @@ class DeviceRoom:
             if error.kind is not FaultKind.OUT_OF_MEMORY:
                 return False
         try:
-            chosen = await self._choose(model, facts, self._devices)
+            chosen = await self._choose(model, facts, self._devices, lambda _: None)
         except (InsufficientCapacity, LoadFailed):
             return False
         if chosen.free_bytes and sum(chosen.free_bytes) < resident.measured_bytes:  # its layers are divided
@@ -276,14 +281,16 @@ class DeviceRoom:
         readings: Mapping[int, DeviceReading],
         *,
         counts_loads: bool = False,
+        gone: Collection[str] = (),
     ) -> DeviceChoice:
-        """`counts_loads`: the memory that loads in progress may still take is not free."""
+        """`counts_loads`: the memory that loads in progress may still take is not free. `gone`: models that count as
+        unloaded."""
         estimates = self._estimates_of(model)
         after_loads = self._loads.applied(readings) if counts_loads else readings
 
         def left(device: Device) -> int | None:
             if not counts_loads:
-                return self._ceilings.left_bytes(device.index, model.num_devices, but=model.id)
+                return self._ceilings.left_bytes(device.index, model.num_devices, but=model.id, gone=gone)
             left_bytes = self._left_bytes(device, model.num_devices, model.id)
             if not self._loads.affecting((device.index,)):
                 return left_bytes
@@ -293,8 +300,10 @@ class DeviceRoom:
         excluded = self._claims.conflicts(spans=bool(model.nodes)) if model.is_divided else {}
         return DeviceChoice(model, facts, candidates, after_loads, estimates, excluded=excluded, left=left)
 
-    async def _choose(self, model: KnownModel, facts: FileFacts, candidates: tuple[Device, ...]) -> ChosenDevices:
-        """As if no other load were in progress. Waits a moment for memory that was just freed, then raises
+    async def _choose(
+        self, model: KnownModel, facts: FileFacts, candidates: tuple[Device, ...], on_wait: OnWait
+    ) -> ChosenDevices:
+        """As if no other load were in progress. Waits for memory that is being freed, or was a moment ago, then raises
         InsufficientCapacity."""
         while True:
             readings = self._extras.without(await self._read())
@@ -302,8 +311,46 @@ class DeviceRoom:
                 return self._choice(model, facts, candidates, readings).choose()
             except InsufficientCapacity:
                 if not any(map(_is_settling, self._supervisors.values())):
-                    raise
+                    on_wait(self._awaited(model, facts, candidates, readings))
             await asyncio.sleep(SETTLE_INTERVAL_S)
+
+    def _awaited(
+        self,
+        model: KnownModel,
+        facts: FileFacts,
+        candidates: tuple[Device, ...],
+        readings: Mapping[int, DeviceReading],
+    ) -> str:
+        """What a load without room waits for. Raises InsufficientCapacity where nothing in progress makes room."""
+        try:
+            self._choice(model, facts, candidates, readings).choose()
+        except InsufficientCapacity as error:
+            gone = {holding.model_id for holding in self._leaving()}
+            try:
+                self._choice(model, facts, candidates, self._after_unloads(readings), gone=gone).choose()
+            except InsufficientCapacity:
+                raise error from None
+            return self._unloads_awaited()
+        return self._loads.memory_awaited([device.index for device in candidates])
+
+    def _unloads_awaited(self) -> str:
+        names = dict.fromkeys(holding.model_id for holding in self._leaving())
+        return f"waits for the unload of {', '.join(names)}"
+
+    def _after_unloads(self, readings: Mapping[int, DeviceReading]) -> dict[int, DeviceReading]:
+        """The readings as they will be once the unloads in progress have ended, at most."""
+        shares = sum(device.kind == "cpu" for device in self._devices)
+        leaving = self._leaving()
+
+        def freed(index: int) -> int:
+            if shares:
+                return sum(holding.num_bytes for holding in leaving) // shares
+            return sum(holding.bytes_on(index) for holding in leaving)
+
+        return {
+            index: replace(reading, free_bytes=min(reading.total_bytes, reading.free_bytes + freed(index)))
+            for index, reading in readings.items()
+        }
 
 
 async def wake_settled(host: ModelHost) -> None:

@@ -6,7 +6,7 @@ what is free, which `limits.min_free_vram_mb` is about.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from cortex.neuron.config import NeuronConfig
@@ -63,12 +63,20 @@ class MemoryCeilings:
         self.configured = ceilings
         self._holdings = holdings
 
-    def left_bytes(self, index: int, num_devices: int, *, but: str, loading: Iterable[ModelHolding] = ()) -> int | None:
+    def left_bytes(
+        self,
+        index: int,
+        num_devices: int,
+        *,
+        but: str,
+        loading: Iterable[ModelHolding] = (),
+        gone: Collection[str] = (),
+    ) -> int | None:
         """What the model `but`, over `num_devices`, may take of the device next to the other models; None without a
-        ceiling. `loading`: what loads in progress will hold."""
+        ceiling. `loading`: what loads in progress will hold. `gone`: models that do not count."""
         held = list(self._holdings())
         held += [_beyond(coming, held) for coming in loading]
-        others = [holding for holding in held if holding.model_id != but]
+        others = [holding for holding in held if holding.model_id != but and holding.model_id not in gone]
         here = sum(holding.bytes_on(index) for holding in others)
         own, node = self.configured.on(index), self.configured.node_bytes
         return smallest(

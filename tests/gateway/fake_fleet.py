@@ -72,6 +72,10 @@ class FakeFleet:
         self.benches: dict[tuple[str, str], BenchResult] = {}
         self.kept: dict[tuple[str, str], HostKV] = {}
         self.leaving: set[tuple[str, str]] = set()
+        self.foreign_bytes = 0
+        """What other programs hold of every device."""
+        self.failure_code: str | None = None
+        """Of the models in `failed`."""
         self.load_s: float | None = None
         """What loads take, as nodes report it."""
         self.kv_tokens: int | None = None
@@ -142,6 +146,7 @@ class FakeFleet:
             nodes=self.spans.get(model, ()),
             parallel="tensor" if model in self.spans else None,
             load=ModelLoad(running=self.running.get((node, model), 0)),
+            reason_code=self.failure_code if (node, model) in self.failed else None,
             bench=self.benches.get((node, model)),
             kv_tokens=None if since is None else self.kv_tokens,
             kv_host=self.kept.get((node, model)),
@@ -165,7 +170,7 @@ class FakeFleet:
                     DeviceHealth(
                         index=index,
                         total_bytes=self.total_bytes,
-                        free_bytes=self.total_bytes - taken,
+                        free_bytes=self.total_bytes - taken - self.foreign_bytes,
                     )
                     for index, taken in enumerate((used, *([0] * (self.num_devices - 1))))
                 ),

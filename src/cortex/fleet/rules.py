@@ -35,4 +35,5 @@ class EvictionRules(Section, frozen=True):
     A request whose model only unreachable nodes have, or such as shut down, fails after this time; where the operator
     drained all of them, it fails at once."""
     retry_failed_after_s: Seconds = 30.0
-    """After a failed load, the same model is not tried on the same node for this long."""
+    """After a failed load, the same model is not tried on the same node for this long; one that failed for lack of
+    memory is tried as soon as the node has more."""

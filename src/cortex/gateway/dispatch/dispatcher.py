@@ -285,12 +285,14 @@ class Dispatcher(DispatchView, StateMachine):
 
     @event
     def _retry_load(self, job: LoadJob, error: CortexError) -> None:
-        """Load again at once if other models can be evicted for it. If they are busy, queued requests wait for that."""
+        """Load again at once if other models can be evicted for it. If they are busy, or other programs have taken the
+        memory, queued requests wait for that."""
         node, model = job.target
         # A request that arrived since may evict what the load was not started to evict.
         origin = self._queues.origin(model) if job.origin == "background" else job.origin
         decision = place(model, self.fleet, self._clock(), origin=origin, only_on=node)
-        is_blocked = any(assessment.verdict is Verdict.BLOCKED for assessment in decision.assessments)
+        passing = (Verdict.BLOCKED, Verdict.CROWDED)
+        is_blocked = any(assessment.verdict in passing for assessment in decision.assessments)
         if decision.action in ("load", "wake"):
             self.start_load(decision)
         elif any(assessment.waits_for_foreground for assessment in decision.assessments):

@@ -20,7 +20,13 @@ from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import FleetState, LoadFailure, LoadJob
 from cortex.gateway.dispatch.load_requests import load_request
 from cortex.wire.error_codes import from_code
-from cortex.wire.errors import CortexError, LoadFailed, UnloadedWhileLoading, UpstreamUnavailable
+from cortex.wire.errors import (
+    CortexError,
+    InsufficientCapacity,
+    LoadFailed,
+    UnloadedWhileLoading,
+    UpstreamUnavailable,
+)
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Health, ModelState, ModelStatus
 
@@ -185,10 +191,13 @@ class ModelJobs:
         return max(0.0, ended_at - max(begun_at, since))
 
     def give_up(self, target: ModelOnNode, error: CortexError) -> None:
-        """The load is not tried again there until `retry_failed_after_s` has passed."""
+        """The load is not tried again there until `retry_failed_after_s` has passed, or the memory that it lacked is
+        there."""
         self._fleet_state.loads.pop(target, None)
         self._fleet_state.shortfalls.pop(target, None)
-        self._fleet_state.failures[target] = LoadFailure(self._clock(), error.message, error.code)
+        have_bytes = 0 if isinstance(error, InsufficientCapacity) else None
+        failure = LoadFailure(self._clock(), error.message, error.code, have_bytes=have_bytes)
+        self._fleet_state.failures[target] = failure
         self.notify(target, "load", error)
 
     def unload_ended(self, target: ModelOnNode, error: CortexError | None) -> None:

@@ -115,10 +115,6 @@ async def test_placed_by_bytes(tmp_path: Path, where: dict[str, Any]) -> None:
             {"cmd": [*START, "--is-never-healthy", "--ignores-sigterm"], "health": {"timeout_s": 0.5}},
             "not healthy within 0.5 s .health.path /health, health.timeout_s.: ",
         ),
-        (
-            {"cmd": ["/bin/sh", "-c", 'ulimit -v 90000; exec "$@"', "sh", *START, "--holds-mb", "200"]},
-            "ended with status 1; the end of its log: .*MemoryError",
-        ),
         ({"cmd": [*START, "${CONTEXT}"]}, "needs \\$\\{CONTEXT\\}; set `context_tokens`"),
         ({"cmd": [*START, "${NOPE}"]}, "uses \\$\\{NOPE\\}, which does not exist; there are \\$\\{PORT\\}"),
         ({"cmd": [*START, "${env.NOT_THERE}"]}, "environment variable NOT_THERE"),
@@ -132,6 +128,26 @@ async def test_a_server_that_does_not_start_fails_the_load(tmp_path: Path, entry
             await load(node)
         assert node.model("m").state is ModelState.FAILED
         assert not servers()
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (
+            ["/bin/sh", "-c", 'ulimit -v 90000; exec "$@"', "sh", *START, "--holds-mb", "200"],
+            "ended with status 1; the end of its log: .*MemoryError",
+        ),
+        ([*START, "--exits", "1", "--say", "CUDA error: out of memory"], "ended with status 1"),
+        (["/bin/sh", "-c", "kill -9 $$", "${PORT}"], "ended by signal 9, which the system sends when memory runs out"),
+    ],
+)
+async def test_a_server_that_ends_for_lack_of_memory_is_reported_as_such(
+    tmp_path: Path, command: list[str], reason: str
+) -> None:
+    async with running_node(tmp_path, config(cmd=command)) as node:
+        with pytest.raises(InsufficientCapacity, match=reason):
+            await load(node)
+        assert node.model("m").reason_code == InsufficientCapacity.code
 
 
 class SilentSink:

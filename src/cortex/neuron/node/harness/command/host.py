@@ -146,7 +146,8 @@ class CommandHost:
             if ended.done():
                 if not is_last and not _is_free(port):
                     return False
-                raise LoadRejected(FaultKind.BUG, f"its server ({self.entry.name}) {ended.result()}{server.last_lines}")
+                kind = FaultKind.OUT_OF_MEMORY if server.lacked_memory else FaultKind.BUG
+                raise LoadRejected(kind, f"its server ({self.entry.name}) {ended.result()}{server.last_lines}")
             if not healthy.done():
                 server.kill()
                 await ended

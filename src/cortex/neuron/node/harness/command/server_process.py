@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from cortex.neuron.node.harness.command.server_log import ServerLog
 log = logging.getLogger(__name__)
 
 _GUARD = str(Path(guard.__file__).resolve())
+_NO_MEMORY = re.compile(r"out of memory|OutOfMemory|MemoryError|cannot allocate memory|bad_alloc", re.IGNORECASE)
+"""What programs write when memory runs out, on a GPU or on the host."""
 _PID_S = 60.0
 """How long the command that prints a process id may take."""
 
@@ -106,6 +109,14 @@ class ServerProcess:
     def last_lines(self) -> str:
         """The end of its output, for an error."""
         return self._log.last_lines
+
+    @property
+    def lacked_memory(self) -> bool:
+        """Whether it has ended for lack of memory: the system killed it, or its last lines say so."""
+        if self._is_killed or not self._waiter.done():
+            return False
+        is_killed_by_system = self._waiter.result() == 128 + signal.SIGKILL
+        return is_killed_by_system or _NO_MEMORY.search(self._log.last_lines) is not None
 
     async def ended(self) -> str:
         """How it ended, once it has, and all of its output is read. May be cancelled and called again."""

@@ -3,6 +3,7 @@
     python bench/fleet.py                        # what one event costs with 10, 50, 200 and 500 nodes
     python bench/fleet.py gateways postgresql://…  # the CPU time of one and of four gateways on one database
     python bench/fleet.py drive --nodes 500      # a skewed mix of requests with failures and cold loads, simulated time
+    python bench/fleet.py swaps                  # clients that need several models, of which one fits, simulated time
 
 A node lists 20 models and has two of them ready; every model is in the catalogue. `report`: one poll result is taken
 over. `warm request`: resolve the name, take a lease and release it, with a report after every 20 requests. `cold
@@ -22,6 +23,7 @@ from functools import partial
 
 from fleet_simulation.drive import Drive
 from fleet_simulation.nodes import SimulatedFleet
+from fleet_simulation.swaps import compare
 
 SIZES = ((10, 50), (50, 300), (200, 1000), (500, 3000))
 REPORTS_PER_REQUEST = 20
@@ -40,6 +42,7 @@ def main() -> None:
     drive.add_argument("--seconds", type=int, default=60)
     drive.add_argument("--cold-per-second", type=float, default=5.0, help="requests for any model, in addition")
     drive.add_argument("--skew", type=float, default=1.1, help="exponent of the popularity of models (Zipf)")
+    commands.add_parser("swaps", help="what clients lose by swaps of models that do not fit together")
     gateways = commands.add_parser("gateways", help="several gateways on one PostgreSQL")
     gateways.add_argument("database", help="postgresql://…")
     gateways.add_argument("--counts", type=int, nargs="+", default=[1, 4])
@@ -51,6 +54,8 @@ def main() -> None:
         fleet = SimulatedFleet(arguments.nodes, arguments.models, arguments.seed)
         rates = (arguments.per_second, arguments.cold_per_second)
         Drive(fleet, *rates, arguments.seconds, arguments.skew, arguments.seed).run()
+    elif arguments.command == "swaps":
+        compare()
     elif arguments.command == "gateways":
         from fleet_simulation.gateways import measure
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cortex.fleet.catalogue import Catalogue
+from cortex.fleet.demand import SOMEBODY
 from cortex.fleet.devices import MemoryReservation
 from cortex.fleet.placement.decision import Origin
 from cortex.fleet.rules import EvictionRules
@@ -71,6 +72,12 @@ class FakeFleet:
         self.benches: dict[tuple[str, str], BenchResult] = {}
         self.kept: dict[tuple[str, str], HostKV] = {}
         self.leaving: set[tuple[str, str]] = set()
+        self.foreign_bytes = 0
+        """What other programs hold of every device."""
+        self.failure_code: str | None = None
+        """Of the models in `failed`."""
+        self.load_s: float | None = None
+        """What loads take, as nodes report it."""
         self.kv_tokens: int | None = None
         """That fit in the KV cache of every ready model."""
         self.event_log = EventLog()
@@ -135,9 +142,11 @@ class FakeFleet:
             measured_bytes=None if since is None else self.sizes[node][model],
             state_age_s=0.0 if since is None else self.now - since,
             idle_s=0.0 if since is None else self.now - since,
+            load_s=None if since is None else self.load_s,
             nodes=self.spans.get(model, ()),
             parallel="tensor" if model in self.spans else None,
             load=ModelLoad(running=self.running.get((node, model), 0)),
+            reason_code=self.failure_code if (node, model) in self.failed else None,
             bench=self.benches.get((node, model)),
             kv_tokens=None if since is None else self.kv_tokens,
             kv_host=self.kept.get((node, model)),
@@ -161,7 +170,7 @@ class FakeFleet:
                     DeviceHealth(
                         index=index,
                         total_bytes=self.total_bytes,
-                        free_bytes=self.total_bytes - taken,
+                        free_bytes=self.total_bytes - taken - self.foreign_bytes,
                     )
                     for index, taken in enumerate((used, *([0] * (self.num_devices - 1))))
                 ),
@@ -196,12 +205,13 @@ class FakeFleet:
         assert node is not None
         return tuple(node.reservations)
 
-    def ask(self, name: str) -> list[Lease | CortexError]:
+    def ask(self, name: str, client: str = SOMEBODY) -> list[Lease | CortexError]:
         """A request; what it got, once it did, is in the list."""
         got: list[Lease | CortexError] = []
         resolution = self.dispatcher.resolve(name)
         origin: Origin = "background" if resolution.background else "request"
-        self.dispatcher.request_lease(PendingRequest(resolution.model_id, bytes, got.append, self.now, origin=origin))
+        pending = PendingRequest(resolution.model_id, bytes, got.append, self.now, origin=origin, client=client)
+        self.dispatcher.request_lease(pending)
         return got
 
 

@@ -90,6 +90,11 @@ def ledger(node: Node, *, newcomer: str | None = None) -> tuple[DeviceLedger, ..
     return _ledger(node, newcomer) if may_sleep else whole_ledger(node)
 
 
+def available_bytes(node: Node) -> int:
+    """What loads may take of all devices of `node` now."""
+    return sum(device.available_bytes for device in whole_ledger(node))
+
+
 @remembered
 def whole_ledger(node: Node) -> tuple[DeviceLedger, ...]:
     """The ledger of every device of `node`, with all that holds memory there."""

@@ -9,7 +9,7 @@ are *closed*. They finish their requests and take no new ones until it is loaded
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 
 import msgspec
 
@@ -165,22 +165,34 @@ def _close_for(group: Waiting, fleet: Fleet, now: float) -> tuple[Fleet, frozens
     later = search(group.model_id, fleet.as_if_idle(), now, origin=group.origin)
     if later.action not in ("load", "wake") or later.node is None:
         return fleet, frozenset()
-    return _started(fleet, later), frozenset(later.evictions)
+    return _with_victims(_reserved(fleet, later), later, _closed), frozenset(later.evictions)
 
 
 def _started(fleet: Fleet, decision: Decision) -> Fleet:
     """The fleet after a start was ordered: its bytes reserved, its victims unloading, on every node that it takes."""
+    return _with_victims(_reserved(fleet, decision), decision, _unloading)
+
+
+def _reserved(fleet: Fleet, decision: Decision) -> Fleet:
     for taken in (decision.chosen, *decision.parts):
         node = None if taken is None else fleet.node(taken.node)
         if taken is None or node is None:
             continue
         reservation = taken.reservation(decision.model_id)
         fleet = fleet.with_node(msgspec.structs.replace(node, reservations=(*node.reservations, reservation)))
+    return fleet
+
+
+def _with_victims(fleet: Fleet, decision: Decision, changed: Callable[[Residency], Residency]) -> Fleet:
     for name, model_id in decision.evictions:
         if (node := fleet.node(name)) is not None:
-            residencies = {**node.residencies, model_id: _unloading(node.residencies[model_id])}
+            residencies = {**node.residencies, model_id: changed(node.residencies[model_id])}
             fleet = fleet.with_node(msgspec.structs.replace(node, residencies=residencies))
     return fleet
+
+
+def _closed(held: Residency) -> Residency:
+    return msgspec.structs.replace(held, closed=True)
 
 
 def _unloading(held: Residency) -> Residency:

@@ -27,10 +27,13 @@ class EvictionRules(Section, frozen=True):
     defrag_after_cycles: Annotated[int, msgspec.Meta(ge=0)] = 50
     """Replace a node's workers, once idle, after this many loads; 0: never."""
     min_residency_s: Seconds = 20.0
-    """A model is not evicted for this long after its load."""
+    """A model that other clients use is not evicted for five times as long as its load took, at most for this long; if
+    its load took longer than this, for as long as that. One that was used only by the clients that wait for another
+    model makes room at once. 0: every idle model does."""
     fair_wait_s: Seconds = 30.0
     """Once a request has waited this long, the models that its model could replace take no new requests.
     A request whose model only unreachable nodes have, or such as shut down, fails after this time; where the operator
     drained all of them, it fails at once."""
     retry_failed_after_s: Seconds = 30.0
-    """After a failed load, the same model is not tried on the same node for this long."""
+    """After a failed load, the same model is not tried on the same node for this long; one that failed for lack of
+    memory is tried as soon as the node has more."""

@@ -25,6 +25,7 @@ from cortex.wire.node.protocol import (
 )
 
 from .catalogue import Catalogue, ModelSpec
+from .demand import Demand
 from .devices import Ceilings, DeviceState, MemoryReservation
 from .holdings import as_model, bytes_held
 from .index import FleetIndex, carry, remembered
@@ -50,6 +51,8 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Requests this gateway has there now. Fresher than the node's last report."""
     pinned: bool = False
     """Pinned by the operator, beyond the catalogue."""
+    closed: bool = False
+    """It takes no new requests, and is unloaded for an overdue model once those in progress have ended."""
 
     @property
     def model_id(self) -> str:
@@ -207,6 +210,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     placement: PlacementRules = PlacementRules()
     measured: Measured = msgspec.field(default_factory=dict)
     """Measured bytes of models, by id, quant and context; kept by the gateway across restarts."""
+    demand: Demand | None = None
+    """Which clients use and await models; None: not known."""
 
     @cached_property
     def index(self) -> FleetIndex:

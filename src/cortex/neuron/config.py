@@ -92,6 +92,9 @@ class Limits(Section, frozen=True):
     """A device that has work and completes no step for this long is treated as faulted."""
     load_timeout_s: Seconds = 300.0
     """A load without progress for this long fails, and its worker is replaced."""
+    max_loads: Count = 8
+    """Loads that run at once; further ones wait. A load begins once its memory is reserved, next to others on the same
+    device; only those of the engine take turns there. Lower it where several loads overload the disk."""
     survey_cpu_s: Count = 30
     """Computing time that reading a model's config, headers and chat template may take. A model that takes more is
     reported as damaged, and not loaded."""

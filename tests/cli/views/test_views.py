@@ -66,6 +66,8 @@ def loading(done: int) -> ModelStatus:
 
 def test_describes_state_and_progress() -> None:
     assert describe(loading(42)) == "loading: read 42%, 4 s left"
+    waits = Progress(stage="resolve", waits_for="waits for the load of n on device 0")
+    assert describe(ModelStatus(id="m", state=ModelState.LOADING, progress=waits)) == f"loading: {waits.waits_for}"
     assert describe(ModelStatus(id="m", state=ModelState.READY)) == "ready"
     replicated = ModelStatus(id="m", state=ModelState.READY, replica_devices=((0, 1), (2, 3)))
     assert describe(replicated) == "ready: 2 replicas on devices 0+1, 2+3"

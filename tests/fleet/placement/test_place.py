@@ -212,9 +212,14 @@ def test_victims_free_memory_on_the_chosen_devices(model: Make, node: Make, flee
     [
         ({"running": 2}, {}, "blocked", "waits for old: busy with 2 requests"),
         ({"in_flight": 1}, {}, "blocked", "waits for old: busy with 1 request"),
-        ({"age_s": 5}, {}, "blocked", "waits for old: loaded 5 s ago, kept for another 15 s"),
+        ({"age_s": 5}, {}, "blocked", "waits for old: loaded 5 s ago, kept for another 15 s for its other clients"),
         ({"state": ModelState.RECOVERING, "age_s": 3}, {}, "blocked", "waits for old: recovering for 3 s"),
-        ({"state": ModelState.UNLOADING, "age_s": 1}, {}, "blocked", "waits for old: unloading for 1 s"),
+        (
+            {"state": ModelState.UNLOADING, "age_s": 1},
+            {},
+            "fits_soon",
+            "fits once old is gone, which is being unloaded",
+        ),
         ({"pinned": True}, {}, "held", "only models that cannot be evicted could make room (old: pinned on n)"),
         (
             {},

@@ -42,7 +42,7 @@ MEMORY_CASES: list[tuple[str, dict[str, Any], Verdict, Protection | None, str]] 
         {"old": {"age_s": 5}},
         Verdict.BLOCKED,
         Protection.YOUNG,
-        "waits for old: loaded 5 s ago, kept for another 15 s",
+        "waits for old: loaded 5 s ago, kept for another 15 s for its other clients",
     ),
     (
         "loaded a moment ago and busy: busy is what ends last or not at all",
@@ -54,9 +54,9 @@ MEMORY_CASES: list[tuple[str, dict[str, Any], Verdict, Protection | None, str]] 
     (
         "unloading",
         {"old": {"state": ModelState.UNLOADING, "age_s": 3}},
-        Verdict.BLOCKED,
-        Protection.CHANGING,
-        "waits for old: unloading for 3 s",
+        Verdict.FITS_SOON,
+        None,
+        "fits once old is gone, which is being unloaded",
     ),
     (
         "recovering",

@@ -41,7 +41,7 @@ def test_share_of_a_model_is_charged_where_it_is_and_kept_if_its_lead_is_unknown
         ({"running": 1}, {}, Verdict.BLOCKED, "waits for big: a part of it; on beast: busy with 1 request"),
         ({"age_s": 5}, {}, Verdict.BLOCKED, "on beast: loaded 5 s ago"),
         ({"pinned": True}, {}, Verdict.HELD, "on beast: pinned on beast"),
-        ({"state": ModelState.UNLOADING}, {}, Verdict.BLOCKED, "on beast: unloading"),
+        ({"state": ModelState.UNLOADING}, {}, Verdict.FITS_SOON, "fits once big is gone, which is being unloaded"),
         ({"state": ModelState.COLD}, {}, Verdict.BLOCKED, "which is being freed; beast has unloaded it"),
         ({}, {"healthy": False}, Verdict.BLOCKED, "beast, which serves it, is down"),
         ({}, {"name": "known as another"}, Verdict.FITS_AFTER_EVICTION, "fits after unloading big"),

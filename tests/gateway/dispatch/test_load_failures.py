@@ -117,6 +117,60 @@ def test_out_of_memory_without_victims_fails_at_once() -> None:
     assert isinstance(got[0], LoadFailed)
 
 
+def test_requests_wait_while_another_program_has_the_memory_that_a_load_lacked() -> None:
+    fake = FakeFleet({"n": {"a": 20 * GB}})
+    fake.poll()
+    got = fake.ask("a")
+    fake.foreign_bytes = 10 * GB  # it was faster
+    fake.poll()
+    fake.dispatcher.load_ended(ModelOnNode("n", "a"), InsufficientCapacity("out of memory"))
+    assert got == []
+    fake.now += 2
+    fake.foreign_bytes = 0
+    fake.poll()
+    assert fake.loads == [("n", "a")] * 2
+    fake.finish_load()
+    assert node_of(got) == "n"
+
+
+@pytest.mark.parametrize("reports_failure", [False, True])
+def test_load_that_lacked_memory_is_tried_again_once_there_is_more(reports_failure: bool) -> None:
+    fake = FakeFleet({"n": {"a": 20 * GB}})
+    fake.foreign_bytes = 3 * GB
+    fake.poll()
+    got = fake.ask("a")
+    if reports_failure:
+        fake.failed.add(("n", "a"))
+        fake.failure_code = InsufficientCapacity.code
+    for _ in range(2):
+        fake.dispatcher.load_ended(ModelOnNode("n", "a"), InsufficientCapacity("out of memory"))
+        fake.foreign_bytes = 0
+        fake.poll()
+    assert isinstance(got[0], LoadFailed)
+    fake.foreign_bytes = 3 * GB
+    for _ in range(5):
+        fake.now += 1
+        fake.poll()
+    assert isinstance(fake.ask("a")[0], LoadFailed), "there is no more than before"
+    fake.total_bytes = 30 * GB
+    fake.now += 1
+    fake.poll()
+    assert fake.ask("a") == []
+    assert len(fake.loads) == 3
+
+
+def test_failure_of_another_kind_lasts_whatever_is_free() -> None:
+    fake = FakeFleet({"n": {"a": GB}})
+    fake.foreign_bytes = 3 * GB
+    fake.poll()
+    fake.ask("a")
+    fake.dispatcher.load_ended(ModelOnNode("n", "a"), LoadFailed("broken disk"))
+    fake.now += 5
+    fake.foreign_bytes = 0
+    fake.poll()
+    assert isinstance(fake.ask("a")[0], LoadFailed)
+
+
 def test_failed_unload_of_a_victim_fails_the_load_only() -> None:
     fake = FakeFleet({"n": {"old": 20 * GB, "a": 10 * GB}})
     fake.ready["n"]["old"] = 900.0

@@ -6,6 +6,7 @@ from typing import Literal
 
 import pytest
 
+from cortex.fleet.demand import Demand
 from cortex.gateway.dispatch.leases import PendingRequest
 from cortex.gateway.dispatch.queues import Queues
 from cortex.wire.errors import Overloaded
@@ -19,7 +20,7 @@ def pending(
 
 @pytest.fixture
 def queues() -> Queues:
-    queues = Queues()
+    queues = Queues(Demand())
     queues.max_waiting = 3
     queues.max_wait_s = 10.0
     return queues

@@ -51,17 +51,6 @@ def test_overdue_model_closes_the_model_that_blocks_it() -> None:
     assert node_of(late) == "n"
 
 
-def test_model_is_not_evicted_within_min_residency() -> None:
-    fake = FakeFleet({"n": {"a": 20 * GB, "b": 20 * GB}}, rules=EvictionRules(min_residency_s=20))
-    fake.ready["n"]["a"] = fake.now
-    fake.poll()
-    fake.ask("b")
-    assert not fake.unloads
-    fake.now += 21
-    fake.poll()
-    assert fake.unloads == [("n", "a", "evicted")]
-
-
 def test_stale_report_does_not_route_to_a_model_being_unloaded() -> None:
     fake = FakeFleet({"n": {"a": 20 * GB, "b": 20 * GB}})
     fake.ready["n"]["a"] = 900.0

@@ -12,7 +12,7 @@ from ..worker.hosts.fake_host import FakeHost
 
 
 def instance_of(host: FakeHost, lost: list[str]) -> Instance:
-    callbacks = ModelCallbacks(lambda *_: None, lambda: None, lost.append, lambda: None)
+    callbacks = ModelCallbacks(lambda *_: None, lambda: None, lambda _: None, lost.append, lambda: None)
     return Instance("m", host, Limits(), callbacks)
 
 

@@ -149,7 +149,7 @@ def _models(node: NodeView, fleet: FleetView) -> Table:
 
 
 def _state(model: HeldModel) -> Text:
-    """`ready, 2 replicas on devices 0, 1, pinned`, or `loading ██████▌  64% read, 3 s`."""
+    """`ready, 2 replicas on devices 0, 1, pinned`, `loading ██████▌  64% read, 3 s`, or what a load waits for."""
     shown = state(str(model.state))
     if model.state is ModelState.READY and (replicas := replicas_in_words(model.replica_devices)):
         shown.append(f", {replicas}")
@@ -160,6 +160,8 @@ def _state(model: HeldModel) -> Text:
         shown = Text.assemble(shown, " ", bar(fraction, 8, "cyan"), f" {fraction:.0%} {model.progress.finest_stage}")
         if model.progress.eta_s is not None:
             shown.append(f", {duration(model.progress.eta_s)}")
+    elif model.progress is not None and model.progress.waits_for is not None:
+        shown.append(f", {model.progress.waits_for}")
     return shown
 
 

@@ -25,6 +25,7 @@ continues it."""
 
 RANK = {verdict: rank for rank, verdict in enumerate(Verdict)}
 _ASLEEP, _FITS, _EVICTION = RANK[Verdict.ASLEEP], RANK[Verdict.FITS], RANK[Verdict.FITS_AFTER_EVICTION]
+_SOON = RANK[Verdict.FITS_SOON]
 _TOO_SMALL: Bound = (RANK[Verdict.TOO_SMALL],)
 
 
@@ -57,6 +58,8 @@ class _NodeRoom(NamedTuple):
     """Whether a model may take several devices there."""
     is_plain: bool
     """Whether only its memory can keep a model from it."""
+    may_be_leaving: bool
+    """Whether a model, or a part of one, may be being unloaded there."""
 
 
 @remembered
@@ -65,6 +68,7 @@ def node_room(node: Node) -> _NodeRoom:
     devices = eligible_devices(whole_ledger(node))
     reserved = {reservation.model_id for reservation in node.reservations}
     shared = {share.model_id for share in node.shares}
+    may_be_leaving = bool(shared) or any(held.state is ModelState.UNLOADING for held in node.active)
     rooms = tuple(
         _DeviceRoom(
             device,
@@ -95,7 +99,8 @@ def node_room(node: Node) -> _NodeRoom:
         and not node.draining
         and node.has_lifecycle
         and "torch" in node.harnesses
-        and not (node.reservations or node.shares or node.raised_needs),
+        and not (node.reservations or may_be_leaving or node.raised_needs),
+        may_be_leaving,
     )
 
 
@@ -111,8 +116,9 @@ def by_free_memory(spec: ModelSpec, node: Node, need: Need | None, *, packs: boo
     held = node.residencies.get(spec.id)
     if _may_wake(spec, node, held) or node.nodes_of(spec):
         return (_ASLEEP,)
-    is_elsewhere = node.name not in spec.pinned_on
-    return by_room(node_room(node), need, packs=packs, is_elsewhere=is_elsewhere, is_divided=_is_divided(spec, held))
+    is_elsewhere, room = node.name not in spec.pinned_on, node_room(node)
+    bound = by_room(room, need, packs=packs, is_elsewhere=is_elsewhere, is_divided=_is_divided(spec, held))
+    return (_SOON, is_elsewhere) if bound[0] == _EVICTION and room.may_be_leaving else bound
 
 
 def by_room(

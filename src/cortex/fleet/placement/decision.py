@@ -30,6 +30,8 @@ class Verdict(StrEnum):
     ASLEEP = "asleep"
     """Its weights are in the node's host memory, and its device has room for them."""
     FITS = "fits"
+    FITS_SOON = "fits_soon"
+    """Fits once models are gone that are being unloaded already; its load waits for that."""
     FITS_AFTER_EVICTION = "fits_after_eviction"
     BLOCKED = "blocked"
     """Would fit without models that are busy, recently loaded or changing state; waiting helps."""

@@ -1,7 +1,8 @@
 """Which models are evicted to make room, and why others are not.
 
-Never evicted: a busy model, a pinned one, one loaded less than `min_residency_s` ago, one of higher priority than the
-newcomer; and nothing at all for a background request. Models of equal priority may evict each other.
+Never evicted: a busy model, a pinned one, one that was loaded a short time ago and that other clients use, one of
+higher priority than the newcomer; and nothing at all for a background request. Models of equal priority may evict each
+other.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from cortex.wire.node.protocol import ModelState
 from cortex.wire.words import duration, plural
 
 _AT_REST = (ModelState.READY, ModelState.ASLEEP)
+_LOADS_WORTH = 5.0
+"""A model serves for this many times as long as its load took, so that swaps take a sixth of the time."""
 WHOLE_NODE = -1
 """The key of a shortfall that an unload on any device of the node relieves: one of the node's memory ceiling."""
 
@@ -65,8 +68,10 @@ class Occupant(msgspec.Struct, frozen=True, kw_only=True):
     """Those that it has parts on."""
     elsewhere_bytes: int = 0
     """What its unload would free on the others."""
+    is_unloading: bool = False
+    """Its memory will be free without an eviction."""
     is_leaving: bool = False
-    """Evicted already for the same newcomer, which takes room on another of its nodes."""
+    """The same, or it is evicted already for the same newcomer, which takes room on another of its nodes."""
 
     @property
     def whole_bytes(self) -> int:
@@ -87,7 +92,7 @@ def protected(
 ) -> Protection | None:
     """Why `held` must not be evicted for `newcomer`; `None` when it may. Lasting reasons come before temporary ones."""
     if held.state is ModelState.UNLOADING:
-        return Protection.CHANGING
+        return None if is_leaving(held, node) else Protection.CHANGING
     if not node.has_lifecycle:
         return Protection.UNMANAGED
     spec = fleet.catalogue.spec(held.model_id)
@@ -99,11 +104,35 @@ def protected(
         return Protection.BACKGROUND
     if held.state is ModelState.ASLEEP:
         return None
-    if held.state is not ModelState.READY:
+    if held.state is not ModelState.READY or held.closed:
         return Protection.CHANGING
     if held.is_busy:
         return Protection.BUSY
-    return Protection.YOUNG if fleet.rules.min_residency_s > now - held.state_since else None
+    return Protection.YOUNG if _is_kept(held, node, newcomer, fleet, now) else None
+
+
+def is_leaving(held: Residency, node: Node) -> bool:
+    """Whether the device memory of the model will be free without an eviction: it is being unloaded, or put to sleep
+    where that frees its device."""
+    return held.state is ModelState.UNLOADING and (is_freed_by_sleep(node) or not node.can_sleep)
+
+
+def _is_kept(held: Residency, node: Node, newcomer: ModelSpec, fleet: Fleet, now: float) -> bool:
+    """Whether the model was loaded a short time ago, and other clients than those of the newcomer need it."""
+    if now - held.state_since >= residency_s(held, fleet.rules):
+        return False
+    since, used = held.state_since, held.last_used
+    target = (node.name, held.model_id)
+    demand = fleet.demand
+    return demand is None or demand.is_shared(target, newcomer.id, ready_since=since, last_used=used, now=now)
+
+
+def residency_s(held: Residency, rules: EvictionRules) -> float:
+    """How long the model stays after its load while others need it: in proportion to what the next load will cost."""
+    longest_s, load_s = rules.min_residency_s, held.status.load_s
+    if not longest_s or load_s is None:
+        return longest_s
+    return min(_LOADS_WORTH * load_s, max(longest_s, load_s))
 
 
 def protection(
@@ -116,7 +145,8 @@ def protection(
         case None:
             return None
         case Protection.CHANGING:
-            return kept, f"{held.state} for {duration(age_s)}"
+            state = f"{held.state} for {duration(age_s)}"
+            return kept, "it makes room for a model that has waited for longer" if held.closed else state
         case Protection.UNMANAGED:
             return kept, "its node does not unload models on request"
         case Protection.PINNED:
@@ -130,8 +160,8 @@ def protection(
             running = max(held.in_flight, held.status.load.running + held.status.load.waiting)
             return kept, f"busy with {plural(running, 'request')}"
         case _:
-            kept_s = fleet.rules.min_residency_s - age_s
-            return kept, f"loaded {duration(age_s)} ago, kept for another {duration(kept_s)}"
+            kept_s = residency_s(held, fleet.rules) - age_s
+            return kept, f"loaded {duration(age_s)} ago, kept for another {duration(kept_s)} for its other clients"
 
 
 def choose(

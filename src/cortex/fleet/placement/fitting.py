@@ -75,7 +75,7 @@ class Fitting:
         need = self._need
         for size in (None,) if need is None else (need.takes_bytes, need.comfortable_bytes, need.least_bytes):
             waking = self._assess(home, size, asleep=True)
-            if waking.verdict in (Verdict.ASLEEP, Verdict.FITS_AFTER_EVICTION):
+            if waking.verdict in (Verdict.ASLEEP, Verdict.FITS_SOON, Verdict.FITS_AFTER_EVICTION):
                 return waking
         return None
 
@@ -89,7 +89,7 @@ class Fitting:
         if whole.verdict is Verdict.FITS or need.least_bytes == need.takes_bytes:
             return whole
         comfortable = self._assess(self._eligible, need.comfortable_bytes)
-        if comfortable.verdict in (Verdict.FITS, Verdict.FITS_AFTER_EVICTION):
+        if comfortable.verdict in (Verdict.FITS, Verdict.FITS_SOON, Verdict.FITS_AFTER_EVICTION):
             return comfortable
         return self._assess(self._eligible, need.least_bytes)
 
@@ -209,6 +209,11 @@ def _find_room(
         found = rooms(sets, candidates, fleet, division, have, excludes)
         return min(found, key=harm, default=None)
 
+    if any(occupant.is_unloading for occupant in occupants) and (
+        room := cheapest([_while_others_stay(each) for each in occupants], lambda device: device.balance_bytes)
+    ):
+        names = ", ".join(victim.model_id for victim in room.victims)
+        return _Finding(Verdict.FITS_SOON, f"fits once {names} is gone, which is being unloaded", room)
     if room := cheapest(occupants, lambda device: device.balance_bytes):
         names = ", ".join(victim.model_id for victim in room.victims)
         return _Finding(Verdict.FITS_AFTER_EVICTION, f"fits after unloading {names}", room)
@@ -260,6 +265,11 @@ def _device_count(
             return None
         count *= 2
     return None
+
+
+def _while_others_stay(occupant: Occupant) -> Occupant:
+    """The occupant, protected unless it is being unloaded."""
+    return occupant if occupant.is_unloading else msgspec.structs.replace(occupant, protection=Protection.CHANGING)
 
 
 def _after_waiting(occupant: Occupant) -> Occupant:

@@ -10,7 +10,7 @@ from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
 from cortex.wire.node.protocol import ModelShare, ModelState
 
 from .decision import Origin
-from .eviction import Occupant, Protection, is_freed_by_sleep, occupies, protection
+from .eviction import Occupant, Protection, is_freed_by_sleep, is_leaving, occupies, protection
 
 
 def occupants_of(
@@ -53,6 +53,7 @@ def occupants_of(
         else:
             continue
         serving = node.name if lead is None else lead[0].name
+        is_unloading = kept is None and held is not None and is_leaving(held, node if lead is None else lead[0])
         device_bytes = {device.index: taken for device in devices if (taken := device.held_by(model_id))}
         here_bytes = sum(device_bytes.values())
         whole_bytes = None if held is None else whole_measured_bytes(lead[0] if lead else node, held.status, fleet)
@@ -68,7 +69,8 @@ def occupants_of(
                 ranks=frozenset(indices if is_divided else ()),
                 num_nodes=max(1, num_nodes),
                 elsewhere_bytes=max(0, (whole_bytes or here_bytes * num_nodes) - here_bytes) if num_nodes > 1 else 0,
-                is_leaving=ModelOnNode(serving, model_id) in leaving,
+                is_unloading=is_unloading,
+                is_leaving=is_unloading or ModelOnNode(serving, model_id) in leaving,
             )
         )
     return tuple(found)

@@ -28,6 +28,7 @@ ACTIONS: dict[Verdict, Action] = {
     Verdict.STARTING: "join",
     Verdict.ASLEEP: "wake",
     Verdict.FITS: "load",
+    Verdict.FITS_SOON: "load",
     Verdict.FITS_AFTER_EVICTION: "load",
     Verdict.BLOCKED: "wait",
     Verdict.CROWDED: "wait",
@@ -52,10 +53,10 @@ def place(
 ) -> Decision:
     """Decide where `model_id` runs.
 
-    Order: resident and least loaded; starting; asleep; fits in free memory; fits after evicting (fewest bytes, least
-    recently used, lowest priority). Within each, nodes where the model is pinned come first, then those where it is
-    asleep; of equal ones, those where it was not measured to be slower, and those that keep its KV cache in host
-    memory. `only_on` restricts the decision to one node.
+    Order: resident and least loaded; starting; asleep; fits in free memory; fits once an unload in progress has ended;
+    fits after evicting (fewest bytes, least recently used, lowest priority). Within each, nodes where the model is
+    pinned come first, then those where it is asleep; of equal ones, those where it was not measured to be slower, and
+    those that keep its KV cache in host memory. `only_on` restricts the decision to one node.
     """
     spec = fleet.catalogue.spec(model_id)
     nodes = fleet.nodes if only_on is None else filter(None, [fleet.node(only_on)])

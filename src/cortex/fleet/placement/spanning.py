@@ -14,7 +14,7 @@ from cortex.units import gib
 from .decision import Assessment, Origin, Verdict
 from .fitting import Fitting, capacity_bytes
 
-_FITTING = (Verdict.ASLEEP, Verdict.FITS, Verdict.FITS_AFTER_EVICTION)
+_FITTING = (Verdict.ASLEEP, Verdict.FITS, Verdict.FITS_SOON, Verdict.FITS_AFTER_EVICTION)
 _WORST_FIRST = {verdict: -rank for rank, verdict in enumerate(Verdict)}
 
 _Fit = Callable[[Fitting], Assessment | None]

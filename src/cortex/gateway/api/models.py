@@ -122,7 +122,8 @@ def _location(node: Node, residency: Residency, for_operator: bool) -> dict[str,
     if status.host_bytes:
         place["host_mb"] = status.host_bytes // MEBIBYTE
     if status.progress is not None:
-        place["progress"] = msgspec.to_builtins(status.progress)
+        progress = status.progress if for_operator else msgspec.structs.replace(status.progress, waits_for=None)
+        place["progress"] = msgspec.to_builtins(progress)
     if status.reason is not None and for_operator:
         place["reason"] = status.reason
     return place

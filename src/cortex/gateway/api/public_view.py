@@ -63,7 +63,7 @@ class FleetView:
         seen = {name: [each for each in status[name] if may_use(self.key, each[field])] for name, field in of_model}
         for name in ("models", "pulls"):
             seen[name] = [each | {"reason": HIDDEN if each.get("reason") else None} for each in seen[name]]
-        seen["models"] = [model | {"source": None} for model in seen["models"]]
+        seen["models"] = [model | {"source": None, "progress": _progress(model)} for model in seen["models"]]
         return status | {
             **seen,
             "problem": HIDDEN if status["problem"] else None,
@@ -135,6 +135,12 @@ class FleetView:
 
     def _allowed(self, models: Iterable[str]) -> list[str]:
         return [model for model in models if may_use(self.key, model)]
+
+
+def _progress(model: dict[str, Any]) -> dict[str, Any] | None:
+    """Without what the load waits for, which names other models."""
+    progress: dict[str, Any] | None = model.get("progress")
+    return None if progress is None else progress | {"waits_for": None}
 
 
 def _nearest_to_ready(places: Sequence[dict[str, Any]], field: str) -> Sequence[dict[str, Any]]:

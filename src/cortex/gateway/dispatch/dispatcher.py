@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
 
+from cortex.fleet.demand import SOMEBODY
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement import explain
 from cortex.fleet.placement.decision import Decision, Verdict
@@ -49,7 +49,7 @@ class Dispatcher(DispatchView, StateMachine):
         DispatchView.__init__(self, FleetState(settings, Fleet(measured=dict(measured or {}))), clock)
         self._effects = effects
         self._event_log = event_log
-        self._jobs = ModelJobs(self._fleet_state, effects, event_log, clock)
+        self._jobs = ModelJobs(self._fleet_state, effects, event_log, self._demand, clock)
         self._surveys = SourceSurveys(self._fleet_state, effects, clock)
         self._waiting = WaitingRequests(self._queues, self._leases, self._jobs, clock)
         self._undecided = Undecided()
@@ -83,6 +83,7 @@ class Dispatcher(DispatchView, StateMachine):
         excluded: frozenset[str],
         need: Need = "response",
         has_pictures: bool = False,
+        client: str = SOMEBODY,
     ) -> Lease | None:
         """A lease, if one is available at once. None while an event is applied, because the state is about to change.
         Raises UnsupportedModality; for a response the node decides that, because most requests ask for one."""
@@ -90,7 +91,7 @@ class Dispatcher(DispatchView, StateMachine):
             return None
         if need != "response":
             self._leases.check_capable(model, need)
-        return self.acquire(model, prompt, excluded, has_pictures)
+        return self.acquire(model, prompt, excluded, has_pictures, client)
 
     def request_lease(self, pending: PendingRequest) -> None:
         """Deliver a lease at once where one is available, else queue the request.
@@ -119,8 +120,7 @@ class Dispatcher(DispatchView, StateMachine):
     def release(self, lease: Lease) -> None:
         """The request ended, whatever its outcome."""
         if self._leases.release(lease) and self._undecided.request_ended(lease.node, self._counted.fleet, self._clock):
-            # The node's last report still shows the model busy.
-            self.apply(partial(self._effects.poll_now, lease.node))
+            self.apply(lambda: None)  # what is decided now may need a newer report
 
     def request_failed(self, node: str, why: str) -> None:
         """A request failed there: no request is sent there until a poll succeeds. Effective at once."""
@@ -175,6 +175,7 @@ class Dispatcher(DispatchView, StateMachine):
         """About once a second: fail overdue requests, recycle workers, unload expired models, load unmet pins."""
         self._undecided.is_all = True
         now, fleet = self._clock(), self.fleet
+        self._demand.forget_old(now)
         self._waiting.fail_overdue(lambda model: search(model, fleet, now))
         for node in fleet.nodes:
             if due_for_recycling(node, fleet.rules):
@@ -284,12 +285,14 @@ class Dispatcher(DispatchView, StateMachine):
 
     @event
     def _retry_load(self, job: LoadJob, error: CortexError) -> None:
-        """Load again at once if other models can be evicted for it. If they are busy, queued requests wait for that."""
+        """Load again at once if other models can be evicted for it. If they are busy, or other programs have taken the
+        memory, queued requests wait for that."""
         node, model = job.target
         # A request that arrived since may evict what the load was not started to evict.
         origin = self._queues.origin(model) if job.origin == "background" else job.origin
         decision = place(model, self.fleet, self._clock(), origin=origin, only_on=node)
-        is_blocked = any(assessment.verdict is Verdict.BLOCKED for assessment in decision.assessments)
+        passing = (Verdict.BLOCKED, Verdict.CROWDED)
+        is_blocked = any(assessment.verdict in passing for assessment in decision.assessments)
         if decision.action in ("load", "wake"):
             self.start_load(decision)
         elif any(assessment.waits_for_foreground for assessment in decision.assessments):
@@ -333,7 +336,11 @@ class Dispatcher(DispatchView, StateMachine):
             return
         if not self._undecided:
             return
-        decided = self._undecided.decide(self._queues.waiting, self.fleet, self._clock())
+        fleet = self.fleet
+        decided = self._undecided.decide(self._queues.waiting, fleet, self._clock())
+        for name in self._undecided.awaited:
+            if (node := fleet.node(name)) is not None and self._leases.is_outdated(node):
+                self._effects.poll_now(name)
         if self._undecided.closed != self._leases.closed:
             self._close_models(self._undecided.closed)
         for decision in decided.starts:

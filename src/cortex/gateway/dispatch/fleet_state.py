@@ -21,10 +21,16 @@ from cortex.fleet.rules import EvictionRules, PlacementRules
 from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
 from cortex.gateway.config import Config, NeuronSection
 from cortex.gateway.dispatch.node_entries import NodeEntries
+from cortex.wire.errors import InsufficientCapacity
 from cortex.wire.node.protocol import Discovery, Health, ModelState, ModelStatus
 
 MAX_RESOLVED_NAMES = 1024
 _ABSENT = frozenset({ModelState.COLD, ModelState.FAILED, ModelState.ASLEEP})
+_NO_MEMORY = InsufficientCapacity.code
+_MORE_BYTES = 1 << 28
+"""By how much the memory that a node can give must grow before a load that lacked some is tried again."""
+_SETTLE_S = 3.0
+"""For so long after a failed load, memory that becomes free may be what it had taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,9 @@ class LoadFailure:
     code: str
     is_over: bool = False
     """Whether the load may be tried again. The reason is shown until the model is loaded, or another load ends."""
+    have_bytes: int | None = None
+    """What the node could give after the load ran out of memory, and what that had taken was free again: once it can
+    give more, the cause is gone. None: the load failed for another reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +242,8 @@ class FleetState:
             self.failures[target] = replace(self.failures[target], is_over=True)
         for target in [target for name in self._stale for target in self._disproved_failures(name)]:
             del self.failures[target]
+        for name in self._stale & self._reported.keys():
+            self._end_shortages(name, now)
         names = self._stale & self._reported.keys()
         self._stale.clear()
         before = self.fleet
@@ -261,6 +272,22 @@ class FleetState:
                 held.state is ModelState.READY or (held.state is ModelState.ASLEEP and failure.is_over)
             ):
                 yield target
+
+    def _end_shortages(self, name: str, now: float) -> None:
+        """Failures for lack of memory are over when the node has more of it."""
+        short = [
+            (ModelOnNode(name, model), failure, failure.have_bytes)
+            for model, failure in self.failures.on(name)
+            if failure.have_bytes is not None and not failure.is_over
+        ]
+        if not short:
+            return
+        have_bytes = memory.available_bytes(self._overlaid(self._reported[name], now))
+        for target, failure, before_bytes in short:
+            if now - failure.at < _SETTLE_S:
+                self.failures[target] = replace(failure, have_bytes=max(before_bytes, have_bytes))
+            elif have_bytes >= before_bytes + _MORE_BYTES:
+                self.failures[target] = replace(failure, is_over=True)
 
     def _report(self, node: Node) -> None:
         self._reported[node.name] = node
@@ -296,6 +323,10 @@ class FleetState:
                     overlay(model, ModelState.COLD, now - failure.at, reason=failure.reason)
             elif is_absent(model):
                 overlay(model, ModelState.FAILED, now - failure.at, reason=failure.reason, reason_code=failure.code)
+        failed = {model for model, failure in self.failures.on(node.name) if not failure.is_over}
+        for model, held in list(models.items()):
+            if model not in failed and held.state is ModelState.FAILED and held.status.reason_code == _NO_MEMORY:
+                overlay(model, ModelState.COLD, held.status.state_age_s)  # what is free now decides, not what was
         for model, job in self.loads.on(node.name):
             if is_absent(model):
                 overlay(model, ModelState.LOADING, now - job.begun_at)

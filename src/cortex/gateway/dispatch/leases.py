@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Literal
 
 import msgspec
 
+from cortex.fleet.demand import SOMEBODY, Demand
 from cortex.fleet.placement.decision import Origin
 from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.fleet_state import ChangedNode, FleetState
@@ -56,13 +58,15 @@ class Lease(msgspec.Struct, eq=False, gc=False):
     """Time in the queue."""
     load_s: float = 0.0
     """The part of `waited_s` in which the model was loaded."""
+    client: str | None = None
+    """Who uses the model; None: the model is not used, only its files are."""
 
 
 class PendingRequest:
     """A request for a lease. `deliver` is called exactly once, with a lease or with the error, unless the request is
     cancelled first."""
 
-    __slots__ = ("deliver", "excluded", "has_pictures", "model", "need", "origin", "prompt", "since")
+    __slots__ = ("client", "deliver", "excluded", "has_pictures", "model", "need", "origin", "prompt", "since")
 
     def __init__(
         self,
@@ -75,7 +79,9 @@ class PendingRequest:
         need: Need = "response",
         excluded: frozenset[str] = NO_NODES,
         has_pictures: bool = False,
+        client: str = SOMEBODY,
     ) -> None:
+        self.client = client
         self.model = model
         self.has_pictures = has_pictures
         """Nodes whose replicas read pictures are preferred."""
@@ -92,8 +98,10 @@ class PendingRequest:
 class LeasePool:
     """Hands out leases on the fleet's ready models, and counts them. Owned by the dispatcher."""
 
-    def __init__(self, fleet_state: FleetState, clock: Callable[[], float]) -> None:
+    def __init__(self, fleet_state: FleetState, demand: Demand, clock: Callable[[], float]) -> None:
         self._fleet_state = fleet_state
+        self._demand = demand
+        self._clock = clock
         self._loads = ReplicaLoads(clock)
         self._in_flight: dict[str, dict[str, int]] = {}
         """By node and model; only models with any."""
@@ -109,6 +117,8 @@ class LeasePool:
         """Ready models that take no new requests, so that an overdue model gets their room."""
         self.recount: set[str] = set()
         """Nodes whose request counts, or whose reports, changed since the fleet was counted last."""
+        self._ended_at: dict[ModelOnNode, float] = {}
+        """When the last request of this gateway ended there."""
 
     @property
     def in_flight(self) -> dict[ModelOnNode, int]:
@@ -136,6 +146,7 @@ class LeasePool:
             self.forget_cache(name)
             for model in self._ready_since.pop(name, {}):
                 self._loads.forget(ModelOnNode(name, model))
+                self._ended_at.pop(ModelOnNode(name, model), None)
 
     def acquire(
         self,
@@ -143,6 +154,7 @@ class LeasePool:
         prompt: Callable[[], bytes],
         excluded: frozenset[str] = NO_NODES,
         has_pictures: bool = False,
+        client: str = SOMEBODY,
     ) -> Lease | None:
         """A lease where `model` is ready, or `None`. The hot path: with one replica nothing is computed.
         `has_pictures`: a replica that reads pictures is preferred."""
@@ -154,12 +166,13 @@ class LeasePool:
             return None
         if has_pictures and len(ready) > 1:
             ready = tuple(each for each in ready if each.reads_pictures) or ready
-        if len(ready) == 1:
-            return self._take(ready[0])
-        return self._take_best(model, ready, prompt())
+        lease = self._take(ready[0]) if len(ready) == 1 else self._take_best(model, ready, prompt())
+        lease.client = client
+        self._demand.runs(client, lease.target)
+        return lease
 
     def acquire_for(self, pending: PendingRequest, excluded: frozenset[str] = NO_NODES) -> Lease | None:
-        return self.acquire(pending.model, pending.prompt, excluded, pending.has_pictures)
+        return self.acquire(pending.model, pending.prompt, excluded, pending.has_pictures, pending.client)
 
     def context_tokens(self, model: str) -> int | None:
         """The largest context of `model` where it is ready; None where that is not known."""
@@ -253,10 +266,21 @@ class LeasePool:
             counts[lease.model] = remaining
         else:
             counts.pop(lease.model, None)
+            self._ended_at[lease.target] = self._clock()
         self.recount.add(lease.node)
+        if lease.client is not None:
+            self._demand.ended(lease.client, lease.target, self._clock())
         if lease.has_alternatives:
             self._loads.released(lease.target, is_last=remaining <= 0)
         return remaining <= 0
+
+    def is_outdated(self, node: Node) -> bool:
+        """Whether the last report of `node` shows requests of this gateway that have ended since."""
+        return any(
+            held.is_busy and not held.in_flight and self._ended_at.get(target, -math.inf) >= held.seen_at
+            for held in node.active
+            if (target := ModelOnNode(node.name, held.model_id))
+        )
 
     def measured(self, lease: Lease, num_computed_tokens: int, first_token_s: float | None, request_s: float) -> None:
         """A request was completed: its computed prompt tokens, and its times from when it was sent."""
@@ -273,6 +297,7 @@ class LeasePool:
         for model in [each for each in known if each not in ready]:
             del known[model]
             self._loads.forget(ModelOnNode(name, model))
+            self._ended_at.pop(ModelOnNode(name, model), None)
             self.left_device(name, model)
         for model in ready:
             held = node.residencies[model]

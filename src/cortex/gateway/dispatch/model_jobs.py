@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from cortex.fleet.demand import Demand
 from cortex.fleet.holdings import ON_DEVICE
 from cortex.fleet.placement.decision import Decision
 from cortex.fleet.placement.eviction import is_freed_by_sleep
@@ -19,7 +20,13 @@ from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import FleetState, LoadFailure, LoadJob
 from cortex.gateway.dispatch.load_requests import load_request
 from cortex.wire.error_codes import from_code
-from cortex.wire.errors import CortexError, LoadFailed, UnloadedWhileLoading, UpstreamUnavailable
+from cortex.wire.errors import (
+    CortexError,
+    InsufficientCapacity,
+    LoadFailed,
+    UnloadedWhileLoading,
+    UpstreamUnavailable,
+)
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Health, ModelState, ModelStatus
 
@@ -65,11 +72,17 @@ class ModelJobs:
     """Owned by the dispatcher; every method runs inside one of its events."""
 
     def __init__(
-        self, fleet_state: FleetState, effects: Effects, event_log: EventLog, clock: Callable[[], float]
+        self,
+        fleet_state: FleetState,
+        effects: Effects,
+        event_log: EventLog,
+        demand: Demand,
+        clock: Callable[[], float],
     ) -> None:
         self._fleet_state = fleet_state
         self._effects = effects
         self._event_log = event_log
+        self._demand = demand
         self._clock = clock
         self._watchers: dict[tuple[ModelOnNode, Watched], list[Watcher]] = {}
         self._last_loads: dict[ModelOnNode, tuple[float, float]] = {}
@@ -100,6 +113,7 @@ class ModelJobs:
             parts=tuple((part.node, part.reservation(target.model)) for part in decision.parts),
         )
         self._fleet_state.loads[target] = job
+        self._demand.load_began(target, for_requests=decision.origin in ("request", "background"))
         for victim in decision.evictions:
             holder = self._fleet_state.fleet.node(victim.node)
             frees = holder is not None and is_freed_by_sleep(holder)
@@ -156,6 +170,7 @@ class ModelJobs:
         job = self._fleet_state.loads.pop(target, None)
         self._event_log.settled(model)
         if isinstance(result, ModelStatus):
+            self._demand.load_ended(target, self._clock())
             self._fleet_state.update_model(node, result, self._clock())
             self._fleet_state.count_load(node)
             if job is not None:
@@ -163,10 +178,10 @@ class ModelJobs:
             self._fleet_state.failures.pop(target, None)
             self._fleet_state.shortfalls.pop(target, None)
             self._event_log.happened("model_loaded", node=node, model=model, bytes=result.measured_bytes)
-        elif is_cancelled:
-            self._event_log.happened("load_cancelled", node=node, model=model)
         else:
-            self._event_log.happened("load_failed", node=node, model=model, why=result.message)
+            self._demand.gone(target)
+            kind, why = ("load_cancelled", {}) if is_cancelled else ("load_failed", {"why": result.message})
+            self._event_log.happened(kind, node=node, model=model, **why)
         return job
 
     def load_seconds(self, target: ModelOnNode, since: float) -> float:
@@ -176,10 +191,13 @@ class ModelJobs:
         return max(0.0, ended_at - max(begun_at, since))
 
     def give_up(self, target: ModelOnNode, error: CortexError) -> None:
-        """The load is not tried again there until `retry_failed_after_s` has passed."""
+        """The load is not tried again there until `retry_failed_after_s` has passed, or the memory that it lacked is
+        there."""
         self._fleet_state.loads.pop(target, None)
         self._fleet_state.shortfalls.pop(target, None)
-        self._fleet_state.failures[target] = LoadFailure(self._clock(), error.message, error.code)
+        have_bytes = 0 if isinstance(error, InsufficientCapacity) else None
+        failure = LoadFailure(self._clock(), error.message, error.code, have_bytes=have_bytes)
+        self._fleet_state.failures[target] = failure
         self.notify(target, "load", error)
 
     def unload_ended(self, target: ModelOnNode, error: CortexError | None) -> None:
@@ -188,6 +206,7 @@ class ModelJobs:
         self._fleet_state.unloads.pop(target, None)
         self._event_log.settled(model)
         if error is None:
+            self._demand.gone(target)
             self._last_loads.pop(target, None)
             self._fleet_state.failures.pop(target, None)
             self._fleet_state.shortfalls.pop(target, None)

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 
+from cortex.fleet.demand import Demand
 from cortex.fleet.placement.decision import Origin
 from cortex.fleet.queueing import Waiting
 from cortex.gateway.dispatch.leases import PendingRequest
@@ -17,7 +18,8 @@ class Queues:
     """One first-in, first-out queue per model; it exists while requests wait. Owned by the dispatcher; delivers nothing
     itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, demand: Demand) -> None:
+        self._demand = demand
         self.max_waiting = 0
         """Requests that may wait for one model."""
         self.max_wait_s = 0.0
@@ -47,8 +49,10 @@ class Queues:
                 "try again later or raise gateway.max_waiting.",
                 retry_after_s=10.0,
             )
-        may_change_decision = all(other.origin == "background" for other in queue)
+        is_new_client = not self._demand.awaits(pending.client, pending.model)
+        may_change_decision = is_new_client or all(other.origin == "background" for other in queue)
         self._pending.setdefault(pending.model, deque()).append(pending)
+        self._demand.waits(pending.client, pending.model, pending.since)
         return may_change_decision
 
     def leave(self, pending: PendingRequest) -> None:
@@ -56,6 +60,7 @@ class Queues:
         queue = self._pending.get(pending.model)
         if queue is not None and pending in queue:
             queue.remove(pending)
+            self._demand.waits_no_more(pending.client, pending.model)
             if not queue:
                 del self._pending[pending.model]
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from cortex.fleet.catalogue import Catalogue, Cost, ModelSpec
+from cortex.fleet.demand import Demand
 from cortex.fleet.placement.decision import Decision, Origin
 from cortex.fleet.placement.feasibility import Feasibility
 from cortex.fleet.placement.place import place, place_new
@@ -47,8 +50,10 @@ class DispatchView:
     def __init__(self, fleet_state: FleetState, clock: Callable[[], float]) -> None:
         self._fleet_state = fleet_state
         self._clock = clock
-        self._leases = LeasePool(fleet_state, clock)
-        self._queues = Queues()
+        self._demand = Demand()
+        fleet_state.fleet = msgspec.structs.replace(fleet_state.fleet, demand=self._demand)
+        self._leases = LeasePool(fleet_state, self._demand, clock)
+        self._queues = Queues(self._demand)
         self._counted = CountedFleet(fleet_state, self._leases)
         self.resolve = fleet_state.resolve
         self.check_pictures = self._leases.check_pictures

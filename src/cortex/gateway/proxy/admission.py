@@ -24,6 +24,11 @@ from cortex.wire.errors import CortexError
 from cortex.wire.tenant import EVERYBODY, tenant_of
 
 
+def client_of(key: KeySection | None, request: Request) -> str:
+    """Who shares what all clients share: a key, or the address of a client without one."""
+    return key.id if key is not None else request.client
+
+
 class ReceivedRequest(msgspec.Struct, frozen=True):
     """An authenticated request whose body was read, before it is admitted."""
 
@@ -37,6 +42,10 @@ class ReceivedRequest(msgspec.Struct, frozen=True):
     span: Span
     received_at: float
     """When all of its bytes were there."""
+
+    @property
+    def client(self) -> str:
+        return client_of(self.key, self.exchange.request)
 
 
 class AdmittedRequest(msgspec.Struct, frozen=True):

@@ -15,13 +15,12 @@ from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import ANONYMOUS
 from cortex.gateway.proxy.accounting.activity import RequestRecord
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE
-from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
+from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, client_of
 from cortex.gateway.proxy.opaque.body import OpaqueBody
 from cortex.gateway.proxy.request import ProxyRequest
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import MESSAGES, Route, error_response
 from cortex.gateway.proxy.services import Services
-from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.parsing import relayed
 from cortex.parsing.cost import is_read_elsewhere
@@ -38,11 +37,6 @@ _READ_HEADERS = frozenset((b"content-type", b"origin", b"traceparent", b"x-reque
 _sane_id = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _id_prefix = f"req_{os.urandom(6).hex()}"
 _id_counter = itertools.count(1)
-
-
-def client_of(key: KeySection | None, request: Request) -> str:
-    """Who shares what all clients share: a key, or the address of a client without one."""
-    return key.id if key is not None else request.client
 
 
 def request_id_of(given: bytes | None) -> bytes:
@@ -195,7 +189,7 @@ class Inference:
     ) -> None:
         """Sends a request with the pictures that it names by address."""
         parser, route = self.services.parser, received.route
-        client = client_of(received.key, received.exchange.request)
+        client = received.client
         try:
             body = await self.services.pictures.inlined(
                 received.body, client, self.services.config.max_body_mb * 1024 * 1024

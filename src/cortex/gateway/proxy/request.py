@@ -125,6 +125,7 @@ class ProxyRequest:
                     self._excluded,
                     self.route.need,
                     self.received.envelope.facts.has_pictures,
+                    self.received.client,
                 )
                 if lease is not None:
                     self._deliver(lease)
@@ -140,6 +141,7 @@ class ProxyRequest:
                 need=self.route.need,
                 excluded=self._excluded,
                 has_pictures=self.received.envelope.facts.has_pictures,
+                client=self.received.client,
             )
             self.services.dispatcher.request_lease(pending)
         except CortexError as error:

@@ -7,8 +7,7 @@ import logging
 from collections.abc import Sequence
 from urllib.parse import parse_qs, unquote
 
-from cortex.gateway.proxy.admission import AdmissionController
-from cortex.gateway.proxy.inference import client_of
+from cortex.gateway.proxy.admission import AdmissionController, client_of
 from cortex.gateway.proxy.routes import JSON_HEADERS, error_response, json_response
 from cortex.gateway.responses.background import BackgroundRuns, current_body
 from cortex.gateway.responses.response_object import build_last_event, ended_body, head_of

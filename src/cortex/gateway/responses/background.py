@@ -14,7 +14,7 @@ import time
 import msgspec
 
 from cortex.gateway.proxy.admission import ReceivedRequest
-from cortex.gateway.proxy.inference import Inference, client_of
+from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.routes import JSON_HEADERS
 from cortex.gateway.responses.background_run import BackgroundRun
 from cortex.gateway.responses.response_object import ended_body, head_of, without_output
@@ -132,9 +132,7 @@ class BackgroundRuns:
         stored_input: bytes,
     ) -> BackgroundRun | None:
         """The run; None for a request that was rejected."""
-        parsed = await self._inference.services.parser.parse(
-            "openai_responses", streamed.body, client_of(received.key, received.exchange.request)
-        )
+        parsed = await self._inference.services.parser.parse("openai_responses", streamed.body, received.client)
         request = kept.described(parsed.head)
         created = int(self._store.clock())
         body = response_body(request, id=kept.id, created=created, model=request.model) | {"status": "queued"}

@@ -12,8 +12,7 @@ from urllib.parse import unquote
 import msgspec
 from msgspec import Raw
 
-from cortex.gateway.proxy.admission import AdmissionController
-from cortex.gateway.proxy.inference import client_of
+from cortex.gateway.proxy.admission import AdmissionController, client_of
 from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.gateway.responses import conversation_tables as tables
 from cortex.gateway.responses.api import expect, item_page

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Raw
 
 from cortex.gateway.proxy.admission import ReceivedRequest
-from cortex.gateway.proxy.inference import Inference, client_of
+from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import Route
 from cortex.gateway.responses.background import BackgroundRuns
@@ -107,7 +107,7 @@ class StatefulInference:
                 received.route.generates, in_background, id, self._inference.services.config.max_body_mb
             )
             completed = await self._inference.services.parser.complete(
-                received.body, referred.earlier, referred.others, completion, _client(received)
+                received.body, referred.earlier, referred.others, completion, received.client
             )
             await self._begin_completed(received, facts, id, completed)
         except asyncio.CancelledError:
@@ -166,7 +166,7 @@ class StatefulInference:
         references = References(False, ())
         if items.REFERENCE in received.body:
             references = await self._inference.services.parser.find_references(
-                received.body, _client(received), generates=received.route.generates
+                received.body, received.client, generates=received.route.generates
             )
         previous_id, conversation_id = facts.previous_response_id, facts.conversation_id
         stateful = {
@@ -209,10 +209,6 @@ class StatefulInference:
 def _makes_response(received: ReceivedRequest) -> bool:
     """Whether the result is a response object, which can be stored: not a count of tokens, nor a compaction."""
     return received.route.generates and received.route.dialect == "openai_responses"
-
-
-def _client(received: ReceivedRequest) -> str:
-    return client_of(received.key, received.exchange.request)
 
 
 def _key_id(received: ReceivedRequest) -> str:

@@ -21,6 +21,7 @@ from cortex.neuron.node.loading.device_room import RoomElsewhere
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.progress import LoadProgressTracker
+from cortex.neuron.node.memory.ceilings import ModelHolding
 from cortex.neuron.node.memory.sleep_budget import SleepBudget
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.model_host import Damaged, SleepRejected
@@ -68,12 +69,17 @@ class ModelController:
         self._drain_deadline_s = 0.0
         """On the loop's clock."""
         self._drain_timeout: asyncio.Timeout | None = None
-        self._to_sleep = False
+        self.leaving: ModelHolding | None = None
+        """What the model holds of its devices while it is being unloaded."""
+        self.falls_asleep = False
         """Whether the unload in progress is to end in sleep."""
         self._ready_waiters: Waiters = set()
         self._asleep_waiters: Waiters = set()
         self._gone_waiters: Waiters = set()
         self._progress_published_s = 0.0
+        self.load_s: float | None = None
+        """How long the latest load or wake took, without its download and what it waited for."""
+        self._load_began_s = 0.0
 
     # For callers
 
@@ -187,6 +193,8 @@ class ModelController:
             reason = f": {self.life.reason.removeprefix(f'{self.model_id}: ')}" if self.life.reason else ""
             level = logging.WARNING if reason else logging.INFO
             log.log(level, "%s: %s → %s%s", self.model_id, before.value, after.value, reason)
+            if after is ModelState.READY:
+                self.load_s = round(time.monotonic() - self._load_began_s, 3)
             if after not in (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING):
                 self.progress = None
         for effect in effects:
@@ -205,11 +213,11 @@ class ModelController:
                 if self._task is not None:
                     self._task.cancel()
             case events.StartUnload(attempt, drain_s, to_sleep):
-                self._to_sleep = to_sleep
+                self.falls_asleep = to_sleep
                 self._drain_deadline_s = asyncio.get_running_loop().time() + drain_s
                 self._task = asyncio.create_task(self._unload(attempt), name=f"unload {self.model_id}")
             case events.UnloadInstead():
-                self._to_sleep = False
+                self.falls_asleep = False
             case events.ShortenDrain(drain_s):
                 self._drain_deadline_s = min(self._drain_deadline_s, asyncio.get_running_loop().time() + drain_s)
                 if self._drain_timeout is not None and not self._drain_timeout.expired():
@@ -229,7 +237,8 @@ class ModelController:
     def _start(self, attempt: int, verb: str, work: Callable[[], Awaitable[Instance]]) -> None:
         if self._closing:
             return
-        self.progress = LoadProgressTracker.begin(time.monotonic())
+        self._load_began_s = time.monotonic()
+        self.progress = LoadProgressTracker.begin(self._load_began_s)
         self._task = asyncio.create_task(self._run(attempt, work), name=f"{verb} {self.model_id}")
         self._task.add_done_callback(partial(self._post_if_cancelled, attempt))
 
@@ -261,9 +270,11 @@ class ModelController:
 
     async def _load(self, attempt: int, delay_s: float) -> Instance:
         await asyncio.sleep(delay_s)
+        self._load_began_s = time.monotonic()
         callbacks = ModelCallbacks(
             on_progress=partial(self._progressed, attempt),
-            on_files_ready=lambda: self._post(events.FilesReady(attempt)),
+            on_files_ready=partial(self._files_ready, attempt),
+            on_wait=self._waits,
             on_lost=self._lost,
             on_produced=lambda: self._post(events.ProducedTokens()),
         )
@@ -273,7 +284,7 @@ class ModelController:
         instance = self.instance
         if instance is None:
             raise WorkerLost("the worker that held its weights is gone")
-        await self._loader.wake(self.model, instance)
+        await self._loader.wake(self.model, instance, self._waits)
         return instance
 
     def _progressed(self, attempt: int, stage: str, done_bytes: int, total_bytes: int) -> None:
@@ -284,6 +295,17 @@ class ModelController:
         self.progress = before.advanced(stage, done_bytes, total_bytes, now_s)
         if self.progress.stage != before.stage or now_s - self._progress_published_s >= _PROGRESS_EVENT_S:
             self._progress_published_s = now_s
+            self._on_changed(self.model_id)
+
+    def _files_ready(self, attempt: int) -> None:
+        self._load_began_s = time.monotonic()
+        self._post(events.FilesReady(attempt))
+
+    def _waits(self, reason: str | None) -> None:
+        if reason is None:
+            self._load_began_s = time.monotonic()
+        if self.progress is not None and reason != self.progress.waits_for:
+            self.progress = self.progress.waiting(reason, time.monotonic())
             self._on_changed(self.model_id)
 
     def _lost(self, reason: str) -> None:
@@ -298,15 +320,19 @@ class ModelController:
         is_asleep = False
         try:
             if instance is not None:
+                indices, resident = instance.host.device_indices, instance.host.resident
+                if resident is not None:
+                    self.leaving = ModelHolding(self.model_id, indices, resident.device_bytes(len(indices)))
                 message = f"{self.model_id} is being unloaded; try again to have it loaded"
                 instance.close_admission(Overloaded(message, retry_after_s=2))
                 await self._drain(instance)
-                is_asleep = self._to_sleep and await self._put_to_sleep(instance)
+                is_asleep = self.falls_asleep and await self._put_to_sleep(instance)
                 if not is_asleep:
                     self.instance = None
                     reclaimed = await instance.unload()
                     log.info("%s: unloaded, %s", self.model_id, reclaimed)
         finally:
+            self.leaving = None
             self._post(events.UnloadEnded(attempt, is_asleep))
 
     async def _put_to_sleep(self, instance: Instance) -> bool:
@@ -322,7 +348,7 @@ class ModelController:
                 log.warning("%s: cannot be put to sleep: %s", self.model_id, error)
                 return False
         log.info("%s: asleep, %s in host memory", self.model_id, gib(instance.resident.host_bytes))
-        return self._to_sleep and self.instance is instance  # an unload or a loss may have come meanwhile
+        return self.falls_asleep and self.instance is instance  # an unload or a loss may have come meanwhile
 
     async def _drain(self, instance: Instance) -> None:
         """Returns when no request is left or at the deadline, which `ShortenDrain` may move forward."""

@@ -46,6 +46,8 @@ class ModelCallbacks:
     on_progress: Callable[[str, int, int], None]
     """Stage, bytes done, bytes in all."""
     on_files_ready: Callable[[], None]
+    on_wait: Callable[[str | None], None]
+    """What the load waits for; None: nothing any more."""
     on_lost: Callable[[str], None]
     """The worker is gone, with the reason."""
     on_produced: Callable[[], None]

@@ -209,6 +209,15 @@ class Models:
             found.append(ModelHolding(controller.model_id, indices, held))
         return found
 
+    def leaving(self, sleep_frees: bool) -> list[ModelHolding]:
+        """The models that are being unloaded, with what they hold until then. `sleep_frees`: models that fall asleep
+        free their devices too."""
+        return [
+            holding
+            for controller in self._controllers.values()
+            if (holding := controller.leaving) is not None and (sleep_frees or not controller.falls_asleep)
+        ]
+
     def growing(self) -> list[tuple[KnownModel, Instance]]:
         """The ready models that may have extra replicas."""
         return [

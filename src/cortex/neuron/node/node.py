@@ -7,14 +7,13 @@ Each model has one controller; the node finds it and passes requests on.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cortex.neuron.config import Limits, NeuronConfig
+from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.engine.request import EngineRequest, EngineStats
 from cortex.neuron.node.bench.benches import Benches
@@ -56,8 +55,6 @@ from cortex.wire.errors import ShuttingDown
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Health, ModelState, ModelStatus, NodeEvent
 
-log = logging.getLogger(__name__)
-
 _SAMPLE_S = 1.0
 _SCAN_S = 30.0
 
@@ -79,7 +76,9 @@ class Node:
             ceilings,
             limits.kv_host_mb,
         )
-        self._surveys = (parts.surveys or partial(_survey_process, limits))()
+        survey_bytes = limits.survey_memory_mb << 20
+        new_surveys = parts.surveys or partial(SurveyProcess, cpu_s=limits.survey_cpu_s, memory_bytes=survey_bytes)
+        self._surveys = new_surveys()
         lead = Lead(config, self.devices, forecast, parts.connect_peer)
         self._library = Library(config)
         engine = self._engine = EngineHarness(config, self.devices, forecast, self._surveys, lead, self._library)
@@ -103,7 +102,12 @@ class Node:
         )
         held = MemoryCeilings(ceilings, self._holdings)
         room = DeviceRoom(
-            self.devices, forecast, lambda model: self._harnesses.of(model).estimates, held, parts.read_devices
+            self.devices,
+            forecast,
+            lambda model: self._harnesses.of(model).estimates,
+            held,
+            parts.read_devices,
+            lambda sleep_frees: self._models.leaving(sleep_frees),
         )
         self._loader = ModelLoader(
             config,
@@ -386,10 +390,6 @@ class Node:
         found = await asyncio.to_thread(scan_folders, self._library.folders)
         self._models.forget(self._library.found_in_folders(found))
         await self.files.scan()
-
-
-def _survey_process(limits: Limits) -> SurveyProcess:
-    return SurveyProcess(cpu_s=limits.survey_cpu_s, memory_bytes=limits.survey_memory_mb << 20)
 
 
 def _shutting_down() -> ShuttingDown:

@@ -145,6 +145,7 @@ def describe_model(
         reason_code=error.code if error is not None else None,
         state_age_s=round(now_s - life.since_s, 3) if life is not None else 0.0,
         idle_s=round(instance.idle_s, 3) if instance is not None else 0.0,
+        load_s=controller.load_s if controller is not None else None,
         bench=bench,
     )
 

@@ -11,4 +11,4 @@ class ModelLog(NodeValue, frozen=True):
     lines: tuple[str, ...] = ()
     """Oldest first."""
     next: int = 0
-    """How many lines there were in all: `after` for those that follow."""
+    """How many lines there were in all, empty ones too: `after` for those that follow."""

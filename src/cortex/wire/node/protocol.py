@@ -116,11 +116,13 @@ class Progress(NodeValue, frozen=True):
     done_bytes: int = 0
     total_bytes: int = 0
     eta_s: float | None = None
+    waits_for: str | None = None
+    """What a load that does not advance waits for."""
 
     @property
     def finest_stage(self) -> str:
         """What users are shown."""
-        return self.substage or self.stage
+        return self.waits_for or self.substage or self.stage
 
 
 class StoredForm(NodeValue, frozen=True):
@@ -246,6 +248,8 @@ class ModelStatus(NodeValue, frozen=True):
     state_age_s: float = 0.0
     idle_s: float = 0.0
     """Seconds since the last request ended; 0 while one runs."""
+    load_s: float | None = None
+    """How long its latest load or wake took, without downloads and waits; absent: it had none."""
     bench: BenchResult | None = None
     """How fast it is there, as measured; absent: it was not, or something has changed since."""
 

@@ -14,10 +14,10 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.loading.loads_in_progress import LoadRoom
 from cortex.neuron.node.memory.limits import NodeLimits
 from cortex.neuron.servers.entry import ENGINE_NAMES
 from cortex.neuron.text.model import TextSurvey
-from cortex.neuron.worker.hosts.replicated import LockDevices
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
@@ -52,6 +52,7 @@ class EchoFacts:
 
 
 class EchoEstimates(NodeLimits):
+    loads_in_worker = False
     need_bytes = 1 << 20
 
     def least_bytes(self, model: KnownModel, facts: EchoFacts, device: Device) -> int:
@@ -94,10 +95,8 @@ class EchoHarness:
     async def read(self, model: KnownModel, path: Path) -> tuple[EchoFacts, dict[str, Footprint]]:
         return EchoFacts(path), {}
 
-    async def host(
-        self, model: KnownModel, facts: EchoFacts, chosen: ChosenDevices, lock_devices: LockDevices
-    ) -> tuple[ModelHost, ChosenDevices]:
-        return self.host_of_model, chosen
+    async def host(self, model: KnownModel, facts: EchoFacts, room: LoadRoom) -> tuple[ModelHost, ChosenDevices]:
+        return self.host_of_model, room.chosen
 
     def replica(self, model: KnownModel, facts: EchoFacts, chosen: ChosenDevices) -> ModelHost:
         return self.host_of_model

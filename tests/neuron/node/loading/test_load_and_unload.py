@@ -40,6 +40,7 @@ async def test_loads_generates_and_unloads(tmp_path: Path) -> None:
         assert node.health().devices[0].worker == "none"
         status = await load(node)
         assert (status.state, status.family, status.devices) == (ModelState.READY, "llama", (0,))
+        assert status.load_s
         assert status.measured_bytes is not None
         assert status.measured_bytes > 60 << 20
         assert status.context_tokens == faulty_engine.CONTEXT_TOKENS

@@ -15,6 +15,7 @@ from cortex.neuron.engine.request import EngineInfo, LoadSpec
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.loading.device_room import DeviceRoom
 from cortex.neuron.node.loading.forecast import Forecast
+from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings, ModelHolding
 from cortex.neuron.worker.discovery import Inventory
 from cortex.neuron.worker.factory import WorkerFactory
@@ -95,7 +96,7 @@ async def test_models_over_the_ceiling_are_rejected_until_another_is_unloaded(
 
 
 async def test_loads_at_once_do_not_exceed_the_ceiling_of_the_node_together(tmp_path: Path) -> None:
-    settings = config(tmp_path, {"memory_mb": 44}, cpu_devices=2)
+    settings = config(tmp_path, {"memory_mb": 12}, cpu_devices=2)  # each is expected to take 9
     async with running_node(tmp_path, settings) as node:
         results = await asyncio.gather(load(node, "first"), load(node, "second"), return_exceptions=True)
         assert [type(result).__name__ for result in results].count("InsufficientCapacity") == 1
@@ -118,15 +119,15 @@ async def test_model_does_not_wake_over_the_ceiling() -> None:
         Inventory((card,)), WorkerFactory(), WorkerTimeouts(), lambda _: {}, forecast.reserve, other.configured
     )
     room = DeviceRoom(devices, forecast, lambda _: forecast, other, lambda _: {})
-    host = DeviceHost(devices.supervisors[0], LoadSpec("m"))
+    host, model = DeviceHost(devices.supervisors[0], LoadSpec("m")), KnownModel(id="m", source="m")
 
     def asleep(size_mb: int) -> Resident:
         return Resident(INFO, size_mb * MEBIBYTE, process_bytes=0, host_bytes=MEBIBYTE)
 
-    async with room.for_wake("m", host, asleep(30)):
+    async with room.for_wake(model, host, asleep(30)):
         pass
     with pytest.raises(InsufficientCapacity, match=r"m needs \d+ MiB on device 0 to wake up, but other models leave"):
-        async with room.for_wake("m", host, asleep(40)):
+        async with room.for_wake(model, host, asleep(40)):
             pass
     await devices.close()
 

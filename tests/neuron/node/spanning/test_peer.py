@@ -141,9 +141,9 @@ class FakePlace:
         return [SleepingModel("m", host_bytes, 0.0, can_be_unloaded=False)] if host_bytes else []
 
     @asynccontextmanager
-    async def _for_load(self, *_: Any) -> AsyncIterator[ChosenDevices]:
+    async def _for_load(self, *_: Any) -> AsyncIterator[Any]:
         device: Any = SimpleNamespace(index=0, kind="cpu")
-        yield ChosenDevices((device,))
+        yield SimpleNamespace(chosen=ChosenDevices((device,)))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel, Library
+from cortex.neuron.node.loading.loads_in_progress import LoadRoom
 from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.node.spanning.lead import Lead
@@ -23,7 +24,7 @@ from cortex.neuron.node.survey_process.client import Surveys
 from cortex.neuron.node.survey_process.protocol import Read
 from cortex.neuron.servers.entry import ENGINE_NAMES
 from cortex.neuron.text.model import TextSurvey
-from cortex.neuron.worker.hosts.replicated import LockDevices, ReplicatedHost
+from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.wire.errors import ModelUnsupported, shorten
 from cortex.wire.node.load_options import drafts_from
@@ -117,11 +118,10 @@ class EngineHarness:
             stages=chosen.stages,
         )
 
-    async def host(
-        self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices, lock_devices: LockDevices
-    ) -> tuple[ModelHost, ChosenDevices]:
+    async def host(self, model: KnownModel, facts: ModelFacts, room: LoadRoom) -> tuple[ModelHost, ChosenDevices]:
         """One replica on each equal part of the devices, the lowest index first. Those of a model that spans nodes are
         here and there."""
+        chosen = room.chosen
         if model.nodes:
             return await self._spanning(model, facts, chosen)
         spec, indices = self.spec(model, facts, chosen), sorted(chosen.indices)
@@ -130,7 +130,7 @@ class EngineHarness:
         size = len(indices) // model.replicas
         parts = [indices[start : start + size] for start in range(0, len(indices), size)]
         new_hosts = [partial(self._devices.host, model.id, part, spec) for part in parts]
-        return ReplicatedHost(model.id, new_hosts, lock_devices), chosen
+        return ReplicatedHost(model.id, new_hosts, room.lock_devices), chosen
 
     async def _spanning(
         self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices

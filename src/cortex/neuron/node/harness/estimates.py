@@ -74,6 +74,10 @@ class FileFacts(Protocol):
 class Estimates(Protocol):
     """The memory of a model, in bytes. `facts`: as the same harness has found them. Pure."""
 
+    @property
+    def loads_in_worker(self) -> bool:
+        """Whether models are loaded in the workers of their devices, of which each runs one load at a time."""
+
     def reserve(self, device: Device) -> MemoryReserve:
         """The memory of the device that a load leaves free. See `NodeLimits`."""
 

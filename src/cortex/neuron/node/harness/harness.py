@@ -10,8 +10,8 @@ from cortex.neuron.node.harness.estimates import Estimates, FileFacts, Footprint
 from cortex.neuron.node.harness.upstream import Upstream
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.loading.loads_in_progress import LoadRoom
 from cortex.neuron.text.model import TextSurvey
-from cortex.neuron.worker.hosts.replicated import LockDevices
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.tasks import finish_all
 from cortex.wire.errors import ModelUnsupported, shorten
@@ -49,12 +49,9 @@ class Harness(Protocol):
     async def read_text(self, model: KnownModel, path: Path) -> TextSurvey:
         """What it can do with text. Raises LoadFailed."""
 
-    async def host(
-        self, model: KnownModel, facts: Any, chosen: ChosenDevices, lock_devices: LockDevices
-    ) -> tuple[ModelHost, ChosenDevices]:
-        """The host for a load on the chosen devices, where no other load runs, and the devices with the stages of the
-        model. `lock_devices`: for later loads by the host itself. Raises LoadFailed, InsufficientCapacity, LoadRejected
-        or WorkerLost."""
+    async def host(self, model: KnownModel, facts: Any, room: LoadRoom) -> tuple[ModelHost, ChosenDevices]:
+        """The host for a load on the devices of `room`, and the devices with the stages of the model. Raises
+        LoadFailed, InsufficientCapacity, LoadRejected or WorkerLost."""
 
     def replica(self, model: KnownModel, facts: Any, chosen: ChosenDevices) -> ModelHost:
         """The host of one more replica of a model that may have extra ones."""

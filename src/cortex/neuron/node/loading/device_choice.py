@@ -99,10 +99,11 @@ class DeviceChoice:
             left=self.left,
         )
         chosen = tuple(device for device in self.devices if device.index in indices)
-        free_bytes = tuple(map(self._usable, chosen)) if model.pipeline_parallel > 1 else ()
+        free_bytes = tuple(map(self.usable_bytes, chosen)) if model.pipeline_parallel > 1 else ()
         return ChosenDevices(chosen, free_bytes=free_bytes, limits=tuple(map(self.left, chosen)))
 
-    def _usable(self, device: Device) -> int:
+    def usable_bytes(self, device: Device) -> int:
+        """What a load may take of a device."""
         return usable_now(self.readings.get(device.index), self.forecast.reserve(device), self.left(device))
 
     def _check_stages(self) -> None:
@@ -140,7 +141,7 @@ class DeviceChoice:
             and (not model.devices or device.index in model.devices)
         ]
         ceilings = {device.index: self.left(device) for device in allowed}
-        free_bytes = {device.index: self._usable(device) for device in allowed}
+        free_bytes = {device.index: self.usable_bytes(device) for device in allowed}
         emptiest = sorted(free_bytes, key=lambda index: (-free_bytes[index], index))[: model.num_devices]
         chosen = tuple(sorted(emptiest))
         stages = None

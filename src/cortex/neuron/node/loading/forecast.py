@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from cortex.neuron.engine.memory.dtypes import dtype_name, likely_cpu_form
 from cortex.neuron.engine.memory.plan import (
@@ -40,6 +41,8 @@ _MIN_KV_TOKENS = 256
 class Forecast(NodeLimits):
     """The engine's `Estimates` for the models and devices of a node, under its limits. With the facts of one rank of a
     divided model, they are those of one of its devices."""
+
+    loads_in_worker: ClassVar[bool] = True
 
     def least_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int:
         """The least memory with which the model can respond; a device with less rejects it.

@@ -25,6 +25,7 @@ from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.loading.device_choice import check_devices
 from cortex.neuron.node.loading.device_room import DeviceRoom, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.library import Fetch, KnownModel, Library
+from cortex.neuron.node.loading.loads_in_progress import OnWait
 from cortex.neuron.node.survey_process.client import Surveys
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.text.model import TextSurvey
@@ -123,8 +124,8 @@ class ModelLoader:
         callbacks.on_files_ready()
         survey = await self.survey(model, path)
         try:
-            async with self._room.for_load(model, survey.facts) as chosen:
-                host, chosen = await harness.host(model, survey.facts, chosen, self._room.locked)
+            async with self._room.for_load(model, survey.facts, callbacks.on_wait) as room:
+                host, chosen = await harness.host(model, survey.facts, room)
                 limits = replace(self._config.limits, max_num_seqs=harness.max_num_seqs)
                 instance = Instance(model.id, host, limits, callbacks)
                 own_stages = chosen.stages[: len(chosen.devices)]
@@ -151,13 +152,13 @@ class ModelLoader:
         host = self._harnesses.of(model).replica(model, facts, chosen)
         return await self._extras.add(replicas, host, free_bytes)
 
-    async def wake(self, model: KnownModel, instance: Instance) -> None:
+    async def wake(self, model: KnownModel, instance: Instance, on_wait: OnWait) -> None:
         """Wakes a sleeping model where it is. Raises InsufficientCapacity or LoadFailed (the model is asleep as before;
         `RoomElsewhere`: there is room for it on other devices). Raises Damaged or WorkerLost if nothing of it is
         left."""
         host, resident = instance.host, instance.resident
         try:
-            async with self._room.for_wake(model.id, host, resident):
+            async with self._room.for_wake(model, host, resident, on_wait):
                 await wake_settled(host)
                 instance.woken()
         except (InsufficientCapacity, LoadRejected) as error:

@@ -23,6 +23,8 @@ class LoadProgressTracker:
     now_s: float
     done_bytes: int = 0
     total_bytes: int = 0
+    waits_for: str | None = None
+    """Why it does not advance."""
 
     @classmethod
     def begin(cls, now_s: float) -> LoadProgressTracker:
@@ -38,6 +40,10 @@ class LoadProgressTracker:
         done_bytes = max(self.done_bytes, min(done_bytes, total_bytes))
         return replace(self, done_bytes=done_bytes, total_bytes=total_bytes, now_s=now_s)
 
+    def waiting(self, reason: str | None, now_s: float) -> LoadProgressTracker:
+        """The progress while the load waits; None: it waits no more."""
+        return replace(self, waits_for=reason, now_s=now_s)
+
     def snapshot(self) -> Progress:
         """The progress as the API reports it."""
         whole = _STAGE_OF.get(self.stage)
@@ -47,6 +53,7 @@ class LoadProgressTracker:
             done_bytes=self.done_bytes,
             total_bytes=self.total_bytes,
             eta_s=self._eta_s(),
+            waits_for=self.waits_for,
         )
 
     def _eta_s(self) -> float | None:

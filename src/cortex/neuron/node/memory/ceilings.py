@@ -6,7 +6,7 @@ what is free, which `limits.min_free_vram_mb` is about.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from cortex.neuron.config import NeuronConfig
@@ -63,16 +63,34 @@ class MemoryCeilings:
         self.configured = ceilings
         self._holdings = holdings
 
-    def left_bytes(self, index: int, num_devices: int, *, but: str) -> int | None:
+    def left_bytes(
+        self,
+        index: int,
+        num_devices: int,
+        *,
+        but: str,
+        loading: Iterable[ModelHolding] = (),
+        gone: Collection[str] = (),
+    ) -> int | None:
         """What the model `but`, over `num_devices`, may take of the device next to the other models; None without a
-        ceiling."""
-        others = [holding for holding in self._holdings() if holding.model_id != but]
+        ceiling. `loading`: what loads in progress will hold. `gone`: models that do not count."""
+        held = list(self._holdings())
+        held += [_beyond(coming, held) for coming in loading]
+        others = [holding for holding in held if holding.model_id != but and holding.model_id not in gone]
         here = sum(holding.bytes_on(index) for holding in others)
         own, node = self.configured.on(index), self.configured.node_bytes
         return smallest(
             None if own is None else max(0, own - here),
             None if node is None else max(0, node - sum(holding.num_bytes for holding in others)) // num_devices,
         )
+
+
+def _beyond(coming: ModelHolding, held: Iterable[ModelHolding]) -> ModelHolding:
+    """What a load will hold in addition to what its model holds already, as one that wakes does."""
+    own = [holding for holding in held if holding.model_id == coming.model_id]
+    parts = zip(coming.devices, coming.device_bytes, strict=True)
+    more = (max(0, size - sum(holding.bytes_on(index) for holding in own)) for index, size in parts)
+    return ModelHolding(coming.model_id, coming.devices, tuple(more))
 
 
 def equal_parts(num_bytes: int, count: int) -> tuple[int, ...]:

@@ -243,12 +243,12 @@ class HostedShare(RelaySink):
     async def _wake(self) -> ShareMessage:
         """Raises InsufficientCapacity, LoadRejected, Damaged or WorkerLost."""
         host, resident = self._loaded()
+        assert self._model is not None
         try:
             async with contextlib.AsyncExitStack() as room:
-                await self._entered(self._resources.room.for_wake(self.model_id, host, resident), room)
+                await self._entered(self._resources.room.for_wake(self._model[0], host, resident), room)
                 await wake_settled(host)
         except (InsufficientCapacity, LoadRejected) as error:
-            assert self._model is not None
             if await self._resources.room.has_room_elsewhere(error, *self._model, host, resident):
                 raise RoomElsewhere(str(error)) from error
             raise
@@ -270,11 +270,10 @@ class HostedShare(RelaySink):
             raise InsufficientCapacity(f"another model is being loaded here for {ROOM_S:.0f} s; try again") from None
 
     async def _room_for(self, model: KnownModel, facts: ModelFacts, room: contextlib.AsyncExitStack) -> ChosenDevices:
-        """The devices of the share; no other load runs there until `room` ends. Raises LoadFailed or
-        InsufficientCapacity."""
+        """The devices of the share, reserved until `room` ends. Raises LoadFailed or InsufficientCapacity."""
         if facts.digest != self._order.digest:
             raise LoadFailed(f"the files of {model.id} here are not those of the lead; the nodes need the same ones")
-        return await self._entered(self._resources.room.for_load(model, facts), room)
+        return (await self._entered(self._resources.room.for_load(model, facts), room)).chosen
 
     def _release_unless_loaded(self, claim: DeviceClaim) -> None:
         if not self.is_loaded:

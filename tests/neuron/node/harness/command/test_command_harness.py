@@ -20,7 +20,8 @@ from cortex.http.upstream.pool import Pool
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.harness.command import host
 from cortex.neuron.node.harness.command.harness import CommandEstimates, CommandHarness, ServedFiles
-from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, ServerMemory, free_port, server_info
+from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, free_port, server_info
+from cortex.neuron.node.harness.command.server_memory import ServerMemory
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.node import Node
 from cortex.neuron.servers.entry import HarnessEntry
@@ -114,10 +115,6 @@ async def test_placed_by_bytes(tmp_path: Path, where: dict[str, Any]) -> None:
             {"cmd": [*START, "--is-never-healthy", "--ignores-sigterm"], "health": {"timeout_s": 0.5}},
             "not healthy within 0.5 s .health.path /health, health.timeout_s.: ",
         ),
-        (
-            {"cmd": ["/bin/sh", "-c", 'ulimit -v 90000; exec "$@"', "sh", *START, "--holds-mb", "200"]},
-            "ended with status 1; the end of its log: .*MemoryError",
-        ),
         ({"cmd": [*START, "${CONTEXT}"]}, "needs \\$\\{CONTEXT\\}; set `context_tokens`"),
         ({"cmd": [*START, "${NOPE}"]}, "uses \\$\\{NOPE\\}, which does not exist; there are \\$\\{PORT\\}"),
         ({"cmd": [*START, "${env.NOT_THERE}"]}, "environment variable NOT_THERE"),
@@ -131,6 +128,26 @@ async def test_a_server_that_does_not_start_fails_the_load(tmp_path: Path, entry
             await load(node)
         assert node.model("m").state is ModelState.FAILED
         assert not servers()
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (
+            ["/bin/sh", "-c", 'ulimit -v 90000; exec "$@"', "sh", *START, "--holds-mb", "200"],
+            "ended with status 1; the end of its log: .*MemoryError",
+        ),
+        ([*START, "--exits", "1", "--say", "CUDA error: out of memory"], "ended with status 1"),
+        (["/bin/sh", "-c", "kill -9 $$", "${PORT}"], "ended by signal 9, which the system sends when memory runs out"),
+    ],
+)
+async def test_a_server_that_ends_for_lack_of_memory_is_reported_as_such(
+    tmp_path: Path, command: list[str], reason: str
+) -> None:
+    async with running_node(tmp_path, config(cmd=command)) as node:
+        with pytest.raises(InsufficientCapacity, match=reason):
+            await load(node)
+        assert node.model("m").reason_code == InsufficientCapacity.code
 
 
 class SilentSink:
@@ -188,6 +205,18 @@ async def test_an_unload_ends_a_server_that_is_starting(tmp_path: Path) -> None:
         await node.unload(UnloadRequest(model_id="m"))
         assert not servers()
         assert node.model("m").state is ModelState.COLD
+
+
+async def test_a_server_that_starts_does_not_delay_another_one(tmp_path: Path) -> None:
+    settings = config()
+    slow = {"name": "slow", "cmd": [*START, "--is-never-healthy"], "memory_mb": 16}
+    settings["harnesses"].append(slow)
+    settings["models"].append({"id": "slow", "harness": "slow"})
+    async with running_node(tmp_path, settings) as node:
+        await node.load(LoadRequest(model_id="slow"), wait=False)
+        await until(servers)
+        assert (await load(node)).state is ModelState.READY
+        assert node.model("slow").state is ModelState.LOADING
 
 
 async def test_unsupported_options_are_rejected(tmp_path: Path) -> None:

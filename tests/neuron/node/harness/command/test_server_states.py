@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from cortex.http.ticker import Ticker
-from cortex.neuron.node.harness.command import host as host_module
-from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, ServerMemory, free_port, server_info
+from cortex.neuron.node.harness.command import server_memory
+from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, free_port, server_info
+from cortex.neuron.node.harness.command.server_memory import ServerMemory
 from cortex.neuron.servers.entry import HarnessEntry, StateRequest
 from cortex.neuron.worker.model_host import Damaged, Resident, SleepRejected
 
@@ -23,7 +24,7 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def short_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_module, "_RECLAIM_S", 0.5)
+    monkeypatch.setattr(server_memory, "_RECLAIM_S", 0.5)
 
 
 @dataclass
@@ -66,7 +67,7 @@ def host_on(card: Card, measured: list[int], **entry: Any) -> CommandHost:
 async def put_to_sleep(host: CommandHost, monkeypatch: pytest.MonkeyPatch) -> Resident:
     """However slow the machine is, the node waits until the memory is free."""
     with monkeypatch.context() as patient:
-        patient.setattr(host_module, "_RECLAIM_S", WAIT_S)
+        patient.setattr(server_memory, "_RECLAIM_S", WAIT_S)
         return await host.sleep()
 
 

@@ -17,16 +17,17 @@ from cortex.http.upstream.pool import Pool
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.devices import ReadDevices
 from cortex.neuron.node.harness.command.expansion import Expansion, expanded_texts, uses
-from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, ServerMemory, free_port, server_info
+from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, free_port, server_info
 from cortex.neuron.node.harness.command.server_log import ServerLog
+from cortex.neuron.node.harness.command.server_memory import ServerMemory
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.loading.loads_in_progress import LoadRoom
 from cortex.neuron.node.memory.limits import NodeLimits
 from cortex.neuron.servers.entry import HarnessEntry
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker import amd, gpu_processes
-from cortex.neuron.worker.hosts.replicated import LockDevices
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.quant_names import label_in
 from cortex.tasks import finish_all
@@ -71,6 +72,7 @@ class CommandEstimates(NodeLimits):
     measurement may be too small, because a server takes memory later or another model left the device during the load:
     the operator's size is the least, and one below the size of the files does not count."""
 
+    loads_in_worker: ClassVar[bool] = False
     entry: HarnessEntry
     measured: dict[str, int] = field(default_factory=dict)
     """By model id."""
@@ -244,10 +246,9 @@ class CommandHarness:
         self,
         model: KnownModel,
         facts: ServedFiles,
-        chosen: ChosenDevices,
-        lock_devices: LockDevices,  # noqa: ARG002 - as Harness has it
+        room: LoadRoom,
     ) -> tuple[ModelHost, ChosenDevices]:
-        entry, devices = self._entry, chosen.devices
+        entry, chosen, devices = self._entry, room.chosen, room.chosen.devices
         is_on_gpus = devices[0].kind != "cpu"
         argv = entry.argv(has_gpus=is_on_gpus, has_context=model.context_tokens is not None)
         commands = entry.commands
@@ -279,6 +280,8 @@ class CommandHarness:
             free_bytes if is_on_gpus else None,
             self.estimates.whole_bytes(model, facts),
             lambda processes: _used_bytes(devices, processes),
+            room.took,
+            lambda: room.was_alone,
         )
         host = CommandHost(
             model.id,

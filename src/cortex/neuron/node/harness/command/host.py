@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from cortex.http.upstream.faults import UpstreamFault
 from cortex.http.upstream.pool import Pool
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, StepOutput
 from cortex.neuron.node.harness.command.server_log import ServerLog
+from cortex.neuron.node.harness.command.server_memory import ServerMemory
 from cortex.neuron.node.harness.command.server_process import ServerProcess
 from cortex.neuron.node.harness.command.silence_watch import SilenceWatch
 from cortex.neuron.servers.entry import HarnessEntry, StateRequest
@@ -28,6 +30,8 @@ from cortex.wire.errors import LoadFailed
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
+_MEASURE_S = 1.0
+"""How often the memory of a server that starts is measured, which takes the kernel some time per GiB."""
 _HEALTH_S = 15.0
 """How long one health check may take."""
 _BEGIN_S = 3600.0
@@ -36,7 +40,6 @@ when it is done."""
 _LOSS_S = 5.0
 """A server that closes a connection may have died, which is noticed a moment later."""
 _PORT_TRIES = 3
-_RECLAIM_S = 5.0
 _SHORTEST_STREAM_S = 0.02
 """A response that is complete sooner after its first piece came whole: its speed is not known."""
 _PAGES = 1 << 40
@@ -55,18 +58,6 @@ class ServerCommand:
     """For what is left when its processes are killed."""
     find_pid: Callable[[int], list[str]] = lambda _: []
     """Prints the process id of a server that a daemon started."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerMemory:
-    """Where the server's memory is."""
-
-    indices: tuple[int, ...]
-    free_bytes: Callable[[], int] | None
-    """Free memory of GPUs, all together; blocks. None: the server takes memory of the host, and its processes tell."""
-    expected_bytes: int
-    process_bytes: Callable[[list[int]], int | None] = lambda _: None
-    """Memory of these processes on the GPUs; None: the driver does not know them, as in a container. Blocks."""
 
 
 @dataclass(eq=False, slots=True)
@@ -117,12 +108,13 @@ class CommandHost:
 
     async def load(self, sink: ModelSink) -> Resident:
         self._sink = sink
-        free_before = await self._free_bytes()
+        free_before = await self.memory.free()
         try:
             for attempt in range(_PORT_TRIES):
                 if await self._start(sink, is_last=attempt == _PORT_TRIES - 1):
                     break
-            measured = await self._measured(free_before)
+            assert self._server is not None
+            measured = await self.memory.measured(self._server, free_before)
         except BaseException:
             if self._server is not None:
                 self._server.kill()
@@ -154,7 +146,8 @@ class CommandHost:
             if ended.done():
                 if not is_last and not _is_free(port):
                     return False
-                raise LoadRejected(FaultKind.BUG, f"its server ({self.entry.name}) {ended.result()}{server.last_lines}")
+                kind = FaultKind.OUT_OF_MEMORY if server.lacked_memory else FaultKind.BUG
+                raise LoadRejected(kind, f"its server ({self.entry.name}) {ended.result()}{server.last_lines}")
             if not healthy.done():
                 server.kill()
                 await ended
@@ -176,9 +169,12 @@ class CommandHost:
 
     async def _wait_until_healthy(self, pool: Pool, server: ServerProcess, sink: ModelSink) -> None:
         expected = max(1, self.memory.expected_bytes)
+        loop, measured_at_s = asyncio.get_running_loop(), -math.inf
         while not await self._is_healthy(pool):
-            num_bytes = await asyncio.to_thread(lambda: server.num_bytes)
-            sink.on_progress("place", min(num_bytes, expected), expected)
+            if loop.time() - measured_at_s >= _MEASURE_S:
+                num_bytes, measured_at_s = await self.memory.held(server) or 0, loop.time()
+                self.memory.took(num_bytes)
+                sink.on_progress("place", min(num_bytes, expected), expected)
             await asyncio.sleep(_POLL_S)
 
     async def _is_healthy(self, pool: Pool) -> bool:
@@ -197,19 +193,6 @@ class CommandHost:
         self._last_check = f"the last check had status {status}"
         return status
 
-    async def _free_bytes(self) -> int:
-        return 0 if self.memory.free_bytes is None else await asyncio.to_thread(self.memory.free_bytes)
-
-    async def _measured(self, free_before: int) -> int:
-        """What the server holds of its devices: by its processes, or else what is less free than `free_before`."""
-        server, memory = self._server, self.memory
-        if server is None:
-            return 0
-        if memory.free_bytes is None:
-            return await asyncio.to_thread(lambda: server.num_bytes)
-        by_process = await asyncio.to_thread(lambda: memory.process_bytes(server.processes))
-        return by_process or max(0, free_before - await self._free_bytes())
-
     async def _watch_end(self) -> None:
         assert self._server is not None
         how = await self._server.ended()
@@ -226,10 +209,10 @@ class CommandHost:
             raise SleepRejected(f"the harness {self.entry.name} has no sleep{where}")
         assert server is not None
         assert resident is not None
-        host_before, free_before = await asyncio.to_thread(lambda: server.num_bytes), await self._free_bytes()
+        host_before, free_before = await asyncio.to_thread(lambda: server.num_bytes), await self.memory.free()
         if problem := await self._ask(self.entry.sleep):
             raise SleepRejected(f"its server ({self.entry.name}) was asked to sleep and {problem}")
-        freed = (await self._reclaimed(resident.process_bytes, free_before)).freed_bytes
+        freed = (await self.memory.reclaimed(resident.process_bytes, free_before)).freed_bytes
         if freed < resident.process_bytes // 2:
             raise SleepRejected(f"the sleep of its server ({self.entry.name}) freed {freed >> 20} MiB only")
         host_bytes = await asyncio.to_thread(lambda: server.num_bytes) - host_before
@@ -265,10 +248,10 @@ class CommandHost:
             return Reclaimed(0, 0)
         if self.memory.free_bytes is None:  # with the caches that its requests have filled
             self.on_measured(max(self._loaded_bytes, await asyncio.to_thread(lambda: server.num_bytes)))
-        free_before = await self._free_bytes()
+        free_before = await self.memory.free()
         await server.stop(self.entry.stop_timeout_s, *self._stop_command(server))
         self._gone()
-        return await self._reclaimed(resident.process_bytes, free_before)
+        return await self.memory.reclaimed(resident.process_bytes, free_before)
 
     def _stop_command(self, server: ServerProcess) -> tuple[list[str], Mapping[str, str]]:
         """It was checked before the load, but the node's environment may have changed: the server ends all the same."""
@@ -277,18 +260,6 @@ class CommandHost:
         except LoadFailed as problem:
             log.warning("%s: cmd_stop cannot be run (%s); SIGTERM is sent instead", self.model_id, problem)
             return [], {}
-
-    async def _reclaimed(self, expected_bytes: int, free_before: int) -> Reclaimed:
-        """Host memory is free when the processes have ended. The driver of a GPU may free it later."""
-        if self.memory.free_bytes is None:
-            return Reclaimed(expected_bytes, expected_bytes)
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + _RECLAIM_S
-        while True:
-            reclaimed = Reclaimed(expected_bytes, max(0, await self._free_bytes() - free_before))
-            if reclaimed.is_complete or loop.time() >= deadline_s:
-                return reclaimed
-            await asyncio.sleep(_POLL_S)
 
     def _gone(self) -> None:
         self.resident = None

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
 
 from cortex.wire.node.model_log import ModelLog
 
-_LINE_END = re.compile(rb"[\r\n]+")  # progress bars return to the begin of their line
 _ESCAPE = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[@-Z\\-_])")
 _KEPT_LINES = 500
+_KEPT_BYTES = 1 << 19
 _LINE_BYTES = 2000
 _ERROR_LINES = 12
+
+
+def plain_lines(output: bytes) -> list[str]:
+    """The lines of a server's output that show something."""
+    return [text for line in output.replace(b"\r", b"\n").split(b"\n") if (text := _plain(line[:_LINE_BYTES]))]
 
 
 def _plain(line: bytes) -> str:
     """Without colours, and safe to show on a terminal."""
     text = _ESCAPE.sub(b"", line).decode("utf-8", "replace")
-    return "".join(character if character.isprintable() else " " for character in text).strip()
+    if not text.isprintable():
+        text = "".join(character if character.isprintable() else " " for character in text)
+    return text.strip()
 
 
 def _folded(lines: Sequence[str]) -> list[str]:
@@ -29,53 +37,79 @@ def _folded(lines: Sequence[str]) -> list[str]:
 
 
 class ServerLog:
-    """Bounded. Owned by the loop."""
+    """Bounded. A thread feeds it the output of a server, in blocks as large as they come; every thread may read it. It
+    counts the lines of a block and keeps it as it is: lines are made of it when somebody reads them."""
 
     def __init__(self) -> None:
-        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._lock = threading.Lock()
+        self._blocks: deque[bytes] = deque()
+        self._num_bytes = 0
+        """In `_blocks`."""
         self._num_lines = 0
+        """That have ended, empty ones too."""
         self._began = 0
         self._last_lines: str | None = None
         """The last lines of a server that has ended; None: it runs."""
-        self._rest = b""
+        self._is_cut = False
+        """What is kept begins in the middle of a line."""
 
     def begin(self, title: str) -> None:
         """A server is about to start; lines before this are of earlier ones."""
-        self._rest, self._last_lines = b"", None
-        self._append(title)
-        self._began = self._num_lines
+        with self._lock:
+            self._last_lines = None
+            self._append(f"{title}\n".encode())
+            self._began = self._num_lines
 
-    def feed(self, data: bytes) -> list[str]:
-        """Takes output of the server, with the end of it as empty bytes; returns the lines that are complete."""
-        *lines, rest = _LINE_END.split(self._rest + data) if data else (self._rest, b"")
-        self._rest = rest[-_LINE_BYTES:]
-        texts = [text for line in lines if (text := _plain(line[:_LINE_BYTES]))]
-        for text in texts:
-            self._append(text)
-        return texts
+    def feed(self, data: bytes) -> None:
+        """Takes output of the server, with the end of it as empty bytes."""
+        with self._lock:
+            if data:
+                self._append(data.replace(b"\r", b"\n"))  # progress bars return to the begin of their line
+            elif self._blocks and not self._blocks[-1].endswith(b"\n"):
+                self._append(b"\n")
 
     def end(self, title: str) -> None:
         """The server has ended, and all its output was fed. `last_lines` stay without this title."""
-        self._last_lines = self.last_lines
-        self._append(title)
+        last_lines = self.last_lines
+        with self._lock:
+            self._last_lines = last_lines
+            self._append(f"{title}\n".encode())
 
     @property
     def last_lines(self) -> str:
         """The end of the output of the current server, for an error. Equal lines in a row, such as those of health
         checks, count as one."""
-        if self._last_lines is not None:
-            return self._last_lines
-        num_own = min(self._num_lines - self._began, len(self._lines))
-        lines = _folded(list(self._lines)[-num_own:]) if num_own else []
+        with self._lock:
+            if self._last_lines is not None:
+                return self._last_lines
+            own = self._following(self._began)
+        lines = _folded(plain_lines(own))
         return f"; the end of its log: {' | '.join(lines)}" if lines else "; it wrote nothing"
 
     def since(self, after: int) -> ModelLog:
         """The lines that followed the first `after` ones, as far as they are kept. A number from the future, of a node
         that was restarted since, counts as none."""
-        num_new = self._num_lines - after if after <= self._num_lines else self._num_lines
-        num_shown = min(num_new, len(self._lines))
-        return ModelLog(lines=tuple(self._lines)[-num_shown:] if num_shown else (), next=self._num_lines)
+        with self._lock:
+            following, new = self._num_lines, self._following(after if after <= self._num_lines else 0)
+        return ModelLog(lines=tuple(plain_lines(new)[-_KEPT_LINES:]), next=following)
 
-    def _append(self, text: str) -> None:
-        self._lines.append(text)
-        self._num_lines += 1
+    def _following(self, after: int) -> bytes:
+        """What is kept of the lines that have ended, without the first `after` ones."""
+        kept = b"".join(self._blocks)
+        kept = kept[kept.find(b"\n") + 1 if self._is_cut else 0 : kept.rfind(b"\n") + 1]
+        if (num_new := self._num_lines - after) <= 0:
+            return b""
+        lines = kept.split(b"\n")  # the last one is empty
+        return b"\n".join(lines[-num_new - 1 :])
+
+    def _append(self, data: bytes) -> None:
+        self._num_lines += data.count(b"\n")
+        if len(data) > _KEPT_BYTES:
+            data = data[-_KEPT_BYTES:]
+            self._blocks.clear()
+            self._num_bytes, self._is_cut = 0, True
+        self._blocks.append(data)
+        self._num_bytes += len(data)
+        while self._num_bytes - len(self._blocks[0]) >= _KEPT_BYTES:
+            self._num_bytes -= len(self._blocks.popleft())
+            self._is_cut = True

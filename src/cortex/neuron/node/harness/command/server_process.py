@@ -4,34 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
+import os
+import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from cortex.neuron.node.harness.command import guard
 from cortex.neuron.node.harness.command.process_memory import descendants, resident_bytes
-from cortex.neuron.node.harness.command.server_log import ServerLog
+from cortex.neuron.node.harness.command.server_log import ServerLog, plain_lines
 
 log = logging.getLogger(__name__)
 
 _GUARD = str(Path(guard.__file__).resolve())
+_NO_MEMORY = re.compile(r"out of memory|OutOfMemory|MemoryError|cannot allocate memory|bad_alloc", re.IGNORECASE)
+"""What programs write when memory runs out, on a GPU or on the host."""
+_BLOCK_BYTES = 1 << 20
 _PID_S = 60.0
 """How long the command that prints a process id may take."""
 
 
 class ServerProcess:
-    """Belongs to the loop that started it."""
+    """Belongs to the loop that started it. A thread of its own reads its output: a server may write faster than the
+    loop could read next to its other work, and must not wait for it."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log: ServerLog) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, output: int, log: ServerLog) -> None:
+        """`output`: the end of a pipe with what it writes, which is closed with it."""
         self._name = name
         self._process = process
         self._log = log
         self._outside: int | None = None
         """The server's process where a daemon started it."""
         self._is_killed = False
-        self._reader = asyncio.create_task(self._read_output(), name=f"log of {name}")
+        self._is_read = asyncio.Event()
+        """All of its output is in the log."""
+        loop = asyncio.get_running_loop()
+        reader = partial(self._read_output, output, lambda: loop.call_soon_threadsafe(self._is_read.set))
+        threading.Thread(target=reader, name=f"log of {name}", daemon=True).start()
         self._waiter = asyncio.create_task(self._wait(), name=f"end of {name}")
 
     @classmethod
@@ -46,21 +60,30 @@ class ServerProcess:
         """`name`: for the node's own log. `cleaning`: a command that runs when all processes have ended. A command that
         cannot be started ends at once, and its log says why."""
         log.begin(f"--- {name} starts: {command[0]}")
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-I",
-            "-S",
-            _GUARD,
-            str(len(cleaning)),
-            *cleaning,
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=dict(env),
-            start_new_session=True,
-        )
-        return cls(name, process, log)
+        output, write_end = os.pipe()
+        with contextlib.suppress(OSError, AttributeError):  # fewer wake-ups where the system permits it
+            fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, _BLOCK_BYTES)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-I",
+                "-S",
+                _GUARD,
+                str(len(cleaning)),
+                *cleaning,
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=write_end,
+                stderr=asyncio.subprocess.STDOUT,
+                env=dict(env),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(output)
+            raise
+        finally:
+            os.close(write_end)
+        return cls(name, process, output, log)
 
     @property
     def pid(self) -> int | None:
@@ -106,6 +129,14 @@ class ServerProcess:
     def last_lines(self) -> str:
         """The end of its output, for an error."""
         return self._log.last_lines
+
+    @property
+    def lacked_memory(self) -> bool:
+        """Whether it has ended for lack of memory: the system killed it, or its last lines say so."""
+        if self._is_killed or not self._waiter.done():
+            return False
+        is_killed_by_system = self._waiter.result() == 128 + signal.SIGKILL
+        return is_killed_by_system or _NO_MEMORY.search(self._log.last_lines) is not None
 
     async def ended(self) -> str:
         """How it ended, once it has, and all of its output is read. May be cancelled and called again."""
@@ -163,16 +194,23 @@ class ServerProcess:
 
     async def _wait(self) -> int:
         code = await self._process.wait()
-        await self._reader
+        await self._is_read.wait()
         self._log.end(f"--- {self._name} {self._manner(code)}")
         return code
 
-    async def _read_output(self) -> None:
-        assert self._process.stdout is not None
-        while data := await self._process.stdout.read(1 << 14):
-            self._keep(data)
-        self._keep(b"")
+    def _read_output(self, output: int, done: Callable[[], object]) -> None:
+        """Runs in a thread, until every process that writes there has ended."""
+        try:
+            while data := os.read(output, _BLOCK_BYTES):
+                self._keep(data)
+            self._keep(b"")
+        finally:
+            os.close(output)
+            with contextlib.suppress(RuntimeError):  # the loop was closed before
+                done()
 
     def _keep(self, data: bytes) -> None:
-        for text in self._log.feed(data):
-            log.debug("%s: %s", self._name, text)
+        self._log.feed(data)
+        if log.isEnabledFor(logging.DEBUG):
+            for line in plain_lines(data):
+                log.debug("%s: %s", self._name, line)

@@ -9,7 +9,7 @@ const STAGES = {
 
 export function Progress({ progress }) {
   const { done_bytes: done, total_bytes: total, eta_s: eta } = progress;
-  const stage = progress.substage ?? progress.stage;
+  const stage = progress.waits_for ?? progress.substage ?? progress.stage;
   const parts = [STAGES[stage] ?? `${stage[0].toUpperCase()}${stage.slice(1)}`];
   if (total) parts.push(`${bytes(done)} of ${bytes(total)}`);
   if (eta != null && eta > 0) parts.push(`about ${seconds(Math.ceil(eta))} left`);

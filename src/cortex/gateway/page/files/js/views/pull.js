@@ -9,7 +9,7 @@ import { allNodes } from "../state.js";
 const TYPING_MS = 700;
 const REPOSITORY = /^[^/\s]+\/[^/@:\s]+(@[^:\s]+)?$/;
 const NOW = ["fits", "resident", "starting", "asleep"];
-const LATER = ["fits_after_eviction", "blocked", "crowded"];
+const LATER = ["fits_soon", "fits_after_eviction", "blocked", "crowded"];
 
 export function Pull({ onClose }) {
   const [fields, setFields] = useState({ model: "", quant: "", node: "" });

@@ -1,0 +1,130 @@
+"""Which clients use a model since its load, and which wait for one: whether an eviction would harm somebody else.
+
+One client that needs several models in turn, as a pipeline of speech and text does, harms nobody when the model that it
+used last makes room for the one that it needs next. Two clients that do so would swap with every request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+_MAX_USERS = 8
+"""More clients of one model are not told apart: it is shared."""
+_OVERLAP_S = 60.0
+"""For so long after a client had requests for two models at once, it counts as several clients."""
+_TOLERANCE_S = 2.0
+"""By how much a node's report of a time may differ from what this gateway saw."""
+
+_KEPT_S = 3600.0
+"""A model that was loaded earlier than this is long past its residency."""
+
+Target = tuple[str, str]
+"""A node and a model."""
+SOMEBODY = ""
+"""A client that is not known here."""
+
+
+class _Use:
+    """Of a model that was loaded by this gateway."""
+
+    __slots__ = ("last_at", "loaded_at", "running", "users")
+
+    def __init__(self, users: set[str]) -> None:
+        self.users = users
+        self.running: dict[str, int] = {}
+        """Requests of each client."""
+        self.loaded_at: float | None = None
+        """None: its load has not ended."""
+        self.last_at = 0.0
+
+
+class Demand:
+    """Owned by the dispatcher, on the loop's thread; a fleet refers to it for decisions. Times are on its clock."""
+
+    def __init__(self) -> None:
+        self._uses: dict[Target, _Use] = {}
+        self._waiting: dict[str, Counter[str]] = {}
+        """By model: the clients that wait for it."""
+        self._overlaps: dict[tuple[str, str, str], float] = {}
+        """A client and two models, in order: when a request for one of them last had to wait while it had one for the
+        other."""
+
+    # Requests
+
+    def waits(self, client: str, model: str, now: float) -> None:
+        """A request waits for the model."""
+        running = {target[1] for target, use in self._uses.items() if client in use.running}
+        awaited = {other for other, clients in self._waiting.items() if client in clients}
+        for other in (running | awaited) - {model}:
+            self._overlaps[_pair(client, model, other)] = now
+        self._waiting.setdefault(model, Counter())[client] += 1
+
+    def awaits(self, client: str, model: str) -> bool:
+        return client in self._waiting.get(model, ())
+
+    def waits_no_more(self, client: str, model: str) -> None:
+        clients = self._waiting[model]
+        clients[client] -= 1
+        if clients[client] <= 0:
+            del clients[client]
+        if not clients:
+            del self._waiting[model]
+
+    def runs(self, client: str, target: Target) -> None:
+        """A request was sent to the model. On the path of every request."""
+        if (use := self._uses.get(target)) is not None:
+            if client not in use.users:
+                use.users.add(client if len(use.users) < _MAX_USERS else SOMEBODY)
+            use.running[client] = use.running.get(client, 0) + 1
+
+    def ended(self, client: str, target: Target, now: float) -> None:
+        """That request has ended."""
+        if (use := self._uses.get(target)) is not None:
+            use.last_at = now
+            if (remaining := use.running.get(client, 0) - 1) > 0:
+                use.running[client] = remaining
+            else:
+                use.running.pop(client, None)
+
+    # Loads
+
+    def load_began(self, target: Target, *, for_requests: bool) -> None:
+        """This gateway has ordered a load: for requests that wait, or because an operator wants the model."""
+        self._uses[target] = _Use(set() if for_requests else {SOMEBODY})
+
+    def load_ended(self, target: Target, now: float) -> None:
+        if (use := self._uses.get(target)) is not None:
+            use.loaded_at = now
+
+    def gone(self, target: Target) -> None:
+        """The model was unloaded, or its load has failed."""
+        self._uses.pop(target, None)
+
+    def forget_old(self, now: float) -> None:
+        """Drop what has no effect any more."""
+        self._overlaps = {key: at for key, at in self._overlaps.items() if now - at < _OVERLAP_S}
+        for target in [each for each, use in self._uses.items() if now - (use.loaded_at or now) > _KEPT_S]:
+            del self._uses[target]
+
+    # Decisions
+
+    def is_shared(self, target: Target, newcomer: str, *, ready_since: float, last_used: float, now: float) -> bool:
+        """Whether other clients than those that wait for `newcomer` use the model, or wait for it. `ready_since`,
+        `last_used`: as its node reports. What this gateway did not load, or others use too, is shared."""
+        use = self._uses.get(target)
+        if use is None or (use.loaded_at is not None and use.loaded_at < ready_since - _TOLERANCE_S):
+            return True
+        if last_used > max(use.last_at, ready_since) + _TOLERANCE_S:
+            return True
+        waiting, clients = self._waiting.get(newcomer, ()), use.users.union(self._waiting.get(target[1], ()))
+        return any(
+            client == SOMEBODY
+            or client not in waiting
+            or now - self._overlaps.get(_pair(client, target[1], newcomer), -math.inf) < _OVERLAP_S
+            for client in clients
+        )
+
+
+def _pair(client: str, one: str, other: str) -> tuple[str, str, str]:
+    return (client, one, other) if one < other else (client, other, one)

@@ -1,0 +1,174 @@
+"""The loads in progress on a node: the memory that each may still take, their turns in workers, and what others wait
+for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cortex.neuron.node.loading.device_choice import ChosenDevices
+from cortex.neuron.node.memory.ceilings import ModelHolding
+from cortex.neuron.worker.discovery import DeviceReading
+from cortex.neuron.worker.hosts.replicated import LockDevices
+from cortex.wire.node.protocol import Device
+
+_RECHECK_S = 1.0
+"""How often a load that waits for others looks for room: a model may have been unloaded meanwhile."""
+
+OnWait = Callable[[str | None], None]
+"""Gets what a load waits for; None: it waits for nothing any more."""
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """The memory of one load, from the decision about its devices to its end."""
+
+    model_id: str
+    device_bytes: Mapping[int, int]
+    """What it may take, by device index."""
+    taken_bytes: int = 0
+    """The part that it is known to hold already, over all its devices."""
+    was_alone: bool = True
+    """No other load ran on its devices meanwhile."""
+
+    def outstanding_bytes(self, index: int) -> int:
+        """What it will take of the device beyond what a reading shows."""
+        own, whole = self.device_bytes.get(index, 0), sum(self.device_bytes.values())
+        return max(0, own - self.taken_bytes * own // whole) if whole else 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRoom:
+    """The devices of one load, whose memory is reserved for it."""
+
+    chosen: ChosenDevices
+    lock_devices: LockDevices
+    """For later loads of a part of the model by its host."""
+    _reservation: Reservation
+
+    def took(self, num_bytes: int) -> None:
+        """The load holds this much by now, over all its devices."""
+        self._reservation.taken_bytes = num_bytes
+
+    @property
+    def was_alone(self) -> bool:
+        """No other load has run on its devices meanwhile, so that a change of their free memory is due to this one."""
+        return self._reservation.was_alone
+
+
+@dataclass(eq=False, slots=True)
+class _Turn:
+    """A load that runs in the workers of these devices, or waits for that."""
+
+    model_id: str
+    indices: frozenset[int]
+
+
+class LoadsInProgress:
+    """Belongs to the daemon's loop. Iterates over the reservations, the first to begin first."""
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._reservations: list[Reservation] = []
+        self._num_host_shares = sum(device.kind == "cpu" for device in devices)
+        self._turns: list[_Turn] = []
+        """In the order of their arrival."""
+        self.changed = asyncio.Event()
+        """Set, and replaced, when a load has ended."""
+
+    def __iter__(self) -> Iterator[Reservation]:
+        return iter(self._reservations)
+
+    def __len__(self) -> int:
+        return len(self._reservations)
+
+    # Memory
+
+    def begin(self, reservation: Reservation) -> None:
+        for other in self._reservations:
+            if not other.device_bytes.keys().isdisjoint(reservation.device_bytes):
+                other.was_alone = reservation.was_alone = False
+        self._reservations.append(reservation)
+
+    def end(self, reservation: Reservation) -> None:
+        self._reservations.remove(reservation)
+        self._notify()
+
+    def affecting(self, indices: Collection[int]) -> list[Reservation]:
+        """Those that take memory from these devices. CPU devices share the memory of the host."""
+        if self._num_host_shares:
+            return list(self._reservations)
+        return [each for each in self._reservations if not each.device_bytes.keys().isdisjoint(indices)]
+
+    def applied(
+        self, readings: Mapping[int, DeviceReading], *, but: Reservation | None = None
+    ) -> dict[int, DeviceReading]:
+        """The readings as they will be once every load in progress, other than `but`, has taken its memory."""
+        others = [each for each in self._reservations if each is not but]
+        return {
+            index: replace(reading, free_bytes=max(0, reading.free_bytes - self._outstanding_bytes(index, others)))
+            for index, reading in readings.items()
+        }
+
+    def _outstanding_bytes(self, index: int, loads: Sequence[Reservation]) -> int:
+        if not self._num_host_shares:
+            return sum(each.outstanding_bytes(index) for each in loads)
+        # A CPU device has a share of what is free on the host, and loses as large a share of what any load takes.
+        whole = sum(each.outstanding_bytes(own) for each in loads for own in each.device_bytes)
+        return whole // self._num_host_shares
+
+    def holdings(self) -> list[ModelHolding]:
+        """The loads in progress as models that hold all of their memory."""
+        return [
+            ModelHolding(each.model_id, tuple(each.device_bytes), tuple(each.device_bytes.values()))
+            for each in self._reservations
+        ]
+
+    # Turns
+
+    @contextlib.asynccontextmanager
+    async def turn(self, model_id: str, indices: Collection[int], on_wait: OnWait) -> AsyncIterator[None]:
+        """No other load runs in the workers of these devices. The first to come is the first to run."""
+        turn = _Turn(model_id, frozenset(indices))
+        self._turns.append(turn)
+        try:
+            while (other := self._before(turn)) is not None:
+                shared = ", ".join(map(str, sorted(turn.indices & other.indices)))
+                on_wait(f"waits for the load of {other.model_id} on device {shared}")
+                await self.wait(self.changed)
+            yield
+        finally:
+            self._turns.remove(turn)
+            self._notify()
+
+    def _before(self, turn: _Turn) -> _Turn | None:
+        earlier = self._turns[: self._turns.index(turn)]
+        return next((other for other in earlier if not other.indices.isdisjoint(turn.indices)), None)
+
+    @property
+    def devices_with_turns(self) -> frozenset[int]:
+        """Where a load runs in the worker, or waits for that."""
+        return frozenset[int]().union(*(turn.indices for turn in self._turns))
+
+    @property
+    def devices(self) -> frozenset[int]:
+        """Where any load runs, or waits."""
+        return self.devices_with_turns.union(*(each.device_bytes for each in self._reservations))
+
+    # Waiting
+
+    def memory_awaited(self, indices: Collection[int]) -> str:
+        """What a load waits for that would have room on these devices without others."""
+        names = dict.fromkeys(each.model_id for each in self.affecting(indices))
+        return f"waits for the load of {', '.join(names)}, which may take the memory that it needs"
+
+    async def wait(self, changed: asyncio.Event, timeout_s: float = _RECHECK_S) -> None:
+        """Returns when a load has ended since `changed` was read, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await changed.wait()
+
+    def _notify(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()

@@ -77,6 +77,10 @@ class FaultyEngine:
                 raise LoadCancelled("the load was cancelled")
             progress("read", piece, 4)
             time.sleep(behaviour.get("piece_s", 0.0))
+        if reason := behaviour.get("rejects_openmp"):
+            from cortex.neuron.private_api.torch import OPENMP
+
+            OPENMP.reject(reason)
         match behaviour.get("load"):
             case "refuse":
                 raise LoadError("these files are of no use")

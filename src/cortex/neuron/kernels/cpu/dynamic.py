@@ -20,6 +20,7 @@ from cortex.neuron.kernels.cpu.layout import (
 from cortex.neuron.kernels.cpu.matrix import CpuMatrix
 from cortex.neuron.kernels.matrix import Epilogue, Prologue
 from cortex.neuron.kernels.norm import rms_norm_in_two
+from cortex.neuron.private_api.torch import four_bit_product, pack_four_bits
 
 _LOOKUP_ROWS = 8
 """Rows whose packed bytes are independent of other rows, on every processor."""
@@ -86,7 +87,7 @@ class DynamicMatrix(CpuMatrix):
         if x.dtype != torch.float32:
             return self._scaled_product(x.float(), scale).to(x.dtype)
         stored = (x if self._stored_columns == self.inputs else _spread(self.layout, x)).contiguous()
-        y = torch._dyn_quant_matmul_4bit(stored, self._packed, GROUP, self._stored_columns, self._stored_rows)
+        y = four_bit_product(stored, self._packed, GROUP, self._stored_columns, self._stored_rows)
         if self._constants is None:
             y = y if scale == 1 else y.mul_(scale)
         elif x.shape[0] == 1:  # vector products have the lowest fixed cost of the ways to add
@@ -176,8 +177,8 @@ def _packed(code: Tensor, scale: Tensor) -> Tensor:
     """code: [rows, columns] uint8; scale: [rows, columns / GROUP] bfloat16 → [bytes] uint8"""
     words = code.contiguous().view(torch.int16)
     pairs = (words | (words >> 4)).to(torch.uint8)  # the low bytes
-    packed: Tensor = torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, scale, None, GROUP, *code.shape[::-1])
-    return packed.view(torch.uint8).flatten()
+    rows, columns = code.shape
+    return pack_four_bits(pairs, scale, GROUP, columns, rows)
 
 
 @cache

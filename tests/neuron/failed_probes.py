@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from cortex.neuron.private_api.entries import Entry, Unusable
+from cortex.neuron.private_api.entries import PrivateEntry, Unusable
 
 REASON = "the next version has no such thing"
 
 
-def fail_probe(monkeypatch: pytest.MonkeyPatch, entry: Entry) -> None:
+def fail_probe(monkeypatch: pytest.MonkeyPatch, entry: PrivateEntry) -> None:
     """The entry is as in a new process, with a library that lacks what it needs."""
 
     def probe() -> None:

@@ -18,7 +18,7 @@ from cortex.cli.commands.doctor.command import show
 from cortex.cli.failures import ExitCode
 from cortex.cli.neuron import neuron
 from cortex.neuron.kernels.native.library import native_library_or_none
-from cortex.neuron.private_api.entries import Entry
+from cortex.neuron.private_api.entries import PrivateEntry
 from cortex.neuron.private_api.report import ENTRIES
 
 from ...neuron.failed_probes import REASON, fail_probe
@@ -264,7 +264,7 @@ def test_doctor_says_whether_there_is_a_c_compiler(
 
 @pytest.mark.parametrize("entry", [entry for entry in ENTRIES if "cpu" in entry.kinds], ids=lambda entry: entry.name)
 def test_doctor_reports_what_the_libraries_do_not_have(
-    entry: Entry, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+    entry: PrivateEntry, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(entry, "applies", lambda: True)
     fail_probe(monkeypatch, entry)

@@ -34,7 +34,6 @@ from cortex.wire.node.protocol import (
     Device,
     DeviceHealth,
     Discovery,
-    Fallback,
     Health,
     ModelLoad,
     ModelState,
@@ -195,10 +194,7 @@ class ScriptedNode:
         return self
 
     def health(self) -> Health:
-        without = Fallback(name="torch._thing", reason="it is gone; instead: the slow way")
-        device = DeviceHealth(
-            index=0, total_bytes=10, free_bytes=4, utilisation=0.5, temperature_c=40, fallbacks=(without,)
-        )
+        device = DeviceHealth(index=0, total_bytes=10, free_bytes=4, utilisation=0.5, temperature_c=40)
         return Health(status="ok", uptime_s=1, devices=(device,), models=self.models())
 
     def models(self) -> tuple[ModelStatus, ...]:
@@ -229,7 +225,7 @@ class ScriptedNode:
         return ServedModel(self.state, self.context_tokens, self.sampling)
 
     def engine_stats(self) -> dict[str, EngineStats]:
-        return {"org/tiny": EngineStats(steps=7, preemptions=1, num_pages=9, used_pages=4, failed_kernel_passes=1)}
+        return {"org/tiny": EngineStats(steps=7, preemptions=1, num_pages=9, used_pages=4, cached_pages=2)}
 
     def task_restarts(self) -> dict[str, int]:
         return {"sample devices": 2}

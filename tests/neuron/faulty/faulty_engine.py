@@ -24,6 +24,7 @@ from cortex.neuron.engine.errors import (
     StepBlamed,
 )
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, FinishReason, LoadSpec, StepOutput
+from cortex.neuron.private_api.openmp import OPENMP
 
 Progress = Callable[[str, int, int], None]
 
@@ -78,7 +79,7 @@ class FaultyEngine:
             progress("read", piece, 4)
             time.sleep(behaviour.get("piece_s", 0.0))
         if reason := behaviour.get("rejects_openmp"):
-            from cortex.neuron.private_api.torch import OPENMP
+            import torch  # noqa: F401 - with it, workers report what their libraries lack
 
             OPENMP.reject(reason)
         match behaviour.get("load"):

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from cortex.neuron.private_api.entries import Entry, Unusable
+from cortex.neuron.private_api.entries import PrivateEntry, Unusable
 from cortex.neuron.private_api.report import ENTRIES, probe_cheap, probed, problems
 
 from ..failed_probes import REASON, fail_probe
@@ -23,7 +23,7 @@ def test_probe_runs_once_and_a_failure_is_one_warning(caplog: pytest.LogCaptureF
         calls.append(1)
         raise Unusable("it takes other arguments")
 
-    entry = Entry("lib._thing", "the slow way", probe)
+    entry = PrivateEntry("lib._thing", "the slow way", probe)
     assert entry.problem is None, "nothing has asked"
     with caplog.at_level(logging.WARNING):
         assert not entry.is_usable
@@ -33,18 +33,18 @@ def test_probe_runs_once_and_a_failure_is_one_warning(caplog: pytest.LogCaptureF
 
 
 def test_every_error_of_a_probe_is_a_failure_of_the_entry() -> None:
-    entry = Entry("lib._thing", "the slow way", lambda: {}["missing"])
+    entry = PrivateEntry("lib._thing", "the slow way", lambda: {}["missing"])
     assert not entry.is_usable
     assert entry.problem == "'missing'"
 
 
 def test_entry_that_nothing_uses_here_is_neither_usable_nor_a_problem() -> None:
-    entry = Entry("lib._thing", "the slow way", lambda: {}["missing"], applies=lambda: False)
+    entry = PrivateEntry("lib._thing", "the slow way", lambda: {}["missing"], applies=lambda: False)
     assert (entry.is_usable, entry.problem) == (False, None)
 
 
 def test_results_are_checked_once_for_each_device() -> None:
-    entry, checked = Entry("lib._thing", "the slow way", lambda: None), []
+    entry, checked = PrivateEntry("lib._thing", "the slow way", lambda: None), []
     for device in ("a", "b", "a"):
         assert entry.usable_on(device, lambda device=device: checked.append(device))
     assert checked == ["a", "b"]
@@ -58,7 +58,7 @@ def test_results_are_checked_once_for_each_device() -> None:
 
 
 def test_device_without_memory_says_nothing_about_an_entry() -> None:
-    entry = Entry("lib._thing", "the slow way", lambda: None)
+    entry = PrivateEntry("lib._thing", "the slow way", lambda: None)
 
     def full() -> None:
         raise OutOfMemoryError("CUDA out of memory")
@@ -77,7 +77,7 @@ def test_installed_libraries_have_everything() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_failed_probe_is_reported_with_its_fallback(entry: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_probe_is_reported_with_its_fallback(entry: PrivateEntry, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_probe(monkeypatch, entry)
     monkeypatch.setattr(entry, "applies", lambda: True)
     assert not entry.is_usable

@@ -18,6 +18,7 @@ from cortex.neuron.kernels.dense.matrix import dense_product
 from cortex.neuron.kernels.native.library import NativeLibrary, _threads
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.private_api import torch as private
+from cortex.neuron.private_api.openmp import OPENMP
 
 from ..failed_probes import REASON, fail_probe
 
@@ -142,7 +143,7 @@ def test_operations_in_c_run_on_one_thread_without_those_of_torch(monkeypatch: p
     threads = _threads()
     assert threads is not None
     assert threads.parallel
-    fail_probe(monkeypatch, private.OPENMP)
+    fail_probe(monkeypatch, OPENMP)
     assert _threads() is None
     library = SimpleNamespace(run=lambda *arguments: arguments[3] is not None)
     assert NativeLibrary(library, _threads())._at is None  # type: ignore[arg-type]  # noqa: SLF001

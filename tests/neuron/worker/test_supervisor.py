@@ -8,7 +8,7 @@ import faulty_engine
 import pytest
 
 from cortex.neuron.engine.request import EngineRequest, LoadSpec
-from cortex.neuron.private_api.torch import OPENMP
+from cortex.neuron.private_api.openmp import OPENMP
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.model_host import LoadRejected
 from cortex.neuron.worker.process import WorkerTimeouts

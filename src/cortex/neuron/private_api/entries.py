@@ -22,7 +22,7 @@ class Unusable(Exception):
     """A probe failed; the message says why."""
 
 
-class Entry:
+class PrivateEntry:
     """One thing that a library does not promise. Any thread may use it."""
 
     def __init__(

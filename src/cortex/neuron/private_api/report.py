@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from cortex.neuron.private_api import openmp, transformers, triton
 from cortex.neuron.private_api import torch as private_torch
-from cortex.neuron.private_api import transformers, triton
-from cortex.neuron.private_api.entries import DeviceKind, Entry
+from cortex.neuron.private_api.entries import DeviceKind, PrivateEntry
 
-ENTRIES: tuple[Entry, ...] = (*private_torch.ENTRIES, *triton.ENTRIES, *transformers.ENTRIES)
+ENTRIES: tuple[PrivateEntry, ...] = (*private_torch.ENTRIES, *openmp.ENTRIES, *triton.ENTRIES, *transformers.ENTRIES)
 
 
 def probe_cheap(kind: DeviceKind) -> None:
@@ -23,7 +23,7 @@ def problems() -> dict[str, str]:
     return {entry.name: f"{entry.problem}; instead: {entry.fallback}" for entry in ENTRIES if entry.problem is not None}
 
 
-def probed() -> list[Entry]:
+def probed() -> list[PrivateEntry]:
     """What the devices of this machine may use, all of it probed, which takes up to a second."""
     kinds = {"cpu", *(("cuda",) if torch.cuda.is_available() else ())}
     used = [entry for entry in ENTRIES if kinds & {*entry.kinds} and entry.applies()]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
-import ctypes
 import functools
 import platform
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cortex.neuron.private_api.entries import Entry, Unusable
+from cortex.neuron.private_api.entries import PrivateEntry, Unusable
 
 DispatchMode: Any = object
 with contextlib.suppress(ImportError):
@@ -76,7 +74,7 @@ def _probe_flash() -> None:
     _takes(_operation("aten", "_flash_attention_forward", *arguments), "scale", "window_size_left", "window_size_right")
 
 
-FLASH_ATTENTION = Entry(
+FLASH_ATTENTION = PrivateEntry(
     "torch.ops.aten._flash_attention_forward",
     "embeddings and rerank scores are computed text by text, more slowly",
     _probe_flash,
@@ -136,7 +134,7 @@ def _probe_cudnn() -> None:
     _takes(_operation("aten", "_scaled_dot_product_cudnn_attention", *arguments), "is_causal", "scale")
 
 
-CUDNN_ATTENTION = Entry(
+CUDNN_ATTENTION = PrivateEntry(
     "torch.ops.aten._scaled_dot_product_cudnn_attention",
     "long prompts are computed by the engine's own kernel, more slowly on Hopper",
     _probe_cudnn,
@@ -173,7 +171,7 @@ def _probe_gelu() -> None:
     _has(torch, "_addmm_activation")
 
 
-GELU_EPILOGUE = Entry(
+GELU_EPILOGUE = PrivateEntry(
     "torch._addmm_activation",
     "vision towers apply their activation in a pass of its own",
     _probe_gelu,
@@ -208,7 +206,7 @@ def _probe_four_bits() -> None:
     _operation("aten", "_dyn_quant_pack_4bit_weight", "weights", "scales_zeros", "bias", *sizes)
 
 
-FOUR_BIT_PRODUCTS = Entry(
+FOUR_BIT_PRODUCTS = PrivateEntry(
     "torch.ops.aten._dyn_quant_matmul_4bit",
     "without a C compiler, weights of quantised models are dense on CPUs: slower, and several times the memory",
     _probe_four_bits,
@@ -240,7 +238,7 @@ def _probe_bfloat16() -> None:
         raise Unusable("it does not return a bool")
 
 
-ONEDNN_BFLOAT16 = Entry(
+ONEDNN_BFLOAT16 = PrivateEntry(
     "torch.ops.mkldnn._is_mkldnn_bf16_supported",
     "torch warns once on processors that do not multiply bfloat16",
     _probe_bfloat16,
@@ -265,7 +263,7 @@ def _probe_dispatch() -> None:
     _has(torch.ops.aten.mm.default, "_op_dk")
 
 
-SHAPE_RULES = Entry(
+SHAPE_RULES = PrivateEntry(
     "torch.utils._python_dispatch.TorchDispatchMode",
     "kernels are compiled ahead by torch's own rules for shapes, whose import takes seconds",
     _probe_dispatch,
@@ -326,7 +324,7 @@ def _is_on_meta(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 # Memory that processes share
 
 
-PEER_MEMORY = Entry(
+PEER_MEMORY = PrivateEntry(
     "torch.UntypedStorage._share_cuda_",
     "the ranks of a divided model exchange all messages through NCCL, with a higher latency",
     lambda: _has(torch.UntypedStorage, "_share_cuda_", "_new_shared_cuda"),
@@ -357,7 +355,7 @@ def _has_nccl() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_nccl_available()
 
 
-NCCL_TIMEOUT = Entry(
+NCCL_TIMEOUT = PrivateEntry(
     "torch.distributed.ProcessGroupNCCL.Options._timeout",
     "NCCL ends a message that never arrives after its own time-out",
     lambda: _has(torch.distributed.ProcessGroupNCCL.Options, "_timeout"),
@@ -383,40 +381,6 @@ def with_child(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
     return made
 
 
-# The threads of torch
-
-
-OPENMP = Entry(
-    "the OpenMP library of torch (libgomp)",
-    "operations in C run on one thread",
-    lambda: _probe_openmp(),
-    kinds=("cpu",),
-)
-
-
-def openmp_functions() -> tuple[int, int, int] | None:
-    """The addresses of `GOMP_parallel`, `omp_get_num_threads` and `omp_get_thread_num` of the library that torch has
-    loaded: with another one there would be two sets of threads. None: they cannot be found."""
-    return _find_openmp() if OPENMP.is_usable else None
-
-
-def _probe_openmp() -> None:
-    if _find_openmp() is None:
-        raise Unusable("this build of torch has loaded no libgomp")
-
-
-def _find_openmp() -> tuple[int, int, int] | None:
-    """Raises OSError or AttributeError."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.partition("/")[2]
-        if "libgomp" in path.rpartition("/")[2]:
-            library = ctypes.CDLL("/" + path)
-            functions = (library.GOMP_parallel, library.omp_get_num_threads, library.omp_get_thread_num)
-            parallel, count, number = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
-            return parallel, count, number
-    return None
-
-
 ENTRIES = (
     FLASH_ATTENTION,
     CUDNN_ATTENTION,
@@ -426,5 +390,4 @@ ENTRIES = (
     SHAPE_RULES,
     PEER_MEMORY,
     NCCL_TIMEOUT,
-    OPENMP,
 )

@@ -22,7 +22,7 @@ from importlib import import_module, metadata, util
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from cortex.neuron.private_api.entries import Entry, Unusable
+from cortex.neuron.private_api.entries import PrivateEntry, Unusable
 
 _PARSE_ATTEMPTS: Final = 8
 _parsing: Final = threading.Lock()
@@ -96,7 +96,7 @@ def _probe_source() -> None:
         raise Unusable("its source files do not have the options of configs as attributes of classes")
 
 
-SOURCE_FILES = Entry(
+SOURCE_FILES = PrivateEntry(
     "the source files of transformers",
     "a process of its own imports the library for each type of model, which takes seconds",
     _probe_source,
@@ -283,7 +283,7 @@ def _probe_conversions() -> None:
             raise Unusable(f"{file} of this version of transformers has no {', '.join(missing)}")
 
 
-CONVERSIONS = Entry(
+CONVERSIONS = PrivateEntry(
     "transformers.conversion_mapping",
     "checkpoints of models of this library must have the names and shapes of its modules",
     _probe_conversions,
@@ -348,7 +348,7 @@ def _probe_experts() -> None:
         raise Unusable("this version of transformers has no integrations.moe.ALL_EXPERTS_FUNCTIONS")
 
 
-EXPERTS = Entry(
+EXPERTS = PrivateEntry(
     "transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS",
     "experts of models of this library run in the pass that checks them, which some of them cannot",
     _probe_experts,

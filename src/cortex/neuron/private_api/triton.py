@@ -13,7 +13,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from cortex.neuron.private_api.entries import Entry, Unusable
+from cortex.neuron.private_api.entries import PrivateEntry, Unusable
 
 triton: Any = None
 try:
@@ -41,7 +41,7 @@ def _probe_key() -> None:
     _has(triton.runtime.cache, "triton_key")
 
 
-RECORDED_KEY = Entry(
+RECORDED_KEY = PrivateEntry(
     "triton.runtime.cache.triton_key",
     "each process reads Triton's half a gigabyte before its first kernel",
     _probe_key,
@@ -90,7 +90,7 @@ def _probed_kernel(x) -> None:  # type: ignore[no-untyped-def]
     pass
 
 
-COLLECTED_LAUNCHES = Entry(
+COLLECTED_LAUNCHES = PrivateEntry(
     "triton.JITFunction.run",
     "kernels are compiled when they are first launched, not while a model is loaded",
     _probe_launches,
@@ -135,7 +135,7 @@ def specialised(parameter: Any, given: Any) -> object:
 # Launchers
 
 
-LAUNCHERS = Entry(
+LAUNCHERS = PrivateEntry(
     "triton.runtime.driver.active.launcher_cls",
     "the function that launches a kernel is built at its first launch",
     lambda: None,  # only a driver of a card has it
@@ -164,7 +164,7 @@ def _probe_offline() -> None:
     _has(import_module("triton.backends.compiler"), "GPUTarget")
 
 
-OFFLINE_DRIVER = Entry(
+OFFLINE_DRIVER = PrivateEntry(
     "triton.runtime.driver.set_active",
     "`neuron warmup` needs the card that it compiles for",
     _probe_offline,
@@ -205,7 +205,7 @@ def use_offline(capability: tuple[int, int]) -> None:
 # Where it keeps what it has compiled
 
 
-CACHE_FOLDER = Entry(
+CACHE_FOLDER = PrivateEntry(
     "triton.knobs.cache.dir",
     "notes about compiled kernels are in the folder of TRITON_CACHE_DIR, or in ~/.triton/cache",
     lambda: _has(triton.knobs.cache, "dir"),

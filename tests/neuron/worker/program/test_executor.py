@@ -14,7 +14,7 @@ import pytest
 
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.request import EngineRequest, FinishReason, LoadSpec, StepOutput
-from cortex.neuron.private_api.torch import OPENMP
+from cortex.neuron.private_api.openmp import OPENMP
 from cortex.neuron.worker.faults import DeviceFault, FaultKind
 from cortex.neuron.worker.program.executor import PREPARE_AFTER_S, Executor
 from cortex.neuron.worker.protocol import (

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from cortex.cache_folder import cache_folder
+from cortex.neuron.private_api.openmp import openmp_functions
 
 log = logging.getLogger(__name__)
 
@@ -239,7 +240,5 @@ def _compile(command: str, path: Path) -> None:
 
 def _threads() -> _Threads | None:
     """How functions run on torch's own threads."""
-    from cortex.neuron.private_api.torch import openmp_functions  # here: it imports torch, which a daemon does not
-
     functions = openmp_functions()
     return None if functions is None else _Threads(*functions)

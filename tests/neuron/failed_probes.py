@@ -16,5 +16,6 @@ def fail_probe(monkeypatch: pytest.MonkeyPatch, entry: PrivateEntry) -> None:
         raise Unusable(REASON)
 
     monkeypatch.setattr(entry, "_probe", probe)
-    for name, value in {"_is_probed": False, "_problem": None, "_passed": set()}.items():
-        monkeypatch.setattr(entry, name, value)
+    monkeypatch.setattr(entry, "_is_probed", False)
+    monkeypatch.setattr(entry, "_problem", None)
+    monkeypatch.setattr(entry, "_passed", set())

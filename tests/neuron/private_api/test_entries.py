@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 
@@ -14,6 +15,10 @@ from ..failed_probes import REASON, fail_probe
 
 class OutOfMemoryError(RuntimeError):
     """Named like torch's own."""
+
+
+def _broken() -> None:
+    raise KeyError("missing")
 
 
 def test_probe_runs_once_and_a_failure_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -33,20 +38,21 @@ def test_probe_runs_once_and_a_failure_is_one_warning(caplog: pytest.LogCaptureF
 
 
 def test_every_error_of_a_probe_is_a_failure_of_the_entry() -> None:
-    entry = PrivateEntry("lib._thing", "the slow way", lambda: {}["missing"])
+    entry = PrivateEntry("lib._thing", "the slow way", _broken)
     assert not entry.is_usable
     assert entry.problem == "'missing'"
 
 
 def test_entry_that_nothing_uses_here_is_neither_usable_nor_a_problem() -> None:
-    entry = PrivateEntry("lib._thing", "the slow way", lambda: {}["missing"], applies=lambda: False)
+    entry = PrivateEntry("lib._thing", "the slow way", _broken, applies=lambda: False)
     assert (entry.is_usable, entry.problem) == (False, None)
 
 
 def test_results_are_checked_once_for_each_device() -> None:
-    entry, checked = PrivateEntry("lib._thing", "the slow way", lambda: None), []
+    entry = PrivateEntry("lib._thing", "the slow way", lambda: None)
+    checked: list[str] = []
     for device in ("a", "b", "a"):
-        assert entry.usable_on(device, lambda device=device: checked.append(device))
+        assert entry.usable_on(device, partial(checked.append, device))
     assert checked == ["a", "b"]
 
     def wrong() -> None:
@@ -70,8 +76,8 @@ def test_device_without_memory_says_nothing_about_an_entry() -> None:
 
 
 def test_installed_libraries_have_everything() -> None:
-    for kind in ("cpu", "cuda"):
-        probe_cheap(kind)
+    probe_cheap("cpu")
+    probe_cheap("cuda")
     assert probed()
     assert problems() == {}
 

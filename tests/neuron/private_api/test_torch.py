@@ -18,6 +18,7 @@ from cortex.neuron.kernels.dense.matrix import dense_product
 from cortex.neuron.kernels.native.library import NativeLibrary, _threads
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.private_api import torch as private
+from cortex.neuron.private_api.entries import Unusable
 from cortex.neuron.private_api.openmp import OPENMP
 
 from ..failed_probes import REASON, fail_probe
@@ -67,14 +68,14 @@ def test_wrong_results_of_an_operation_are_found(scale: float, monkeypatch: pyte
     real = private._fused_gelu  # noqa: SLF001
     private._check_gelu(CPU, torch.float32)  # noqa: SLF001
     monkeypatch.setattr(private, "_fused_gelu", lambda *parts: real(*parts) * scale)
-    with pytest.raises(private.Unusable, match="its results differ"):
+    with pytest.raises(Unusable, match="its results differ"):
         private._check_gelu(CPU, torch.float32)  # noqa: SLF001
 
 
 def test_operation_with_other_arguments_cannot_be_used() -> None:
-    with pytest.raises(private.Unusable, match="takes other arguments: self, mat2"):
+    with pytest.raises(Unusable, match="takes other arguments: self, mat2"):
         private._operation("aten", "mm", "left", "right")  # noqa: SLF001
-    with pytest.raises(private.Unusable, match="no operation aten::_gone"):
+    with pytest.raises(Unusable, match="no operation aten::_gone"):
         private._operation("aten", "_gone")  # noqa: SLF001
 
 
@@ -150,7 +151,7 @@ def test_operations_in_c_run_on_one_thread_without_those_of_torch(monkeypatch: p
 
 
 def test_replaced_child_leaves_the_module_as_it_was() -> None:
-    whole = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Identity())
-    first, other = whole[0], torch.nn.Identity()
-    made = private.with_child(whole, "0", other)
-    assert (made[0], made[1], whole[0]) == (other, whole[1], first)
+    first, second, other = torch.nn.Linear(2, 2), torch.nn.Identity(), torch.nn.Identity()
+    whole = torch.nn.Sequential(first, second)
+    assert [*private.with_child(whole, "0", other).children()] == [other, second]
+    assert [*whole.children()] == [first, second]

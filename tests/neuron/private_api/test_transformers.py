@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
+from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.transformers import library
 from cortex.neuron.models.transformers.library import library_model
@@ -44,8 +46,8 @@ def test_import_says_the_same_as_the_source_files(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("fresh")
 def test_library_that_cannot_be_imported_either_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_probe(monkeypatch, private.SOURCE_FILES)
-    monkeypatch.setattr(private.sys, "executable", "/bin/false")
-    with pytest.raises(library.UnsupportedModel, match="cannot be used: it cannot be imported"):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(UnsupportedModel, match="cannot be used: it cannot be imported"):
         library_model("mixtral")
 
 

@@ -88,7 +88,15 @@ def has_flash_attention(q: Tensor) -> bool:
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, length: int, *, scale: float, causal: bool, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor | None,
+    length: int,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
 ) -> Tensor:
     """q: [tokens, heads, dim], k and v: [tokens, kv heads, dim], offsets: where texts begin, and the end [texts + 1]
     int32, length: of the longest → [tokens, heads, dim]. Its public name has another signature in each version, and
@@ -120,8 +128,9 @@ def _check_flash(device: torch.device, dtype: torch.dtype) -> None:
         for start, count in ((0, texts[0]), texts):
             distance = torch.arange(count)[:, None] - torch.arange(count)
             mask = (distance.abs() < window) & ((distance >= 0) | (not causal))
-            parts = (each[start : start + count].float().transpose(0, 1) for each in (q, k, v))
-            expected.append(F.scaled_dot_product_attention(*parts, mask.to(device), scale=0.125).transpose(0, 1))
+            query, key, value = (each[start : start + count].float().transpose(0, 1) for each in (q, k, v))
+            mixed = F.scaled_dot_product_attention(query, key, value, mask.to(device), scale=0.125)
+            expected.append(mixed.transpose(0, 1))
         found = flash_attention(q, k, v, offsets, max(texts), scale=0.125, causal=causal, window=window)
         _compare(found, torch.cat(expected))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -134,9 +135,10 @@ def dense_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    before = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False
+    library: Any = torch.backends.mkldnn  # types of its properties are wrong
+    before = library.enabled
+    library.enabled = False
     try:
         yield
     finally:
-        torch.backends.mkldnn.enabled = before
+        library.enabled = before

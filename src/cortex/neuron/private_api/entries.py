@@ -94,6 +94,12 @@ class PrivateEntry:
             self.reject(str(error).partition("\n")[0] or type(error).__name__)
 
 
+def require(owner: object, *names: str) -> None:
+    """Raises Unusable unless an object of a library has these attributes."""
+    if missing := [name for name in names if not hasattr(owner, name)]:
+        raise Unusable(f"the installed version has no {', '.join(missing)}")
+
+
 def is_of_the_device(error: BaseException) -> bool:
     """Whether an error says nothing about an entry: the device is out of memory, or has a fault. By name, because this
     module imports no library."""

@@ -16,7 +16,7 @@ import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cortex.neuron.private_api.entries import PrivateEntry, Unusable
+from cortex.neuron.private_api.entries import PrivateEntry, Unusable, require
 
 DispatchMode: Any = object
 with contextlib.suppress(ImportError):
@@ -44,12 +44,6 @@ def _takes(operation: Any, *names: str) -> None:
     known = {argument.name for argument in operation._schema.arguments}
     if missing := [name for name in names if name not in known]:
         raise Unusable(f"{operation.name()} of this version of torch does not take {', '.join(missing)}")
-
-
-def _has(owner: object, *names: str) -> None:
-    """Raises Unusable unless an object has these attributes."""
-    if missing := [name for name in names if not hasattr(owner, name)]:
-        raise Unusable(f"this version of torch has no {', '.join(missing)}")
 
 
 def _compare(found: Tensor, expected: Tensor) -> None:
@@ -177,7 +171,7 @@ def _check_cudnn(device: torch.device, dtype: torch.dtype) -> None:
 
 def _probe_gelu() -> None:
     _takes(_operation("aten", "_addmm_activation", "self", "mat1", "mat2"), "use_gelu")
-    _has(torch, "_addmm_activation")
+    require(torch, "_addmm_activation")
 
 
 GELU_EPILOGUE = PrivateEntry(
@@ -267,9 +261,9 @@ def onednn_takes_bfloat16() -> bool:
 def _probe_dispatch() -> None:
     if DispatchMode is object:
         raise Unusable("this version of torch has no torch.utils._python_dispatch.TorchDispatchMode")
-    _has(torch._C, "_dispatch_has_kernel_for_dispatch_key")
-    _has(torch._C.DispatchKey, "CompositeImplicitAutograd")
-    _has(torch.ops.aten.mm.default, "_op_dk")
+    require(torch._C, "_dispatch_has_kernel_for_dispatch_key")
+    require(torch._C.DispatchKey, "CompositeImplicitAutograd")
+    require(torch.ops.aten.mm.default, "_op_dk")
 
 
 SHAPE_RULES = PrivateEntry(
@@ -336,7 +330,7 @@ def _is_on_meta(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 PEER_MEMORY = PrivateEntry(
     "torch.UntypedStorage._share_cuda_",
     "the ranks of a divided model exchange all messages through NCCL, with a higher latency",
-    lambda: _has(torch.UntypedStorage, "_share_cuda_", "_new_shared_cuda"),
+    lambda: require(torch.UntypedStorage, "_share_cuda_", "_new_shared_cuda"),
     kinds=("cuda",),
 )
 
@@ -367,7 +361,7 @@ def _has_nccl() -> bool:
 NCCL_TIMEOUT = PrivateEntry(
     "torch.distributed.ProcessGroupNCCL.Options._timeout",
     "NCCL ends a message that never arrives after its own time-out",
-    lambda: _has(torch.distributed.ProcessGroupNCCL.Options, "_timeout"),
+    lambda: require(torch.distributed.ProcessGroupNCCL.Options, "_timeout"),
     kinds=("cuda",),
     applies=_has_nccl,
 )

@@ -13,7 +13,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from cortex.neuron.private_api.entries import PrivateEntry, Unusable
+from cortex.neuron.private_api.entries import PrivateEntry, Unusable, require
 
 triton: Any = None
 try:
@@ -28,17 +28,11 @@ def _is_installed() -> bool:
     return triton is not None
 
 
-def _has(owner: object, *names: str) -> None:
-    """Raises Unusable unless an object has these attributes."""
-    if missing := [name for name in names if not hasattr(owner, name)]:
-        raise Unusable(f"this version of Triton has no {', '.join(missing)}")
-
-
 # The key of its cache
 
 
 def _probe_key() -> None:
-    _has(triton.runtime.cache, "triton_key")
+    require(triton.runtime.cache, "triton_key")
 
 
 RECORDED_KEY = PrivateEntry(
@@ -81,9 +75,9 @@ def _probe_launches() -> None:
     if missing := [name for name in ("grid", "warmup") if name not in taken]:
         raise Unusable(f"JITFunction.run of this version of Triton does not take {', '.join(missing)}")
     kernel = triton.JITFunction(_probed_kernel)
-    _has(kernel, "device_caches", "params")
+    require(kernel, "device_caches", "params")
     for parameter in kernel.params:
-        _has(parameter, "do_not_specialize", "do_not_specialize_on_alignment", "is_constexpr")
+        require(parameter, "do_not_specialize", "do_not_specialize_on_alignment", "is_constexpr")
 
 
 def _probed_kernel(x) -> None:  # type: ignore[no-untyped-def]
@@ -160,8 +154,8 @@ def build_launcher(compiled: Any) -> None:
 
 
 def _probe_offline() -> None:
-    _has(type(triton.runtime.driver), "set_active", "active")  # of the class: to read `active` would look for a card
-    _has(import_module("triton.backends.compiler"), "GPUTarget")
+    require(type(triton.runtime.driver), "set_active", "active")  # of the class: to read `active` would look for a card
+    require(import_module("triton.backends.compiler"), "GPUTarget")
 
 
 OFFLINE_DRIVER = PrivateEntry(
@@ -208,7 +202,7 @@ def use_offline(capability: tuple[int, int]) -> None:
 CACHE_FOLDER = PrivateEntry(
     "triton.knobs.cache.dir",
     "notes about compiled kernels are in the folder of TRITON_CACHE_DIR, or in ~/.triton/cache",
-    lambda: _has(triton.knobs.cache, "dir"),
+    lambda: require(triton.knobs.cache, "dir"),
     kinds=("cuda",),
     applies=_is_installed,
 )

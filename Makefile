@@ -11,6 +11,8 @@ FROM    ?= $(shell git describe --tags --abbrev=0 2>/dev/null || git rev-list -1
 BIN      := .venv/bin
 RUNNABLE := .venv/.runnable
 TESTABLE := .venv/.testable
+LOWEST   := .cache/lowest/$(subst ==,-,$(TORCH))
+NEWEST   := .cache/next/$(subst ==,-,$(TORCH))
 CLIENTS  := $(addprefix tests/clients/,.venv/frameworks/.made .venv/aider/.made node_modules/.made)
 SOURCES  := src tests bench
 ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests/http/server tests/gateway/test_reload.py \
@@ -23,7 +25,7 @@ ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test lint types suite kernels fuzz soak hostile clients mixed swaps distribution format bench docs locks sbom clean
+.PHONY: help setup up test lint types suite kernels lowest next fuzz soak hostile clients mixed swaps distribution format bench docs locks sbom clean
 
 help: ## Show this table of contents
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 14 | sed 's/^/  make /'
@@ -48,6 +50,14 @@ suite: $(TESTABLE) ## Run the tests (ARGS="tests/wire -k stream" for a part)
 
 kernels: $(TESTABLE) ## Run the GPU kernels' tests on the CPU, under Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest --processes auto tests/neuron/kernels
+
+lowest: $(LOWEST)/.made ## Run the tests with the lowest versions that pyproject.toml admits (TORCH="torch==2.13.0" ARGS="tests/wire")
+	$(LOWEST)/bin/python -m pytest --processes auto $(ARGS)
+
+next: ## Run the tests with the newest versions, also pre-releases and those that pyproject.toml excludes (TORCH, ARGS)
+	rm -rf $(NEWEST)
+	@$(MAKE) --no-print-directory $(NEWEST)/.made
+	$(NEWEST)/bin/python -m pytest --processes auto $(ARGS)
 
 fuzz: MINUTES ?= 30
 fuzz: $(TESTABLE) ## Run the property tests with random examples until one fails (MINUTES=30 ARGS="tests/wire")
@@ -97,7 +107,7 @@ sbom: $(TESTABLE) ## Write the bill of materials of each container image to dist
 	$(BIN)/python packaging/sbom.py dist
 
 clean: ## Remove .venv and everything the tools left behind
-	rm -rf .venv tests/clients/.venv tests/clients/node_modules build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .cache tests/clients/.venv tests/clients/node_modules build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- set-up -----------------------------------------------------------------------------------------------------------
@@ -118,6 +128,22 @@ $(RUNNABLE): pyproject.toml | .venv/bin/python
 $(TESTABLE): pyproject.toml | $(RUNNABLE)
 	@echo "adding the development tools to .venv"
 	@$(BIN)/python -m pip install --disable-pip-version-check "$(TORCH)" -e ".[neuron,dev]"
+	@touch $@
+
+# Other versions than those of .venv. torch comes first, from where pip finds it, and stays as it is: others take gigabytes.
+$(LOWEST)/.made: pyproject.toml
+	@echo "setting up $(LOWEST) (once)"
+	@$(PYTHON) -m venv --clear $(LOWEST)
+	@$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check uv "$(TORCH)"
+	@$(LOWEST)/bin/uv pip install --python $(LOWEST)/bin/python --resolution lowest-direct "$(TORCH)" -e ".[neuron,dev]"
+	@touch $@
+
+$(NEWEST)/.made:
+	@echo "setting up $(NEWEST)"
+	@$(PYTHON) -m venv --clear $(NEWEST)
+	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check uv "$(TORCH)"
+	@printf '%s\n' "$(TORCH)" transformers > $(NEWEST)/overrides.txt
+	@$(NEWEST)/bin/uv pip install --python $(NEWEST)/bin/python --prerelease allow --overrides $(NEWEST)/overrides.txt -e ".[neuron,dev]"
 	@touch $@
 
 # Every client has the versions that it was tested with. aider needs other versions than the frameworks.

@@ -18,7 +18,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src"
 
 ENGINE_LIBRARIES = frozenset({"torch", "triton", "numpy", "safetensors", "tokenizers"})
-KERNELS = {"neuron.kernels", "neuron.delta_sizes", "cache_folder", "quant_names"}
+KERNELS = {"neuron.kernels", "neuron.private_api", "neuron.delta_sizes", "cache_folder", "quant_names"}
 LAYERS = {"neuron.layers", *KERNELS}
 MODELS = {"neuron.models", "neuron.vision", "neuron.weights", *LAYERS}
 ENGINE = {"neuron.engine", "units", *MODELS}
@@ -100,6 +100,7 @@ RULES: dict[str, Rule] = {
     "gateway.responses": Rule(RESPONSES),
     "gateway": Rule(GATEWAY),
     "neuron.delta_sizes": Rule(set(), frozenset()),
+    "neuron.private_api": Rule({"neuron.private_api"}, ENGINE_LIBRARIES, frozenset({"transformers"})),
     "neuron.kernels": Rule(KERNELS, ENGINE_LIBRARIES),
     "neuron.layers": Rule(LAYERS, ENGINE_LIBRARIES),
     "neuron.weights": Rule({"neuron.weights", "neuron.delta_sizes", "quant_names"}, ENGINE_LIBRARIES),

@@ -20,7 +20,7 @@ from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.routes.metrics import Metrics as NodeMetrics
 from cortex.neuron.engine.request import EngineStats
 from cortex.wire.events import Finish, TextDelta, Usage
-from cortex.wire.node.protocol import DeviceHealth, Health, ModelState, ModelStatus
+from cortex.wire.node.protocol import DeviceHealth, Fallback, Health, ModelState, ModelStatus
 
 from ..waiting import WAIT_S
 
@@ -54,7 +54,8 @@ def gateway_exposition() -> bytes:
 
 def node_exposition() -> bytes:
     """The metrics of a node with one model on one device, after one request."""
-    device = DeviceHealth(index=0, total_bytes=10, free_bytes=4, utilisation=0.5, temperature_c=40)
+    without = (Fallback(name="torch._thing", reason="it is gone"),)
+    device = DeviceHealth(index=0, total_bytes=10, free_bytes=4, utilisation=0.5, temperature_c=40, fallbacks=without)
     model = ModelStatus(id="m", state=ModelState.READY, measured_bytes=1)
     backend = SimpleNamespace(
         health=lambda: Health(status="ok", uptime_s=1.0, devices=(device,), models=(model,)),

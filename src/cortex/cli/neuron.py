@@ -174,6 +174,7 @@ def doctor(config: Path | None, as_json: bool) -> int:
 def _findings(path: Path | None) -> Iterator[Finding]:
     yield from checks.versions()
     yield from checks.engine()
+    yield from checks.libraries()
     from cortex.neuron.api.server import Front, KeyNeeded
     from cortex.neuron.config import NeuronConfig
     from cortex.neuron.node.loading.library import cache_directory

@@ -18,6 +18,10 @@ from cortex.cli.commands.doctor.command import show
 from cortex.cli.failures import ExitCode
 from cortex.cli.neuron import neuron
 from cortex.neuron.kernels.native.library import native_library_or_none
+from cortex.neuron.private_api.entries import PrivateEntry
+from cortex.neuron.private_api.report import ENTRIES
+
+from ...neuron.failed_probes import REASON, fail_probe
 
 if TYPE_CHECKING:
     from ..conftest import CannedGateway, Invoke, Outcome
@@ -256,6 +260,34 @@ def test_doctor_says_whether_there_is_a_c_compiler(
         native_library_or_none.__wrapped__()
     found = findings(invoke("doctor", "--json"), "engine")
     assert any(what.startswith(expected[0]) and verdict == expected[1] for what, verdict in found.items()), found
+
+
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if "cpu" in entry.kinds], ids=lambda entry: entry.name)
+def test_doctor_reports_what_the_libraries_do_not_have(
+    entry: PrivateEntry, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entry, "applies", lambda: True)
+    fail_probe(monkeypatch, entry)
+    found = findings(invoke("doctor", "--json"), "libraries")
+    assert found == {f"{entry.name} cannot be used: {REASON}; instead: {entry.fallback}": "note"}
+
+
+def test_doctor_finds_everything_in_the_tested_libraries() -> None:
+    outcome = CliRunner().invoke(neuron, ["doctor", "--json"], standalone_mode=False)
+    (found,) = findings(outcome, "libraries").items()
+    assert found[1] == "fine"
+    assert "torch 2." in found[0]
+
+
+def test_doctor_reports_what_nodes_do_without(gateway: CannedGateway, invoke: Invoke, tmp_path: Path) -> None:
+    without = {"name": "torch._thing", "reason": "it is gone; instead: the slow way"}
+    device = {"index": 1, "total_bytes": 1, "free_bytes": 1, "fallbacks": [without]}
+    gateway.responses["GET", "/discovery"] = {"host": "h", "os": "Linux", "version": "0", "devices": []}
+    gateway.responses["GET", "/health"] = {"status": "ok", "uptime_s": 1, "devices": [device], "models": []}
+    (tmp_path / "cortex.toml").write_text(f'[[neurons]]\nname = "beast"\nendpoint = "{gateway.url}"\n')
+    found = findings(invoke("doctor", "--json", "--config", str(tmp_path / "cortex.toml")), "nodes")
+    what = "beast: device 1 does without torch._thing: it is gone; instead: the slow way"
+    assert found[what] == "note"
 
 
 @pytest.mark.parametrize(

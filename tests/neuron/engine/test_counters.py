@@ -53,6 +53,7 @@ def test_counters_are_at_the_top_of_the_reported_stats() -> None:
         "graphs": 0,
         "graph_bytes": 0,
         "graph_s": 0.0,
+        "failed_kernel_passes": 0,
     }
     report = Report("step", 7, {1: stats})
     decoder: FrameDecoder[Event] = FrameDecoder(Event)

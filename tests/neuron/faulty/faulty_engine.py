@@ -24,6 +24,7 @@ from cortex.neuron.engine.errors import (
     StepBlamed,
 )
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, FinishReason, LoadSpec, StepOutput
+from cortex.neuron.private_api.openmp import OPENMP
 
 Progress = Callable[[str, int, int], None]
 
@@ -77,6 +78,10 @@ class FaultyEngine:
                 raise LoadCancelled("the load was cancelled")
             progress("read", piece, 4)
             time.sleep(behaviour.get("piece_s", 0.0))
+        if reason := behaviour.get("rejects_openmp"):
+            import torch  # noqa: F401 - with it, workers report what their libraries lack
+
+            OPENMP.reject(reason)
         match behaviour.get("load"):
             case "refuse":
                 raise LoadError("these files are of no use")

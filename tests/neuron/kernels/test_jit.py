@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cortex.neuron.kernels.jit import key_of_record
+from cortex.neuron.private_api.triton import key_of_record
 
 RECORD = """\
 triton/__init__.py,sha256=aaa,1

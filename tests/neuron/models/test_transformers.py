@@ -170,7 +170,7 @@ def test_linear_layers_stay_quantised(tmp_path: Path) -> None:
 
 
 def test_error_without_the_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_folder", lambda: None)
+    monkeypatch.setattr(library, "library_version", lambda: None)
     library.library_model.cache_clear()
     with pytest.raises(UnsupportedModel, match=r"pip install '\.\[neuron,transformers\]'"):
         read_architecture({"model_type": "gpt_neox"})

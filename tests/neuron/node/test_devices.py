@@ -16,7 +16,7 @@ from cortex.neuron.node.memory.ceilings import Ceilings
 from cortex.neuron.worker.discovery import Inventory, with_amd_cards
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.process import WorkerTimeouts
-from cortex.wire.node.protocol import Device
+from cortex.wire.node.protocol import Device, Fallback
 
 from ..worker.amd_trees import RADEON, write
 
@@ -41,6 +41,17 @@ async def test_locks_of_devices_exclude_each_other_and_are_no_files_on_disk(
     await devices.close()
     for lock in (again, other):
         os.close(lock)
+
+
+async def test_health_of_a_device_names_what_its_worker_does_without() -> None:
+    host = Inventory((Device(index=0, kind="cpu", name="a CPU", total_bytes=1 << 34),))
+    reserve = Forecast(NeuronConfig()).reserve
+    devices = NodeDevices(host, WorkerFactory(), WorkerTimeouts(), lambda _: {}, reserve, Ceilings(None, ()))
+    assert devices.health()[0].fallbacks == ()
+    devices.supervisors[0].fallbacks = {"torch._b": "gone", "torch._a": "other arguments"}
+    expected = (Fallback(name="torch._a", reason="other arguments"), Fallback(name="torch._b", reason="gone"))
+    assert devices.health()[0].fallbacks == expected
+    await devices.close()
 
 
 def test_a_program_on_the_path_makes_amds_cards_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import faulty_engine
 import pytest
 
 from cortex.neuron.engine.request import EngineRequest, LoadSpec
+from cortex.neuron.private_api.openmp import OPENMP
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.model_host import LoadRejected
 from cortex.neuron.worker.process import WorkerTimeouts
@@ -27,6 +28,23 @@ async def test_process_starts_on_first_load_and_ends_on_close(tmp_path: Path) ->
         names = [task.read_text().strip() for task in Path(f"/proc/{process_id}/task").glob("*/comm")]
     assert not alive(process_id)
     assert "cpu" in names
+
+
+async def test_knows_what_the_libraries_of_its_worker_lack(tmp_path: Path) -> None:
+    async with supervised() as supervisor:
+        spec = model(tmp_path, rejects_openmp="no libgomp")
+        await loaded(supervisor, spec, RecordingSink())
+        async with asyncio.timeout(WAIT_S):
+            while not supervisor.fallbacks:
+                await asyncio.sleep(0.01)
+        assert supervisor.fallbacks == {OPENMP.name: f"no libgomp; instead: {OPENMP.fallback}"}
+        assert await supervisor.recycle() is False
+        supervisor.kill_worker("a test")
+        async with asyncio.timeout(WAIT_S):
+            while supervisor.has_models:
+                await asyncio.sleep(0.01)
+        await loaded(supervisor, model(tmp_path, "other"), RecordingSink())
+        assert supervisor.fallbacks == {}, "another worker has others"
 
 
 async def test_streams_outputs_until_each_request_finishes(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ class _Span:
         for eviction in sorted(_evictions(best)):
             # Without it other nodes may take more layers.
             gone = _evictions(best) - {eviction}
-            found = self._on(self._fleet.without(gone))._by_free_memory(need)
+            found = self._on(self._fleet.without(gone))._by_free_memory(need)  # noqa: SLF001 - of the same class
             if _worst(found).verdict is Verdict.FITS:
                 best = [_after(each, before, gone) for each, before in zip(found, best, strict=True)]
         return best

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -371,7 +371,8 @@ class Engine:
     # -- facts -----------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        return EngineStats(**asdict(self._counters)) if self._loop is None else self._loop.stats()
+        stats = EngineStats(**asdict(self._counters)) if self._loop is None else self._loop.stats()
+        return replace(stats, failed_kernel_passes=1) if self._loaded.has_failed_pass else stats
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every row and page is accounted for."""

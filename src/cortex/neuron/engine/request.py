@@ -336,6 +336,8 @@ class EngineStats(Counters):
     graph_bytes: int = 0
     graph_s: float = 0.0
     """The time that the captures took."""
+    failed_kernel_passes: int = 0
+    """1 if the kernels of the model could not be compiled ahead: each is compiled when it is first used."""
 
     @classmethod
     def summed(cls, parts: Sequence[EngineStats]) -> EngineStats:

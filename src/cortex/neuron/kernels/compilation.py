@@ -19,54 +19,14 @@ from typing import Any
 
 from torch import Tensor
 
-from cortex.neuron.kernels.device_facts import DeviceFacts
-from cortex.neuron.kernels.jit import Kernel
+from cortex.neuron.private_api.triton import Kernel, Pointer, build_launcher, specialised
 
-ALIGNED_BYTES = 16
-"""Kernels are compiled for pointers at multiples of this, or for any."""
 MAX_THREADS = 16
 POLL_S = 0.05
 _collecting = threading.Lock()
 """Held while the launches of one thread are compiled: a second such thread would launch kernels without memory."""
 Report = Callable[[int, int], None]
 """Called with the kernels that are compiled, and those that are known to be needed."""
-
-
-class Pointer:
-    """Stands for a tensor in a launch that only compiles."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.dtype = tensor.dtype
-        self._place = int(tensor.storage_offset()) * tensor.element_size() % ALIGNED_BYTES
-
-    def data_ptr(self) -> int:
-        return self._place
-
-
-class OfflineDriver:
-    """A driver of Triton for a card that is not there."""
-
-    def __init__(self, facts: DeviceFacts) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        major, minor = facts.capability
-        self._target = GPUTarget("cuda", 10 * major + minor, 32)
-
-    def get_current_target(self) -> Any:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _device: int) -> int:
-        return 0
-
-
-def use_offline(facts: DeviceFacts) -> None:
-    """Compiles all kernels of this process for a card that is not there; none can be launched afterwards."""
-    from triton.runtime import driver
-
-    driver.set_active(OfflineDriver(facts))  # type: ignore[arg-type]  # as much of one as compiling needs
 
 
 class KernelCompiler:
@@ -97,8 +57,8 @@ class KernelCompiler:
                 Kernel.run = launch
 
     def _begin(self, compile_: Callable[..., object], kernel: Any, args: tuple[Any, ...], options: Any) -> None:
-        given = tuple(Pointer(each) if isinstance(each, Tensor) else each for each in args)
-        key = (kernel, tuple(map(_specialised, kernel.params, given)), tuple(sorted(options.items())))
+        given = tuple(_pointer(each) if isinstance(each, Tensor) else each for each in args)
+        key = (kernel, tuple(map(specialised, kernel.params, given)), tuple(sorted(options.items())))
         if key not in self._begun:
             kernel.prepare_cache()
             self._begun[key] = self._threads.submit(timed, partial(compile_, *given, **options))
@@ -133,32 +93,12 @@ class KernelCompiler:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
+def _pointer(tensor: Tensor) -> Pointer:
+    return Pointer(tensor.dtype, int(tensor.storage_offset()) * tensor.element_size())
+
+
 def timed(compile_: Callable[[], Any]) -> float:
     """Compiles one kernel and what launches it. Returns the seconds that it took."""
     start = time.perf_counter()
     build_launcher(compile_())
     return time.perf_counter() - start
-
-
-def build_launcher(compiled: Any) -> None:
-    """Builds the function that launches a kernel, where there is a card. Some versions of Triton write it in C for each
-    signature and run the host's compiler: a quarter of a second each, on the engine's thread if nobody does it
-    before."""
-    from triton.runtime import driver
-
-    make: Any = getattr(driver.active, "launcher_cls", None)
-    if make is not None and compiled is not None:
-        make(compiled.src, compiled.metadata)
-
-
-def _specialised(parameter: Any, given: Any) -> object:
-    """What of an argument decides which kernel is compiled."""
-    if isinstance(given, Pointer):
-        is_aligned = parameter.do_not_specialize_on_alignment or given.data_ptr() == 0
-        return given.dtype, is_aligned
-    if isinstance(given, bool) or given is None or parameter.is_constexpr:
-        return given
-    if isinstance(given, int):
-        is_wide = not -(1 << 31) <= given < 1 << 31
-        return is_wide if parameter.do_not_specialize else (is_wide, given == 1, given % ALIGNED_BYTES == 0)
-    return type(given)

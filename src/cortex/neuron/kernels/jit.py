@@ -8,25 +8,23 @@ before it writes what an earlier kernel reads or writes.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
 from functools import cache, partial
-from importlib import import_module, metadata
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.device_facts import facts_of
+from cortex.neuron.private_api.triton import COLLECTED_LAUNCHES, Kernel, triton, use_recorded_key
 
-triton: Any = None
 tl: Any = None
 gdc_wait: Any = None
 gdc_launch_dependents: Any = None
 try:
-    triton, tl = import_module("triton"), import_module("triton.language")
+    tl = import_module("triton.language")
     gdc = import_module("triton.language.extra.cuda")
     gdc_wait, gdc_launch_dependents = gdc.gdc_wait, gdc.gdc_launch_dependents
 except ImportError:  # CPU installs of torch come without Triton
@@ -34,31 +32,8 @@ except ImportError:  # CPU installs of torch come without Triton
 TRITON = triton is not None
 
 
-def key_of_record(record: str) -> str | None:
-    """A digest of the digests that an installer has recorded of Triton's files, its compiler among them. None: it has
-    not."""
-    files = sorted(line for line in record.splitlines() if line.startswith("triton/") and ",sha256=" in line)
-    if not any(line.startswith("triton/_C/libtriton.") for line in files):
-        return None
-    return hashlib.sha256("\n".join(files).encode()).hexdigest()
-
-
-def _use_recorded_key() -> None:
-    """Triton's cache is keyed by a digest of its own files. Each process would read half a gigabyte for it before its
-    first kernel, in every thread that compiles; the record of the installed wheel says the same,
-    except of files that were edited in place."""
-    try:
-        installed = metadata.distribution("triton")
-    except metadata.PackageNotFoundError:
-        return
-    is_imported = Path(str(installed.locate_file("triton/__init__.py"))).resolve() == Path(triton.__file__).resolve()
-    key = key_of_record(installed.read_text("RECORD") or "")
-    if is_imported and key is not None and hasattr(triton.runtime.cache, "triton_key"):
-        triton.runtime.cache.triton_key = lambda: f"{triton.__version__}-{key}"
-
-
 if TRITON:
-    _use_recorded_key()
+    use_recorded_key()
 INTERPRETED = TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -66,19 +41,17 @@ def _identity(function: Any = None, **_: Any) -> Any:
     return function if function is not None else _identity
 
 
-class Kernel(triton.JITFunction if TRITON else object):  # type: ignore[misc]
-    """A kernel that is compiled. Its `run` is replaced where launches are only to be compiled (`compilation.py`)."""
-
-    def prepare_cache(self) -> None:
-        """Makes the cache of the current device, which two threads must not do at the same time."""
-        self.device_caches[triton.runtime.driver.active.get_current_device()]
-
-
 def _compiled(function: Any = None, **options: Any) -> Any:
     return Kernel(function, **options) if function is not None else partial(Kernel, **options)
 
 
-jit: Callable[..., Any] = (triton.jit if INTERPRETED else _compiled) if TRITON else _identity
+def _decorator() -> Callable[..., Any]:
+    if not TRITON:
+        return _identity
+    return _compiled if COLLECTED_LAUNCHES.is_usable and not INTERPRETED else triton.jit
+
+
+jit: Callable[..., Any] = _decorator()
 
 
 def constant(value: Any) -> Any:
@@ -111,7 +84,6 @@ def num_processors(device: torch.device) -> int:
 
 __all__ = [
     "TRITON",
-    "Kernel",
     "constant",
     "gdc_launch_dependents",
     "gdc_wait",

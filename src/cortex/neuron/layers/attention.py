@@ -59,7 +59,7 @@ class Attention:
         self._source = source
         self._is_source = False
         if source is not None:
-            source._is_source = True
+            source._is_source = True  # noqa: SLF001 - of the same class
         self._group = parameters.group
         self.qkv = Linear(parameters, config.hidden, config.input_rows(prefix), bias=config.bias)
         self.heads = [rows // config.head_dim for rows in self.qkv.splits]

@@ -26,7 +26,7 @@ from cortex.neuron.worker.model_host import ModelHost, ModelPart
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.neuron.worker.protocol import DeviceAddress
 from cortex.neuron.worker.supervisor import WorkerSupervisor
-from cortex.wire.node.protocol import Device, DeviceHealth
+from cortex.wire.node.protocol import Device, DeviceHealth, Fallback
 from cortex.wire.words import os_error_in_words
 
 log = logging.getLogger(__name__)
@@ -125,19 +125,20 @@ class NodeDevices:
 
     def _health(self, device: Device, readings: Mapping[int, DeviceReading]) -> DeviceHealth:
         reading = readings.get(device.index, DeviceReading(device.total_bytes, 0))
-        reserve = self._reserve(device)
+        reserve, supervisor = self._reserve(device), self.supervisors[device.index]
         return DeviceHealth(
             index=device.index,
             total_bytes=reading.total_bytes,
             free_bytes=reading.free_bytes,
             utilisation=reading.utilisation,
             temperature_c=reading.temperature_c,
-            worker=self.supervisors[device.index].state,
+            worker=supervisor.state,
             kept_free_bytes=reserve.num_bytes,
             kept_free_share=reserve.share,
-            kv_host_bytes=self.supervisors[device.index].kv_host_bytes,
+            kv_host_bytes=supervisor.kv_host_bytes,
             ceiling_bytes=self._ceilings.on(device.index),
             extra_replica_bytes=reading.free_bytes - self._readings.get(device.index, reading).free_bytes,
+            fallbacks=tuple(Fallback(name=name, reason=why) for name, why in sorted(supervisor.fallbacks.items())),
         )
 
 

@@ -289,6 +289,13 @@ class HostPagesKept(ChannelMessage, frozen=True):
     """What it has of each model, by `LoadSpec.model_id`."""
 
 
+class FallbacksUsed(ChannelMessage, frozen=True):
+    """What of torch, Triton and transformers the worker cannot use: see `private_api`."""
+
+    reasons: dict[str, str]
+    """By the name of the entry: why, and what happens instead."""
+
+
 class Faulted(ChannelMessage, frozen=True):
     """The device context is unusable; the worker exits after this event."""
 
@@ -310,7 +317,7 @@ ModelEvent = (
     | ModelBroken
 )
 """Each concerns the model with its handle."""
-Event = ModelEvent | Memory | LimitsMeasured | Hello | Report | HostPagesKept | Faulted
+Event = ModelEvent | Memory | LimitsMeasured | Hello | Report | HostPagesKept | FallbacksUsed | Faulted
 
 
 # Between the daemon and the fork server, one message per packet

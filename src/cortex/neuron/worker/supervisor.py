@@ -54,6 +54,8 @@ class WorkerSupervisor:
         """Host memory of pages that are not on the device."""
         self.kept: dict[str, KeptPages] = {}
         """What it has of each model, by its id."""
+        self.fallbacks: dict[str, str] = {}
+        """What of the libraries the worker cannot use, and why. Stays until there is another worker."""
         self._worker_factory = worker_factory
         self._worker: WorkerProcess | None = None
         self._spawning = asyncio.Lock()
@@ -164,13 +166,15 @@ class WorkerSupervisor:
     def _on_event(self, event: Event) -> None:
         match event:
             case protocol.Hello():
-                self.state = "running"
+                self.state, self.fallbacks = "running", {}
             case protocol.Report():
                 for handle, stats in event.stats.items():
                     if (model := self._models.get(handle)) is not None:
                         self._notify(model.on_stats, stats)
             case protocol.HostPagesKept():
                 self.kv_host_bytes, self.kept = event.num_bytes, event.models
+            case protocol.FallbacksUsed():
+                self.fallbacks = event.reasons
             case protocol.Memory() | protocol.LimitsMeasured() | protocol.Faulted():
                 pass
             case _:

@@ -87,6 +87,14 @@ class Discovery(NodeValue, frozen=True):
     """Dialects that came later. Gateways that do not know `dialects` of other names would reject the whole report."""
 
 
+class Fallback(NodeValue, frozen=True):
+    """Something that a library of the engine does not promise, and that the node does without."""
+
+    name: str
+    reason: str
+    """Why it cannot be used, and what happens instead."""
+
+
 class DeviceHealth(NodeValue, frozen=True):
     index: int
     total_bytes: int
@@ -105,6 +113,8 @@ class DeviceHealth(NodeValue, frozen=True):
     """The most that models may hold there, as configured; absent: no ceiling."""
     extra_replica_bytes: int = 0
     """The part of `free_bytes` that extra replicas hold. They give way to every load."""
+    fallbacks: tuple[Fallback, ...] = ()
+    """What its worker does without, at lower speed; empty also before the first load."""
 
 
 class Progress(NodeValue, frozen=True):

@@ -232,6 +232,7 @@ async def test_exposes_every_metric(api: Any, chat_body: Any) -> None:
         'neuron_device_temperature_celsius{device="0"} 40.0',
         'neuron_engine_steps_total{model="org/tiny"} 7.0',
         'neuron_preemptions_total{model="org/tiny"} 1.0',
+        'neuron_failed_kernel_passes_total{model="org/tiny"} 0.0',
         'neuron_kv_used_pages{model="org/tiny"} 4.0',
         "# TYPE neuron_time_to_first_token_seconds histogram",
     ):

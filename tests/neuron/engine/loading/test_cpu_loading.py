@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,13 +21,17 @@ from cortex.neuron.engine.loading.loading import LoadedModel, load_model
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.kernels.cpu.forms import FORMS
+from cortex.neuron.kernels.cpu.forms import FORMS, best_form
 from cortex.neuron.kernels.cpu.layout import ROW_BLOCK, CpuForm, CpuLayout
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
+from cortex.neuron.kernels.native import library
 from cortex.neuron.kernels.native.library import native_library_or_none
 from cortex.neuron.kernels.native.operations import Recording
 from cortex.neuron.layers.mlp import MLP
+from cortex.neuron.private_api.torch import FOUR_BIT_PRODUCTS
 from cortex.neuron.weights import placement
+
+from ...failed_probes import fail_probe
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 128, 192, 4, 2, 320
@@ -292,6 +297,30 @@ def test_weights_take_at_most_a_third_more_than_the_file(tmp_path: Path, form: C
     assert loaded.weight_bytes == num_bytes + loaded.model.ropes.num_bytes
     assert sum(storage.nbytes() for storage in loaded.model.parameters.storages()) == num_bytes, form
     assert num_bytes <= 1.3 * (tmp_path / "model.gguf").stat().st_size
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    cached = (native_library_or_none, best_form)
+    for function in cached:
+        function.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(library, "compiler", lambda: None)
+        yield
+    for function in cached:
+        function.cache_clear()
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_weights_are_dense_where_nothing_multiplies_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no C compiler, and torch has no such products either."""
+    fail_probe(monkeypatch, FOUR_BIT_PRODUCTS)
+    write_model(tmp_path / "model.gguf", "Q4_0", "Q8_0")
+    tokens = list(range(12))
+    loaded = load(tmp_path / "model.gguf")
+    assert isinstance(loaded.model.head.matrix, DenseMatrix)
+    exact = answers(load(tmp_path / "model.gguf", "float32"), tokens)
+    assert (answers(loaded, tokens) - exact).norm() / exact.norm() < 0.05
 
 
 @pytest.mark.usefixtures("form")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from cortex.neuron.engine.errors import LoadCancelled, LoadError
 from cortex.neuron.engine.execution.runner import Runner
 from cortex.neuron.engine.loading import kernel_pass, meta_shapes, warmup
 from cortex.neuron.engine.loading.kernel_pass import KernelPass, PassedModel
-from cortex.neuron.engine.loading.meta_shapes import LightShapes
+from cortex.neuron.engine.loading.meta_shapes import light_shapes
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels import compilation
 from cortex.neuron.kernels.device_facts import CARDS
@@ -27,6 +28,7 @@ from cortex.neuron.kernels.jit import INTERPRETED, TRITON
 from cortex.neuron.kernels.quantised.layout import Q4
 from cortex.neuron.layers.configs import WHOLE
 from cortex.neuron.models.registry import read_architecture
+from cortex.neuron.private_api.triton import OfflineDriver
 
 from ....waiting import WAIT_S
 from ...tiny_models import tiny_delta, tiny_sizes
@@ -55,7 +57,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     names: list[str] = []
     monkeypatch.setattr(compilation, "timed", lambda compile_: names.append(compile_.args[0].__name__))
     monkeypatch.setattr(kernel_pass, "cache_folder", lambda: tmp_path / "triton")
-    monkeypatch.setattr(driver, "_active", compilation.OfflineDriver(FACTS))
+    monkeypatch.setattr(driver, "_active", OfflineDriver(FACTS.capability))
     monkeypatch.setattr(warmup, "use_offline", lambda _: None)
     return names
 
@@ -189,17 +191,35 @@ def test_kernels_of_prompts_beyond_the_graphs_are_compiled_too(
     assert computed[0] > 0, "attention takes other tiles there"
 
 
+def test_failed_pass_is_a_warning_and_counted(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_: Runner) -> None:
+        raise RuntimeError("the compiler has a bug")
+
+    monkeypatch.setattr(Runner, "prepare_first", fails)
+    kernels = KernelPass(passed(DENSE), FACTS)
+    with caplog.at_level(logging.WARNING):
+        kernels.start()
+        kernels.ready(lambda: None)
+        with pytest.raises(RuntimeError, match="a bug"):
+            kernels.wait()
+    (record,) = [each for each in caplog.records if each.name == kernel_pass.__name__]
+    assert (record.levelname, kernels.has_failed, compiled) == ("WARNING", True, [])
+    assert not KernelPass(passed(DENSE), FACTS).is_cached
+
+
 def test_launcher_of_a_kernel_is_built_with_it_where_there_is_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[tuple[str, str]] = []
 
-    class Driver(compilation.OfflineDriver):
+    class Driver(OfflineDriver):
         def launcher_cls(self, *described: str) -> None:
             built.append((described[0], described[1]))
 
-    monkeypatch.setattr(driver, "_active", Driver(FACTS))
+    monkeypatch.setattr(driver, "_active", Driver(FACTS.capability))
     compilation.timed(lambda: SimpleNamespace(src="source", metadata="metadata"))
     assert built == [("source", "metadata")]
-    monkeypatch.setattr(driver, "_active", compilation.OfflineDriver(FACTS))
+    monkeypatch.setattr(driver, "_active", OfflineDriver(FACTS.capability))
     compilation.timed(lambda: SimpleNamespace(src="source", metadata="metadata"))
     assert len(built) == 1
 
@@ -259,7 +279,7 @@ def test_shapes_are_those_of_computed_results() -> None:
         ]
         return [(each.shape, each.dtype) for each in found]
 
-    with torch.inference_mode(), LightShapes():
+    with torch.inference_mode(), light_shapes():
         assert made("meta") == made("cpu")
 
 
@@ -267,9 +287,7 @@ def test_other_threads_keep_the_rules_of_torch(monkeypatch: pytest.MonkeyPatch) 
     x = torch.empty(2, device="meta")
     rules = {**meta_shapes.RULES, "clone": lambda x, **_: x}
     monkeypatch.setattr(meta_shapes, "RULES", rules)
-    meta_shapes.rules_by_operation.cache_clear()
-    with ThreadPoolExecutor(1) as other, LightShapes():
+    with ThreadPoolExecutor(1) as other, light_shapes():
         assert x.clone() is x
         assert other.submit(x.clone).result() is not x
     assert x.clone() is not x
-    meta_shapes.rules_by_operation.cache_clear()

@@ -316,6 +316,7 @@ class Compiling:
 
     is_cached = False
     is_closed = False
+    has_failed = False
 
     def ready(self, poll: Callable[[], None]) -> None:
         poll()

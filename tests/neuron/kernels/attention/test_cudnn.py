@@ -12,6 +12,9 @@ from cortex.neuron.kernels.attention.cudnn import Geometry, planned_length, plan
 from cortex.neuron.kernels.attention.paged import attention, attention_reference
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch
+from cortex.neuron.private_api.torch import CUDNN_ATTENTION
+
+from ...failed_probes import fail_probe
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 
@@ -133,6 +136,23 @@ def test_plan_applies_only_to_its_geometry(device: torch.device, dtype: torch.dt
     rules = AttentionRules(DIM**-0.5, torch.empty(0))
     assert cudnn.takes(torch.empty(64, HEADS, DIM, device=device, dtype=dtype), KV_HEADS, rules, batch)
     assert not cudnn.takes(torch.empty(64, 2 * HEADS, DIM, device=device, dtype=dtype), KV_HEADS, rules, batch)
+
+
+def test_prompts_use_our_own_kernel_where_torch_lacks_the_operation(
+    device: torch.device,
+    dtype: torch.dtype,
+    assert_close: AssertClose,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cudnn, "SHORTEST", 16)
+    monkeypatch.setattr(cudnn, "plans", cudnn.Plans())
+    fail_probe(monkeypatch, CUDNN_ATTENTION)
+    with pytest.raises(cudnn.Unserved):
+        cudnn.prepare(Geometry(device, dtype, HEADS, KV_HEADS, DIM), DIM**-0.5, 128)
+    batch, num_pages = make_batch([], [(0, 128)], device)
+    out, _ = run(batch, num_pages, device, dtype, attention)
+    expected, _ = run(batch, num_pages, device, torch.float32, attention_reference)
+    assert_close(out, expected)
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ import pytest
 
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.request import EngineRequest, FinishReason, LoadSpec, StepOutput
+from cortex.neuron.private_api.openmp import OPENMP
 from cortex.neuron.worker.faults import DeviceFault, FaultKind
 from cortex.neuron.worker.program.executor import PREPARE_AFTER_S, Executor
 from cortex.neuron.worker.protocol import (
@@ -24,6 +25,7 @@ from cortex.neuron.worker.protocol import (
     DeviceAddress,
     Event,
     Exit,
+    FallbacksUsed,
     FollowStep,
     Load,
     Loaded,
@@ -38,6 +40,7 @@ from cortex.neuron.worker.protocol import (
 )
 
 from ....waiting import WAIT_S
+from ...failed_probes import REASON, fail_probe
 
 BENCH = Path(__file__).parents[4] / "bench"
 Batch = list[Command | FollowStep | Compiled]
@@ -91,6 +94,12 @@ def kinds(events: Iterable[Event]) -> list[type[Event]]:
 
 def test_executes_commands_in_order() -> None:
     assert kinds(run([load(1), Unload(1)])) == [Loaded, Unloaded]
+
+
+def test_reports_what_of_the_libraries_cannot_be_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_probe(monkeypatch, OPENMP)
+    (used,) = [event for event in run([load(1)], [], [Unload(1)]) if isinstance(event, FallbacksUsed)]
+    assert used.reasons == {OPENMP.name: f"{REASON}; instead: {OPENMP.fallback}"}
 
 
 @pytest.mark.parametrize(("turns", "expected"), [([[load(1)], []], 0), ([[load(1)], [submit(1, "r")], *[[]] * 8], 1)])

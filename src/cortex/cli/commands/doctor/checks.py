@@ -27,9 +27,11 @@ from cortex.cli.up.plan import reachable
 from cortex.engine_packages import REMEDY, missing_packages
 from cortex.settings import Listen, SettingsError
 from cortex.tls import client_context
-from cortex.wire.node.protocol import Discovery
+from cortex.wire.node.protocol import Discovery, Health
 from cortex.wire.words import plural
 
+VERSIONS_REMEDY = "install versions that were tested: packaging/requirements-neuron.lock, in a checkout, has them"
+_LIBRARIES = ("torch", "triton", "transformers")
 LOW_DISK_BYTES = 20 << 30
 """Most model downloads do not fit into less."""
 
@@ -61,7 +63,6 @@ def engine() -> Iterator[Finding]:
         what = f"{', '.join(missing)} not installed: a gateway, or a node whose models all have a command as harness"
         yield Finding("engine", Severity.NOTE, what, f"to run models natively on this machine: {REMEDY}")
         return
-    yield Finding("engine", Severity.FINE, f"torch {importlib.metadata.version('torch')}")
     # Here, because a gateway-only installation lacks it.
     from cortex.neuron.kernels.native.library import compiler, may_have_library
 
@@ -73,6 +74,33 @@ def engine() -> Iterator[Finding]:
         yield Finding("engine", Severity.NOTE, what, "the log of the node has the reason; then load a model again")
     else:
         yield Finding("engine", Severity.FINE, f"C compiler {command}")
+
+
+def libraries() -> Iterator[Finding]:
+    """What the engine uses of torch, Triton and transformers although they do not promise it. Imports torch."""
+    if missing_packages():
+        return
+    try:
+        from cortex.neuron.private_api.report import probed
+    except Exception as error:  # noqa: BLE001 - whatever a broken installation raises
+        what = f"torch cannot be imported: {str(error).partition(chr(10))[0] or type(error).__name__}"
+        yield Finding("libraries", Severity.PROBLEM, what, f"install it again: {REMEDY}")
+        return
+    entries = probed()
+    for entry in entries:
+        if entry.problem is not None:
+            what = f"{entry.name} cannot be used: {entry.problem}; instead: {entry.fallback}"
+            yield Finding("libraries", Severity.NOTE, what, VERSIONS_REMEDY)
+    if all(entry.problem is None for entry in entries):
+        versions = ", ".join(f"{name} {found}" for name in _LIBRARIES if (found := _version(name)) is not None)
+        yield Finding("libraries", Severity.FINE, f"{versions}: all that the engine uses is there")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def gateway(client: GatewayClient, config: Path | None) -> Iterator[Finding]:
@@ -122,6 +150,7 @@ class NodeEndpoint:
                 yield Finding(self.topic, Severity.FINE, f"{self.name}: {self.url} responds")
             else:
                 yield from self._discovered(msgspec.convert(client.get("/discovery"), Discovery))
+                yield from self._fallbacks(msgspec.convert(client.get("/health"), Health))
         except GatewayUnreachable as error:
             what = f"no response from {self.url} ({error.reason})"
             start = "start it" if self.kind == "openai" else "start it with `neuron serve`"
@@ -144,6 +173,12 @@ class NodeEndpoint:
             yield Finding(self.topic, Severity.NOTE, what, "install the same version on both")
         if discovery.driver_problem:
             yield Finding(self.topic, Severity.NOTE, f"{self.name}: {discovery.driver_problem}", driver_remedy())
+
+    def _fallbacks(self, health: Health) -> Iterator[Finding]:
+        for device in health.devices:
+            for fallback in device.fallbacks:
+                what = f"{self.name}: device {device.index} does without {fallback.name}: {fallback.reason}"
+                yield Finding(self.topic, Severity.NOTE, what, VERSIONS_REMEDY)
 
 
 def driver_remedy() -> str:

@@ -28,8 +28,8 @@ _MARKS = {Severity.FINE: ("✓", "green"), Severity.NOTE: ("!", "yellow"), Sever
 def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
     """Check the usual problems and say how to fix them.
 
-    Checks versions, configuration, databases, gateway, models, nodes, devices, ports, disk and cache. Exit code 1 when
-    there is a problem.
+    Checks versions, libraries, configuration, databases, gateway, models, nodes, devices, ports, disk and cache. Exit
+    code 1 when there is a problem.
     With --config, the gateway is expected at the address in that file, unless --url names another. Variables come also
     from the file next to it that the systemd unit reads: cortex.env for cortex.toml.
     """
@@ -42,6 +42,7 @@ def doctor(config: Path | None, gateway: GatewayClient, as_json: bool) -> int:
     findings = [
         *checks.versions(),
         *checks.engine(),
+        *checks.libraries(),
         *environment,
         *configuration_checks.config(config),
         *configuration_checks.discovery(config),

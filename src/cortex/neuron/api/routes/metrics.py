@@ -179,6 +179,8 @@ class _NodeState(Collector):
             "model",
             {m: s.cached_pages for m, s in stats.items()},
         )
+        failed = {m: s.failed_kernel_passes for m, s in stats.items()}
+        yield _counter("failed_kernel_passes", "Loads whose kernels could not be compiled ahead.", failed)
         yield _gauge("graphs", "Sizes of steps that are captured.", "model", {m: s.graphs for m, s in stats.items()})
         graph_bytes = {m: s.graph_bytes for m, s in stats.items()}
         yield _gauge("graph_bytes", "Device memory that captured steps take.", "model", graph_bytes)
@@ -216,8 +218,18 @@ def _of_devices(devices: Iterable[DeviceHealth]) -> Iterator[Metric]:
     yield _gauge("device_kv_host_bytes", "Host memory of KV pages that are not on the device.", "device", kv)
     utilisation = {index: device.utilisation for index, device in by_index.items()}
     yield _gauge("device_utilisation", "How busy the device is, 0 to 1.", "device", utilisation)
+    yield _fallbacks(by_index.values())
     temperature = {index: device.temperature_c for index, device in by_index.items()}
     yield _gauge("device_temperature_celsius", "Temperature of the device.", "device", temperature)
+
+
+def _fallbacks(devices: Iterable[DeviceHealth]) -> Metric:
+    what = "1 for what a library of the engine does not have any more, and the node does without."
+    family = GaugeMetricFamily("neuron_fallbacks", what, labels=["device", "name"])
+    for device in devices:
+        for fallback in device.fallbacks:
+            family.add_metric([str(device.index), fallback.name], 1)
+    return family
 
 
 def _gauge(name: str, documentation: str, label: str, values: Mapping[str, float | None]) -> Metric:

@@ -21,7 +21,7 @@ from torch import Tensor
 from cortex.neuron.engine.execution.batch_invariant import BLOCK_TOKENS
 from cortex.neuron.engine.execution.graphs import Graph, Outputs
 from cortex.neuron.engine.execution.runner import Runner, RunnerConfig
-from cortex.neuron.engine.loading.meta_shapes import LightShapes
+from cortex.neuron.engine.loading.meta_shapes import light_shapes
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS, STEP_TOKENS, StateSlots
 from cortex.neuron.engine.memory.sequences import SequenceMemory
 from cortex.neuron.kernels import jit
@@ -34,6 +34,7 @@ from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup, SingleRank
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.decoder import Decoder, DecoderLayer
+from cortex.neuron.private_api.triton import COLLECTED_LAUNCHES, cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +152,8 @@ class KernelPass:
         self._is_closed = False
         self.is_cached = self._note.exists()
         """Whether an earlier pass has compiled all of them."""
+        self.has_failed = False
+        """Whether some are compiled when they are first used, which a request waits for."""
         # Not a daemon: one that is inside torch when the process ends would abort it.
         self._thread = threading.Thread(target=self._run, name="kernel-pass")
 
@@ -162,14 +165,14 @@ class KernelPass:
         error: BaseException | None = None
         try:
             with torch.inference_mode():
-                with self._compiler.collected(), LightShapes():
+                with self._compiler.collected(), light_shapes():
                     runner = self._model.runner()
                     _pack_one_of_each(runner.model.parameters)
                     runner.prepare_first()
                 self._num_first = self._compiler.num_kernels
                 self._is_collected.set()
                 self._compiler.ended(self._go_on)  # with all cores: the others would delay them
-                with self._compiler.collected(), LightShapes():
+                with self._compiler.collected(), light_shapes():
                     while runner.prepare():
                         self._go_on()
                     runner.compute_draws()
@@ -180,7 +183,8 @@ class KernelPass:
         except _PassEnded:
             self._compiler.close()
         except Exception as raised:  # a step compiles what is missing, and reports what is wrong with it
-            log.debug("kernels are compiled when they are first used", exc_info=raised)
+            log.warning("compiling kernels ahead failed; each is compiled when it is first used", exc_info=raised)
+            self.has_failed = True
             error = raised
         finally:
             self._first.append(error)
@@ -219,19 +223,15 @@ class KernelPass:
 
 
 def kernel_pass(model: PassedModel, device: torch.device) -> KernelPass | None:
-    """The pass of a model that is about to be loaded, begun; None on a device without kernels, or for a model of
-    another library or a stage, whose steps are not captured."""
+    """The pass of a model that is about to be loaded, begun; None on a device without kernels, where Triton cannot
+    compile ahead, or for a model of another library or a stage, whose steps are not captured."""
     architecture = model.architecture
     is_known = architecture.backend == "native" and architecture.stage is None and architecture.pooling is None
-    if device.type != "cuda" or not TRITON or not is_known:
+    if device.type != "cuda" or not TRITON or not is_known or not COLLECTED_LAUNCHES.is_usable:
         return None
     begun = KernelPass(model, facts_of(device))
     begun.start()
     return begun
-
-
-def cache_folder() -> Path:
-    return Path(triton.knobs.cache.dir)
 
 
 @cache

@@ -98,6 +98,11 @@ class LoadedModel:
             self.kernels.close()
 
     @property
+    def has_failed_pass(self) -> bool:
+        """Whether its kernels could not be compiled ahead."""
+        return self.kernels is not None and self.kernels.has_failed
+
+    @property
     def proposer(self) -> Proposer | None:
         """What computes draft tokens on the device; None: nothing does."""
         return self.draft or (self.body.prediction if isinstance(self.body, Decoder) else None)

@@ -6,18 +6,17 @@ compiling a kernel. Operations that are not here follow torch's rules.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+from cortex.neuron.private_api.torch import ShapeRule, with_shape_rules
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
@@ -26,6 +25,10 @@ def _empty(shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return _empty((*left.shape[:-1], right.shape[-1]), dtype or left.dtype)
+
+
+def _scaled_product(left: Tensor, right: Tensor, *others: Any, **_: Any) -> Tensor:
+    return _product(left, right, next((each for each in others if isinstance(each, torch.dtype)), None))
 
 
 def _pointwise(first: Any, second: Any = None, **_: Any) -> Tensor:
@@ -64,7 +67,7 @@ def _new(shape: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) ->
     return _empty(shape, dtype)
 
 
-RULES: Mapping[str, Callable[..., Tensor]] = {
+RULES: Mapping[str, ShapeRule] = {
     **dict.fromkeys(("mm", "bmm"), _product),
     **dict.fromkeys(("mm.out", "bmm.out", "addmm.out"), _result),
     **dict.fromkeys(("addmm_", "index_copy_", "add_.Tensor", "mul_.Tensor", "div_.Tensor", "tanh_"), _unchanged),
@@ -74,55 +77,12 @@ RULES: Mapping[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("zeros", "ones"), _new),
     "cat": _joined,
     "addmm": lambda _, left, right, **__: _product(left, right),
-    "_scaled_mm": lambda left, right, *_, out_dtype=None, **__: _product(left, right, out_dtype),
+    "_scaled_mm_v2": _scaled_product,
     "index_select": lambda x, dim, index: _empty((*x.shape[:dim], len(index), *x.shape[dim + 1 :]), x.dtype),
     "embedding": lambda weight, ids, *_, **__: _empty((*ids.shape, weight.shape[1]), weight.dtype),
 }
 
 
-class LightShapes(TorchDispatchMode):
+def light_shapes() -> contextlib.AbstractContextManager[object]:
     """Within it, operations of this thread follow these rules on the `meta` device; those of other threads do not."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # what keeps the compiler out of it would import the compiler
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
-        rule = rules_by_operation().get(func)
-        if rule is not None and _is_on_meta(args, kwargs):
-            return rule(*args, **kwargs)
-        if not _is_composite(func):
-            return func(*args, **kwargs)
-        with self:  # its parts follow the rules too
-            return func._op_dk(_COMPOSITE, *args, **kwargs)
-
-
-@functools.cache
-def rules_by_operation() -> Mapping[OpOverload, Callable[..., Tensor]]:
-    """`RULES` by operation."""
-    found = {}
-    for name, rule in RULES.items():
-        packet, _, overload = name.partition(".")
-        found[getattr(getattr(torch.ops.aten, packet), overload or "default")] = rule
-    return found
-
-
-@functools.cache
-def _is_composite(func: OpOverload) -> bool:
-    """Whether an operation consists of others."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
-
-
-def _is_on_meta(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation makes a tensor there."""
-    if kwargs.get("device") is not None:
-        return torch.device(kwargs["device"]).type == "meta"
-    given = (each for arg in (*args, *kwargs.values()) for each in (arg if isinstance(arg, (list, tuple)) else (arg,)))
-    return any(isinstance(each, Tensor) and each.is_meta for each in given)
+    return with_shape_rules(RULES)

@@ -13,7 +13,7 @@ from cortex.neuron.engine.loading.kernel_pass import META, KernelPass, PassedMod
 from cortex.neuron.engine.loading.loading import matrix_layouts
 from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.request import LoadSpec
-from cortex.neuron.kernels.compilation import Report, use_offline
+from cortex.neuron.kernels.compilation import Report
 from cortex.neuron.kernels.device_facts import CARDS, DeviceFacts, facts_of, pretend
 from cortex.neuron.kernels.jit import TRITON
 from cortex.neuron.layers.configs import WHOLE, Shard
@@ -22,6 +22,7 @@ from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.registry import open_model, read_architecture
+from cortex.neuron.private_api.triton import COLLECTED_LAUNCHES, OFFLINE_DRIVER, use_offline
 from cortex.neuron.weights.directory import read_json
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.neuron.weights.stored import TensorInfo
@@ -61,13 +62,23 @@ def warm_kernels(
         spec.deterministic,
         spec.speculation != "off",
     )
-    use_offline(facts)
+    _use_card(facts)
     kernels = KernelPass(passed, facts)
     kernels.start()
     try:
         return kernels.wait(report)
     finally:
         kernels.close()
+
+
+def _use_card(facts: DeviceFacts) -> None:
+    """Compiles for a card that need not be here. Raises LoadError where Triton cannot do so."""
+    if not COLLECTED_LAUNCHES.is_usable:
+        raise LoadError(f"the installed Triton cannot compile kernels ahead: {COLLECTED_LAUNCHES.problem}")
+    if OFFLINE_DRIVER.is_usable:
+        use_offline(facts.capability)
+    elif not torch.cuda.is_available() or facts_of(torch.device("cuda", 0)) != facts:
+        raise LoadError(f"the installed Triton compiles only for the card that is here: {OFFLINE_DRIVER.problem}")
 
 
 def _read(path: Path) -> tuple[Architecture, dict[str, TensorInfo]]:

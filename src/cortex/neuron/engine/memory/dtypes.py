@@ -10,10 +10,8 @@ from cortex.neuron.kernels.native.library import may_have_library
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BFLOAT16_PRODUCTS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-_FORM_FEATURES = (
-    (frozenset({"asimddp", "i8mm"}), CpuForm.DYNAMIC),
-    (frozenset({"avx2", "avx512f"}), CpuForm.WEIGHT_ONLY),
-)
+_ARM_CODE_PRODUCTS = frozenset({"asimddp", "i8mm"})
+_CODE_PRODUCTS = _ARM_CODE_PRODUCTS | {"avx2", "avx512f"}
 
 
 def dtype_name(wanted: str, device_kind: str) -> str:
@@ -28,10 +26,10 @@ def dtype_name(wanted: str, device_kind: str) -> str:
 def likely_cpu_form() -> CpuForm | None:
     """The form of quantised matrices that the processor has the instructions for. It is an estimate: the engine
     measures at load what is fastest, and only the first load on a host shows that our own cannot be compiled."""
-    for features, form in _FORM_FEATURES:
-        if _processor_features() & features:
-            return CpuForm.NATIVE if may_have_library() else form
-    return None
+    features = _processor_features()
+    if features & _CODE_PRODUCTS and may_have_library():
+        return CpuForm.NATIVE
+    return CpuForm.DYNAMIC if features & _ARM_CODE_PRODUCTS else None
 
 
 @cache

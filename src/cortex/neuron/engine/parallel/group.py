@@ -29,6 +29,7 @@ from cortex.neuron.engine.request import RankSpec
 from cortex.neuron.kernels.peer_buffer import MAX_BYTES
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.layers.parallel import UNLIMITED_BYTES
+from cortex.neuron.private_api.torch import limit_nccl
 
 log = logging.getLogger(__name__)
 
@@ -320,7 +321,7 @@ def _connect(spec: RankSpec, store: RankStore, poll: Callable[[], None], name: s
     if spec.backend == "nccl":
         private = _library.PrefixStore(name, store.library)
         options = _library.ProcessGroupNCCL.Options()
-        options._timeout = LAST_RESORT
+        limit_nccl(options, LAST_RESORT)
         return _library.ProcessGroupNCCL(private, spec.rank, spec.size, options)
     shard = Shard(spec.rank, spec.size)
     host = None if spec.rendezvous is None else spec.rendezvous.own_host

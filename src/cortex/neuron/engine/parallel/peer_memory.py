@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,6 +13,7 @@ from cortex.neuron.kernels.jit import TRITON
 from cortex.neuron.kernels.peer_buffer import BUFFER_BYTES, MAX_BYTES, buffer_bytes
 from cortex.neuron.kernels.peer_exchange import SUM_DTYPES, peer_gather, peer_sum
 from cortex.neuron.layers.configs import Shard
+from cortex.neuron.private_api.torch import offer_memory, offered_memory
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class PeerMemory:
         try:
             own = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device)
             torch.cuda.synchronize(device)  # before another rank writes to it
-            offer = repr(own.untyped_storage()._share_cuda_())
+            offer = offer_memory(own)
         except RuntimeError as error:
             offer = f"{_PROBLEM}{error}"
         offers = exchange("offer", offer)
@@ -59,7 +59,9 @@ class PeerMemory:
         buffers: list[Tensor] = []
         if outcome == "mapped":
             try:
-                buffers = [own if rank == shard.rank else _mapped(each, device) for rank, each in enumerate(offers)]
+                buffers = [
+                    own if rank == shard.rank else offered_memory(each, device) for rank, each in enumerate(offers)
+                ]
             except RuntimeError as error:
                 outcome = f"{_PROBLEM}{error}"
         problems = [each for each in exchange("mapped", outcome) if each.startswith(_PROBLEM)]
@@ -81,12 +83,3 @@ class PeerMemory:
     def gather(self, part: Tensor) -> Tensor:
         """[rows, n] → [rows, ranks · n]"""
         return peer_gather(part.contiguous(), self.addresses, self._shard.rank)
-
-
-def _mapped(offer: str, device: torch.device) -> Tensor:
-    """The buffer of another process. It is mapped for this rank's device, whatever number the other one gave its own:
-    a worker sees no GPU but its own. Raises RuntimeError where the devices cannot reach each other."""
-    _, *fields = ast.literal_eval(offer)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    storage = torch.UntypedStorage._new_shared_cuda(index, *fields)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.jit import gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
+from cortex.neuron.private_api.torch import cudnn_attention, has_cudnn_attention
 
 SHORTEST = 1024
 """Shorter prompts use our own kernel: attention is a small part of their step."""
@@ -81,6 +82,8 @@ def prepare(geometry: Geometry, scale: float, length: int) -> None:
     by_head = _by_head(q, k, v)
     if q.is_cuda and not can_use_cudnn_attention(SDPAParams(*by_head, None, 0.0, True, True)):
         raise Unserved(f"cuDNN has no attention for {heads} heads over {kv_heads} of {dim} in {dtype}")
+    if not has_cudnn_attention(q.device, dtype):
+        raise Unserved("cuDNN's attention cannot be used with this version of torch")
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if q.is_cuda else nullcontext():
         _by_torch(*by_head, scale)
     plans.ready.add((geometry._replace(device=q.device), length))  # with its number, as tensors name it
@@ -151,7 +154,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     On a GPU for a geometry that `prepare` found served: choosing the backend again would take longer than the launch.
     """
     q, k, v = _by_head(q, k, v)
-    mixed = (_by_cudnn if q.is_cuda else _by_torch)(q, k, v, scale)
+    mixed = (cudnn_attention if q.is_cuda else _by_torch)(q, k, v, scale)
     return mixed[0].transpose(0, 1)
 
 
@@ -162,12 +165,6 @@ def _by_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-
-
-def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    served = torch.ops.aten._scaled_dot_product_cudnn_attention
-    mixed: Tensor = served(q, k, v, None, False, is_causal=True, scale=scale)[0]
-    return mixed
 
 
 @jit(do_not_specialize=["count", "length"], do_not_specialize_on_alignment=["table"])

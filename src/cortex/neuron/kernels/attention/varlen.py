@@ -11,6 +11,7 @@ from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.attention.turn import turned
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.kernels.norm import rms_norm
+from cortex.neuron.private_api.torch import flash_attention, has_flash_attention
 
 _MAX_FLASH_DIM = 256
 _FLASH_DIM_STEP = 8
@@ -23,7 +24,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, bat
     """
     q, k = _rotated(q, k, rules, batch)
     if _has_flash(q):
-        return flash_attention(q, k, v, rules, batch)
+        offsets, scale, window = batch.prefill_offsets, rules.scale, rules.window
+        return flash_attention(q, k, v, offsets, batch.max_length, scale=scale, causal=rules.is_causal, window=window)
     return varlen_attention_reference(q, k, v, rules, batch)
 
 
@@ -40,28 +42,8 @@ def _rotated(q: Tensor, k: Tensor, rules: AttentionRules, batch: Batch) -> tuple
 def _has_flash(q: Tensor) -> bool:
     dim = q.shape[-1]
     is_half = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and is_half and dim <= _MAX_FLASH_DIM and dim % _FLASH_DIM_STEP == 0
-
-
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, batch: Batch) -> Tensor:
-    """By torch's own operation: its public name has another signature in each version."""
-    offsets, length = batch.prefill_offsets, batch.max_length
-    before = -1 if rules.window is None else rules.window - 1
-    out, *_ = torch.ops.aten._flash_attention_forward(
-        *(each if each.stride(-1) == 1 else each.contiguous() for each in (q, k, v)),
-        offsets,
-        offsets,
-        length,
-        length,
-        0.0,  # dropout
-        rules.is_causal,
-        False,  # no mask for debugging
-        scale=rules.scale,
-        window_size_left=before,
-        window_size_right=0 if rules.is_causal else before,
-    )
-    assert isinstance(out, Tensor)
-    return out
+    is_taken = q.is_cuda and is_half and dim <= _MAX_FLASH_DIM and dim % _FLASH_DIM_STEP == 0
+    return is_taken and has_flash_attention(q)
 
 
 def varlen_attention_reference(q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, batch: Batch) -> Tensor:

@@ -1,7 +1,7 @@
 """Which of the forms of quantised matrices a CPU is fast at. A matrix exists once: for single rows, prompts, look-ups.
 
-A decode step is bound by the bytes of the matrices. torch implements each product with vector instructions for some
-processors only, and is far slower than a dense product on the others. Therefore `best_form` measures.
+A decode step is bound by the bytes of the matrices. Products with codes need vector instructions that some processors
+lack, and are far slower than dense ones there. Therefore `best_form` measures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from cortex.neuron.kernels.cpu.dynamic import DynamicMatrix
 from cortex.neuron.kernels.cpu.layout import GROUP, ROW_BLOCK, CpuForm, CpuLayout
 from cortex.neuron.kernels.cpu.matrix import CpuMatrix
 from cortex.neuron.kernels.cpu.native import NativeMatrix
-from cortex.neuron.kernels.cpu.weight_only import WeightOnlyMatrix
 from cortex.neuron.kernels.dense.matrix import dense_product
 
 _TRIES = 4
@@ -30,14 +29,14 @@ _TOLERANCE = 0.03
 FORMS: Final[Mapping[CpuForm, type[CpuMatrix]]] = {
     CpuForm.NATIVE: NativeMatrix,
     CpuForm.DYNAMIC: DynamicMatrix,
-    CpuForm.WEIGHT_ONLY: WeightOnlyMatrix,
 }
+"""In the order of preference."""
 
 
 @cache
 def best_form(dtype: torch.dtype) -> CpuForm | None:
-    """The form of quantised matrices on this machine: our own, which is the smallest, or the fastest of the library's.
-    None if a dense GEMV in `dtype` is faster than all of them.
+    """The form of quantised matrices on this machine: our own, which is the smallest and most accurate, or the
+    library's. None if a dense GEMV in `dtype` is faster than both.
 
     Takes tens of milliseconds, once per process, and seconds on a host that has not compiled our own before. The
     products run alternately on one thread. Their shortest processor times are compared, so that other load matters
@@ -53,8 +52,8 @@ def best_form(dtype: torch.dtype) -> CpuForm | None:
     candidates: dict[CpuForm, CpuMatrix] = {}
     with torch.inference_mode(), _one_thread():
         expected = dense_product(x, exact).float()
-        for form in CpuForm:
-            matrix = FORMS[form](CpuLayout(form, 4, GROUP, 8), outputs, inputs, torch.device("cpu"))
+        for form, kind in FORMS.items():
+            matrix = kind(CpuLayout(form, 4, GROUP, 8), outputs, inputs, torch.device("cpu"))
             try:
                 for first in (0, outputs // 2):  # in two parts, like a matrix of several tensors
                     part = slice(first, first + outputs // 2)
@@ -68,7 +67,7 @@ def best_form(dtype: torch.dtype) -> CpuForm | None:
         products = [partial(matrix.product, x) for matrix in candidates.values()]
         dense_s, *packed_s = shortest_times_s(partial(dense_product, x, exact), *products)
     times = {form: time_s for form, time_s in zip(candidates, packed_s, strict=True) if time_s < dense_s}
-    return CpuForm.NATIVE if CpuForm.NATIVE in times else min(times, key=times.__getitem__, default=None)
+    return next((form for form in FORMS if form in times), None)
 
 
 def shortest_times_s(*candidates: Callable[[], Tensor]) -> list[float]:

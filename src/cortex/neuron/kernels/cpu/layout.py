@@ -1,7 +1,7 @@
 """How a quantised matrix lies in a CPU's memory, and how many bytes it takes. Needs no torch.
 
-The low-bit GEMMs of torch take signed codes of four bits, in groups of 32 columns with one scale. Every format
-is mapped onto them without a change of its weights (scales are rounded to bfloat16):
+The low-bit GEMM of torch takes signed codes of four bits, in groups of 32 columns with one scale. Every format
+is mapped onto it without a change of its weights (scales are rounded to bfloat16):
 
 - Codes of more than four bits become two planes, `code = base · high + low`. The matrix has twice the columns, first
   the high halves and then the low ones, and the input is repeated.
@@ -29,12 +29,10 @@ _NIBBLE_ZERO: Final = 8
 
 
 class CpuForm(StrEnum):
-    """Which GEMM of torch multiplies with the matrix."""
+    """What multiplies with the matrix."""
 
     DYNAMIC = "dynamic"
-    """Inputs are quantised too, to eight bits with one scale per row (KleidiAI, on ARM)."""
-    WEIGHT_ONLY = "weight_only"
-    """Inputs are bfloat16 (x86)."""
+    """torch's own, on ARM (KleidiAI). Inputs are quantised too, to eight bits with one scale per row."""
     NATIVE = "native"
     """Our own, on hosts with a C compiler. Takes codes of any width."""
 
@@ -100,8 +98,6 @@ class CpuLayout:
         rows, columns = padded_rows(outputs), self.stored_columns(inputs)
         if self.form is CpuForm.NATIVE:
             return rows // TILE_ROWS * num_tiles(self, inputs) * tile_bytes(self)
-        if self.form is CpuForm.WEIGHT_ONLY:
-            return rows * weight_only_row_bytes(columns)
         constants = 4 * (inputs // self.group) if self.has_constants else 0
         return rows * (dynamic_row_bytes(columns) + constants)
 
@@ -109,11 +105,6 @@ class CpuLayout:
 def dynamic_row_bytes(columns: int) -> int:
     """Codes, a bfloat16 scale per group, and a sum and a bias in float32."""
     return columns // 2 + columns // GROUP * 2 + 8
-
-
-def weight_only_row_bytes(columns: int) -> int:
-    """Codes, and per group a scale and a constant in bfloat16."""
-    return columns // 2 + columns // GROUP * 4
 
 
 def tile_bytes(layout: CpuLayout) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from cortex.neuron.kernels.moe.pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.products.grouped import tiling
 from cortex.neuron.kernels.products.small_batch import COUNTED_ROWS
 from cortex.neuron.kernels.shared_memory import shared_memory
+from cortex.neuron.private_api.torch import onednn_takes_bfloat16
 
 
 class DenseMatrix(ExpertMatrix):
@@ -125,7 +127,7 @@ def dense_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     if len(x) == 1:
         y = torch.mv(weight, x[0])[None]  # F.linear with one row repacks the matrix on every call
         return y if bias is None else y.add_(bias)
-    if x.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if x.dtype == torch.bfloat16 and not onednn_takes_bfloat16():
         with _without_onednn():  # else torch tries it, fails, and warns of that
             return F.linear(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -133,9 +135,10 @@ def dense_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
+    library: Any = torch.backends.mkldnn  # types of its properties are wrong
+    before = library.enabled
+    library.enabled = False
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(before)
+        library.enabled = before

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 from cortex.neuron.kernels.activations import activated
 from cortex.neuron.kernels.float8.codes import Float8Codes, widened
@@ -88,12 +89,14 @@ def float8_product(x: Float8Rows, codes: Float8Codes, epilogue: Epilogue, out: T
             _small_batch(x.codes[rows], x.scales[:, rows], codes, out[rows], epilogue._replace(residual=before))
         return out
     is_blocked = codes.layout.block > 0
-    product = torch._scaled_mm(
+    product = F.scaled_mm(
         x.codes,
         codes.codes.t(),
-        scale_a=x.scales.t(),
-        scale_b=codes.scales.t() if is_blocked else codes.scales.view(1, -1),
-        out_dtype=x.dtype,
+        x.scales.t(),
+        ScalingType.BlockWise1x128 if is_blocked else ScalingType.RowWise,
+        codes.scales.t() if is_blocked else codes.scales.view(1, -1),
+        ScalingType.BlockWise128x128 if is_blocked else ScalingType.RowWise,
+        output_dtype=x.dtype,
         use_fast_accum=not is_blocked,
     )[: x.num_rows]
     return _added(product, epilogue, out)

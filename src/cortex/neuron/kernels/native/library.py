@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from cortex.cache_folder import cache_folder
+from cortex.neuron.private_api.openmp import openmp_functions
 
 log = logging.getLogger(__name__)
 
@@ -238,11 +239,6 @@ def _compile(command: str, path: Path) -> None:
 
 
 def _threads() -> _Threads | None:
-    """Functions of the OpenMP library that torch has loaded. With another one there would be two sets of threads."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.partition("/")[2]
-        if "libgomp" in path.rpartition("/")[2]:
-            library = ctypes.CDLL("/" + path)
-            functions = (library.GOMP_parallel, library.omp_get_num_threads, library.omp_get_thread_num)
-            return _Threads(*(ctypes.cast(function, ctypes.c_void_p).value for function in functions))
-    return None
+    """How functions run on torch's own threads."""
+    functions = openmp_functions()
+    return None if functions is None else _Threads(*functions)

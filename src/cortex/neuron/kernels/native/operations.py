@@ -6,13 +6,14 @@ A recording is for a CPU what a CUDA graph is for a GPU: the operations of a ste
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 
 from cortex.neuron.kernels.native.library import NativeMemory, native_library
 
@@ -95,14 +96,22 @@ def _address(value: Any) -> Any:
     return ctypes.addressof(value) if isinstance(value, NativeMemory) else value
 
 
+class _Current(threading.local):
+    """The recording under way on this thread."""
+
+    recording: Recording | None = None
+
+
+_current = _Current()
+
+
 def compute(made: Operation, rows: int, *, is_small: bool) -> None:
     """Runs an operation, or adds it to the recording under way. `is_small`: on one thread.
 
     Raises MemoryError or IndexError.
     """
-    mode = _get_current_function_mode()
-    if isinstance(mode, Recording):
-        mode.add(made)
+    if _current.recording is not None:
+        _current.recording.add(made)
         return
     native_library().run(_addresses([made]), rows, 1 if is_small else torch.get_num_threads())
 
@@ -125,6 +134,15 @@ class Recording(TorchFunctionMode):
         super().__init__()
         self._recorded: list[list[Operation] | Callable[[], object]] = []
         """Consecutive operations in C are one list."""
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        _current.recording = self
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        _current.recording = None
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def add(self, made: Operation) -> None:
         if not self._recorded or callable(self._recorded[-1]):

@@ -17,6 +17,7 @@ from cortex.neuron.kernels.attention.rotate import Rotation
 from cortex.neuron.kernels.attention.turn import turned
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.towers.config import TowerConfig, TowerTensor
+from cortex.neuron.private_api.torch import gelu_of_product
 from cortex.neuron.vision.picture import PictureGrid
 from cortex.neuron.vision.spec import PictureSpec
 
@@ -75,8 +76,7 @@ class TowerLayer:
     def _activated(self, x: Tensor) -> Tensor:
         activation = self._config.activation
         if not self._is_gated and activation == "gelu_tanh" and x.is_cuda and "up.bias" in self._weights:
-            # One pass instead of two: the product's epilogue adds the bias and applies the function.
-            return torch._addmm_activation(self._weights["up.bias"], x, self._weights["up"].T, use_gelu=True)
+            return gelu_of_product(x, self._weights["up"], self._weights["up.bias"])  # one pass instead of two
         up = self._linear("up", x)
         if not self._is_gated:
             return activated(up, activation)

@@ -14,7 +14,8 @@ from cortex.neuron.models.architecture import Architecture, windows_of
 from cortex.neuron.models.config import count_in, layer_type_in
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.sharding import Slices
-from cortex.neuron.models.transformers.library import LibraryModel, library_model, library_version
+from cortex.neuron.models.transformers.library import LibraryModel, library_model
+from cortex.neuron.private_api.transformers import library_version
 from cortex.neuron.weights.sharded import TensorSlice
 
 _SIZES: Final = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -31,6 +30,8 @@ from cortex.neuron.models.transformers.modules import (
 )
 from cortex.neuron.models.transformers.network import Network
 from cortex.neuron.models.transformers.sources import TensorSource, places, sources_of
+from cortex.neuron.private_api.torch import with_child
+from cortex.neuron.private_api.transformers import exact_modules, initialise
 from cortex.neuron.weights.stored import TensorInfo
 
 _FILLED_LATER: Final = float("nan")
@@ -69,8 +70,7 @@ class TransformersModel(Decoder):
         _fill_buffers(model, parameters.device)
         _Weights(model, architecture, parameters, tensors).place()
         self._base: Any = model.base_model
-        self._head: Any = copy.copy(model)
-        self._head._modules = {**model._modules, model.base_model_prefix: GivenHidden()}
+        self._head: Any = with_child(model, model.base_model_prefix, GivenHidden())
         self._buffers = [buffer for buffer in model.buffers() if buffer.device == parameters.device]
 
     @property
@@ -96,22 +96,23 @@ class TransformersModel(Decoder):
 
 def _fill_buffers(model: Any, device: torch.device) -> None:
     """Computes what checkpoints do not have, such as the frequencies of rotations."""
-    waiting: list[tuple[str, Tensor]] = []
+    waiting: list[str] = []
+    stored = model.state_dict(keep_vars=True)
     for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
+        for own, buffer in list(module.named_buffers(recurse=False)):
+            name = f"{path}.{own}" if path else own
+            if buffer.is_meta:
                 if buffer.nbytes > _MAX_BUFFER_BYTES:
                     raise UnsupportedModel(
-                        f"{path}.{name} of {type(model).__name__} takes {buffer.nbytes / 1e9:.1f} GB besides the "
+                        f"{name} of {type(model).__name__} takes {buffer.nbytes / 1e9:.1f} GB besides the "
                         "weights, which is not supported; is the model's config right?"
                     )
                 filler = _FILLED_LATER if buffer.is_floating_point() else 0
-                module._buffers[name] = torch.full_like(buffer, filler, device=device)
-                if name in module._non_persistent_buffers_set:
-                    waiting.append((f"{path}.{name}", module._buffers[name]))
-        module._is_hf_initialized = False
-    model.initialize_weights()
-    for name, _ in waiting:
+                setattr(module, own, torch.full_like(buffer, filler, device=device))
+                if name not in stored:
+                    waiting.append(name)
+    initialise(model)
+    for name in waiting:
         buffer = model.get_buffer(name)
         if buffer.is_floating_point() and bool(buffer.isnan().any()):
             raise UnsupportedModel(f"the transformers library does not say what {name} of {type(model).__name__} holds")
@@ -133,7 +134,7 @@ class _Weights:
         self._parameters = parameters
         self._targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
         self._sources = sources_of(model, tensors, self._targets)
-        self._exact = tuple(model._keep_in_fp32_modules_strict or ())
+        self._exact = exact_modules(model)
         self._placed: dict[int, Tensor] = {}
         """By the parameter without memory: what took its place, which tied parameters share."""
 
@@ -146,9 +147,10 @@ class _Weights:
             for name, parameter in list(module.named_parameters(recurse=False)):
                 value = self._tensor(f"{path}.{name}" if path else name, parameter)
                 setattr(module, name, nn.Parameter(value, requires_grad=False))
-            for name in module._buffers.keys() - module._non_persistent_buffers_set:
-                if (buffer := module._buffers[name]) is not None:
-                    module._buffers[name] = self._tensor(f"{path}.{name}" if path else name, buffer, buffer.dtype)
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                whole_name = f"{path}.{name}" if path else name
+                if whole_name in self._targets:  # others are not in checkpoints
+                    setattr(module, name, self._tensor(whole_name, buffer, buffer.dtype))
 
     def _check_layers(self) -> None:
         """Raises UnsupportedModel for tensors of layers that the config does not count: without them the model would

@@ -7,7 +7,8 @@ never run: only classes of the library are built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,6 +20,7 @@ from cortex.neuron.layers.configs import AttentionConfig
 from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
 from cortex.neuron.models.transformers.modules import paged_attention
+from cortex.neuron.private_api.transformers import register_experts
 
 PAGED: Final = "cortex_paged"
 _TRACED: Final = "cortex_traced"
@@ -98,20 +100,18 @@ class Network:
 
 def _build(architecture: TransformersArchitecture) -> Any:
     import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     transformers.AttentionInterface.register(PAGED, paged_attention)
     transformers.AttentionInterface.register(_TRACED, _record_attention)
-    transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(_TRACED, _record_mask)
-    transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS.register(_TRACED, _skip_experts)
+    transformers.AttentionMaskInterface.register(_TRACED, _record_mask)
     raw = architecture.raw
     options = {name: value for name, value in raw.items() if name.lstrip("_") not in _NOT_OPTIONS}
-    model_class = getattr(transformers, architecture.library.class_name)
     try:
-        config = CONFIG_MAPPING[raw["model_type"]].from_dict(options)
+        config = type(transformers.AutoConfig.for_model(raw["model_type"])).from_dict(options)
         with torch.device("meta"):
             # In the default dtype: the library would set another one for all threads of the process.
-            return model_class._from_config(config, attn_implementation=PAGED, dtype=torch.float32).eval()
+            chosen = {"attn_implementation": PAGED, "dtype": torch.float32}
+            return transformers.AutoModelForCausalLM.from_config(config, **chosen).eval()
     except Exception as error:
         raise UnsupportedModel(
             f"{architecture.library.class_name} of the transformers library rejects the model's config: "
@@ -121,13 +121,10 @@ def _build(architecture: TransformersArchitecture) -> Any:
 
 def _traced(model: Any) -> _Trace:
     """Runs the modules on the meta device."""
-    config = model.config
-    attention, experts = config._attn_implementation_internal, config._experts_implementation_internal
     found = _Trace()
     try:
-        config._attn_implementation_internal, config._experts_implementation_internal = _TRACED, _TRACED
         _current.set(found)
-        with torch.device("meta"), torch.inference_mode():
+        with _tracing(model), torch.device("meta"), torch.inference_mode():
             tokens = torch.zeros(1, _TRACED_TOKENS, dtype=torch.long)
             model(
                 input_ids=tokens,
@@ -142,9 +139,23 @@ def _traced(model: Any) -> _Trace:
             f"the modules of {type(model).__name__} cannot be run without weights, which is how they are checked: "
             f"{str(error) or type(error).__name__:.300}"
         ) from error
-    finally:
-        config._attn_implementation_internal, config._experts_implementation_internal = attention, experts
     return found
+
+
+@contextmanager
+def _tracing(model: Any) -> Iterator[None]:
+    """The model records its attention and skips its experts."""
+    skips_experts = register_experts(_TRACED, _skip_experts)
+    experts = model.get_experts_implementation() if skips_experts else {}
+    model.set_attn_implementation(_TRACED)
+    if skips_experts:
+        model.set_experts_implementation(_TRACED)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(PAGED)
+        if skips_experts:
+            model.set_experts_implementation(experts)
 
 
 def _check(name: str, architecture: TransformersArchitecture, traced: _Trace) -> None:

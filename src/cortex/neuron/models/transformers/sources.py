@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.private_api.transformers import renamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +28,9 @@ class TensorSource:
 
 def sources_of(model: Any, names: Iterable[str], targets: Mapping[str, Tensor]) -> dict[str, list[TensorSource]]:
     """The tensors that fill each parameter. `names`: those of the checkpoint; `targets`: the model's parameters."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-
-    table = get_model_conversion_mapping(model)
-    renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in table if isinstance(entry, WeightConverter)]
     found: dict[str, list[TensorSource]] = defaultdict(list)
-    for name in sorted(names, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, targets)
-        if pattern is None:
-            found[target].append(TensorSource(name))
-        else:
-            converter = next(entry for entry in converters if pattern in entry.source_patterns)
-            found[target].append(TensorSource(name, converter, pattern))
+    for name, place in renamed(model, names, targets):
+        found[place.target].append(TensorSource(name, place.conversion, place.pattern))
     return found
 
 

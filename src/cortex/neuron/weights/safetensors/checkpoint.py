@@ -56,7 +56,8 @@ class SafetensorsCheckpoint:
     def as_published(self) -> SafetensorsCheckpoint:
         """The same files, with every tensor as they name and order it. The two share the files: close one of them."""
         other = copy.copy(self)
-        other._stored, other.tensors = self._published, _infos(self._published)
+        other._stored = self._published  # noqa: SLF001 - of the same class
+        other.tensors = _infos(self._published)
         return other
 
     def read(self, name: str) -> torch.Tensor:

@@ -40,11 +40,15 @@ _DURING_LOADS = protocol.Submit | protocol.Compiled | protocol.Cancel | protocol
 """What does not wait for the end of a load."""
 
 
+def _uses_torch() -> bool:
+    """Whether the engine does: then the fork server has imported it."""
+    return "torch" in sys.modules
+
+
 def _limit_threads(device: DeviceAddress) -> None:
     """The cores that this process may use, less the shares of the other CPU devices. Applies to the calling thread."""
-    torch = sys.modules.get("torch")  # imported by the fork server, if the engine uses it
-    if torch is not None:
-        torch.set_num_threads(max(1, usable_cores() // device.num_host_shares))
+    if _uses_torch():
+        sys.modules["torch"].set_num_threads(max(1, usable_cores() // device.num_host_shares))
 
 
 class Executor:
@@ -67,6 +71,8 @@ class Executor:
         self._has_stepped = False
         """Whether a model of requests has stepped since there was no work."""
         self._is_exiting = False
+        self._fallbacks: dict[str, str] = {}
+        """As reported last."""
         self._grammars = GrammarCompiler(lambda compiled: self.inbox.put([compiled]))
         thread = EngineThread(
             self._progressed,
@@ -89,6 +95,10 @@ class Executor:
         """Runs until `Exit`. Raises DeviceFault."""
         self._models.load_engine = resolve_loader(self._engine)
         _limit_threads(self._device)
+        if _uses_torch():
+            from cortex.neuron.private_api.report import probe_cheap
+
+            probe_cheap("cpu" if self._device.kind == "cpu" else "cuda")
         # Imported objects live as long as the process: no collection needs to visit them.
         gc.collect()
         gc.freeze()
@@ -279,7 +289,17 @@ class Executor:
     def _progressed(self) -> None:
         self.progress += 1
 
+    def _report_fallbacks(self) -> None:
+        """Reports what of the libraries cannot be used, if that has changed."""
+        if _uses_torch():
+            from cortex.neuron.private_api.report import problems
+
+            if (found := problems()) != self._fallbacks:
+                self._fallbacks = found
+                self._emit(protocol.FallbacksUsed(found))
+
     def _publish_stats(self) -> None:
+        self._report_fallbacks()
         self._stats = {handle: model.engine.stats() for handle, model in self._models.items()}
         self._models.report_host_pages()
         self._stats_at_s = time.monotonic()

@@ -20,7 +20,8 @@ import torch
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.roofline.device_limits import measure_limits
-from engine import GREEDY, SHAPES, random_engine
+from engine import GREEDY, random_engine
+from shapes import SHAPES
 
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.9)
 KINDS = {

@@ -23,14 +23,14 @@ class Constraint:
     """The state of one sequence in its grammar."""
 
     def __init__(self, state: MatchState) -> None:
-        self._state = state
+        self.state = state
         self.failure: str | None = None
         """Why the grammar cannot be matched any further; ignore tokens drawn after that."""
 
     def fill_mask(self, row: Tensor) -> None:
         """Sets the bits of the allowed next tokens. row: [words] int32, on the host"""
         try:
-            self._state.fill_mask(row)
+            self.state.fill_mask(row)
         except Exception as error:  # noqa: BLE001 - any error of the grammar library concerns this sequence alone
             self._fail(error)
 
@@ -38,9 +38,9 @@ class Constraint:
     def fill_all(constraints: Sequence[Constraint], rows: Tensor) -> None:
         """As `fill_mask`, of several sequences at once. rows: [constraints, words]"""
         try:
-            MatchState.fill_masks([constraint._state for constraint in constraints], rows)
+            MatchState.fill_masks([constraint.state for constraint in constraints], rows)
             for constraint in constraints:
-                constraint._state.check()
+                constraint.state.check()
         except Exception:  # noqa: BLE001 - which of them is at fault shows one by one
             for constraint, row in zip(constraints, rows.fill_(-1), strict=True):
                 constraint.fill_mask(row)
@@ -48,20 +48,20 @@ class Constraint:
     def forced_tokens(self) -> tuple[int, ...]:
         """Tokens that the grammar asks for next. Others that spell the same text may be allowed too."""
         try:
-            return self._state.forced_tokens()
+            return self.state.forced_tokens()
         except Exception:  # noqa: BLE001 - a draft is not needed
             return ()
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
         """How many of `tokens` the grammar allows one after the other, without one that ends the output."""
-        ahead = Constraint(self._state.copy()) if tokens else self
+        ahead = Constraint(self.state.copy()) if tokens else self
         return next((count for count, token in enumerate(tokens) if ahead.is_complete_after(token)), len(tokens))
 
     def fill_masks(self, rows: Tensor, drafted: Sequence[int]) -> None:
         """As `fill_mask`, for the next token and after each of `drafted`, which `num_allowed` has counted.
         rows: [1 + drafted, words]"""
         self.fill_mask(rows[0])
-        ahead = Constraint(self._state.copy()) if drafted else self
+        ahead = Constraint(self.state.copy()) if drafted else self
         for index, token in enumerate(drafted, start=1):
             if not ahead.is_complete_after(token):
                 ahead.fill_mask(rows[index])
@@ -72,8 +72,8 @@ class Constraint:
         if self.failure is not None:
             return True  # drawn without a mask
         try:
-            self._state.accept(token)
-            return self._state.is_finished
+            self.state.accept(token)
+            return self.state.is_finished
         except Exception as error:  # noqa: BLE001 - as above
             self._fail(error)
             return True

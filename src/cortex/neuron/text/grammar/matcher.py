@@ -110,18 +110,18 @@ class MatchState:
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, mask_words: int) -> None:
-        self._matcher = matcher
+        self.matcher = matcher
         self._mask_words = mask_words
 
     @property
     def is_finished(self) -> bool:
         """Whether only an end token may follow, or has followed already."""
-        return self._matcher.is_stopped()
+        return self.matcher.is_stopped()
 
     @property
     def is_accepting(self) -> bool:
         """Whether the output so far satisfies the grammar."""
-        return self._matcher.is_accepting()
+        return self.matcher.is_accepting()
 
     def fill_mask(self, row: MaskRow) -> None:
         """Writes the allowed next tokens into `row`: `mask_words` int32, contiguous, in host memory."""
@@ -130,32 +130,32 @@ class MatchState:
             raise ValueError(f"the mask row has {size} words, this vocabulary needs {self._mask_words}")
         # Both array types expose their address; the library fills them in place without the GIL.
         address = row.data_ptr() if hasattr(row, "data_ptr") else row.ctypes.data
-        self._matcher.unsafe_compute_mask_ptr(address, size * 4)
+        self.matcher.unsafe_compute_mask_ptr(address, size * 4)
         self.check()
 
     @staticmethod
     def fill_masks(states: Sequence[MatchState], rows: torch.Tensor) -> None:
         """As `fill_mask`, of several states at once, in threads of the library and without the GIL; what goes wrong
         shows in the state. rows: [states, words] int32, contiguous"""
-        matchers = [(state._matcher, index) for index, state in enumerate(states)]
+        matchers = [(state.matcher, index) for index, state in enumerate(states)]
         _executor().unsafe_compute_mask_ptr(matchers, rows.data_ptr(), rows.shape[1] * 4, len(states))
 
     def check(self) -> None:
         """Raises GrammarRejected if the last mask could not be computed."""
-        if self._matcher.is_error():
-            raise GrammarRejected(f"the grammar became too complex, simplify it: {_reason(self._matcher)}")
+        if self.matcher.is_error():
+            raise GrammarRejected(f"the grammar became too complex, simplify it: {_reason(self.matcher)}")
 
     def forced_tokens(self) -> tuple[int, ...]:
         """The tokens of the text that must come next, if there is only one."""
-        return () if self._matcher.is_stopped() else tuple(self._matcher.compute_ff_tokens())
+        return () if self.matcher.is_stopped() else tuple(self.matcher.compute_ff_tokens())
 
     def copy(self) -> MatchState:
         """An independent state; takes some microseconds."""
-        return MatchState(self._matcher.deep_copy(), self._mask_words)
+        return MatchState(self.matcher.deep_copy(), self._mask_words)
 
     def accept(self, token: int) -> None:
         """Accepts `token`; raises GrammarRejected if the mask did not allow it."""
-        if not self._matcher.consume_token(token):
+        if not self.matcher.consume_token(token):
             raise GrammarRejected(f"the drawn token {token} does not fit the grammar; send the request again")
 
 

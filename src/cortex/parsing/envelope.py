@@ -29,11 +29,6 @@ ABSENT = Raw()
 _EMPTY = re.compile(rb'\s*(?:null|""|\[\s*\])?\s*')
 _LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
 
-_MODEL = re.compile(rb'"(?:m|\\u006[dD])(?:o|\\u006[fF])(?:d|\\u0064)(?:e|\\u0065)(?:l|\\u006[cC])"')
-_ESCAPED_LETTER = b"\\u006"
-_MODEL_NAME = b'"model"'
-_members_decoder = msgspec.json.Decoder(dict[str, Raw])
-
 CompletionLimit = Annotated[int, Meta(ge=1, le=MAX_COMPLETION_TOKENS)]
 ChoiceCount = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 
@@ -273,8 +268,6 @@ def read(body: bytes, dialect: Dialect, generates: bool = True) -> Envelope:
         raise _invalid(str(problem)) from problem
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}") from problem
-    if (body.count(_MODEL_NAME) > 1 or body.find(_ESCAPED_LETTER) >= 0) and _has_duplicates(body):
-        raise InvalidValue("model: the body has it more than once; send it once.", param="model")
     if not fields.model:
         raise MissingModel('The body names no model; add "model" with a name from GET /v1/models.', param="model")
     if len(fields.model) > MAX_MODEL_NAME:
@@ -293,17 +286,6 @@ def read(body: bytes, dialect: Dialect, generates: bool = True) -> Envelope:
         num_bytes, num_tokens = pictures
         facts = msgspec.structs.replace(facts, has_pictures=True, picture_bytes=num_bytes, picture_tokens=num_tokens)
     return Envelope(facts, conversation)
-
-
-def _has_duplicates(body: bytes) -> bool:
-    """Whether the object has `model` twice: what checks it might read one of them, and what runs it the other. The
-    texts that are in values are subtracted."""
-    inside = sum(_num_names(bytes(value)) for value in _members_decoder.decode(body).values())
-    return _num_names(body) - inside > 1
-
-
-def _num_names(text: bytes) -> int:
-    return sum(1 for _ in _MODEL.finditer(text)) if _ESCAPED_LETTER in text else text.count(_MODEL_NAME)
 
 
 def _num_prompts(prompt: Raw) -> int:

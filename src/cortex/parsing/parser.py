@@ -18,6 +18,7 @@ from cortex.parsing.items import StoredTexts
 from cortex.parsing.picture_urls import PictureUrl
 from cortex.parsing.protocol import Job, Reply, Result
 from cortex.parsing.relayed import RelayedBody, envelope_of
+from cortex.parsing.servers import ServerBody
 from cortex.wire.errors import BodyTooLarge, Overloaded, PreparationLimitExceeded, RateLimitExceeded
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import PackedRequest
@@ -87,6 +88,12 @@ class BodyParser:
         assert isinstance(reply, protocol.Edited)
         return reply.body
 
+    async def server_body(self, path: str, body: bytes, client: str, *, without: tuple[str, ...]) -> ServerBody:
+        """A body for a server that is not ours, of a request to `path`."""
+        reply = await self._run(protocol.WriteServerBody(path, without, body), client, is_parsed_elsewhere(body))
+        assert isinstance(reply, ServerBody)
+        return reply
+
     async def read_relayed(
         self, dialect: Dialect, body: bytes, client: str, *, generates: bool, strip_billing: bool
     ) -> RelayedBody:
@@ -128,10 +135,6 @@ class BodyParser:
         reply = await self._run(job, client, is_parsed_elsewhere(data))
         assert isinstance(reply, protocol.Edited)
         return reply.body
-
-    async def check_media(self, body: bytes, client: str) -> None:
-        """Checks that all media of a chat request are in it."""
-        await self._run(protocol.CheckMedia(body), client, is_parsed_elsewhere(body))
 
     async def find_references(self, body: bytes, client: str, *, generates: bool) -> References:
         """What the items of a request of the Responses API refer to."""

@@ -12,6 +12,7 @@ from cortex.parsing.conversations import Completion, Joined, StoredSize
 from cortex.parsing.envelope import Facts
 from cortex.parsing.picture_urls import PictureUrl
 from cortex.parsing.relayed import ByteRange
+from cortex.parsing.servers import ServerBody, server_body
 from cortex.wire import packed_request
 from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.anthropic_messages import strip_billing_header
@@ -23,7 +24,6 @@ from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import encode_head
 from cortex.wire.pictures.files import check_files, take_files
-from cortex.wire.pictures.media_urls import check_media, may_have_media
 from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
 from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.rejection import Rejected
@@ -69,6 +69,14 @@ class EditFields(ChannelMessage, frozen=True):
     body: bytes
 
 
+class WriteServerBody(ChannelMessage, frozen=True):
+    """A body for a server that is not ours, of a request to `path`, without some of its fields."""
+
+    path: str
+    without: tuple[str, ...]
+    body: bytes
+
+
 class ReadRelayed(ChannelMessage, frozen=True):
     """A body that is relayed, of which only the envelope is read."""
 
@@ -106,12 +114,6 @@ class InlinePictures(ChannelMessage, frozen=True):
     urls: tuple[str, ...]
     sizes: tuple[int, ...]
     """The bytes of each file; the files follow the request in `body`."""
-    body: bytes
-
-
-class CheckMedia(ChannelMessage, frozen=True):
-    """A chat request for a server that would fetch media by their addresses."""
-
     body: bytes
 
 
@@ -183,10 +185,6 @@ class FoundPictureUrls(ChannelMessage, frozen=True):
     found: tuple[PictureUrl, ...]
 
 
-class CheckedMedia(ChannelMessage, frozen=True):
-    """All media of the request are in it."""
-
-
 class FoundReferences(ChannelMessage, frozen=True):
     are_any: bool
     response_ids: tuple[str, ...]
@@ -209,12 +207,12 @@ Job = (
     | TranslateRequest
     | TranslateEmbed
     | EditFields
+    | WriteServerBody
     | ReadRelayed
     | ParseTokenize
     | ParsePooling
     | FindPictureUrls
     | InlinePictures
-    | CheckMedia
     | FindReferences
     | CompleteConversation
     | ListItems
@@ -225,9 +223,9 @@ Result = (
     | ParsedText
     | ParsedPooling
     | Edited
+    | ServerBody
     | ReadRelayedBody
     | FoundPictureUrls
-    | CheckedMedia
     | FoundReferences
     | CompletedBody
     | ListedItems
@@ -262,6 +260,8 @@ def run(job: Job) -> Result:
             return Edited(embeddings.request_body(body, model))
         case EditFields(values, without, body):
             return Edited(replace_fields(body, values, without=without))
+        case WriteServerBody(path, without, body):
+            return server_body(path, body, without)
         case ReadRelayed(dialect, generates, strip_billing, body):
             found = relayed.read(body, dialect, generates=generates, strip_billing=strip_billing)
             changed = found.body if found.body is not body else None
@@ -283,10 +283,6 @@ def run(job: Job) -> Result:
             ends = list(itertools.accumulate(sizes, initial=len(body) - sum(sizes)))
             files = {url: body[start:end] for url, (start, end) in zip(urls, itertools.pairwise(ends), strict=True)}
             return Edited(picture_urls.inline(body[: ends[0]], files))
-        case CheckMedia(body):
-            if may_have_media(body):
-                check_media(body)
-            return CheckedMedia()
         case FindReferences(generates, body):
             return FoundReferences(*conversations.references_in(body, generates=generates))
         case CompleteConversation(completion, num_earlier, sizes, body):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from cortex.wire.errors import InvalidValue, MalformedJSON
-from cortex.wire.pictures.media_urls import check_media, may_have_media
+from cortex.wire.errors import InvalidValue
+from cortex.wire.pictures.media_urls import check_media
 
 from ...picture_files import base64_of, data_url, picture
 
@@ -16,8 +15,8 @@ FILE = picture(8, 8)
 SVG = b"<svg xmlns='http://www.w3.org/2000/svg'/>"
 
 
-def chat(content: Any) -> bytes:
-    return json.dumps({"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": content}]}).encode()
+def chat(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": content}]}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,6 @@ def test_what_is_in_the_request_passes(content: Any) -> None:
 )
 def test_what_would_be_fetched_is_rejected(part: Any) -> None:
     body = chat([{"type": "text", "text": "what is it?"}, part])
-    assert may_have_media(body)
     with pytest.raises(InvalidValue, match=r"may not fetch .*`data:` URL"):
         check_media(body)
 
@@ -70,38 +68,11 @@ def test_what_is_no_picture_is_rejected_as_a_node_rejects_it(file: bytes) -> Non
         "input[0].output[0]": {"input": [{"type": "function_call_output", "output": [{"image_url": url}]}]},
     }
     for param, body in bodies.items():
-        encoded = json.dumps(body).encode()
-        assert may_have_media(encoded)
         with pytest.raises(InvalidValue, match="the picture cannot be read") as caught:
-            check_media(encoded)
+            check_media(body)
         assert caught.value.param == param
 
 
 def test_a_picture_that_is_not_in_base64_is_rejected() -> None:
     with pytest.raises(InvalidValue, match="not in base64"):
         check_media(chat([{"type": "image_url", "image_url": {"url": "data:image/svg+xml,<svg/>"}}]))
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        rb'{"type": "image_url", "image_url": {"\u0075rl": "/etc/passwd"}}',
-        rb'{"type": "image", "image": " \u0068ttps://10.0.0.1/a"}',
-        rb'{"type": "image", "image": "http:/\/10.0.0.1/a"}',
-        rb'{"type": "image", "image": "http:\/\/10.0.0.1/a"}',
-        rb'{"type": "image", "image": "FiLe:etc"}',
-    ],
-)
-def test_escapes_hide_no_address(part: bytes) -> None:
-    body = b'{"messages": [{"role": "user", "content": [%s]}]}' % part
-    assert may_have_media(body)
-    with pytest.raises(InvalidValue, match="may not fetch"):
-        check_media(body)
-
-
-@pytest.mark.parametrize(
-    "body", [b'{"messages": [}', b'{"messages": [{"content": ' + b"[" * 9000 + b"]" * 9000 + b"}]}"]
-)
-def test_body_that_cannot_be_checked_is_rejected(body: bytes) -> None:
-    with pytest.raises(MalformedJSON):
-        check_media(body)

@@ -1,8 +1,8 @@
 """The body that a node gets: the client's bytes, the same with other values for a few fields, or a translation of it.
 
 Our own nodes learn from headers which tokens a request may use, and its tenant. Foreign servers do not know them: for
-them the limit of one choice is written into the body, and the tenant where they read it there. They would also fetch
-media that the body names by address, from inside their own network: such a body is rejected.
+them the limit of one choice is written into the body, and the tenant where they read it there. They get the body as it
+was read here (`parsing/servers.py`).
 """
 
 from __future__ import annotations
@@ -19,26 +19,16 @@ from cortex.gateway.proxy.routes import CHAT
 from cortex.gateway.proxy.translation import ChatTranslation
 from cortex.http.request import Headers
 from cortex.parsing import protocol
-from cortex.parsing.cost import LARGE_RELAYED_BYTES, is_edited_elsewhere, is_parsed_elsewhere
+from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.envelope import Facts
 from cortex.parsing.parser import BodyParser
+from cortex.parsing.servers import ServerBody, server_body
 from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
 from cortex.wire.fields.raw_fields import replace_fields
-from cortex.wire.node.protocol import Dialect
-from cortex.wire.pictures.media_urls import check_media, may_have_media
+from cortex.wire.fields.tables.by_path import TABLES
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.tenant import EVERYBODY
-
-_LIMITS: dict[Dialect, tuple[str, tuple[str, ...]]] = {
-    "openai_chat": ("max_tokens", ("max_completion_tokens", "n_predict")),
-    "openai_completions": ("max_tokens", ("n_predict",)),
-    "openai_responses": ("max_output_tokens", ()),
-    "openai_compaction": ("max_output_tokens", ()),
-    "anthropic_messages": ("max_tokens", ()),
-}
-"""The field with the limit of one choice, and fields that servers may read in its place."""
-
 
 _JSON = (b"content-type", b"application/json")
 _STREAM: Headers = (_JSON, (b"accept", b"text/event-stream"))
@@ -52,17 +42,16 @@ class OutgoingBody:
         "_admitted",
         "_choice_limit",
         "_edited",
-        "_is_checked",
-        "_is_renamed",
+        "_is_foreign",
         "_keeper",
         "_limit",
         "_received",
         "_request",
         "_route",
+        "_served",
         "_tenant",
         "_translated",
         "_translates",
-        "_unchecked",
         "headers",
     )
     method = b"POST"
@@ -73,24 +62,22 @@ class OutgoingBody:
         self._received = received.body
         self._admitted = admitted
         self._keeper = keeper
-        self._is_renamed = received.envelope.facts.model != admitted.model
-        """Whether the client named the model by an alias."""
         self.headers: Headers = _STREAM if self._route.generates and received.envelope.facts.stream else _WHOLE
         """What the node learns about the body and the response."""
         self._choice_limit: int | None = None
         """The limit for foreign servers, once it is known."""
+        self._is_foreign = False
         self._translates = False
         """Whether the body is translated."""
         self._limit: int | None = None
         """The limit that is written into it."""
         self._tenant = EVERYBODY
         """The tenant that is written into it."""
-        self._is_checked = False
-        """Whether the media of the body are known to be in it."""
-        self._unchecked = False
-        """Whether that must be known before the body is sent."""
-        self._edited: bytes | None = None
-        """The body in its form, once it is made; not of a translation."""
+        is_renamed = received.envelope.facts.model != admitted.model  # the client named it by an alias
+        self._edited: bytes | None = None if is_renamed or self._route.target else received.body
+        """What our own nodes get, or the target of another path, once it is made."""
+        self._served: ServerBody | None = None
+        """What a foreign server gets of a body that is not translated, once it is made."""
         self._translated: tuple[GenerateRequest, bytes] | None = None
 
     def choose(self, lease: Lease, *, takes_salt: bool = False) -> bool:
@@ -100,58 +87,58 @@ class OutgoingBody:
         Raises InsufficientQuota or RateLimitExceeded where the budget is too small for a foreign server, which cannot
         receive a limit for the tokens of the prompt.
         """
-        route, body, is_foreign = self._route, self._received, not lease.has_lifecycle
-        has_budget = is_foreign and self._admitted.reservation.token_limit is not None
+        route, body = self._route, self._received
+        self._is_foreign = not lease.has_lifecycle
+        has_budget = self._is_foreign and self._admitted.reservation.token_limit is not None
         limit = self._foreign_limit() if has_budget else None
-        tenant = narrowed_tenant(self._request, self._admitted) if takes_salt and route.generates else EVERYBODY
         if route.target:
             return self._edited is not None or not is_parsed_elsewhere(body)
-        translates = route.generates and route.dialect not in lease.dialects
-        if (translates, limit, tenant) != (self._translates, self._limit, self._tenant):
-            self._translates, self._limit, self._tenant = translates, limit, tenant
-            self._edited = self._translated = None
-        if translates:
+        self._translates = route.generates and route.dialect not in lease.dialects
+        tenant = narrowed_tenant(self._request, self._admitted) if takes_salt and route.generates else EVERYBODY
+        if (limit, tenant) != (self._limit, self._tenant):
+            self._limit, self._tenant, self._served, self._translated = limit, tenant, None, None
+        if self._translates:
             return self._translated is not None or not is_parsed_elsewhere(body)
-        if self._edited is None and not self._edits:
-            self._edited = body
-        self._unchecked = (
-            is_foreign and not self._is_checked and (len(body) >= LARGE_RELAYED_BYTES or may_have_media(body))
-        )
-        if self._unchecked and is_parsed_elsewhere(body):
-            return False
+        if self._is_foreign:
+            return self._served is not None or not is_parsed_elsewhere(body)
         return self._edited is not None or not is_edited_elsewhere(body)
 
     async def prepare(self, parser: BodyParser) -> None:
         """Makes a body that would block the loop in another process. Raises CortexError on an invalid one."""
         key, exchange = self._admitted.key, self._request.exchange
         client = key.id if key is not None else exchange.request.client  # who shares the parser with others
+        body, model = self._received, self._admitted.model
         if self._route.target:
-            self._edited = await parser.translate_embed(self._received, self._admitted.model, client)
+            self._edited = await parser.translate_embed(body, model, client)
         elif self._translates:
-            dialect, model = self._route.dialect, self._admitted.model
             self._translated = await parser.translate(
-                dialect, self._received, model, client, max_tokens=self._limit, tenant=self._tenant
+                self._route.dialect, body, model, client, max_tokens=self._limit, tenant=self._tenant
             )
+        elif self._is_foreign:
+            self._served = await parser.server_body(self._path, body, client, without=self._rewritten)
         else:
-            if self._unchecked:
-                await parser.check_media(self._received, client)
-                self._is_checked = True
-            if self._edited is None:
-                self._edited = await parser.edit(self._received, self._edits, client, without=self._without)
+            self._edited = await parser.edit(body, {"model": model}, client)
 
     def made(self) -> tuple[bytes, bytes, ChatTranslation | EmbeddingTranslation | None]:
         """The path, the body, and the translation of the response. Raises CortexError on an invalid body."""
+        model = self._admitted.model
         if self._route.target:
-            body = self._edited = self._edited or embeddings.request_body(self._received, self._admitted.model)
-            translation = EmbeddingTranslation(self._route.path.decode(), self._request.envelope.facts.model)
+            body = self._edited = self._edited or embeddings.request_body(self._received, model)
+            translation = EmbeddingTranslation(self._path, self._request.envelope.facts.model)
             return self._route.target, body, translation
         if self._translates:
             return CHAT.path, *self._translation(self._limit)
-        if self._unchecked:
-            check_media(self._received)
-            self._is_checked, self._unchecked = True, False
+        if self._is_foreign:
+            if self._served is None:
+                self._served = server_body(self._path, self._received, self._rewritten)
+            values: dict[str, str | int] = {"model": model}
+            if self._limits and self._limit is not None:
+                values[self._limits[0]] = self._limit
+            if self._tenant:
+                values["cache_salt"] = self._tenant.hex()
+            return self._route.path, self._served.with_fields(values), None
         if self._edited is None:
-            self._edited = replace_fields(self._received, self._edits, without=self._without)
+            self._edited = replace_fields(self._received, {"model": model})
         return self._route.path, self._edited, None
 
     def _foreign_limit(self) -> int | None:
@@ -160,19 +147,19 @@ class OutgoingBody:
         return self._choice_limit
 
     @property
-    def _edits(self) -> dict[str, str | int]:
-        edits: dict[str, str | int] = {}
-        if self._is_renamed:
-            edits["model"] = self._admitted.model
-        if self._limit is not None and self._route.generates:
-            edits[_LIMITS[self._route.dialect][0]] = self._limit
-        if self._tenant:
-            edits["cache_salt"] = self._tenant.hex()
-        return edits
+    def _path(self) -> str:
+        return self._route.path.decode()
 
     @property
-    def _without(self) -> tuple[str, ...]:
-        return () if self._limit is None else _LIMITS[self._route.dialect][1]
+    def _limits(self) -> tuple[str, ...]:
+        """The field with the limit of one choice, and fields that servers may read in its place."""
+        return TABLES[self._path].limits if self._route.generates else ()
+
+    @property
+    def _rewritten(self) -> tuple[str, ...]:
+        """Fields of the client that a foreign server does not get."""
+        names = ("model",) if self._limit is None else ("model", *self._limits)
+        return (*names, "cache_salt") if self._tenant else names
 
     def _translation(self, limit: int | None) -> tuple[bytes, ChatTranslation]:
         if self._translated is None:

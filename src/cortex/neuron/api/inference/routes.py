@@ -24,6 +24,7 @@ from cortex.neuron.api.log_context import stream_failure
 from cortex.neuron.api.routes.metrics import Metrics, RequestWatch
 from cortex.neuron.api.routing import ApiCall, Handler
 from cortex.neuron.api.stream import EventStream
+from cortex.neuron.node.harness.upstream import Upstream
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry.spans import Tracer
 from cortex.wire import sse
@@ -33,7 +34,6 @@ from cortex.wire.dialects.registry import DIALECTS, EventEncoder
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure
 from cortex.wire.fields.body import check_content_type
-from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node import headers as our_headers
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import Dialect as DialectName
@@ -68,6 +68,13 @@ class Inference:
     @property
     def opaque(self) -> OpaqueRelay:
         return OpaqueRelay(self.backend, self.drain_gate, self.ticker)
+
+    async def server_body(self, http: Request, upstream: Upstream) -> bytes:
+        """A JSON body as the server of a model gets it, with the operator's fields. Raises CortexError."""
+        dropped = (*upstream.stripped_fields, *upstream.fields)
+        client = bodies.client_of(http)
+        read = await self.parser.server_body(http.path.decode(), http.body, client, without=dropped)
+        return read.with_fields(upstream.fields)
 
     def handler(self, name: DialectName) -> Handler:
         """The handler of one dialect's route."""
@@ -129,13 +136,12 @@ class Inference:
     ) -> Response | None:
         http, request, dialect = call.request, packed.head, DIALECTS[name]
         if name in _OPAQUE_DIALECTS and (upstream := self.backend.upstream(request.model)) is not None:
-            upstream.check_route(http.path.decode())
+            path = http.path.decode()
+            upstream.check_route(path)
             limit = bodies.token_limit_of(http)
-            fields, without = operator_fields(upstream, request, len(http.body), limit)
-            if request.stream and name == "openai_completions":
-                fields = {"stream_options": {"include_usage": True}, **fields}
-            body = replace_fields(http.body, fields, without=without)
-            await self.opaque.pass_on(call, request.model, http.path, body, upstream, watch)
+            fields, without = operator_fields(upstream, path, request, len(http.body), limit)
+            read = await self.parser.server_body(path, http.body, bodies.client_of(http), without=without)
+            await self.opaque.pass_on_json(call, request.model, read.with_fields(fields), upstream, watch)
             return None
         id = dialect.ID_PREFIX + uuid.uuid4().hex
         if dialect is openai_responses and (stored := kept.from_header(http.text(_KEPT) or "")):

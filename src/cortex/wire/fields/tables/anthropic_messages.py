@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import CACHE_SALT, SPECULATION
-from cortex.wire.fields.tables.table import FieldTable, Kind, Treatment, honoured, rejected, tolerated
+from cortex.wire.fields.tables.table import FieldTable, Kind, Treatment, honoured, limit, rejected, tolerated
 
 _TOOLS = [{"name": "weather", "input_schema": {"type": "object"}}]
 
@@ -12,7 +12,7 @@ FIELDS = FieldTable(
         honoured("model", "other"),
         honoured("messages", [{"role": "user", "content": "other"}]),
         honoured("system", "be brief"),
-        honoured("max_tokens", 9),
+        limit("max_tokens", 9),
         honoured("tools", _TOOLS),
         honoured("tool_choice", {"type": "any"}, tools=_TOOLS),
         honoured("thinking", {"type": "enabled", "budget_tokens": 1024}, "absent: no thinking"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import CACHE_SALT, SAMPLING
-from cortex.wire.fields.tables.table import FieldTable, honoured, tolerated
+from cortex.wire.fields.tables.table import FieldTable, honoured, limit, tolerated
 
 FIELDS = FieldTable(
     (
@@ -16,7 +16,7 @@ FIELDS = FieldTable(
             [{"filename": "a.py", "text": "x = 1"}],
             "other files, before all else; with the tokens for repositories, if the model has them",
         ),
-        honoured("n_predict", 9, "-1 is no limit"),
+        limit("n_predict", 9, "-1 is no limit"),
         honoured("stream", True),
         CACHE_SALT,
         tolerated("cache_prompt", True, "prefixes are always cached"),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import CACHE_SALT
-from cortex.wire.fields.tables.table import FieldTable, honoured, rejected, tolerated
+from cortex.wire.fields.tables.table import FieldTable, honoured, limit, rejected, tolerated
 
 _OPTIONS = (
-    honoured("options.num_predict", 9, "-1 and -2: no limit"),
+    limit("options.num_predict", 9, "-1 and -2: no limit"),
     honoured("options.temperature", 0.5),
     honoured("options.top_k", 5),
     honoured("options.top_p", 0.5),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import ACCOUNT, EXTENSIONS, OUTPUT, PROMPT, SAMPLING, STREAM
-from cortex.wire.fields.tables.table import FieldTable, Kind, Treatment, honoured, rejected, tolerated
+from cortex.wire.fields.tables.table import FieldTable, Kind, Treatment, honoured, limit, rejected, tolerated
 
 _WEATHER = {"name": "weather", "parameters": {"type": "object"}}
 _TOOLS = [{"type": "function", "function": _WEATHER}]
@@ -17,9 +17,9 @@ FIELDS = FieldTable(
         honoured("parallel_tool_calls", False),
         honoured("functions", [_WEATHER], "the former name of `tools`; the response has `function_call`"),
         honoured("function_call", "none", "the former name of `tool_choice`", functions=[_WEATHER]),
-        honoured("max_tokens", 9),
-        honoured("max_completion_tokens", 9, "takes precedence over `max_tokens`"),
-        honoured("n_predict", 9, "llama.cpp's name for `max_tokens`; -1 is no limit"),
+        limit("max_tokens", 9),
+        limit("max_completion_tokens", 9, "takes precedence over `max_tokens`"),
+        limit("n_predict", 9, "llama.cpp's name for `max_tokens`; -1 is no limit"),
         honoured("n", 2),
         honoured("logprobs", True),
         honoured("top_logprobs", 2, logprobs=True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import EXTENSIONS, OUTPUT, PROMPT, SAMPLING
-from cortex.wire.fields.tables.table import FieldTable, Kind, Treatment, honoured, rejected, tolerated
+from cortex.wire.fields.tables.table import FieldTable, Kind, Treatment, honoured, limit, rejected, tolerated
 
 _TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
 
@@ -15,7 +15,7 @@ FIELDS = FieldTable(
         honoured("tools", _TOOLS),
         honoured("tool_choice", "required", tools=_TOOLS),
         honoured("parallel_tool_calls", False),
-        honoured("max_output_tokens", 9),
+        limit("max_output_tokens", 9),
         honoured("top_logprobs", 2),
         honoured("include", ["message.output_text.logprobs"], "log-probabilities; others have nothing to add"),
         honoured("text", {"format": {"type": "json_object"}}),

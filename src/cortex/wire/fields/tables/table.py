@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from cortex.wire.errors import InvalidValue, shorten
 from cortex.wire.fields import body as wire_body
 from cortex.wire.fields.body import Fields
 
@@ -35,6 +36,8 @@ class BodyField:
     """Values of a rejected field that ask for nothing: they are tolerated."""
     context: Mapping[str, Any] = field(default_factory=dict)
     """Other fields that the example needs."""
+    is_limit: bool = False
+    """Whether it is the limit of one choice, or a field that servers may read in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,10 @@ class FieldTable:
     def __init__(self, *groups: Iterable[BodyField]) -> None:
         self._fields = {one.name: one for group in groups for one in group}
         self._names = frozenset(name.partition(".")[0] for name in self._fields)
+        self.limits = tuple(one.name for one in self if one.is_limit)
+        """The fields with the limit of one choice. The first is the one that is written for servers."""
         self._rejected = tuple(one for one in self if one.treatment is Treatment.REJECTED)
+        self._spelled = {_folded(name): name for name in self._names}
 
     def __iter__(self) -> Iterator[BodyField]:
         return iter(self._fields.values())
@@ -71,9 +77,30 @@ class FieldTable:
                 raise fields.invalid(one.name, one.note)
         return fields
 
+    def check_spelling(self, names: Iterable[str]) -> None:
+        """Raises InvalidValue for a name that is not a field of this table but that a server could read as one: many
+        ignore case (Go, .NET), some also separators, or what follows a bracket."""
+        for name in names:
+            meant = None if name in self._names else self._spelled.get(_folded(name))
+            if meant is not None:
+                raise InvalidValue(
+                    f"'{shorten(name)}' is not a field, and a server may read it as '{meant}'; spell it '{meant}'.",
+                    param=shorten(name),
+                )
+
+
+def _folded(name: str) -> str:
+    """What names that some server reads as the same have in common."""
+    plain = name.partition("[")[0].partition(".")[0]
+    return "".join(character for character in plain.casefold() if character.isalnum())
+
 
 def honoured(name: str, example: Any, note: str = "", **context: Any) -> BodyField:
     return BodyField(name, Treatment.HONOURED, example, note, context=context)
+
+
+def limit(name: str, example: Any, note: str = "") -> BodyField:
+    return BodyField(name, Treatment.HONOURED, example, note, is_limit=True)
 
 
 def tolerated(name: str, example: Any, note: str = "") -> BodyField:

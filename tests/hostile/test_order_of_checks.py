@@ -112,16 +112,6 @@ async def test_control_routes_do_not_repeat_a_long_path(keyed: Keyed, path: str)
     assert response["error"]["message"].count("s") < 300
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
-@pytest.mark.parametrize("name", [b"model", rb"mod\u0065l"])
-async def test_a_second_model_is_not_smuggled_past_the_key(keyed: Keyed, path: str, name: bytes) -> None:
-    for first, second in ((b"other", MODEL.encode()), (MODEL.encode(), b"other")):
-        body = b'{"model":"%s","messages":[],"%s":"%s"}' % (first, name, second)
-        status, response = await post(keyed.client, path, body, keyed.good)
-        assert status == 400
-        assert b"more than once" in response
-
-
 async def test_keys_cannot_be_tried_without_limit(keyed: Keyed) -> None:
     headers = {"x-cortex-page": "1"}
     tried = [await post(keyed.client, "/session", b'{"key":"ck-guess"}', headers) for _ in range(25)]

@@ -18,7 +18,7 @@ from cortex.parsing.items import StoredTexts
 from cortex.parsing.picture_urls import PictureUrl
 from cortex.parsing.protocol import Job, Reply, Result
 from cortex.parsing.relayed import RelayedBody, envelope_of
-from cortex.parsing.servers import ServerBody
+from cortex.parsing.servers import Access, ServerBody
 from cortex.wire.errors import BodyTooLarge, Overloaded, PreparationLimitExceeded, RateLimitExceeded
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import PackedRequest
@@ -65,20 +65,13 @@ class BodyParser:
         return _packed(await self._run(job, client, is_parsed_elsewhere(body)))
 
     async def translate(
-        self,
-        dialect: Dialect,
-        body: bytes,
-        model: str,
-        client: str,
-        *,
-        max_tokens: int | None = None,
-        tenant: bytes = b"",
-    ) -> tuple[GenerateRequest, bytes]:
-        """The head of an inference request, and the request for `model` in OpenAI chat, with `max_tokens` as the limit
-        of its choices and `tenant` as its salt if these are given."""
-        job = protocol.TranslateRequest(dialect, model, max_tokens, tenant, body)
+        self, dialect: Dialect, body: bytes, model: str, client: str, *, tenant: bytes = b""
+    ) -> tuple[GenerateRequest, ServerBody]:
+        """The head of an inference request, and the request for `model` in OpenAI chat, without a limit of tokens and
+        with `tenant` as its salt if that is given."""
+        job = protocol.TranslateRequest(dialect, model, tenant, body)
         translated = _packed(await self._run(job, client, is_parsed_elsewhere(body)))
-        return translated.head, translated.rest
+        return translated.head, ServerBody(translated.rest)
 
     async def edit(
         self, body: bytes, values: dict[str, str | int], client: str, *, without: tuple[str, ...] = ()
@@ -88,9 +81,12 @@ class BodyParser:
         assert isinstance(reply, protocol.Edited)
         return reply.body
 
-    async def server_body(self, path: str, body: bytes, client: str, *, without: tuple[str, ...]) -> ServerBody:
+    async def server_body(
+        self, path: str, body: bytes, client: str, *, without: tuple[str, ...], access: Access = "any"
+    ) -> ServerBody:
         """A body for a server that is not ours, of a request to `path`."""
-        reply = await self._run(protocol.WriteServerBody(path, without, body), client, is_parsed_elsewhere(body))
+        job = protocol.WriteServerBody(path, without, access, body)
+        reply = await self._run(job, client, is_parsed_elsewhere(body))
         assert isinstance(reply, ServerBody)
         return reply
 

@@ -9,16 +9,16 @@ import msgspec
 from cortex.ipc.channel import ChannelMessage
 from cortex.parsing import conversations, picture_urls, relayed
 from cortex.parsing.conversations import Completion, Joined, StoredSize
-from cortex.parsing.envelope import Facts
 from cortex.parsing.picture_urls import PictureUrl
 from cortex.parsing.relayed import ByteRange
-from cortex.parsing.servers import ServerBody, server_body
+from cortex.parsing.servers import Access, ServerBody, server_body
 from cortex.wire import packed_request
 from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.anthropic_messages import strip_billing_header
 from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import InvalidValue
+from cortex.wire.facts import Facts
 from cortex.wire.fields.body import parse
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
@@ -47,8 +47,6 @@ class TranslateRequest(ChannelMessage, frozen=True):
 
     dialect: Dialect
     model: str
-    max_tokens: int | None
-    """The most tokens of one choice, beyond the limit of the client; None: no further limit."""
     tenant: bytes
     """Which the server reads as a salt; empty: it gets that of the client, if there is one."""
     body: bytes
@@ -74,6 +72,7 @@ class WriteServerBody(ChannelMessage, frozen=True):
 
     path: str
     without: tuple[str, ...]
+    access: Access
     body: bytes
 
 
@@ -233,15 +232,14 @@ Result = (
 Reply = Result | Rejected
 
 
-def translated(request: GenerateRequest, model: str, max_tokens: int | None, tenant: bytes = b"") -> bytes:
-    """`request` for `model` in OpenAI chat, with its limit of tokens lowered to `max_tokens`, and with `tenant`, if
-    there is one, in place of the client's salt. Raises InvalidValue for what chat cannot express, and for pictures that
-    are only addresses: the server would fetch them from inside its own network."""
+def translated(request: GenerateRequest, model: str, tenant: bytes = b"") -> bytes:
+    """`request` for `model` in OpenAI chat, without a limit of tokens, and with `tenant`, if there is one, in place of
+    the client's salt. Raises InvalidValue for what chat cannot express, and for pictures that are only addresses: the
+    server would fetch them from inside its own network."""
     if request.prompt is not None:
         raise InvalidValue("A raw prompt cannot be sent to this server; send it to /v1/completions.", param="raw")
     check_files(request)
-    limits = [limit for limit in (request.sampling.max_tokens, max_tokens) if limit is not None]
-    sampling = msgspec.structs.replace(request.sampling, max_tokens=min(limits, default=None))
+    sampling = msgspec.structs.replace(request.sampling, max_tokens=None)
     tenant = tenant or request.tenant
     return openai_chat.build(msgspec.structs.replace(request, model=model, sampling=sampling, tenant=tenant))
 
@@ -253,15 +251,15 @@ def run(job: Job) -> Result:
             if strip_billing and dialect == "anthropic_messages":
                 body = strip_billing_header(body)
             return _packed(DIALECTS[dialect].parse(body), tenant)
-        case TranslateRequest(dialect, model, max_tokens, tenant, body):
+        case TranslateRequest(dialect, model, tenant, body):
             request = DIALECTS[dialect].parse(body)
-            return Parsed(encode_head(request), translated(request, model, max_tokens, tenant))
+            return Parsed(encode_head(request), translated(request, model, tenant))
         case TranslateEmbed(model, body):
             return Edited(embeddings.request_body(body, model))
         case EditFields(values, without, body):
             return Edited(replace_fields(body, values, without=without))
-        case WriteServerBody(path, without, body):
-            return server_body(path, body, without)
+        case WriteServerBody(path, without, access, body):
+            return server_body(path, body, without, access)
         case ReadRelayed(dialect, generates, strip_billing, body):
             found = relayed.read(body, dialect, generates=generates, strip_billing=strip_billing)
             changed = found.body if found.body is not body else None

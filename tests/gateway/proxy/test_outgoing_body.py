@@ -17,9 +17,9 @@ from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.outgoing_body import MOST_UNASKED_TOKENS, OutgoingBody, choice_limit
 from cortex.gateway.proxy.routes import CHAT, MESSAGES, Route
 from cortex.parsing import relayed
-from cortex.parsing.envelope import Facts
 from cortex.parsing.parser import BodyParser
 from cortex.wire.errors import InvalidValue
+from cortex.wire.facts import Facts
 
 from ...picture_files import data_url, picture
 from ..fake_neuron import GB
@@ -70,7 +70,7 @@ async def test_prompt_with_more_bytes_than_the_context_has_tokens_gets_a_respons
     ledger, meter = await opened(str(tmp_path / "ledger.db"), alice)
     facts = Facts("a", False, limit, 1)
     reservation = meter.admit(meter.key(bearer(alice)), 10_000, facts, lambda _: 8192)
-    assert choice_limit(reservation, facts) == limit
+    assert choice_limit(reservation, facts, 10_000) == limit
     reservation.cancel()
     await ledger.close()
 
@@ -95,7 +95,7 @@ async def test_choice_without_a_limit_gets_no_more_than_servers_accept(tmp_path:
     ledger, meter = await opened(str(tmp_path / "ledger.db"), alice)
     facts = Facts("a", False, None, 1)
     reservation = meter.admit(meter.key(bearer(alice)), 200, facts)
-    assert choice_limit(reservation, facts) == MOST_UNASKED_TOKENS
+    assert choice_limit(reservation, facts, 200) == MOST_UNASKED_TOKENS
     reservation.cancel()
     await ledger.close()
 

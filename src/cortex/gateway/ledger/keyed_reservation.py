@@ -71,9 +71,8 @@ class KeyedReservation:
     def is_tight(self) -> bool:
         return self.token_limit is not None and self.token_limit < self._estimate.most_tokens
 
-    @property
-    def max_prompt_tokens(self) -> int:
-        return self._estimate.max_prompt_tokens
+    def max_prompt_tokens(self, most: int) -> int:
+        return self._estimate.max_prompt_tokens(most)
 
     def extend(self, prompt_tokens: int) -> int | None:
         if self.token_limit is not None:

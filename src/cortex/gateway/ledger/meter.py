@@ -68,9 +68,8 @@ class Reservation(Protocol):
     def is_tight(self) -> bool:
         """Whether the budget may end the response before the client's limit or the model's context does."""
 
-    @property
-    def max_prompt_tokens(self) -> int:
-        """More tokens than this the prompt cannot have, by its size."""
+    def max_prompt_tokens(self, most: int) -> int:
+        """More tokens than this a prompt cannot have, which has at most `most` by its size."""
 
     def extend(self, prompt_tokens: int) -> int | None:
         """Reserve enough for a prompt with this many tokens, and for a response; returns `token_limit`. Raises
@@ -125,14 +124,16 @@ class Meter(Protocol):
 class FreeReservation:
     """What a request holds that is charged to nobody: any on an open gateway, and health checks of servers."""
 
-    __slots__ = ("is_tight", "key", "max_prompt_tokens", "principal", "token_limit")
+    __slots__ = ("is_tight", "key", "principal", "token_limit")
 
     def __init__(self, key: KeySection | None = None) -> None:
         self.principal = ANONYMOUS if key is None else key.name
         self.key = key
         self.token_limit = None
         self.is_tight = False
-        self.max_prompt_tokens = 0
+
+    def max_prompt_tokens(self, most: int) -> int:
+        return most
 
     def extend(self, prompt_tokens: int) -> None:
         """Nothing is reserved."""

@@ -18,9 +18,10 @@ from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.routes import Route
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
-from cortex.parsing.envelope import Envelope, Facts
+from cortex.parsing.envelope import Envelope
 from cortex.telemetry.spans import Span
 from cortex.wire.errors import CortexError
+from cortex.wire.facts import Facts
 from cortex.wire.tenant import EVERYBODY, tenant_of
 
 

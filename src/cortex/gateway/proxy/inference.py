@@ -25,12 +25,13 @@ from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.parsing import relayed
 from cortex.parsing.cost import is_read_elsewhere
-from cortex.parsing.envelope import Envelope, Facts
+from cortex.parsing.envelope import Envelope
 from cortex.parsing.relayed import RelayedBody
 from cortex.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.wire import error_encoding
 from cortex.wire.errors import CortexError, Family, InvalidAPIKey, InvalidValue, ShuttingDown, shorten
+from cortex.wire.facts import Facts
 from cortex.wire.fields.body import check_content_type
 
 _JSON = b"application/json"

@@ -20,15 +20,15 @@ from cortex.gateway.proxy.translation import ChatTranslation
 from cortex.http.request import Headers
 from cortex.parsing import protocol
 from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
-from cortex.parsing.envelope import Facts
 from cortex.parsing.parser import BodyParser
-from cortex.parsing.servers import ServerBody, server_body
+from cortex.parsing.servers import Access, ServerBody, check_limit, server_body
 from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
+from cortex.wire.facts import Facts
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.fields.tables.by_path import TABLES
 from cortex.wire.requests import GenerateRequest
-from cortex.wire.tenant import EVERYBODY
+from cortex.wire.tenant import EVERYBODY, SALT
 
 _JSON = (b"content-type", b"application/json")
 _STREAM: Headers = (_JSON, (b"accept", b"text/event-stream"))
@@ -39,12 +39,13 @@ class OutgoingBody:
     """One per request. For each attempt call `choose`, then `prepare` if that is needed, then `made`."""
 
     __slots__ = (
+        "_access",
         "_admitted",
-        "_choice_limit",
         "_edited",
+        "_has_budget",
         "_is_foreign",
         "_keeper",
-        "_limit",
+        "_limits",
         "_received",
         "_request",
         "_route",
@@ -64,39 +65,33 @@ class OutgoingBody:
         self._keeper = keeper
         self.headers: Headers = _STREAM if self._route.generates and received.envelope.facts.stream else _WHOLE
         """What the node learns about the body and the response."""
-        self._choice_limit: int | None = None
-        """The limit for foreign servers, once it is known."""
+        self._has_budget = self._route.need != "relay" and admitted.reservation.token_limit is not None
+        self._access = _access(admitted, has_budget=self._has_budget) if self._route.need != "relay" else "any"
         self._is_foreign = False
         self._translates = False
         """Whether the body is translated."""
-        self._limit: int | None = None
-        """The limit that is written into it."""
         self._tenant = EVERYBODY
         """The tenant that is written into it."""
+        self._limits: dict[int, int | None] = {}
+        """The limit of a choice at a foreign server, by the tokens of the prompt there."""
         is_renamed = received.envelope.facts.model != admitted.model  # the client named it by an alias
         self._edited: bytes | None = None if is_renamed or self._route.target else received.body
         """What our own nodes get, or the target of another path, once it is made."""
         self._served: ServerBody | None = None
         """What a foreign server gets of a body that is not translated, once it is made."""
-        self._translated: tuple[GenerateRequest, bytes] | None = None
+        self._translated: tuple[GenerateRequest, ServerBody] | None = None
 
     def choose(self, lease: Lease, *, takes_salt: bool = False) -> bool:
         """Choose the form for the node of `lease`; False: call `prepare` before `made`. `takes_salt`: the node reads
-        the tenant in `cache_salt`.
-
-        Raises InsufficientQuota or RateLimitExceeded where the budget is too small for a foreign server, which cannot
-        receive a limit for the tokens of the prompt.
-        """
+        the tenant in `cache_salt`."""
         route, body = self._route, self._received
         self._is_foreign = not lease.has_lifecycle
-        has_budget = self._is_foreign and self._admitted.reservation.token_limit is not None
-        limit = self._foreign_limit() if has_budget else None
+        self._translates = route.generates and route.dialect not in lease.dialects
         if route.target:
             return self._edited is not None or not is_parsed_elsewhere(body)
-        self._translates = route.generates and route.dialect not in lease.dialects
         tenant = narrowed_tenant(self._request, self._admitted) if takes_salt and route.generates else EVERYBODY
-        if (limit, tenant) != (self._limit, self._tenant):
-            self._limit, self._tenant, self._served, self._translated = limit, tenant, None, None
+        if tenant != self._tenant:
+            self._tenant, self._served, self._translated = tenant, None, None
         if self._translates:
             return self._translated is not None or not is_parsed_elsewhere(body)
         if self._is_foreign:
@@ -111,61 +106,70 @@ class OutgoingBody:
         if self._route.target:
             self._edited = await parser.translate_embed(body, model, client)
         elif self._translates:
-            self._translated = await parser.translate(
-                self._route.dialect, body, model, client, max_tokens=self._limit, tenant=self._tenant
-            )
+            self._translated = await parser.translate(self._route.dialect, body, model, client, tenant=self._tenant)
         elif self._is_foreign:
-            self._served = await parser.server_body(self._path, body, client, without=self._rewritten)
+            self._served = await parser.server_body(
+                self._path, body, client, without=self._rewritten, access=self._access
+            )
         else:
             self._edited = await parser.edit(body, {"model": model}, client)
 
     def made(self) -> tuple[bytes, bytes, ChatTranslation | EmbeddingTranslation | None]:
-        """The path, the body, and the translation of the response. Raises CortexError on an invalid body."""
+        """The path, the body, and the translation of the response. Raises CortexError on an invalid body, among them
+        InsufficientQuota or RateLimitExceeded where the budget is too small for a foreign server, which cannot receive
+        a limit for the tokens of the prompt."""
         model = self._admitted.model
         if self._route.target:
             body = self._edited = self._edited or embeddings.request_body(self._received, model)
+            self._foreign_limit(len(body))
             translation = EmbeddingTranslation(self._path, self._request.envelope.facts.model)
             return self._route.target, body, translation
         if self._translates:
-            return CHAT.path, *self._translation(self._limit)
+            return CHAT.path, *self._translation()
         if self._is_foreign:
             if self._served is None:
-                self._served = server_body(self._path, self._received, self._rewritten)
+                self._served = server_body(self._path, self._received, self._rewritten, self._access)
+            limit = self._foreign_limit(len(self._served.body))
             values: dict[str, str | int] = {"model": model}
-            if self._limits and self._limit is not None:
-                values[self._limits[0]] = self._limit
+            if limit is not None and self._route.generates:
+                check_limit(limit)
+                values[TABLES[self._path].limits[0]] = limit
             if self._tenant:
-                values["cache_salt"] = self._tenant.hex()
+                values[SALT] = self._tenant.hex()
             return self._route.path, self._served.with_fields(values), None
         if self._edited is None:
             self._edited = replace_fields(self._received, {"model": model})
         return self._route.path, self._edited, None
-
-    def _foreign_limit(self) -> int | None:
-        if self._choice_limit is None:
-            self._choice_limit = choice_limit(self._admitted.reservation, self._request.envelope.facts)
-        return self._choice_limit
 
     @property
     def _path(self) -> str:
         return self._route.path.decode()
 
     @property
-    def _limits(self) -> tuple[str, ...]:
-        """The field with the limit of one choice, and fields that servers may read in its place."""
-        return TABLES[self._path].limits if self._route.generates else ()
-
-    @property
     def _rewritten(self) -> tuple[str, ...]:
         """Fields of the client that a foreign server does not get."""
-        names = ("model",) if self._limit is None else ("model", *self._limits)
-        return (*names, "cache_salt") if self._tenant else names
+        limits = TABLES[self._path].limits if self._has_budget and self._route.generates else ()
+        return ("model", *limits, SALT) if self._tenant else ("model", *limits)
 
-    def _translation(self, limit: int | None) -> tuple[bytes, ChatTranslation]:
+    def _foreign_limit(self, num_bytes: int) -> int | None:
+        """The limit of a choice at a foreign server that gets a body of this size; None: there is none."""
+        if not (self._is_foreign and self._has_budget):
+            return None
+        facts = self._request.envelope.facts
+        # What is sent may be longer than what was received, but for the encoding of pictures.
+        most = max(num_bytes, len(self._received)) - facts.picture_bytes + facts.picture_tokens
+        if most not in self._limits:
+            self._limits[most] = choice_limit(self._admitted.reservation, facts, most)
+        return self._limits[most]
+
+    def _translation(self) -> tuple[bytes, ChatTranslation]:
         if self._translated is None:
             request = self._route.codec.parse(self._received)
-            self._translated = request, protocol.translated(request, self._admitted.model, limit, self._tenant)
-        request, body = self._translated
+            self._translated = request, ServerBody(protocol.translated(request, self._admitted.model, self._tenant))
+        request, served = self._translated
+        limits = (request.sampling.max_tokens, self._foreign_limit(len(served.body)))
+        limit = min((each for each in limits if each is not None), default=None)
+        body = served.with_fields({} if limit is None else {"max_tokens": limit})
         response_id = self._route.codec.ID_PREFIX + self._request.id.decode().removeprefix("req_")
         if self._keeper is not None and self._keeper.kept is not None:
             request, response_id = self._keeper.kept.described(request), self._keeper.kept.id
@@ -173,16 +177,24 @@ class OutgoingBody:
         return body, ChatTranslation(self._route, request, id=response_id, model=name, show=show)
 
 
+def _access(admitted: AdmittedRequest, *, has_budget: bool) -> Access:
+    """What the key may send to a foreign server, which reads fields that are not known here: they may choose another
+    model, or use tokens that are not counted."""
+    if has_budget:
+        return "counted"
+    return "known" if admitted.key is not None and admitted.key.models else "any"
+
+
 MOST_UNASKED_TOKENS = 16_384
 """The limit of a choice whose client sets none, where the budget has more: servers reject limits beyond their context,
 and many do not report it."""
 
 
-def choice_limit(reservation: Reservation, facts: Facts) -> int | None:
+def choice_limit(reservation: Reservation, facts: Facts, most_prompt_tokens: int) -> int | None:
     """The most tokens of one choice at a server that takes no limit for the whole request; None without a
     budget, and where the model's context ends a choice before the budget does. The prompt counts as one token per byte,
     because that is the most that it can have. Raises InsufficientQuota or RateLimitExceeded."""
-    prompt_tokens = reservation.max_prompt_tokens
+    prompt_tokens = reservation.max_prompt_tokens(most_prompt_tokens)
     try:
         limit = reservation.extend(prompt_tokens)
     except (InsufficientQuota, RateLimitExceeded) as error:

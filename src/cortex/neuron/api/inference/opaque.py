@@ -41,7 +41,8 @@ class OpaqueRoutes:
             fields = await read_fields(http)
             upstream = self._upstream(fields.model, http.path.decode(), watch)
             if fields.form == "json":
-                body = await shared.server_body(http, upstream)
+                dropped = (*upstream.stripped_fields, *upstream.fields)
+                body = await shared.server_body(http, upstream.fields, dropped, None)
                 await self._relay.pass_on_json(call, fields.model, body, upstream, watch)
                 return
             sent = written(http, fields, upstream.fields, upstream.stripped_fields)

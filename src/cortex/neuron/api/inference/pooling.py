@@ -60,8 +60,10 @@ class PoolingRoutes:
                 watch.model = request.model
                 if (upstream := shared.backend.upstream(request.model)) is not None:
                     upstream.check_route(path)
-                    _check_limit(len(http.body), bodies.token_limit_of(http))
-                    body = await shared.server_body(http, upstream)
+                    limit = bodies.token_limit_of(http)
+                    _check_limit(len(http.body), limit)
+                    dropped = (*upstream.stripped_fields, *upstream.fields)
+                    body = await shared.server_body(http, upstream.fields, dropped, limit)
                     await shared.opaque.pass_on_json(call, request.model, body, upstream, watch)
                     return None
                 is_of_gateway = bool(bodies.principal_of(http))

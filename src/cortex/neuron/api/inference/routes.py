@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from dataclasses import dataclass
+from typing import Any
 
 from cortex.http.request import Request
 from cortex.http.server.server import Response
@@ -15,7 +16,7 @@ from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.departures import Departures
 from cortex.neuron.api.inference.opaque_relay import OpaqueRelay
-from cortex.neuron.api.inference.relayed import RelayedSession, operator_fields
+from cortex.neuron.api.inference.relayed import RelayedSession, access_of, operator_fields
 from cortex.neuron.api.inference.session import Session
 from cortex.neuron.api.inference.tasks import check_pictures, check_task
 from cortex.neuron.api.inference.tracing import traced
@@ -24,7 +25,6 @@ from cortex.neuron.api.log_context import stream_failure
 from cortex.neuron.api.routes.metrics import Metrics, RequestWatch
 from cortex.neuron.api.routing import ApiCall, Handler
 from cortex.neuron.api.stream import EventStream
-from cortex.neuron.node.harness.upstream import Upstream
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry.spans import Tracer
 from cortex.wire import sse
@@ -69,12 +69,13 @@ class Inference:
     def opaque(self) -> OpaqueRelay:
         return OpaqueRelay(self.backend, self.drain_gate, self.ticker)
 
-    async def server_body(self, http: Request, upstream: Upstream) -> bytes:
-        """A JSON body as the server of a model gets it, with the operator's fields. Raises CortexError."""
-        dropped = (*upstream.stripped_fields, *upstream.fields)
-        client = bodies.client_of(http)
-        read = await self.parser.server_body(http.path.decode(), http.body, client, without=dropped)
-        return read.with_fields(upstream.fields)
+    async def server_body(
+        self, http: Request, fields: dict[str, Any], without: tuple[str, ...], token_limit: int | None
+    ) -> bytes:
+        """A JSON body as the server of a model gets it, with other fields and without some. Raises CortexError."""
+        client, access = bodies.client_of(http), access_of(token_limit)
+        read = await self.parser.server_body(http.path.decode(), http.body, client, without=without, access=access)
+        return read.with_fields(fields)
 
     def handler(self, name: DialectName) -> Handler:
         """The handler of one dialect's route."""
@@ -140,8 +141,8 @@ class Inference:
             upstream.check_route(path)
             limit = bodies.token_limit_of(http)
             fields, without = operator_fields(upstream, path, request, len(http.body), limit)
-            read = await self.parser.server_body(path, http.body, bodies.client_of(http), without=without)
-            await self.opaque.pass_on_json(call, request.model, read.with_fields(fields), upstream, watch)
+            body = await self.server_body(http, fields, without, limit)
+            await self.opaque.pass_on_json(call, request.model, body, upstream, watch)
             return None
         id = dialect.ID_PREFIX + uuid.uuid4().hex
         if dialect is openai_responses and (stored := kept.from_header(http.text(_KEPT) or "")):

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import CACHE_SALT, SAMPLING
-from cortex.wire.fields.tables.table import FieldTable, honoured, limit, tolerated
+from cortex.wire.fields.tables.table import FieldTable, fact, honoured, limit, tolerated
 
 FIELDS = FieldTable(
     (
-        honoured("model", "other"),
-        honoured("input_prefix", "def f(", "the text before the gap"),
-        honoured("input_suffix", "return x", "the text behind it"),
-        honoured("prompt", "other", "the beginning of what is filled in"),
+        fact("model", "other"),
+        fact("input_prefix", "def f(", "the text before the gap"),
+        fact("input_suffix", "return x", "the text behind it"),
+        fact("prompt", "other", "the beginning of what is filled in"),
         honoured(
             "input_extra",
             [{"filename": "a.py", "text": "x = 1"}],
             "other files, before all else; with the tokens for repositories, if the model has them",
         ),
         limit("n_predict", 9, "-1 is no limit"),
-        honoured("stream", True),
+        fact("stream", True),
         CACHE_SALT,
         tolerated("cache_prompt", True, "prefixes are always cached"),
         tolerated("id_slot", -1),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import ACCOUNT, EXTENSIONS, OUTPUT, PROMPT, SAMPLING, STREAM
-from cortex.wire.fields.tables.table import FieldTable, Kind, Treatment, honoured, limit, rejected, tolerated
+from cortex.wire.fields.tables.table import FieldTable, Kind, Treatment, fact, honoured, limit, rejected, tolerated
 
 _WEATHER = {"name": "weather", "parameters": {"type": "object"}}
 _TOOLS = [{"type": "function", "function": _WEATHER}]
 
 FIELDS = FieldTable(
     (
-        honoured("model", "other"),
-        honoured("messages", [{"role": "user", "content": "other"}], "a role that is not known is shown as `user`"),
+        fact("model", "other"),
+        fact("messages", [{"role": "user", "content": "other"}], "a role that is not known is shown as `user`"),
         honoured("tools", _TOOLS),
         honoured("tool_choice", "required", tools=_TOOLS),
         honoured("parallel_tool_calls", False),
@@ -20,7 +20,7 @@ FIELDS = FieldTable(
         limit("max_tokens", 9),
         limit("max_completion_tokens", 9, "takes precedence over `max_tokens`"),
         limit("n_predict", 9, "llama.cpp's name for `max_tokens`; -1 is no limit"),
-        honoured("n", 2),
+        fact("n", 2),
         honoured("logprobs", True),
         honoured("top_logprobs", 2, logprobs=True),
         honoured("prompt_logprobs", 1, "vLLM; not in a stream"),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import ACCOUNT, EXTENSIONS, OUTPUT, PROMPT, SAMPLING, STREAM
-from cortex.wire.fields.tables.table import FieldTable, honoured, limit, rejected
+from cortex.wire.fields.tables.table import FieldTable, fact, honoured, limit, rejected
 
 FIELDS = FieldTable(
     (
-        honoured("model", "other"),
-        honoured("prompt", "other", "a string, token ids, or a list of either"),
+        fact("model", "other"),
+        fact("prompt", "other", "a string, token ids, or a list of either"),
         honoured("echo", True),
         limit(
             "max_tokens",
@@ -17,7 +17,7 @@ FIELDS = FieldTable(
             "0: no tokens, with `echo` the prompt alone",
         ),
         limit("n_predict", 9, "llama.cpp's name for `max_tokens`; -1 is no limit"),
-        honoured("n", 2),
+        fact("n", 2),
         honoured("logprobs", 2, "with `echo` also of the prompt"),
         honoured("prompt_logprobs", 1, "vLLM; not in a stream"),
         honoured("return_token_ids", True, "vLLM: `token_ids` of choices, and `prompt_token_ids`"),

@@ -36,8 +36,14 @@ class BodyField:
     """Values of a rejected field that ask for nothing: they are tolerated."""
     context: Mapping[str, Any] = field(default_factory=dict)
     """Other fields that the example needs."""
+    is_fact: bool = False
+    """Whether a gateway reads it before the body is parsed (`wire/facts.py`)."""
     is_limit: bool = False
     """Whether it is the limit of one choice, or a field that servers may read in its place."""
+
+    def is_harmless(self, value: Any) -> bool:
+        """Whether a value of a rejected field asks for nothing."""
+        return value is None or any(value == harmless for harmless in self.harmless)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +58,13 @@ class Kind:
 class FieldTable:
     """The fields of one dialect by name. Immutable."""
 
-    def __init__(self, *groups: Iterable[BodyField]) -> None:
+    def __init__(self, *groups: Iterable[BodyField], of_gateways: Iterable[str] = ()) -> None:
+        """`of_gateways`: fields that a gateway honours, whatever a node does with them."""
         self._fields = {one.name: one for group in groups for one in group}
         self._names = frozenset(name.partition(".")[0] for name in self._fields)
+        facts = [one.name.partition(".")[0] for one in self if one.is_fact]
+        self.facts = tuple(dict.fromkeys((*facts, *of_gateways)))
+        """The fields that a gateway reads."""
         self.limits = tuple(one.name for one in self if one.is_limit)
         """The fields with the limit of one choice. The first is the one that is written for servers."""
         self._rejected = tuple(one for one in self if one.treatment is Treatment.REJECTED)
@@ -72,8 +82,7 @@ class FieldTable:
         fields = wire_body.parse(body, self._names)
         fields.model()
         for one in self._rejected:
-            value = fields.raw(one.name)
-            if value is not None and not any(value == harmless for harmless in one.harmless):
+            if not one.is_harmless(fields.raw(one.name)):
                 raise fields.invalid(one.name, one.note)
         return fields
 
@@ -88,6 +97,19 @@ class FieldTable:
                     param=shorten(name),
                 )
 
+    def check_known(self, values: Mapping[str, Any]) -> None:
+        """Raises InvalidValue for a field that is not honoured or tolerated, and that therefore nobody here can check:
+        it may choose another model, or use tokens that are not counted."""
+        for name, value in values.items():
+            one = self._fields.get(name)
+            if name not in self._names:
+                problem = "it is not known here, and the key has a budget or a list of models; remove it"
+            elif one is None or one.treatment is not Treatment.REJECTED or one.is_harmless(value):
+                continue
+            else:
+                problem = one.note
+            raise InvalidValue(f"Invalid value for '{shorten(name)}': {problem}.", param=shorten(name))
+
 
 def _folded(name: str) -> str:
     """What names that some server reads as the same have in common."""
@@ -99,8 +121,13 @@ def honoured(name: str, example: Any, note: str = "", **context: Any) -> BodyFie
     return BodyField(name, Treatment.HONOURED, example, note, context=context)
 
 
+def fact(name: str, example: Any, note: str = "") -> BodyField:
+    """A field that is honoured, and that a gateway reads, too."""
+    return BodyField(name, Treatment.HONOURED, example, note, is_fact=True)
+
+
 def limit(name: str, example: Any, note: str = "") -> BodyField:
-    return BodyField(name, Treatment.HONOURED, example, note, is_limit=True)
+    return BodyField(name, Treatment.HONOURED, example, note, is_fact=True, is_limit=True)
 
 
 def tolerated(name: str, example: Any, note: str = "") -> BodyField:

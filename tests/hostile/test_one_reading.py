@@ -82,7 +82,7 @@ BYPASSES: dict[str, tuple[str, dict[str, str], bytes]] = {
     "bare line feeds": (
         SPEECH,
         {"content-type": f"{FORM}; boundary=A"},
-        form(part("model", "fa"), part("file", f"x\n{HIDDEN}")),
+        form(part("model", "fa"), part("note", f"x\n{HIDDEN}")),
     ),
     "folded header": (
         SPEECH,

@@ -156,3 +156,37 @@ async def test_key_without_limits_may_send_any_field(
     body = {"model": "a", **LEAST[CHAT], "n_cmpl": 2, "mirostat": 1}
     assert (await client.post(CHAT, body, authorization=f"Bearer {free.text}"))[0] == 200
     assert foreign.seen[-1].body == body
+
+
+ADDRESS = "http://169.254.169.254/latest"
+PART = {"type": "image_url", "image_url": {"url": ADDRESS}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "x", "images": ["/etc/passwd"]}]}),
+        (CHAT, {"messages": SAID, "documents": [{"url": ADDRESS}]}),
+        (COMPLETIONS, {"prompt": {"prompt_string": "x", "multimodal_data": [ADDRESS]}}),
+        ("/v1/embeddings", {"input": [{"image": ADDRESS}]}),
+        ("/v1/rerank", {"query": {"content": [PART]}, "documents": ["x"]}),
+        ("/score", {"text_1": "x", "text_2": {"content": [PART]}}),
+        ("/v1/images/generations", {"prompt": "x", "image": ADDRESS}),
+        ("/v1/images/edits", {"prompt": "x", "image": "/etc/passwd"}),
+        ("/v1/audio/speech", {"input": "x", "voice": ADDRESS}),
+        ("/v1/images/edits", b"model=a&prompt=x&image=/etc/passwd"),
+        (f"/v1/images/edits?url={ADDRESS}", b"model=a&prompt=x"),
+    ],
+)
+async def test_foreign_server_gets_nothing_to_fetch(
+    foreign: FakeNeuron, start_gateway: StartGateway, path: str, fields: dict[str, Any] | bytes
+) -> None:
+    client = await start_gateway(foreign=(foreign,))
+    if isinstance(fields, bytes):
+        headers = {"content-type": "application/x-www-form-urlencoded"}
+        async with client.session.post(client.url + path, data=fields, headers=headers) as response:
+            status, reply = response.status, await response.text()
+    else:
+        status, reply = await client.post(path, {"model": "a", **fields}, **{"content-type": "application/json"})
+    assert (status, "may not fetch" in str(reply)) == (400, True), reply
+    assert not foreign.seen

@@ -85,3 +85,17 @@ def test_letters_that_go_folds_are_other_spellings() -> None:
 def test_no_table_has_two_spellings_of_one_name() -> None:
     for table in TABLES.values():
         table.check_spelling(one.name.partition(".")[0] for one in table)
+
+
+def test_deeply_nested_body_is_rejected_and_not_an_internal_error() -> None:
+    for depth in (100, 400, 900, 990):
+        body = b'{"x": ' + b'{"a":[' * (depth // 2) + b"1" + b"]}" * (depth // 2) + b"}"
+        try:
+            server_body(CHAT, body, ())
+        except MalformedJSON:
+            continue
+
+
+def test_lone_surrogates_are_replaced() -> None:
+    body = rb'{"messages": [{"role": "user", "content": "a\ud800"}]}'
+    assert b"a\xef\xbf\xbd" in server_body(CHAT, body, ()).body

@@ -13,7 +13,7 @@ import msgspec
 
 from cortex.ipc.channel import ChannelMessage
 from cortex.wire.dialects.registry import DIALECTS, ROUTES
-from cortex.wire.errors import InvalidValue
+from cortex.wire.errors import InvalidValue, MalformedJSON
 from cortex.wire.fields.body import decode_object
 from cortex.wire.fields.tables.by_path import TABLES
 from cortex.wire.pictures.media_urls import check_media
@@ -47,12 +47,15 @@ def server_body(path: str, body: bytes, without: tuple[str, ...], access: Access
     table.check_spelling(values)
     if access == "counted":
         _check_parsed(path, body)
-    check_media(values)
     for name in without:
         values.pop(name, None)
     if access != "any":
         table.check_known(values)
-    return ServerBody(msgspec.json.encode(values))
+    try:
+        check_media(values, table)
+        return ServerBody(msgspec.json.encode(values))
+    except RecursionError:
+        raise MalformedJSON("The body is nested too deeply; flatten it.") from None
 
 
 def check_limit(max_tokens: int) -> None:

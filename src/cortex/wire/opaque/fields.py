@@ -4,7 +4,7 @@ what was read here."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 from urllib.parse import parse_qsl, urlencode
 
@@ -16,6 +16,7 @@ from cortex.wire.fields.tables.opaque import FIELDS
 from cortex.wire.media_type import parse_media_type
 from cortex.wire.opaque import multipart
 from cortex.wire.opaque.multipart import BodyBytes, FormPart
+from cortex.wire.pictures.media_urls import check_form
 
 Form = Literal["json", "multipart", "urlencoded", "other"]
 Piece = bytes | tuple[int, int]
@@ -23,6 +24,7 @@ Piece = bytes | tuple[int, int]
 Pairs = tuple[tuple[str, str], ...]
 _URLENCODED = "application/x-www-form-urlencoded"
 _MAX_FIELDS = 1000
+_MAX_TEXT_BYTES = 1 << 16
 
 
 class _Model(msgspec.Struct):
@@ -64,6 +66,7 @@ def read(content_type: str, body: BodyBytes, query: bytes) -> OpaqueFields:
     """Finds the model in the body, or in the query of a request without one: which of the two a server would take is
     not known. Raises MissingModel, InvalidValue, UnsupportedMediaType or MalformedJSON."""
     asked = _pairs(query)
+    check_form(asked, FIELDS)
     if not len(body):
         return OpaqueFields(_model(_named("model", asked)), "other", query=asked)
     if _named("model", asked):
@@ -74,10 +77,12 @@ def read(content_type: str, body: BodyBytes, query: bytes) -> OpaqueFields:
     if form == "urlencoded":
         parse_media_type(content_type).check_charset()
         pairs = _pairs(body[:])
+        check_form(pairs, FIELDS)
         return OpaqueFields(_model(_named("model", pairs)), form, pairs=pairs, query=asked)
     if form == "multipart":
         parts = multipart.parts(body, multipart.boundary_of(content_type))
         _check_names(part.name for part in parts)
+        check_form(_texts(parts, body), FIELDS)
         names = [_text(body[part.value_start : part.value_end]) for part in parts if part.name == "model"]
         return OpaqueFields(_model(names), form, parts, query=asked)
     raise UnsupportedMediaType(
@@ -135,6 +140,14 @@ def _text(value: bytes) -> str:
     if len(value) > 4 * MAX_MODEL_NAME:
         raise InvalidValue("`model` is too long for the name of a model.", param="model")
     return value.decode("utf-8", "replace").strip()
+
+
+def _texts(parts: Iterable[FormPart], body: BodyBytes) -> Iterator[tuple[str, str]]:
+    """The fields of a form that are text, as far as an address or a path could be long."""
+    for part in parts:
+        if part.filename is None and part.content_type is None:
+            value = body[part.value_start : min(part.value_end, part.value_start + _MAX_TEXT_BYTES)]
+            yield part.name, value.decode("utf-8", "replace")
 
 
 def _pairs(text: bytes) -> Pairs:

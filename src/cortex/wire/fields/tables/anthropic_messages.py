@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import CACHE_SALT, SPECULATION
-from cortex.wire.fields.tables.table import FieldTable, Kind, Treatment, fact, honoured, limit, rejected, tolerated
+from cortex.wire.fields.tables.table import (
+    FieldTable,
+    Kind,
+    Treatment,
+    content,
+    fact,
+    honoured,
+    limit,
+    rejected,
+    tolerated,
+)
 
 _TOOLS = [{"name": "weather", "input_schema": {"type": "object"}}]
 
 FIELDS = FieldTable(
     (
         fact("model", "other"),
-        fact("messages", [{"role": "user", "content": "other"}]),
+        content("messages", [{"role": "user", "content": "other"}]),
         fact("system", "be brief"),
         limit("max_tokens", 9),
         honoured("tools", _TOOLS),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import CACHE_SALT, SAMPLING
-from cortex.wire.fields.tables.table import FieldTable, fact, honoured, limit, tolerated
+from cortex.wire.fields.tables.table import FieldTable, content, fact, limit, tolerated
 
 FIELDS = FieldTable(
     (
         fact("model", "other"),
-        fact("input_prefix", "def f(", "the text before the gap"),
-        fact("input_suffix", "return x", "the text behind it"),
-        fact("prompt", "other", "the beginning of what is filled in"),
-        honoured(
+        content("input_prefix", "def f(", "the text before the gap"),
+        content("input_suffix", "return x", "the text behind it"),
+        content("prompt", "other", "the beginning of what is filled in"),
+        content(
             "input_extra",
             [{"filename": "a.py", "text": "x = 1"}],
             "other files, before all else; with the tokens for repositories, if the model has them",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import CACHE_SALT
-from cortex.wire.fields.tables.table import FieldTable, fact, honoured, limit, rejected, tolerated
+from cortex.wire.fields.tables.table import FieldTable, content, fact, honoured, limit, rejected, tolerated
 
 _OPTIONS = (
     limit("options.num_predict", 9, "-1 and -2: no limit"),
@@ -49,7 +49,7 @@ OPTIONS = frozenset(one.name.removeprefix("options.") for one in _OPTIONS)
 CHAT = FieldTable(
     _SHARED,
     (
-        fact("messages", [{"role": "user", "content": "other"}], "none: the model is loaded"),
+        content("messages", [{"role": "user", "content": "other"}], "none: the model is loaded"),
         honoured("tools", [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]),
         honoured("truncate", True, "drops the oldest messages of a prompt that does not fit; absent: it is rejected"),
     ),
@@ -58,9 +58,9 @@ CHAT = FieldTable(
 GENERATE = FieldTable(
     _SHARED,
     (
-        fact("prompt", "other", "none: the model is loaded"),
+        content("prompt", "other", "none: the model is loaded"),
         fact("system", "You are brief."),
-        fact("images", ["iVBORw0KGgo="]),
+        content("images", ["iVBORw0KGgo="]),
         honoured("raw", True, "the prompt as it is, without the model's template"),
         tolerated("truncate", False, "a prompt that does not fit is rejected"),
         fact("suffix", "x", "fills in before it; for models with the capability `insert`"),

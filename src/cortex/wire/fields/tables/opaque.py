@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
-from cortex.wire.fields.tables.table import FieldTable, honoured
+from cortex.wire.fields.tables.table import FieldTable, content, fact
 
-FIELDS = FieldTable((honoured("model", "other"),))
+FIELDS = FieldTable(
+    (
+        fact("model", "other"),
+        *(content(name, "other") for name in ("input", "prompt", "negative_prompt", "instructions", "text")),
+    )
+)

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import ACCOUNT, EXTENSIONS, OUTPUT, PROMPT, SAMPLING, STREAM
-from cortex.wire.fields.tables.table import FieldTable, Kind, Treatment, fact, honoured, limit, rejected, tolerated
+from cortex.wire.fields.tables.table import (
+    FieldTable,
+    Kind,
+    Treatment,
+    content,
+    fact,
+    honoured,
+    limit,
+    rejected,
+    tolerated,
+)
 
 _WEATHER = {"name": "weather", "parameters": {"type": "object"}}
 _TOOLS = [{"type": "function", "function": _WEATHER}]
@@ -11,8 +21,8 @@ _TOOLS = [{"type": "function", "function": _WEATHER}]
 FIELDS = FieldTable(
     (
         fact("model", "other"),
-        fact("messages", [{"role": "user", "content": "other"}], "a role that is not known is shown as `user`"),
-        honoured("tools", _TOOLS),
+        content("messages", [{"role": "user", "content": "other"}], "a role that is not known is shown as `user`"),
+        content("tools", _TOOLS, is_fact=False),
         honoured("tool_choice", "required", tools=_TOOLS),
         honoured("parallel_tool_calls", False),
         honoured("functions", [_WEATHER], "the former name of `tools`; the response has `function_call`"),

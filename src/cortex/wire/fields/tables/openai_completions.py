@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import ACCOUNT, EXTENSIONS, OUTPUT, PROMPT, SAMPLING, STREAM
-from cortex.wire.fields.tables.table import FieldTable, fact, honoured, limit, rejected
+from cortex.wire.fields.tables.table import FieldTable, content, fact, honoured, limit, rejected
 
 FIELDS = FieldTable(
     (
         fact("model", "other"),
-        fact("prompt", "other", "a string, token ids, or a list of either"),
+        content("prompt", "other", "a string, token ids, or a list of either"),
         honoured("echo", True),
         limit(
             "max_tokens",

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import EXTENSIONS, OUTPUT, PROMPT, SAMPLING
-from cortex.wire.fields.tables.table import FieldTable, Kind, Treatment, fact, honoured, limit, rejected, tolerated
+from cortex.wire.fields.tables.table import (
+    FieldTable,
+    Kind,
+    Treatment,
+    content,
+    fact,
+    honoured,
+    limit,
+    rejected,
+    tolerated,
+)
 
 _TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
 
@@ -18,7 +28,7 @@ OF_GATEWAYS = {
 FIELDS = FieldTable(
     (
         fact("model", "other"),
-        fact("input", "other"),
+        content("input", "other"),
         fact("instructions", "be brief"),
         honoured("tools", _TOOLS),
         honoured("tool_choice", "required", tools=_TOOLS),

@@ -38,6 +38,8 @@ class BodyField:
     """Other fields that the example needs."""
     is_fact: bool = False
     """Whether a gateway reads it before the body is parsed (`wire/facts.py`)."""
+    has_content: bool = False
+    """Whether its objects may hold media, which a server would fetch by address. Its texts are only texts."""
     is_limit: bool = False
     """Whether it is the limit of one choice, or a field that servers may read in its place."""
 
@@ -65,6 +67,14 @@ class FieldTable:
         facts = [one.name.partition(".")[0] for one in self if one.is_fact]
         self.facts = tuple(dict.fromkeys((*facts, *of_gateways)))
         """The fields that a gateway reads."""
+        self.contents = frozenset(one.name for one in self if one.has_content)
+        """The fields with texts, and with objects that may hold media."""
+        self.inert = frozenset(
+            one.name.partition(".")[0]
+            for one in self
+            if one.treatment is not Treatment.REJECTED and not one.has_content
+        )
+        """The fields that hold no media, whatever is in them."""
         self.limits = tuple(one.name for one in self if one.is_limit)
         """The fields with the limit of one choice. The first is the one that is written for servers."""
         self._rejected = tuple(one for one in self if one.treatment is Treatment.REJECTED)
@@ -124,6 +134,11 @@ def honoured(name: str, example: Any, note: str = "", **context: Any) -> BodyFie
 def fact(name: str, example: Any, note: str = "") -> BodyField:
     """A field that is honoured, and that a gateway reads, too."""
     return BodyField(name, Treatment.HONOURED, example, note, is_fact=True)
+
+
+def content(name: str, example: Any, note: str = "", *, is_fact: bool = True, **context: Any) -> BodyField:
+    """A field that is honoured, with texts and possibly with media."""
+    return BodyField(name, Treatment.HONOURED, example, note, context=context, is_fact=is_fact, has_content=True)
 
 
 def limit(name: str, example: Any, note: str = "") -> BodyField:

@@ -196,3 +196,16 @@ async def test_a_crash_is_a_retryable_error(call: Caller) -> None:
     await until(lambda: call.node.model("m").state is ModelState.READY)
     assert (await call("/v1/audio/speech", json={"model": "m"}))[0] == 200
     assert len(servers()) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "x", "extra": {"image": "http://169.254.169.254/latest"}}),
+        ("/v1/completions", {"prompt": "x", "multimodal_data": ["/etc/passwd"]}),
+        ("/v1/audio/speech", {"input": "x", "ref_audio": "/etc/passwd"}),
+    ],
+)
+async def test_the_server_gets_nothing_to_fetch(call: Caller, path: str, body: dict[str, Any]) -> None:
+    status, problem = await call(path, json={"model": "m", **body})
+    assert (status, "may not fetch" in str(problem)) == (400, True), problem

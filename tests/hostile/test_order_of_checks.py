@@ -84,7 +84,7 @@ async def test_error_names_near_misses_of_the_model(keyed: Keyed) -> None:
 @pytest.mark.parametrize("path", PATHS)
 async def test_checks_limits_before_the_model_name(keyed: Keyed, path: str) -> None:
     body = b'{"model":"secret-model"}'
-    assert (await post(keyed.client, path, body, keyed.slow))[0] == 404
+    assert (await post(keyed.client, path, body, keyed.slow))[0] == 403
     status, response = await post(keyed.client, path, body, keyed.slow)
     assert status == 429
     assert MODEL.encode() not in response

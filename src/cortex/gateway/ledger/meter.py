@@ -18,7 +18,7 @@ from cortex.gateway.database import is_url
 from cortex.gateway.ledger.estimate import Estimate, TokenLimits
 from cortex.gateway.ledger.groups import Budget, NoPrices, Prices, budgets_of, with_models_of_groups
 from cortex.gateway.ledger.keyed_reservation import KeyedReservation
-from cortex.gateway.ledger.keys import Keyring, KeySection, check_model, check_operator
+from cortex.gateway.ledger.keys import Keyring, KeySection, check_operator
 from cortex.gateway.ledger.ledger import Ledger
 from cortex.gateway.ledger.sessions import Sessions, check_from_page, session_of
 from cortex.gateway.ledger.store import open_store
@@ -58,7 +58,7 @@ class Reservation(Protocol):
 
     @property
     def key(self) -> KeySection | None:
-        """The key that is charged; None on an open gateway."""
+        """The key that is charged, as it is now configured; None on an open gateway."""
 
     @property
     def token_limit(self) -> int | None:
@@ -74,9 +74,6 @@ class Reservation(Protocol):
     def extend(self, prompt_tokens: int) -> int | None:
         """Reserve enough for a prompt with this many tokens, and for a response; returns `token_limit`. Raises
         RateLimitExceeded or InsufficientQuota."""
-
-    def check_model(self, model: str) -> None:
-        """Raise ModelNotAllowed when the key may not use `model`."""
 
     def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
         """Replace the reservation by `usage`; None when there was no response."""
@@ -137,10 +134,6 @@ class FreeReservation:
 
     def extend(self, prompt_tokens: int) -> None:
         """Nothing is reserved."""
-
-    def check_model(self, model: str) -> None:
-        if self.key is not None:
-            check_model(self.key, model)
 
     def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
         """Nothing is recorded."""

@@ -176,10 +176,8 @@ class Inference:
                 _check_limits(envelope.facts)
             num_bytes = len(body) - envelope.facts.picture_bytes if route.uses_tokens else 0
             has_price = route.need == "relay"  # its tokens are not in its bytes
-            if has_price:
-                num_bytes = self.services.dispatcher.spec(envelope.facts.model).tokens_per_request
             admitted = self.services.admission.admit(
-                received.key, num_bytes, envelope.facts, has_price, is_check=is_check
+                received.key, num_bytes, envelope.facts, has_price=has_price, is_check=is_check
             )
         except CortexError as error:
             self.reject(received, error)

@@ -169,3 +169,10 @@ def test_completions_may_ask_for_no_tokens() -> None:
 )
 def test_last_of_two_models_counts_as_for_nodes(body: bytes) -> None:
     assert envelope.read(body, "openai_chat").facts.model == parse(body).model() == "b"
+
+
+def test_value_that_would_delay_the_loop_is_not_decoded() -> None:
+    for field in ("max_tokens", "n", "stream"):
+        with pytest.raises(InvalidValue, match="more than 65536 bytes") as caught:
+            read("openai_chat", **{field: [[]] * 30_000})
+        assert caught.value.param == field

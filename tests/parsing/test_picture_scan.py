@@ -11,7 +11,6 @@ from cortex.parsing.envelope import read
 from cortex.parsing.picture_scan import FoundPictures
 from cortex.parsing.picture_scan import find_pictures as find_in
 from cortex.wire.dialects.registry import DIALECTS
-from cortex.wire.fields.body import scan
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.pictures.files import MAX_PICTURES
 
@@ -27,7 +26,7 @@ TOKENS = 37 * 19
 
 
 def find_pictures(body: bytes, dialect: Dialect) -> FoundPictures:
-    return find_in(body, scan(body, DIALECTS[dialect].FIELDS.facts), dialect)
+    return find_in(body, DIALECTS[dialect].FIELDS.scan(body), dialect)
 
 
 def said(content: Any, **more: Any) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ from cortex.parsing.picture_scan import find_pictures
 from cortex.wire.dialects.openai_responses import read_state
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.facts import Facts
-from cortex.wire.fields.body import scan
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.tenant import SALT
 
@@ -47,7 +46,7 @@ class Envelope(msgspec.Struct, frozen=True):
 def read(body: bytes, dialect: Dialect, generates: bool = True) -> Envelope:
     """The envelope of `body` as `dialect` defines it. Raises MalformedJSON, InvalidValue or MissingModel."""
     codec = DIALECTS[dialect]
-    fields = scan(body, codec.FIELDS.facts)
+    fields = codec.FIELDS.scan(body)
     if generates:
         facts = codec.read_facts(fields)
     elif dialect == "openai_responses":

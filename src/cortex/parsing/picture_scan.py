@@ -47,11 +47,16 @@ class FoundPictures(NamedTuple):
 _NONE: Final = FoundPictures(0, 0, 0)
 
 
+def may_have_pictures(body: bytes, dialect: Dialect) -> bool:
+    """Whether the conversation must be decoded to count its pictures."""
+    marks = _MARKS.get(dialect)
+    return marks is not None and marks[0][0] in body and has_any(body, marks)
+
+
 def find_pictures(body: bytes, fields: Fields, dialect: Dialect) -> FoundPictures:
     """The pictures in `body`, which has `fields`. What is no picture counts as text, and so do pictures beyond those
     that one request may have. Raises InvalidValue for a conversation that the dialect does not read."""
-    marks = _MARKS.get(dialect)
-    if marks is None or marks[0][0] not in body or not has_any(body, marks):
+    if not may_have_pictures(body, dialect):
         return _NONE
     number = num_bytes = num_tokens = 0
     for text in islice(DIALECTS[dialect].pictures(fields), MAX_PICTURES):

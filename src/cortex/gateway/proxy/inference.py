@@ -91,7 +91,7 @@ class Inference:
             if content_type != _JSON and (is_from_page or route.family is not Family.OLLAMA):
                 check_content_type((content_type or b"").decode("latin-1"), required=is_from_page)
             strip_billing = services.config.strip_billing_header and route.dialect == "anthropic_messages"
-            if is_read_elsewhere(request.body, strip_billing=strip_billing):
+            if is_read_elsewhere(request.body, route.dialect, strip_billing=strip_billing):
                 reading = self._receive_large(exchange, route, key, id, span, received_at, strip_billing, then)
                 task = run_once(reading, "read a large request")
                 exchange.on_disconnect(partial(_cancel, task))

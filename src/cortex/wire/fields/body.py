@@ -41,6 +41,8 @@ with a literal, which the search for a match skips to."""
 _LARGEST_SHOWN = 10**18
 MAX_PROMPTS = 1024
 """Prompts in one completions request; foreign servers accept lists of them."""
+MAX_SCANNED_BYTES = 1 << 16
+"""Of a value that an event loop decodes; limits, options and names have a few."""
 ABSENT = Raw()
 _EMPTY = re.compile(rb'\s*(?:null|""|\[\s*\])?\s*')
 _SEVERAL_PROMPTS = re.compile(rb'\s*\[\s*["\[]')
@@ -82,11 +84,11 @@ def decode_object(body: bytes) -> dict[str, Any]:
     return values
 
 
-def scan(body: bytes, names: tuple[str, ...]) -> RawFields:
-    """The body as an object of which only the fields `names` can be read, and are decoded then. Raises
-    `MalformedJSON`."""
+def scan(body: bytes, names: tuple[str, ...], large: frozenset[str]) -> RawFields:
+    """The body as an object of which only the fields `names` can be read, and are decoded then. Of these, only `large`
+    ones may have more than `MAX_SCANNED_BYTES`. Raises `MalformedJSON`."""
     try:
-        return RawFields(_scanner(names).decode(body))
+        return RawFields(_scanner(names).decode(body), large)
     except msgspec.ValidationError:
         raise MalformedJSON('The body must be a JSON object such as {"model": …}.') from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
@@ -272,12 +274,13 @@ class RawFields(Fields):
     """A JSON object whose values stay bytes until they are read: a conversation of megabytes is skipped, and so are
     fields that nobody reads. Every method that reads a value also raises `MalformedJSON`."""
 
-    __slots__ = ("_members",)
+    __slots__ = ("_large", "_members")
 
-    def __init__(self, members: Any) -> None:
-        """`members`: of `_scanner`."""
+    def __init__(self, members: Any, large: frozenset[str]) -> None:
+        """`members`: of `_scanner`. `large`: as `scan` has it."""
         super().__init__({})
         self._members = members
+        self._large = large
 
     def bytes_of(self, *names: str) -> tuple[Raw, ...]:
         """Values as the client wrote them; empty where there is none."""
@@ -290,6 +293,8 @@ class RawFields(Fields):
             return None
         if name in self._values:
             return self._values[name]
+        if len(memoryview(member)) > MAX_SCANNED_BYTES and name not in self._large:
+            raise self.invalid(name, f"it has more than {MAX_SCANNED_BYTES} bytes")
         try:
             value = self._values[name] = _value.decode(member)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as problem:

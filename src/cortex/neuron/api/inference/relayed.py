@@ -26,7 +26,6 @@ from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.errors import CortexError, InvalidValue, ModelNotFound, UpstreamInterrupted, UpstreamUnavailable
 from cortex.wire.events import AnyEvent, Finish, ReasoningDelta, TextDelta, ToolCallDelta, Usage
-from cortex.wire.fields.body import scan
 from cortex.wire.fields.tables.by_path import TABLES
 from cortex.wire.packed_request import PackedRequest, unpack
 from cortex.wire.pictures.files import with_files
@@ -172,7 +171,7 @@ class RelayedSession:
             chat = openai_chat.build(with_files(unpack(self._packed.whole()), self._packed.files))
         else:
             chat = self._chat
-        pictures = find_pictures(chat, scan(chat, openai_chat.FIELDS.facts), "openai_chat")
+        pictures = find_pictures(chat, openai_chat.FIELDS.scan(chat), "openai_chat")
         num_bytes = len(chat) - pictures.num_bytes
         path, num_tokens = _PATH.decode(), num_bytes + pictures.num_tokens
         fields, without = operator_fields(self._upstream, path, head, num_tokens, self._token_limit)

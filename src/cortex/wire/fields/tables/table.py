@@ -13,7 +13,7 @@ from typing import Any
 
 from cortex.wire.errors import InvalidValue, shorten
 from cortex.wire.fields import body as wire_body
-from cortex.wire.fields.body import Fields
+from cortex.wire.fields.body import Fields, RawFields
 
 
 class Treatment(StrEnum):
@@ -95,6 +95,10 @@ class FieldTable:
             if not one.is_harmless(fields.raw(one.name)):
                 raise fields.invalid(one.name, one.note)
         return fields
+
+    def scan(self, body: bytes) -> RawFields:
+        """What a gateway reads of a body. Raises `MalformedJSON`."""
+        return wire_body.scan(body, self.facts, self.contents)
 
     def check_spelling(self, names: Iterable[str]) -> None:
         """Raises InvalidValue for a name that is not a field of this table but that a server could read as one: many

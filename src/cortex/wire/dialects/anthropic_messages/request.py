@@ -59,6 +59,8 @@ def parse(body: bytes) -> GenerateRequest:
         messages.append(Message(role="system", parts=system))
     for message in fields.objects("messages"):
         messages += _read_message(message)
+    if not messages:
+        raise fields.invalid("messages", "no message has content; send at least one that has")
     found = _read_tools(fields)
     output, thinking = _read_output_config(fields)
     metadata = fields.object("metadata")

@@ -51,7 +51,7 @@ suite: $(TESTABLE) ## Run the tests (ARGS="tests/wire -k stream" for a part)
 kernels: $(TESTABLE) ## Run the GPU kernels' tests on the CPU, under Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest --processes auto tests/neuron/kernels
 
-lowest: $(LOWEST)/.made ## Run the tests with the lowest versions that pyproject.toml admits (TORCH="torch==2.13.0" ARGS="tests/wire")
+lowest: $(LOWEST)/.made ## Run the tests with the lowest versions that pyproject.toml admits (TORCH=… ARGS="tests/wire")
 	$(LOWEST)/bin/python -m pytest --processes auto $(ARGS)
 
 next: ## Run the tests with the newest versions, also pre-releases and those that pyproject.toml excludes (TORCH, ARGS)

@@ -51,6 +51,8 @@ def shapes(num_bytes: int) -> Iterator[tuple[str, str, bytes]]:
     yield "fields", chat, turns + USER + b"]," + fields + b"}"
     yield "surrogates", chat, turns + b'{"role":"user","content":"' + rb"\ud800" * (num_bytes // 6) + b'"}]}'
     yield "name", chat, b'{"messages":[],"model":"' + text + b'"}'
+    yield "pictures", chat, filled(turns + b'{"role":"user","content":";base64,"},', USER, b"]}", num_bytes)
+    yield "limit", chat, filled(b'{"model":"m","messages":[%b],"max_tokens":[' % USER, b"[]", b"]}", num_bytes)
     yield "prompts", "/v1/completions", filled(b'{"model":"m","prompt":[', b'"a"', b"]}", num_bytes)
     yield (
         "schema",

@@ -41,4 +41,11 @@ LINE = b'{"text":"x-anthropic-billing-header: a"},'
 def test_cost_grows_with_values_and_bytes(body: bytes, parsed: bool, edited: bool, read: bool) -> None:
     assert is_parsed_elsewhere(body) == parsed
     assert is_edited_elsewhere(body) == edited
-    assert is_read_elsewhere(body, strip_billing=True) == read
+    assert is_read_elsewhere(body, "anthropic_messages", strip_billing=True) == read
+
+
+def test_conversation_with_pictures_and_many_values_is_read_elsewhere() -> None:
+    turns = b'{"role":"user","content":"x"},' * 5000
+    assert not is_read_elsewhere(turns, "openai_chat", strip_billing=False)
+    assert is_read_elsewhere(turns + b'"data:image/png;base64,"', "openai_chat", strip_billing=False)
+    assert not is_read_elsewhere(b'"data:image/png;base64,' + b"A" * 500_000 + b'"', "openai_chat", strip_billing=False)

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from cortex.parsing.envelope import read
-from cortex.parsing.picture_scan import find_pictures
+from cortex.parsing.picture_scan import FoundPictures
+from cortex.parsing.picture_scan import find_pictures as find_in
+from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.node.protocol import Dialect
+from cortex.wire.pictures.files import MAX_PICTURES
 
 from ..picture_files import base64_of, data_url, picture
 
@@ -20,6 +23,10 @@ FILES = [
     picture(1024, 512, kind="WEBP"),
 ]
 TOKENS = 37 * 19
+
+
+def find_pictures(body: bytes, dialect: Dialect) -> FoundPictures:
+    return find_in(body, DIALECTS[dialect].FIELDS.scan(body), dialect)
 
 
 def said(content: Any, **more: Any) -> list[dict[str, Any]]:
@@ -45,8 +52,8 @@ def test_picture_counts_as_tokens_instead_of_bytes(file: bytes) -> None:
         for encoded in (json.dumps(body), json.dumps(body, separators=(",", ":")), json.dumps(body, indent=1)):
             for written in (encoded, encoded.replace("/", "\\/")):
                 found = find_pictures(written.encode(), dialect)
-                assert found.num_tokens == number * TOKENS, (dialect, written[:200])
-                assert 0 < len(written) - found.num_bytes < 400
+                assert (found.number, found.num_tokens) == (number, number * TOKENS), (dialect, written[:200])
+                assert 0 < len(written) - found.num_bytes - written.count("\\/") < 400
 
 
 def test_facts_have_what_was_found() -> None:
@@ -66,6 +73,9 @@ def test_facts_have_what_was_found() -> None:
         f"data: {data_url(FILES[0])}",
         [{"type": "text", "text": base64_of(FILES[0])}],
         [{"type": "text", "text": json.dumps({"url": data_url(FILES[0])})}],
+        [{"type": "text", "text": "x", "image_url": {"url": data_url(FILES[0])}}],
+        [{"type": "text", "text": "x", "source": {"type": "base64", "data": base64_of(FILES[0])}}],
+        [{"type": "tool_use", "id": "1", "name": "f", "input": {"type": "image", "url": data_url(FILES[0])}}],
     ],
 )
 def test_text_is_no_picture(content: Any) -> None:
@@ -75,19 +85,24 @@ def test_text_is_no_picture(content: Any) -> None:
         assert find_pictures(body, dialect).num_bytes == 0
 
 
+@pytest.mark.parametrize("name", ["metadata", "tools", "x", "url", "input", "prediction"])
+def test_picture_in_another_field_is_text(name: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": data_url(FILES[0])}, "url": data_url(FILES[0])}
+    body = json.dumps({"messages": said("?"), name: [{"role": "user", "content": [part]}]}).encode()
+    assert find_pictures(body, "openai_chat") == (0, 0, 0)
+
+
 def test_list_of_prompts_is_no_list_of_pictures() -> None:
     body = json.dumps({"prompt": [base64_of(FILES[0])]}).encode()
     assert find_pictures(body, "openai_completions").num_bytes == 0
 
 
-def test_damaged_header_counts_as_a_large_picture() -> None:
+def test_what_is_no_picture_counts_as_text() -> None:
     body = json.dumps(bodies(FILES[0][:20])["openai_chat"]).encode()
-    assert find_pictures(body, "openai_chat").num_tokens == 16_384
+    assert find_pictures(body, "openai_chat") == (1, 0, 0)
 
 
-def test_search_ends_in_a_body_made_of_beginnings() -> None:
+def test_pictures_beyond_those_of_one_request_count_as_text() -> None:
     gif = base64_of(picture(1, 1, mode="P", color=0, kind="GIF"))
-    images = [gif] * 5000
-    found = find_pictures(json.dumps({"messages": said("?", images=images)}).encode(), "ollama_chat")
-    assert found.num_tokens == 2048 * 256
-    assert find_pictures(b'"url":"' + b",/9j/" * 200_000 + b'"', "openai_chat").num_bytes == 0
+    found = find_pictures(json.dumps({"messages": said("?", images=[gif] * 5000)}).encode(), "ollama_chat")
+    assert found == (MAX_PICTURES, MAX_PICTURES * len(gif), MAX_PICTURES * 256)

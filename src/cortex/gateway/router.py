@@ -88,7 +88,7 @@ class RequestRouter:
             path = shorten(request.path.decode("latin-1"))
             error = MethodNotAllowed(f"{path} takes {' or '.join(methods)}.", details={"allowed_methods": [*methods]})
             exchange.respond(*error_response(error, route.family))
-        elif form_of(request.text(b"content-type") or "") == "json" and not route.is_upstream:
+        elif request.body and form_of(request.text(b"content-type") or "") == "json" and not route.is_upstream:
             self._inference.begin(exchange, route)
         else:
             self._opaque.begin(exchange, route)

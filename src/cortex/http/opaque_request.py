@@ -1,10 +1,10 @@
-"""A request that is relayed as it is, but for a few fields: the model in it, and its body with other values."""
+"""A request that is relayed to a server without being understood: its model, and the request as the server gets it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from cortex.http.composed_body import Body
 from cortex.http.request import Headers, Request
@@ -14,17 +14,27 @@ from cortex.wire.opaque.fields import OpaqueFields, form_of
 from cortex.wire.opaque.routes import CLIENT_HEADERS
 
 _CLIENT_HEADERS = tuple(name.encode() for name in CLIENT_HEADERS)
+_CONTENT_TYPE = b"content-type"
+
+
+class WrittenRequest(NamedTuple):
+    """What a server gets."""
+
+    target: bytes
+    """Path and query."""
+    headers: Headers
+    body: Body
 
 
 def body_limit(request: Request, *, body_bytes: int, upload_bytes: int) -> int | Spooled:
     """How long the body of a head may be: files are spooled, what must be parsed as a whole is not."""
-    form = form_of(request.text(b"content-type") or "")
+    form = form_of(request.text(_CONTENT_TYPE) or "")
     return Spooled(upload_bytes) if form in ("multipart", "other") else body_bytes
 
 
 async def read_fields(request: Request) -> OpaqueFields:
-    """Raises MissingModel, InvalidValue or MalformedJSON."""
-    content_type = request.text(b"content-type") or ""
+    """Raises MissingModel, InvalidValue, UnsupportedMediaType or MalformedJSON."""
+    content_type = request.text(_CONTENT_TYPE) or ""
     if request.upload is None:
         return opaque_fields.read(content_type, request.body, request.query)
     upload = request.upload
@@ -33,21 +43,25 @@ async def read_fields(request: Request) -> OpaqueFields:
     return await asyncio.to_thread(opaque_fields.read, content_type, upload, request.query)
 
 
-def with_fields(
+def written(
     request: Request, fields: OpaqueFields, values: Mapping[str, Any], without: Iterable[str] = ()
-) -> tuple[bytes, Body]:
-    """Query and body with other values for some fields."""
-    query = opaque_fields.edited_query(request.query, values)
+) -> WrittenRequest:
+    """A request whose body is a form, or that has none, with other values for some fields. Its query, headers and body
+    are written here: the server reads what was read here."""
+    target = target_of(request.path, opaque_fields.written_query(fields, values))
+    headers = [pair for pair in passed_headers(request) if pair[0] != _CONTENT_TYPE]
+    if fields.form == "other":
+        return WrittenRequest(target, headers, b"")
+    content_type, pieces = opaque_fields.written_form(fields, values, without)
+    headers.append((_CONTENT_TYPE, content_type.encode()))
     if request.upload is not None:
-        empty = b""  # such a body is only divided
-        pieces = opaque_fields.edited(fields, empty, values, without, num_bytes=len(request.upload))
-        return query, request.upload.composed(pieces)
-    pieces = opaque_fields.edited(fields, request.body, values, without, num_bytes=len(request.body))
+        return WrittenRequest(target, headers, request.upload.composed(pieces))
     body = request.body
-    return query, b"".join(piece if isinstance(piece, bytes) else body[piece[0] : piece[1]] for piece in pieces)
+    joined = b"".join(piece if isinstance(piece, bytes) else body[piece[0] : piece[1]] for piece in pieces)
+    return WrittenRequest(target, headers, joined)
 
 
-def passed_headers(request: Request) -> Headers:
+def passed_headers(request: Request) -> list[tuple[bytes, bytes]]:
     """The headers of the client that its server may see."""
     return [pair for pair in request.headers if pair[0] in _CLIENT_HEADERS]
 

@@ -8,7 +8,9 @@ quotation mark or a bracket.
 
 from __future__ import annotations
 
+from cortex.parsing.picture_scan import may_have_pictures
 from cortex.wire.dialects.anthropic_messages.billing import BILLING_HEADER
+from cortex.wire.node.protocol import Dialect
 
 LARGE_BYTES = 1 << 17
 """Bodies from this size on are never parsed on a loop."""
@@ -44,12 +46,15 @@ def is_edited_elsewhere(body: bytes) -> bool:
     return num_bytes >= LARGE_RELAYED_BYTES or _num_values(body) > _MAX_RELAYED_VALUES
 
 
-def is_read_elsewhere(body: bytes, *, strip_billing: bool) -> bool:
-    """Whether reading the envelope of `body`, and removing its billing lines if `strip_billing`, would delay a loop."""
+def is_read_elsewhere(body: bytes, dialect: Dialect, *, strip_billing: bool) -> bool:
+    """Whether reading the envelope of `body`, counting its pictures, and removing its billing lines if `strip_billing`,
+    would delay a loop."""
     num_bytes = len(body)
     if num_bytes <= _SMALL_BYTES:
         return False
     if num_bytes >= LARGE_RELAYED_BYTES or _has_many_surrogates(body, _MAX_VALUES):
+        return True
+    if may_have_pictures(body, dialect) and _num_values(body) > _MAX_VALUES:
         return True
     return strip_billing and _MARK in body and (body.count(_MARK) > _MAX_BILLING_LINES or is_edited_elsewhere(body))
 

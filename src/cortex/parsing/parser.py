@@ -18,6 +18,7 @@ from cortex.parsing.items import StoredTexts
 from cortex.parsing.picture_urls import PictureUrl
 from cortex.parsing.protocol import Job, Reply, Result
 from cortex.parsing.relayed import RelayedBody, envelope_of
+from cortex.parsing.servers import Access, ServerBody
 from cortex.wire.errors import BodyTooLarge, Overloaded, PreparationLimitExceeded, RateLimitExceeded
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import PackedRequest
@@ -64,20 +65,13 @@ class BodyParser:
         return _packed(await self._run(job, client, is_parsed_elsewhere(body)))
 
     async def translate(
-        self,
-        dialect: Dialect,
-        body: bytes,
-        model: str,
-        client: str,
-        *,
-        max_tokens: int | None = None,
-        tenant: bytes = b"",
-    ) -> tuple[GenerateRequest, bytes]:
-        """The head of an inference request, and the request for `model` in OpenAI chat, with `max_tokens` as the limit
-        of its choices and `tenant` as its salt if these are given."""
-        job = protocol.TranslateRequest(dialect, model, max_tokens, tenant, body)
+        self, dialect: Dialect, body: bytes, model: str, client: str, *, tenant: bytes = b""
+    ) -> tuple[GenerateRequest, ServerBody]:
+        """The head of an inference request, and the request for `model` in OpenAI chat, without a limit of tokens and
+        with `tenant` as its salt if that is given."""
+        job = protocol.TranslateRequest(dialect, model, tenant, body)
         translated = _packed(await self._run(job, client, is_parsed_elsewhere(body)))
-        return translated.head, translated.rest
+        return translated.head, ServerBody(translated.rest)
 
     async def edit(
         self, body: bytes, values: dict[str, str | int], client: str, *, without: tuple[str, ...] = ()
@@ -86,6 +80,15 @@ class BodyParser:
         reply = await self._run(protocol.EditFields(values, without, body), client, is_edited_elsewhere(body))
         assert isinstance(reply, protocol.Edited)
         return reply.body
+
+    async def server_body(
+        self, path: str, body: bytes, client: str, *, without: tuple[str, ...], access: Access = "any"
+    ) -> ServerBody:
+        """A body for a server that is not ours, of a request to `path`."""
+        job = protocol.WriteServerBody(path, without, access, body)
+        reply = await self._run(job, client, is_parsed_elsewhere(body))
+        assert isinstance(reply, ServerBody)
+        return reply
 
     async def read_relayed(
         self, dialect: Dialect, body: bytes, client: str, *, generates: bool, strip_billing: bool
@@ -128,10 +131,6 @@ class BodyParser:
         reply = await self._run(job, client, is_parsed_elsewhere(data))
         assert isinstance(reply, protocol.Edited)
         return reply.body
-
-    async def check_media(self, body: bytes, client: str) -> None:
-        """Checks that all media of a chat request are in it."""
-        await self._run(protocol.CheckMedia(body), client, is_parsed_elsewhere(body))
 
     async def find_references(self, body: bytes, client: str, *, generates: bool) -> References:
         """What the items of a request of the Responses API refer to."""

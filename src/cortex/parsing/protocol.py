@@ -9,21 +9,21 @@ import msgspec
 from cortex.ipc.channel import ChannelMessage
 from cortex.parsing import conversations, picture_urls, relayed
 from cortex.parsing.conversations import Completion, Joined, StoredSize
-from cortex.parsing.envelope import Facts
 from cortex.parsing.picture_urls import PictureUrl
 from cortex.parsing.relayed import ByteRange
+from cortex.parsing.servers import Access, ServerBody, server_body
 from cortex.wire import packed_request
 from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.anthropic_messages import strip_billing_header
 from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import InvalidValue
+from cortex.wire.facts import Facts
 from cortex.wire.fields.body import parse
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import encode_head
 from cortex.wire.pictures.files import check_files, take_files
-from cortex.wire.pictures.media_urls import check_media, may_have_media
 from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
 from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.rejection import Rejected
@@ -47,8 +47,6 @@ class TranslateRequest(ChannelMessage, frozen=True):
 
     dialect: Dialect
     model: str
-    max_tokens: int | None
-    """The most tokens of one choice, beyond the limit of the client; None: no further limit."""
     tenant: bytes
     """Which the server reads as a salt; empty: it gets that of the client, if there is one."""
     body: bytes
@@ -66,6 +64,15 @@ class EditFields(ChannelMessage, frozen=True):
 
     values: dict[str, str | int]
     without: tuple[str, ...]
+    body: bytes
+
+
+class WriteServerBody(ChannelMessage, frozen=True):
+    """A body for a server that is not ours, of a request to `path`, without some of its fields."""
+
+    path: str
+    without: tuple[str, ...]
+    access: Access
     body: bytes
 
 
@@ -106,12 +113,6 @@ class InlinePictures(ChannelMessage, frozen=True):
     urls: tuple[str, ...]
     sizes: tuple[int, ...]
     """The bytes of each file; the files follow the request in `body`."""
-    body: bytes
-
-
-class CheckMedia(ChannelMessage, frozen=True):
-    """A chat request for a server that would fetch media by their addresses."""
-
     body: bytes
 
 
@@ -183,10 +184,6 @@ class FoundPictureUrls(ChannelMessage, frozen=True):
     found: tuple[PictureUrl, ...]
 
 
-class CheckedMedia(ChannelMessage, frozen=True):
-    """All media of the request are in it."""
-
-
 class FoundReferences(ChannelMessage, frozen=True):
     are_any: bool
     response_ids: tuple[str, ...]
@@ -209,12 +206,12 @@ Job = (
     | TranslateRequest
     | TranslateEmbed
     | EditFields
+    | WriteServerBody
     | ReadRelayed
     | ParseTokenize
     | ParsePooling
     | FindPictureUrls
     | InlinePictures
-    | CheckMedia
     | FindReferences
     | CompleteConversation
     | ListItems
@@ -225,9 +222,9 @@ Result = (
     | ParsedText
     | ParsedPooling
     | Edited
+    | ServerBody
     | ReadRelayedBody
     | FoundPictureUrls
-    | CheckedMedia
     | FoundReferences
     | CompletedBody
     | ListedItems
@@ -235,15 +232,14 @@ Result = (
 Reply = Result | Rejected
 
 
-def translated(request: GenerateRequest, model: str, max_tokens: int | None, tenant: bytes = b"") -> bytes:
-    """`request` for `model` in OpenAI chat, with its limit of tokens lowered to `max_tokens`, and with `tenant`, if
-    there is one, in place of the client's salt. Raises InvalidValue for what chat cannot express, and for pictures that
-    are only addresses: the server would fetch them from inside its own network."""
+def translated(request: GenerateRequest, model: str, tenant: bytes = b"") -> bytes:
+    """`request` for `model` in OpenAI chat, without a limit of tokens, and with `tenant`, if there is one, in place of
+    the client's salt. Raises InvalidValue for what chat cannot express, and for pictures that are only addresses: the
+    server would fetch them from inside its own network."""
     if request.prompt is not None:
         raise InvalidValue("A raw prompt cannot be sent to this server; send it to /v1/completions.", param="raw")
     check_files(request)
-    limits = [limit for limit in (request.sampling.max_tokens, max_tokens) if limit is not None]
-    sampling = msgspec.structs.replace(request.sampling, max_tokens=min(limits, default=None))
+    sampling = msgspec.structs.replace(request.sampling, max_tokens=None)
     tenant = tenant or request.tenant
     return openai_chat.build(msgspec.structs.replace(request, model=model, sampling=sampling, tenant=tenant))
 
@@ -255,13 +251,15 @@ def run(job: Job) -> Result:
             if strip_billing and dialect == "anthropic_messages":
                 body = strip_billing_header(body)
             return _packed(DIALECTS[dialect].parse(body), tenant)
-        case TranslateRequest(dialect, model, max_tokens, tenant, body):
+        case TranslateRequest(dialect, model, tenant, body):
             request = DIALECTS[dialect].parse(body)
-            return Parsed(encode_head(request), translated(request, model, max_tokens, tenant))
+            return Parsed(encode_head(request), translated(request, model, tenant))
         case TranslateEmbed(model, body):
             return Edited(embeddings.request_body(body, model))
         case EditFields(values, without, body):
             return Edited(replace_fields(body, values, without=without))
+        case WriteServerBody(path, without, access, body):
+            return server_body(path, body, without, access)
         case ReadRelayed(dialect, generates, strip_billing, body):
             found = relayed.read(body, dialect, generates=generates, strip_billing=strip_billing)
             changed = found.body if found.body is not body else None
@@ -283,10 +281,6 @@ def run(job: Job) -> Result:
             ends = list(itertools.accumulate(sizes, initial=len(body) - sum(sizes)))
             files = {url: body[start:end] for url, (start, end) in zip(urls, itertools.pairwise(ends), strict=True)}
             return Edited(picture_urls.inline(body[: ends[0]], files))
-        case CheckMedia(body):
-            if may_have_media(body):
-                check_media(body)
-            return CheckedMedia()
         case FindReferences(generates, body):
             return FoundReferences(*conversations.references_in(body, generates=generates))
         case CompleteConversation(completion, num_earlier, sizes, body):

@@ -6,10 +6,11 @@ import msgspec
 from msgspec import Raw
 
 from cortex.parsing import envelope as envelopes
-from cortex.parsing.envelope import ABSENT, Envelope, Facts
+from cortex.parsing.envelope import Envelope
 from cortex.wire.dialects.anthropic_messages import strip_billing_header
 from cortex.wire.errors import MalformedJSON
-from cortex.wire.fields.body import without_lone_surrogates
+from cortex.wire.facts import Facts
+from cortex.wire.fields.body import ABSENT, without_lone_surrogates
 from cortex.wire.node.protocol import Dialect
 
 ByteRange = tuple[int, int]

@@ -1,9 +1,22 @@
-"""Names of models as users of Ollama write them: `qwen3:latest`, `hf.co/owner/name:Q4_K_M`."""
+"""Names of models: which are allowed, and as users of Ollama write them: `qwen3:latest`, `hf.co/owner/name:Q4_K_M`."""
 
 from __future__ import annotations
 
+from cortex.wire.errors import InvalidValue, shorten
+
 _HUBS = ("hf.co/", "huggingface.co/")
 _DEFAULT_TAG = ":latest"
+
+
+def check_name(name: str, param: str) -> None:
+    """For a model that is not known yet. Raises InvalidValue for a name that a log or a terminal would not show as it
+    is: with control characters, marks of direction and the like."""
+    if not name or not name.isprintable():
+        raise InvalidValue(
+            f"Invalid value for '{param}': {shorten(ascii(name))} has characters that are not printable; send a plain "
+            "name.",
+            param=param,
+        )
 
 
 def plain_name(name: str) -> str:

@@ -10,6 +10,8 @@ import hashlib
 
 from cortex.wire.fields.body import Fields
 
+SALT = "cache_salt"
+"""The field of requests by which clients narrow their tenant, and by which vLLM and SGLang separate cached prefixes."""
 EVERYBODY = b""
 """The tenant of all clients that nobody separates."""
 
@@ -26,5 +28,5 @@ def tenant_of(*parts: bytes) -> bytes:
 
 def read_tenant(fields: Fields) -> bytes:
     """The tenant that `cache_salt` of a body makes, among all clients. Raises InvalidValue."""
-    salt = fields.text("cache_salt") or ""
+    salt = fields.text(SALT) or ""
     return tenant_of(salt.encode("utf-8", "surrogatepass"))

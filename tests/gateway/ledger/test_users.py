@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from cortex.gateway.config import Config
 from cortex.gateway.ledger.groups import GroupSection
-from cortex.gateway.ledger.keys import Keyring, generate
+from cortex.gateway.ledger.keys import Keyring, check_model, generate
 from cortex.gateway.ledger.meter import KeyedMeter, Metering
 from cortex.gateway.ledger.sessions import Sessions
 from cortex.gateway.ledger.users import SignInSection, User, openid_id
@@ -27,7 +27,8 @@ async def test_tighter_sign_in_holds_for_users_who_have_an_account(tmp_path: Pat
     def admitted(section: SignInSection) -> None:
         reservation = KeyedMeter(ledger).admit(section.key_of(ANNA), 400, Limits(100))
         try:
-            reservation.check_model("large")
+            assert reservation.key is not None
+            check_model(reservation.key, "large")
         finally:
             reservation.cancel()
 
@@ -42,8 +43,9 @@ async def test_request_that_began_before_a_reload_does_not_bring_the_old_key_bac
     key = generate("alice", models=("small",))
     ledger, meter = await opened(f"{tmp_path}/spend.db", key)
     reservation = meter.admit(replace(key.section, models=()), 400, Limits(100))
+    assert reservation.key is not None
     with pytest.raises(ModelNotAllowed):
-        reservation.check_model("large")
+        check_model(reservation.key, "large")
     reservation.cancel()
     await ledger.close()
 

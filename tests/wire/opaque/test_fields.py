@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cortex.wire.errors import CortexError, InvalidValue, MalformedHTTP, MissingModel
+from cortex.wire.errors import CortexError, InvalidValue, MalformedHTTP, MissingModel, UnsupportedMediaType
 from cortex.wire.opaque import fields, multipart
 from cortex.wire.opaque.routes import split_upstream, upstream_path
 
@@ -26,19 +26,20 @@ def named(name: str) -> str:
     return f'Content-Disposition: form-data; name="{name}"'
 
 
-def reads(body: bytes) -> list[tuple[str, bytes]]:
+def reads(content_type: str, body: bytes) -> list[tuple[str, bytes]]:
     """What a reader of somebody else finds."""
-    message = email.message_from_bytes(f"Content-Type: {TYPE}\r\n\r\n".encode() + body, policy=email.policy.HTTP)
+    head = f"Content-Type: {content_type}\r\n\r\n".encode()
+    message = email.message_from_bytes(head + body, policy=email.policy.HTTP)
     return [
         (str(part.get_param("name", header="content-disposition")), part.get_payload(decode=True))  # type: ignore[misc]
         for part in message.iter_parts()
     ]
 
 
-def edited(body: bytes, values: dict[str, Any], without: tuple[str, ...] = ()) -> bytes:
-    found = fields.read(TYPE, body, b"")
-    pieces = fields.edited(found, body, values, without, num_bytes=len(body))
-    return b"".join(piece if isinstance(piece, bytes) else body[piece[0] : piece[1]] for piece in pieces)
+def edited(body: bytes, values: dict[str, Any], without: tuple[str, ...] = ()) -> tuple[str, bytes]:
+    content_type, pieces = fields.written_form(fields.read(TYPE, body, b""), values, without)
+    joined = b"".join(piece if isinstance(piece, bytes) else body[piece[0] : piece[1]] for piece in pieces)
+    return content_type, joined
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -52,22 +53,22 @@ def test_fields_of_a_form_are_replaced_and_everything_else_stays(seed: int) -> N
     assert fields.read(TYPE, body, b"").model == "m"
     dropped = tuple(name for name in names if chosen.random() < 0.3)
     kept = [(name, values[name]) for name in order if name in values and name not in dropped]
-    assert reads(edited(body, {"model": "x y", "top": 3}, dropped)) == [("model", b"x y"), ("top", b"3"), *kept]
+    assert reads(*edited(body, {"model": "x y", "top": 3}, dropped)) == [("model", b"x y"), ("top", b"3"), *kept]
 
 
 @pytest.mark.parametrize(
     ("content_type", "body", "query", "model"),
     [
-        ("application/json", b'{"a": {"model": "no"}, "model": "m"}', b"model=m", "m"),
+        ("application/json", b'{"a": {"model": "no"}, "model": "m"}', b"x=1", "m"),
         ("application/json", b"", b"model=org%2Fm%3AQ4", "org/m:Q4"),
         ("application/x-www-form-urlencoded", b"a=1&model=m+x", b"", "m x"),
-        ("audio/wav", b"\0model=no", b"a=1&model=m", "m"),
+        ("audio/wav", b"", b"a=1&model=m", "m"),
         (TYPE, form((named("model"), b" m\n")), b"", "m"),
         (TYPE, form(("content-disposition:form-data;name=model", b"m")), b"", "m"),
         (TYPE, form(('Content-Type: text/plain\r\nContent-Disposition: form-data; name="model"', b"m")), b"", "m"),
         ('multipart/form-data; charset=utf-8; boundary="b0undary"', form((named("model"), b"m")), b"", "m"),
         (TYPE, b"preamble\r\n" + form((named("model"), b"m")) + b"epilogue", b"", "m"),
-        (TYPE, form((named("file"), b"x--b0undaryx\r\n\r\n--b0und"), (named("model"), b"m")), b"", "m"),
+        (TYPE, form((named("x"), b"x--b0undaryx\r\n\r\n--b0und"), (named("model"), b"m")), b"", "m"),
         (TYPE, form((f"{named('file')}; filename*=utf-8''a", b""), (named("model"), b"m")), b"", "m"),
         (TYPE, form((f'{named("file")}; filename="model; name=x"', b""), (named("model"), b"m")), b"", "m"),
     ],
@@ -97,8 +98,29 @@ def test_where_the_model_stands(content_type: str, body: bytes, query: bytes, mo
         (TYPE, form((named("file"), b"\r\n--b0undaryx\r\n"), (named("model"), b"m")), InvalidValue),
         (TYPE, form((named("file"), b"\r\n--b0undary \r\n"), (named("model"), b"m")), InvalidValue),
         (TYPE, b"--b0undaryx\r\n" + form((named("model"), b"m")), InvalidValue),
-        (TYPE, b"", InvalidValue),
-        ("multipart/form-data", b"", InvalidValue),
+        (TYPE, b"--", InvalidValue),
+        (
+            TYPE,
+            form(("Content-Disposition: form-data; name=a\r\n ; name=model", b"a"), (named("model"), b"m")),
+            InvalidValue,
+        ),
+        (TYPE, form((f"{named('model')}\r\nContent-Transfer-Encoding: quoted-printable", b"m")), InvalidValue),
+        (
+            TYPE,
+            form((f"{named('a')}\r\nContent-Type: multipart/mixed; boundary=x", b""), (named("model"), b"m")),
+            InvalidValue,
+        ),
+        (TYPE, form((named("_charset_"), b"utf-7"), (named("model"), b"m")), InvalidValue),
+        (TYPE, form((named("MODEL"), b"a"), (named("model"), b"m")), InvalidValue),
+        ("multipart/form-data", b"--", InvalidValue),
+        ("multipart/form-data; boundary=a; boundary=b0undary", form((named("model"), b"m")), UnsupportedMediaType),
+        ("multipart/form-data; boundary=b0undary; charset=utf-7", form((named("model"), b"m")), UnsupportedMediaType),
+        ("application/x-www-form-urlencoded; charset=utf-7", b"model=m", UnsupportedMediaType),
+        ("application/x-www-form-urlencoded", b"model=m&mod%65l%5B%5D=n", InvalidValue),
+        ("application/x-www-form-urlencoded", b"model=m&x=%ff", InvalidValue),
+        ("application/x-www-form-urlencoded", "model=m&x=ü".encode(), InvalidValue),
+        ("audio/wav", b'{"model": "m"}', UnsupportedMediaType),
+        ("", b'{"model": "m"}', UnsupportedMediaType),
     ],
 )
 def test_what_could_be_read_in_two_ways_is_rejected(content_type: str, body: bytes, error: type[CortexError]) -> None:
@@ -106,13 +128,41 @@ def test_what_could_be_read_in_two_ways_is_rejected(content_type: str, body: byt
         fields.read(content_type, body, b"")
 
 
-@pytest.mark.parametrize("content_type", ["application/json", "application/x-www-form-urlencoded", TYPE])
-def test_query_and_body_must_not_name_two_models(content_type: str) -> None:
+@pytest.mark.parametrize("content_type", ["application/json", "application/x-www-form-urlencoded", TYPE, "audio/wav"])
+def test_model_in_the_query_counts_only_without_a_body(content_type: str) -> None:
     bodies = {"application/json": b'{"model": "m"}', TYPE: form((named("model"), b"m"))}
-    body = bodies.get(content_type, b"model=m")
-    assert fields.read(content_type, body, b"model=m").model == "m"
-    with pytest.raises(InvalidValue):
-        fields.read(content_type, body, b"model=n")
+    assert fields.read(content_type, b"", b"model=m").model == "m"
+    with pytest.raises(InvalidValue, match="in the body only"):
+        fields.read(content_type, bodies.get(content_type, b"model=m"), b"model=m")
+
+
+def test_query_is_written_as_it_was_read() -> None:
+    read = fields.read("", b"", b"x=1;model=n&model=m&model=m&y=%C3%BC+%26")
+    assert read.model == "m"
+    assert fields.written_query(read, {"model": "a b", "speed": 2}) == b"model=a+b&x=1%3Bmodel%3Dn&y=%C3%BC+%26"
+
+
+def test_headers_and_delimiters_of_a_form_are_written_here() -> None:
+    """A value that looks like a further field to servers that take bare line feeds has another boundary then."""
+    hidden = b'x\n--b0undary\nContent-Disposition: form-data; name="model"\n\nn\n--b0undary--'
+    head = (
+        "content-disposition: form-data;name=file; filename*=utf-8''%C3%BC%22.wav; filename=x\r\n"
+        "X-Other: 1\r\nContent-Type: audio/WAV; x=1"
+    )
+    body = b"preamble\r\n" + form((named("model"), b"m"), (head, hidden)) + b"epilogue"
+    content_type, written = edited(body, {"model": "o"})
+    boundary = content_type.removeprefix("multipart/form-data; boundary=").encode()
+    assert boundary not in body
+    assert written == (
+        b'--%b\r\nContent-Disposition: form-data; name="model"\r\n\r\no\r\n'
+        b'--%b\r\nContent-Disposition: form-data; name="file"; filename="\xc3\xbc%%22.wav"\r\n'
+        b"Content-Type: audio/wav\r\n\r\n%b\r\n--%b--\r\n"
+    ) % (boundary, boundary, hidden, boundary)
+
+
+def test_file_has_no_folders_in_its_name() -> None:
+    body = form((named("model"), b"m"), (f'{named("file")}; filename="../../etc/pass\\"wd"', b""))
+    assert b'; filename="pass%22wd"' in edited(body, {})[1]
 
 
 def test_delimiters_with_something_behind_them_are_not_searched_on() -> None:

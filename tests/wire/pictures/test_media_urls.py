@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from cortex.wire.errors import InvalidValue, MalformedJSON
-from cortex.wire.pictures.media_urls import check_media, may_have_media
+from cortex.wire.errors import InvalidValue
+from cortex.wire.fields.tables.by_path import TABLES
+from cortex.wire.pictures.media_urls import check_form
+from cortex.wire.pictures.media_urls import check_media as check_body
 
 from ...picture_files import base64_of, data_url, picture
 
@@ -16,8 +17,17 @@ FILE = picture(8, 8)
 SVG = b"<svg xmlns='http://www.w3.org/2000/svg'/>"
 
 
-def chat(content: Any) -> bytes:
-    return json.dumps({"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": content}]}).encode()
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+RERANK, SCORE, IMAGES, SPEECH = "/v1/rerank", "/score", "/v1/images/edits", "/v1/audio/speech"
+ADDRESS = "http://169.254.169.254/latest"
+
+
+def check_media(body: dict[str, Any], path: str = CHAT) -> None:
+    check_body(body, TABLES[path])
+
+
+def chat(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": content}]}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +62,6 @@ def test_what_is_in_the_request_passes(content: Any) -> None:
 )
 def test_what_would_be_fetched_is_rejected(part: Any) -> None:
     body = chat([{"type": "text", "text": "what is it?"}, part])
-    assert may_have_media(body)
     with pytest.raises(InvalidValue, match=r"may not fetch .*`data:` URL"):
         check_media(body)
 
@@ -67,13 +76,11 @@ def test_what_is_no_picture_is_rejected_as_a_node_rejects_it(file: bytes) -> Non
             "messages": [{"role": "user", "content": [{"type": "tool_result", "content": [block]}]}]
         },
         "input[0].content[0]": {"input": [{"content": [{"type": "input_image", "image_url": url}]}]},
-        "input[0].output[0]": {"input": [{"type": "function_call_output", "output": [{"image_url": url}]}]},
+        "x.y[0]": {"x": {"y": [{"image_url": url}]}},
     }
     for param, body in bodies.items():
-        encoded = json.dumps(body).encode()
-        assert may_have_media(encoded)
         with pytest.raises(InvalidValue, match="the picture cannot be read") as caught:
-            check_media(encoded)
+            check_media(body)
         assert caught.value.param == param
 
 
@@ -83,25 +90,107 @@ def test_a_picture_that_is_not_in_base64_is_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    "part",
+    ("path", "body"),
     [
-        rb'{"type": "image_url", "image_url": {"\u0075rl": "/etc/passwd"}}',
-        rb'{"type": "image", "image": " \u0068ttps://10.0.0.1/a"}',
-        rb'{"type": "image", "image": "http:/\/10.0.0.1/a"}',
-        rb'{"type": "image", "image": "http:\/\/10.0.0.1/a"}',
-        rb'{"type": "image", "image": "FiLe:etc"}',
+        (CHAT, {"documents": [{"text": "x", "source_url": ADDRESS}]}),
+        (CHAT, {"documents": [ADDRESS]}),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "images": [ADDRESS]}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "images": ["/etc/passwd"]}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "images": ["/" * 61 + "etc/passwd"]}]}),
+        (CHAT, {"messages": [{"role": "user", "content": {"image_url": {"url": "etc/passwd"}}}]}),
+        (CHAT, {"messages": {"0": {"content": [{"image": ADDRESS}]}}}),
+        (CHAT, {"messages": [[{"content": [{"image": ADDRESS}]}]]}),
+        (CHAT, {"tools": [{"type": "mcp", "server_url": ADDRESS}]}),
+        (CHAT, {"mm_data": {"a": {"b": ["x", ADDRESS]}}}),
+        (CHAT, {"api_base": ADDRESS}),
+        (CHAT, {"audio": {"voice": {"ref_audio": "C:\\x.wav"}}}),
+        (COMPLETIONS, {"prompt": {"prompt_string": "x", "multimodal_data": [ADDRESS]}}),
+        (COMPLETIONS, {"prompt": [{"prompt_string": "x", "multimodal_data": ["/etc/passwd"]}]}),
+        (COMPLETIONS, {"prompt": "x", "multimodal_data": {"image": ADDRESS}}),
+        (COMPLETIONS, {"prompt": "x", "image_data": [{"data": "../../etc/passwd", "id": 1}]}),
+        (EMBEDDINGS, {"input": [{"image": ADDRESS}]}),
+        (EMBEDDINGS, {"input": {"url": "relative/path"}}),
+        (EMBEDDINGS, {"input": [{"content": [{"type": "image_url", "image_url": {"url": ADDRESS}}]}]}),
+        (EMBEDDINGS, {"input": [ADDRESS], "modality": "image"}),
+        (EMBEDDINGS, {"input": ADDRESS, "modality": ["text", "image"]}),
+        (EMBEDDINGS, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": ADDRESS}]}]}),
+        (RERANK, {"query": {"content": [{"type": "image_url", "image_url": {"url": ADDRESS}}]}, "documents": ["x"]}),
+        (RERANK, {"query": "x", "documents": [{"text": "x", "image": ADDRESS}]}),
+        (RERANK, {"query": "x", "documents": {"content": [{"type": "video_url", "video_url": {"url": ADDRESS}}]}}),
+        (SCORE, {"text_1": "x", "text_2": {"content": [{"type": "image_url", "image_url": ADDRESS}]}}),
+        (SCORE, {"data_1": {"content": [{"type": "image_url", "image_url": ADDRESS}]}, "text_2": "x"}),
+        (IMAGES, {"prompt": "x", "image": ADDRESS}),
+        (IMAGES, {"prompt": "x", "image": "/etc/passwd"}),
+        (IMAGES, {"prompt": "x", "images": [{"image_url": "/etc/passwd"}]}),
+        (IMAGES, {"prompt": "x", "referenceImageURL": "x.png"}),
+        (SPEECH, {"input": "x", "voice": ADDRESS}),
+        (SPEECH, {"input": "x", "speaker_wav": "/etc/passwd"}),
     ],
 )
-def test_escapes_hide_no_address(part: bytes) -> None:
-    body = b'{"messages": [{"role": "user", "content": [%s]}]}' % part
-    assert may_have_media(body)
+def test_no_address_and_no_path_reaches_a_server_from_any_place(path: str, body: dict[str, Any]) -> None:
     with pytest.raises(InvalidValue, match="may not fetch"):
-        check_media(body)
+        check_media(body, path)
 
 
 @pytest.mark.parametrize(
-    "body", [b'{"messages": [}', b'{"messages": [{"content": ' + b"[" * 9000 + b"]" * 9000 + b"}]}"]
+    "address",
+    [
+        "\x00 https://10.0.0.1/a",
+        "ht\ntps://10.0.0.1/a",
+        "https:10.0.0.1/a",
+        "https:/\\10.0.0.1/a",
+        "HTTPS://10.0.0.1",
+        "FiLe:etc",
+        "gopher://x",
+        "//10.0.0.1/a",
+        "da\tta:text/plain,x",
+    ],
 )
-def test_body_that_cannot_be_checked_is_rejected(body: bytes) -> None:
-    with pytest.raises(MalformedJSON):
-        check_media(body)
+def test_spelling_hides_no_address(address: str) -> None:
+    with pytest.raises(InvalidValue, match="may not fetch"):
+        check_media(chat([{"type": "image_url", "image_url": {"url": address}}]))
+
+
+SCHEMA = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "https://x.example/y"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]}),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}),
+        (CHAT, {"metadata": {"source": ADDRESS}, "user": ADDRESS, "stop": [ADDRESS], "guided_json": SCHEMA}),
+        (CHAT, {"messages": [{"role": "user", "content": ADDRESS, "name": ADDRESS}]}),
+        (
+            CHAT,
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ADDRESS}}]}]},
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "assistant", "content": "x", "annotations": [{"url_citation": {"url": ADDRESS}}]}]},
+        ),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "images": [base64_of(FILE), data_url(FILE), ""]}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "file", "file": {"file_id": "file-1"}}]}]}),
+        (CHAT, {"service_tier": "auto", "temperature": 0.5, "x": {"mode": "fast", "size": "1024x1024"}}),
+        (COMPLETIONS, {"prompt": [ADDRESS, "file:///etc/passwd"], "suffix": ADDRESS}),
+        (COMPLETIONS, {"prompt": {"prompt_string": ADDRESS, "multimodal_data": [base64_of(b"RIFF....WAVEfmt ")]}}),
+        (EMBEDDINGS, {"input": [ADDRESS, "x"], "encoding_format": "float"}),
+        (EMBEDDINGS, {"input": [{"text": ADDRESS}, {"image": data_url(FILE)}]}),
+        (RERANK, {"query": ADDRESS, "documents": [ADDRESS, {"text": ADDRESS, "metadata": {"url": ADDRESS}}]}),
+        (SCORE, {"text_1": ADDRESS, "text_2": [ADDRESS]}),
+        (IMAGES, {"prompt": ADDRESS, "response_format": "url", "size": "1024x1024", "image": base64_of(FILE)}),
+        (SPEECH, {"input": ADDRESS, "voice": "af_bella", "ref_audio": base64_of(bytes(range(256)) * 40)}),
+        (SPEECH, {"input": "x", "audio": base64_of(b"\xff\xfb\x90\x64" + bytes(400))}),
+    ],
+)
+def test_texts_schemas_and_files_pass(path: str, body: dict[str, Any]) -> None:
+    check_media(body, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("image", ADDRESS), ("image", "/etc/passwd"), ("url", "x"), ("x", ADDRESS)]
+)
+def test_forms_and_queries_hold_no_address(name: str, value: str) -> None:
+    with pytest.raises(InvalidValue, match="may not fetch"):
+        check_form([("prompt", ADDRESS), (name, value)], TABLES[IMAGES])
+    check_form([("prompt", ADDRESS), ("size", "1x1"), ("image", data_url(FILE))], TABLES[IMAGES])

@@ -27,6 +27,7 @@ from cortex.gateway.dispatch.operator.audit import MAX_DETAIL, AuditLog
 from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.meter import ANONYMOUS, Meter
+from cortex.gateway.proxy.admission import resolve_listed
 from cortex.gateway.proxy.listener import OLLAMA_LISTINGS, OPEN_PATHS
 from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.routes import OPAQUE, ROUTES, error_response, family_of, json_response
@@ -40,7 +41,6 @@ from cortex.wire.errors import (
     CortexError,
     Family,
     InvalidAPIKey,
-    ModelNotFound,
     NodeNotFound,
     RouteNotFound,
     shorten,
@@ -255,10 +255,7 @@ class Control:
 
     def _resolve(self, request: Request, name: str) -> Resolution:
         """Raises ModelNotFound, also for a model that the key may not use."""
-        resolution = self._dispatcher.resolve(name)
-        if not keys.may_use(self.meter.key(request), resolution.model_id):
-            raise ModelNotFound("There is no such model for this key; GET /v1/models lists those that it may use.")
-        return resolution
+        return resolve_listed(self._dispatcher, self.meter.key(request), name, "/v1/models")
 
     def _model(self, request: Request, name: str) -> Response:
         resolution = self._resolve(request, name)

@@ -34,6 +34,7 @@ from cortex.wire.errors import (
     shorten,
 )
 from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.model_names import check_name
 from cortex.wire.node.orders import FilesRequest
 from cortex.wire.node.protocol import Progress, PullStatus
 
@@ -170,6 +171,7 @@ class FileRoutes:
         try:
             spec = self._dispatcher.resolve(wanted.model).spec
         except ModelNotFound:
+            check_name(wanted.model, "model")
             match = _HUB_ID.fullmatch(known_repository(wanted.model) or wanted.model)
             if match is None:
                 what = f"{shorten(wanted.model)} is no model of this gateway and no repository of the hub"

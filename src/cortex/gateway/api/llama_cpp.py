@@ -21,11 +21,12 @@ from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Metering
+from cortex.gateway.proxy.admission import resolve_listed
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire import llama_cpp
-from cortex.wire.errors import MissingModel, ModelNotFound
+from cortex.wire.errors import MissingModel
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
 _LIST = "/models"
@@ -76,7 +77,7 @@ class LlamaCppRoutes:
         if path in (_LOAD, _UNLOAD):
             expect(request, b"POST")
             by = self._metering.meter.authenticate_operator(request)
-            model = self._resolved(read_body(request.body, _Order).model)
+            model = self._dispatcher.resolve(_named(read_body(request.body, _Order).model)).model_id
             self._orders.begin(model, "load" if path == _LOAD else "unload", by)
             return json_response({"success": True})
         if path == _EVENTS:
@@ -90,11 +91,6 @@ class LlamaCppRoutes:
         name = query(request, "model")
         return json_response(llama_cpp.router_props() if name is None else self._props(name, key))
 
-    def _resolved(self, name: str) -> str:
-        if not name:
-            raise MissingModel("No model is named; add `model` with a name from GET /models.", param="model")
-        return self._dispatcher.resolve(name).model_id
-
     def _list(self, key: KeySection | None) -> dict[str, Any]:
         fleet, may_use = self._dispatcher.fleet, partial(keys.may_use, key)
         return llama_cpp.model_list(
@@ -102,9 +98,7 @@ class LlamaCppRoutes:
         )
 
     def _props(self, name: str, key: KeySection | None) -> dict[str, Any]:
-        model = self._resolved(name)
-        if not keys.may_use(key, model):
-            raise ModelNotFound("There is no such model for this key; GET /models lists those that it may use.")
+        model = resolve_listed(self._dispatcher, key, _named(name), "/models").model_id
         best = max(self._held(model), key=lambda status: status.state is ModelState.READY, default=None)
         return llama_cpp.props(best or ModelStatus(id=model, state=ModelState.COLD), name)
 
@@ -123,3 +117,9 @@ class LlamaCppRoutes:
     def _held(self, model: str) -> list[ModelStatus]:
         """The model on each node that has it."""
         return [node.residencies[model].status for node in self._dispatcher.fleet.nodes if model in node.residencies]
+
+
+def _named(name: str) -> str:
+    if not name:
+        raise MissingModel("No model is named; add `model` with a name from GET /models.", param="model")
+    return name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cortex.gateway.ledger.estimate import Estimate
 from cortex.gateway.ledger.groups import Budget, Prices, nano_per_token
-from cortex.gateway.ledger.keys import KeySection, check_model
+from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.ledger import Ledger
 from cortex.gateway.ledger.limits import Account
 from cortex.wire.errors import CortexError
@@ -71,9 +71,8 @@ class KeyedReservation:
     def is_tight(self) -> bool:
         return self.token_limit is not None and self.token_limit < self._estimate.most_tokens
 
-    @property
-    def max_prompt_tokens(self) -> int:
-        return self._estimate.max_prompt_tokens
+    def max_prompt_tokens(self, most: int) -> int:
+        return self._estimate.max_prompt_tokens(most)
 
     def extend(self, prompt_tokens: int) -> int | None:
         if self.token_limit is not None:
@@ -86,9 +85,6 @@ class KeyedReservation:
                     charge.amount = charge.account.extend(charge.amount, self._estimate, now, price=charge.price)
             self.token_limit = self._limit()
         return self.token_limit
-
-    def check_model(self, model: str) -> None:
-        check_model(self._account.key, model)
 
     def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
         self._ledger.settle(self._account, self._tokens, usage, model=model, node=node)

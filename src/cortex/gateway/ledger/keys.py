@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from cortex.settings import Section
-from cortex.wire.errors import InvalidAPIKey, ModelNotAllowed, OperatorOnly
+from cortex.wire.errors import InvalidAPIKey, ModelNotAllowed, OperatorOnly, shorten
 from cortex.wire.tenant import EVERYBODY, tenant_of
 
 PREFIX = "ck"
@@ -213,7 +213,7 @@ def check_model(key: KeySection, model: str) -> None:
     """Raise `ModelNotAllowed` when `key` may not use `model`."""
     if not may_use(key, model):
         allowed = ", ".join(f"`{pattern}`" for pattern in key.models)
-        raise ModelNotAllowed(f"The key `{key.name}` may not use `{model}`, only {allowed}.", param="model")
+        raise ModelNotAllowed(f"The key `{key.name}` may not use `{shorten(model)}`, only {allowed}.", param="model")
 
 
 def check_operator(key: KeySection) -> None:

@@ -18,7 +18,7 @@ from cortex.gateway.database import is_url
 from cortex.gateway.ledger.estimate import Estimate, TokenLimits
 from cortex.gateway.ledger.groups import Budget, NoPrices, Prices, budgets_of, with_models_of_groups
 from cortex.gateway.ledger.keyed_reservation import KeyedReservation
-from cortex.gateway.ledger.keys import Keyring, KeySection, check_model, check_operator
+from cortex.gateway.ledger.keys import Keyring, KeySection, check_operator
 from cortex.gateway.ledger.ledger import Ledger
 from cortex.gateway.ledger.sessions import Sessions, check_from_page, session_of
 from cortex.gateway.ledger.store import open_store
@@ -58,7 +58,7 @@ class Reservation(Protocol):
 
     @property
     def key(self) -> KeySection | None:
-        """The key that is charged; None on an open gateway."""
+        """The key that is charged, as it is now configured; None on an open gateway."""
 
     @property
     def token_limit(self) -> int | None:
@@ -68,16 +68,12 @@ class Reservation(Protocol):
     def is_tight(self) -> bool:
         """Whether the budget may end the response before the client's limit or the model's context does."""
 
-    @property
-    def max_prompt_tokens(self) -> int:
-        """More tokens than this the prompt cannot have, by its size."""
+    def max_prompt_tokens(self, most: int) -> int:
+        """More tokens than this a prompt cannot have, which has at most `most` by its size."""
 
     def extend(self, prompt_tokens: int) -> int | None:
         """Reserve enough for a prompt with this many tokens, and for a response; returns `token_limit`. Raises
         RateLimitExceeded or InsufficientQuota."""
-
-    def check_model(self, model: str) -> None:
-        """Raise ModelNotAllowed when the key may not use `model`."""
 
     def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
         """Replace the reservation by `usage`; None when there was no response."""
@@ -125,21 +121,19 @@ class Meter(Protocol):
 class FreeReservation:
     """What a request holds that is charged to nobody: any on an open gateway, and health checks of servers."""
 
-    __slots__ = ("is_tight", "key", "max_prompt_tokens", "principal", "token_limit")
+    __slots__ = ("is_tight", "key", "principal", "token_limit")
 
     def __init__(self, key: KeySection | None = None) -> None:
         self.principal = ANONYMOUS if key is None else key.name
         self.key = key
         self.token_limit = None
         self.is_tight = False
-        self.max_prompt_tokens = 0
+
+    def max_prompt_tokens(self, most: int) -> int:
+        return most
 
     def extend(self, prompt_tokens: int) -> None:
         """Nothing is reserved."""
-
-    def check_model(self, model: str) -> None:
-        if self.key is not None:
-            check_model(self.key, model)
 
     def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
         """Nothing is recorded."""

@@ -10,17 +10,19 @@ from functools import partial
 
 import msgspec
 
+from cortex.fleet.catalogue import ModelSpec, Resolution, near_misses
 from cortex.fleet.placement.decision import Origin
 from cortex.gateway.dispatch.view import DispatchView
-from cortex.gateway.ledger.keys import KeySection, PrefixSharing, may_use, tenant_of_key
+from cortex.gateway.ledger.keys import KeySection, PrefixSharing, check_model, may_use, tenant_of_key
 from cortex.gateway.ledger.meter import FreeReservation, Meter, Reservation
 from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.routes import Route
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
-from cortex.parsing.envelope import Envelope, Facts
+from cortex.parsing.envelope import Envelope
 from cortex.telemetry.spans import Span
-from cortex.wire.errors import CortexError
+from cortex.wire.errors import CortexError, ModelNotAllowed, ModelNotFound, shorten
+from cortex.wire.facts import Facts
 from cortex.wire.tenant import EVERYBODY, tenant_of
 
 
@@ -87,20 +89,19 @@ class AdmissionController:
         key: KeySection | None,
         prompt_bytes: int,
         facts: Facts,
-        is_counted: bool = False,
         *,
+        has_price: bool = False,
         is_check: bool = False,
     ) -> AdmittedRequest:
         """Reserve what a request of `key` may use and resolve its model. Raises the `CortexError` that rejects it.
 
-        `is_counted`: `prompt_bytes` are tokens. `is_check`: see `AdmittedRequest`."""
+        `has_price`: it uses the tokens that the catalogue says for its model. `is_check`: see `AdmittedRequest`."""
         reservation: Reservation = FreeReservation(key)
         if not is_check:
-            reservation = self.meter.admit(key, prompt_bytes, facts, self._context_of, self._prices_of, is_counted)
+            reservation = self._reserve(key, prompt_bytes, facts, has_price=has_price)
         try:
-            resolution = self._dispatcher.resolve(facts.model)
+            resolution = resolve_for(self._dispatcher, reservation.key, facts.model)
             model = resolution.model_id
-            reservation.check_model(model)
             if facts.has_pictures:
                 self.check_pictures(key, model)
         except CortexError as error:
@@ -109,6 +110,50 @@ class AdmissionController:
         origin: Origin = "background" if resolution.background else "request"
         return AdmittedRequest(model, origin, reservation, key, is_check, tenant_of_key(key, self.prefix_sharing))
 
+    def _reserve(self, key: KeySection | None, prompt_bytes: int, facts: Facts, *, has_price: bool) -> Reservation:
+        """Of a model that the key may not use nothing is known: an error must not tell its price or its context."""
+        name = facts.model
+        try:
+            resolve_for(self._dispatcher, key, name)
+        except (ModelNotAllowed, ModelNotFound):
+            prompt_bytes = ModelSpec(id=name).tokens_per_request if has_price else prompt_bytes
+            return self.meter.admit(key, prompt_bytes, facts, is_counted=has_price)
+        if has_price:
+            prompt_bytes = self._dispatcher.spec(name).tokens_per_request
+        return self.meter.admit(key, prompt_bytes, facts, self._context_of, self._prices_of, has_price)
+
     def check_pictures(self, key: KeySection | None, model: str) -> None:
         """Raises UnsupportedModality for a model that reads text only, with those of `key` that read pictures."""
         self._dispatcher.check_pictures(model, partial(may_use, key))
+
+
+def resolve_for(dispatcher: DispatchView, key: KeySection | None, name: str) -> Resolution:
+    """The model that the owner of `key` means. What a key with a list of models learns depends on its list alone, and
+    not on which other models there are. Raises ModelNotAllowed for a name beyond the list, ModelNotFound for others."""
+    if key is None or not key.models:
+        return dispatcher.resolve(name)
+    try:
+        resolution = dispatcher.resolve(name)
+        if may_use(key, resolution.model_id):
+            return resolution
+    except ModelNotFound:
+        pass
+    check_model(key, name)
+    fleet = dispatcher.fleet
+    misses = near_misses(name, (each for each in (*fleet.catalogue.ids, *fleet.live_models()) if may_use(key, each)))
+    advice = f"did you mean {' or '.join(f'`{miss}`' for miss in misses)}?" if misses else "GET /v1/models lists yours."
+    message = f"There is no model `{shorten(name)}` for this key: {advice}"
+    raise ModelNotFound(message, param="model", details={"near_misses": list(misses)})
+
+
+def resolve_listed(dispatcher: DispatchView, key: KeySection | None, name: str, listing: str) -> Resolution:
+    """The same for a route about models: a key with a list of them sees no others there. Raises ModelNotFound, which
+    names the route `listing`."""
+    try:
+        return resolve_for(dispatcher, key, name)
+    except (ModelNotAllowed, ModelNotFound):
+        if key is None or not key.models:
+            raise
+        raise ModelNotFound(
+            f"There is no such model for this key; GET {listing} lists those that it may use."
+        ) from None

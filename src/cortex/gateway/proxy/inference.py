@@ -24,12 +24,13 @@ from cortex.gateway.proxy.services import Services
 from cortex.http.server.exchange import Exchange
 from cortex.parsing import relayed
 from cortex.parsing.cost import is_read_elsewhere
-from cortex.parsing.envelope import Envelope, Facts
+from cortex.parsing.envelope import Envelope
 from cortex.parsing.relayed import RelayedBody
 from cortex.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.wire import error_encoding
 from cortex.wire.errors import CortexError, Family, InvalidAPIKey, InvalidValue, ShuttingDown, shorten
+from cortex.wire.facts import Facts
 from cortex.wire.fields.body import check_content_type
 
 _JSON = b"application/json"
@@ -84,7 +85,7 @@ class Inference:
             if content_type != _JSON and (is_from_page or route.family is not Family.OLLAMA):
                 check_content_type((content_type or b"").decode("latin-1"), required=is_from_page)
             strip_billing = services.config.strip_billing_header and route.dialect == "anthropic_messages"
-            if is_read_elsewhere(request.body, strip_billing=strip_billing):
+            if is_read_elsewhere(request.body, route.dialect, strip_billing=strip_billing):
                 reading = self._receive_large(exchange, route, key, id, span, received_at, strip_billing, then)
                 task = run_once(reading, "read a large request")
                 exchange.on_disconnect(partial(_cancel, task))
@@ -169,10 +170,8 @@ class Inference:
                 _check_limits(envelope.facts)
             num_bytes = len(body) - envelope.facts.picture_bytes if route.uses_tokens else 0
             has_price = route.need == "relay"  # its tokens are not in its bytes
-            if has_price:
-                num_bytes = self.services.dispatcher.spec(envelope.facts.model).tokens_per_request
             admitted = self.services.admission.admit(
-                received.key, num_bytes, envelope.facts, has_price, is_check=is_check
+                received.key, num_bytes, envelope.facts, has_price=has_price, is_check=is_check
             )
         except CortexError as error:
             self.reject(received, error)

@@ -1,8 +1,8 @@
 """The body that a node gets: the client's bytes, the same with other values for a few fields, or a translation of it.
 
 Our own nodes learn from headers which tokens a request may use, and its tenant. Foreign servers do not know them: for
-them the limit of one choice is written into the body, and the tenant where they read it there. They would also fetch
-media that the body names by address, from inside their own network: such a body is rejected.
+them the limit of one choice is written into the body, and the tenant where they read it there. They get the body as it
+was read here (`parsing/servers.py`).
 """
 
 from __future__ import annotations
@@ -19,26 +19,16 @@ from cortex.gateway.proxy.routes import CHAT
 from cortex.gateway.proxy.translation import ChatTranslation
 from cortex.http.request import Headers
 from cortex.parsing import protocol
-from cortex.parsing.cost import LARGE_RELAYED_BYTES, is_edited_elsewhere, is_parsed_elsewhere
-from cortex.parsing.envelope import Facts
+from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.parser import BodyParser
+from cortex.parsing.servers import Access, ServerBody, check_limit, server_body
 from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
+from cortex.wire.facts import Facts
 from cortex.wire.fields.raw_fields import replace_fields
-from cortex.wire.node.protocol import Dialect
-from cortex.wire.pictures.media_urls import check_media, may_have_media
+from cortex.wire.fields.tables.by_path import TABLES
 from cortex.wire.requests import GenerateRequest
-from cortex.wire.tenant import EVERYBODY
-
-_LIMITS: dict[Dialect, tuple[str, tuple[str, ...]]] = {
-    "openai_chat": ("max_tokens", ("max_completion_tokens", "n_predict")),
-    "openai_completions": ("max_tokens", ("n_predict",)),
-    "openai_responses": ("max_output_tokens", ()),
-    "openai_compaction": ("max_output_tokens", ()),
-    "anthropic_messages": ("max_tokens", ()),
-}
-"""The field with the limit of one choice, and fields that servers may read in its place."""
-
+from cortex.wire.tenant import EVERYBODY, SALT
 
 _JSON = (b"content-type", b"application/json")
 _STREAM: Headers = (_JSON, (b"accept", b"text/event-stream"))
@@ -49,20 +39,20 @@ class OutgoingBody:
     """One per request. For each attempt call `choose`, then `prepare` if that is needed, then `made`."""
 
     __slots__ = (
+        "_access",
         "_admitted",
-        "_choice_limit",
         "_edited",
-        "_is_checked",
-        "_is_renamed",
+        "_has_budget",
+        "_is_foreign",
         "_keeper",
-        "_limit",
+        "_limits",
         "_received",
         "_request",
         "_route",
+        "_served",
         "_tenant",
         "_translated",
         "_translates",
-        "_unchecked",
         "headers",
     )
     method = b"POST"
@@ -73,112 +63,113 @@ class OutgoingBody:
         self._received = received.body
         self._admitted = admitted
         self._keeper = keeper
-        self._is_renamed = received.envelope.facts.model != admitted.model
-        """Whether the client named the model by an alias."""
         self.headers: Headers = _STREAM if self._route.generates and received.envelope.facts.stream else _WHOLE
         """What the node learns about the body and the response."""
-        self._choice_limit: int | None = None
-        """The limit for foreign servers, once it is known."""
+        self._has_budget = self._route.need != "relay" and admitted.reservation.token_limit is not None
+        self._access = _access(admitted, has_budget=self._has_budget) if self._route.need != "relay" else "any"
+        self._is_foreign = False
         self._translates = False
         """Whether the body is translated."""
-        self._limit: int | None = None
-        """The limit that is written into it."""
         self._tenant = EVERYBODY
         """The tenant that is written into it."""
-        self._is_checked = False
-        """Whether the media of the body are known to be in it."""
-        self._unchecked = False
-        """Whether that must be known before the body is sent."""
-        self._edited: bytes | None = None
-        """The body in its form, once it is made; not of a translation."""
-        self._translated: tuple[GenerateRequest, bytes] | None = None
+        self._limits: dict[int, int | None] = {}
+        """The limit of a choice at a foreign server, by the tokens of the prompt there."""
+        is_renamed = received.envelope.facts.model != admitted.model  # the client named it by an alias
+        self._edited: bytes | None = None if is_renamed or self._route.target else received.body
+        """What our own nodes get, or the target of another path, once it is made."""
+        self._served: ServerBody | None = None
+        """What a foreign server gets of a body that is not translated, once it is made."""
+        self._translated: tuple[GenerateRequest, ServerBody] | None = None
 
     def choose(self, lease: Lease, *, takes_salt: bool = False) -> bool:
         """Choose the form for the node of `lease`; False: call `prepare` before `made`. `takes_salt`: the node reads
-        the tenant in `cache_salt`.
-
-        Raises InsufficientQuota or RateLimitExceeded where the budget is too small for a foreign server, which cannot
-        receive a limit for the tokens of the prompt.
-        """
-        route, body, is_foreign = self._route, self._received, not lease.has_lifecycle
-        has_budget = is_foreign and self._admitted.reservation.token_limit is not None
-        limit = self._foreign_limit() if has_budget else None
-        tenant = narrowed_tenant(self._request, self._admitted) if takes_salt and route.generates else EVERYBODY
+        the tenant in `cache_salt`."""
+        route, body = self._route, self._received
+        self._is_foreign = not lease.has_lifecycle
+        self._translates = route.generates and route.dialect not in lease.dialects
         if route.target:
             return self._edited is not None or not is_parsed_elsewhere(body)
-        translates = route.generates and route.dialect not in lease.dialects
-        if (translates, limit, tenant) != (self._translates, self._limit, self._tenant):
-            self._translates, self._limit, self._tenant = translates, limit, tenant
-            self._edited = self._translated = None
-        if translates:
+        tenant = narrowed_tenant(self._request, self._admitted) if takes_salt and route.generates else EVERYBODY
+        if tenant != self._tenant:
+            self._tenant, self._served, self._translated = tenant, None, None
+        if self._translates:
             return self._translated is not None or not is_parsed_elsewhere(body)
-        if self._edited is None and not self._edits:
-            self._edited = body
-        self._unchecked = (
-            is_foreign and not self._is_checked and (len(body) >= LARGE_RELAYED_BYTES or may_have_media(body))
-        )
-        if self._unchecked and is_parsed_elsewhere(body):
-            return False
+        if self._is_foreign:
+            return self._served is not None or not is_parsed_elsewhere(body)
         return self._edited is not None or not is_edited_elsewhere(body)
 
     async def prepare(self, parser: BodyParser) -> None:
         """Makes a body that would block the loop in another process. Raises CortexError on an invalid one."""
         key, exchange = self._admitted.key, self._request.exchange
         client = key.id if key is not None else exchange.request.client  # who shares the parser with others
+        body, model = self._received, self._admitted.model
         if self._route.target:
-            self._edited = await parser.translate_embed(self._received, self._admitted.model, client)
+            self._edited = await parser.translate_embed(body, model, client)
         elif self._translates:
-            dialect, model = self._route.dialect, self._admitted.model
-            self._translated = await parser.translate(
-                dialect, self._received, model, client, max_tokens=self._limit, tenant=self._tenant
+            self._translated = await parser.translate(self._route.dialect, body, model, client, tenant=self._tenant)
+        elif self._is_foreign:
+            self._served = await parser.server_body(
+                self._path, body, client, without=self._rewritten, access=self._access
             )
         else:
-            if self._unchecked:
-                await parser.check_media(self._received, client)
-                self._is_checked = True
-            if self._edited is None:
-                self._edited = await parser.edit(self._received, self._edits, client, without=self._without)
+            self._edited = await parser.edit(body, {"model": model}, client)
 
     def made(self) -> tuple[bytes, bytes, ChatTranslation | EmbeddingTranslation | None]:
-        """The path, the body, and the translation of the response. Raises CortexError on an invalid body."""
+        """The path, the body, and the translation of the response. Raises CortexError on an invalid body, among them
+        InsufficientQuota or RateLimitExceeded where the budget is too small for a foreign server, which cannot receive
+        a limit for the tokens of the prompt."""
+        model = self._admitted.model
         if self._route.target:
-            body = self._edited = self._edited or embeddings.request_body(self._received, self._admitted.model)
-            translation = EmbeddingTranslation(self._route.path.decode(), self._request.envelope.facts.model)
+            body = self._edited = self._edited or embeddings.request_body(self._received, model)
+            self._foreign_limit(len(body))
+            translation = EmbeddingTranslation(self._path, self._request.envelope.facts.model)
             return self._route.target, body, translation
         if self._translates:
-            return CHAT.path, *self._translation(self._limit)
-        if self._unchecked:
-            check_media(self._received)
-            self._is_checked, self._unchecked = True, False
+            return CHAT.path, *self._translation()
+        if self._is_foreign:
+            if self._served is None:
+                self._served = server_body(self._path, self._received, self._rewritten, self._access)
+            limit = self._foreign_limit(len(self._served.body))
+            values: dict[str, str | int] = {"model": model}
+            if limit is not None and self._route.generates:
+                check_limit(limit)
+                values[TABLES[self._path].limits[0]] = limit
+            if self._tenant:
+                values[SALT] = self._tenant.hex()
+            return self._route.path, self._served.with_fields(values), None
         if self._edited is None:
-            self._edited = replace_fields(self._received, self._edits, without=self._without)
+            self._edited = replace_fields(self._received, {"model": model})
         return self._route.path, self._edited, None
 
-    def _foreign_limit(self) -> int | None:
-        if self._choice_limit is None:
-            self._choice_limit = choice_limit(self._admitted.reservation, self._request.envelope.facts)
-        return self._choice_limit
+    @property
+    def _path(self) -> str:
+        return self._route.path.decode()
 
     @property
-    def _edits(self) -> dict[str, str | int]:
-        edits: dict[str, str | int] = {}
-        if self._is_renamed:
-            edits["model"] = self._admitted.model
-        if self._limit is not None and self._route.generates:
-            edits[_LIMITS[self._route.dialect][0]] = self._limit
-        if self._tenant:
-            edits["cache_salt"] = self._tenant.hex()
-        return edits
+    def _rewritten(self) -> tuple[str, ...]:
+        """Fields of the client that a foreign server does not get."""
+        limits = TABLES[self._path].limits if self._has_budget and self._route.generates else ()
+        return ("model", *limits, SALT) if self._tenant else ("model", *limits)
 
-    @property
-    def _without(self) -> tuple[str, ...]:
-        return () if self._limit is None else _LIMITS[self._route.dialect][1]
+    def _foreign_limit(self, num_bytes: int) -> int | None:
+        """The limit of a choice at a foreign server that gets a body of this size; None: there is none."""
+        if not (self._is_foreign and self._has_budget):
+            return None
+        facts = self._request.envelope.facts
+        # What is sent may be longer than what was received, but for the encoding of pictures.
+        most = max(num_bytes, len(self._received)) - facts.picture_bytes + facts.picture_tokens
+        if most not in self._limits:
+            self._limits[most] = choice_limit(self._admitted.reservation, facts, most)
+        return self._limits[most]
 
-    def _translation(self, limit: int | None) -> tuple[bytes, ChatTranslation]:
+    def _translation(self) -> tuple[bytes, ChatTranslation]:
         if self._translated is None:
             request = self._route.codec.parse(self._received)
-            self._translated = request, protocol.translated(request, self._admitted.model, limit, self._tenant)
-        request, body = self._translated
+            self._translated = request, ServerBody(protocol.translated(request, self._admitted.model, self._tenant))
+        request, served = self._translated
+        limits = (request.sampling.max_tokens, self._foreign_limit(len(served.body)))
+        limit = min((each for each in limits if each is not None), default=None)
+        body = served.with_fields({} if limit is None else {"max_tokens": limit})
         response_id = self._route.codec.ID_PREFIX + self._request.id.decode().removeprefix("req_")
         if self._keeper is not None and self._keeper.kept is not None:
             request, response_id = self._keeper.kept.described(request), self._keeper.kept.id
@@ -186,16 +177,24 @@ class OutgoingBody:
         return body, ChatTranslation(self._route, request, id=response_id, model=name, show=show)
 
 
+def _access(admitted: AdmittedRequest, *, has_budget: bool) -> Access:
+    """What the key may send to a foreign server, which reads fields that are not known here: they may choose another
+    model, or use tokens that are not counted."""
+    if has_budget:
+        return "counted"
+    return "known" if admitted.key is not None and admitted.key.models else "any"
+
+
 MOST_UNASKED_TOKENS = 16_384
 """The limit of a choice whose client sets none, where the budget has more: servers reject limits beyond their context,
 and many do not report it."""
 
 
-def choice_limit(reservation: Reservation, facts: Facts) -> int | None:
+def choice_limit(reservation: Reservation, facts: Facts, most_prompt_tokens: int) -> int | None:
     """The most tokens of one choice at a server that takes no limit for the whole request; None without a
     budget, and where the model's context ends a choice before the budget does. The prompt counts as one token per byte,
     because that is the most that it can have. Raises InsufficientQuota or RateLimitExceeded."""
-    prompt_tokens = reservation.max_prompt_tokens
+    prompt_tokens = reservation.max_prompt_tokens(most_prompt_tokens)
     try:
         limit = reservation.extend(prompt_tokens)
     except (InsufficientQuota, RateLimitExceeded) as error:

@@ -47,10 +47,14 @@ def for_node(
     keeper: ResponseKeeper | None,
     traceparent: bytes | None,
 ) -> Headers:
-    """What a node learns about a request in addition to its body."""
+    """What a node learns about a request in addition to its body. A foreign server learns neither whose it is nor
+    anything else that is only for our nodes."""
     reservation = admitted.reservation
-    headers: Headers = (
-        (b"x-request-id", accounting.received.id),
+    headers: Headers = ((b"x-request-id", accounting.received.id),)
+    if not lease.has_lifecycle:
+        return headers if traceparent is None else (*headers, (b"traceparent", traceparent))
+    headers = (
+        *headers,
         (_ATTEMPT, accounting.attempt_id),
         (_PRINCIPAL, header_value(reservation.principal)),
     )
@@ -60,9 +64,9 @@ def for_node(
         headers = (*headers, (_KEPT, keeper.kept.header_value.encode()))
     if route.reports_durations:
         headers = (*headers, (_WAITED, b"%d" % (1000 * accounting.held_s)))
-    if reservation.token_limit is not None and lease.has_lifecycle:
+    if reservation.token_limit is not None:
         headers = (*headers, (_TOKEN_LIMIT, b"%d" % reservation.token_limit))
-    if route.need == "embeddings" and lease.has_lifecycle:
+    if route.need == "embeddings":
         headers = (*headers, *float_vectors.ASKED)
     if hides_details(admitted.key):
         headers = (*headers, _NO_DETAILS)

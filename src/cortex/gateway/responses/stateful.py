@@ -28,7 +28,6 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.server.held_end import HeldEnd
 from cortex.parsing import items
 from cortex.parsing.conversations import Completed, Completion, References
-from cortex.parsing.envelope import ABSENT, Facts
 from cortex.parsing.items import StoredTexts
 from cortex.wire.dialects.openai_responses.kept import KeptResponse
 from cortex.wire.errors import (
@@ -38,6 +37,8 @@ from cortex.wire.errors import (
     PreviousResponseNotFound,
     shorten,
 )
+from cortex.wire.facts import Facts
+from cortex.wire.fields.body import ABSENT
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from cortex.http.limits import ClientLimits
 from cortex.http.request import Headers
 from cortex.wire.errors import BodyTooLarge, CortexError, HeadersTooLarge, MalformedHTTP
 
-_CHECKED = frozenset((b"host", b"content-length", b"expect", b"transfer-encoding"))
+_CHECKED = frozenset((b"host", b"content-length", b"content-type", b"expect", b"transfer-encoding"))
 
 
 def check_head(
@@ -18,13 +18,15 @@ def check_head(
 ) -> tuple[CortexError | None, bool, int]:
     """Why a request that the parser accepted is rejected, or None; whether the client waits for `100 Continue`; and the
     announced Content-Length, 0 without one."""
-    num_hosts = content_length = 0
+    num_hosts = num_types = content_length = 0
     transfer_encoding = expect = None
     for name, value in headers:
         if name not in _CHECKED:
             continue
         if name == b"host":
             num_hosts += 1
+        elif name == b"content-type":
+            num_types += 1
         elif name == b"content-length":
             content_length = int(value)
         elif name == b"expect":
@@ -35,6 +37,8 @@ def check_head(
     rejection = (
         None if is_plain and method != b"CONNECT" else _rejection(method, version, num_hosts, transfer_encoding, expect)
     )
+    if rejection is None and num_types > 1:
+        rejection = MalformedHTTP("a request may have one Content-Type header; send the one that is right")
     if rejection is None and len(headers) > limits.num_headers:
         rejection = HeadersTooLarge(f"{len(headers)} headers; at most {limits.num_headers} are accepted")
     return rejection, expect is not None and version == "1.1", content_length

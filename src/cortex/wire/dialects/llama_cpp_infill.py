@@ -11,7 +11,8 @@ from cortex.wire.dialects.openai_chunks import stream_error
 from cortex.wire.error_codes import from_code
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure, Finish, ReasoningDelta, TextDelta
-from cortex.wire.fields.body import LARGEST_COUNT
+from cortex.wire.facts import Facts
+from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.sampling import read_sampling
 from cortex.wire.fields.tables.llama_cpp_infill import FIELDS
 from cortex.wire.requests import GenerateRequest, Reasoning, Text
@@ -23,22 +24,45 @@ from cortex.wire.tenant import read_tenant
 FAMILY = Family.OPENAI
 ID_PREFIX = "infill-"
 
-__all__ = ["CONTENT_TYPE", "FAMILY", "ID_PREFIX", "KEEPALIVE", "Encoder", "fold", "parse", "stream_error"]
+__all__ = [
+    "CONTENT_TYPE",
+    "FAMILY",
+    "FIELDS",
+    "ID_PREFIX",
+    "KEEPALIVE",
+    "Encoder",
+    "fold",
+    "parse",
+    "pictures",
+    "read_facts",
+    "stream_error",
+]
+
+
+def read_facts(fields: Fields) -> Facts:
+    """Raises `MissingModel` or `InvalidValue`."""
+    limit = fields.integer("n_predict", low=-LARGEST_COUNT, high=LARGEST_COUNT)
+    return Facts(fields.model(), fields.flag("stream") or False, limit if limit and limit > 0 else None, 1)
+
+
+def pictures(fields: Fields) -> tuple[str, ...]:  # noqa: ARG001 - as the other dialects
+    """What is filled in is text."""
+    return ()
 
 
 def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel` or `InvalidValue`."""
     fields = FIELDS.read(body)
-    limit = fields.integer("n_predict", low=-LARGEST_COUNT, high=LARGEST_COUNT)
+    facts = read_facts(fields)
     files = [(each.text("filename") or "", each.required_text("text")) for each in fields.objects("input_extra")]
     return GenerateRequest(
-        model=fields.model(),
+        model=facts.model,
         prompt=fields.text("input_prefix") or "",
         suffix=fields.text("input_suffix") or "",
         middle=fields.text("prompt") or "",
         context_files=tuple(files),
-        sampling=msgspec.structs.replace(read_sampling(fields), max_tokens=limit if limit and limit > 0 else None),
-        stream=fields.flag("stream") or False,
+        sampling=msgspec.structs.replace(read_sampling(fields), max_tokens=facts.completion_limit),
+        stream=facts.stream,
         include_usage=True,
         ignored_fields=fields.unknown,
         tenant=read_tenant(fields),

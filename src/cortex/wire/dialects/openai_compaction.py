@@ -12,7 +12,16 @@ from typing import Any
 import msgspec
 
 from cortex.wire.dialects import openai_responses
-from cortex.wire.dialects.openai_responses import CONTENT_TYPE, FAMILY, KEEPALIVE, Encoder, stream_error
+from cortex.wire.dialects.openai_responses import (
+    CONTENT_TYPE,
+    FAMILY,
+    FIELDS,
+    KEEPALIVE,
+    Encoder,
+    pictures,
+    read_facts,
+    stream_error,
+)
 from cortex.wire.dialects.openai_responses.compacted import encoded
 from cortex.wire.dialects.openai_responses.response import usage_body
 from cortex.wire.errors import GenerationFailed, InvalidValue
@@ -30,7 +39,19 @@ PROMPT = (
 )
 _KEPT = "kept_messages"
 
-__all__ = ["CONTENT_TYPE", "FAMILY", "ID_PREFIX", "KEEPALIVE", "Encoder", "fold", "parse", "stream_error"]
+__all__ = [
+    "CONTENT_TYPE",
+    "FAMILY",
+    "FIELDS",
+    "ID_PREFIX",
+    "KEEPALIVE",
+    "Encoder",
+    "fold",
+    "parse",
+    "pictures",
+    "read_facts",
+    "stream_error",
+]
 
 
 def parse(body: bytes) -> GenerateRequest:

@@ -29,7 +29,8 @@ from cortex.wire.events import (
     TokenLogprob,
     UsageSoFar,
 )
-from cortex.wire.fields.body import Fields, PromptIds
+from cortex.wire.facts import Facts
+from cortex.wire.fields.body import MAX_PROMPTS, Fields, PromptIds
 from cortex.wire.fields.sampling import (
     MAX_CHOICES,
     MAX_TOP_LOGPROBS,
@@ -49,26 +50,51 @@ from cortex.wire.tenant import read_tenant
 FAMILY = Family.OPENAI
 ID_PREFIX = "cmpl-"
 
-__all__ = ["CONTENT_TYPE", "FAMILY", "ID_PREFIX", "KEEPALIVE", "Encoder", "fold", "parse", "stream_error"]
+__all__ = [
+    "CONTENT_TYPE",
+    "FAMILY",
+    "FIELDS",
+    "ID_PREFIX",
+    "KEEPALIVE",
+    "Encoder",
+    "fold",
+    "parse",
+    "pictures",
+    "read_facts",
+    "stream_error",
+]
+
+
+def read_facts(fields: Fields) -> Facts:
+    """Raises `MissingModel` or `InvalidValue`."""
+    max_tokens, n = read_limits(fields, fewest_tokens=0)
+    if (num_prompts := fields.num_prompts("prompt")) > MAX_PROMPTS:
+        raise fields.invalid("prompt", f"a request may have at most {MAX_PROMPTS} prompts; send fewer")
+    return Facts(fields.model(), fields.flag("stream") or False, max_tokens, n * num_prompts)
+
+
+def pictures(fields: Fields) -> tuple[str, ...]:  # noqa: ARG001 - as the other dialects
+    """A prompt is text."""
+    return ()
 
 
 def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel` or `InvalidValue`."""
     fields = FIELDS.read(body)
-    max_tokens, n = read_limits(fields, fewest_tokens=0)
+    facts = read_facts(fields)
     top_logprobs = fields.integer("logprobs", low=0, high=MAX_TOP_LOGPROBS)
     echo = fields.flag("echo") or False
     prompt, *more_prompts = _read_prompts(fields)
-    if (num_choices := n * (1 + len(more_prompts))) > MAX_CHOICES:
+    if facts.num_choices > MAX_CHOICES:
         raise fields.invalid(
-            "prompt", f"{num_choices} choices in one request, at most {MAX_CHOICES}; send fewer prompts"
+            "prompt", f"{facts.num_choices} choices in one request, at most {MAX_CHOICES}; send fewer prompts"
         )
     suffix = fields.text("suffix") or None
     if suffix is not None and (more_prompts or not isinstance(prompt, str) or echo):
         raise fields.invalid("suffix", "it needs one prompt, as text, without 'echo'")
     stream_options = fields.object("stream_options")
     return GenerateRequest(
-        model=fields.model(),
+        model=facts.model,
         prompt=prompt,
         more_prompts=tuple(more_prompts),
         suffix=suffix,
@@ -77,13 +103,13 @@ def parse(body: bytes) -> GenerateRequest:
         output=read_output_format(fields, fields.object("response_format")),
         sampling=msgspec.structs.replace(
             read_sampling(fields),
-            max_tokens=max_tokens,
-            n=n,
+            max_tokens=facts.completion_limit,
+            n=facts.num_choices // (1 + len(more_prompts)),
             logprobs=top_logprobs is not None,
             top_logprobs=top_logprobs or 0,
             prompt_logprobs=read_prompt_logprobs(fields),
         ),
-        stream=fields.flag("stream") or False,
+        stream=facts.stream,
         include_usage=(stream_options.flag("include_usage") or False) if stream_options else False,
         continuous_usage=(stream_options.flag("continuous_usage_stats") or False) if stream_options else False,
         return_token_ids=fields.flag("return_token_ids") or False,

@@ -17,6 +17,9 @@ from cortex.wire.dialects.ollama import chat as ollama_chat
 from cortex.wire.dialects.ollama import generate as ollama_generate
 from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import AnyEvent
+from cortex.wire.facts import Facts
+from cortex.wire.fields.body import Fields
+from cortex.wire.fields.tables.table import FieldTable
 from cortex.wire.node.protocol import Dialect as DialectName
 from cortex.wire.requests import GenerateRequest
 
@@ -38,6 +41,9 @@ class Dialect(Protocol):
     def FAMILY(self) -> Family: ...  # noqa: N802
 
     @property
+    def FIELDS(self) -> FieldTable: ...  # noqa: N802
+
+    @property
     def ID_PREFIX(self) -> str: ...  # noqa: N802
 
     @property
@@ -48,6 +54,10 @@ class Dialect(Protocol):
 
     @property
     def Encoder(self) -> _MakeEncoder: ...  # noqa: N802
+
+    def read_facts(self, fields: Fields) -> Facts: ...
+
+    def pictures(self, fields: Fields) -> Iterable[str]: ...
 
     def parse(self, body: bytes) -> GenerateRequest: ...
 

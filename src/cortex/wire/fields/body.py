@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import Raw
 
 from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel, UnsupportedMediaType, shorten
 
@@ -37,6 +39,14 @@ _SURROGATES = re.compile(
 """A pair, or a surrogate alone. An even number of backslashes before it is text: the `u` begins no escape. It begins
 with a literal, which the search for a match skips to."""
 _LARGEST_SHOWN = 10**18
+MAX_PROMPTS = 1024
+"""Prompts in one completions request; foreign servers accept lists of them."""
+MAX_SCANNED_BYTES = 1 << 16
+"""Of a value that an event loop decodes; limits, options and names have a few."""
+ABSENT = Raw()
+_EMPTY = re.compile(rb'\s*(?:null|""|\[\s*\])?\s*')
+_SEVERAL_PROMPTS = re.compile(rb'\s*\[\s*["\[]')
+_value = msgspec.json.Decoder()
 _KINDS = {str: "a string", bool: "true or false", int: "an integer", float: "a number", list: "an array"}
 
 
@@ -54,19 +64,35 @@ def check_content_type(content_type: str | None, *, required: bool = False) -> N
 def parse(body: bytes, names: frozenset[str] | None = None) -> Fields:
     """The body as an object, with U+FFFD for lone surrogates. With `names`, only those fields can be read. Raises
     `MalformedJSON`."""
+    return Fields(decode_object(body), names=names)
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """A JSON object, with U+FFFD for lone surrogates; of equal names the last one counts. Raises `MalformedJSON`."""
     try:
         values = msgspec.json.decode(body)
     except RecursionError:
         raise MalformedJSON("The body is nested too deeply; flatten it.") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as problem:
         if (readable := without_lone_surrogates(body)) != body:
-            return parse(readable, names)
+            return decode_object(readable)
         raise MalformedJSON(
             f"The body is not valid JSON: {shorten(str(problem))}. Send one JSON object in UTF-8."
         ) from None
     if not isinstance(values, dict):
         raise MalformedJSON('The body must be a JSON object such as {"model": …}.')
-    return Fields(values, names=names)
+    return values
+
+
+def scan(body: bytes, names: tuple[str, ...], large: frozenset[str]) -> RawFields:
+    """The body as an object of which only the fields `names` can be read, and are decoded then. Of these, only `large`
+    ones may have more than `MAX_SCANNED_BYTES`. Raises `MalformedJSON`."""
+    try:
+        return RawFields(_scanner(names).decode(body), large)
+    except msgspec.ValidationError:
+        raise MalformedJSON('The body must be a JSON object such as {"model": …}.') from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}.") from None
 
 
 def without_lone_surrogates(body: bytes) -> bytes:
@@ -118,6 +144,16 @@ class Fields:
         """The decoded value, unchecked; for values that are only passed on."""
         assert self._names is None or name in self._names, f"{name} is missing from the table of fields"
         return self._values.get(name)
+
+    def is_empty(self, name: str) -> bool:
+        """Whether a field holds nothing: it is absent, or an empty text or array."""
+        return self.raw(name) in (None, "", [])
+
+    def num_prompts(self, name: str) -> int:
+        """How many prompts a field holds: one, unless it is an array of texts or of arrays of token ids."""
+        value = self.raw(name)
+        is_several = isinstance(value, list) and value and isinstance(value[0], str | list)
+        return len(value) if is_several else 1
 
     def invalid(self, name: str, problem: str) -> InvalidValue:
         """The error for one field, for the caller to raise."""
@@ -232,6 +268,62 @@ class Fields:
         if not low <= value <= high:  # NaN is in no range
             shown = value if abs(value) <= _LARGEST_SHOWN else "the number"
             raise self.invalid(name, f"{shown} is not between {low} and {high}")
+
+
+class RawFields(Fields):
+    """A JSON object whose values stay bytes until they are read: a conversation of megabytes is skipped, and so are
+    fields that nobody reads. Every method that reads a value also raises `MalformedJSON`."""
+
+    __slots__ = ("_large", "_members")
+
+    def __init__(self, members: Any, large: frozenset[str]) -> None:
+        """`members`: of `_scanner`. `large`: as `scan` has it."""
+        super().__init__({})
+        self._members = members
+        self._large = large
+
+    def bytes_of(self, *names: str) -> tuple[Raw, ...]:
+        """Values as the client wrote them; empty where there is none."""
+        members = self._members
+        return tuple([getattr(members, name, ABSENT) for name in names])
+
+    def raw(self, name: str) -> Any:
+        member = getattr(self._members, name)  # a name that is not scanned is a fault of the dialect
+        if member is ABSENT:
+            return None
+        if name in self._values:
+            return self._values[name]
+        if len(memoryview(member)) > MAX_SCANNED_BYTES and name not in self._large:
+            raise self.invalid(name, f"it has more than {MAX_SCANNED_BYTES} bytes")
+        try:
+            value = self._values[name] = _value.decode(member)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as problem:
+            raise MalformedJSON(f"The body is not valid JSON: {shorten(str(problem))}.") from None
+        return value
+
+    def is_empty(self, name: str) -> bool:
+        return _EMPTY.fullmatch(memoryview(self.bytes_of(name)[0])) is not None
+
+    def num_prompts(self, name: str) -> int:
+        """As that of `Fields`, up to one more than `MAX_PROMPTS`; without the memory that the items take."""
+        (prompts,) = self.bytes_of(name)
+        if not _SEVERAL_PROMPTS.match(memoryview(prompts)):
+            return 1
+        return sum(item is not ABSENT for item in msgspec.structs.astuple(_prompts_decoder().decode(prompts)))
+
+
+@cache
+def _scanner(names: tuple[str, ...]) -> msgspec.json.Decoder[Any]:
+    """Reads the values of some fields as bytes. Others take no memory, however many there are."""
+    return msgspec.json.Decoder(msgspec.defstruct("_Members", [(name, Raw, ABSENT) for name in names]))
+
+
+@cache
+def _prompts_decoder() -> msgspec.json.Decoder[Any]:
+    """Reads the first items of an array. Unlike a list, it takes no memory for further items. Made when it is needed
+    first, because it takes half a megabyte."""
+    fields = [(f"prompt_{index}", Raw, ABSENT) for index in range(MAX_PROMPTS + 1)]
+    return msgspec.json.Decoder(msgspec.defstruct("_Prompts", fields, array_like=True))
 
 
 def _describe(value: Any) -> str:

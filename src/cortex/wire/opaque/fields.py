@@ -1,25 +1,30 @@
-"""The model of an opaque request, and the same request with other values for some fields."""
+"""The model of an opaque request, and the same request as its server gets it: written again, so that the server reads
+what was read here."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 from urllib.parse import parse_qsl, urlencode
 
 import msgspec
 
-from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel, shorten
+from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel, UnsupportedMediaType, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
-from cortex.wire.fields.raw_fields import replace_fields
+from cortex.wire.fields.tables.opaque import FIELDS
+from cortex.wire.media_type import parse_media_type
 from cortex.wire.opaque import multipart
 from cortex.wire.opaque.multipart import BodyBytes, FormPart
+from cortex.wire.pictures.media_urls import check_form
 
 Form = Literal["json", "multipart", "urlencoded", "other"]
 Piece = bytes | tuple[int, int]
 """New bytes, or a range of the client's."""
+Pairs = tuple[tuple[str, str], ...]
 _URLENCODED = "application/x-www-form-urlencoded"
 _MAX_FIELDS = 1000
+_MAX_TEXT_BYTES = 1 << 16
 
 
 class _Model(msgspec.Struct):
@@ -34,8 +39,18 @@ class OpaqueFields(NamedTuple):
 
     model: str
     form: Form
-    boundary: bytes = b""
+    """Of its body; `other`: it has none."""
     parts: tuple[FormPart, ...] = ()
+    pairs: Pairs = ()
+    """The fields of a urlencoded form."""
+    query: Pairs = ()
+
+
+class WrittenForm(NamedTuple):
+    """A body for a server."""
+
+    content_type: str
+    pieces: list[Piece]
 
 
 def form_of(content_type: str) -> Form:
@@ -48,58 +63,67 @@ def form_of(content_type: str) -> Form:
 
 
 def read(content_type: str, body: BodyBytes, query: bytes) -> OpaqueFields:
-    """Finds the model in the body or in the query: which of the two the server takes is not known, so they must not
-    differ. Raises MissingModel, InvalidValue or MalformedJSON."""
+    """Finds the model in the body, or in the query of a request without one: which of the two a server would take is
+    not known. Raises MissingModel, InvalidValue, UnsupportedMediaType or MalformedJSON."""
+    asked = _pairs(query)
+    check_form(asked, FIELDS)
+    if not len(body):
+        return OpaqueFields(_model(_named("model", asked)), "other", query=asked)
+    if _named("model", asked):
+        raise InvalidValue("`model` is in the query of a request with a body; send it in the body only.", param="model")
     form = form_of(content_type)
-    boundary, names = b"", list[str]()
-    parts: tuple[FormPart, ...] = ()
-    if form == "json" and len(body):
-        names = _in_json(body[:])
-    elif form == "multipart":
-        boundary = multipart.boundary_of(content_type)
-        parts = multipart.parts(body, boundary)
+    if form == "json":
+        return OpaqueFields(_model(_in_json(body[:])), form, query=asked)
+    if form == "urlencoded":
+        parse_media_type(content_type).check_charset()
+        pairs = _pairs(body[:])
+        check_form(pairs, FIELDS)
+        return OpaqueFields(_model(_named("model", pairs)), form, pairs=pairs, query=asked)
+    if form == "multipart":
+        parts = multipart.parts(body, multipart.boundary_of(content_type))
+        _check_names(part.name for part in parts)
+        check_form(_texts(parts, body), FIELDS)
         names = [_text(body[part.value_start : part.value_end]) for part in parts if part.name == "model"]
-    elif form == "urlencoded":
-        names = [value for name, value in _pairs(body[:]) if name == "model"]
-    names += [value for name, value in _pairs(query) if name == "model"]
+        return OpaqueFields(_model(names), form, parts, query=asked)
+    raise UnsupportedMediaType(
+        "The model is in the body of a request that has one: send it as JSON, as multipart/form-data or as "
+        f"{_URLENCODED}, with its Content-Type."
+    )
+
+
+def written_form(fields: OpaqueFields, values: Mapping[str, Any], without: Iterable[str] = ()) -> WrittenForm:
+    """A form with other values for some fields, which come first, and without others."""
+    dropped = {*values, *without}
+    if fields.form == "urlencoded":
+        pairs = [(name, value) for name, value in fields.pairs if name not in dropped]
+        added = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in values.items()]
+        return WrittenForm(_URLENCODED, [urlencode([*added, *pairs]).encode()])
+    assert fields.form == "multipart"
+    boundary = multipart.new_boundary()
+    pieces: list[Piece] = [multipart.field(boundary, *pair) for pair in values.items()]
+    for part in fields.parts:
+        if part.name not in dropped:
+            pieces += [multipart.head(boundary, part), (part.value_start, part.value_end), b"\r\n"]
+    pieces.append(b"--%b--\r\n" % boundary)
+    return WrittenForm(f"multipart/form-data; boundary={boundary.decode()}", pieces)
+
+
+def written_query(fields: OpaqueFields, values: Mapping[str, Any]) -> bytes:
+    """The query with other values for those of its fields that `values` has."""
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+    once = dict.fromkeys(name for name, _ in fields.query if name in texts)
+    kept = [(name, value) for name, value in fields.query if name not in texts]
+    return urlencode([*((name, texts[name]) for name in once), *kept]).encode()
+
+
+def _model(names: list[str]) -> str:
     if not names or not names[0]:
-        raise MissingModel("This request names no model; send `model` in its body or query.")
+        raise MissingModel("This request names no model; send `model` in its body, or in the query without a body.")
     if len(set(names)) > 1:
         raise InvalidValue("The request names several models; send one `model`.", param="model")
     if len(names[0]) > MAX_MODEL_NAME or not names[0].isprintable():
         raise InvalidValue(f"`{shorten(names[0])}` is not the name of a model.", param="model")
-    return OpaqueFields(names[0], form, boundary, parts)
-
-
-def edited(
-    fields: OpaqueFields, body: bytes, values: Mapping[str, Any], without: Iterable[str] = (), *, num_bytes: int
-) -> list[Piece]:
-    """The body, which has `num_bytes`, with other values for some fields, in pieces. A body that has no fields stays as
-    it is. In a form the new fields come first, and no other has their names."""
-    dropped = {*values, *without}
-    if fields.form == "json" and body:
-        return [replace_fields(body, values, without=without)]
-    if fields.form == "urlencoded":
-        pairs = [(name, value) for name, value in _pairs(body) if name not in dropped]
-        added = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in values.items()]
-        return [urlencode([*added, *pairs]).encode()]
-    if fields.form != "multipart":
-        return [(0, num_bytes)]
-    pieces: list[Piece] = [b"".join(multipart.field(fields.boundary, *pair) for pair in values.items())]
-    ends = [*(part.start for part in fields.parts[1:]), fields.parts[-1].value_end + 2] if fields.parts else []
-    for part, end in zip(fields.parts, ends, strict=True):
-        if part.name not in dropped:
-            pieces.append((part.start, end))
-    pieces.append((ends[-1], num_bytes) if ends else b"--%b--\r\n" % fields.boundary)
-    return pieces
-
-
-def edited_query(query: bytes, values: Mapping[str, Any]) -> bytes:
-    """The query with other values for the fields that it has."""
-    pairs = _pairs(query)
-    if not any(name in values for name, _ in pairs):
-        return query
-    return urlencode([(name, values.get(name, value)) for name, value in pairs]).encode()
+    return names[0]
 
 
 def _in_json(body: bytes) -> list[str]:
@@ -118,8 +142,34 @@ def _text(value: bytes) -> str:
     return value.decode("utf-8", "replace").strip()
 
 
-def _pairs(text: bytes) -> list[tuple[str, str]]:
+def _texts(parts: Iterable[FormPart], body: BodyBytes) -> Iterator[tuple[str, str]]:
+    """The fields of a form that are text, as far as an address or a path could be long."""
+    for part in parts:
+        if part.filename is None and part.content_type is None:
+            value = body[part.value_start : min(part.value_end, part.value_start + _MAX_TEXT_BYTES)]
+            yield part.name, value.decode("utf-8", "replace")
+
+
+def _pairs(text: bytes) -> Pairs:
+    """The fields of a query or a form. Only `&` separates them: some servers also divide at `;`, which `urlencode`
+    escapes."""
     try:
-        return parse_qsl(text.decode("latin-1"), keep_blank_values=True, max_num_fields=_MAX_FIELDS)
+        found = parse_qsl(text.decode("ascii"), keep_blank_values=True, max_num_fields=_MAX_FIELDS, errors="strict")
+    except UnicodeDecodeError:
+        raise InvalidValue("A query or form has characters that are not UTF-8 in percent escapes.") from None
     except ValueError:
         raise InvalidValue(f"A form may have {_MAX_FIELDS} fields; send fewer.") from None
+    _check_names(name for name, _ in found)
+    return tuple(found)
+
+
+def _named(name: str, pairs: Pairs) -> list[str]:
+    return [value for each, value in pairs if each == name]
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Raises InvalidValue."""
+    listed = list(names)
+    FIELDS.check_spelling(listed)
+    if "_charset_" in listed:
+        raise InvalidValue("`_charset_` is not read here; leave it out, and send UTF-8.", param="_charset_")

@@ -1,16 +1,20 @@
-"""Finds the fields of a `multipart/form-data` body, and writes such fields. Nothing is copied: a part is two positions.
+"""Finds the fields of a `multipart/form-data` body, and writes them again. No value is copied: it is two positions.
 
-What could be read in two ways is rejected, because the server may read it the other
-way: a field without a plain name, more than one `model`, or a delimiter with something else behind it.
+Servers disagree on what ends a line, on repeated and folded headers, and on what stands before the first field and
+behind the last. So a server gets the values of a client between delimiters and headers that are written here, with a
+boundary that no value contains. What could be read in two ways here is rejected.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import secrets
 from typing import Any, NamedTuple, Protocol
+from urllib.parse import unquote
 
-from cortex.wire.errors import InvalidValue
+from cortex.wire.errors import CortexError, InvalidValue
+from cortex.wire.media_type import parse_media_type, parse_parameters
 
 
 class BodyBytes(Protocol):
@@ -23,30 +27,40 @@ class BodyBytes(Protocol):
 
 _MAX_PARTS = 512
 _MAX_HEAD_BYTES = 16 * 1024
-_BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,70})"|([^\s;,"]{1,70}))\s*(?:;|$)', re.IGNORECASE)
-_DISPOSITION = re.compile(rb"^content-disposition[ \t]*:[ \t]*form-data[ \t]*;(.*)$", re.IGNORECASE | re.MULTILINE)
-_ENCODED_NAME = re.compile(rb"(?:^|;)[ \t]*name[ \t]*\*", re.IGNORECASE)
-"""Also `name*0`: some servers take it instead of `name`."""
-_NAME = re.compile(rb'(?:^|;)[ \t]*name[ \t]*=[ \t]*(?:"([^"\\]*)"|([^\s;"\\]+))[ \t]*(?=;|\r|$)', re.IGNORECASE)
+_BOUNDARY = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
+_HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+)[ \t]*:[ \t]*(.*?)[ \t]*", re.DOTALL)
+_FORM_DATA = re.compile(r"form-data[ \t]*", re.IGNORECASE)
+_ENCODED = re.compile(r"utf-8'[A-Za-z0-9-]*'((?:[A-Za-z0-9!#$&+.^_`|~-]|%[0-9A-Fa-f]{2})*)", re.IGNORECASE)
+_TEXT = "text/plain"
+_FILENAMES = ("filename", "filename*")
+_PLAIN_ENCODINGS = ("7bit", "8bit", "binary")
 
 
 class FormPart(NamedTuple):
     """One field."""
 
     name: str
-    start: int
-    """Where its delimiter begins."""
     value_start: int
     value_end: int
     """Where the line break before the next delimiter begins."""
+    filename: str | None = None
+    """None: it is no file."""
+    content_type: str | None = None
 
 
 def boundary_of(content_type: str) -> bytes:
-    """Raises InvalidValue."""
-    found = _BOUNDARY.search(content_type)
-    if found is None:
-        raise InvalidValue("The multipart body has no boundary; send it in the Content-Type.")
-    return (found[1] or found[2]).encode("latin-1")
+    """Raises InvalidValue or UnsupportedMediaType."""
+    media_type = parse_media_type(content_type)
+    media_type.check_charset()
+    boundary = media_type.parameters.get("boundary", "")
+    if not _BOUNDARY.fullmatch(boundary):
+        raise InvalidValue("The multipart body has no boundary, or an invalid one; send it in the Content-Type.")
+    return boundary.encode()
+
+
+def new_boundary() -> bytes:
+    """One that nobody can have guessed, so that no value contains it."""
+    return b"cortex-" + secrets.token_hex(16).encode()
 
 
 def parts(data: BodyBytes, boundary: bytes) -> tuple[FormPart, ...]:
@@ -61,20 +75,33 @@ def parts(data: BodyBytes, boundary: bytes) -> tuple[FormPart, ...]:
         head_end = data.find(b"\r\n\r\n", head_start, head_start + _MAX_HEAD_BYTES)
         if head_end < 0:
             raise _broken("a field has no end of its headers")
-        following = _next(data, delimiter, head_end + 2)
-        name = _name(data[head_start + 2 : head_end + 2])
-        found.append(FormPart(name, start, head_end + 4, following - 2))
-        start = following
+        start = _next(data, delimiter, head_end + 2)
+        found.append(_part(data[head_start + 2 : head_end], head_end + 4, start - 2))
     return tuple(found)
 
 
 def field(boundary: bytes, name: str, value: Any) -> bytes:
     """A field with its delimiter. Text is sent as it is, other values as JSON."""
     text = value if isinstance(value, str) else json.dumps(value)
-    if not name.isprintable() or '"' in name or "\\" in name:
-        raise InvalidValue(f"{name!r} cannot be the name of a form field.")
-    head = f'Content-Disposition: form-data; name="{name}"'.encode()
-    return b"--%b\r\n%b\r\n\r\n%b\r\n" % (boundary, head, text.encode())
+    return b"%b%b\r\n" % (head(boundary, FormPart(name, 0, 0)), text.encode())
+
+
+def head(boundary: bytes, part: FormPart) -> bytes:
+    """The delimiter and the headers of a field, up to its value. Raises InvalidValue."""
+    if not part.name.isprintable() or '"' in part.name or "\\" in part.name:
+        raise InvalidValue(f"{part.name!r} cannot be the name of a form field.")
+    lines = [f'Content-Disposition: form-data; name="{part.name}"']
+    if part.filename is not None:
+        lines[0] += f'; filename="{_last_part(part.filename)}"'
+    if part.content_type is not None:
+        lines.append(f"Content-Type: {part.content_type}")
+    return b"--%b\r\n%b\r\n\r\n" % (boundary, "\r\n".join(lines).encode())
+
+
+def _last_part(filename: str) -> str:
+    """The name without folders, and without what would end it."""
+    name = re.split(r"[/\\]", filename)[-1].replace('"', "%22")
+    return "".join(character for character in name if character.isprintable())
 
 
 def _next(data: BodyBytes, delimiter: bytes, position: int) -> int:
@@ -94,15 +121,51 @@ def _checked(data: BodyBytes, delimiter: bytes, start: int) -> int:
     return start
 
 
-def _name(head: bytes) -> str:
-    dispositions = _DISPOSITION.findall(head)
-    names = _NAME.findall(dispositions[0].rstrip(b"\r")) if len(dispositions) == 1 else []
-    if len(names) != 1 or _ENCODED_NAME.search(dispositions[0]):
+def _part(text: bytes, value_start: int, value_end: int) -> FormPart:
+    headers: dict[bytes, str] = {}
+    for line in text.split(b"\r\n"):
+        found = _HEADER.fullmatch(line)
+        if found is None or b"\r" in line or b"\n" in line or found[1].lower() in headers:
+            raise _broken("a field has a header that is folded, repeated or no header")
+        try:
+            headers[found[1].lower()] = found[2].decode()
+        except UnicodeDecodeError:
+            raise _broken("a header of a field is not UTF-8") from None
+    if headers.get(b"content-transfer-encoding", "binary").lower() not in _PLAIN_ENCODINGS:
+        raise _broken("a field is encoded; send its bytes as they are")
+    disposition = headers.get(b"content-disposition", "")
+    kind = _FORM_DATA.match(disposition)
+    parameters = None if kind is None else parse_parameters(disposition[kind.end() :])
+    name = None if parameters is None else parameters.get("name")
+    if parameters is None or not name or "name*" in parameters or not set(parameters) <= {"name", *_FILENAMES}:
         raise _broken("a field has no plain name")
+    if '"' in name or "\\" in name or not name.isprintable():
+        raise _broken("the name of a field has quotes, backslashes or control characters")
+    filename = _filename(parameters)
+    content_type = _content_type(headers.get(b"content-type", _TEXT))
+    is_plain = filename is None and content_type == _TEXT  # as text without a type
+    return FormPart(name, value_start, value_end, filename, None if is_plain else content_type)
+
+
+def _filename(parameters: dict[str, str]) -> str | None:
+    encoded = parameters.get("filename*")
+    if encoded is None:
+        return parameters.get("filename")
+    found = _ENCODED.fullmatch(encoded)
+    if found is None:
+        raise _broken("the name of a file is encoded in an unknown way")
+    return unquote(found[1])
+
+
+def _content_type(text: str) -> str:
+    """The type of a file, without parameters that a server could act on."""
     try:
-        return bytes(names[0][0] or names[0][1]).decode()
-    except UnicodeDecodeError:
-        raise _broken("the name of a field is not UTF-8") from None
+        kind = parse_media_type(text).kind
+    except CortexError as problem:
+        raise _broken("a field has an invalid Content-Type") from problem
+    if kind.startswith("multipart/"):
+        raise _broken("a field is a form of its own")
+    return kind
 
 
 def _broken(why: str) -> InvalidValue:

@@ -1,53 +1,96 @@
-"""Media of a conversation that a server must not get: those that it would fetch by their addresses, and files that are
-no pictures in the place of pictures. Pure."""
+"""Media of a request that a server must not get: those that it would fetch by their addresses, or read from its own
+files, and files that are no pictures in the place of pictures. Pure.
+
+Servers take media in many places, and fields that are not known here may be one. So everything in a body is checked but
+the fields that are known to hold none (`FieldTable.inert`), and text where it is only text.
+"""
 
 from __future__ import annotations
 
+import binascii
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgspec
-
-from cortex.wire.byte_search import has_any
-from cortex.wire.errors import InvalidValue, MalformedJSON, shorten
+from cortex.wire.errors import InvalidValue, shorten
+from cortex.wire.fields.tables.table import FieldTable
 from cortex.wire.pictures.files import header_of
+from cortex.wire.pictures.header import format_of
 from cortex.wire.pictures.parts import from_base64, from_url
 from cortex.wire.requests import Image
 
-_ADDRESS = re.compile(r"\s*([a-z][a-z0-9+.-]*://|file:)", re.IGNORECASE)
-_TEXTS = frozenset({"text", "refusal", "thinking", "reasoning"})
-"""Fields of a part that are never an address, whatever they hold."""
-_MARKS_WITH_SLASH = (b":/", rb":\/")
-_SLASH, _BACKSLASH = 0x2F, 0x5C
-"""A single byte is found fastest, and a short text may have none."""
+_ADDRESS = re.compile(r"(?:https?|wss?|ftps?|file|data):|[a-z][a-z0-9+.-]*:[/\\]{2}", re.IGNORECASE)
+"""Also without slashes: some libraries add them."""
+_PATH = re.compile(r"[/\\~.]|[a-z]:[/\\]", re.IGNORECASE)
+_SPACES = "".join(map(chr, range(33)))
+_IGNORED_IN_ADDRESSES = str.maketrans("", "", "\t\r\n")
+"""As URLs are read by browsers and by Python."""
+_TEXTS = frozenset(
+    (
+        *("text", "content", "prompt_string", "refusal", "title", "description", "summary", "instruction"),
+        *("thinking", "reasoning", "reasoning_content", "signature", "encrypted_content"),
+        *("name", "role", "type", "id", "call_id", "tool_call_id", "arguments", "input", "output"),
+    )
+)
+"""Fields whose texts are never addresses, whatever they hold."""
+_TREES = frozenset(
+    (
+        "function",
+        "custom",
+        "parameters",
+        "input_schema",
+        "json_schema",
+        "schema",
+        "annotations",
+        "citations",
+        "metadata",
+    )
+)
+"""Fields of functions, of their schemas, and notes on texts: full of addresses that nobody fetches."""
+_MEDIA = frozenset(
+    (
+        *("image", "images", "img", "imgs", "picture", "pictures", "photo", "photos", "mask", "masks"),
+        *("video", "videos", "audio", "audios", "wav", "media", "multimodal", "mm"),
+        *("url", "urls", "uri", "uris", "path", "paths", "file", "files", "src", "href"),
+    )
+)
+"""Words in the names of fields that hold media, at their end."""
+_HOLDERS = frozenset(("data", "input", "inputs", "bytes", "b64", "base64", "prompt", "prompts"))
+"""Words that may follow those."""
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+")
+_HEAD_CHARACTERS = 64
+_MAX_ADDRESS_CHARACTERS = 8192
+"""No path is longer."""
+_SIGNATURES = (b"RIFF", b"ID3", b"OggS", b"fLaC", b"FORM", b"\x1aE\xdf\xa3", b"%PDF", b"#!AMR", b"PK\x03\x04")
+"""First bytes of files with sound, videos and documents, besides pictures."""
 
 
-def may_have_media(body: bytes) -> bool:
-    """Whether it is worth parsing `body` for `check_media`: one of these marks is in every body that it rejects, and
-    any character may also be written as an escape."""
-    lowered = body.lower()  # a pattern that ignores case takes ten times as long, on the loop
-    if _SLASH in lowered and has_any(lowered, _MARKS_WITH_SLASH):
-        return True
-    if _BACKSLASH in lowered and lowered.find(rb"\u") >= 0:
-        return True
-    return lowered.find(b'url"') >= 0 or lowered.find(b'base64"') >= 0 or lowered.find(b"file:") >= 0
+def check_media(body: Mapping[str, Any], table: FieldTable) -> None:
+    """Raises InvalidValue for media that are not in the body: the model's server would fetch them from inside its own
+    network, or from its files, for a client that may reach neither. Also for files that are no pictures, in the place
+    of pictures."""
+    are_texts = body.get("modality") in (None, "text") and body.get("input_type") != "image"
+    for name, value in body.items():
+        if name in table.contents and are_texts:
+            _check_contents(value, name)
+        elif name not in table.inert:
+            _check("image" if name in table.contents else name, value, name)
 
 
-def check_media(body: bytes) -> None:
-    """Raises InvalidValue for media in a conversation that are not in it: the model's server would fetch them from
-    inside its own network, or from its files, for a client that may reach neither. Also for files that are no pictures,
-    in the place of pictures. Raises MalformedJSON."""
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        for name in ("messages", "input"):
-            turns = msgspec.json.decode(fields[name]) if name in fields else None
-            for number, turn in enumerate(turns if isinstance(turns, list) else ()):
-                for place in ("content", "output"):
-                    content = turn.get(place) if isinstance(turn, dict) else None
-                    if isinstance(content, list | dict):
-                        _check("", content, f"{name}[{number}].{place}")
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as problem:
-        raise MalformedJSON(f"The body is not valid JSON: {str(problem)[:200]}") from None
+def check_form(fields: Iterable[tuple[str, str]], table: FieldTable) -> None:
+    """The same for the texts in a form or a query. Raises InvalidValue."""
+    for name, value in fields:
+        if name not in table.contents and name not in table.inert:
+            _check(name, value, name)
+
+
+def _check_contents(value: Any, path: str) -> None:
+    """A field with texts: those are none, whatever they hold."""
+    if isinstance(value, list):
+        for number, inner in enumerate(value):
+            _check_contents(inner, f"{path}[{number}]")
+    elif isinstance(value, dict):
+        _check("", value, path)
 
 
 def _check(name: str, value: Any, path: str) -> None:
@@ -55,15 +98,15 @@ def _check(name: str, value: Any, path: str) -> None:
         if (image := _picture(value, path)) is not None:
             header_of(image)
         for each, inner in value.items():
-            if each not in _TEXTS:
-                _check(each, inner, f"{path}.{each}")
+            if each not in _TREES and not (each in _TEXTS and isinstance(inner, str)):
+                _check(f"{name}_{each}" if each in _HOLDERS else each, inner, f"{path}.{each}")
     elif isinstance(value, list):
         for number, inner in enumerate(value):
             _check(name, inner, f"{path}[{number}]")
-    elif isinstance(value, str) and _is_address(name, value):
+    elif isinstance(value, str) and value and _is_elsewhere(name, value):
         raise InvalidValue(
-            f"this model's server may not fetch {shorten(value)}; send the media in the request, as a `data:` URL "
-            "with base64",
+            f"{shorten(path)}: this model's server may not fetch {shorten(value)}; send the media in the request, as a "
+            "`data:` URL with base64, or as a file of a form.",
             param=shorten(path),
         )
 
@@ -84,6 +127,36 @@ def _is_data(value: str) -> bool:
     return value.lstrip()[:5].lower() == "data:"
 
 
-def _is_address(name: str, value: str) -> bool:
-    """A path is one too where the field is for URLs."""
-    return not _is_data(value) and (name.lower().endswith("url") or _ADDRESS.match(value) is not None)
+def _is_elsewhere(name: str, value: str) -> bool:
+    """Whether a text is an address or, in a field for media, anything but a file itself."""
+    if _is_data(value):
+        return False
+    head = value[:_HEAD_CHARACTERS].translate(_IGNORED_IN_ADDRESSES).lstrip(_SPACES)
+    if _ADDRESS.match(head):
+        return True
+    words = [word.lower() for word in _WORDS.findall(name)]
+    if not words or len(value) > _MAX_ADDRESS_CHARACTERS:
+        return False
+    if words[-1] in _MEDIA:
+        return not _is_file(value)
+    is_held = words[-1] in _HOLDERS and not _MEDIA.isdisjoint(words)
+    return is_held and _PATH.match(head) is not None and not _is_file(value)
+
+
+def _is_file(text: str) -> bool:
+    """Whether a text is base64 of a file: a path can be valid base64, but not that of any file."""
+    head = text[:_HEAD_CHARACTERS].translate(_IGNORED_IN_ADDRESSES).replace("-", "+").replace("_", "/")
+    try:
+        data = binascii.a2b_base64(head[: len(head) // 4 * 4], strict_mode=True)
+    except ValueError:
+        return False
+    return format_of(data) is not None or data.startswith(_SIGNATURES) or data[4:8] == b"ftyp" or _is_mp3(data)
+
+
+def _is_mp3(data: bytes) -> bool:
+    """A frame of MPEG audio, also of AAC: its sync word, and no reserved values behind it."""
+    if len(data) < 4 or data[0] != 0xFF:
+        return False
+    is_aac = data[1] & 0xF6 == 0xF0
+    is_mpeg = data[1] & 0xE0 == 0xE0 and data[1] & 0x18 != 0x08 and data[1] & 0x06 and data[2] & 0xF0 != 0xF0
+    return is_aac or bool(is_mpeg and data[2] & 0x0C != 0x0C)

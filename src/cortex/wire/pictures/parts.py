@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import binascii
 import re
+from collections.abc import Iterator
 from typing import Final
 
 from cortex.wire.errors import InvalidValue, shorten
@@ -17,13 +18,28 @@ _MAX_DATA_URL_HEAD = 256
 _SPACES = str.maketrans("", "", " \t\r\n")
 
 
+PICTURE_PARTS: Final = ("image_url", "input_image")
+"""Types of the parts of OpenAI's dialects that are pictures."""
+
+
+def picture_urls(fields: Fields, name: str) -> Iterator[str]:
+    """The URLs of those parts of an array that are pictures. Raises InvalidValue."""
+    for part in fields.objects(name):
+        if part.text("type") in PICTURE_PARTS:
+            yield _url_and_holder(part)[0]
+
+
 def read_url_part(part: Fields) -> Image:
     """A part of OpenAI's dialects: `image_url` is a URL, or an object with `url` and `detail`."""
+    url, holder = _url_and_holder(part)
+    return _with_detail(from_url(url, part.path), holder if "detail" in holder else part)
+
+
+def _url_and_holder(part: Fields) -> tuple[str, Fields]:
     if part.raw("file_id") is not None and part.raw("image_url") is None:
         raise part.invalid("file_id", "no files are stored here; send the picture as a `data:` URL in 'image_url'")
     holder = part.object("image_url") if isinstance(part.raw("image_url"), dict) else None
-    url = part.required_text("image_url") if holder is None else holder.required_text("url")
-    return _with_detail(from_url(url, part.path), holder if holder is not None and "detail" in holder else part)
+    return (part.required_text("image_url"), part) if holder is None else (holder.required_text("url"), holder)
 
 
 def from_url(url: str, param: str) -> Image:

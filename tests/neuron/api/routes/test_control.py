@@ -263,3 +263,11 @@ async def test_llama_cpps_routes(api: Any) -> None:
     assert (await api.get("/props"))[1]["role"] == "router"
     assert (await api.post("/models/unload", {"model": "org/tiny"}, **{"content-type": "application/json"}))[0] == 200
     assert (await api.get("/models"))[1]["data"][0]["status"] == {"value": "unloaded"}
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[31m", "a\x00", "a\u202eb", ""])
+@pytest.mark.parametrize("path", ["/models/load", "/files/pull"])
+async def test_new_model_has_a_printable_name(api: Any, path: str, name: str) -> None:
+    status, body, _ = await api.post(path, {"model_id": name})
+    assert (status, body["error"]["param"]) == (400, "model_id"), body
+    assert "not printable" in body["error"]["message"]

@@ -191,3 +191,9 @@ def test_continues_a_conversation_that_ends_with_the_assistant() -> None:
     assert read().template_args == {}
     called = [*HELLO, {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}]
     assert read(messages=called).template_args == {}
+
+
+def test_rejects_a_conversation_without_content() -> None:
+    with pytest.raises(InvalidValue, match="no message has content") as caught:
+        read(messages=[{"role": "system", "content": []}])
+    assert caught.value.param == "messages"

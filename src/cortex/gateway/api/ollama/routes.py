@@ -19,6 +19,7 @@ from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Metering
+from cortex.gateway.proxy.admission import resolve_listed
 from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.response_head import stream_headers
 from cortex.http.server.exchange import Exchange
@@ -101,9 +102,7 @@ class OllamaRoutes:
 
     def _show(self, body: bytes, key: KeySection | None) -> dict[str, Any]:
         name = models.read_name(body)
-        resolution = self._dispatcher.resolve(name)
-        if not keys.may_use(key, resolution.model_id):
-            raise ModelNotFound("There is no such model for this key; GET /api/tags lists those that it may use.")
+        resolution = resolve_listed(self._dispatcher, key, name, "/api/tags")
         return models.show(listing.described(self._dispatcher.fleet, resolution.spec, self._created, name))
 
     async def _delete(self, name: str) -> Response:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cortex.http.composed_body import Body
-from cortex.http.opaque_request import read_fields, target_of, with_fields
+from cortex.http.opaque_request import WrittenRequest, passed_headers, read_fields, target_of, written
 from cortex.neuron.api.inference.opaque_relay import OpaqueRelay
 from cortex.neuron.api.inference.routes import Inference
 from cortex.neuron.api.inference.tracing import traced
@@ -40,8 +40,13 @@ class OpaqueRoutes:
         with shared.drain_gate.enter(), shared.metrics.watch("opaque") as watch, traced(shared.tracer, http, watch):
             fields = await read_fields(http)
             upstream = self._upstream(fields.model, http.path.decode(), watch)
-            query, body = with_fields(http, fields, upstream.fields, upstream.stripped_fields)
-            await self._relay.pass_on(call, fields.model, target_of(http.path, query), body, upstream, watch)
+            if fields.form == "json":
+                dropped = (*upstream.stripped_fields, *upstream.fields)
+                body = await shared.server_body(http, upstream.fields, dropped, None)
+                await self._relay.pass_on_json(call, fields.model, body, upstream, watch)
+                return
+            sent = written(http, fields, upstream.fields, upstream.stripped_fields)
+            await self._relay.pass_on(call, fields.model, sent, upstream, watch)
 
     async def by_path(self, call: ApiCall) -> None:
         """Everything but the path's beginning reaches the server as it is."""
@@ -52,9 +57,9 @@ class OpaqueRoutes:
             model, path = next((way for way in ways if way[0] in known), ways[0])
             upstream = self._upstream(model, None, watch)
             body: Body = http.body if http.upload is None else http.upload
-            target = target_of(path.encode("latin-1"), http.query)
+            sent = WrittenRequest(target_of(path.encode("latin-1"), http.query), passed_headers(http), body)
             is_check = http.method == b"GET" and path in HEALTH_CHECKS
-            await self._relay.pass_on(call, model, target, body, upstream, watch, is_check=is_check)
+            await self._relay.pass_on(call, model, sent, upstream, watch, is_check=is_check)
 
     def _upstream(self, model: str, path: str | None, watch: RequestWatch) -> Upstream:
         """Raises ModelNotFound, or UnsupportedModality for a model that does not take such requests."""

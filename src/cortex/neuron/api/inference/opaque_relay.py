@@ -7,9 +7,8 @@ import time
 import uuid
 from dataclasses import dataclass
 
-from cortex.http.composed_body import Body
 from cortex.http.observer import ObservedRelay, Outcome
-from cortex.http.opaque_request import passed_headers
+from cortex.http.opaque_request import WrittenRequest, passed_headers
 from cortex.http.relay import Relay
 from cortex.http.request import Headers
 from cortex.http.ticker import Ticker
@@ -28,6 +27,7 @@ from cortex.wire.node import headers as our_headers
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.opaque.health_checks import not_ready
 
+_JSON = (b"content-type", b"application/json")
 _RELAYED: Headers = ((our_headers.RELAYED.encode(), b"1"),)
 
 
@@ -39,12 +39,18 @@ class OpaqueRelay:
     drain_gate: DrainGate
     ticker: Ticker
 
+    async def pass_on_json(
+        self, call: ApiCall, model: str, body: bytes, upstream: Upstream, watch: RequestWatch
+    ) -> None:
+        """As `pass_on`, to the path of the request."""
+        headers = [*(pair for pair in passed_headers(call.request) if pair[0] != _JSON[0]), _JSON]
+        await self.pass_on(call, model, WrittenRequest(call.request.path, headers, body), upstream, watch)
+
     async def pass_on(
         self,
         call: ApiCall,
         model: str,
-        target: bytes,
-        body: Body,
+        sent: WrittenRequest,
         upstream: Upstream,
         watch: RequestWatch,
         *,
@@ -72,7 +78,7 @@ class OpaqueRelay:
             slot.on_lost = response.fail
             call.load_s = time.monotonic() - arrived_s
             translation = None if call.translate is None else call.translate(model)
-            relay.send(upstream.pool(), http.method, target, passed_headers(http), body, translation)
+            relay.send(upstream.pool(), http.method, sent.target, sent.headers, sent.body, translation)
             try:
                 await response.ended
             except UpstreamFault as fault:

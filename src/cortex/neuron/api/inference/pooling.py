@@ -25,7 +25,6 @@ from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.wire.errors import CortexError, InsufficientQuota, LoadFailed
 from cortex.wire.events import Usage
 from cortex.wire.fields.body import check_content_type
-from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node import headers as our_headers
 from cortex.wire.node import usage_report
 from cortex.wire.pooling.parse import ROUTES
@@ -61,9 +60,11 @@ class PoolingRoutes:
                 watch.model = request.model
                 if (upstream := shared.backend.upstream(request.model)) is not None:
                     upstream.check_route(path)
-                    _check_limit(len(http.body), bodies.token_limit_of(http))
-                    body = replace_fields(http.body, upstream.fields, without=upstream.stripped_fields)
-                    await shared.opaque.pass_on(call, request.model, http.path, body, upstream, watch)
+                    limit = bodies.token_limit_of(http)
+                    _check_limit(len(http.body), limit)
+                    dropped = (*upstream.stripped_fields, *upstream.fields)
+                    body = await shared.server_body(http, upstream.fields, dropped, limit)
+                    await shared.opaque.pass_on_json(call, request.model, body, upstream, watch)
                     return None
                 is_of_gateway = bool(bodies.principal_of(http))
                 check_task(shared.backend, request.model, served, request.task, is_of_gateway=is_of_gateway)

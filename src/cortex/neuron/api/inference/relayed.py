@@ -21,26 +21,25 @@ from cortex.neuron.api.inference.server_slot import ServerSlot
 from cortex.neuron.api.inference.session import Deliver, Phase, ready
 from cortex.neuron.node.harness.upstream import Upstream
 from cortex.parsing.picture_scan import find_pictures
+from cortex.parsing.servers import Access, check_limit, server_body
 from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.errors import CortexError, InvalidValue, ModelNotFound, UpstreamInterrupted, UpstreamUnavailable
 from cortex.wire.events import AnyEvent, Finish, ReasoningDelta, TextDelta, ToolCallDelta, Usage
-from cortex.wire.fields.raw_fields import replace_fields
+from cortex.wire.fields.tables.by_path import TABLES
 from cortex.wire.packed_request import PackedRequest, unpack
 from cortex.wire.pictures.files import with_files
-from cortex.wire.pictures.media_urls import check_media
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.response import total_usage
+from cortex.wire.tenant import SALT
 
 _PATH = b"/v1/chat/completions"
 _EVENT_STREAM = b"text/event-stream"
 _JSON: Headers = ((b"content-type", b"application/json"),)
+_STREAMS_WITH_OPTIONS = ("/v1/chat/completions", "/v1/completions")
+"""Paths whose streams report their usage only where the request has `stream_options`."""
 _MAX_BODY_BYTES = 32 << 20
 """The longest response that is not streamed."""
-_SALT = "cache_salt"
-"""By which vLLM and SGLang separate cached prefixes; other servers ignore it."""
-_LIMITS = ("max_tokens", "max_completion_tokens", "n_predict")
-"""Fields that servers may read as the limit of a response."""
 
 
 class RelayedSession:
@@ -169,40 +168,48 @@ class RelayedSession:
                 param="prompt",
             )
         if self._chat is None:
-            whole = self._packed.whole()
-            chat = openai_chat.build(with_files(unpack(whole), self._packed.files))
-            num_bytes, pictures = len(whole), find_pictures(chat, "openai_chat")  # files are packed apart
+            chat = openai_chat.build(with_files(unpack(self._packed.whole()), self._packed.files))
         else:
-            chat, pictures = self._chat, find_pictures(self._chat, "openai_chat")
-            num_bytes = len(chat) - pictures.num_bytes
-        fields, without = operator_fields(self._upstream, head, num_bytes + pictures.num_tokens, self._token_limit)
-        if self._chat is not None and head.stream:
-            fields = {"stream_options": {"include_usage": True}, **fields}
-        check_media(chat)
-        body = replace_fields(chat, fields, without=without)
+            chat = self._chat
+        pictures = find_pictures(chat, openai_chat.FIELDS.scan(chat), "openai_chat")
+        num_bytes = len(chat) - pictures.num_bytes
+        path, num_tokens = _PATH.decode(), num_bytes + pictures.num_tokens
+        fields, without = operator_fields(self._upstream, path, head, num_tokens, self._token_limit)
+        access = access_of(self._token_limit if self._chat is not None else None)
+        body = server_body(path, chat, without, access).with_fields(fields)
         return body, len(body) - pictures.num_bytes + pictures.num_tokens
 
 
 def operator_fields(
-    upstream: Upstream, head: GenerateRequest, num_prompt_tokens: int, token_limit: int | None
+    upstream: Upstream, path: str, head: GenerateRequest, num_prompt_tokens: int, token_limit: int | None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The fields that a request gets in place of the client's, and those that it loses. Among them its tenant, for
-    servers that separate what they cache by a salt, unless the operator has them go without. With a budget, also the
-    limit that is left for each choice where the prompt has `num_prompt_tokens`. Raises InsufficientQuota."""
-    fields, without = upstream.fields, upstream.stripped_fields
-    if head.tenant and _SALT not in without:
-        fields = {_SALT: head.tenant.hex(), **fields}
-    if token_limit is None:
-        return fields, without
-    num_choices = fields.get("n")  # the operator's, in place of the client's
-    if isinstance(num_choices, int) and num_choices > 0:
-        head = msgspec.structs.replace(head, sampling=msgspec.structs.replace(head.sampling, n=num_choices))
-    limited = within_limit(head, num_prompt_tokens, token_limit)
-    set_limits = [limit for name in _LIMITS if isinstance(limit := fields.get(name), int) and limit >= 0]
-    dropped = (*_LIMITS, "best_of")  # which has more candidates than the budget knows of
-    fields = {name: value for name, value in fields.items() if name not in dropped}
-    fields["max_tokens"] = min(limit for limit in (limited.sampling.max_tokens, *set_limits) if limit is not None)
-    return fields, (*without, *dropped)
+    """The fields that a request to `path` gets in place of the client's, and those of the client that it loses. Among
+    them its tenant, for servers that separate what they cache by a salt, unless the operator has them go without. With
+    a budget, also the limit that is left for each choice where the prompt has `num_prompt_tokens`. Raises
+    InsufficientQuota or InvalidValue."""
+    fields = dict(upstream.fields)
+    if head.tenant and SALT not in upstream.stripped_fields:
+        fields = {SALT: head.tenant.hex(), **fields}
+    if head.stream and path in _STREAMS_WITH_OPTIONS:
+        fields = {"stream_options": {"include_usage": True}, **fields}
+    if token_limit is not None:
+        num_choices = fields.get("n")  # the operator's, in place of the client's
+        if isinstance(num_choices, int) and num_choices > 0:
+            head = msgspec.structs.replace(head, sampling=msgspec.structs.replace(head.sampling, n=num_choices))
+        limited = within_limit(head, num_prompt_tokens, token_limit)
+        limits = TABLES[path].limits
+        values = [limited.sampling.max_tokens, *(fields.get(name) for name in limits)]
+        # The operator's `best_of` would have more candidates than the budget knows of.
+        fields = {name: value for name, value in fields.items() if name not in (*limits, "best_of")}
+        fields[limits[0]] = limit = min(value for value in values if isinstance(value, int) and value >= 0)
+        check_limit(limit)
+        return fields, (*upstream.stripped_fields, *limits, *fields)
+    return fields, (*upstream.stripped_fields, *fields)
+
+
+def access_of(token_limit: int | None) -> Access:
+    """What a request may send to a server, by its budget. The parser has read it already."""
+    return "any" if token_limit is None else "known"
 
 
 class _Response:

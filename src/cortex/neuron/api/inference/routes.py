@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from dataclasses import dataclass
+from typing import Any
 
 from cortex.http.request import Request
 from cortex.http.server.server import Response
@@ -15,7 +16,7 @@ from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.departures import Departures
 from cortex.neuron.api.inference.opaque_relay import OpaqueRelay
-from cortex.neuron.api.inference.relayed import RelayedSession, operator_fields
+from cortex.neuron.api.inference.relayed import RelayedSession, access_of, operator_fields
 from cortex.neuron.api.inference.session import Session
 from cortex.neuron.api.inference.tasks import check_pictures, check_task
 from cortex.neuron.api.inference.tracing import traced
@@ -33,7 +34,6 @@ from cortex.wire.dialects.registry import DIALECTS, EventEncoder
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure
 from cortex.wire.fields.body import check_content_type
-from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node import headers as our_headers
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import Dialect as DialectName
@@ -68,6 +68,14 @@ class Inference:
     @property
     def opaque(self) -> OpaqueRelay:
         return OpaqueRelay(self.backend, self.drain_gate, self.ticker)
+
+    async def server_body(
+        self, http: Request, fields: dict[str, Any], without: tuple[str, ...], token_limit: int | None
+    ) -> bytes:
+        """A JSON body as the server of a model gets it, with other fields and without some. Raises CortexError."""
+        client, access = bodies.client_of(http), access_of(token_limit)
+        read = await self.parser.server_body(http.path.decode(), http.body, client, without=without, access=access)
+        return read.with_fields(fields)
 
     def handler(self, name: DialectName) -> Handler:
         """The handler of one dialect's route."""
@@ -129,13 +137,12 @@ class Inference:
     ) -> Response | None:
         http, request, dialect = call.request, packed.head, DIALECTS[name]
         if name in _OPAQUE_DIALECTS and (upstream := self.backend.upstream(request.model)) is not None:
-            upstream.check_route(http.path.decode())
+            path = http.path.decode()
+            upstream.check_route(path)
             limit = bodies.token_limit_of(http)
-            fields, without = operator_fields(upstream, request, len(http.body), limit)
-            if request.stream and name == "openai_completions":
-                fields = {"stream_options": {"include_usage": True}, **fields}
-            body = replace_fields(http.body, fields, without=without)
-            await self.opaque.pass_on(call, request.model, http.path, body, upstream, watch)
+            fields, without = operator_fields(upstream, path, request, len(http.body), limit)
+            body = await self.server_body(http, fields, without, limit)
+            await self.opaque.pass_on_json(call, request.model, body, upstream, watch)
             return None
         id = dialect.ID_PREFIX + uuid.uuid4().hex
         if dialect is openai_responses and (stored := kept.from_header(http.text(_KEPT) or "")):

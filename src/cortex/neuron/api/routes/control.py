@@ -22,6 +22,7 @@ from cortex.neuron.api.stream import EventStream
 from cortex.wire import llama_cpp, sse
 from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
 from cortex.wire.errors import InvalidValue, MalformedJSON, RouteNotFound, shorten
+from cortex.wire.model_names import check_name
 from cortex.wire.node.bench import BenchRequest
 from cortex.wire.node.orders import FilesRequest, LoadRequest, Recycled, UnloadRequest
 from cortex.wire.node.protocol import Endpoint, ModelList, ModelState
@@ -128,6 +129,7 @@ class Control:
     async def load(self, call: ApiCall) -> Response:
         """Responds when the model is ready. With `?wait=false`, responds at once: 202 while the model loads."""
         load_request = _decode(_with_model_id(call.request.body), LoadRequest)
+        check_name(load_request.model_id, "model_id")
         wait = _flag(call, "wait", default=True)
         with self.drain_gate.enter():
             status = await self.drain_gate.wait_for(self.backend.load(load_request, wait=wait))
@@ -136,6 +138,7 @@ class Control:
     async def survey(self, call: ApiCall) -> Response:
         """Lists a model with the options of a load, and responds when its files have been read. Loads nothing."""
         load_request = _decode(_with_model_id(call.request.body), LoadRequest)
+        check_name(load_request.model_id, "model_id")
         return responses.json(await self.backend.survey(load_request))
 
     async def share(self, call: ApiCall) -> None:
@@ -151,6 +154,7 @@ class Control:
     async def pull(self, call: ApiCall) -> Response:
         """Starts a download and responds at once; `/files/pulls/{model}` and `/health` show its progress."""
         files_request = _decode(call.request.body, FilesRequest)
+        check_name(files_request.model_id, "model_id")
         with self.drain_gate.enter():
             return responses.json(self.backend.files.pull(files_request), status=202)
 

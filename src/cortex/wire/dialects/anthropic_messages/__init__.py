@@ -1,9 +1,10 @@
 """The Anthropic messages dialect."""
 
 from cortex.wire.dialects.anthropic_messages.billing import strip_billing_header
-from cortex.wire.dialects.anthropic_messages.request import parse
+from cortex.wire.dialects.anthropic_messages.request import parse, pictures, read_facts
 from cortex.wire.dialects.anthropic_messages.stream import Encoder, fold, stream_error
 from cortex.wire.errors import Family
+from cortex.wire.fields.tables.anthropic_messages import FIELDS
 from cortex.wire.sse import CONTENT_TYPE, frame
 
 FAMILY = Family.ANTHROPIC
@@ -13,11 +14,14 @@ KEEPALIVE = frame(b'{"type":"ping"}', "ping")
 __all__ = [
     "CONTENT_TYPE",
     "FAMILY",
+    "FIELDS",
     "ID_PREFIX",
     "KEEPALIVE",
     "Encoder",
     "fold",
     "parse",
+    "pictures",
+    "read_facts",
     "stream_error",
     "strip_billing_header",
 ]

@@ -41,6 +41,21 @@ def read_blocks(fields: Fields) -> Iterator[Part]:
                 yield from _read_text_or_image(block)
 
 
+def block_pictures(fields: Fields) -> Iterator[str]:
+    """The pictures that `read_blocks` finds in `content`, in base64 or as URLs, unchecked."""
+    if not isinstance(fields.raw("content"), list):
+        return
+    for block in fields.objects("content"):
+        kind, source = block.text("type"), block.raw("source")
+        if kind == "image" and isinstance(source, dict):
+            name = "data" if source.get("type") == "base64" else "url"
+            yield Fields(source, block.param("source")).required_text(name)
+        elif kind in ("tool_result", "search_result"):
+            yield from block_pictures(block)
+        elif kind == "document" and isinstance(source, dict) and source.get("type") == "content":
+            yield from block_pictures(Fields(source, block.param("source")))
+
+
 def read_text_blocks(fields: Fields, name: str) -> Iterator[Text]:
     """The blocks of a system prompt, which hold text only."""
     for block in fields.objects(name):

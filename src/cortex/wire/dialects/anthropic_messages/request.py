@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cortex.wire.dialects.anthropic_messages.client_tools import read_client_tool
-from cortex.wire.dialects.anthropic_messages.content import read_blocks, read_text_blocks
+from cortex.wire.dialects.anthropic_messages.content import block_pictures, read_blocks, read_text_blocks
 from cortex.wire.dialects.openai_chat.request import CONTINUE
 from cortex.wire.errors import shorten
+from cortex.wire.facts import Facts
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.sampling import MAX_TEMPERATURE, read_response_format, read_speculation, read_stops
 from cortex.wire.fields.tables.anthropic_messages import FIELDS
@@ -26,6 +27,23 @@ from cortex.wire.requests import (
 )
 from cortex.wire.tenant import read_tenant
 
+_SYSTEM_ROLES = ("system", "developer")
+"""Of messages that hold text only."""
+
+
+def read_facts(fields: Fields) -> Facts:
+    """Raises `MissingModel` or `InvalidValue`."""
+    limit = fields.integer("max_tokens", low=1, high=LARGEST_COUNT)
+    reasoning = _read_thinking(fields.object("thinking"), None).budget_tokens
+    return Facts(fields.model(), fields.flag("stream") or False, limit, 1, reasoning_limit=reasoning)
+
+
+def pictures(fields: Fields) -> Iterator[str]:
+    """All pictures that `parse` finds, in base64 or as URLs, unchecked."""
+    for message in fields.objects("messages"):
+        if message.text("role") not in _SYSTEM_ROLES:
+            yield from block_pictures(message)
+
 
 def parse(body: bytes) -> GenerateRequest:
     """Also for `/v1/messages/count_tokens`, whose body is the same without `max_tokens`.
@@ -33,6 +51,7 @@ def parse(body: bytes) -> GenerateRequest:
     Raises `MalformedJSON`, `MissingModel`, `InvalidValue` or `UnsupportedModality`.
     """
     fields = FIELDS.read(body)
+    facts = read_facts(fields)
     if not fields.array("messages"):
         raise fields.invalid("messages", "it is required and must hold at least one message")
     messages: list[Message] = []
@@ -40,11 +59,13 @@ def parse(body: bytes) -> GenerateRequest:
         messages.append(Message(role="system", parts=system))
     for message in fields.objects("messages"):
         messages += _read_message(message)
+    if not messages:
+        raise fields.invalid("messages", "no message has content; send at least one that has")
     found = _read_tools(fields)
     output, thinking = _read_output_config(fields)
     metadata = fields.object("metadata")
     return GenerateRequest(
-        model=fields.model(),
+        model=facts.model,
         messages=tuple(messages),
         tools=tuple(found.tools),
         tool_choice=_read_tool_choice(fields, found),
@@ -54,11 +75,11 @@ def parse(body: bytes) -> GenerateRequest:
             temperature=fields.number("temperature", low=0, high=MAX_TEMPERATURE),
             top_k=fields.integer("top_k", low=0, high=LARGEST_COUNT),
             top_p=fields.number("top_p", low=0, high=1),
-            max_tokens=fields.integer("max_tokens", low=1, high=LARGEST_COUNT),
+            max_tokens=facts.completion_limit,
             stop=read_stops(fields, "stop_sequences"),
             speculation=read_speculation(fields),
         ),
-        stream=fields.flag("stream") or False,
+        stream=facts.stream,
         include_usage=True,
         template_args={CONTINUE: True} if _is_prefilled(messages) else {},
         user=metadata.text("user_id") if metadata else None,
@@ -80,7 +101,7 @@ def _read_system(fields: Fields, name: str) -> tuple[Text, ...]:
 def _read_message(fields: Fields) -> Iterator[Message]:
     """A user turn with tool results becomes tool messages and user messages, in the order of its blocks."""
     role = fields.required_text("role")
-    if role in ("system", "developer"):
+    if role in _SYSTEM_ROLES:
         if parts := _read_system(fields, "content"):
             yield Message(role="system", parts=parts)
         return

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
+from cortex.wire.dialects.ollama import request
 from cortex.wire.dialects.ollama.lines import CONTENT_TYPE, KEEPALIVE, LineEncoder, stream_error, whole_body
-from cortex.wire.dialects.ollama.request import read_images, read_request
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent
+from cortex.wire.facts import Facts
 from cortex.wire.fields.body import Fields
-from cortex.wire.fields.tables.ollama import CHAT
+from cortex.wire.fields.tables.ollama import CHAT as FIELDS
 from cortex.wire.fields.tools import ToolList, read_arguments
 from cortex.wire.requests import (
     GenerateRequest,
@@ -29,23 +30,45 @@ from cortex.wire.requests import (
 FAMILY = Family.OLLAMA
 ID_PREFIX = "ollama-"
 
-__all__ = ["CONTENT_TYPE", "FAMILY", "ID_PREFIX", "KEEPALIVE", "Encoder", "fold", "parse", "stream_error"]
+__all__ = [
+    "CONTENT_TYPE",
+    "FAMILY",
+    "FIELDS",
+    "ID_PREFIX",
+    "KEEPALIVE",
+    "Encoder",
+    "fold",
+    "parse",
+    "pictures",
+    "read_facts",
+    "stream_error",
+]
 
 _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
+def read_facts(fields: Fields) -> Facts:
+    """Raises `MissingModel` or `InvalidValue`."""
+    return request.read_facts(fields, loads_only=fields.is_empty("messages"))
+
+
+def pictures(fields: Fields) -> Iterator[str]:
+    """All pictures that `parse` finds, in base64, unchecked."""
+    for message in fields.objects("messages"):
+        yield from message.texts("images")
+
+
 def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel` or `InvalidValue`."""
-    fields = CHAT.read(body)
+    fields = FIELDS.read(body)
     found = ToolList()
     for tool in fields.objects("tools"):
         found.add(tool, tool.text("type") or "function")
     calls = _OpenCalls()
     messages = tuple(_read_message(message, calls) for message in fields.objects("messages"))
     return msgspec.structs.replace(
-        read_request(fields),
+        request.read_request(fields, read_facts(fields)),
         messages=messages,
-        loads_only=not messages,
         tools=tuple(found.tools),
         tool_choice=found.resolve(fields, "auto", None, parallel=True),
         dropped_tools=tuple(found.dropped),
@@ -86,7 +109,7 @@ def _read_message(fields: Fields, calls: _OpenCalls) -> Message:
     content: list[Text | Image] = []
     if text := fields.text("content"):
         content.append(Text(text=text))
-    content += read_images(fields)
+    content += request.read_images(fields)
     if role == "tool":
         name = fields.text("tool_name") or fields.text("name")
         call_id = calls.take(fields.text("tool_call_id"), name)

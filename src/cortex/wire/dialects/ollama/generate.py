@@ -7,40 +7,64 @@ from typing import Any
 
 import msgspec
 
+from cortex.wire.dialects.ollama import request
 from cortex.wire.dialects.ollama.lines import CONTENT_TYPE, KEEPALIVE, LineEncoder, stream_error, whole_body
-from cortex.wire.dialects.ollama.request import read_images, read_request
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent
-from cortex.wire.fields.tables.ollama import GENERATE
+from cortex.wire.facts import Facts
+from cortex.wire.fields.body import Fields
+from cortex.wire.fields.tables.ollama import GENERATE as FIELDS
 from cortex.wire.requests import GenerateRequest, Image, Message, Text
 
 FAMILY = Family.OLLAMA
 ID_PREFIX = "ollama-"
 
-__all__ = ["CONTENT_TYPE", "FAMILY", "ID_PREFIX", "KEEPALIVE", "Encoder", "fold", "parse", "stream_error"]
+__all__ = [
+    "CONTENT_TYPE",
+    "FAMILY",
+    "FIELDS",
+    "ID_PREFIX",
+    "KEEPALIVE",
+    "Encoder",
+    "fold",
+    "parse",
+    "pictures",
+    "read_facts",
+    "stream_error",
+]
+
+
+def read_facts(fields: Fields) -> Facts:
+    """Raises `MissingModel` or `InvalidValue`."""
+    return request.read_facts(fields, loads_only=all(map(fields.is_empty, ("prompt", "images", "suffix"))))
+
+
+def pictures(fields: Fields) -> tuple[str, ...]:
+    """All pictures that `parse` finds, in base64, unchecked."""
+    return fields.texts("images")
 
 
 def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel` or `InvalidValue`."""
-    fields = GENERATE.read(body)
-    request = read_request(fields)
-    prompt, system, images = fields.text("prompt") or "", fields.text("system"), read_images(fields)
+    fields = FIELDS.read(body)
+    read = request.read_request(fields, read_facts(fields))
+    prompt, system, images = fields.text("prompt") or "", fields.text("system"), request.read_images(fields)
     if suffix := fields.text("suffix"):
         if images or system:
             raise fields.invalid("suffix", "what is filled in is text only; leave out 'images' and 'system'")
-        return msgspec.structs.replace(request, prompt=prompt, suffix=suffix)
-    if not prompt and not images:
-        return msgspec.structs.replace(request, loads_only=True)
+        return msgspec.structs.replace(read, prompt=prompt, suffix=suffix)
+    if read.loads_only:
+        return read
     if fields.flag("raw"):
         if images or system:
             raise fields.invalid("raw", "a raw prompt is text only; leave out 'images' and 'system'")
-        return msgspec.structs.replace(request, prompt=prompt)
+        return msgspec.structs.replace(read, prompt=prompt)
     messages: list[Message] = []
     if system:
         messages.append(Message(role="system", parts=(Text(text=system),)))
     parts: list[Text | Image] = [Text(text=prompt)] if prompt else []
     messages.append(Message(role="user", parts=(*parts, *images)))
-    return msgspec.structs.replace(request, messages=tuple(messages))
+    return msgspec.structs.replace(read, messages=tuple(messages))
 
 
 def _shape(*, text: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:

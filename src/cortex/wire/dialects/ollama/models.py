@@ -14,7 +14,7 @@ from cortex.wire.dialects.ollama.lines import stream_error, timestamp
 from cortex.wire.errors import BodyTooLarge, CortexError, InvalidValue, MissingModel
 from cortex.wire.fields import body as wire_body
 from cortex.wire.fields.body import MAX_MODEL_NAME
-from cortex.wire.model_names import plain_name
+from cortex.wire.model_names import check_name, plain_name
 from cortex.wire.node.protocol import Capabilities, ModelState, ModelStatus, Progress, StoredForm
 
 VERSION = "0.33.0"
@@ -87,6 +87,7 @@ def read_name(body: bytes) -> str:
         raise MissingModel("The body names no model; set 'model' to a name that /api/tags lists.", param="model")
     if len(name) > MAX_MODEL_NAME:
         raise InvalidValue(f"A model's name has at most {MAX_MODEL_NAME} characters.", param="model")
+    check_name(name, "model")
     return name
 
 

@@ -7,6 +7,7 @@ import re
 import msgspec
 
 from cortex.wire.errors import MissingModel
+from cortex.wire.facts import Facts
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.sampling import MAX_TOP_LOGPROBS, read_effort, read_sampling
 from cortex.wire.fields.tables.ollama import OPTIONS
@@ -23,35 +24,50 @@ _NUMBER = re.compile(r"[+-]?\d{1,12}(?:\.\d{1,12})?")
 _MAX_DURATION_CHARACTERS = 64
 
 
-def read_request(fields: Fields) -> GenerateRequest:
+def read_facts(fields: Fields, *, loads_only: bool) -> Facts:
+    """The facts, from the fields that both routes have. `loads_only`: it has no prompt. Raises `MissingModel` or
+    `InvalidValue`."""
+    options = fields.object("options") or Fields({}, "options")
+    limit = options.integer("num_predict", low=-LARGEST_COUNT, high=LARGEST_COUNT)
+    return Facts(
+        fields.model(),
+        fields.flag("stream") is not False,
+        limit if limit is not None and limit > 0 else None,
+        1,
+        loads_only=loads_only,
+        unloads=read_keep_alive(fields) == 0,
+    )
+
+
+def read_request(fields: Fields, facts: Facts) -> GenerateRequest:
     """A request without a prompt, from the fields that both routes have. Raises `InvalidValue`."""
     options = fields.object("options") or Fields({}, "options")
     unknown = tuple(f"options.{name}" for name in fields.mapping("options") or {} if name not in OPTIONS)
-    model = plain_name(fields.model())
+    model = plain_name(facts.model)
     if not model:
         raise MissingModel("The body names no model; set 'model' to a name that /api/tags lists.", param="model")
     return GenerateRequest(
         model=model,
         output=_read_format(fields),
         thinking=_read_think(fields),
-        sampling=_read_options(fields, options),
+        sampling=_read_options(fields, options, facts),
         most_context_tokens=options.integer("num_ctx", low=0, high=LARGEST_COUNT) or None,
-        stream=fields.flag("stream") is not False,
+        stream=facts.stream,
         include_usage=True,
         keep_alive_s=read_keep_alive(fields),
+        loads_only=facts.loads_only,
         ignored_fields=(*fields.unknown, *unknown),
         tenant=read_tenant(fields),
     )
 
 
-def _read_options(fields: Fields, options: Fields) -> Sampling:
+def _read_options(fields: Fields, options: Fields, facts: Facts) -> Sampling:
     known = Fields({name: options.raw(name) for name in OPTIONS}, options.path)
     wanted = fields.flag("logprobs") or False
     top_logprobs = fields.integer("top_logprobs", low=0, high=MAX_TOP_LOGPROBS) or 0
-    limit = known.integer("num_predict", low=-LARGEST_COUNT, high=LARGEST_COUNT)
     sampling = msgspec.structs.replace(
         read_sampling(known),
-        max_tokens=limit if limit is not None and limit > 0 else None,
+        max_tokens=facts.completion_limit,
         logprobs=wanted,
         top_logprobs=top_logprobs if wanted else 0,
     )

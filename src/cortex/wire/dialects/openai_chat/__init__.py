@@ -1,11 +1,12 @@
 """The OpenAI chat-completions dialect, for clients and for other servers behind the gateway."""
 
-from cortex.wire.dialects.openai_chat.request import parse
+from cortex.wire.dialects.openai_chat.request import parse, pictures, read_facts
 from cortex.wire.dialects.openai_chat.stream import Encoder, fold
 from cortex.wire.dialects.openai_chat.upstream_request import build
 from cortex.wire.dialects.openai_chat.upstream_response import ResponseDecoder, unfold
 from cortex.wire.dialects.openai_chunks import stream_error
 from cortex.wire.errors import Family
+from cortex.wire.fields.tables.openai_chat import FIELDS
 from cortex.wire.sse import COMMENT as KEEPALIVE
 from cortex.wire.sse import CONTENT_TYPE
 
@@ -15,6 +16,7 @@ ID_PREFIX = "chatcmpl-"
 __all__ = [
     "CONTENT_TYPE",
     "FAMILY",
+    "FIELDS",
     "ID_PREFIX",
     "KEEPALIVE",
     "Encoder",
@@ -22,6 +24,8 @@ __all__ = [
     "build",
     "fold",
     "parse",
+    "pictures",
+    "read_facts",
     "stream_error",
     "unfold",
 ]

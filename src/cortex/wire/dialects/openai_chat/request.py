@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from cortex.wire.errors import UnsupportedModality, shorten
+from cortex.wire.facts import Facts
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.custom_tools import arguments_of
 from cortex.wire.fields.prediction import read_prediction
@@ -22,7 +23,7 @@ from cortex.wire.fields.sampling import (
 )
 from cortex.wire.fields.tables.openai_chat import FIELDS
 from cortex.wire.fields.tools import ToolList, read_arguments, read_function
-from cortex.wire.pictures.parts import read_url_part
+from cortex.wire.pictures.parts import PICTURE_PARTS, picture_urls, read_url_part
 from cortex.wire.requests import (
     GenerateRequest,
     Image,
@@ -52,9 +53,24 @@ _ROLES: dict[str, Role] = {
 }
 
 
+def read_facts(fields: Fields) -> Facts:
+    """Raises `MissingModel` or `InvalidValue`."""
+    max_tokens, n = read_limits(fields)
+    newer = fields.integer("max_completion_tokens", low=1, high=LARGEST_COUNT)
+    return Facts(fields.model(), fields.flag("stream") or False, newer or max_tokens, n)
+
+
+def pictures(fields: Fields) -> Iterator[str]:
+    """The URLs of all pictures that `parse` finds, unchecked."""
+    for message in fields.objects("messages"):
+        if isinstance(message.raw("content"), list):
+            yield from picture_urls(message, "content")
+
+
 def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel`, `InvalidValue` or `UnsupportedModality`."""
     fields = FIELDS.read(body)
+    facts = read_facts(fields)
     if not fields.array("messages"):
         raise fields.invalid("messages", "it is required and must hold at least one message")
     found = _read_tools(fields)
@@ -62,7 +78,7 @@ def parse(body: bytes) -> GenerateRequest:
     stream_options = fields.object("stream_options")
     template_args = _read_template_args(fields)
     return GenerateRequest(
-        model=fields.model(),
+        model=facts.model,
         messages=tuple(_read_message(message) for message in fields.objects("messages")),
         truncate_prompt_tokens=read_truncation(fields),
         tools=tuple(found.tools),
@@ -71,8 +87,8 @@ def parse(body: bytes) -> GenerateRequest:
         output=read_output_format(fields, fields.object("response_format")),
         prediction=read_prediction(fields),
         thinking=_read_thinking(fields, template_args),
-        sampling=_read_chat_sampling(fields),
-        stream=fields.flag("stream") or False,
+        sampling=_read_chat_sampling(fields, facts),
+        stream=facts.stream,
         include_usage=(stream_options.flag("include_usage") or False) if stream_options else False,
         continuous_usage=(stream_options.flag("continuous_usage_stats") or False) if stream_options else False,
         return_token_ids=fields.flag("return_token_ids") or False,
@@ -85,16 +101,15 @@ def parse(body: bytes) -> GenerateRequest:
     )
 
 
-def _read_chat_sampling(fields: Fields) -> Sampling:
+def _read_chat_sampling(fields: Fields, facts: Facts) -> Sampling:
     wanted = fields.flag("logprobs") or False
     top_logprobs = fields.integer("top_logprobs", low=0, high=MAX_TOP_LOGPROBS) or 0
     if top_logprobs and not wanted:
         raise fields.invalid("top_logprobs", "set 'logprobs' to true to get them")
-    max_tokens, n = read_limits(fields)
     return msgspec.structs.replace(
         read_sampling(fields),
-        max_tokens=fields.integer("max_completion_tokens", low=1, high=LARGEST_COUNT) or max_tokens,
-        n=n,
+        max_tokens=facts.completion_limit,
+        n=facts.num_choices,
         logprobs=wanted,
         top_logprobs=top_logprobs,
         prompt_logprobs=read_prompt_logprobs(fields),
@@ -154,7 +169,7 @@ def _read_content(fields: Fields) -> Iterator[Text | Image | Reasoning]:
 
 def _read_part(part: Fields) -> Text | Image | Reasoning:
     match part.text("type"):
-        case "image_url" | "input_image":
+        case kind if kind in PICTURE_PARTS:
             return read_url_part(part)
         case "refusal":
             return Text(text=part.required_text("refusal"))

@@ -7,6 +7,7 @@ chat templates expect one turn.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from cortex.wire.dialects.openai_responses.client_tools import CALLS, OUTPUTS, full_name, read_call
 from cortex.wire.dialects.openai_responses.compacted import shown
@@ -16,7 +17,7 @@ from cortex.wire.fields.custom_tools import arguments_of
 from cortex.wire.fields.tables.openai_responses import ITEMS
 from cortex.wire.fields.tables.table import Treatment
 from cortex.wire.fields.tools import read_arguments
-from cortex.wire.pictures.parts import read_url_part
+from cortex.wire.pictures.parts import PICTURE_PARTS, picture_urls, read_url_part
 from cortex.wire.requests import Image, Message, Part, Reasoning, Role, Text, ToolCall, ToolResult
 
 _ROLES: dict[str, Role] = {"system": "system", "developer": "developer", "assistant": "assistant"}
@@ -38,6 +39,18 @@ def read_input(fields: Fields, noted: list[str]) -> list[Message]:
     for item in fields.objects("input"):
         _read_item(item, conversation, noted)
     return conversation.close()
+
+
+def pictures(fields: Fields) -> Iterator[str]:
+    """The URLs of all pictures that `read_input` finds, unchecked."""
+    if isinstance(fields.raw("input"), str):
+        return
+    for item in fields.objects("input"):
+        kind = item.text("type") or "message"
+        if kind == "message" and isinstance(item.raw("content"), list):
+            yield from picture_urls(item, "content")
+        elif kind in _RESULTS and _are_parts(item.raw("output")):
+            yield from picture_urls(item, "output")
 
 
 class _Conversation:
@@ -135,16 +148,21 @@ def _read_content(item: Fields, name: str, *, as_json: bool = False) -> Iterator
         return
     if isinstance(content, str):
         yield Text(text=content)
-    elif as_json and not (isinstance(content, list) and all(isinstance(p, dict) and "type" in p for p in content)):
+    elif as_json and not _are_parts(content):
         yield Text(text=json_text(content))
     else:
         for part in item.objects(name):
             yield _read_part(part)
 
 
+def _are_parts(content: Any) -> bool:
+    """Whether the output of a tool has parts; other values are JSON."""
+    return isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
+
+
 def _read_part(part: Fields) -> Text | Image:
     match part.text("type"):
-        case "input_image" | "image_url":
+        case kind if kind in PICTURE_PARTS:
             return read_url_part(part)
         case "refusal":
             return Text(text=part.required_text("refusal"))

@@ -9,6 +9,7 @@ import msgspec
 from cortex.wire.dialects.openai_responses.client_tools import SHAPES, add_tool, check_names, full_name
 from cortex.wire.dialects.openai_responses.items import read_input
 from cortex.wire.errors import shorten
+from cortex.wire.facts import Facts
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.prediction import read_prediction
 from cortex.wire.fields.sampling import (
@@ -41,9 +42,41 @@ ECHOED = (
 """Request fields that the response object repeats as the client wrote them."""
 
 
+def read_facts(fields: Fields) -> Facts:
+    """Raises `MissingModel` or `InvalidValue`."""
+    limit = fields.integer("max_output_tokens", low=1, high=LARGEST_COUNT)
+    return msgspec.structs.replace(
+        read_state(fields), stream=fields.flag("stream") or False, completion_limit=limit, num_choices=1
+    )
+
+
+def read_state(fields: Fields) -> Facts:
+    """The facts of a request that generates nothing: its model and what it refers to. Raises `MissingModel` or
+    `InvalidValue`."""
+    conversation = fields.raw("conversation")
+    if isinstance(conversation, dict):
+        conversation = Fields(conversation, "conversation").required_text("id")
+    elif conversation is not None:
+        conversation = fields.required_text("conversation")
+    previous = fields.text("previous_response_id")
+    if conversation is not None and previous is not None:
+        raise fields.invalid("conversation", "use either it or 'previous_response_id', not both")
+    return Facts(
+        fields.model(),
+        False,
+        0,
+        1,
+        store=fields.flag("store"),
+        previous_response_id=previous,
+        background=fields.flag("background") or False,
+        conversation_id=conversation,
+    )
+
+
 def parse(body: bytes) -> GenerateRequest:
     """Raises `MalformedJSON`, `MissingModel`, `InvalidValue` or `UnsupportedModality`."""
     fields = FIELDS.read(body)
+    facts = read_facts(fields)
     noted: list[str] = []
     messages = read_input(fields, noted)
     if instructions := fields.text("instructions"):
@@ -52,7 +85,7 @@ def parse(body: bytes) -> GenerateRequest:
     reasoning = fields.object("reasoning")
     text = fields.object("text")
     return GenerateRequest(
-        model=fields.model(),
+        model=facts.model,
         messages=tuple(messages),
         truncate_prompt_tokens=read_truncation(fields),
         tools=tuple(found.tools),
@@ -60,8 +93,8 @@ def parse(body: bytes) -> GenerateRequest:
         output=read_output_format(fields, text.object("format") if text else None),
         prediction=read_prediction(fields),
         thinking=_read_thinking(reasoning),
-        sampling=_read_sampling(fields),
-        stream=fields.flag("stream") or False,
+        sampling=_read_sampling(fields, facts),
+        stream=facts.stream,
         include_usage=True,
         template_args=fields.mapping("chat_template_kwargs") or {},
         user=fields.text("user"),
@@ -102,12 +135,12 @@ def _read_truncation(fields: Fields) -> bool:
     return given == "auto"
 
 
-def _read_sampling(fields: Fields) -> Sampling:
+def _read_sampling(fields: Fields, facts: Facts) -> Sampling:
     top_logprobs = fields.integer("top_logprobs", low=0, high=MAX_TOP_LOGPROBS) or 0
     wanted = top_logprobs > 0 or "message.output_text.logprobs" in fields.texts("include")
     return msgspec.structs.replace(
         read_sampling(fields),
-        max_tokens=fields.integer("max_output_tokens", low=1, high=LARGEST_COUNT),
+        max_tokens=facts.completion_limit,
         logprobs=wanted,
         top_logprobs=top_logprobs,
     )

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import CACHE_SALT, SPECULATION
-from cortex.wire.fields.tables.table import FieldTable, Kind, Treatment, honoured, rejected, tolerated
+from cortex.wire.fields.tables.table import (
+    FieldTable,
+    Kind,
+    Treatment,
+    content,
+    fact,
+    honoured,
+    limit,
+    rejected,
+    tolerated,
+)
 
 _TOOLS = [{"name": "weather", "input_schema": {"type": "object"}}]
 
 FIELDS = FieldTable(
     (
-        honoured("model", "other"),
-        honoured("messages", [{"role": "user", "content": "other"}]),
-        honoured("system", "be brief"),
-        honoured("max_tokens", 9),
+        fact("model", "other"),
+        content("messages", [{"role": "user", "content": "other"}]),
+        fact("system", "be brief"),
+        limit("max_tokens", 9),
         honoured("tools", _TOOLS),
         honoured("tool_choice", {"type": "any"}, tools=_TOOLS),
-        honoured("thinking", {"type": "enabled", "budget_tokens": 1024}, "absent: no thinking"),
+        fact("thinking", {"type": "enabled", "budget_tokens": 1024}, "absent: no thinking"),
         honoured("output_config", {"effort": "low"}, "`effort` and `format`"),
         honoured("output_format", {"type": "json_schema", "schema": {"type": "object"}}),
         honoured("temperature", 0.5),
         honoured("top_p", 0.5),
         honoured("top_k", 5),
         honoured("stop_sequences", ["END"]),
-        honoured("stream", True),
+        fact("stream", True),
         honoured("metadata", {"user_id": "u"}),
         SPECULATION,
         CACHE_SALT,

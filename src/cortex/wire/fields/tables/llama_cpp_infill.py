@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import CACHE_SALT, SAMPLING
-from cortex.wire.fields.tables.table import FieldTable, honoured, tolerated
+from cortex.wire.fields.tables.table import FieldTable, content, fact, limit, tolerated
 
 FIELDS = FieldTable(
     (
-        honoured("model", "other"),
-        honoured("input_prefix", "def f(", "the text before the gap"),
-        honoured("input_suffix", "return x", "the text behind it"),
-        honoured("prompt", "other", "the beginning of what is filled in"),
-        honoured(
+        fact("model", "other"),
+        content("input_prefix", "def f(", "the text before the gap"),
+        content("input_suffix", "return x", "the text behind it"),
+        content("prompt", "other", "the beginning of what is filled in"),
+        content(
             "input_extra",
             [{"filename": "a.py", "text": "x = 1"}],
             "other files, before all else; with the tokens for repositories, if the model has them",
         ),
-        honoured("n_predict", 9, "-1 is no limit"),
-        honoured("stream", True),
+        limit("n_predict", 9, "-1 is no limit"),
+        fact("stream", True),
         CACHE_SALT,
         tolerated("cache_prompt", True, "prefixes are always cached"),
         tolerated("id_slot", -1),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import CACHE_SALT
-from cortex.wire.fields.tables.table import FieldTable, honoured, rejected, tolerated
+from cortex.wire.fields.tables.table import FieldTable, content, fact, honoured, limit, rejected, tolerated
 
 _OPTIONS = (
-    honoured("options.num_predict", 9, "-1 and -2: no limit"),
+    limit("options.num_predict", 9, "-1 and -2: no limit"),
     honoured("options.temperature", 0.5),
     honoured("options.top_k", 5),
     honoured("options.top_p", 0.5),
@@ -32,11 +32,11 @@ _OPTIONS = (
 """Other options are ignored, and the response lists them like fields that are not known."""
 
 _SHARED = (
-    honoured("model", "other"),
-    honoured("stream", False, "`true` if absent"),
+    fact("model", "other"),
+    fact("stream", False, "`true` if absent"),
     honoured("format", "json", "`json` or a schema"),
     honoured("think", "low", "`true`, `false`, `low`, `medium`, `high` or `max`"),
-    honoured("keep_alive", 0, "0 unloads the model after the response; nothing pins it"),
+    fact("keep_alive", 0, "0 unloads the model after the response; nothing pins it"),
     honoured("logprobs", True),
     honoured("top_logprobs", 2, logprobs=True),
     CACHE_SALT,
@@ -49,7 +49,7 @@ OPTIONS = frozenset(one.name.removeprefix("options.") for one in _OPTIONS)
 CHAT = FieldTable(
     _SHARED,
     (
-        honoured("messages", [{"role": "user", "content": "other"}], "none: the model is loaded"),
+        content("messages", [{"role": "user", "content": "other"}], "none: the model is loaded"),
         honoured("tools", [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]),
         honoured("truncate", True, "drops the oldest messages of a prompt that does not fit; absent: it is rejected"),
     ),
@@ -58,12 +58,12 @@ CHAT = FieldTable(
 GENERATE = FieldTable(
     _SHARED,
     (
-        honoured("prompt", "other", "none: the model is loaded"),
-        honoured("system", "You are brief."),
-        honoured("images", ["iVBORw0KGgo="]),
+        content("prompt", "other", "none: the model is loaded"),
+        fact("system", "You are brief."),
+        content("images", ["iVBORw0KGgo="]),
         honoured("raw", True, "the prompt as it is, without the model's template"),
         tolerated("truncate", False, "a prompt that does not fit is rejected"),
-        honoured("suffix", "x", "fills in before it; for models with the capability `insert`"),
+        fact("suffix", "x", "fills in before it; for models with the capability `insert`"),
         rejected("template", "x", "a model's own template is always used; remove it", ""),
         rejected("context", [1], "earlier turns are not sent as tokens; send them to /api/chat", []),
     ),

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import ACCOUNT, EXTENSIONS, OUTPUT, PROMPT, SAMPLING, STREAM
-from cortex.wire.fields.tables.table import FieldTable, Kind, Treatment, honoured, rejected, tolerated
+from cortex.wire.fields.tables.table import (
+    FieldTable,
+    Kind,
+    Treatment,
+    content,
+    fact,
+    honoured,
+    limit,
+    rejected,
+    tolerated,
+)
 
 _WEATHER = {"name": "weather", "parameters": {"type": "object"}}
 _TOOLS = [{"type": "function", "function": _WEATHER}]
 
 FIELDS = FieldTable(
     (
-        honoured("model", "other"),
-        honoured("messages", [{"role": "user", "content": "other"}], "a role that is not known is shown as `user`"),
-        honoured("tools", _TOOLS),
+        fact("model", "other"),
+        content("messages", [{"role": "user", "content": "other"}], "a role that is not known is shown as `user`"),
+        content("tools", _TOOLS, is_fact=False),
         honoured("tool_choice", "required", tools=_TOOLS),
         honoured("parallel_tool_calls", False),
         honoured("functions", [_WEATHER], "the former name of `tools`; the response has `function_call`"),
         honoured("function_call", "none", "the former name of `tool_choice`", functions=[_WEATHER]),
-        honoured("max_tokens", 9),
-        honoured("max_completion_tokens", 9, "takes precedence over `max_tokens`"),
-        honoured("n_predict", 9, "llama.cpp's name for `max_tokens`; -1 is no limit"),
-        honoured("n", 2),
+        limit("max_tokens", 9),
+        limit("max_completion_tokens", 9, "takes precedence over `max_tokens`"),
+        limit("n_predict", 9, "llama.cpp's name for `max_tokens`; -1 is no limit"),
+        fact("n", 2),
         honoured("logprobs", True),
         honoured("top_logprobs", 2, logprobs=True),
         honoured("prompt_logprobs", 1, "vLLM; not in a stream"),

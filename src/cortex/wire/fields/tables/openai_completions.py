@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import ACCOUNT, EXTENSIONS, OUTPUT, PROMPT, SAMPLING, STREAM
-from cortex.wire.fields.tables.table import FieldTable, honoured, rejected
+from cortex.wire.fields.tables.table import FieldTable, content, fact, honoured, limit, rejected
 
 FIELDS = FieldTable(
     (
-        honoured("model", "other"),
-        honoured("prompt", "other", "a string, token ids, or a list of either"),
+        fact("model", "other"),
+        content("prompt", "other", "a string, token ids, or a list of either"),
         honoured("echo", True),
-        honoured(
+        limit(
             "max_tokens",
             9,
             "of completions: absent, they end with the text or the context (16 tokens in OpenAI's API); "
             "0: no tokens, with `echo` the prompt alone",
         ),
-        honoured("n_predict", 9, "llama.cpp's name for `max_tokens`; -1 is no limit"),
-        honoured("n", 2),
+        limit("n_predict", 9, "llama.cpp's name for `max_tokens`; -1 is no limit"),
+        fact("n", 2),
         honoured("logprobs", 2, "with `echo` also of the prompt"),
         honoured("prompt_logprobs", 1, "vLLM; not in a stream"),
         honoured("return_token_ids", True, "vLLM: `token_ids` of choices, and `prompt_token_ids`"),

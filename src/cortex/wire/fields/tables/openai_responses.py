@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 from cortex.wire.fields.tables.shared import EXTENSIONS, OUTPUT, PROMPT, SAMPLING
-from cortex.wire.fields.tables.table import FieldTable, Kind, Treatment, honoured, rejected, tolerated
+from cortex.wire.fields.tables.table import (
+    FieldTable,
+    Kind,
+    Treatment,
+    content,
+    fact,
+    honoured,
+    limit,
+    rejected,
+    tolerated,
+)
 
 _TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
 
+OF_GATEWAYS = {
+    "store": "of `/v1/responses` by a gateway",
+    "previous_response_id": "by a gateway that stores responses; a node rejects it",
+    "background": "by a gateway that stores responses; a node rejects it",
+    "conversation": "by a gateway that stores responses; a node rejects it",
+}
+"""Fields that a gateway honours, and what to say about each. What is in `FIELDS` is what a node does with them."""
+
 FIELDS = FieldTable(
     (
-        honoured("model", "other"),
-        honoured("input", "other"),
-        honoured("instructions", "be brief"),
+        fact("model", "other"),
+        content("input", "other"),
+        fact("instructions", "be brief"),
         honoured("tools", _TOOLS),
         honoured("tool_choice", "required", tools=_TOOLS),
         honoured("parallel_tool_calls", False),
-        honoured("max_output_tokens", 9),
+        limit("max_output_tokens", 9),
         honoured("top_logprobs", 2),
         honoured("include", ["message.output_text.logprobs"], "log-probabilities; others have nothing to add"),
         honoured("text", {"format": {"type": "json_object"}}),
@@ -24,7 +42,7 @@ FIELDS = FieldTable(
         honoured("reasoning", {"effort": "low"}),
         honoured("reasoning.summary", "auto", "`auto`, `concise`, `detailed`: the reasoning itself, as a summary"),
         honoured("chat_template_kwargs", {"enable_thinking": False}),
-        honoured("stream", True),
+        fact("stream", True),
         tolerated("stream_options", {"include_obfuscation": False}, "nothing is obfuscated"),
         honoured("user", "u"),
         honoured("metadata", {"k": "v"}, "repeated in the response"),
@@ -50,15 +68,8 @@ FIELDS = FieldTable(
     OUTPUT,
     PROMPT,
     EXTENSIONS,
+    of_gateways=OF_GATEWAYS,
 )
-
-OF_GATEWAYS = {
-    "store": "of `/v1/responses` by a gateway",
-    "previous_response_id": "by a gateway that stores responses; a node rejects it",
-    "background": "by a gateway that stores responses; a node rejects it",
-    "conversation": "by a gateway that stores responses; a node rejects it",
-}
-"""Fields that a gateway honours, and what to say about each. What is in `FIELDS` is what a node does with them."""
 
 TOOLS = (
     Kind("function", Treatment.HONOURED),

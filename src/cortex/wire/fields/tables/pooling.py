@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cortex.wire.fields.tables.table import BodyField, FieldTable, honoured, rejected, tolerated
+from cortex.wire.fields.tables.table import BodyField, FieldTable, content, honoured, rejected, tolerated
 
 _TOKENS = "more tokens of a text are cut off; -1: as many as the model takes. Without it, a longer text gets a 400"
 _TRUNCATION = (
@@ -20,7 +20,7 @@ _IGNORED: tuple[BodyField, ...] = (
 EMBEDDINGS = FieldTable(
     _ACCOUNT,
     (
-        honoured("input", "other", "a string, strings, token ids, or arrays of token ids"),
+        content("input", "other", "a string, strings, token ids, or arrays of token ids"),
         honoured("dimensions", 8, "the first elements of a vector, at length one again if the model's vectors are"),
         honoured("encoding_format", "base64", "`float`, or `base64`: little-endian float32"),
         honoured("prompt_name", "query", "one of the prompts of the model's files precedes each text"),
@@ -35,7 +35,7 @@ EMBEDDINGS = FieldTable(
 EMBED = FieldTable(
     _ACCOUNT,
     (
-        honoured("inputs", "other", "a string or strings"),
+        content("inputs", "other", "a string or strings"),
         honoured("dimensions", 8),
         honoured("normalize", False, "vectors at length one, which is the default"),
         honoured("prompt_name", "query"),
@@ -46,9 +46,9 @@ EMBED = FieldTable(
 RERANK = FieldTable(
     _ACCOUNT,
     (
-        honoured("query", "other"),
-        honoured("documents", ["other"], "strings, or objects with `text`"),
-        honoured("texts", ["other"], "TEI's name for `documents`: the response has TEI's shape", documents=None),
+        content("query", "other"),
+        content("documents", ["other"], "strings, or objects with `text`"),
+        content("texts", ["other"], "TEI's name for `documents`: the response has TEI's shape", documents=None),
         honoured("top_n", 1, "the best, as many as this"),
         honoured("return_documents", True),
         honoured("return_text", True, "TEI's name for `return_documents`"),
@@ -65,10 +65,10 @@ RERANK = FieldTable(
 SCORE = FieldTable(
     _ACCOUNT,
     (
-        honoured("text_1", "other", "a string or strings: one for all of `text_2`, or one for each"),
-        honoured("text_2", ["other"], "a string or strings"),
-        honoured("queries", "other", "another name for `text_1`", text_1=None),
-        honoured("documents", ["other"], "another name for `text_2`", text_2=None),
+        content("text_1", "other", "a string or strings: one for all of `text_2`, or one for each"),
+        content("text_2", ["other"], "a string or strings"),
+        content("queries", "other", "another name for `text_1`", text_1=None),
+        content("documents", ["other"], "another name for `text_2`", text_2=None),
         honoured("instruction", "other", "what a reranker with instructions should look for"),
     ),
     (_RAW,),

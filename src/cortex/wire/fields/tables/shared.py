@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cortex.wire.fields.tables.table import honoured, rejected, tolerated
+from cortex.wire.fields.tables.table import fact, honoured, rejected, tolerated
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
-CACHE_SALT = honoured("cache_salt", "s", "shares cached prefixes only with requests that have the same salt")
+CACHE_SALT = fact("cache_salt", "s", "shares cached prefixes only with requests that have the same salt")
 SPECULATION = honoured("speculation", "off", "one token per step; the response is the same")
 SAMPLING = (
     honoured("temperature", 0.5),
@@ -45,7 +45,7 @@ OUTPUT = (
 """For `read_output_format`: constraints on the output. A request may have one."""
 
 STREAM = (
-    honoured("stream", True),
+    fact("stream", True),
     honoured("stream_options.include_usage", True),
     honoured("stream_options.continuous_usage_stats", True, "usage in every chunk"),
     tolerated("stream_options.include_obfuscation", False, "nothing is obfuscated"),

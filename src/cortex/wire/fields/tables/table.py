@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from cortex.wire.errors import InvalidValue, shorten
 from cortex.wire.fields import body as wire_body
-from cortex.wire.fields.body import Fields
+from cortex.wire.fields.body import Fields, RawFields
 
 
 class Treatment(StrEnum):
@@ -35,6 +36,16 @@ class BodyField:
     """Values of a rejected field that ask for nothing: they are tolerated."""
     context: Mapping[str, Any] = field(default_factory=dict)
     """Other fields that the example needs."""
+    is_fact: bool = False
+    """Whether a gateway reads it before the body is parsed (`wire/facts.py`)."""
+    has_content: bool = False
+    """Whether its objects may hold media, which a server would fetch by address. Its texts are only texts."""
+    is_limit: bool = False
+    """Whether it is the limit of one choice, or a field that servers may read in its place."""
+
+    def is_harmless(self, value: Any) -> bool:
+        """Whether a value of a rejected field asks for nothing."""
+        return value is None or any(value == harmless for harmless in self.harmless)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +60,25 @@ class Kind:
 class FieldTable:
     """The fields of one dialect by name. Immutable."""
 
-    def __init__(self, *groups: Iterable[BodyField]) -> None:
+    def __init__(self, *groups: Iterable[BodyField], of_gateways: Iterable[str] = ()) -> None:
+        """`of_gateways`: fields that a gateway honours, whatever a node does with them."""
         self._fields = {one.name: one for group in groups for one in group}
         self._names = frozenset(name.partition(".")[0] for name in self._fields)
+        facts = [one.name.partition(".")[0] for one in self if one.is_fact]
+        self.facts = tuple(dict.fromkeys((*facts, *of_gateways)))
+        """The fields that a gateway reads."""
+        self.contents = frozenset(one.name for one in self if one.has_content)
+        """The fields with texts, and with objects that may hold media."""
+        self.inert = frozenset(
+            one.name.partition(".")[0]
+            for one in self
+            if one.treatment is not Treatment.REJECTED and not one.has_content
+        )
+        """The fields that hold no media, whatever is in them."""
+        self.limits = tuple(one.name for one in self if one.is_limit)
+        """The fields with the limit of one choice. The first is the one that is written for servers."""
         self._rejected = tuple(one for one in self if one.treatment is Treatment.REJECTED)
+        self._spelled = {_folded(name): name for name in self._names}
 
     def __iter__(self) -> Iterator[BodyField]:
         return iter(self._fields.values())
@@ -66,14 +92,61 @@ class FieldTable:
         fields = wire_body.parse(body, self._names)
         fields.model()
         for one in self._rejected:
-            value = fields.raw(one.name)
-            if value is not None and not any(value == harmless for harmless in one.harmless):
+            if not one.is_harmless(fields.raw(one.name)):
                 raise fields.invalid(one.name, one.note)
         return fields
+
+    def scan(self, body: bytes) -> RawFields:
+        """What a gateway reads of a body. Raises `MalformedJSON`."""
+        return wire_body.scan(body, self.facts, self.contents)
+
+    def check_spelling(self, names: Iterable[str]) -> None:
+        """Raises InvalidValue for a name that is not a field of this table but that a server could read as one: many
+        ignore case (Go, .NET), some also separators, or what follows a bracket."""
+        for name in names:
+            meant = None if name in self._names else self._spelled.get(_folded(name))
+            if meant is not None:
+                raise InvalidValue(
+                    f"'{shorten(name)}' is not a field, and a server may read it as '{meant}'; spell it '{meant}'.",
+                    param=shorten(name),
+                )
+
+    def check_known(self, values: Mapping[str, Any]) -> None:
+        """Raises InvalidValue for a field that is not honoured or tolerated, and that therefore nobody here can check:
+        it may choose another model, or use tokens that are not counted."""
+        for name, value in values.items():
+            one = self._fields.get(name)
+            if name not in self._names:
+                problem = "it is not known here, and the key has a budget or a list of models; remove it"
+            elif one is None or one.treatment is not Treatment.REJECTED or one.is_harmless(value):
+                continue
+            else:
+                problem = one.note
+            raise InvalidValue(f"Invalid value for '{shorten(name)}': {problem}.", param=shorten(name))
+
+
+def _folded(name: str) -> str:
+    """What names that some server reads as the same have in common."""
+    plain = name.partition("[")[0].partition(".")[0]
+    return "".join(character for character in plain.casefold() if character.isalnum())
 
 
 def honoured(name: str, example: Any, note: str = "", **context: Any) -> BodyField:
     return BodyField(name, Treatment.HONOURED, example, note, context=context)
+
+
+def fact(name: str, example: Any, note: str = "") -> BodyField:
+    """A field that is honoured, and that a gateway reads, too."""
+    return BodyField(name, Treatment.HONOURED, example, note, is_fact=True)
+
+
+def content(name: str, example: Any, note: str = "", *, is_fact: bool = True, **context: Any) -> BodyField:
+    """A field that is honoured, with texts and possibly with media."""
+    return BodyField(name, Treatment.HONOURED, example, note, context=context, is_fact=is_fact, has_content=True)
+
+
+def limit(name: str, example: Any, note: str = "") -> BodyField:
+    return BodyField(name, Treatment.HONOURED, example, note, is_fact=True, is_limit=True)
 
 
 def tolerated(name: str, example: Any, note: str = "") -> BodyField:

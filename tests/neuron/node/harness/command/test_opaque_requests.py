@@ -93,8 +93,8 @@ async def test_every_form_of_a_request(call: Caller) -> None:
 
     status, received = await call("/v1/audio/voices?model=m&x=a%20b", "GET")
     assert (status, received["path"], received["method"]) == (200, "/v1/audio/voices?model=theirs&x=a+b", "GET")
-    status, received = await call("/v1/audio/transcriptions?model=m", data=FILE, headers={"content-type": "audio/wav"})
-    assert (status, received["sha256"]) == (200, hashlib.sha256(FILE).hexdigest()), received
+    status, problem = await call("/v1/audio/transcriptions?model=m", data=FILE, headers={"content-type": "audio/wav"})
+    assert (status, "in the body only" in problem["error"]["message"]) == (400, True)
     fields = {"model": "m", "voice": "x", "input": "ü &"}
     status, received = await call("/v1/audio/speech", data=fields)
     assert received["first"] == "model=theirs&speed=2&nested=%7B%22a%22%3A+1%7D&input=%C3%BC+%26"
@@ -144,7 +144,7 @@ async def test_only_harmless_headers_reach_the_server_and_the_client(call: Calle
         ),
         (
             "/v1/audio/transcriptions",
-            {"data": b"", "headers": FORM},
+            {"data": b"--", "headers": FORM},
             400,
             "boundary",
         ),
@@ -196,3 +196,16 @@ async def test_a_crash_is_a_retryable_error(call: Caller) -> None:
     await until(lambda: call.node.model("m").state is ModelState.READY)
     assert (await call("/v1/audio/speech", json={"model": "m"}))[0] == 200
     assert len(servers()) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "x", "extra": {"image": "http://169.254.169.254/latest"}}),
+        ("/v1/completions", {"prompt": "x", "multimodal_data": ["/etc/passwd"]}),
+        ("/v1/audio/speech", {"input": "x", "ref_audio": "/etc/passwd"}),
+    ],
+)
+async def test_the_server_gets_nothing_to_fetch(call: Caller, path: str, body: dict[str, Any]) -> None:
+    status, problem = await call(path, json={"model": "m", **body})
+    assert (status, "may not fetch" in str(problem)) == (400, True), problem

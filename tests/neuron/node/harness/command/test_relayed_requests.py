@@ -171,10 +171,27 @@ async def test_the_budget_of_a_request_is_a_limit_of_the_server(caller: Caller) 
     indirect=["caller"],
 )
 async def test_the_operators_fields_do_not_lift_the_budget(caller: Caller, least: int, most: int) -> None:
-    async with caller.post(max_tokens=80_000, best_of=8, sent={headers.TOKEN_LIMIT: "5000"}) as response:
+    async with caller.post(max_tokens=80_000, sent={headers.TOKEN_LIMIT: "5000"}) as response:
         received = json.loads(text_of(await response.json()))
     assert least <= received["max_tokens"] <= most
     assert not {"max_completion_tokens", "n_predict", "best_of"} & received.keys()
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/infill"])
+@pytest.mark.parametrize("name", ["n_cmpl", "best_of", "max_new_tokens", "max_length", "num_predict", "N"])
+async def test_fields_that_the_budget_does_not_know_are_rejected(caller: Caller, path: str, name: str) -> None:
+    least = {CHAT: "messages", "/v1/completions": "prompt", "/infill": "input_prefix"}[path]
+    text: Any = [{"role": "user", "content": "x"}] if path == CHAT else "x"
+    sent, fields = {headers.TOKEN_LIMIT: "5000"}, {"model": "m", least: text, name: 100_000}
+    async with caller.session.post(caller.url + path, json=fields, headers=sent) as response:
+        assert (response.status, (await response.json())["error"]["param"]) == (400, name)
+
+
+async def test_a_budget_is_not_sent_as_a_limit_of_zero(caller: Caller) -> None:
+    body = {"model": "m", "prompt": "x", "max_tokens": 0}
+    sent = {headers.TOKEN_LIMIT: "5000"}
+    async with caller.session.post(caller.url + "/v1/completions", json=body, headers=sent) as response:
+        assert (response.status, (await response.json())["error"]["param"]) == (400, "max_tokens")
 
 
 async def test_the_server_is_sent_no_address_to_fetch(caller: Caller) -> None:

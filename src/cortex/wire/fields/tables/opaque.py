@@ -1,0 +1,12 @@
+"""Fields of requests that only the server of their model understands, as far as they are read here."""
+
+from __future__ import annotations
+
+from cortex.wire.fields.tables.table import FieldTable, content, fact
+
+FIELDS = FieldTable(
+    (
+        fact("model", "other"),
+        *(content(name, "other") for name in ("input", "prompt", "negative_prompt", "instructions", "text")),
+    )
+)

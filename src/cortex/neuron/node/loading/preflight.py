@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from cortex.neuron.engine.memory.dtypes import ITEM_BYTES
 from cortex.neuron.engine.memory.reserve import MemoryReserve
+from cortex.neuron.engine.memory.stages import most_stages
 from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.kernels.quantised.layout import PUBLISHED_LAYOUTS
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
@@ -76,6 +77,10 @@ class ModelFacts:
     @property
     def num_layers(self) -> int:
         return self.architecture.config.num_layers
+
+    @property
+    def most_stages(self) -> int:
+        return most_stages(self.architecture)
 
     @property
     def backend(self) -> str:

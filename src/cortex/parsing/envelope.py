@@ -116,12 +116,13 @@ class _Thinking(msgspec.Struct, frozen=True):
 
 
 class _MessagesFields(_Fields, frozen=True):
-    max_tokens: CompletionLimit | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_TOKENS)] | None = None
+    """0 asks for no tokens, and reserves as no limit does."""
     thinking: _Thinking | None = None
 
     @property
     def completion_limit(self) -> int | None:
-        return self.max_tokens
+        return self.max_tokens or None
 
     def facts(self, model: str) -> Facts:
         budget = self.thinking.budget_tokens if self.thinking is not None else None

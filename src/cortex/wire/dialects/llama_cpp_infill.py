@@ -37,7 +37,9 @@ def parse(body: bytes) -> GenerateRequest:
         suffix=fields.text("input_suffix") or "",
         middle=fields.text("prompt") or "",
         context_files=tuple(files),
-        sampling=msgspec.structs.replace(read_sampling(fields), max_tokens=limit if limit and limit > 0 else None),
+        sampling=msgspec.structs.replace(
+            read_sampling(fields), max_tokens=limit if limit is not None and limit >= 0 else None
+        ),
         stream=fields.flag("stream") or False,
         include_usage=True,
         ignored_fields=fields.unknown,

@@ -68,8 +68,6 @@ def read_limits(fields: Fields, *, fewest_tokens: int = 1) -> tuple[int | None, 
     `max_tokens`."""
     max_tokens = fields.integer("max_tokens", low=fewest_tokens, high=LARGEST_COUNT)
     if max_tokens is None and (limit := fields.integer("n_predict", low=-1, high=LARGEST_COUNT)) is not None:
-        if limit == 0:
-            raise fields.invalid("n_predict", "a response has at least one token; send -1 for no limit")
         max_tokens = None if limit == -1 else limit
     return max_tokens, fields.integer("n", low=1, high=MAX_CHOICES) or 1
 

@@ -145,7 +145,7 @@ def test_parses_sampling_and_user() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),

@@ -308,6 +308,11 @@ def test_upstream_request_parses_back_to_the_same_request() -> None:
     assert parse(build(request)) == request
 
 
+def test_request_for_no_tokens_is_not_sent_to_another_server() -> None:
+    with pytest.raises(InvalidValue, match="at least one token"):
+        build(read(n_predict=0))
+
+
 def test_upstream_request_always_includes_usage() -> None:
     assert parse(build(read(stream=True))).include_usage is True
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from cortex.neuron.engine.request import StepOutput, TokenLogprobs
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.output.stops import StopScanner
 from cortex.neuron.text.template.prompt import Rendered
-from cortex.wire.errors import GenerationFailed, Overloaded
+from cortex.wire.errors import GenerationFailed, InvalidValue, Overloaded
 from cortex.wire.events import (
     AnyEvent,
     Finish,
@@ -112,6 +113,8 @@ class Choice:
         self._is_plain = False
         """Whether an output that neither begins nor ends the response needs no more than its text."""
         self._spellings: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._untold: list[int] = []
+        """Tokens whose ids no event has yet."""
 
     @property
     def usage(self) -> Usage:
@@ -131,16 +134,15 @@ class Choice:
 
     def push(self, outputs: Sequence[StepOutput], stopwatch: Stopwatch) -> list[AnyEvent]:
         """Raises `GenerationFailed` or `Overloaded` when the engine ended the request by itself."""
-        if self._is_plain and len(outputs) == 1 and outputs[0].finish is None and not outputs[0].logprobs:
+        if self._is_plain and len(outputs) == 1 and _is_plain_token(outputs[0]):
             return self._next(outputs[0])
         stopwatch.note_output()
         events: list[AnyEvent] = []
-        tokens: list[int] = []
-        for output in outputs:
+        for output in chain.from_iterable(map(_token_by_token, outputs)):
             if self.ended:
                 break
             events += self._take(output, stopwatch)
-            tokens += output.tokens
+        tokens, self._untold = self._untold, []
         place = 1 if events and isinstance(events[0], Start) else 0
         if events and self._context.request.continuous_usage:
             events.insert(place, UsageSoFar(index=self.index, usage=self.usage))
@@ -149,25 +151,23 @@ class Choice:
         return _joined(events)
 
     def _next(self, output: StepOutput) -> list[AnyEvent]:
-        """As `push`, for what most outputs are: tokens in the middle of a response, of which the client wants the
+        """As `push`, for what most outputs are: a token in the middle of a response, of which the client wants the
         text."""
         self._count(output)
-        return self._parse(self._detokenizer.push(output.tokens), len(output.tokens))
+        return self._parse(self._detokenizer.push(output.tokens), 1)
 
     def _count(self, output: StepOutput) -> None:
         self.num_tokens += len(output.tokens)
-        if output.num_drafted or output.num_predicted:
+        if output.num_drafted or output.num_accepted or output.num_predicted:
             self._num_drafted += output.num_drafted
             self._num_accepted += output.num_accepted
             self._num_predicted += output.num_predicted
 
-    def echo(self) -> list[AnyEvent]:
-        """The whole choice of a request for no tokens: the prompt alone."""
-        return [*self._start(cached_tokens=0), *self._end("length", None, Timing())]
-
     def _take(self, output: StepOutput, stopwatch: Stopwatch) -> list[AnyEvent]:
         if output.finish == "error":
             raise GenerationFailed(output.error or "The engine gave no reason; see the node's log.")
+        if output.finish == "rejected":
+            raise InvalidValue(output.error or "The request contradicts itself.")
         if output.finish == "cancelled":
             raise Overloaded("The node cancelled this request; try again.")
         events: list[AnyEvent] = []
@@ -176,6 +176,7 @@ class Choice:
         if self._context.request.sampling.max_tokens == 0:
             return [*events, *self._end("length", None, stopwatch.timing())]
         self._count(output)
+        self._untold += output.tokens
         if output.logprobs:
             events.append(Logprobs(index=self.index, tokens=self._logprobs(output.tokens, output.logprobs)))
         text = self._detokenizer.push(self._shown(output))
@@ -297,6 +298,30 @@ class Choice:
         spelled = self._context.text.tokenizer.token_bytes(token_id)
         self._spellings[token_id] = made = (spelled.decode("utf-8", "replace"), tuple(spelled))
         return made
+
+
+def _is_plain_token(output: StepOutput) -> bool:
+    return len(output.tokens) == 1 and output.finish is None and not output.logprobs
+
+
+def _token_by_token(output: StepOutput) -> Sequence[StepOutput]:
+    """An output for each token of a step that accepted drafts, as if there had been none: the response may end, or its
+    reasoning, with any of them."""
+    last = len(output.tokens) - 1
+    if last < 1:
+        return (output,)
+    return [
+        output._replace(
+            tokens=output.tokens[place : place + 1],
+            logprobs=output.logprobs[place : place + 1],
+            finish=output.finish if place == last else None,
+            prompt_logprobs=() if place else output.prompt_logprobs,
+            num_drafted=0 if place else output.num_drafted,
+            num_accepted=int(place < output.num_accepted),
+            num_predicted=int(place < output.num_predicted),
+        )
+        for place in range(last + 1)
+    ]
 
 
 def _joined(events: list[AnyEvent]) -> list[AnyEvent]:

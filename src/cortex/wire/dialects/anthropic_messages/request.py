@@ -54,7 +54,7 @@ def parse(body: bytes) -> GenerateRequest:
             temperature=fields.number("temperature", low=0, high=MAX_TEMPERATURE),
             top_k=fields.integer("top_k", low=0, high=LARGEST_COUNT),
             top_p=fields.number("top_p", low=0, high=1),
-            max_tokens=fields.integer("max_tokens", low=1, high=LARGEST_COUNT),
+            max_tokens=fields.integer("max_tokens", low=0, high=LARGEST_COUNT),
             stop=read_stops(fields, "stop_sequences"),
             speculation=read_speculation(fields),
         ),

@@ -51,7 +51,7 @@ def _read_options(fields: Fields, options: Fields) -> Sampling:
     limit = known.integer("num_predict", low=-LARGEST_COUNT, high=LARGEST_COUNT)
     sampling = msgspec.structs.replace(
         read_sampling(known),
-        max_tokens=limit if limit is not None and limit > 0 else None,
+        max_tokens=limit if limit is not None and limit >= 0 else None,
         logprobs=wanted,
         top_logprobs=top_logprobs if wanted else 0,
     )

@@ -12,7 +12,7 @@ FIELDS = FieldTable(
         honoured("model", "other"),
         honoured("messages", [{"role": "user", "content": "other"}]),
         honoured("system", "be brief"),
-        honoured("max_tokens", 9),
+        honoured("max_tokens", 9, "0: no tokens; the prompt is computed for later requests"),
         honoured("tools", _TOOLS),
         honoured("tool_choice", {"type": "any"}, tools=_TOOLS),
         honoured("thinking", {"type": "enabled", "budget_tokens": 1024}, "absent: no thinking"),

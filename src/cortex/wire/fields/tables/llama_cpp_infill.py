@@ -16,7 +16,7 @@ FIELDS = FieldTable(
             [{"filename": "a.py", "text": "x = 1"}],
             "other files, before all else; with the tokens for repositories, if the model has them",
         ),
-        honoured("n_predict", 9, "-1 is no limit"),
+        honoured("n_predict", 9, "-1 is no limit, 0 computes the prompt alone"),
         honoured("stream", True),
         CACHE_SALT,
         tolerated("cache_prompt", True, "prefixes are always cached"),

@@ -6,7 +6,7 @@ from cortex.wire.fields.tables.shared import CACHE_SALT
 from cortex.wire.fields.tables.table import FieldTable, honoured, rejected, tolerated
 
 _OPTIONS = (
-    honoured("options.num_predict", 9, "-1 and -2: no limit"),
+    honoured("options.num_predict", 9, "-1 and -2: no limit; 0 computes the prompt alone"),
     honoured("options.temperature", 0.5),
     honoured("options.top_k", 5),
     honoured("options.top_p", 0.5),

@@ -19,7 +19,7 @@ FIELDS = FieldTable(
         honoured("function_call", "none", "the former name of `tool_choice`", functions=[_WEATHER]),
         honoured("max_tokens", 9),
         honoured("max_completion_tokens", 9, "takes precedence over `max_tokens`"),
-        honoured("n_predict", 9, "llama.cpp's name for `max_tokens`; -1 is no limit"),
+        honoured("n_predict", 9, "llama.cpp's name for `max_tokens`; -1 is no limit, 0 computes the prompt alone"),
         honoured("n", 2),
         honoured("logprobs", True),
         honoured("top_logprobs", 2, logprobs=True),

@@ -141,6 +141,20 @@ def test_grammar_that_no_allowed_token_continues_rejects_the_request(
     engine.check_integrity()
 
 
+def test_token_that_is_drawn_where_no_token_is_allowed_rejects_the_request(
+    engine: Engine, model: tuple[Path, Tokenizer]
+) -> None:
+    """As after drafts, whose masks are made before the output gets there."""
+    a, b, c = (model[1].get_vocab()[letter] for letter in "abc")
+    for drawn in (a, c):
+        constraint = Constraints(model[0], 258, torch.device("cpu")).compile(
+            'start: "ab" "c"', allowed_token_ids=(a, b)
+        )
+        assert [constraint.is_complete_after(token) for token in (a, b, drawn)] == [False, False, True]
+        assert constraint.is_contradiction
+        assert constraint.failure is not None
+
+
 def test_token_outside_the_grammar_ends_its_request_with_a_short_error(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

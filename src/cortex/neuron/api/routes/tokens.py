@@ -110,7 +110,7 @@ class Tokens:
         request = call.request
         parsed = await self.parser.parse("openai_chat", request.body, client_of(request), tenant=tenant_of(request))
         principal = principal_of(request)
-        prepared = await self.backend.texts.prepare(parsed, principal=principal, in_context=False)
+        prepared = await self.backend.texts.prepare(parsed, principal=principal, in_context=False, with_text=True)
         return responses.json({"prompt": prepared.prompts[0].text})
 
     async def props(self, call: ApiCall) -> Response:

@@ -62,7 +62,7 @@ class ToolList:
                 problem = "it requires a tool call, but " + (not_run or "'tools' is empty")
             case "named":
                 if name in self.names:
-                    return ToolChoice(mode="named", name=name, parallel=parallel)
+                    return ToolChoice(mode="named", name=name, parallel=False)  # exactly one call of it
                 problem = f"no tool named '{shorten(name or '')}' is in 'tools'" + (f"; {not_run}" if not_run else "")
             case other:
                 problem = f"'{shorten(other)}' is not known; use auto, none, required or name a function"

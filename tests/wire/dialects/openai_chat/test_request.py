@@ -236,7 +236,9 @@ def test_parses_thinking_switches(body: dict[str, Any], thinking: Thinking) -> N
 def test_parses_tool_choices() -> None:
     assert read(tools=[WEATHER], tool_choice="required").tool_choice == ToolChoice(mode="required")
     named = {"type": "function", "function": {"name": "weather"}}
-    assert read(tools=[WEATHER], tool_choice=named).tool_choice == ToolChoice(mode="named", name="weather")
+    assert read(tools=[WEATHER], tool_choice=named).tool_choice == ToolChoice(
+        mode="named", name="weather", parallel=False
+    )
     assert read(tools=[WEATHER], parallel_tool_calls=False).tool_choice.parallel is False
     with pytest.raises(InvalidValue, match="web_search do not run here"):
         read(tools=[{"type": "web_search"}], tool_choice="required")

@@ -52,7 +52,7 @@ def build(request: GenerateRequest) -> bytes:
             for tool in request.callable_tools
         ]
         body["tool_choice"] = _tool_choice_body(request.tool_choice)
-        if not request.tool_choice.parallel:
+        if not request.tool_choice.parallel and request.tool_choice.mode != "named":
             body["parallel_tool_calls"] = False
     body |= _output_body(request.output)
     body |= _template_body(request)

@@ -100,6 +100,9 @@ def test_input_is_texts_or_tokens(given: Any, texts: tuple[str, ...], tokens: tu
         ("rerank", {"top_n": 0}, "top_n"),
         ("score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
         ("score", {"text_2": None}, "text_2"),
+        ("score", {"text_1": None, "text_2": None, "queries": "a"}, "documents"),
+        ("score", {"text_1": None, "text_2": None, "documents": "a"}, "queries"),
+        ("score", {"text_1": None, "text_2": None}, "text_1"),
     ],
 )
 def test_invalid_value_is_named(name: str, changes: dict[str, Any], param: str) -> None:

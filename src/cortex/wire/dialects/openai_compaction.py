@@ -23,6 +23,8 @@ from cortex.wire.response import gather, total_usage
 ID_PREFIX = "cmp_"
 MAX_KEPT_CHARS = 32_768
 """The latest messages of the user up to this size are returned; the summary has the others."""
+MAX_SUMMARY_TOKENS = 8192
+"""A summary that goes on is cut off here: without a limit it would fill the context that it is to free."""
 PROMPT = (
     "Sum up the conversation so far for another assistant, who will continue it without seeing it. State the goal of "
     "the user and their constraints, what was done and decided, the facts, names, paths and values that are still "
@@ -38,8 +40,12 @@ def parse(body: bytes) -> GenerateRequest:
     request = openai_responses.parse(body)
     if request.stream:
         raise InvalidValue("stream: a compaction is one object; leave it out.", param="stream")
+    limit = min(request.sampling.max_tokens or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS)
     return msgspec.structs.replace(
         request,
+        sampling=msgspec.structs.replace(request.sampling, max_tokens=limit),
+        # Reasoning would take most of the limit.
+        thinking=msgspec.structs.replace(request.thinking, off_by_default=True),
         messages=(*request.messages, Message(role="user", parts=(Text(text=PROMPT),))),
         tools=(),
         tool_choice=ToolChoice(),

@@ -55,6 +55,7 @@ def parse_embed(body: bytes) -> PoolingRequest:
         fields.model(),
         "tei_embed",
         texts,
+        texts_field="inputs",
         dimensions=fields.integer("dimensions", low=1, high=_MAX_WIDTH),
         normalize=fields.flag("normalize") is not False,
         prompt_name=fields.text("prompt_name"),
@@ -79,6 +80,8 @@ def parse_rerank(body: bytes) -> PoolingRequest:
         "tei_rerank" if is_tei else "rerank",
         _documents(fields, name),
         queries=(fields.required_text("query"),),
+        texts_field=name,
+        queries_field="query",
         instruction=fields.text("instruction"),
         top_n=fields.integer("top_n", low=1, high=LARGEST_TOKEN),
         returns_documents=bool(fields.flag("return_documents")) or bool(fields.flag("return_text")),
@@ -91,11 +94,12 @@ def parse_rerank(body: bytes) -> PoolingRequest:
 def parse_score(body: bytes) -> PoolingRequest:
     """vLLM's `/score`. Raises a CortexError."""
     fields = tables.SCORE.read(body)
-    first = "text_1" if "text_1" in fields else "queries"
-    second = "text_2" if "text_2" in fields else "documents"
+    has_lists = "queries" in fields or "documents" in fields
+    first = "queries" if has_lists and "text_1" not in fields else "text_1"
+    second = "documents" if has_lists and "text_2" not in fields else "text_2"
     queries, texts = fields.texts(first), fields.texts(second)
     if not queries or not texts:
-        raise fields.invalid("text_2" if queries else "text_1", "it is required: a string, or an array of strings")
+        raise fields.invalid(second if queries else first, "it is required: a string, or an array of strings")
     if len(queries) not in (1, len(texts)):
         raise fields.invalid(first, f"it has {len(queries)} texts for {len(texts)}; send one, or one for each")
     _check_count(fields, second, len(texts))
@@ -104,6 +108,8 @@ def parse_score(body: bytes) -> PoolingRequest:
         "score",
         texts,
         queries=queries,
+        texts_field=second,
+        queries_field=first,
         instruction=fields.text("instruction"),
         raw_scores=bool(fields.flag("raw_scores")),
         user=fields.text("user"),

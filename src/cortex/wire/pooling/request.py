@@ -22,6 +22,9 @@ class PoolingRequest(msgspec.Struct, frozen=True):
     """Texts that the client has tokenised; then there are no `texts`."""
     queries: tuple[str, ...] = ()
     """For scores: one for each text, or one for all of them."""
+    texts_field: str = "input"
+    """Where the client has the texts, for errors."""
+    queries_field: str = ""
     dimensions: int | None = None
     """The first of a vector's elements, as many as this."""
     as_base64: bool = False

@@ -136,6 +136,14 @@ def test_tokens_behind_a_stop_string_are_neither_counted_nor_returned(text: Text
     assert message.token_ids == ids[:until_stop]
 
 
+def test_log_probabilities_are_those_of_the_text_without_the_end_token(text: TextModel) -> None:
+    ids = [*text.encode("yes"), text.eos_ids[0]]
+    events = push_in_pieces(Choice(context(text, thinks=False, logprobs=True), 0), ids, [1], scored=True)
+    (message,) = gather(events)
+    assert "".join(token.token for token in message.logprobs) == message.text == "yes"
+    assert message.finish.usage.completion_tokens == len(ids)
+
+
 def test_response_without_tokens_returns_none(text: TextModel) -> None:
     choice = Choice(context(text, thinks=False, max_tokens=0), 0)
     (message,) = gather(choice.push([StepOutput("r", tuple(text.encode("a")), (), 2, "length")], STOPWATCH))

@@ -177,9 +177,10 @@ class Choice:
             return [*events, *self._end("length", None, stopwatch.timing())]
         self._count(output)
         self._untold += output.tokens
-        if output.logprobs:
-            events.append(Logprobs(index=self.index, tokens=self._logprobs(output.tokens, output.logprobs)))
-        text = self._detokenizer.push(self._shown(output))
+        shown = self._shown(output)
+        if shown and output.logprobs:
+            events.append(Logprobs(index=self.index, tokens=self._logprobs(shown, output.logprobs)))
+        text = self._detokenizer.push(shown)
         if output.finish is not None:
             text += self._detokenizer.flush()
         text, stop = self._stops.push(text)
@@ -269,7 +270,7 @@ class Choice:
                 entry.logprob,
                 tuple(self._token(*other) for other in zip(entry.top_ids, entry.top_logprobs, strict=True)),
             )
-            for token, entry in zip(tokens, logprobs, strict=True)
+            for token, entry in zip(tokens, logprobs, strict=False)  # those of an end token are not shown
         )
 
     def _prompt_logprobs(self, entries: Sequence[TokenLogprobs], num_top: int) -> tuple[TokenLogprob, ...]:

@@ -123,7 +123,7 @@ class PoolingRoutes:
             encoding = shared.backend.texts.encode_texts(request.model, encode, principal=principal)
             encoded = await shared.drain_gate.wait_for(encoding)
         texts = engine_texts(request, pooling, encoded, served.vector_width)
-        check_lengths(texts, context_tokens, served.vector_width)
+        check_lengths(texts, context_tokens, served.vector_width, request.texts_field)
         return pooling, texts
 
     async def _pooled(self, model_id: str, job: EngineRequest) -> bytes:

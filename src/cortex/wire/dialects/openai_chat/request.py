@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -200,12 +201,14 @@ def _read_tool_choice(fields: Fields, found: ToolList, *, as_functions: bool) ->
     """The choice among tools, or with `as_functions` among functions: their dialect has one call per response."""
     parallel = not as_functions and fields.flag("parallel_tool_calls") is not False
     field = "function_call" if as_functions and "function_call" in fields else "tool_choice"
+    resolve = partial(
+        found.resolve, fields, parallel=parallel, choice=field, listed="functions" if as_functions else "tools"
+    )
     if not isinstance(fields.raw(field), dict):
-        return found.resolve(fields, fields.text(field) or "auto", None, parallel=parallel)
+        return resolve(fields.text(field) or "auto", None)
     named = fields.object(field)
     assert named is not None
     if (allowed := named.object("allowed_tools")) is not None:
-        choice = found.resolve(fields, allowed.text("mode") or "auto", None, parallel=parallel)
-        return found.restrict(choice, allowed)
+        return found.restrict(resolve(allowed.text("mode") or "auto", None), allowed)
     function = named.object("function") or named.object("custom") or named
-    return found.resolve(fields, "named", function.text("name"), parallel=parallel)
+    return resolve("named", function.text("name"))

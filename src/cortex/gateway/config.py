@@ -107,7 +107,8 @@ class GatewaySection(Section, frozen=True):
     """Reject requests of `/v1/messages` that Anthropic's API rejects and that could be served: those without
     `max_tokens`, and those whose `thinking.budget_tokens` is not below it."""
     strip_billing_header: bool = True
-    """Remove the per-request `x-anthropic-billing-header` system block, which defeats prefix caching.
+    """Remove the line `x-anthropic-billing-header` of each request from its system prompt, in messages and chat
+    completions: it defeats prefix caching.
     Applies to every node behind this gateway, whatever its own setting."""
     cors_origins: tuple[str, ...] = ()
     """Origins such as `https://chat.example` whose scripts may use the API from a browser; `*` allows every origin.

@@ -14,7 +14,7 @@ from cortex.parsing.picture_urls import PictureUrl
 from cortex.parsing.relayed import ByteRange
 from cortex.wire import packed_request
 from cortex.wire.dialects import openai_chat
-from cortex.wire.dialects.anthropic_messages import strip_billing_header
+from cortex.wire.dialects.anthropic_messages import BILLED, strip_billing_header
 from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import InvalidValue
@@ -252,7 +252,7 @@ def run(job: Job) -> Result:
     """Raises a CortexError for a body that is invalid."""
     match job:
         case ParseRequest(dialect, strip_billing, tenant, body):
-            if strip_billing and dialect == "anthropic_messages":
+            if strip_billing and dialect in BILLED:
                 body = strip_billing_header(body)
             return _packed(DIALECTS[dialect].parse(body), tenant)
         case TranslateRequest(dialect, model, max_tokens, tenant, body):

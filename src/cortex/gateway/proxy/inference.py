@@ -29,6 +29,7 @@ from cortex.parsing.relayed import RelayedBody
 from cortex.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.wire import error_encoding
+from cortex.wire.dialects.anthropic_messages import BILLED
 from cortex.wire.errors import CortexError, Family, InvalidAPIKey, InvalidValue, ShuttingDown, shorten
 from cortex.wire.fields.body import check_content_type
 
@@ -83,7 +84,7 @@ class Inference:
             # Ollama's clients do not declare their bodies, and web pages always send their origin.
             if content_type != _JSON and (is_from_page or route.family is not Family.OLLAMA):
                 check_content_type((content_type or b"").decode("latin-1"), required=is_from_page)
-            strip_billing = services.config.strip_billing_header and route.dialect == "anthropic_messages"
+            strip_billing = services.config.strip_billing_header and route.dialect in BILLED
             if is_read_elsewhere(request.body, strip_billing=strip_billing):
                 reading = self._receive_large(exchange, route, key, id, span, received_at, strip_billing, then)
                 task = run_once(reading, "read a large request")

@@ -1,6 +1,6 @@
 """The Anthropic messages dialect."""
 
-from cortex.wire.dialects.anthropic_messages.billing import strip_billing_header
+from cortex.wire.dialects.anthropic_messages.billing import BILLED, strip_billing_header
 from cortex.wire.dialects.anthropic_messages.request import parse
 from cortex.wire.dialects.anthropic_messages.stream import Encoder, fold, stream_error
 from cortex.wire.errors import Family
@@ -11,6 +11,7 @@ ID_PREFIX = "msg_"
 KEEPALIVE = frame(b'{"type":"ping"}', "ping")
 
 __all__ = [
+    "BILLED",
     "CONTENT_TYPE",
     "FAMILY",
     "ID_PREFIX",

@@ -72,11 +72,15 @@ def limit_of(node: FakeNeuron) -> int:
     return int(node.seen[-1].headers[TOKEN_LIMIT])
 
 
+MAY_BE_EMPTY = ("/v1/completions", "/v1/messages")
+"""Responses that may have no tokens."""
+
+
 @pytest.mark.parametrize("path", PATHS)
 async def test_rejects_negative_limit_before_reserving(keyed: StartKeyed, path: str) -> None:
     beast, ask = await keyed(balance_tokens=300)
     for field in LIMITS[path]:
-        for value in (-1_000_000, -1, *(() if path == "/v1/completions" else (0,)), 10**25):
+        for value in (-1_000_000, -1, *(() if path in MAY_BE_EMPTY else (0,)), 10**25):
             status, response = await ask(path, **{field: value})
             assert status == 400
             assert field in response["error"]["message"]
@@ -100,10 +104,11 @@ def spent_by(client: Client, key: str) -> float:
     return sum(float(value) for name, value in found if name == key)
 
 
+REQUIRED = {"/v1/messages": {"max_tokens": 5000}}
 SHAPES: list[tuple[str, dict[str, Any]]] = [
-    *((path, {}) for path in PATHS),
+    *((path, REQUIRED.get(path, {})) for path in PATHS),
     *((path, {LIMITS[path][0]: 10**6}) for path in PATHS),
-    *((path, {"stream": True}) for path in PATHS),
+    *((path, {"stream": True, **REQUIRED.get(path, {})}) for path in PATHS),
     *((path, {"n": 8}) for path in PATHS[:2]),
     *((path, {"n": 2, "best_of": 8}) for path in PATHS[:2]),
     ("/v1/chat/completions", {"max_completion_tokens": 10**6, "max_tokens": 1}),

@@ -55,8 +55,6 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
     """This and what follows are of Ollama's API: whether the request has no prompt and asks for the model only."""
     unloads: bool = False
     """Whether the model is to be unloaded after the response."""
-    reasoning_limit: int | None = None
-    """The client's limit on tokens of reasoning (messages)."""
     has_pictures: bool = False
     picture_bytes: int = 0
     """How much of the body is pictures, which count as tokens instead."""
@@ -111,23 +109,13 @@ class _Fields(msgspec.Struct, frozen=True):
         return Facts(model, bool(self.stream), self.completion_limit, self.num_choices())
 
 
-class _Thinking(msgspec.Struct, frozen=True):
-    budget_tokens: float | None = None
-
-
 class _MessagesFields(_Fields, frozen=True):
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_TOKENS)] | None = None
     """0 asks for no tokens, and reserves as no limit does."""
-    thinking: _Thinking | None = None
 
     @property
     def completion_limit(self) -> int | None:
         return self.max_tokens or None
-
-    def facts(self, model: str) -> Facts:
-        budget = self.thinking.budget_tokens if self.thinking is not None else None
-        limit = None if budget is None else min(int(budget), MAX_COMPLETION_TOKENS)
-        return Facts(model, bool(self.stream), self.completion_limit, 1, reasoning_limit=limit)
 
 
 class _ConversationParam(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from cortex.parsing.envelope import Facts
 from cortex.parsing.picture_urls import PictureUrl
 from cortex.parsing.relayed import ByteRange
 from cortex.wire import packed_request
-from cortex.wire.dialects import openai_chat
+from cortex.wire.dialects import anthropic_messages, openai_chat
 from cortex.wire.dialects.anthropic_messages import BILLED, strip_billing_header
 from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.dialects.registry import DIALECTS
@@ -36,7 +36,9 @@ class ParseRequest(ChannelMessage, frozen=True):
 
     dialect: Dialect
     strip_billing: bool
-    """Whether the billing line is removed from a body of the messages dialect."""
+    """Whether the billing line is removed."""
+    generates: bool
+    """Otherwise only the tokens of its prompt are counted."""
     tenant: bytes
     """Of the client, as its gateway names it; empty: nobody does."""
     body: bytes
@@ -251,9 +253,11 @@ def translated(request: GenerateRequest, model: str, max_tokens: int | None, ten
 def run(job: Job) -> Result:
     """Raises a CortexError for a body that is invalid."""
     match job:
-        case ParseRequest(dialect, strip_billing, tenant, body):
+        case ParseRequest(dialect, strip_billing, generates, tenant, body):
             if strip_billing and dialect in BILLED:
                 body = strip_billing_header(body)
+            if dialect == "anthropic_messages" and not generates:
+                return _packed(anthropic_messages.parse(body, generates=False), tenant)
             return _packed(DIALECTS[dialect].parse(body), tenant)
         case TranslateRequest(dialect, model, max_tokens, tenant, body):
             request = DIALECTS[dialect].parse(body)

@@ -19,18 +19,18 @@ from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, cli
 from cortex.gateway.proxy.opaque.body import OpaqueBody
 from cortex.gateway.proxy.request import ProxyRequest
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
-from cortex.gateway.proxy.routes import MESSAGES, Route, error_response
+from cortex.gateway.proxy.routes import Route, error_response
 from cortex.gateway.proxy.services import Services
 from cortex.http.server.exchange import Exchange
 from cortex.parsing import relayed
 from cortex.parsing.cost import is_read_elsewhere
-from cortex.parsing.envelope import Envelope, Facts
+from cortex.parsing.envelope import Envelope
 from cortex.parsing.relayed import RelayedBody
 from cortex.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.wire import error_encoding
 from cortex.wire.dialects.anthropic_messages import BILLED
-from cortex.wire.errors import CortexError, Family, InvalidAPIKey, InvalidValue, ShuttingDown, shorten
+from cortex.wire.errors import CortexError, Family, InvalidAPIKey, ShuttingDown, shorten
 from cortex.wire.fields.body import check_content_type
 
 _JSON = b"application/json"
@@ -166,8 +166,6 @@ class Inference:
         in place of the body that was read, with the name of the model there. `is_check`: see `AdmittedRequest`."""
         route, body, envelope = received.route, received.body, received.envelope
         try:
-            if route is MESSAGES and self.services.config.strict:
-                _check_limits(envelope.facts)
             num_bytes = len(body) - envelope.facts.picture_bytes if route.uses_tokens else 0
             has_price = route.need == "relay"  # its tokens are not in its bytes
             if has_price:
@@ -258,15 +256,3 @@ class Inference:
         response = error_response(error, route.family)
         span.end({"cortex.request_id": id.decode(), STATUS_CODE: response.status}, error=error.code)
         exchange.respond(response.status, (*response.headers, *route.id_headers(id)), response.body)
-
-
-def _check_limits(facts: Facts) -> None:
-    """Raises InvalidValue for a messages request that the vendor's API would reject because of its limits."""
-    if facts.completion_limit is None:
-        raise InvalidValue("max_tokens: it is required; send the most tokens of the response.", param="max_tokens")
-    if facts.reasoning_limit is not None and facts.reasoning_limit >= facts.completion_limit:
-        raise InvalidValue(
-            f"thinking.budget_tokens: it is {facts.reasoning_limit} and must be below max_tokens, which is "
-            f"{facts.completion_limit}.",
-            param="thinking.budget_tokens",
-        )

@@ -37,6 +37,7 @@ from cortex.wire.fields.sampling import (
     read_output_format,
     read_prompt_logprobs,
     read_sampling,
+    read_stream_options,
     read_truncation,
 )
 from cortex.wire.fields.tables.openai_completions import FIELDS
@@ -66,7 +67,7 @@ def parse(body: bytes) -> GenerateRequest:
     suffix = fields.text("suffix") or None
     if suffix is not None and (more_prompts or not isinstance(prompt, str) or echo):
         raise fields.invalid("suffix", "it needs one prompt, as text, without 'echo'")
-    stream_options = fields.object("stream_options")
+    stream_options = read_stream_options(fields)
     return GenerateRequest(
         model=fields.model(),
         prompt=prompt,

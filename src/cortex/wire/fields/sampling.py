@@ -22,6 +22,7 @@ MAX_TEMPERATURE = 100
 """At about this temperature sampling is uniform."""
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _MAX_TOKEN_DIGITS = len(str(LARGEST_TOKEN))
 
 
@@ -156,7 +157,9 @@ def _read_guided(fields: Fields, prefix: str) -> dict[str, OutputFormat]:
 def read_response_format(fields: Fields) -> OutputFormat | None:
     """The object of `response_format` (nested schema) and of the Responses API's `text.format` (flat schema)."""
     kind = fields.text("type")
-    if kind is None or kind == "text":
+    if kind is None:
+        raise fields.invalid("type", "it is required: text, json_object or json_schema")
+    if kind == "text":
         return None
     if kind == "json_object":
         schema = fields.mapping("schema")
@@ -183,8 +186,19 @@ def _read_schema(fields: Fields, name: str) -> dict[str, object]:
     return value
 
 
-def read_effort(effort: str | None) -> Thinking:
-    """An effort enables reasoning, except `none`, which disables it."""
+def read_effort(fields: Fields, name: str) -> Thinking:
+    """An effort enables reasoning, except `none`, which disables it. Raises `InvalidValue`."""
+    effort = fields.text(name)
     if effort is None:
         return Thinking()
+    if effort not in EFFORTS:
+        raise fields.invalid(name, f"'{shorten(effort)}' is not known; use {', '.join(EFFORTS)}")
     return Thinking(enabled=effort != "none", effort=effort)
+
+
+def read_stream_options(fields: Fields) -> Fields | None:
+    """Raises `InvalidValue` for options of a stream that the client does not ask for."""
+    options = fields.object("stream_options")
+    if options is not None and not fields.flag("stream"):
+        raise fields.invalid("stream_options", "only a stream has options; set 'stream' to true, or leave them out")
+    return options

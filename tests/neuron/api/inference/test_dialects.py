@@ -148,7 +148,7 @@ async def test_functions_are_called_by_their_former_name(
     [
         (None, False, ["text"]),
         ({"type": "disabled"}, False, ["text"]),
-        ({"type": "enabled", "budget_tokens": 1024}, True, ["thinking", "text"]),
+        ({"type": "enabled", "budget_tokens": 400}, True, ["thinking", "text"]),
         ({"type": "adaptive"}, None, ["thinking", "text"]),
     ],
 )

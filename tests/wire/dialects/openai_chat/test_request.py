@@ -52,7 +52,6 @@ def test_parses_a_conversation_with_tools_reasoning_and_images() -> None:
             },
             {"role": "tool", "tool_call_id": "c1", "content": "rain"},
             {"role": "function", "name": "weather", "content": "sun"},
-            {"role": "narrator", "content": "time passes"},
         ],
         tools=[WEATHER, {"type": "web_search"}, {"type": "namespace", "name": "x"}],
     )
@@ -77,7 +76,6 @@ def test_parses_a_conversation_with_tools_reasoning_and_images() -> None:
         ),
         Message(role="tool", parts=(ToolResult(call_id="c1", parts=(Text(text="rain"),)),)),
         Message(role="tool", parts=(ToolResult(call_id="weather", parts=(Text(text="sun"),)),), name="weather"),
-        Message(role="user", parts=(Text(text="time passes"),)),
     )
     assert request.tools == (Tool(name="weather", parameters={"type": "object"}),)
     assert request.dropped_tools == ("web_search", "namespace")

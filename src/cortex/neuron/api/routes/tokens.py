@@ -51,6 +51,7 @@ class Tokens:
             client_of(request),
             tenant=tenant_of(request),
             strip_billing=strip_billing,
+            generates=False,
         )
         check_pictures(self.backend, counted.head, is_of_gateway=bool(principal_of(request)))
         num_tokens = await self.backend.texts.count_tokens(counted, principal=principal_of(request))

@@ -8,7 +8,7 @@ import msgspec
 
 from cortex.wire.errors import MissingModel
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
-from cortex.wire.fields.sampling import MAX_TOP_LOGPROBS, read_effort, read_sampling
+from cortex.wire.fields.sampling import MAX_TOP_LOGPROBS, read_sampling
 from cortex.wire.fields.tables.ollama import OPTIONS
 from cortex.wire.model_names import plain_name
 from cortex.wire.pictures.parts import from_base64, from_url
@@ -65,7 +65,7 @@ def _read_think(fields: Fields) -> Thinking:
     if given is None or isinstance(given, bool):
         return Thinking(enabled=given)
     if isinstance(given, str) and given in _EFFORTS:
-        return read_effort(_EFFORTS[given])
+        return Thinking(enabled=True, effort=_EFFORTS[given])
     raise fields.invalid("think", "use true, false, low, medium, high or max")
 
 

@@ -19,6 +19,7 @@ from cortex.wire.fields.sampling import (
     read_output_format,
     read_prompt_logprobs,
     read_sampling,
+    read_stream_options,
     read_truncation,
 )
 from cortex.wire.fields.tables.openai_chat import FIELDS
@@ -60,7 +61,7 @@ def parse(body: bytes) -> GenerateRequest:
         raise fields.invalid("messages", "it is required and must hold at least one message")
     found = _read_tools(fields)
     as_functions = bool(fields.array("functions"))
-    stream_options = fields.object("stream_options")
+    stream_options = read_stream_options(fields)
     template_args = _read_template_args(fields)
     return GenerateRequest(
         model=fields.model(),
@@ -104,7 +105,7 @@ def _read_chat_sampling(fields: Fields) -> Sampling:
 
 def _read_thinking(fields: Fields, template_args: dict[str, Any]) -> Thinking:
     """The template's switch takes precedence over `enable_thinking`, and that over the effort."""
-    thinking = read_effort(fields.text("reasoning_effort"))
+    thinking = read_effort(fields, "reasoning_effort")
     switch = template_args.get("enable_thinking", template_args.get("thinking"))
     if not isinstance(switch, bool):
         switch = fields.flag("enable_thinking")
@@ -122,8 +123,7 @@ def _read_template_args(fields: Fields) -> dict[str, Any]:
 
 
 def _read_message(fields: Fields) -> Message:
-    """One message. An unknown role becomes `user`, because templates only know the standard roles."""
-    role = _ROLES.get(fields.required_text("role"), "user")
+    role = fields.role(_ROLES)
     name = fields.text("name")
     content = tuple(_read_content(fields))
     if role == "tool":

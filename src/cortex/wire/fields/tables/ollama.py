@@ -49,7 +49,11 @@ OPTIONS = frozenset(one.name.removeprefix("options.") for one in _OPTIONS)
 CHAT = FieldTable(
     _SHARED,
     (
-        honoured("messages", [{"role": "user", "content": "other"}], "none: the model is loaded"),
+        honoured(
+            "messages",
+            [{"role": "user", "content": "other"}],
+            "none: the model is loaded; a role that is not known is shown as `user`",
+        ),
         honoured("tools", [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]),
         honoured("truncate", True, "drops the oldest messages of a prompt that does not fit; absent: it is rejected"),
     ),

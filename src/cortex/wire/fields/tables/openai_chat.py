@@ -11,7 +11,7 @@ _TOOLS = [{"type": "function", "function": _WEATHER}]
 FIELDS = FieldTable(
     (
         honoured("model", "other"),
-        honoured("messages", [{"role": "user", "content": "other"}], "a role that is not known is shown as `user`"),
+        honoured("messages", [{"role": "user", "content": "other"}]),
         honoured("tools", _TOOLS),
         honoured("tool_choice", "required", tools=_TOOLS),
         honoured("parallel_tool_calls", False),

@@ -25,7 +25,9 @@ FIELDS = FieldTable(
         honoured("reasoning.summary", "auto", "`auto`, `concise`, `detailed`: the reasoning itself, as a summary"),
         honoured("chat_template_kwargs", {"enable_thinking": False}),
         honoured("stream", True),
-        tolerated("stream_options", {"include_obfuscation": False}, "nothing is obfuscated"),
+        tolerated(
+            "stream_options", {"include_obfuscation": False}, "nothing is obfuscated; only with `stream`", stream=True
+        ),
         honoured("user", "u"),
         honoured("metadata", {"k": "v"}, "repeated in the response"),
         honoured("service_tier", "auto", "repeated in the response"),

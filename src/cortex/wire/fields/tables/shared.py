@@ -46,9 +46,9 @@ OUTPUT = (
 
 STREAM = (
     honoured("stream", True),
-    honoured("stream_options.include_usage", True),
-    honoured("stream_options.continuous_usage_stats", True, "usage in every chunk"),
-    tolerated("stream_options.include_obfuscation", False, "nothing is obfuscated"),
+    honoured("stream_options.include_usage", True, "only with `stream`", stream=True),
+    honoured("stream_options.continuous_usage_stats", True, "usage in every chunk", stream=True),
+    tolerated("stream_options.include_obfuscation", False, "nothing is obfuscated", stream=True),
 )
 
 ACCOUNT = (

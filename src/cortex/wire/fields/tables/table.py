@@ -76,8 +76,8 @@ def honoured(name: str, example: Any, note: str = "", **context: Any) -> BodyFie
     return BodyField(name, Treatment.HONOURED, example, note, context=context)
 
 
-def tolerated(name: str, example: Any, note: str = "") -> BodyField:
-    return BodyField(name, Treatment.TOLERATED, example, note)
+def tolerated(name: str, example: Any, note: str = "", **context: Any) -> BodyField:
+    return BodyField(name, Treatment.TOLERATED, example, note, context=context)
 
 
 def rejected(name: str, example: Any, problem: str, *harmless: Any) -> BodyField:

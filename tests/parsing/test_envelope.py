@@ -86,6 +86,8 @@ def test_rejects_a_limit_that_is_not_a_positive_number(dialect: Any, value: Any)
     for field in LIMITS[dialect]:
         if dialect in ("openai_completions", "anthropic_messages") and value == 0:
             continue  # it asks for the prompt alone
+        if dialect in ("openai_chat", "openai_completions") and field == "max_tokens" and value == -1:
+            continue  # llama.cpp's for no limit
         with pytest.raises(InvalidValue) as caught:
             read(dialect, **{field: value})
         assert caught.value.param == field
@@ -171,6 +173,13 @@ def test_turns_of_a_conversation_share_all_prompt_bytes_of_the_earlier_one() -> 
 @pytest.mark.parametrize("dialect", ["openai_completions", "anthropic_messages"])
 def test_request_for_no_tokens_reserves_as_without_a_limit(dialect: Dialect) -> None:
     assert envelope.read(b'{"model":"m","max_tokens":0}', dialect).facts.completion_limit is None
+
+
+@pytest.mark.parametrize("dialect", ["openai_chat", "openai_completions"])
+def test_limit_of_llama_cpp_reserves_as_without_a_limit(dialect: Dialect) -> None:
+    assert envelope.read(b'{"model":"m","max_tokens":-1}', dialect).facts.completion_limit is None
+    both = b'{"model":"m","max_tokens":-1,"max_completion_tokens":5}'
+    assert envelope.read(both, dialect).facts.completion_limit is None
 
 
 def test_chat_has_at_least_one_token() -> None:

@@ -35,6 +35,8 @@ _MODEL_NAME = b'"model"'
 _members_decoder = msgspec.json.Decoder(dict[str, Raw])
 
 CompletionLimit = Annotated[int, Meta(ge=1, le=MAX_COMPLETION_TOKENS)]
+OpenLimit = Annotated[int, Meta(ge=-1, le=MAX_COMPLETION_TOKENS)]
+"""-1 is no limit, as in llama.cpp."""
 ChoiceCount = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 
 
@@ -156,7 +158,7 @@ class _ResponsesFields(_StateFields, frozen=True):
 
 
 class _CompletionsFields(_Fields, frozen=True):
-    max_tokens: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_TOKENS)] | None = None
+    max_tokens: OpenLimit | None = None
     """0 asks for no tokens. Some foreign servers read it as no limit, so it reserves as none."""
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_TOKENS)] | None = None
     n: ChoiceCount | None = None
@@ -164,7 +166,7 @@ class _CompletionsFields(_Fields, frozen=True):
 
     @property
     def completion_limit(self) -> int | None:
-        if self.max_tokens:
+        if self.max_tokens and self.max_tokens > 0:
             return self.max_tokens
         return max(self.min_tokens, DEFAULT_COMPLETION_TOKENS) if self.min_tokens else None
 
@@ -177,19 +179,24 @@ class _CompletionsFields(_Fields, frozen=True):
 
 
 class _ChatFields(_CompletionsFields, frozen=True):
-    max_tokens: CompletionLimit | None = None
     max_completion_tokens: CompletionLimit | None = None
 
     @property
     def completion_limit(self) -> int | None:
         """The larger of the two fields: a node prefers the newer one, a foreign server may know only the older one."""
         newer, older = self.max_completion_tokens, self.max_tokens
-        if newer is None:
-            return super().completion_limit if older is None else older
+        if newer is None or older == -1:  # which a foreign server may prefer
+            return super().completion_limit
         return newer if older is None or newer > older else older
 
     def num_choices(self) -> int:
         return 1 if self.n is None and self.best_of is None else max(self.n or 1, self.best_of or 1)
+
+    def facts(self, model: str) -> Facts:
+        """Raises InvalidValue."""
+        if self.max_tokens == 0:
+            raise InvalidValue("max_tokens: a response has at least one token; -1 is no limit.", param="max_tokens")
+        return super().facts(model)
 
 
 class _InfillFields(_Fields, frozen=True):

@@ -39,7 +39,7 @@ SHARED = {
 OLLAMA: dict[str, tuple[float, float]] = {"keep_alive": (-LARGEST_COUNT, LARGEST_COUNT), "top_logprobs": (0, 20)}
 RANGES: dict[Dialect, dict[str, tuple[float, float]]] = {
     "openai_chat": {**SHARED, "max_completion_tokens": (1, LARGEST_COUNT), "top_logprobs": (0, 20)},
-    "openai_completions": {**SHARED, "max_tokens": (0, LARGEST_COUNT), "logprobs": (0, 20), "best_of": (1, 1)},
+    "openai_completions": {**SHARED, "max_tokens": (-1, LARGEST_COUNT), "logprobs": (0, 20), "best_of": (1, 1)},
     "openai_responses": {
         "temperature": (0, 100),
         "top_p": (0, 1),
@@ -92,6 +92,8 @@ def test_accepts_both_ends_of_a_range_and_rejects_values_beyond(
     [
         ("openai_chat", {"n_predict": 0}, 0),
         ("openai_chat", {"n_predict": -1}, None),
+        ("openai_chat", {"max_tokens": -1}, None),
+        ("openai_completions", {"max_tokens": -1}, None),
         ("openai_completions", {"max_tokens": 0}, 0),
         ("openai_completions", {"n_predict": 0}, 0),
         ("anthropic_messages", {"max_tokens": 0}, 0),

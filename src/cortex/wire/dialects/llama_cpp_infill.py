@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from cortex.wire.dialects.openai_chunks import stream_error
+from cortex.wire.dialects.openai_chunks import stream_error, timings_body
 from cortex.wire.error_codes import from_code
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure, Finish, ReasoningDelta, TextDelta
@@ -76,8 +76,7 @@ def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, creat
 
 
 def _end(text: str, finish: Finish, model: str) -> dict[str, Any]:
-    timing, usage = finish.timing, finish.usage
-    num_read = usage.prompt_tokens - usage.cached_tokens
+    usage = finish.usage
     return {
         "index": 0,
         "content": text,
@@ -90,18 +89,5 @@ def _end(text: str, finish: Finish, model: str) -> dict[str, Any]:
         "tokens_evaluated": usage.prompt_tokens,
         "tokens_cached": usage.cached_tokens,
         "truncated": False,
-        "timings": {
-            "cache_n": usage.cached_tokens,
-            **_timings("prompt", num_read, timing.prefill_s),
-            **_timings("predicted", usage.completion_tokens, timing.decode_s),
-        },
-    }
-
-
-def _timings(phase: str, num_tokens: int, seconds: float) -> dict[str, float]:
-    return {
-        f"{phase}_n": num_tokens,
-        f"{phase}_ms": seconds * 1000,
-        f"{phase}_per_token_ms": seconds * 1000 / num_tokens if num_tokens else 0.0,
-        f"{phase}_per_second": num_tokens / seconds if seconds else 0.0,
+        "timings": timings_body(usage, finish.timing),
     }

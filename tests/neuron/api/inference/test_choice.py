@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 from typing import Any
 
@@ -12,7 +13,7 @@ from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.template.prompt import Rendered
 from cortex.wire.errors import GenerationFailed, Overloaded
 from cortex.wire.events import AnyEvent
-from cortex.wire.requests import GenerateRequest, Message, Sampling, Text, Tool, ToolCall
+from cortex.wire.requests import GenerateRequest, Message, Sampling, Text, Thinking, Tool, ToolCall
 from cortex.wire.response import Block, gather
 
 STOPWATCH = Stopwatch(0.0, 0.0)
@@ -142,6 +143,18 @@ def test_log_probabilities_are_those_of_the_text_without_the_end_token(text: Tex
     (message,) = gather(events)
     assert "".join(token.token for token in message.logprobs) == message.text == "yes"
     assert message.finish.usage.completion_tokens == len(ids)
+
+
+@given(cuts=st.lists(st.integers(0, 1000), max_size=20))
+def test_reasoning_is_part_of_the_text_if_the_client_says_so(text: TextModel, cuts: list[int]) -> None:
+    ids = [*text.encode(OUTPUT), text.eos_ids[0]]
+    given = context(text)
+    inline = replace(given.request, thinking=Thinking(inline=True))
+    (message,) = gather(push_in_pieces(Choice(dataclasses.replace(given, request=inline), 0), ids, cuts))
+    assert message.reasoning == ""
+    assert message.text.strip() == "<think>\nI think.\n</think>\n\nSo: naïve 🙂 answer."
+    assert message.tool_calls
+    assert message.finish.usage.reasoning_tokens > 0
 
 
 def test_response_without_tokens_returns_none(text: TextModel) -> None:

@@ -108,11 +108,17 @@ class Choice:
         self._has_called = False
         request = context.request
         self._may_be_plain = not (
-            request.sampling.stop or request.continuous_usage or request.return_token_ids
+            request.sampling.stop
+            or request.continuous_usage
+            or request.timings
+            or request.return_token_ids
+            or request.thinking.inline
         ) and bool(request.tool_choice.parallel and request.sampling.max_tokens != 0)
         self._is_plain = False
         """Whether an output that neither begins nor ends the response needs no more than its text."""
         self._spellings: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._is_inside = False
+        """Whether the text has begun reasoning that it shows inline."""
         self._untold: list[int] = []
         """Tokens whose ids no event has yet."""
 
@@ -143,12 +149,30 @@ class Choice:
                 break
             events += self._take(output, stopwatch)
         tokens, self._untold = self._untold, []
+        request = self._context.request
+        if request.thinking.inline:
+            events = self._inlined(events)
         place = 1 if events and isinstance(events[0], Start) else 0
-        if events and self._context.request.continuous_usage:
-            events.insert(place, UsageSoFar(index=self.index, usage=self.usage))
-        if tokens and self._context.request.return_token_ids:
+        if events and (request.continuous_usage or request.timings):
+            events.insert(place, UsageSoFar(index=self.index, usage=self.usage, timing=stopwatch.timing()))
+        if tokens and request.return_token_ids:
             events.insert(place, TokenIds(index=self.index, tokens=tuple(tokens)))
         return _joined(events)
+
+    def _inlined(self, events: Iterable[AnyEvent]) -> list[AnyEvent]:
+        """Reasoning as text between tags."""
+        made: list[AnyEvent] = []
+        for event in events:
+            if isinstance(event, ReasoningDelta):
+                opening = "" if self._is_inside else "<think>\n"
+                made.append(TextDelta(index=self.index, text=opening + event.text))
+                self._is_inside = True
+                continue
+            if self._is_inside and isinstance(event, TextDelta | ToolCallStart | Finish):
+                made.append(TextDelta(index=self.index, text="\n</think>\n\n"))
+                self._is_inside = False
+            made.append(event)
+        return made
 
     def _next(self, output: StepOutput) -> list[AnyEvent]:
         """As `push`, for what most outputs are: a token in the middle of a response, of which the client wants the

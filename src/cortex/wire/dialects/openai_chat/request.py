@@ -78,6 +78,7 @@ def parse(body: bytes) -> GenerateRequest:
         include_usage=(stream_options.flag("include_usage") or False) if stream_options else False,
         continuous_usage=(stream_options.flag("continuous_usage_stats") or False) if stream_options else False,
         return_token_ids=fields.flag("return_token_ids") or False,
+        timings=fields.flag("timings_per_token") or False,
         template_args=template_args,
         user=fields.text("user"),
         tenant=read_tenant(fields),
@@ -109,8 +110,24 @@ def _read_thinking(fields: Fields, template_args: dict[str, Any]) -> Thinking:
     switch = template_args.get("enable_thinking", template_args.get("thinking"))
     if not isinstance(switch, bool):
         switch = fields.flag("enable_thinking")
-    shown = fields.flag("include_reasoning") is not False
-    return msgspec.structs.replace(thinking, enabled=thinking.enabled if switch is None else switch, shown=shown)
+    budget = fields.integer("thinking_budget_tokens", low=-1, high=LARGEST_COUNT)
+    if budget == 0 and switch is None:
+        switch = False
+    return msgspec.structs.replace(
+        thinking,
+        enabled=thinking.enabled if switch is None else switch,
+        budget_tokens=budget if budget is not None and budget > 0 else None,
+        shown=fields.flag("include_reasoning") is not False,
+        inline=_is_inline(fields),
+    )
+
+
+def _is_inline(fields: Fields) -> bool:
+    """Whether reasoning is to stay in the content."""
+    form = fields.text("reasoning_format") or "auto"
+    if form not in ("auto", "deepseek", "none"):
+        raise fields.invalid("reasoning_format", f"'{shorten(form)}' is not known; use auto, deepseek or none")
+    return form == "none" or fields.flag("separate_reasoning") is False
 
 
 def _read_template_args(fields: Fields) -> dict[str, Any]:

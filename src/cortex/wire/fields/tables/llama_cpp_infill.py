@@ -21,7 +21,6 @@ FIELDS = FieldTable(
         CACHE_SALT,
         tolerated("cache_prompt", True, "prefixes are always cached"),
         tolerated("id_slot", -1),
-        tolerated("samplers", ["top_k"], "the order of samplers is fixed"),
         tolerated("n_indent", 0),
         tolerated("t_max_prompt_ms", 500, "a hint for speed"),
         tolerated("t_max_predict_ms", 500, "a hint for speed"),

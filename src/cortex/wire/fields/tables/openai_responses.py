@@ -48,6 +48,7 @@ FIELDS = FieldTable(
         rejected("return_token_ids", True, "token ids are not returned here; use chat completions", False),
         rejected("n", 2, "this dialect has one response; use chat completions", 1),
     ),
+    (tolerated("timings_per_token", True),),
     SAMPLING,
     OUTPUT,
     PROMPT,

@@ -8,10 +8,11 @@ import os
 import re
 from collections.abc import Callable
 from functools import partial
+from urllib.parse import parse_qs
 
 import msgspec
 
-from cortex.gateway.ledger.keys import KeySection
+from cortex.gateway.ledger.keys import KeySection, may_use
 from cortex.gateway.ledger.meter import ANONYMOUS
 from cortex.gateway.proxy.accounting.activity import RequestRecord
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE
@@ -32,6 +33,7 @@ from cortex.wire import error_encoding
 from cortex.wire.dialects.anthropic_messages import BILLED
 from cortex.wire.errors import CortexError, Family, InvalidAPIKey, ShuttingDown, shorten
 from cortex.wire.fields.body import check_content_type
+from cortex.wire.pooling.parse import names_model, only_model, with_model
 
 _JSON = b"application/json"
 _READ_HEADERS = frozenset((b"content-type", b"origin", b"traceparent", b"x-request-id"))
@@ -84,6 +86,8 @@ class Inference:
             # Ollama's clients do not declare their bodies, and web pages always send their origin.
             if content_type != _JSON and (is_from_page or route.family is not Family.OLLAMA):
                 check_content_type((content_type or b"").decode("latin-1"), required=is_from_page)
+            if route.may_lack_model and not names_model(request.body):
+                request.body = with_model(request.body, self._only_model(request, route, key))
             strip_billing = services.config.strip_billing_header and route.dialect in BILLED
             if is_read_elsewhere(request.body, strip_billing=strip_billing):
                 reading = self._receive_large(exchange, route, key, id, span, received_at, strip_billing, then)
@@ -95,6 +99,16 @@ class Inference:
             self.reject_unread(exchange, route, key, id, span, error)
             return
         then(self._received(exchange, route, key, id, span, received_at, read))
+
+    def _only_model(self, request: Request, route: Route, key: KeySection | None) -> str:
+        """The model that the query names, or the only one that can do what the route does. Raises MissingModel."""
+        if named := parse_qs(request.query.decode("latin-1")).get("model"):
+            return named[0]
+        held = [held for node in self.services.dispatcher.fleet.nodes for held in node.residencies.values()]
+        models = [(each.model_id, each.status.capabilities) for each in held if may_use(key, each.model_id)]
+        if route.need == "embeddings":
+            return only_model([model for model, can in models if can.embeddings], "embed")
+        return only_model([model for model, can in models if can.rerank], "score")
 
     async def _receive_large(
         self,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Literal
 
+import msgspec
+
+from cortex.wire.errors import MissingModel, shorten
 from cortex.wire.fields.body import LARGEST_TOKEN, Fields
 from cortex.wire.fields.tables import pooling as tables
-from cortex.wire.pooling.request import PoolingRequest
+from cortex.wire.pooling.request import PoolingRequest, Task
 
 MAX_TEXTS: Final = 4096
 """In one request."""
@@ -27,7 +31,10 @@ _PURPOSES: Final[Mapping[str, Literal["query", "document"]]] = {
 def parse_embeddings(body: bytes) -> PoolingRequest:
     """`/v1/embeddings`. Raises a CortexError."""
     fields = tables.EMBEDDINGS.read(body)
-    texts, tokens = _inputs(fields, "input")
+    loads_only = fields.flag("loads_only") or False
+    texts, tokens = _inputs(fields, "input") if not loads_only or fields.raw("input") else ((), ())
+    if loads_only and (texts or tokens):
+        raise fields.invalid("loads_only", "there is nothing to embed then; leave it or 'input' out")
     encoding = _choice(fields, "encoding_format", ("float", "base64")) or "float"
     purpose = fields.text("input_type")
     if purpose is not None and purpose not in _PURPOSES:
@@ -42,6 +49,7 @@ def parse_embeddings(body: bytes) -> PoolingRequest:
         normalize=fields.flag("normalize"),
         prompt_name=fields.text("prompt_name"),
         purpose=None if purpose is None else _PURPOSES[purpose],
+        loads_only=loads_only,
         user=fields.text("user"),
         **_truncation(fields),
     )
@@ -127,6 +135,38 @@ ROUTES: Final[Mapping[str, Callable[[bytes], PoolingRequest]]] = {
     "/score": parse_score,
 }
 """`POST` paths."""
+
+
+MODEL_OPTIONAL: Final = frozenset({"/embed", "/rerank"})
+"""Paths of TEI, whose servers have one model: its clients name none."""
+_MODEL: Final = re.compile(rb'"model"\s*:')
+
+
+def names_model(body: bytes) -> bool:
+    return _MODEL.search(body) is not None
+
+
+def with_model(body: bytes, model: str) -> bytes:
+    """`body`, which names no model, with one. A body that is no object stays as it is; its parser reports why."""
+    start, brace, rest = body.partition(b"{")
+    if start.strip() or not brace:
+        return body
+    comma = b"" if rest.lstrip().startswith(b"}") else b","
+    return b'{"model":' + msgspec.json.encode(model) + comma + rest
+
+
+def only_model(models: Iterable[str], task: Task) -> str:
+    """The model of a request that names none, of those that can do its task. Raises MissingModel."""
+    found = sorted(set(models))
+    if len(found) == 1:
+        return found[0]
+    kind = "embedding" if task == "embed" else "rerank"
+    some = f"there are {len(found)}: {shorten(', '.join(found))}" if found else "there is none"
+    raise MissingModel(
+        f"The body names no model, and only where there is one {kind} model is it clear which; {some}. Set 'model', "
+        "or add ?model= to the path.",
+        param="model",
+    )
 
 
 def _inputs(

@@ -79,11 +79,19 @@ def limit_of(node: FakeNeuron) -> int:
     return int(node.seen[-1].headers[TOKEN_LIMIT])
 
 
+MAY_BE_EMPTY = ("/v1/completions", "/v1/messages")
+"""Responses that may have no tokens."""
+MAY_BE_OPEN = ("/v1/chat/completions", "/v1/completions")
+"""Where -1 is no limit, as in llama.cpp."""
+
+
 @pytest.mark.parametrize("path", PATHS)
 async def test_rejects_negative_limit_before_reserving(keyed: StartKeyed, path: str) -> None:
     beast, ask = await keyed(balance_tokens=300)
     for field in LIMITS[path]:
-        for value in (-1_000_000, -1, *(() if path == "/v1/completions" else (0,)), 10**25):
+        accepted = {0} if path in MAY_BE_EMPTY else set()
+        accepted |= {-1} if path in MAY_BE_OPEN and field == "max_tokens" else set()
+        for value in {-1_000_000, -1, 0, 10**25} - accepted:
             status, response = await ask(path, **{field: value})
             assert status == 400
             assert field in response["error"]["message"]
@@ -107,15 +115,19 @@ def spent_by(client: Client, key: str) -> float:
     return sum(float(value) for name, value in found if name == key)
 
 
+REQUIRED = {"/v1/messages": {"max_tokens": 5000}}
 SHAPES: list[tuple[str, dict[str, Any]]] = [
-    *((path, {}) for path in PATHS),
+    *((path, REQUIRED.get(path, {})) for path in PATHS),
     *((path, {LIMITS[path][0]: 10**6}) for path in PATHS),
-    *((path, {"stream": True}) for path in PATHS),
+    *((path, {"stream": True, **REQUIRED.get(path, {})}) for path in PATHS),
     *((path, {"n": 8}) for path in PATHS[:2]),
     *((path, {"n": 2, "best_of": 8}) for path in PATHS[:2]),
     ("/v1/chat/completions", {"max_completion_tokens": 10**6, "max_tokens": 1}),
     ("/v1/chat/completions", {"max_tokens": 1, "n_predict": 10**6}),
     ("/v1/chat/completions", {"min_tokens": 10**6}),
+    ("/v1/chat/completions", {"max_tokens": -1}),
+    ("/v1/chat/completions", {"max_tokens": -1, "max_completion_tokens": 1}),
+    ("/v1/completions", {"prompt": "a", "max_tokens": -1}),
     ("/v1/completions", {"prompt": ["a"] * 10}),
     ("/v1/completions", {"prompt": ["a"] * 4, "n": 4, "max_tokens": 10**6}),
     ("/v1/completions", {"prompt": "a", "max_tokens": 0}),

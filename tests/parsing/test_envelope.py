@@ -84,8 +84,10 @@ def test_ignores_limits_of_other_dialects(dialect: Any, field: Any) -> None:
 @pytest.mark.parametrize("value", [-1, 0, -(10**6), 2**53, 10**25, "5", 1.5, True, [], {}])
 def test_rejects_a_limit_that_is_not_a_positive_number(dialect: Any, value: Any) -> None:
     for field in LIMITS[dialect]:
-        if dialect == "openai_completions" and value == 0:
-            continue  # with `echo` it asks for the prompt alone
+        if dialect in ("openai_completions", "anthropic_messages") and value == 0:
+            continue  # it asks for the prompt alone
+        if dialect in ("openai_chat", "openai_completions") and field == "max_tokens" and value == -1:
+            continue  # llama.cpp's for no limit
         with pytest.raises(InvalidValue) as caught:
             read(dialect, **{field: value})
         assert caught.value.param == field
@@ -155,13 +157,19 @@ def test_turns_of_a_conversation_share_all_prompt_bytes_of_the_earlier_one() -> 
     assert second.startswith(first[:-1])
 
 
-def test_completions_may_ask_for_no_tokens() -> None:
-    body = b'{"model":"m","max_tokens":0}'
-    assert envelope.read(body, "openai_completions").facts.completion_limit == 0
-    dialects: list[Dialect] = ["openai_chat", "anthropic_messages"]
-    for dialect in dialects:
-        with pytest.raises(InvalidValue):
-            envelope.read(body, dialect)
+@pytest.mark.parametrize("dialect", ["openai_completions", "anthropic_messages"])
+def test_a_request_may_ask_for_no_tokens(dialect: Dialect) -> None:
+    assert envelope.read(b'{"model":"m","max_tokens":0}', dialect).facts.completion_limit == 0
+
+
+@pytest.mark.parametrize("dialect", ["openai_chat", "openai_completions"])
+def test_limit_of_llama_cpp_reserves_as_without_a_limit(dialect: Dialect) -> None:
+    assert envelope.read(b'{"model":"m","max_tokens":-1}', dialect).facts.completion_limit is None
+
+
+def test_chat_has_at_least_one_token() -> None:
+    with pytest.raises(InvalidValue):
+        envelope.read(b'{"model":"m","max_tokens":0}', "openai_chat")
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,6 @@ def check(dialect: Dialect, body: dict[str, Any]) -> None:
     assert facts.num_choices == request.num_choices
     assert facts.loads_only == request.loads_only
     assert facts.unloads == (request.keep_alive_s == 0)
-    if dialect == "anthropic_messages":
-        assert facts.reasoning_limit == request.thinking.budget_tokens
 
 
 @MANY

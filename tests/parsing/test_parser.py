@@ -18,6 +18,7 @@ from cortex.parsing.items import StoredTexts
 from cortex.parsing.parser import BodyParser
 from cortex.parsing.protocol import ParsedText
 from cortex.wire.dialects import openai_chat
+from cortex.wire.dialects.anthropic_messages import BILLED
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import (
     MAX_ECHO,
@@ -142,7 +143,7 @@ async def test_relayed_body_reads_the_same_here_and_elsewhere(
             here = relayed.read(sent, dialect, generates=generates, strip_billing=True)
             elsewhere = await parser.read_relayed(dialect, sent, CLIENT, generates=generates, strip_billing=True)
             assert elsewhere.body == here.body
-            assert elsewhere.is_stripped == here.is_stripped == (dialect == "anthropic_messages" and "system" in fields)
+            assert elsewhere.is_stripped == here.is_stripped == (dialect in BILLED and "system" in fields)
             assert elsewhere.envelope.facts == here.envelope.facts
             assert list(map(bytes, elsewhere.envelope.conversation)) == list(map(bytes, here.envelope.conversation))
 

@@ -103,11 +103,9 @@ class GatewaySection(Section, frozen=True):
     """Interval at which every node is polled."""
     missed_polls: Count = 3
     """Polls in a row that must fail before a node counts as down."""
-    strict: bool = False
-    """Reject requests of `/v1/messages` that Anthropic's API rejects and that could be served: those without
-    `max_tokens`, and those whose `thinking.budget_tokens` is not below it."""
     strip_billing_header: bool = True
-    """Remove the per-request `x-anthropic-billing-header` system block, which defeats prefix caching.
+    """Remove the line `x-anthropic-billing-header` of each request from its system prompt, in messages and chat
+    completions: it defeats prefix caching.
     Applies to every node behind this gateway, whatever its own setting."""
     cors_origins: tuple[str, ...] = ()
     """Origins such as `https://chat.example` whose scripts may use the API from a browser; `*` allows every origin.

@@ -221,7 +221,8 @@ class NeuronConfig(Section, frozen=True):
     """The same for files that are sent to servers (`/v1/audio/transcriptions` and others). From 1 MiB on they are in
     files without a name while they are relayed, in `TMPDIR` or `/var/tmp`, four times this size at most in all."""
     strip_billing_header: bool = True
-    """Remove the per-request `x-anthropic-billing-header` system block, which defeats prefix caching.
+    """Remove the line `x-anthropic-billing-header` of each request from its system prompt, in messages and chat
+    completions: it defeats prefix caching.
     Applies to clients that connect to this node directly; a gateway decides for its own clients."""
     log_level: logs.Level = "info"
     """The lowest level that is logged."""

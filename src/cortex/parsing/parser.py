@@ -57,11 +57,18 @@ class BodyParser:
         self._queue = FairQueue(_NUM_WORKERS, _MAX_WAITING, max_waiting_per_client)
 
     async def parse(
-        self, dialect: Dialect, body: bytes, client: str, *, tenant: bytes = b"", strip_billing: bool = False
+        self,
+        dialect: Dialect,
+        body: bytes,
+        client: str,
+        *,
+        tenant: bytes = b"",
+        strip_billing: bool = False,
+        generates: bool = True,
     ) -> PackedRequest:
-        """An inference request, without the billing line of the messages dialect if `strip_billing`. `tenant`: as the
-        client's gateway names it."""
-        job = protocol.ParseRequest(dialect, strip_billing, tenant, body)
+        """An inference request, without its billing line if `strip_billing`. Without `generates` it may lack what only
+        a response needs. `tenant`: as the client's gateway names it."""
+        job = protocol.ParseRequest(dialect, strip_billing, generates, tenant, body)
         return _packed(await self._run(job, client, is_parsed_elsewhere(body)))
 
     async def translate(

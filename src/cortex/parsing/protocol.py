@@ -13,8 +13,8 @@ from cortex.parsing.picture_urls import PictureUrl
 from cortex.parsing.relayed import ByteRange
 from cortex.parsing.servers import Access, ServerBody, server_body
 from cortex.wire import packed_request
-from cortex.wire.dialects import openai_chat
-from cortex.wire.dialects.anthropic_messages import strip_billing_header
+from cortex.wire.dialects import anthropic_messages, openai_chat
+from cortex.wire.dialects.anthropic_messages import BILLED, strip_billing_header
 from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import InvalidValue
@@ -36,7 +36,9 @@ class ParseRequest(ChannelMessage, frozen=True):
 
     dialect: Dialect
     strip_billing: bool
-    """Whether the billing line is removed from a body of the messages dialect."""
+    """Whether the billing line is removed."""
+    generates: bool
+    """Otherwise only the tokens of its prompt are counted."""
     tenant: bytes
     """Of the client, as its gateway names it; empty: nobody does."""
     body: bytes
@@ -247,9 +249,11 @@ def translated(request: GenerateRequest, model: str, tenant: bytes = b"") -> byt
 def run(job: Job) -> Result:
     """Raises a CortexError for a body that is invalid."""
     match job:
-        case ParseRequest(dialect, strip_billing, tenant, body):
-            if strip_billing and dialect == "anthropic_messages":
+        case ParseRequest(dialect, strip_billing, generates, tenant, body):
+            if strip_billing and dialect in BILLED:
                 body = strip_billing_header(body)
+            if dialect == "anthropic_messages" and not generates:
+                return _packed(anthropic_messages.parse(body, generates=False), tenant)
             return _packed(DIALECTS[dialect].parse(body), tenant)
         case TranslateRequest(dialect, model, tenant, body):
             request = DIALECTS[dialect].parse(body)

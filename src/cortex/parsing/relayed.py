@@ -7,7 +7,7 @@ from msgspec import Raw
 
 from cortex.parsing import envelope as envelopes
 from cortex.parsing.envelope import Envelope
-from cortex.wire.dialects.anthropic_messages import strip_billing_header
+from cortex.wire.dialects.anthropic_messages import BILLED, strip_billing_header
 from cortex.wire.errors import MalformedJSON
 from cortex.wire.facts import Facts
 from cortex.wire.fields.body import ABSENT, without_lone_surrogates
@@ -36,7 +36,7 @@ def read(body: bytes, dialect: Dialect, generates: bool, strip_billing: bool) ->
 
 
 def _read(received: bytes, dialect: Dialect, generates: bool, strip_billing: bool) -> RelayedBody:
-    body = strip_billing_header(received) if strip_billing and dialect == "anthropic_messages" else received
+    body = strip_billing_header(received) if strip_billing and dialect in BILLED else received
     return RelayedBody(body, envelopes.read(body, dialect, generates), body is not received)
 
 

@@ -127,9 +127,10 @@ class TokenIds(Event, frozen=True, tag="token_ids"):
 
 
 class UsageSoFar(Event, frozen=True, tag="usage"):
-    """Usage of the choice including the next delta, if the client asked for continuous usage."""
+    """Usage of the choice including the next delta, and the time so far, if the client asked for either."""
 
     usage: Usage
+    timing: Timing = Timing()
 
 
 class Finish(Event, frozen=True, tag="finish"):

@@ -23,8 +23,6 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
     """This and what follows are of Ollama's API: whether the request has no prompt and asks for the model only."""
     unloads: bool = False
     """Whether the model is to be unloaded after the response."""
-    reasoning_limit: int | None = None
-    """The client's limit on tokens of reasoning (messages)."""
     has_pictures: bool = False
     picture_bytes: int = 0
     """How much of the body is pictures, which count as tokens instead."""

@@ -17,6 +17,7 @@ _STATES = {
     ModelState.RECOVERING: "loading",
     ModelState.DOWNLOADING: "downloading",
     ModelState.ASLEEP: "sleeping",
+    ModelState.UNLOADING: "loaded",
 }
 """Other states are `unloaded`."""
 _ORDER = ("loaded", "loading", "downloading", "sleeping", "unloaded")

@@ -141,6 +141,8 @@ class Thinking(Value, frozen=True):
     budget_tokens: int | None = None
     shown: bool = True
     """Whether reasoning is part of the response."""
+    inline: bool = False
+    """Whether reasoning is part of the text, between the tags `<think>` and `</think>`."""
     summarized: bool = False
     """Whether the client reads reasoning as a summary, in a dialect that has both."""
     off_by_default: bool = False
@@ -218,6 +220,8 @@ class GenerateRequest(Value, frozen=True):
     """Whether a stream reports usage: OpenAI `stream_options.include_usage`; True in dialects that always do."""
     continuous_usage: bool = False
     """Whether every chunk of a stream reports the usage so far."""
+    timings: bool = False
+    """Whether every chunk of a stream, and a whole response, reports the time so far, as llama.cpp does."""
     return_token_ids: bool = False
     """Whether the response has the ids of its tokens and of those of the prompt."""
     template_args: dict[str, Any] = {}

@@ -114,6 +114,32 @@ async def test_cancel_ends_a_load_that_another_gateway_ordered(
     assert beast.states["a"] is ModelState.COLD
 
 
+async def test_load_that_waits_for_an_unload_of_its_model_can_be_cancelled(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, unload_gate=asyncio.Event())
+    client = await start_gateway(beast)
+    await client.post("/fleet/models/a/unload", {"wait": False})
+    status, body = await client.post("/fleet/models/a/load", {"wait": False})
+    assert (status, body["job"]["state"], body["job"]["stage"]) == (202, "running", "unloading")
+    cancel = asyncio.create_task(call(client, "DELETE", f"/fleet/jobs/{body['job']['id']}"))
+    await until(lambda: beast.unload_requests)
+    beast.unload_gate.set()
+    assert (await cancel)[1]["state"] == "cancelled"
+    assert not beast.load_requests
+    assert (await client.post("/fleet/models/a/load"))[0] == 200
+
+
+async def test_model_that_another_gateway_unloads_is_not_said_to_lack_room(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.UNLOADING})
+    client = await start_gateway(beast)
+    status, body = await client.post("/fleet/models/a/load")
+    assert (status, body["error"]["code"]) == (503, "overloaded")
+    assert "beast cannot load a now: unloading for" in body["error"]["message"]
+
+
 async def test_load_that_waits_for_an_eviction_is_cancelled_before_it_begins(
     neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from aiohttp import web
 from cortex.gateway.ledger.keys import generate
 from cortex.wire.node.protocol import ModelState
 
+from ...waiting import WAIT_S
 from ..fake_neuron import GB, FakeNeuron
 from ..started_gateway import until
 
@@ -34,6 +36,29 @@ async def test_models_have_states_and_are_loaded_and_unloaded(
     assert (props["default_generation_settings"]["n_ctx"], props["model_alias"]) == (32768, "a")
     assert (await client.get("/props"))[1]["role"] == "router"
     assert (await client.post("/models/load", {"model": "none"}))[0] == 404
+
+
+async def test_model_is_loaded_until_its_unload_has_ended_and_is_loaded_again_then(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    node = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY}, unload_gate=asyncio.Event())
+    client = await start_gateway(node)
+
+    async def value() -> str:
+        [listed] = (await client.get("/models"))[1]["data"]
+        return str(listed["status"]["value"])
+
+    assert await client.post("/models/unload", {"model": "a"}) == (200, {"success": True})
+    await until(lambda: node.unload_requests)
+    assert await value() == "loaded"
+    assert await client.post("/models/load", {"model": "a"}) == (200, {"success": True})
+    assert not node.load_requests
+    node.unload_gate.set()
+    await until(lambda: node.load_requests)
+    await until(lambda: node.states.get("a") is ModelState.READY)
+    async with asyncio.timeout(WAIT_S):
+        while await value() != "loaded":
+            await asyncio.sleep(0.01)
 
 
 async def test_events_report_changes_of_states(neurons: StartNeuron, start_gateway: StartGateway) -> None:

@@ -12,6 +12,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.float_vectors import MAX_VECTOR_BYTES, FloatVectors
 from cortex.http.upstream.faults import MalformedResponse, ResponseTooLarge
 from cortex.wire.node.headers import AS_BASE64, VECTORS
@@ -80,3 +81,25 @@ async def test_clients_get_floats_on_every_route(neurons: StartNeuron, start_gat
     assert (status, found["data"][0]["embedding"]) == (200, [0.5, -1.0])
     status, found = await client.post("/api/embed", {"model": "embedder", "input": "a"})
     assert (status, found["embeddings"]) == (200, [[0.5, -1.0]])
+
+
+async def test_clients_of_tei_need_not_name_the_only_model_that_they_may_use(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    async def echo(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response([[len(body["inputs"])], body["model"]])
+
+    embeds = Capabilities(chat=False, embeddings=True)
+    capabilities = {"mine": embeds, "yours": embeds}
+    sizes = {"mine": GB, "yours": GB, "chat": GB}
+    beast = await neurons("beast", sizes=sizes, capabilities=capabilities, respond=echo)
+    limited, free = generate("limited", models=("mine", "chat")), generate("free")
+    client = await start_gateway(beast, keys=(limited.section, free.section))
+    mine, all_of_them = ({"authorization": f"Bearer {key.text}"} for key in (limited, free))
+    assert await client.post("/embed", {"inputs": "abc"}, **mine) == (200, [[3], "mine"])
+    assert await client.post("/embed", {"inputs": "x" * 3_000_000}, **mine) == (200, [[3_000_000], "mine"])
+    status, body = await client.post("/embed", {"inputs": "abc"}, **all_of_them)
+    assert (status, body["error"]["code"]) == (400, "missing_model")
+    assert "mine, yours" in body["error"]["message"]
+    assert (await client.post("/embed?model=yours", {"inputs": "abc"}, **all_of_them))[1][1] == "yours"
+    assert (await client.post("/embed?model=yours", {"inputs": "abc"}, **mine))[0] == 403

@@ -245,29 +245,6 @@ async def test_rejects_a_body_that_is_declared_as_something_else_than_json(
     assert len(beast.seen) == 3
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({}, "max_tokens"),
-        ({"max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
-        ({"max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 8}}, None),
-    ],
-)
-async def test_strict_gateway_requires_the_limits_of_messages(
-    neurons: StartNeuron, start_gateway: StartGateway, fields: dict[str, Any], param: str | None
-) -> None:
-    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
-    body = {"model": "a", "messages": [{"role": "user", "content": "hi"}], **fields}
-    strict = await start_gateway(beast, strict=True)
-    status, response = await strict.post("/v1/messages", body)
-    assert status == (200 if param is None else 400)
-    if param is not None:
-        assert response["error"]["message"].startswith(f"{param}: ")
-        assert (await strict.post("/v1/messages/count_tokens", body))[0] == 200
-        lenient = await start_gateway(beast)
-        assert (await lenient.post("/v1/messages", body))[0] == 200
-
-
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/skills", "/v1/agents", "/v1/skills/x?beta=true"])
 async def test_unknown_paths_respond_in_the_dialect_of_the_caller(start_gateway: StartGateway, path: str) -> None:
     client = await start_gateway()

@@ -258,7 +258,7 @@ class ScriptedNode:
         self.model(model_id)
         return self.text_model
 
-    async def prepare(self, request: PackedRequest, *, principal: str, in_context: bool = True) -> Prepared:
+    async def prepare(self, request: PackedRequest, *, in_context: bool = True, **_: Any) -> Prepared:
         self.model(request.head.model)
         rules = PromptRules(self.context_tokens) if in_context else NO_RULES
         return prepare(self.text_model, unpack(request.whole()), rules)

@@ -160,6 +160,25 @@ async def check_prompt_scores(http: ClientSession) -> None:
     assert len(reply["prompt_logprobs"]) == reply["usage"]["prompt_tokens"]
 
 
+async def check_applied_template(http: ClientSession) -> None:
+    """Asserts that a conversation comes back as the text of its prompt."""
+    async with http.post("/apply-template", json=chat()) as response:
+        prompt = (await response.json())["prompt"]
+    assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def check_contradictions(http: ClientSession) -> None:
+    """Asserts that a format which no allowed token can write, at first or later, is the client's error."""
+    async with http.post("/tokenize", json={"model": "tiny", "content": "ab"}) as response:
+        a, b = (await response.json())["tokens"]
+    for pattern in ("c", "abc"):
+        body = {"prompt": "x", "regex": pattern, "allowed_token_ids": [a, b], "max_tokens": 9}
+        async with http.post("/v1/completions", json={"model": "tiny", **body}) as response:
+            error = (await response.json())["error"]
+        assert (response.status, error["code"]) == (400, "invalid_value"), error
+        assert "allowed_token_ids" in error["message"]
+
+
 async def test_request_loads_the_model_and_disconnect_frees_it(daemon: Daemon, http: ClientSession) -> None:
     assert (await model(http))["state"] == "cold"
     async with http.post("/v1/chat/completions", json=chat(stream=True, max_tokens=5, ignore_eos=True)) as response:
@@ -185,6 +204,8 @@ async def test_request_loads_the_model_and_disconnect_frees_it(daemon: Daemon, h
             await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 4000}])
 
     await check_prompt_scores(http)
+    await check_contradictions(http)
+    await check_applied_template(http)
     for stream in (True, False):
         before = await completion_tokens(http)
         reading = asyncio.create_task(_read(http, chat(stream=stream, max_tokens=2900, ignore_eos=True)))

@@ -93,6 +93,16 @@ async def test_openai_client_embeds_texts_in_order_with_the_model_s_tokens_and_p
         status, tei = await api.post("/embed", {"model": "embedder", "inputs": TEXTS})
         assert status == 200
         assert np.allclose(tei, vectors, atol=1e-5)
+        for path in ("/embed", "/embed?model=embedder"):
+            status, unnamed = await api.post(path, {"inputs": TEXTS})
+            assert (status, unnamed) == (200, tei), "clients of TEI name no model"
+        status, body = await api.post("/embed?model=other", {"inputs": TEXTS})
+        assert (status, body["error"]["code"]) == (404, "model_not_found")
+
+        status, ollama = await api.post("/api/embed", {"model": "embedder", "input": ["cat " * 200]})
+        assert (status, ollama["prompt_eval_count"]) == (200, 128), "it is truncated"
+        assert (await api.post("/api/embed", {"model": "embedder", "input": ""}))[1]["embeddings"] == []
+        assert (await api.post("/api/embeddings", {"model": "embedder", "prompt": ""}))[1] == {"embedding": []}
         of_gateway = {PRINCIPAL: "alice", VECTORS: AS_BASE64}
         status, encoded = await api.post("/embed", {"model": "embedder", "inputs": TEXTS}, **of_gateway)
         assert np.allclose([np.frombuffer(b64decode(each), "<f4") for each in encoded], vectors, atol=1e-5)

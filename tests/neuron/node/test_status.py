@@ -28,7 +28,9 @@ async def test_requests_for_a_ready_model_build_no_status(tmp_path: Path, monkey
         async def read(self) -> TextModel:
             return text_model
 
-        async def prepare(self, request: bytes, rules: PromptRules, *, is_long: bool) -> Prepared:
+        async def prepare(
+            self, request: bytes, rules: PromptRules, *, is_long: bool, with_text: bool = False
+        ) -> Prepared:
             return prepare(text_model, unpack(request), rules)
 
         async def count(self, request: bytes, rules: PromptRules, *, is_long: bool) -> int:

@@ -34,6 +34,7 @@ from cortex.wire.requests import GenerateRequest, Message, OutputFormat, Text
 
 from ...processes import alive
 from ...waiting import WAIT_S
+from ..weights.conftest import GGUFWriter
 
 CONTROL = ("<|im_start|>", "<|im_end|>")
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -233,22 +234,20 @@ async def test_closed_client_starts_no_process(tokenizer: TokenizerClient) -> No
         ("tokenizer.json", '{"model": 1', TextFileMalformed),
         ("tokenizer_config.json", "[]", TextFileMalformed),
         ("model.gguf", "not a GGUF file", Malformed),
-        ("unsupported", None, TokenizerUnsupported),
+        ("unsupported.gguf", None, TokenizerUnsupported),
     ],
 )
 async def test_errors_keep_their_type_and_message(
     model: Path, file: str, content: str | None, error: type[Exception]
 ) -> None:
-    path = model
-    if file == "unsupported":
-        foreign = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
-        foreign.decoder = decoders.BPEDecoder()
-        foreign.save(str(model / "tokenizer.json"))
+    path = model / file if file.endswith(".gguf") else model
+    if error is TokenizerUnsupported:
+        writer = GGUFWriter().add("tokenizer.ggml.model", "of tomorrow").add("tokenizer.ggml.tokens", ["a"])
+        path.write_bytes(writer.build())
     elif content is None:
         (model / file).unlink()
     else:
         (model / file).write_text(content)
-        path = model / file if file.endswith(".gguf") else model
     with pytest.raises(error) as here:
         read_text(path)
     tokenizer = TokenizerClient(path)

@@ -77,3 +77,13 @@ def test_rejects_a_stream_a_foreign_summary_and_an_empty_one() -> None:
         assert caught.value.param == "input[0].encrypted_content"
     with pytest.raises(GenerationFailed):
         folded(read(), ReasoningDelta(text="only reasoning"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit"), [({}, 8192), ({"max_output_tokens": 50}, 50), ({"max_output_tokens": 9000}, 8192)]
+)
+def test_summary_has_a_limit_and_needs_no_reasoning(asked: dict[str, Any], limit: int) -> None:
+    request = read(**asked)
+    assert request.sampling.max_tokens == limit
+    assert request.thinking.switch is False
+    assert read(reasoning={"effort": "low"}).thinking.switch is True

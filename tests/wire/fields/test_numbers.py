@@ -39,7 +39,7 @@ SHARED = {
 OLLAMA: dict[str, tuple[float, float]] = {"keep_alive": (-LARGEST_COUNT, LARGEST_COUNT), "top_logprobs": (0, 20)}
 RANGES: dict[Dialect, dict[str, tuple[float, float]]] = {
     "openai_chat": {**SHARED, "max_completion_tokens": (1, LARGEST_COUNT), "top_logprobs": (0, 20)},
-    "openai_completions": {**SHARED, "max_tokens": (0, LARGEST_COUNT), "logprobs": (0, 20), "best_of": (1, 1)},
+    "openai_completions": {**SHARED, "max_tokens": (-1, LARGEST_COUNT), "logprobs": (0, 20), "best_of": (1, 1)},
     "openai_responses": {
         "temperature": (0, 100),
         "top_p": (0, 1),
@@ -55,7 +55,7 @@ RANGES: dict[Dialect, dict[str, tuple[float, float]]] = {
         "temperature": (0, 100),
         "top_p": (0, 1),
         "top_k": (0, LARGEST_COUNT),
-        "max_tokens": (1, LARGEST_COUNT),
+        "max_tokens": (0, LARGEST_COUNT),
     },
     "ollama_chat": OLLAMA,
     "ollama_generate": OLLAMA,
@@ -85,6 +85,29 @@ def test_accepts_both_ends_of_a_range_and_rejects_values_beyond(
             parse(dialect, **{field: value})
         assert caught.value.param == field
         assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields", "most"),
+    [
+        ("openai_chat", {"n_predict": 0}, 0),
+        ("openai_chat", {"n_predict": -1}, None),
+        ("openai_chat", {"max_tokens": -1}, None),
+        ("openai_completions", {"max_tokens": -1}, None),
+        ("openai_completions", {"max_tokens": 0}, 0),
+        ("openai_completions", {"n_predict": 0}, 0),
+        ("anthropic_messages", {"max_tokens": 0}, 0),
+        ("ollama_chat", {"options": {"num_predict": 0}}, 0),
+        ("ollama_generate", {"options": {"num_predict": -1}}, None),
+        ("ollama_generate", {"options": {"num_predict": -2}}, None),
+        ("llama_cpp_infill", {"n_predict": 0}, 0),
+        ("llama_cpp_infill", {"n_predict": -1}, None),
+    ],
+)
+def test_limit_of_zero_is_no_tokens_and_a_negative_one_is_no_limit(
+    dialect: Dialect, fields: dict[str, Any], most: int | None
+) -> None:
+    assert parse(dialect, **fields).sampling.max_tokens == most
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "-1e999"])

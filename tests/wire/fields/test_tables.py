@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from cortex.wire.dialects.registry import DIALECTS
-from cortex.wire.errors import InvalidValue
+from cortex.wire.errors import CortexError, InvalidValue
 from cortex.wire.fields.tables.page import TABLES, fields_page
 from cortex.wire.fields.tables.table import BodyField, Treatment
 from cortex.wire.requests import GenerateRequest
@@ -67,8 +67,8 @@ def test_honoured_field_changes_the_request(dialect: str, one: BodyField) -> Non
 
 @pytest.mark.parametrize(("dialect", "one"), entries(Treatment.TOLERATED))
 def test_tolerated_field_changes_nothing_but_what_is_repeated(dialect: str, one: BodyField) -> None:
-    given = parse(dialect, example(one, one.example))
-    assert msgspec.structs.replace(given, metadata={}) == parse(dialect)
+    given = parse(dialect, dict(one.context), example(one, one.example))
+    assert msgspec.structs.replace(given, metadata={}) == parse(dialect, dict(one.context))
 
 
 @pytest.mark.parametrize(("dialect", "one"), entries(Treatment.REJECTED))
@@ -87,3 +87,26 @@ def test_unknown_field_is_listed(dialect: str) -> None:
 
 def test_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == fields_page(), "run `make docs`"
+
+
+WRONG: tuple[Any, ...] = ([], {}, "x", "", 7, -7.5, True, [1], ["a"], [{"a": 1}], {"type": "nope"}, 10**30, [[{}]])
+
+
+@pytest.mark.parametrize(
+    ("dialect", "one"), [*entries(Treatment.HONOURED), *entries(Treatment.TOLERATED), *entries(Treatment.REJECTED)]
+)
+def test_error_names_the_field_that_is_wrong(dialect: str, one: BodyField) -> None:
+    named = {
+        str(value): error.param
+        for value in (WRONG if one.name != "model" else ())
+        if (error := problem(dialect, dict(one.context), example(one, value))) is not None
+    }
+    assert {value: param for value, param in named.items() if not str(param).startswith(one.name.split(".")[0])} == {}
+
+
+def problem(dialect: str, *parts: dict[str, Any]) -> CortexError | None:
+    try:
+        parse(dialect, *parts)
+    except CortexError as error:
+        return error
+    return None

@@ -13,7 +13,7 @@ import pytest
 from cortex.wire.errors import CortexError, InvalidValue, MissingModel
 from cortex.wire.fields.tables.page import POOLING_TABLES
 from cortex.wire.fields.tables.table import BodyField, Treatment
-from cortex.wire.pooling.parse import MAX_TEXTS, ROUTES
+from cortex.wire.pooling.parse import MAX_TEXTS, ROUTES, names_model, only_model, with_model
 from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.pooling.response import embeddings_body, scores_body
 
@@ -100,6 +100,9 @@ def test_input_is_texts_or_tokens(given: Any, texts: tuple[str, ...], tokens: tu
         ("rerank", {"top_n": 0}, "top_n"),
         ("score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
         ("score", {"text_2": None}, "text_2"),
+        ("score", {"text_1": None, "text_2": None, "queries": "a"}, "documents"),
+        ("score", {"text_1": None, "text_2": None, "documents": "a"}, "queries"),
+        ("score", {"text_1": None, "text_2": None}, "text_1"),
     ],
 )
 def test_invalid_value_is_named(name: str, changes: dict[str, Any], param: str) -> None:
@@ -131,3 +134,28 @@ def test_rerank_keeps_the_order_of_equal_scores() -> None:
     request = PoolingRequest("m", "rerank", ("a", "b", "c"), top_n=2, returns_documents=True)
     found = msgspec.json.decode(scores_body(request, [0.5, 0.9, 0.5], 3, id="x", created=1))
     assert [(each["index"], each["document"]["text"]) for each in found["results"]] == [(1, "b"), (0, "a")]
+
+
+@pytest.mark.parametrize(
+    ("body", "with_one"),
+    [
+        (b'{"inputs": "a"}', b'{"model":"m","inputs": "a"}'),
+        (b' { "inputs":"model" }', b'{"model":"m", "inputs":"model" }'),
+        (b"{}", b'{"model":"m"}'),
+        (b'{"inputs": "a", "model" : "x"}', None),
+        (b'["a"]', b'["a"]'),
+        (b"", b""),
+    ],
+)
+def test_model_is_added_to_a_body_that_names_none(body: bytes, with_one: bytes | None) -> None:
+    assert names_model(body) == (with_one is None)
+    if with_one is not None:
+        assert with_model(body, "m") == with_one
+
+
+def test_only_model_for_a_task_need_not_be_named() -> None:
+    assert only_model(["m", "m"], "embed") == "m"
+    with pytest.raises(MissingModel, match="there are 2: a, b"):
+        only_model(["b", "a"], "embed")
+    with pytest.raises(MissingModel, match=r"one rerank model .* there is none"):
+        only_model([], "score")

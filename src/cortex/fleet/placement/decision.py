@@ -126,6 +126,11 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the model is kept out only because the request is a background one; another request could load it."""
         return self.verdict is Verdict.HELD and self.held_by == {Protection.BACKGROUND}
 
+    @property
+    def waits_for_itself(self) -> bool:
+        """Whether only the unload of the model itself is in the way."""
+        return self.verdict is Verdict.BLOCKED and not self.occupants
+
     def reservation(self, model_id: str) -> MemoryReservation:
         """What a load of the model there is counted as until it ends."""
         takes_bytes = self.takes_bytes or 0

@@ -116,6 +116,9 @@ def _rejection_message(decision: Decision, error: type[CortexError]) -> str:
     if not decision.assessments:
         return f"{decision.model_id} cannot run: the fleet has no nodes; add one under [[neurons]]."
     model = decision.model_id
+    if error is Overloaded and all(each.waits_for_itself for each in decision.assessments):
+        where = "; ".join(f"{each.node} cannot load {model} now: {each.reason}" for each in decision.assessments)
+        return f"{where}. Try again when it is unloaded."
     if len(decision.assessments) == 1:  # of the node that the operator named, or of the only one
         (alone,) = decision.assessments
         lead = {
@@ -145,7 +148,8 @@ def _rejection_message(decision: Decision, error: type[CortexError]) -> str:
 
 def _why(assessment: Assessment) -> str:
     """The reason, with the bytes needed and available where memory decides and the reason does not contain them."""
-    if assessment.verdict not in (Verdict.BLOCKED, Verdict.CROWDED, Verdict.HELD):
+    is_memory = assessment.verdict in (Verdict.BLOCKED, Verdict.CROWDED, Verdict.HELD)
+    if not is_memory or assessment.waits_for_itself:
         return assessment.reason
     deciding = next(
         (part for part in assessment.parts if f"{part.node}: {part.reason}" == assessment.reason), assessment

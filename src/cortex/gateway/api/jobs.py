@@ -59,6 +59,10 @@ class Job:
         else:
             self._listeners.append(listener)
 
+    def move(self, nodes: Sequence[str]) -> None:
+        """The work goes on at these nodes, whose ends are awaited."""
+        self.nodes, self._remaining = tuple(nodes), set(nodes)
+
     def node_ended(self, node: str, error: CortexError | None) -> None:
         """The work on one node has ended. The job ends with the last of them, or with the first that failed."""
         self._remaining.discard(node)

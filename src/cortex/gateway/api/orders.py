@@ -6,6 +6,7 @@ An order that takes a while is a job. The response follows when the job has ende
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -24,7 +25,7 @@ from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.wire.errors import Family, InvalidValue, MalformedJSON, RouteNotFound, shorten
+from cortex.wire.errors import CortexError, Family, InvalidValue, MalformedJSON, RouteNotFound, shorten
 from cortex.wire.node.orders import SleepOption
 from cortex.wire.node.protocol import ModelState, Progress
 
@@ -145,7 +146,12 @@ class OrderRoutes:
             )
             return self._job("unload", model, nodes, nodes, by), nodes
         if order == "load":
-            decision = self._operator.load(model, details.node)
+            try:
+                decision = self._operator.load(model, details.node)
+            except CortexError:
+                if leaving := self._dispatcher.leaving(model, details.node):
+                    return self._load_later(model, details.node, leaving, by)
+                raise
             nodes = (decision.node,) if decision.node else ()
             return self._job("load", model, nodes, () if decision.action == "route" else nodes, by), nodes
         nodes = self._operator.pin(model, details.node)
@@ -169,6 +175,51 @@ class OrderRoutes:
             watched: Watched = "unload" if kind == "unload" else "load"
             self._dispatcher.watch(target, watched, partial(job.node_ended, target.node))
         return job
+
+    def _load_later(
+        self, model: str, node: str | None, leaving: Sequence[ModelOnNode], by: str
+    ) -> tuple[Job, tuple[str, ...]]:
+        """Load a model when the unloads of it that are under way have ended."""
+        targets = list(leaving)
+        job = self._board.start(
+            "load",
+            model,
+            [target.node for target in leaving],
+            by=by,
+            awaited=[target.node for target in leaving],
+            read_stage=lambda: self._stage(targets),
+            cancel=lambda: self._cancel(targets),
+        )
+
+        def load() -> None:
+            if job.is_cancelled or job.ended_at is not None:
+                job.end(None)
+                return
+            try:
+                chosen = self._operator.load(model, node)
+            except CortexError as error:
+                job.end(error)
+                return
+            targets[:] = [ModelOnNode(chosen.node, model)] if chosen.node and chosen.action != "route" else []
+            job.move([target.node for target in targets])
+            for target in targets:
+                self._dispatcher.watch(target, "load", partial(job.node_ended, target.node))
+            if not targets:
+                job.end(None)
+
+        remaining = set(leaving)
+
+        def unloaded(target: ModelOnNode, error: CortexError | None) -> None:
+            remaining.discard(target)
+            if error is not None:
+                job.end(error)
+            elif not remaining:
+                # Decided once the fleet is seen without the model.
+                asyncio.get_running_loop().call_soon(load)
+
+        for target in leaving:
+            self._dispatcher.watch(target, "unload", partial(unloaded, target))
+        return job, job.nodes
 
     def _cancel(self, targets: Sequence[ModelOnNode]) -> None:
         for target in targets:

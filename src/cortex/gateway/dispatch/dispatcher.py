@@ -317,6 +317,12 @@ class Dispatcher(DispatchView, StateMachine):
         """By order of the operator. `sleep`: the node keeps the weights in host memory if there is room."""
         self._jobs.unload(target, cause="operator", force=force, sleep=sleep)
 
+    def leaving(self, model: str, node: str | None = None) -> tuple[ModelOnNode, ...]:
+        """Where this gateway unloads the model now, on one node or anywhere; `watch` reports the ends."""
+        return tuple(
+            target for target in self._fleet_state.unloads if target.model == model and node in (None, target.node)
+        )
+
     @event
     def change_pins(self, *, added: Iterable[ModelOnNode] = (), removed: Iterable[ModelOnNode] = ()) -> None:
         """By order of the operator."""

@@ -8,10 +8,11 @@ import os
 import re
 from collections.abc import Callable
 from functools import partial
+from urllib.parse import parse_qs
 
 import msgspec
 
-from cortex.gateway.ledger.keys import KeySection
+from cortex.gateway.ledger.keys import KeySection, may_use
 from cortex.gateway.ledger.meter import ANONYMOUS
 from cortex.gateway.proxy.accounting.activity import RequestRecord
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE
@@ -19,8 +20,9 @@ from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, cli
 from cortex.gateway.proxy.opaque.body import OpaqueBody
 from cortex.gateway.proxy.request import ProxyRequest
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
-from cortex.gateway.proxy.routes import MESSAGES, Route, error_response
+from cortex.gateway.proxy.routes import Route, error_response
 from cortex.gateway.proxy.services import Services
+from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.parsing import relayed
 from cortex.parsing.cost import is_read_elsewhere
@@ -29,9 +31,10 @@ from cortex.parsing.relayed import RelayedBody
 from cortex.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.wire import error_encoding
-from cortex.wire.errors import CortexError, Family, InvalidAPIKey, InvalidValue, ShuttingDown, shorten
-from cortex.wire.facts import Facts
+from cortex.wire.dialects.anthropic_messages import BILLED
+from cortex.wire.errors import CortexError, Family, InvalidAPIKey, ShuttingDown, shorten
 from cortex.wire.fields.body import check_content_type
+from cortex.wire.pooling.parse import names_model, only_model, with_model
 
 _JSON = b"application/json"
 _READ_HEADERS = frozenset((b"content-type", b"origin", b"traceparent", b"x-request-id"))
@@ -84,7 +87,9 @@ class Inference:
             # Ollama's clients do not declare their bodies, and web pages always send their origin.
             if content_type != _JSON and (is_from_page or route.family is not Family.OLLAMA):
                 check_content_type((content_type or b"").decode("latin-1"), required=is_from_page)
-            strip_billing = services.config.strip_billing_header and route.dialect == "anthropic_messages"
+            if route.may_lack_model and not names_model(request.body):
+                request.body = with_model(request.body, self._only_model(request, route, key))
+            strip_billing = services.config.strip_billing_header and route.dialect in BILLED
             if is_read_elsewhere(request.body, route.dialect, strip_billing=strip_billing):
                 reading = self._receive_large(exchange, route, key, id, span, received_at, strip_billing, then)
                 task = run_once(reading, "read a large request")
@@ -95,6 +100,16 @@ class Inference:
             self.reject_unread(exchange, route, key, id, span, error)
             return
         then(self._received(exchange, route, key, id, span, received_at, read))
+
+    def _only_model(self, request: Request, route: Route, key: KeySection | None) -> str:
+        """The model that the query names, or the only one that can do what the route does. Raises MissingModel."""
+        if named := parse_qs(request.query.decode("latin-1")).get("model"):
+            return named[0]
+        held = [held for node in self.services.dispatcher.fleet.nodes for held in node.residencies.values()]
+        models = [(each.model_id, each.status.capabilities) for each in held if may_use(key, each.model_id)]
+        if route.need == "embeddings":
+            return only_model([model for model, can in models if can.embeddings], "embed")
+        return only_model([model for model, can in models if can.rerank], "score")
 
     async def _receive_large(
         self,
@@ -166,8 +181,6 @@ class Inference:
         in place of the body that was read, with the name of the model there. `is_check`: see `AdmittedRequest`."""
         route, body, envelope = received.route, received.body, received.envelope
         try:
-            if route is MESSAGES and self.services.config.strict:
-                _check_limits(envelope.facts)
             num_bytes = len(body) - envelope.facts.picture_bytes if route.uses_tokens else 0
             has_price = route.need == "relay"  # its tokens are not in its bytes
             admitted = self.services.admission.admit(
@@ -256,15 +269,3 @@ class Inference:
         response = error_response(error, route.family)
         span.end({"cortex.request_id": id.decode(), STATUS_CODE: response.status}, error=error.code)
         exchange.respond(response.status, (*response.headers, *route.id_headers(id)), response.body)
-
-
-def _check_limits(facts: Facts) -> None:
-    """Raises InvalidValue for a messages request that the vendor's API would reject because of its limits."""
-    if facts.completion_limit is None:
-        raise InvalidValue("max_tokens: it is required; send the most tokens of the response.", param="max_tokens")
-    if facts.reasoning_limit is not None and facts.reasoning_limit >= facts.completion_limit:
-        raise InvalidValue(
-            f"thinking.budget_tokens: it is {facts.reasoning_limit} and must be below max_tokens, which is "
-            f"{facts.completion_limit}.",
-            param="thinking.budget_tokens",
-        )

@@ -22,6 +22,7 @@ from cortex.wire.node.protocol import Dialect as DialectName
 from cortex.wire.opaque.routes import PATHS as OPAQUE_PATHS
 from cortex.wire.opaque.routes import UPSTREAM as UPSTREAM_PREFIX
 from cortex.wire.opaque.routes import UPSTREAM_METHODS
+from cortex.wire.pooling.parse import MODEL_OPTIONAL
 from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
 from cortex.wire.requests import GenerateRequest
 
@@ -56,6 +57,8 @@ class Route:
     """Whether its responses say how long the request waited."""
     is_upstream: bool = field(init=False)
     """Whether its requests name their model in the path."""
+    may_lack_model: bool = field(init=False)
+    """Whether its clients need not name a model."""
     span_name: str = field(init=False)
     """The span name of its requests."""
 
@@ -68,6 +71,7 @@ class Route:
         object.__setattr__(self, "family", codec.FAMILY)
         object.__setattr__(self, "reports_durations", self.family is Family.OLLAMA)
         object.__setattr__(self, "is_upstream", self.path == UPSTREAM_PATH)
+        object.__setattr__(self, "may_lack_model", self.path.decode() in MODEL_OPTIONAL)
         object.__setattr__(self, "span_name", f"POST {self.path.decode()}")
 
     def silence_s(self, idle_timeout_s: float, *, is_stream: bool) -> float:

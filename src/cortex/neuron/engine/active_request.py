@@ -43,7 +43,7 @@ class ActiveRequest:
         for index, token in enumerate(tokens, start=1):
             is_complete = constraint is not None and constraint.is_complete_after(token)
             if constraint is not None and constraint.failure is not None:
-                return tokens[:index], "error"
+                return tokens[:index], "rejected" if constraint.is_contradiction else "error"
             if is_complete or (token in request.stop_token_ids and num_drawn + index > request.min_tokens):
                 return tokens[:index], "stop"
             if num_drawn + index >= request.max_tokens:
@@ -58,7 +58,7 @@ class ActiveRequest:
         checked: CheckedDraft,
     ) -> StepOutput:
         """The output for the tokens that one row drew. The first one also has what is reported once."""
-        if finish == "error" and self.constraint is not None:
+        if finish in ("error", "rejected") and self.constraint is not None:
             return StepOutput(self.request.id, finish=finish, error=self.constraint.failure)
         num_cached: int | None = None
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()

@@ -9,6 +9,10 @@ class LoadError(EngineError):
     """The model cannot be loaded: bad files, unsupported architecture, or it does not fit."""
 
 
+class UnsupportedError(LoadError):
+    """No retry helps: the engine does not run this model, or not with these options."""
+
+
 class NoRoomError(LoadError):
     """The model does not fit into the memory that is free now; it may fit after other models are unloaded."""
 

@@ -14,7 +14,8 @@ from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.roofline.step_work import StepWork
 from cortex.neuron.vision.picture import Picture
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "error", "rejected"]
+"""`rejected`: the request contradicts itself, which only its output shows."""
 
 
 @dataclass(frozen=True, slots=True)

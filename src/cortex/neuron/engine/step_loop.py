@@ -90,7 +90,7 @@ class StepLoop:
         if allowed and not any(0 <= token < vocab for token in allowed):
             raise RequestError(f"none of the allowed token ids is in the model's vocabulary of {vocab}")
         grammar = request.grammar
-        constraint = None if grammar is None else self._constraints.compile(grammar, request.tenant)
+        constraint = None if grammar is None else self._constraints.compile(grammar, request.tenant, allowed)
         tokens = list(request.prompt)
         sequence = self._scheduler.add(request, tokens, packed)
         if self._runner.pictures is not None:

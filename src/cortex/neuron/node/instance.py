@@ -204,9 +204,10 @@ class Instance:
             running = self._requests.get(output.request_id)
             if running is None:
                 continue
-            if output.finish == "error":
+            if output.finish in ("error", "rejected"):
                 message = output.error or "the engine ended this request without a reason; see the node's log"
-                running.generation.fail(GenerationFailed(message))
+                failed = InvalidValue if output.finish == "rejected" else GenerationFailed
+                running.generation.fail(failed(message))
             else:
                 try:
                     running.generation.push(output)

@@ -86,10 +86,10 @@ class TokenizerService:
                 case protocol.Count(whole, rules):
                     num_tokens = len(text.render(unpack(whole), rules).ids)
                     return protocol.Counted(num_tokens, encoder.num_tokenised - before)
-                case protocol.Prepare(whole, rules):
+                case protocol.Prepare(whole, rules, with_text):
                     request = unpack(whole)
-                    prepared = prepare(text, request, rules)
-                    return protocol.pack_prepared(prepared, encoder.num_tokenised - before, with_text=request.echo)
+                    prepared, with_text = prepare(text, request, rules), with_text or request.echo
+                    return protocol.pack_prepared(prepared, encoder.num_tokenised - before, with_text=with_text)
         except CortexError as error:
             return rejected(error)
         except MemoryError:

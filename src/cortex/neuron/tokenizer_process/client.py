@@ -95,9 +95,9 @@ class TokenizerClient:
     # Jobs. They raise a CortexError: what is wrong with the request, LoadFailed when a new process can no longer read
     # the files, or Recovering. `is_long`: the job yields the cores to others.
 
-    async def prepare(self, request: bytes, rules: PromptRules, *, is_long: bool) -> Prepared:
+    async def prepare(self, request: bytes, rules: PromptRules, *, is_long: bool, with_text: bool = False) -> Prepared:
         """The prompts and the grammar of a packed request."""
-        reply = await self._run_job(protocol.Prepare(request, rules), is_long=is_long)
+        reply = await self._run_job(protocol.Prepare(request, rules, with_text), is_long=is_long)
         assert isinstance(reply, protocol.PackedPrepared)
         self.num_tokenised += reply.num_tokenised
         return protocol.unpack_prepared(reply)

@@ -52,10 +52,11 @@ class EncodeTexts(ChannelMessage, frozen=True):
 
 
 class Prepare(ChannelMessage, frozen=True):
-    """Asks for the prompts and the grammar of a request."""
+    """Asks for the prompts and the grammar of a request. `with_text`: with the text of the prompts."""
 
     request: bytes
     rules: PromptRules
+    with_text: bool = False
 
 
 class Count(ChannelMessage, frozen=True):

@@ -5,9 +5,10 @@ Opening a checkpoint needs no torch and reads no weights, so that a node can siz
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from cortex.neuron.weights.errors import FilesMissing
 from cortex.neuron.weights.gguf.checkpoint import GGUFCheckpoint
@@ -17,7 +18,10 @@ from cortex.neuron.weights.stored import StoredTensor, TensorInfo
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpoint", "StoredTensor", "TensorInfo", "open_checkpoint"]
+__all__ = ["Checkpoint", "StoredTensor", "TensorInfo", "content_sample", "open_checkpoint"]
+
+_SAMPLED_TENSORS: Final = 256
+_SAMPLED_BYTES: Final = 64
 
 
 class Checkpoint(Protocol):
@@ -54,6 +58,21 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.suffix == ".safetensors":
         return SafetensorsCheckpoint(path.parent)
     return GGUFCheckpoint(path)
+
+
+def content_sample(checkpoint: Checkpoint) -> str:
+    """A digest of bytes from all over the weights: checkpoints that share a config differ in it. Reads little, because
+    a node does so with every model that it lists. Raises CheckpointError."""
+    names = sorted(name for name, info in checkpoint.tensors.items() if len(info.shape) > 1)
+    step = -(-len(names) // _SAMPLED_TENSORS) or 1
+    sampled = hashlib.sha256()
+    for name in names[::step]:
+        stored = checkpoint.stored(name)
+        piece = bytearray(min(_SAMPLED_BYTES, stored.num_bytes))
+        # From the middle: embeddings begin with rows of tokens that are never trained.
+        stored.file.read_into(memoryview(piece), stored.offset + (stored.num_bytes - len(piece)) // 2)
+        sampled.update(name.encode() + b"\0" + piece)
+    return sampled.hexdigest()
 
 
 def _only_gguf(directory: Path) -> Path:

@@ -18,6 +18,8 @@ from cortex.neuron.engine.errors import GroupBroken, NoRoomError, RequestError
 class FaultKind(StrEnum):
     REQUEST = "request"
     """The request can never be served; it fails alone."""
+    UNSUPPORTED = "unsupported"
+    """The model can never be loaded here: the engine does not run it, or not with these options."""
     OUT_OF_MEMORY = "out_of_memory"
     """There was not enough memory for this step or load; one request or load fails, loaded models stay."""
     DEVICE = "device"

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from cortex.wire.dialects.openai_chunks import stream_error
+from cortex.wire.dialects.openai_chunks import stream_error, timings_body
 from cortex.wire.error_codes import from_code
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure, Finish, ReasoningDelta, TextDelta
@@ -42,7 +42,7 @@ __all__ = [
 def read_facts(fields: Fields) -> Facts:
     """Raises `MissingModel` or `InvalidValue`."""
     limit = fields.integer("n_predict", low=-LARGEST_COUNT, high=LARGEST_COUNT)
-    return Facts(fields.model(), fields.flag("stream") or False, limit if limit and limit > 0 else None, 1)
+    return Facts(fields.model(), fields.flag("stream") or False, limit if limit is not None and limit >= 0 else None, 1)
 
 
 def pictures(fields: Fields) -> tuple[str, ...]:  # noqa: ARG001 - as the other dialects
@@ -98,8 +98,7 @@ def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, creat
 
 
 def _end(text: str, finish: Finish, model: str) -> dict[str, Any]:
-    timing, usage = finish.timing, finish.usage
-    num_read = usage.prompt_tokens - usage.cached_tokens
+    usage = finish.usage
     return {
         "index": 0,
         "content": text,
@@ -112,18 +111,5 @@ def _end(text: str, finish: Finish, model: str) -> dict[str, Any]:
         "tokens_evaluated": usage.prompt_tokens,
         "tokens_cached": usage.cached_tokens,
         "truncated": False,
-        "timings": {
-            "cache_n": usage.cached_tokens,
-            **_timings("prompt", num_read, timing.prefill_s),
-            **_timings("predicted", usage.completion_tokens, timing.decode_s),
-        },
-    }
-
-
-def _timings(phase: str, num_tokens: int, seconds: float) -> dict[str, float]:
-    return {
-        f"{phase}_n": num_tokens,
-        f"{phase}_ms": seconds * 1000,
-        f"{phase}_per_token_ms": seconds * 1000 / num_tokens if num_tokens else 0.0,
-        f"{phase}_per_second": num_tokens / seconds if seconds else 0.0,
+        "timings": timings_body(usage, finish.timing),
     }

@@ -11,7 +11,7 @@ import msgspec
 from cortex import __version__
 from cortex.wire import error_encoding
 from cortex.wire.errors import CortexError, Family
-from cortex.wire.events import Finish, TokenLogprob, Usage
+from cortex.wire.events import Finish, Timing, TokenLogprob, Usage, UsageSoFar
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.response import summed, total_usage
 from cortex.wire.sse import frame
@@ -44,6 +44,9 @@ class ChunkEncoder(ABC):
         self._include_usage = request.include_usage
         self._continuous: dict[int, Usage] = {}
         """The latest usage of each choice, for clients that want it in every chunk."""
+        self._is_continuous, self._is_timed = request.continuous_usage, request.timings
+        self._timings: dict[str, float] | None = None
+        """The latest, for the next chunk."""
         self._open_choices = request.num_choices
         self._finishes: list[Finish] = []
         self._logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
@@ -60,7 +63,7 @@ class ChunkEncoder(ABC):
 
     def _text_chunk(self, index: int, field: str, text: str) -> bytes:
         """As `_whole_text_chunk`. Most chunks differ in nothing but the text, so the rest is encoded once."""
-        if self._logprobs or self._returns_ids or self._continuous:
+        if self._logprobs or self._returns_ids or self._continuous or self._is_timed:
             return self._whole_text_chunk(index, field, text)
         frame = self._frames.get((index, field))
         if frame is None:
@@ -83,7 +86,16 @@ class ChunkEncoder(ABC):
             usage = usage_body(summed(self._continuous.values()))
         if self._include_usage or usage is not None:
             chunk += b',"usage":' + msgspec.json.encode(usage)
+        if self._timings is not None:
+            chunk += b',"timings":' + msgspec.json.encode(self._timings)
         return frame(chunk + b"}")
+
+    def _note(self, event: UsageSoFar | Finish) -> None:
+        """Usage and time so far, for the chunks that follow."""
+        if self._is_continuous and isinstance(event, UsageSoFar):
+            self._continuous[event.index] = event.usage
+        if self._is_timed:
+            self._timings = timings_body(event.usage, event.timing)
 
     def _finished(self, event: Finish, chunk: bytes) -> bytes:
         """The last `chunk` of a choice, and after that of the last one the end of the stream."""
@@ -93,6 +105,25 @@ class ChunkEncoder(ABC):
         if self._include_usage:
             chunk += self._chunk([], usage_body(total_usage(self._finishes)))
         return chunk + DONE
+
+
+def timings_body(usage: Usage, timing: Timing) -> dict[str, float]:
+    """As llama.cpp writes them."""
+    num_read = usage.prompt_tokens - usage.cached_tokens
+    return {
+        "cache_n": usage.cached_tokens,
+        **_timings("prompt", num_read, timing.prefill_s),
+        **_timings("predicted", usage.completion_tokens, timing.decode_s),
+    }
+
+
+def _timings(phase: str, num_tokens: int, seconds: float) -> dict[str, float]:
+    return {
+        f"{phase}_n": num_tokens,
+        f"{phase}_ms": seconds * 1000,
+        f"{phase}_per_token_ms": seconds * 1000 / num_tokens if num_tokens else 0.0,
+        f"{phase}_per_second": num_tokens / seconds if seconds else 0.0,
+    }
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:

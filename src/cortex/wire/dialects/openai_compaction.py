@@ -19,19 +19,22 @@ from cortex.wire.dialects.openai_responses import (
     KEEPALIVE,
     Encoder,
     pictures,
-    read_facts,
     stream_error,
 )
 from cortex.wire.dialects.openai_responses.compacted import encoded
 from cortex.wire.dialects.openai_responses.response import usage_body
 from cortex.wire.errors import GenerationFailed, InvalidValue
 from cortex.wire.events import AnyEvent
+from cortex.wire.facts import Facts
+from cortex.wire.fields.body import Fields
 from cortex.wire.requests import GenerateRequest, Message, Text, ToolChoice
 from cortex.wire.response import gather, total_usage
 
 ID_PREFIX = "cmp_"
 MAX_KEPT_CHARS = 32_768
 """The latest messages of the user up to this size are returned; the summary has the others."""
+MAX_SUMMARY_TOKENS = 8192
+"""A summary that goes on is cut off here: without a limit it would fill the context that it is to free."""
 PROMPT = (
     "Sum up the conversation so far for another assistant, who will continue it without seeing it. State the goal of "
     "the user and their constraints, what was done and decided, the facts, names, paths and values that are still "
@@ -54,13 +57,27 @@ __all__ = [
 ]
 
 
+def read_facts(fields: Fields) -> Facts:
+    """Raises `MissingModel` or `InvalidValue`."""
+    facts = openai_responses.read_facts(fields)
+    return msgspec.structs.replace(facts, completion_limit=_limit(facts.completion_limit))
+
+
+def _limit(asked: int | None) -> int:
+    return min(asked or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS)
+
+
 def parse(body: bytes) -> GenerateRequest:
     """The request for the summary. Raises what the responses dialect does, and `InvalidValue` for a stream."""
     request = openai_responses.parse(body)
     if request.stream:
         raise InvalidValue("stream: a compaction is one object; leave it out.", param="stream")
+    limit = _limit(request.sampling.max_tokens)
     return msgspec.structs.replace(
         request,
+        sampling=msgspec.structs.replace(request.sampling, max_tokens=limit),
+        # Reasoning would take most of the limit.
+        thinking=msgspec.structs.replace(request.thinking, off_by_default=True),
         messages=(*request.messages, Message(role="user", parts=(Text(text=PROMPT),))),
         tools=(),
         tool_choice=ToolChoice(),

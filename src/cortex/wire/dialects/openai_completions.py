@@ -13,6 +13,7 @@ from cortex.wire.dialects.openai_chunks import (
     ChunkEncoder,
     prompt_logprobs_body,
     stream_error,
+    timings_body,
     usage_body,
 )
 from cortex.wire.error_codes import from_code
@@ -38,6 +39,7 @@ from cortex.wire.fields.sampling import (
     read_output_format,
     read_prompt_logprobs,
     read_sampling,
+    read_stream_options,
     read_truncation,
 )
 from cortex.wire.fields.tables.openai_completions import FIELDS
@@ -92,7 +94,7 @@ def parse(body: bytes) -> GenerateRequest:
     suffix = fields.text("suffix") or None
     if suffix is not None and (more_prompts or not isinstance(prompt, str) or echo):
         raise fields.invalid("suffix", "it needs one prompt, as text, without 'echo'")
-    stream_options = fields.object("stream_options")
+    stream_options = read_stream_options(fields)
     return GenerateRequest(
         model=facts.model,
         prompt=prompt,
@@ -113,6 +115,7 @@ def parse(body: bytes) -> GenerateRequest:
         include_usage=(stream_options.flag("include_usage") or False) if stream_options else False,
         continuous_usage=(stream_options.flag("continuous_usage_stats") or False) if stream_options else False,
         return_token_ids=fields.flag("return_token_ids") or False,
+        timings=fields.flag("timings_per_token") or False,
         user=fields.text("user"),
         ignored_fields=fields.unknown,
         tenant=read_tenant(fields),
@@ -166,8 +169,8 @@ class Encoder(ChunkEncoder):
             case Logprobs(tokens=tokens):
                 self._logprobs[event.index] = self._logprobs.get(event.index, ()) + tokens
                 return b""
-            case UsageSoFar(usage=usage):
-                self._continuous[event.index] = usage
+            case UsageSoFar():
+                self._note(event)
                 return b""
             case Start(prompt_token_ids=prompt):
                 self._prompts[event.index] = prompt
@@ -176,6 +179,7 @@ class Encoder(ChunkEncoder):
                 self._token_ids[event.index] = self._token_ids.get(event.index, ()) + token_ids
                 return b""
             case Finish():
+                self._note(event)
                 return self._finished(event, self._chunk([self._choice(event.index, "", _finish_body(event))]))
             case Failure(code=code, message=message):
                 return stream_error(from_code(code, message))
@@ -202,6 +206,7 @@ def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, creat
     """The whole response as one body. Raises the error of a `Failure`."""
     received = list(events)
     choices = gather(received)
+    usage = total_usage(choice.finish for choice in choices)
     return msgspec.json.encode(
         {
             "id": id,
@@ -210,7 +215,8 @@ def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, creat
             "model": model,
             "system_fingerprint": SYSTEM_FINGERPRINT,
             "choices": [_choice_body(choice, _num_echoed(received, choice.index), request) for choice in choices],
-            "usage": usage_body(total_usage(choice.finish for choice in choices)),
+            "usage": usage_body(usage),
+            **({"timings": timings_body(usage, choices[-1].finish.timing)} if request.timings else {}),
         }
     )
 

@@ -92,6 +92,21 @@ ROUTES: Mapping[str, DialectName] = {
 """`POST` paths that generate, and the dialect of each."""
 
 
+_CLIENT_FIELDS: Mapping[DialectName, Mapping[str, str]] = {
+    "openai_responses": {"messages": "input"},
+    "openai_compaction": {"messages": "input"},
+    "ollama_generate": {"messages": "prompt"},
+    "llama_cpp_infill": {"prompt": "input_prefix", "suffix": "input_suffix"},
+}
+_OF_FUNCTIONS = {"tools": "functions", "tool_choice": "function_call"}
+
+
+def client_field(dialect: DialectName, name: str | None, *, as_functions: bool = False) -> str | None:
+    """What a client calls the field that a `GenerateRequest` has under `name`. `as_functions`: as in the request."""
+    names = _OF_FUNCTIONS if as_functions else _CLIENT_FIELDS.get(dialect, {})
+    return names.get(name, name) if name is not None else None
+
+
 def family(path: str, *, is_anthropic: bool = False) -> Family:
     """The error format that clients of `path` expect. Both vendors' clients list models, and use files and other paths
     that do not exist here: there `is_anthropic` decides, which says that the request has Anthropic's version header."""

@@ -8,14 +8,16 @@ must be computable everywhere later.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Raw
 
 from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel, UnsupportedMediaType, shorten
+
+R = TypeVar("R")
 
 MAX_MODEL_NAME = 200
 """Characters in the name of a model."""
@@ -179,6 +181,13 @@ class Fields:
         if value is None:
             raise self.invalid(name, "it is required and must be a string")
         return value
+
+    def role(self, known: Mapping[str, R]) -> R:
+        """The role of a message, by the names that the dialect has."""
+        given = self.required_text("role")
+        if given not in known:
+            raise self.invalid("role", f"'{shorten(given)}' is not known; use {', '.join(known)}")
+        return known[given]
 
     def flag(self, name: str) -> bool | None:
         value = self.raw(name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal
 
 import msgspec
 
@@ -22,6 +23,7 @@ MAX_TEMPERATURE = 100
 """At about this temperature sampling is uniform."""
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _MAX_TOKEN_DIGITS = len(str(LARGEST_TOKEN))
 
 
@@ -35,7 +37,7 @@ def read_sampling(fields: Fields) -> Sampling:
     if window not in fields:
         window = "repeat_last_n"
     repetition_window = fields.integer(window, low=-1, high=LARGEST_COUNT)
-    return Sampling(
+    sampling = Sampling(
         temperature=fields.number("temperature", low=0, high=MAX_TEMPERATURE),
         top_k=0 if top_k == -1 else top_k,
         top_p=fields.number("top_p", low=0, high=1),
@@ -53,6 +55,25 @@ def read_sampling(fields: Fields) -> Sampling:
         stop_token_ids=fields.integers("stop_token_ids", low=0, high=LARGEST_TOKEN, most=MAX_STOP_TOKENS),
         speculation=read_speculation(fields),
     )
+    return _only_with(sampling, fields.texts("samplers"))
+
+
+_WITHOUT_SAMPLER: Final[Mapping[str, Mapping[str, float]]] = {
+    "penalties": {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    "top_k": {"top_k": 0},
+    "top_p": {"top_p": 1.0},
+    "min_p": {"min_p": 0.0},
+    "temperature": {"temperature": 1.0},
+}
+"""llama.cpp's samplers → the values with which they change nothing."""
+
+
+def _only_with(sampling: Sampling, samplers: Sequence[str]) -> Sampling:
+    """`sampling` without the samplers that the client's list of them leaves out; an empty list leaves out none. Their
+    order is fixed here."""
+    left_out = [values for name, values in _WITHOUT_SAMPLER.items() if samplers and name not in samplers]
+    unused = {name: value for values in left_out for name, value in values.items()}
+    return msgspec.structs.replace(sampling, **unused) if unused else sampling
 
 
 def read_speculation(fields: Fields) -> Literal["off"] | None:
@@ -65,11 +86,10 @@ def read_speculation(fields: Fields) -> Literal["off"] | None:
 
 def read_limits(fields: Fields, *, fewest_tokens: int = 1) -> tuple[int | None, int]:
     """The most tokens and the number of choices, in the dialects that have several. `fewest_tokens`: the least value of
-    `max_tokens`."""
-    max_tokens = fields.integer("max_tokens", low=fewest_tokens, high=LARGEST_COUNT)
+    `max_tokens` apart from -1, which is llama.cpp's for no limit."""
+    is_limited = fields.raw("max_tokens") != -1
+    max_tokens = fields.integer("max_tokens", low=fewest_tokens, high=LARGEST_COUNT) if is_limited else None
     if max_tokens is None and (limit := fields.integer("n_predict", low=-1, high=LARGEST_COUNT)) is not None:
-        if limit == 0:
-            raise fields.invalid("n_predict", "a response has at least one token; send -1 for no limit")
         max_tokens = None if limit == -1 else limit
     return max_tokens, fields.integer("n", low=1, high=MAX_CHOICES) or 1
 
@@ -158,7 +178,9 @@ def _read_guided(fields: Fields, prefix: str) -> dict[str, OutputFormat]:
 def read_response_format(fields: Fields) -> OutputFormat | None:
     """The object of `response_format` (nested schema) and of the Responses API's `text.format` (flat schema)."""
     kind = fields.text("type")
-    if kind is None or kind == "text":
+    if kind is None:
+        raise fields.invalid("type", "it is required: text, json_object or json_schema")
+    if kind == "text":
         return None
     if kind == "json_object":
         schema = fields.mapping("schema")
@@ -185,8 +207,19 @@ def _read_schema(fields: Fields, name: str) -> dict[str, object]:
     return value
 
 
-def read_effort(effort: str | None) -> Thinking:
-    """An effort enables reasoning, except `none`, which disables it."""
+def read_effort(fields: Fields, name: str) -> Thinking:
+    """An effort enables reasoning, except `none`, which disables it. Raises `InvalidValue`."""
+    effort = fields.text(name)
     if effort is None:
         return Thinking()
+    if effort not in EFFORTS:
+        raise fields.invalid(name, f"'{shorten(effort)}' is not known; use {', '.join(EFFORTS)}")
     return Thinking(enabled=effort != "none", effort=effort)
+
+
+def read_stream_options(fields: Fields) -> Fields | None:
+    """Raises `InvalidValue` for options of a stream that the client does not ask for."""
+    options = fields.object("stream_options")
+    if options is not None and not fields.flag("stream"):
+        raise fields.invalid("stream_options", "only a stream has options; set 'stream' to true, or leave them out")
+    return options

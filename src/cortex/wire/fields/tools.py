@@ -40,13 +40,21 @@ class ToolList:
             case _:
                 self.dropped.append(kind)
 
-    def resolve(self, fields: Fields, mode: str, name: str | None, *, parallel: bool) -> ToolChoice:
+    def resolve(
+        self,
+        fields: Fields,
+        mode: str,
+        name: str | None,
+        *,
+        parallel: bool,
+        choice: str = "tool_choice",
+        listed: str = "tools",
+    ) -> ToolChoice:
         """The choice. Raises `InvalidValue` for too many tools, for a tool that the request does not have or that
-        cannot run here, and for a request that has only such tools: its response would pretend that they had run."""
+        cannot run here, and for a request that has only such tools: its response would pretend that they had run.
+        `choice`, `listed`: the fields in which the client names its choice and lists its tools."""
         if len(self.tools) > MAX_TOOLS:
-            raise fields.invalid(
-                "tools", f"it has {len(self.tools)} tools, at most {MAX_TOOLS} are allowed; send fewer"
-            )
+            raise fields.invalid(listed, f"it has {len(self.tools)} tools, at most {MAX_TOOLS} are allowed; send fewer")
         kinds = ", ".join(dict.fromkeys(map(shorten, self.dropped)))
         not_run = f"tools of type {kinds} do not run here" if kinds else ""
         match mode:
@@ -54,19 +62,21 @@ class ToolList:
                 return ToolChoice(mode="none", parallel=parallel)
             case "auto":
                 if not_run and not self.tools:
-                    raise fields.invalid("tools", f"{not_run}; remove them, or add functions that the client runs")
+                    raise fields.invalid(listed, f"{not_run}; remove them, or add functions that the client runs")
                 return ToolChoice(parallel=parallel)
             case "required" | "any":
                 if self.tools:
                     return ToolChoice(mode="required", parallel=parallel)
-                problem = "it requires a tool call, but " + (not_run or "'tools' is empty")
+                problem = "it requires a tool call, but " + (not_run or f"'{listed}' is empty")
             case "named":
                 if name in self.names:
-                    return ToolChoice(mode="named", name=name, parallel=parallel)
-                problem = f"no tool named '{shorten(name or '')}' is in 'tools'" + (f"; {not_run}" if not_run else "")
+                    return ToolChoice(mode="named", name=name, parallel=False)  # exactly one call of it
+                problem = f"no tool named '{shorten(name or '')}' is in '{listed}'" + (
+                    f"; {not_run}" if not_run else ""
+                )
             case other:
                 problem = f"'{shorten(other)}' is not known; use auto, none, required or name a function"
-        raise fields.invalid("tool_choice", problem)
+        raise fields.invalid(choice, problem)
 
     def restrict(self, choice: ToolChoice, allowed: Fields) -> ToolChoice:
         """`choice` restricted to the tools that `allowed` lists under `tools`; without a list, not restricted.

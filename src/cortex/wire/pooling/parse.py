@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Literal
 
+import msgspec
+
+from cortex.wire.errors import MissingModel, shorten
 from cortex.wire.fields.body import LARGEST_TOKEN, Fields
 from cortex.wire.fields.tables import pooling as tables
-from cortex.wire.pooling.request import PoolingRequest
+from cortex.wire.pooling.request import PoolingRequest, Task
 
 MAX_TEXTS: Final = 4096
 """In one request."""
@@ -27,7 +31,10 @@ _PURPOSES: Final[Mapping[str, Literal["query", "document"]]] = {
 def parse_embeddings(body: bytes) -> PoolingRequest:
     """`/v1/embeddings`. Raises a CortexError."""
     fields = tables.EMBEDDINGS.read(body)
-    texts, tokens = _inputs(fields, "input")
+    loads_only = fields.flag("loads_only") or False
+    texts, tokens = _inputs(fields, "input") if not loads_only or fields.raw("input") else ((), ())
+    if loads_only and (texts or tokens):
+        raise fields.invalid("loads_only", "there is nothing to embed then; leave it or 'input' out")
     encoding = _choice(fields, "encoding_format", ("float", "base64")) or "float"
     purpose = fields.text("input_type")
     if purpose is not None and purpose not in _PURPOSES:
@@ -42,6 +49,7 @@ def parse_embeddings(body: bytes) -> PoolingRequest:
         normalize=fields.flag("normalize"),
         prompt_name=fields.text("prompt_name"),
         purpose=None if purpose is None else _PURPOSES[purpose],
+        loads_only=loads_only,
         user=fields.text("user"),
         **_truncation(fields),
     )
@@ -55,6 +63,7 @@ def parse_embed(body: bytes) -> PoolingRequest:
         fields.model(),
         "tei_embed",
         texts,
+        texts_field="inputs",
         dimensions=fields.integer("dimensions", low=1, high=_MAX_WIDTH),
         normalize=fields.flag("normalize") is not False,
         prompt_name=fields.text("prompt_name"),
@@ -79,6 +88,8 @@ def parse_rerank(body: bytes) -> PoolingRequest:
         "tei_rerank" if is_tei else "rerank",
         _documents(fields, name),
         queries=(fields.required_text("query"),),
+        texts_field=name,
+        queries_field="query",
         instruction=fields.text("instruction"),
         top_n=fields.integer("top_n", low=1, high=LARGEST_TOKEN),
         returns_documents=bool(fields.flag("return_documents")) or bool(fields.flag("return_text")),
@@ -91,11 +102,12 @@ def parse_rerank(body: bytes) -> PoolingRequest:
 def parse_score(body: bytes) -> PoolingRequest:
     """vLLM's `/score`. Raises a CortexError."""
     fields = tables.SCORE.read(body)
-    first = "text_1" if "text_1" in fields else "queries"
-    second = "text_2" if "text_2" in fields else "documents"
+    has_lists = "queries" in fields or "documents" in fields
+    first = "queries" if has_lists and "text_1" not in fields else "text_1"
+    second = "documents" if has_lists and "text_2" not in fields else "text_2"
     queries, texts = fields.texts(first), fields.texts(second)
     if not queries or not texts:
-        raise fields.invalid("text_2" if queries else "text_1", "it is required: a string, or an array of strings")
+        raise fields.invalid(second if queries else first, "it is required: a string, or an array of strings")
     if len(queries) not in (1, len(texts)):
         raise fields.invalid(first, f"it has {len(queries)} texts for {len(texts)}; send one, or one for each")
     _check_count(fields, second, len(texts))
@@ -104,6 +116,8 @@ def parse_score(body: bytes) -> PoolingRequest:
         "score",
         texts,
         queries=queries,
+        texts_field=second,
+        queries_field=first,
         instruction=fields.text("instruction"),
         raw_scores=bool(fields.flag("raw_scores")),
         user=fields.text("user"),
@@ -121,6 +135,38 @@ ROUTES: Final[Mapping[str, Callable[[bytes], PoolingRequest]]] = {
     "/score": parse_score,
 }
 """`POST` paths."""
+
+
+MODEL_OPTIONAL: Final = frozenset({"/embed", "/rerank"})
+"""Paths of TEI, whose servers have one model: its clients name none."""
+_MODEL: Final = re.compile(rb'"model"\s*:')
+
+
+def names_model(body: bytes) -> bool:
+    return _MODEL.search(body) is not None
+
+
+def with_model(body: bytes, model: str) -> bytes:
+    """`body`, which names no model, with one. A body that is no object stays as it is; its parser reports why."""
+    start, brace, rest = body.partition(b"{")
+    if start.strip() or not brace:
+        return body
+    comma = b"" if rest.lstrip().startswith(b"}") else b","
+    return b'{"model":' + msgspec.json.encode(model) + comma + rest
+
+
+def only_model(models: Iterable[str], task: Task) -> str:
+    """The model of a request that names none, of those that can do its task. Raises MissingModel."""
+    found = sorted(set(models))
+    if len(found) == 1:
+        return found[0]
+    kind = "embedding" if task == "embed" else "rerank"
+    some = f"there are {len(found)}: {shorten(', '.join(found))}" if found else "there is none"
+    raise MissingModel(
+        f"The body names no model, and only where there is one {kind} model is it clear which; {some}. Set 'model', "
+        "or add ?model= to the path.",
+        param="model",
+    )
 
 
 def _inputs(

@@ -22,6 +22,11 @@ class PoolingRequest(msgspec.Struct, frozen=True):
     """Texts that the client has tokenised; then there are no `texts`."""
     queries: tuple[str, ...] = ()
     """For scores: one for each text, or one for all of them."""
+    loads_only: bool = False
+    """The request has no text and asks only that the model is loaded (Ollama)."""
+    texts_field: str = "input"
+    """Where the client has the texts, for errors."""
+    queries_field: str = ""
     dimensions: int | None = None
     """The first of a vector's elements, as many as this."""
     as_base64: bool = False

@@ -19,7 +19,7 @@ are escaped, and TEI's responses have no other strings."""
 
 def embeddings_body(request: PoolingRequest, vectors: bytes, num_texts: int, num_tokens: int) -> Iterator[bytes]:
     """The body in parts, one for each vector: a caller may do something else between them."""
-    size = len(vectors) // num_texts
+    size = len(vectors) // num_texts if num_texts else 0
     is_openai = request.shape == "openai"
     yield b'{"object":"list","data":[' if is_openai else b"["
     for index in range(num_texts):

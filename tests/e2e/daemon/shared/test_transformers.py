@@ -34,6 +34,12 @@ def test_model_of_the_library_is_loaded_responds_sleeps_and_wakes(daemon: Daemon
     assert status == 200, first
     daemon.call("/models/unload", {"model_id": model_id, "sleep": True})
     assert daemon.complete(model_id)[1]["choices"] == first["choices"]
+    folder = tiny_model.with_name("diff_llama")
+    sizes |= {"num_key_value_heads": 2, "vocab_size": vocab, "max_position_embeddings": 256}
+    transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**sizes)).save_pretrained(folder)
+    shutil.copy(tiny_model / "tokenizer.json", folder)
+    status, reply = daemon.call("/models/load", {"model_id": "diff", "source": str(folder), "wait": True})
+    assert (status, reply["error"]["code"]) == (422, "model_unsupported"), reply
     maps = Path(f"/proc/{daemon.process.pid}/maps").read_text()
     assert "libtorch" not in maps
     daemon.call("/models/unload", {"model_id": model_id})

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 from typing import Any
 
@@ -7,12 +8,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from cortex.neuron.api.inference.choice import Choice, ChoiceContext, Stopwatch
-from cortex.neuron.engine.request import StepOutput
+from cortex.neuron.engine.request import StepOutput, TokenLogprobs
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.template.prompt import Rendered
 from cortex.wire.errors import GenerationFailed, Overloaded
 from cortex.wire.events import AnyEvent
-from cortex.wire.requests import GenerateRequest, Message, Sampling, Text, Tool, ToolCall
+from cortex.wire.requests import GenerateRequest, Message, Sampling, Text, Thinking, Tool, ToolCall
 from cortex.wire.response import Block, gather
 
 STOPWATCH = Stopwatch(0.0, 0.0)
@@ -26,18 +27,31 @@ def context(text: TextModel, *, stop: tuple[str, ...] = (), thinks: bool = True,
         messages=(Message(role="user", parts=(Text(text="hi"),)),),
         tools=(Tool(name="f", parameters={}),),
         sampling=Sampling(stop=stop, **sampling),
+        return_token_ids=True,
     )
     rendered = Rendered("<think>\n" if thinks else "", (1, 2, 3), (), thinks)
     return ChoiceContext("id", 1, "m", request, rendered, text, text.eos_ids)
 
 
-def push_in_pieces(choice: Choice, ids: list[int], cuts: list[int], finish: Any = "stop") -> list[AnyEvent]:
+def push_in_pieces(
+    choice: Choice, ids: list[int], cuts: list[int], finish: Any = "stop", *, scored: bool = False
+) -> list[AnyEvent]:
     edges = [0, *sorted({cut % len(ids) for cut in cuts} - {0}), len(ids)]
     events: list[AnyEvent] = []
     for start, end in itertools.pairwise(edges):
         last = end == len(ids)
         cached = 2 if start == 0 else None
-        output = StepOutput("r", tuple(ids[start:end]), (), cached, finish if last else None)
+        scores = tuple(TokenLogprobs(-float(place)) for place in range(start, end)) if scored else ()
+        drafts = end - start - 1
+        output = StepOutput(
+            "r",
+            tuple(ids[start:end]),
+            scores,
+            cached,
+            finish if last else None,
+            num_drafted=drafts,
+            num_accepted=drafts,
+        )
         events += choice.push([output], STOPWATCH)
     return events
 
@@ -52,10 +66,17 @@ def test_events_do_not_depend_on_how_tokens_are_batched(
     text: TextModel, cuts: list[int], stop: tuple[str, ...]
 ) -> None:
     ids = [*text.encode(OUTPUT), text.eos_ids[0]]
-    whole = gather(push_in_pieces(Choice(context(text, stop=stop), 0), ids, []))[0]
-    (split,) = gather(push_in_pieces(Choice(context(text, stop=stop), 0), ids, cuts))
-    assert without_ids(split.blocks) == without_ids(whole.blocks)
-    assert (split.finish.reason, split.finish.stop_sequence) == (whole.finish.reason, whole.finish.stop_sequence)
+    (one_by_one, split) = (
+        gather(push_in_pieces(Choice(context(text, stop=stop, logprobs=True), 0), ids, places, scored=True))[0]
+        for places in (list(range(len(ids))), cuts)
+    )
+    assert without_ids(split.blocks) == without_ids(one_by_one.blocks)
+    assert split.finish.reason == one_by_one.finish.reason
+    assert split.finish.stop_sequence == one_by_one.finish.stop_sequence
+    assert (split.logprobs, split.token_ids) == (one_by_one.logprobs, one_by_one.token_ids)
+    drafted = {"drafted_tokens": 0, "accepted_draft_tokens": 0}
+    assert replace(split.finish.usage, **drafted) == replace(one_by_one.finish.usage, **drafted)
+    assert split.finish.usage.accepted_draft_tokens <= split.finish.usage.completion_tokens
 
 
 def test_reports_blocks_usage_and_finish_reason(text: TextModel) -> None:
@@ -102,6 +123,45 @@ def test_stop_string_ends_the_choice_before_the_engine(text: TextModel) -> None:
     assert (message.text, message.finish.stop_sequence) == ("one ", "END")
     assert choice.ended
     assert choice.push([StepOutput("r", (1,), (), None, "length")], STOPWATCH) == []
+
+
+def test_tokens_behind_a_stop_string_are_neither_counted_nor_returned(text: TextModel) -> None:
+    ids = tuple(text.encode("one END two"))
+    until_stop = len(text.encode("one END"))
+    choice = Choice(context(text, stop=("END",), thinks=False), 0)
+    (message,) = gather(
+        choice.push([StepOutput("r", ids, (), 0, "length", num_drafted=20, num_accepted=len(ids) - 1)], STOPWATCH)
+    )
+    assert message.finish.usage.completion_tokens == until_stop
+    assert message.finish.usage.accepted_draft_tokens == until_stop
+    assert message.token_ids == ids[:until_stop]
+
+
+def test_log_probabilities_are_those_of_the_text_without_the_end_token(text: TextModel) -> None:
+    ids = [*text.encode("yes"), text.eos_ids[0]]
+    events = push_in_pieces(Choice(context(text, thinks=False, logprobs=True), 0), ids, [1], scored=True)
+    (message,) = gather(events)
+    assert "".join(token.token for token in message.logprobs) == message.text == "yes"
+    assert message.finish.usage.completion_tokens == len(ids)
+
+
+@given(cuts=st.lists(st.integers(0, 1000), max_size=20))
+def test_reasoning_is_part_of_the_text_if_the_client_says_so(text: TextModel, cuts: list[int]) -> None:
+    ids = [*text.encode(OUTPUT), text.eos_ids[0]]
+    given = context(text)
+    inline = replace(given.request, thinking=Thinking(inline=True))
+    (message,) = gather(push_in_pieces(Choice(dataclasses.replace(given, request=inline), 0), ids, cuts))
+    assert message.reasoning == ""
+    assert message.text.strip() == "<think>\nI think.\n</think>\n\nSo: naïve 🙂 answer."
+    assert message.tool_calls
+    assert message.finish.usage.reasoning_tokens > 0
+
+
+def test_response_without_tokens_returns_none(text: TextModel) -> None:
+    choice = Choice(context(text, thinks=False, max_tokens=0), 0)
+    (message,) = gather(choice.push([StepOutput("r", tuple(text.encode("a")), (), 2, "length")], STOPWATCH))
+    assert (message.text, message.token_ids, message.finish.reason) == ("", (), "length")
+    assert (message.finish.usage.completion_tokens, message.finish.usage.cached_tokens) == (0, 2)
 
 
 def test_shows_a_partial_stop_string_at_the_end(text: TextModel) -> None:

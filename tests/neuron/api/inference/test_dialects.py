@@ -14,6 +14,9 @@ from openai.types.responses import ResponseCustomToolCall
 
 from cortex.wire.sse import Parser
 
+from . import route_calls
+from .route_calls import frames
+
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": 2}}\n</tool_call>'
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
 SAID: Any = [{"role": "user", "content": "hi"}]
@@ -143,12 +146,25 @@ async def test_functions_are_called_by_their_former_name(
     assert chunks[-1].choices[0].finish_reason == "function_call"
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_chunks_and_whole_responses_have_timings_if_the_client_asks(api: Any, path: str) -> None:
+    sent = route_calls.body(path, timings_per_token=True)
+    chunks = [json.loads(frame.data) for frame in (await frames(api, path, sent))[:-1]]
+    texts = [chunk for chunk in chunks if chunk["choices"] and "role" not in chunk["choices"][0].get("delta", {})]
+    assert all(chunk["timings"]["prompt_n"] > 0 for chunk in texts)
+    counts = [chunk["timings"]["predicted_n"] for chunk in texts]
+    assert counts == sorted(counts)
+    _, whole, _ = await api.post(path, sent)
+    assert whole["timings"]["predicted_n"] == counts[-1] == whole["usage"]["completion_tokens"]
+    assert "timings" not in (await api.post(path, route_calls.body(path)))[1]
+
+
 @pytest.mark.parametrize(
     ("thinking", "switch", "kinds"),
     [
         (None, False, ["text"]),
         ({"type": "disabled"}, False, ["text"]),
-        ({"type": "enabled", "budget_tokens": 1024}, True, ["thinking", "text"]),
+        ({"type": "enabled", "budget_tokens": 400}, True, ["thinking", "text"]),
         ({"type": "adaptive"}, None, ["thinking", "text"]),
     ],
 )

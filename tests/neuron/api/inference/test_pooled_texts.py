@@ -62,15 +62,14 @@ def test_template_is_filled_without_reading_the_texts_as_one() -> None:
 
 
 @pytest.mark.parametrize("pooling", [TEMPLATE, PAIRS])
-@pytest.mark.parametrize(("changes", "param"), [({"shape": "rerank"}, "query"), ({"shape": "score"}, "text_1")])
-def test_shared_query_counts_once_for_each_document(
-    pooling: PoolingConfig, changes: dict[str, Any], param: str
-) -> None:
-    fits = PoolingRequest("m", texts=("d",) * 64, queries=("q" * (MAX_CHARACTERS // 4096),), **changes)
+@pytest.mark.parametrize(("shape", "field"), [("rerank", "query"), ("score", "text_1"), ("score", "queries")])
+def test_shared_query_counts_once_for_each_document(pooling: PoolingConfig, shape: Any, field: str) -> None:
+    query = "q" * (MAX_CHARACTERS // 4096)
+    fits = PoolingRequest("m", shape, texts=("d",) * 64, queries=(query,), queries_field=field)
     assert texts_to_encode(fits, pooling, 16) is not None
     with pytest.raises(InvalidValue, match="4096 documents") as raised:
         texts_to_encode(msgspec.structs.replace(fits, texts=("d",) * 4096), pooling, 16)
-    assert raised.value.param == param
+    assert raised.value.param == field
 
 
 def test_tokens_of_the_client_are_not_tokenised_again() -> None:

@@ -12,7 +12,7 @@ import anthropic
 import openai
 import pytest
 
-from cortex.wire.errors import LoadFailed, Overloaded, Recovering
+from cortex.wire.errors import InvalidValue, LoadFailed, Overloaded, Recovering
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.sse import Parser
 
@@ -46,6 +46,26 @@ async def test_error_after_the_first_output_is_an_event_of_the_stream(
     status, reply, _ = await api.post(path, body(path))
     assert status == (529 if path == "/v1/messages" else 503)
     assert message_of(reply) == "the device failed"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "ours", "clients"),
+    [
+        ("/v1/chat/completions", {}, "messages", "messages"),
+        ("/v1/chat/completions", {"functions": [{"name": "f"}]}, "tools", "functions"),
+        ("/v1/chat/completions", {"functions": [{"name": "f"}]}, "tool_choice", "function_call"),
+        ("/v1/responses", {}, "messages", "input"),
+        ("/v1/responses/compact", {"input": "hi"}, "messages", "input"),
+        ("/infill", {}, "suffix", "input_suffix"),
+    ],
+)
+async def test_error_names_the_field_as_the_client_does(
+    api: Api, path: str, fields: dict[str, Any], ours: str, clients: str
+) -> None:
+    api.node.submit_error = InvalidValue("it is wrong", param=ours)
+    sent = {"model": "org/tiny", **fields} if path not in ROUTES else body(path, **fields)
+    status, reply, _ = await api.post(path, sent)
+    assert (status, reply["error"]["param"]) == (400, clients)
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -210,7 +210,7 @@ async def test_returns_several_choices_with_their_indexes(api: Api, chat_body: C
     assert {choice["message"]["content"] for choice in reply["choices"]} == {"Hello there!"}
     assert reply["usage"]["completion_tokens"] == 3 * 13
     assert reply["usage"]["prompt_tokens"] == len(api.node.submitted[0].prompt)
-    assert len(reply["choices"][1]["logprobs"]["content"]) == 13
+    assert len(reply["choices"][1]["logprobs"]["content"]) == 12, "the end token is not part of the text"
     assert reply["choices"][0]["logprobs"]["content"][0]["token"] == "H"
     received = await frames(api, "/v1/chat/completions", chat_body(n=2))
     assert received[-1].data == "[DONE]"
@@ -282,4 +282,4 @@ async def test_response_without_tokens_is_the_echo_alone(
             (1, texts[1], "length"),
         ]
         assert (reply["usage"]["prompt_tokens"], reply["usage"]["completion_tokens"]) == (3, 0)
-    assert not api.node.submitted
+    assert [job.max_tokens for job in api.node.submitted] == [1, 1]  # of which nothing is returned

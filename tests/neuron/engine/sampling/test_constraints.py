@@ -120,6 +120,41 @@ def test_rejects_a_grammar_that_does_not_compile_without_holding_memory(engine: 
     engine.check_integrity()
 
 
+def test_grammar_that_begins_with_no_allowed_token_is_rejected(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="allowed_token_ids"):
+        engine.submit(request("none", 'start: "ab"', allowed_token_ids=(END,)))
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_grammar_that_no_allowed_token_continues_rejects_the_request(
+    engine: Engine, model: tuple[Path, Tokenizer], temperature: float
+) -> None:
+    a, b = (model[1].get_vocab()[letter] for letter in "ab")
+    errors: dict[str, str] = {}
+    written = request("written", 'start: "ab" "ba"', temperature=temperature, allowed_token_ids=(a, b))
+    ending = request("ending", 'start: "ab" "c"', temperature=temperature, allowed_token_ids=(a, b))
+    tokens, finish = run(engine, written, ending, errors=errors)
+    assert (tokens["written"], finish["written"]) == ([a, b, b, a], "stop")
+    assert (tokens["ending"], finish["ending"]) == ([a, b], "rejected")
+    assert "allowed_token_ids" in errors["ending"]
+    engine.check_integrity()
+
+
+def test_token_that_is_drawn_where_no_token_is_allowed_rejects_the_request(
+    engine: Engine, model: tuple[Path, Tokenizer]
+) -> None:
+    """As after drafts, whose masks are made before the output gets there."""
+    a, b, c = (model[1].get_vocab()[letter] for letter in "abc")
+    for drawn in (a, c):
+        constraint = Constraints(model[0], 258, torch.device("cpu")).compile(
+            'start: "ab" "c"', allowed_token_ids=(a, b)
+        )
+        assert [constraint.is_complete_after(token) for token in (a, b, drawn)] == [False, False, True]
+        assert constraint.is_contradiction
+        assert constraint.failure is not None
+
+
 def test_token_outside_the_grammar_ends_its_request_with_a_short_error(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.worker.discovery import DeviceReading
-from cortex.wire.errors import InsufficientCapacity, LoadFailed
+from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
 from cortex.wire.node.protocol import Device
 
 GIB = 1 << 30
@@ -121,11 +121,28 @@ def test_ceilings_of_devices_decide_like_their_free_memory() -> None:
 
 def test_rejects_stages_of_a_model_that_a_library_runs() -> None:
     facts = ModelFacts(Path("/m"), read_architecture(CONFIG | {"model_type": "gpt_neox"}))
-    with pytest.raises(LoadFailed, match="m cannot be divided by layers, because the transformers library runs it"):
+    with pytest.raises(ModelUnsupported, match=r"m cannot be divided by layers, because .* library runs it"):
         chosen([24, 24], facts=facts)
     assert FORECAST.empty_stages(KnownModel(id="m", source="/m", pipeline_parallel=2), facts, [CARD] * 2) is None
 
 
 def test_rejects_more_stages_than_layers_by_name() -> None:
-    with pytest.raises(LoadFailed, match="m has 32 layers, too few for pipeline_parallel = 33"):
+    with pytest.raises(ModelUnsupported, match="m has 32 layers, too few for pipeline_parallel = 33"):
         chosen([24] * 33, pipeline_parallel=33)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "advice"), [(2, "use tensor_parallel, or one device"), (3, "at most 2 are possible")]
+)
+def test_rejects_stages_between_layers_that_share_keys_and_values(num_layers: int, advice: str) -> None:
+    sharing = {
+        "num_hidden_layers": num_layers,
+        "num_kv_shared_layers": 1,
+        "layer_types": ["full_attention"] * num_layers,
+    }
+    gemma = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "sliding_window": 512}
+    facts = ModelFacts(Path("/m"), read_architecture({**CONFIG, **gemma, **sharing}))
+    with pytest.raises(ModelUnsupported, match=f"share keys and values .* {advice}"):
+        chosen([24] * num_layers, facts=facts, pipeline_parallel=num_layers)
+    if num_layers > 2:
+        assert len(chosen([24, 24], facts=facts).stages) == 2

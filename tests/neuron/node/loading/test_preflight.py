@@ -1,3 +1,4 @@
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from cortex.neuron.weights.stored import TensorInfo
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
 from cortex.wire.node.protocol import Device
+
+from ...tiny_models import write_llama
 
 GIB = 1 << 30
 HALF = MatrixDevice("cpu", "bfloat16")
@@ -135,6 +138,16 @@ def test_reads_facts_and_sizes_from_config_and_headers(tmp_path: Path) -> None:
     assert whole.ceiling_bytes > short.ceiling_bytes
     doubled = ModelSizes.of(facts.architecture, facts.storage(MatrixDevice("cpu", "float32")))
     assert (doubled.page_bytes, doubled.weight_bytes) == (2 * whole.page_bytes, 2 * whole.weight_bytes)
+
+
+def test_digest_is_that_of_the_content(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    for seed, name in enumerate(("base", "tuned")):
+        write_llama(tmp_path / name, seed, **sizes)
+    shutil.copytree(tmp_path / "base", tmp_path / "copy")
+    base, tuned, copied = (inspect(tmp_path / name).digest for name in ("base", "tuned", "copy"))
+    assert base == copied == inspect(tmp_path / "base", num_ranks=2).digest
+    assert base != tuned
 
 
 def test_recurrent_layers_need_states_and_no_pages(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ class Source:
     async def close(self) -> None:
         self.calls.append("close")
 
-    async def prepare(self, request: bytes, rules: PromptRules, *, is_long: bool) -> Prepared:
+    async def prepare(self, request: bytes, rules: PromptRules, *, is_long: bool, with_text: bool = False) -> Prepared:
         self.rules.append(rules)
         kind = "long" if is_long else "short"
         self.calls.append(kind)

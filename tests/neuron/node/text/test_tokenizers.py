@@ -121,7 +121,9 @@ async def test_prompts_are_prepared_by_the_rules_of_their_model(tmp_path: Path) 
     used: list[PromptRules] = []
 
     class RecordingText(faulty_models.PlainText):
-        async def prepare(self, request: bytes, rules: PromptRules, *, is_long: bool) -> Prepared:
+        async def prepare(
+            self, request: bytes, rules: PromptRules, *, is_long: bool, with_text: bool = False
+        ) -> Prepared:
             used.append(rules)
             return Prepared(())
 

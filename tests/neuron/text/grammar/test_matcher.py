@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cortex.neuron.text.errors import GrammarRejected
-from cortex.neuron.text.grammar import matcher as matching
 from cortex.neuron.text.grammar.matcher import Matcher
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 from cortex.wire.requests import OutputFormat
 
 from ..conftest import known_id, load_text, write_model
+from ..tokenizer_shapes import SHAPES, llama
 from .drawing import PADDED_VOCABULARY, SCHEMA, allowed, draw, request
 
 
@@ -142,20 +143,62 @@ def test_ids_without_a_token_are_not_allowed(kind: str, monkeypatch: pytest.Monk
     assert {ids["ab"], 300} == {token for token in _allowed(matcher, r"start: /(.|\n)*/") if token > 255}
 
 
-def test_thousands_of_ids_without_a_token_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matching, "_MAX_ABSENT", 10)
-    ids = {token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"</s>": 300}
+@pytest.mark.parametrize("shape", SHAPES)
+def test_output_of_any_tokenizer_is_the_text_of_its_grammar(
+    shape: Callable[[], Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = shape()
+    backend.add_special_tokens([AddedToken("<end>", normalized=False, special=True)])
+    end = backend.get_vocab()["<end>"]
+    library = LibraryTokenizer(backend, {}, (end,))
+    matcher, spelled = _matcher(library, monkeypatch), library.vocabulary.token_bytes
+    output, state = b"", matcher.compile("start: / ?hello ?world ?/")
+    row = numpy.zeros(matcher.mask_words, dtype=numpy.int32)
+    while not state.is_finished:
+        state.fill_mask(row)
+        token = allowed(row)[0]
+        state.accept(token)
+        output += spelled(token) if token != end else b""
+    assert output.split() in ([b"hello", b"world"], [b"helloworld"])
+
+
+def test_token_that_is_too_long_for_the_grammar_library_is_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {token: number for number, token in enumerate([*letters, "x" * 1024, "x" * 1025, "</s>"])}
     backend = Tokenizer(models.BPE(vocab=ids, merges=[]))
     backend.decoder = decoders.ByteLevel()
-    assert _allowed(_matcher(LibraryTokenizer(backend, {}, (ids["b"],)), monkeypatch), 'start: "a"') == [ids["a"]]
-    with pytest.raises(GrammarRejected, match="out of range"):
-        _matcher(LibraryTokenizer(backend, {}, (300,)), monkeypatch).compile('start: "a"')
+    matcher = _matcher(LibraryTokenizer(backend, {}, (ids["</s>"],)), monkeypatch)
+    assert set(_allowed(matcher, "start: /x*/")) == {ids["x"], ids["x" * 1024], ids["</s>"]}
 
 
-def test_tokenizer_that_the_grammar_library_rejects_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0))
-    with pytest.raises(GrammarRejected, match="does not work with this model's tokenizer"):
-        _matcher(LibraryTokenizer(backend, {}, ()), monkeypatch).compile('start: "a"')
+def test_id_outside_the_text_ends_an_output_where_the_model_names_no_end_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    matcher = _matcher(LibraryTokenizer(backend, {}, ()), monkeypatch)
+    state = matcher.compile('start: "ab"')
+    for token in (0, 1):
+        state.accept(token)
+    assert state.is_finished
+
+
+def test_forced_text_continues_the_output_without_the_space_before_a_first_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = llama()
+    library = LibraryTokenizer(backend, {}, (backend.get_vocab()["<s>"],))
+    state = _matcher(library, monkeypatch).compile('start: "hello world"')
+    forced = b"".join(map(library.vocabulary.token_bytes, state.forced_tokens()))
+    assert forced
+    assert b"hello world".startswith(forced)
+
+
+def test_forced_text_of_a_control_token_is_not_that_token(matchers: Matcher, make_model: Any) -> None:
+    tokenizer = make_model("chatml").tokenizer
+    state = matchers.compile('start: "<|im_start|>"')
+    forced = state.forced_tokens()
+    assert tokenizer.decode(forced) == "<|im_start|>"
+    assert tokenizer.whole_id("<|im_start|>") not in forced
+    state.accept(forced[0])
 
 
 def _matcher(tokenizer: LibraryTokenizer, monkeypatch: pytest.MonkeyPatch) -> Matcher:

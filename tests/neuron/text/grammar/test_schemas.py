@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from cortex.neuron.text.errors import GrammarRejected
 from cortex.neuron.text.grammar.matcher import Matcher
+from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.wire.errors import InvalidValue
 from cortex.wire.fields.constraints import unenforced_parts
@@ -134,3 +136,48 @@ def test_enforces_what_frameworks_send_without_the_keywords_that_no_grammar_expr
         assert value["thing"]["kind"] in ("pet", "car")
         assert value["either"] in ("a", "b")
         assert isinstance(value["one"], int)
+
+
+B = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
+A = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "not_written"),
+    [
+        (B, '{"b": 2}', '{"b": 2, "c": 3}'),
+        ({"properties": {"a": B}}, '{"a": {"b": 2}}', '{"a": {"b": 2, "c": 3}}'),
+        ({"type": "array", "items": B}, '[{"b": 2}]', '[{"b": 2, "c": 3}]'),
+        ({"$defs": {"i": B}, "$ref": "#/$defs/i"}, '{"b": 2}', '{"b": 2, "c": 3}'),
+        ({"anyOf": [A, B]}, '{"b": 2}', '{"b": 2, "c": 3}'),
+        ({"type": "object", "properties": {}}, "{}", '{"c": 3}'),
+        ({"type": "object", "properties": {"additionalProperties": B}}, "{}", '{"c": 3}'),
+        # what its schema says
+        ({"type": "object"}, '{"c": 3}', "[]"),
+        ({**B, "additionalProperties": True}, '{"b": 2, "c": 3}', '{"c": 3}'),
+        ({**B, "patternProperties": {"^c$": {"type": "integer"}}}, '{"b": 2, "c": 3}', '{"b": 2, "c": "x"}'),
+        ({**B, "required": ["b", "c"]}, '{"b": 2, "c": 3}', '{"b": 2}'),
+        # parts that describe one object together
+        ({"$defs": {"i": B}, **A, "$ref": "#/$defs/i"}, '{"a": 1, "b": 2}', '{"a": 1}'),
+        ({"type": "object", "allOf": [A, B]}, '{"a": 1, "b": 2}', '{"a": 1}'),
+        ({**A, "anyOf": [B, {"required": ["a"]}]}, '{"a": 1, "b": 2}', '{"b": 2}'),
+        ({"$defs": {"i": B}, "type": "object", "allOf": [A, {"$ref": "#/$defs/i"}]}, '{"a": 1, "b": 2}', '{"a": 1}'),
+    ],
+)
+def test_object_has_only_the_properties_that_its_schema_lists(
+    matchers: Matcher, make_model: Any, schema: dict[str, Any], written: str, not_written: str
+) -> None:
+    model = make_model("chatml")
+    grammar = model.grammar(request(output=OutputFormat(kind="json_schema", schema=schema)))
+    assert follows(matchers, model, grammar, written)
+    assert not follows(matchers, model, grammar, not_written)
+
+
+def follows(matchers: Matcher, model: TextModel, grammar: str, text: str) -> bool:
+    state = matchers.compile(grammar)
+    try:
+        for token in model.encode(text):
+            state.accept(token)
+    except GrammarRejected:
+        return False
+    return state.is_accepting

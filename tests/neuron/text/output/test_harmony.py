@@ -41,6 +41,17 @@ CASES: list[tuple[str, Parts]] = [
     ("<|channel|>analysis to=functions.stop code<|message|> {} <|call|>", [STOP]),
     (" to=functions.stop<|channel|>commentary<|message|>{}trailing", [STOP]),
     ("<|channel|>commentary to=functions.new<|message|>{}", [call("new")]),
+    # lines of a header
+    ("<|channel|>commentary to=functions.stop\n<|message|>{}<|call|>", [STOP]),
+    ("<|channel|>commentary\nto=functions.stop <|constrain|>json\n<|message|>{}<|call|>", [STOP]),
+    ("<|channel|>\ncommentary to=functions.stop\njson\n\n<|message|>{}<|call|>", [STOP]),
+    ("\n to=functions.stop\n<|channel|>commentary\n<|constrain|>\njson<|message|>{}<|call|>", [STOP]),
+    (
+        "<|channel|>analysis\n<|message|>I look.<|end|>\n<|start|>assistant\n<|channel|>final\n<|message|>It rains.\n",
+        [THOUGHT, TEXT],
+    ),
+    ("<|channel|>final\nto be or not", [("text", "\nto be or not")]),
+    ("<|channel|>final\njust text", [("text", "\njust text")]),
     # a name never has a marker in it
     ("<|channel|>commentary to=functions.stop<|channel|>commentary<|message|>{}", [STOP]),
     ("<|channel|>commentary to=functions.stop<|constrain|>json<|message|>{}", [STOP]),

@@ -234,16 +234,11 @@ def test_truncation_and_padding_in_the_file_are_ignored(backend: Tokenizer, tmp_
     assert tokenizer.encode(CORPUS[0]) == backend.encode(CORPUS[0]).ids
 
 
-def test_rejects_missing_damaged_and_foreign_files_by_name(backend: Tokenizer, tmp_path: Path) -> None:
+def test_rejects_missing_and_damaged_files_by_name(backend: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(TokenizerMissing, match=r"tokenizer\.json"):
         load(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": 1')
     with pytest.raises(TextFileMalformed, match=r"tokenizer\.json"):
-        load(tmp_path)
-    word_level = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
-    word_level.decoder = decoders.BPEDecoder()
-    word_level.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(TokenizerUnsupported):
         load(tmp_path)
     write_model(tmp_path, backend, "chatml")
     (tmp_path / "tokenizer_config.json").write_text("[]")

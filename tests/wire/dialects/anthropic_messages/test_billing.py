@@ -1,4 +1,4 @@
-"""The billing line is removed if it is the only text of a system block, and nowhere else."""
+"""The billing line is removed from system prompts, in whatever form they have, and nowhere else."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from cortex.wire.dialects.anthropic_messages import strip_billing_header
 
 LINE = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197; cc_entrypoint=cli; cch=3f1c2;"}
 PROMPT = {"type": "text", "text": "You are terse.", "cache_control": {"type": "ephemeral"}}
+
+HI = {"role": "user", "content": "hi"}
 
 
 def body(**fields: Any) -> bytes:
@@ -30,6 +32,17 @@ def body(**fields: Any) -> bytes:
             {"system": [LINE], "messages": [{"role": "system", "content": [LINE]}, {"role": "user", "content": "hi"}]},
             {"messages": [{"role": "user", "content": "hi"}]},
         ),
+        # with other text, in a string or in a block
+        ({"system": LINE["text"]}, {}),
+        ({"system": f"{LINE['text']}\n\nYou are terse.\n"}, {"system": "You are terse.\n"}),
+        ({"system": [{**PROMPT, "text": f"{LINE['text']}\nYou are terse."}]}, {"system": [PROMPT]}),
+        ({"system": f"You are terse.\n{LINE['text']}\nBe kind."}, {"system": "You are terse.\nBe kind."}),
+        # in chat completions
+        (
+            {"messages": [{"role": "system", "content": f"{LINE['text']}\nYou are terse."}, HI]},
+            {"messages": [{"role": "system", "content": "You are terse."}, HI]},
+        ),
+        ({"messages": [{"role": "developer", "content": LINE["text"]}, HI]}, {"messages": [HI]}),
     ],
 )
 def test_removes_only_the_billing_line(given: dict[str, Any], left: dict[str, Any]) -> None:
@@ -46,11 +59,12 @@ def test_other_values_keep_their_bytes() -> None:
 @pytest.mark.parametrize(
     "untouched",
     [
-        body(system=LINE["text"]),
+        body(system="about x-anthropic-billing-header: it"),
         body(system=[{"type": "text", "text": "about x-anthropic-billing-header"}]),
-        body(system=[{"type": "text", "text": LINE["text"] + "\nYou are terse."}]),
+        body(system=[{"type": "text", "text": "x-anthropic-billing-headers: are many"}]),
         body(messages=[{"role": "user", "content": [LINE]}]),
-        body(messages=[{"role": "system", "content": LINE["text"]}]),
+        body(messages=[{"role": "user", "content": LINE["text"]}]),
+        body(messages=[{"role": "assistant", "content": LINE["text"]}]),
         body(tools=[LINE]),
         b'{"system": [{"text": "x-anthropic-billing-header"',
         b'"x-anthropic-billing-header"',

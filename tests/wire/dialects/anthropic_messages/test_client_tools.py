@@ -14,7 +14,9 @@ from cortex.wire.requests import Tool
 
 def read(**tool: Any) -> Tool:
     (found,) = parse(
-        msgspec.json.encode({"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [tool]})
+        msgspec.json.encode(
+            {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+        )
     ).tools
     return found
 

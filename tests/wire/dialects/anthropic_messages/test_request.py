@@ -118,7 +118,10 @@ def test_parses_tools_and_tool_choice() -> None:
     ("fields", "thinking"),
     [
         ({}, Thinking(shown=False, off_by_default=True)),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, Thinking(enabled=True, budget_tokens=2000)),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 2000}, "max_tokens": 2001},
+            Thinking(enabled=True, budget_tokens=2000),
+        ),
         ({"thinking": {"type": "disabled"}}, Thinking(enabled=False, shown=False)),
         ({"thinking": {"type": "adaptive"}}, Thinking()),
         ({"output_config": {"effort": "high"}}, Thinking(effort="high", shown=False, off_by_default=True)),
@@ -145,7 +148,7 @@ def test_parses_sampling_and_user() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
@@ -181,7 +184,7 @@ def test_rejects_pdf_instead_of_dropping_it() -> None:
 
 
 def test_parses_token_count_request_without_max_tokens() -> None:
-    counted = parse(msgspec.json.encode({"model": "m", "messages": HELLO}))
+    counted = parse(msgspec.json.encode({"model": "m", "messages": HELLO}), generates=False)
     assert counted.messages == read().messages
 
 

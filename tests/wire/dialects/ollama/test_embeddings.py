@@ -12,10 +12,28 @@ from cortex.wire.errors import InvalidValue, UpstreamInterrupted
 from cortex.wire.pooling.parse import parse_embeddings
 
 
-@pytest.mark.parametrize(("fields", "truncate_to"), [({"truncate": True}, -1), ({"truncate": False}, None), ({}, None)])
-def test_texts_are_truncated_only_if_the_client_says_so(fields: dict[str, Any], truncate_to: int | None) -> None:
-    body = msgspec.json.encode({"model": "e", "input": ["a"], **fields})
-    assert parse_embeddings(embeddings.request_body(body)).truncate_to == truncate_to
+@pytest.mark.parametrize(
+    ("fields", "truncate_to"),
+    [
+        ({"input": ["a"], "truncate": True}, -1),
+        ({"input": ["a"], "truncate": False}, None),
+        ({"input": ["a"]}, -1),
+        ({"prompt": "a"}, None),
+    ],
+)
+def test_texts_are_truncated_unless_the_client_says_otherwise(fields: dict[str, Any], truncate_to: int | None) -> None:
+    request = parse_embeddings(embeddings.request_body(msgspec.json.encode({"model": "e", **fields})))
+    assert (request.truncate_to, request.texts) == (truncate_to, ("a",))
+
+
+@pytest.mark.parametrize("fields", [{}, {"input": ""}, {"input": []}, {"prompt": ""}, {"input": None}])
+def test_request_without_a_text_loads_the_model(fields: dict[str, Any]) -> None:
+    request = parse_embeddings(embeddings.request_body(msgspec.json.encode({"model": "e", **fields})))
+    assert (request.loads_only, request.texts) == (True, ())
+    empty = b'{"object": "list", "data": [], "model": "e"}'
+    written, _ = embeddings.response_body(empty, embeddings.PATH, load_s=0.0, total_s=0.0)
+    assert msgspec.json.decode(written)["embeddings"] == []
+    assert embeddings.response_body(empty, embeddings.OLD_PATH, load_s=0.0, total_s=0.0)[0] == b'{"embedding":[]}'
 
 
 def test_truncate_is_a_flag() -> None:

@@ -102,11 +102,6 @@ def test_keep_alive_is_a_number_of_seconds_or_a_duration() -> None:
     assert parse_chat(keep_alive="10m").keep_alive_s == 600
 
 
-def test_a_limit_of_zero_or_less_is_none() -> None:
-    for limit in (0, -1, -2):
-        assert parse_chat(options={"num_predict": limit}).sampling.max_tokens is None
-
-
 def test_a_repeat_window_of_zero_disables_the_penalty() -> None:
     sampling = parse_chat(options={"repeat_penalty": 1.3, "repeat_last_n": 0}).sampling
     assert (sampling.repetition_penalty, sampling.repetition_window) == (1.0, None)

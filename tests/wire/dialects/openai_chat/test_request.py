@@ -52,7 +52,6 @@ def test_parses_a_conversation_with_tools_reasoning_and_images() -> None:
             },
             {"role": "tool", "tool_call_id": "c1", "content": "rain"},
             {"role": "function", "name": "weather", "content": "sun"},
-            {"role": "narrator", "content": "time passes"},
         ],
         tools=[WEATHER, {"type": "web_search"}, {"type": "namespace", "name": "x"}],
     )
@@ -77,7 +76,6 @@ def test_parses_a_conversation_with_tools_reasoning_and_images() -> None:
         ),
         Message(role="tool", parts=(ToolResult(call_id="c1", parts=(Text(text="rain"),)),)),
         Message(role="tool", parts=(ToolResult(call_id="weather", parts=(Text(text="sun"),)),), name="weather"),
-        Message(role="user", parts=(Text(text="time passes"),)),
     )
     assert request.tools == (Tool(name="weather", parameters={"type": "object"}),)
     assert request.dropped_tools == ("web_search", "namespace")
@@ -236,7 +234,9 @@ def test_parses_thinking_switches(body: dict[str, Any], thinking: Thinking) -> N
 def test_parses_tool_choices() -> None:
     assert read(tools=[WEATHER], tool_choice="required").tool_choice == ToolChoice(mode="required")
     named = {"type": "function", "function": {"name": "weather"}}
-    assert read(tools=[WEATHER], tool_choice=named).tool_choice == ToolChoice(mode="named", name="weather")
+    assert read(tools=[WEATHER], tool_choice=named).tool_choice == ToolChoice(
+        mode="named", name="weather", parallel=False
+    )
     assert read(tools=[WEATHER], parallel_tool_calls=False).tool_choice.parallel is False
     with pytest.raises(InvalidValue, match="web_search do not run here"):
         read(tools=[{"type": "web_search"}], tool_choice="required")
@@ -306,6 +306,11 @@ def test_upstream_request_parses_back_to_the_same_request() -> None:
         stream_options={"include_usage": True},
     )
     assert parse(build(request)) == request
+
+
+def test_request_for_no_tokens_is_not_sent_to_another_server() -> None:
+    with pytest.raises(InvalidValue, match="at least one token"):
+        build(read(n_predict=0))
 
 
 def test_upstream_request_always_includes_usage() -> None:

@@ -82,10 +82,10 @@ def test_a_container_of_the_vendor_does_not_run_here() -> None:
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        ({"type": "local_shell"}, ToolChoice(mode="named", name="local_shell")),
+        ({"type": "local_shell"}, ToolChoice(mode="named", name="local_shell", parallel=False)),
         (
             {"type": "function", "namespace": "mcp__files", "name": "read"},
-            ToolChoice(mode="named", name="mcp__files__read"),
+            ToolChoice(mode="named", name="mcp__files__read", parallel=False),
         ),
         (
             {"type": "allowed_tools", "tools": [{"type": "namespace", "name": "mcp__files"}, {"type": "shell"}]},

@@ -107,7 +107,7 @@ def test_shows_a_custom_tool_to_the_model_as_a_function_with_one_text() -> None:
     assert tool.parameters["additionalProperties"] is False
     assert tool.description == 'Edits.\n\nThe input must match this Lark grammar:\nstart: "x"'
     assert request.unenforced == ("tools[0].format",)
-    assert request.tool_choice == ToolChoice(mode="named", name="patch")
+    assert request.tool_choice == ToolChoice(mode="named", name="patch", parallel=False)
     for format, param in (({"type": "json"}, "type"), ({"type": "grammar", "syntax": "ebnf"}, "syntax")):
         with pytest.raises(InvalidValue) as caught:
             read(tools=[{"type": "custom", "name": "patch", "format": format}])
@@ -122,7 +122,7 @@ def test_drops_and_lists_unsupported_tools() -> None:
     )
     assert request.tools == (Tool(name="weather", parameters={"type": "object"}, strict=True),)
     assert request.dropped_tools == ("web_search", "image_generation")
-    assert request.tool_choice == ToolChoice(mode="named", name="weather")
+    assert request.tool_choice == ToolChoice(mode="named", name="weather", parallel=False)
 
 
 def test_parses_options() -> None:

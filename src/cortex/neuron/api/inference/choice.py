@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from cortex.neuron.engine.request import StepOutput, TokenLogprobs
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.output.stops import StopScanner
 from cortex.neuron.text.template.prompt import Rendered
-from cortex.wire.errors import GenerationFailed, Overloaded
+from cortex.wire.errors import GenerationFailed, InvalidValue, Overloaded
 from cortex.wire.events import (
     AnyEvent,
     Finish,
@@ -107,11 +108,19 @@ class Choice:
         self._has_called = False
         request = context.request
         self._may_be_plain = not (
-            request.sampling.stop or request.continuous_usage or request.return_token_ids
+            request.sampling.stop
+            or request.continuous_usage
+            or request.timings
+            or request.return_token_ids
+            or request.thinking.inline
         ) and bool(request.tool_choice.parallel and request.sampling.max_tokens != 0)
         self._is_plain = False
         """Whether an output that neither begins nor ends the response needs no more than its text."""
         self._spellings: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._is_inside = False
+        """Whether the text has begun reasoning that it shows inline."""
+        self._untold: list[int] = []
+        """Tokens whose ids no event has yet."""
 
     @property
     def usage(self) -> Usage:
@@ -131,43 +140,58 @@ class Choice:
 
     def push(self, outputs: Sequence[StepOutput], stopwatch: Stopwatch) -> list[AnyEvent]:
         """Raises `GenerationFailed` or `Overloaded` when the engine ended the request by itself."""
-        if self._is_plain and len(outputs) == 1 and outputs[0].finish is None and not outputs[0].logprobs:
+        if self._is_plain and len(outputs) == 1 and _is_plain_token(outputs[0]):
             return self._next(outputs[0])
         stopwatch.note_output()
         events: list[AnyEvent] = []
-        tokens: list[int] = []
-        for output in outputs:
+        for output in chain.from_iterable(map(_token_by_token, outputs)):
             if self.ended:
                 break
             events += self._take(output, stopwatch)
-            tokens += output.tokens
+        tokens, self._untold = self._untold, []
+        request = self._context.request
+        if request.thinking.inline:
+            events = self._inlined(events)
         place = 1 if events and isinstance(events[0], Start) else 0
-        if events and self._context.request.continuous_usage:
-            events.insert(place, UsageSoFar(index=self.index, usage=self.usage))
-        if tokens and self._context.request.return_token_ids:
+        if events and (request.continuous_usage or request.timings):
+            events.insert(place, UsageSoFar(index=self.index, usage=self.usage, timing=stopwatch.timing()))
+        if tokens and request.return_token_ids:
             events.insert(place, TokenIds(index=self.index, tokens=tuple(tokens)))
         return _joined(events)
 
+    def _inlined(self, events: Iterable[AnyEvent]) -> list[AnyEvent]:
+        """Reasoning as text between tags."""
+        made: list[AnyEvent] = []
+        for event in events:
+            if isinstance(event, ReasoningDelta):
+                opening = "" if self._is_inside else "<think>\n"
+                made.append(TextDelta(index=self.index, text=opening + event.text))
+                self._is_inside = True
+                continue
+            if self._is_inside and isinstance(event, TextDelta | ToolCallStart | Finish):
+                made.append(TextDelta(index=self.index, text="\n</think>\n\n"))
+                self._is_inside = False
+            made.append(event)
+        return made
+
     def _next(self, output: StepOutput) -> list[AnyEvent]:
-        """As `push`, for what most outputs are: tokens in the middle of a response, of which the client wants the
+        """As `push`, for what most outputs are: a token in the middle of a response, of which the client wants the
         text."""
         self._count(output)
-        return self._parse(self._detokenizer.push(output.tokens), len(output.tokens))
+        return self._parse(self._detokenizer.push(output.tokens), 1)
 
     def _count(self, output: StepOutput) -> None:
         self.num_tokens += len(output.tokens)
-        if output.num_drafted or output.num_predicted:
+        if output.num_drafted or output.num_accepted or output.num_predicted:
             self._num_drafted += output.num_drafted
             self._num_accepted += output.num_accepted
             self._num_predicted += output.num_predicted
 
-    def echo(self) -> list[AnyEvent]:
-        """The whole choice of a request for no tokens: the prompt alone."""
-        return [*self._start(cached_tokens=0), *self._end("length", None, Timing())]
-
     def _take(self, output: StepOutput, stopwatch: Stopwatch) -> list[AnyEvent]:
         if output.finish == "error":
             raise GenerationFailed(output.error or "The engine gave no reason; see the node's log.")
+        if output.finish == "rejected":
+            raise InvalidValue(output.error or "The request contradicts itself.")
         if output.finish == "cancelled":
             raise Overloaded("The node cancelled this request; try again.")
         events: list[AnyEvent] = []
@@ -176,9 +200,11 @@ class Choice:
         if self._context.request.sampling.max_tokens == 0:
             return [*events, *self._end("length", None, stopwatch.timing())]
         self._count(output)
-        if output.logprobs:
-            events.append(Logprobs(index=self.index, tokens=self._logprobs(output.tokens, output.logprobs)))
-        text = self._detokenizer.push(self._shown(output))
+        self._untold += output.tokens
+        shown = self._shown(output)
+        if shown and output.logprobs:
+            events.append(Logprobs(index=self.index, tokens=self._logprobs(shown, output.logprobs)))
+        text = self._detokenizer.push(shown)
         if output.finish is not None:
             text += self._detokenizer.flush()
         text, stop = self._stops.push(text)
@@ -268,7 +294,7 @@ class Choice:
                 entry.logprob,
                 tuple(self._token(*other) for other in zip(entry.top_ids, entry.top_logprobs, strict=True)),
             )
-            for token, entry in zip(tokens, logprobs, strict=True)
+            for token, entry in zip(tokens, logprobs, strict=False)  # those of an end token are not shown
         )
 
     def _prompt_logprobs(self, entries: Sequence[TokenLogprobs], num_top: int) -> tuple[TokenLogprob, ...]:
@@ -297,6 +323,30 @@ class Choice:
         spelled = self._context.text.tokenizer.token_bytes(token_id)
         self._spellings[token_id] = made = (spelled.decode("utf-8", "replace"), tuple(spelled))
         return made
+
+
+def _is_plain_token(output: StepOutput) -> bool:
+    return len(output.tokens) == 1 and output.finish is None and not output.logprobs
+
+
+def _token_by_token(output: StepOutput) -> Sequence[StepOutput]:
+    """An output for each token of a step that accepted drafts, as if there had been none: the response may end, or its
+    reasoning, with any of them."""
+    last = len(output.tokens) - 1
+    if last < 1:
+        return (output,)
+    return [
+        output._replace(
+            tokens=output.tokens[place : place + 1],
+            logprobs=output.logprobs[place : place + 1],
+            finish=output.finish if place == last else None,
+            prompt_logprobs=() if place else output.prompt_logprobs,
+            num_drafted=0 if place else output.num_drafted,
+            num_accepted=int(place < output.num_accepted),
+            num_predicted=int(place < output.num_predicted),
+        )
+        for place in range(last + 1)
+    ]
 
 
 def _joined(events: list[AnyEvent]) -> list[AnyEvent]:

@@ -64,7 +64,8 @@ def engine_requests(
     sampling = request.sampling
     params = sampling_params(sampling, defaults)
     room = max(1, context_tokens - len(prompt))
-    # A request for no tokens is submitted only for the scores of its prompt; the one token that it draws is left out.
+    # A request for no tokens has its prompt computed, for its scores or for later requests; the one token that it draws
+    # is left out.
     max_tokens = room if sampling.max_tokens is None else max(1, min(sampling.max_tokens, room))
     stop_token_ids = (() if sampling.ignore_eos else eos_ids) + sampling.stop_token_ids
     return tuple(
@@ -103,11 +104,6 @@ def within_limit(request: GenerateRequest, num_prompt_tokens: int, token_limit: 
         )
     sampling = msgspec.structs.replace(request.sampling, max_tokens=limit if wanted is None else min(wanted, limit))
     return msgspec.structs.replace(request, sampling=sampling)
-
-
-def scores_prompt(request: GenerateRequest) -> bool:
-    """Whether the client asks for log-probabilities of the prompt."""
-    return _num_prompt_logprobs(request) is not None
 
 
 def check_num_scores(request: GenerateRequest, num_prompt_tokens: int) -> None:

@@ -69,7 +69,7 @@ def _check_pairs(request: PoolingRequest, pooling: PoolingConfig) -> None:
         raise InvalidValue(
             f"{num_pairs} documents, each with its query, have {total} characters; one request may have "
             f"{MAX_CHARACTERS}. Send a shorter query, or the documents in several requests.",
-            param="text_1" if request.shape == "score" else "query",
+            param=request.queries_field,
         )
 
 
@@ -131,18 +131,18 @@ def engine_texts(
     return replace(encoded, dimensions=dimensions, normalize=normalize)
 
 
-def check_lengths(texts: PooledTexts, context_tokens: int, vector_width: int) -> None:
+def check_lengths(texts: PooledTexts, context_tokens: int, vector_width: int, field: str = "input") -> None:
     """Raises InvalidValue for a text without tokens, or for more texts than one request should have,
-    ContextLengthExceeded for a text that is too long."""
+    ContextLengthExceeded for a text that is too long. `field`: where the client has them."""
     num_tokens, num_elements = sum(texts.lengths), len(texts.lengths) * (texts.dimensions or vector_width)
     if num_tokens > MAX_TOKENS or num_elements > MAX_ELEMENTS:
         raise InvalidValue(
             f"{len(texts.lengths)} texts have {num_tokens} tokens, and their vectors {num_elements} elements; one "
             f"request may have {MAX_TOKENS} tokens and {MAX_ELEMENTS} elements. Send the texts in several requests.",
-            param="input",
+            param=field,
         )
     for index, length in enumerate(texts.lengths):
         if length == 0:
-            raise InvalidValue(f"Text {index} has no tokens; leave it out.", param="input")
+            raise InvalidValue(f"Text {index} has no tokens; leave it out.", param=field)
         if length > context_tokens:
             raise text_too_long(index, length, context_tokens)

@@ -27,7 +27,7 @@ from cortex.wire.events import Usage
 from cortex.wire.fields.body import check_content_type
 from cortex.wire.node import headers as our_headers
 from cortex.wire.node import usage_report
-from cortex.wire.pooling.parse import ROUTES
+from cortex.wire.pooling.parse import MODEL_OPTIONAL, ROUTES, names_model, only_model, with_model
 from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.pooling.response import embeddings_body, floats, scores_body
 
@@ -55,9 +55,14 @@ class PoolingRoutes:
             dialect = "embeddings" if "embed" in path else "rerank"
             with shared.drain_gate.enter(), shared.metrics.watch(dialect) as watch, traced(shared.tracer, http, watch):
                 check_content_type(http.text(b"content-type"))
+                if path in MODEL_OPTIONAL and not names_model(http.body):
+                    http.body = with_model(http.body, call.query("model") or self._only_model(path))
                 request = await shared.parser.parse_pooling(path, http.body, bodies.client_of(http))
                 served = shared.backend.served(request.model)  # raises ModelNotFound
                 watch.model = request.model
+                if request.loads_only:
+                    await shared.drain_gate.wait_for(ready(shared.backend, request.model))
+                    return Response(200, responses.JSON, b"".join(embeddings_body(request, b"", 0, 0)))
                 if (upstream := shared.backend.upstream(request.model)) is not None:
                     upstream.check_route(path)
                     limit = bodies.token_limit_of(http)
@@ -76,6 +81,13 @@ class PoolingRoutes:
                     raise
 
         return handle
+
+    def _only_model(self, path: str) -> str:
+        """Raises MissingModel."""
+        listed = [(status.id, status.capabilities) for status in self.inference.backend.models()]
+        if "embed" in path:
+            return only_model([model for model, can in listed if can.embeddings], "embed")
+        return only_model([model for model, can in listed if can.rerank], "score")
 
     async def _respond(self, call: ApiCall, request: PoolingRequest, watch: RequestWatch) -> Response:
         http, created = call.request, int(time.time())
@@ -124,7 +136,7 @@ class PoolingRoutes:
             encoding = shared.backend.texts.encode_texts(request.model, encode, principal=principal)
             encoded = await shared.drain_gate.wait_for(encoding)
         texts = engine_texts(request, pooling, encoded, served.vector_width)
-        check_lengths(texts, context_tokens, served.vector_width)
+        check_lengths(texts, context_tokens, served.vector_width, request.texts_field)
         return pooling, texts
 
     async def _pooled(self, model_id: str, job: EngineRequest) -> bytes:

@@ -30,8 +30,8 @@ from cortex.telemetry.spans import Tracer
 from cortex.wire import sse
 from cortex.wire.dialects import openai_responses
 from cortex.wire.dialects.openai_responses import kept
-from cortex.wire.dialects.registry import DIALECTS, EventEncoder
-from cortex.wire.errors import Family
+from cortex.wire.dialects.registry import DIALECTS, EventEncoder, client_field
+from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import AnyEvent, Failure
 from cortex.wire.fields.body import check_content_type
 from cortex.wire.node import headers as our_headers
@@ -97,6 +97,9 @@ class Inference:
                 try:
                     with self.departures.request(packed.head, is_of_gateway=is_of_gateway):
                         return await self._respond(call, name, packed, watch)
+                except CortexError as error:
+                    error.param = client_field(name, error.param, as_functions=packed.head.as_functions)
+                    raise
                 except asyncio.CancelledError:
                     if attempt_id := http.text(_ATTEMPT_ID):
                         self.usage_records.add(attempt_id, watch.usage())

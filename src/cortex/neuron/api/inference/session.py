@@ -11,7 +11,7 @@ from typing import Literal
 from cortex.neuron.api.backend import Backend, GenerationStream
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.choice import Choice, ChoiceContext, Stopwatch
-from cortex.neuron.api.inference.engine_requests import check_num_scores, engine_requests, scores_prompt, within_limit
+from cortex.neuron.api.inference.engine_requests import check_num_scores, engine_requests, within_limit
 from cortex.neuron.api.inference.reasoning_budget import generate_within_budget
 from cortex.neuron.api.inference.tasks import check_task
 from cortex.neuron.engine.request import EngineRequest, StepOutput
@@ -128,9 +128,6 @@ class Session:
             context = ChoiceContext(*shown, single, rendered, text, stops, num_predicted)
             choices += [Choice(context, len(jobs) + number) for number in range(len(continuations))]
             jobs += continuations
-        if request.sampling.max_tokens == 0 and not scores_prompt(request):
-            deliver([event for choice in choices for event in choice.echo()])
-            return
         self._stopwatch = Stopwatch(arrived_s, submitted_s=time.monotonic(), gateway_s=self._gateway_s)
         ended = self._ended = asyncio.get_running_loop().create_future()
         try:

@@ -51,6 +51,7 @@ class Tokens:
             client_of(request),
             tenant=tenant_of(request),
             strip_billing=strip_billing,
+            generates=False,
         )
         check_pictures(self.backend, counted.head, is_of_gateway=bool(principal_of(request)))
         num_tokens = await self.backend.texts.count_tokens(counted, principal=principal_of(request))
@@ -110,7 +111,7 @@ class Tokens:
         request = call.request
         parsed = await self.parser.parse("openai_chat", request.body, client_of(request), tenant=tenant_of(request))
         principal = principal_of(request)
-        prepared = await self.backend.texts.prepare(parsed, principal=principal, in_context=False)
+        prepared = await self.backend.texts.prepare(parsed, principal=principal, in_context=False, with_text=True)
         return responses.json({"prompt": prepared.prompts[0].text})
 
     async def props(self, call: ApiCall) -> Response:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError
+from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError, UnsupportedError
 from cortex.neuron.engine.loading.draft_files import DraftFiles
 from cortex.neuron.engine.loading.filling import Progress, fill_from
 from cortex.neuron.engine.loading.kernel_pass import KernelPass, PassedModel, kernel_pass
@@ -55,7 +55,7 @@ from cortex.neuron.text.files import picture_spec
 from cortex.neuron.vision.reading import read_picture_spec
 from cortex.neuron.vision.spec import PictureSpec
 from cortex.neuron.weights.adapter import ADAPTER_KEY
-from cortex.neuron.weights.errors import Cancelled, CheckpointError
+from cortex.neuron.weights.errors import Cancelled, CheckpointError, Unsupported
 from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.units import gib
@@ -149,7 +149,9 @@ def load_model(
             whole = whole.with_head(checkpoint.tensors)
         if group is not None and spec.stage is None:  # a stage reads whole tensors, those of its layers
             checkpoint = ShardedCheckpoint(checkpoint, whole.tensor_slices(group.shard))
-    except (CheckpointError, UnsupportedModel) as error:
+    except (Unsupported, UnsupportedModel) as error:
+        raise UnsupportedError(str(error)) from error
+    except CheckpointError as error:
         raise LoadError(str(error)) from error
 
     draft: DraftFiles | None = None
@@ -171,8 +173,8 @@ def load_model(
             None if draft is None else BuiltDraft(draft, progress, cancelled),
             pictures=picture_spec(Path(spec.path)),
         )
-    except UnsupportedModel as error:
-        raise LoadError(str(error)) from error
+    except (Unsupported, UnsupportedModel) as error:
+        raise UnsupportedError(str(error)) from error
     except Cancelled as error:
         raise LoadCancelled(f"loading {spec.path} was cancelled") from error
     except CheckpointError as error:

@@ -89,12 +89,7 @@ def divide_layers(
     full. None if even `least` does not fit, or if there are fewer layers than devices, counting layers that read each
     other's pages as one.
     """
-    inner = frozenset(
-        stop
-        for index, layer in enumerate(layers)
-        if layer.source is not None
-        for stop in range(layer.source + 1, index + 1)
-    )
+    inner = _inner([layer.source for layer in layers])
 
     def filled(cache: CacheSize, share: int) -> tuple[range, ...] | None:
         costs = [cache.bytes_of(layer) for layer in layers]
@@ -154,20 +149,40 @@ def divide_model(
     return divide_layers(layers, first_bytes, capacities, least, most)
 
 
+def most_stages(architecture: Architecture) -> int:
+    """How many stages a model can have, however much memory there is."""
+    sources = _sources(architecture)
+    return len(sources) - len(_inner(sources)) if architecture.has_stages else 1
+
+
 def layer_sizes(architecture: Architecture, storage: WeightStorage) -> list[LayerSizes]:
     kv_item_bytes = storage.kv_item_bytes or storage.item_bytes
-    num_deep = 0 if architecture.tower is None else len(architecture.tower.deep_layers)
+    sources = _sources(architecture)
     found = []
     for index, weight_bytes in enumerate(layer_bytes(architecture, storage)):
         layer = architecture.staged(range(index, index + 1))
         page_bytes = PAGE_TOKENS * kv_bytes_per_token(layer, kv_item_bytes)
         mixer = architecture.layers[index].mixer
         window = mixer.window if isinstance(mixer, AttentionConfig) else None
-        source = mixer.source if isinstance(mixer, AttentionConfig) else None
-        if 0 < index < num_deep:
-            source = 0  # the first stage has the vectors of pictures that are added to these layers
-        found.append(LayerSizes(weight_bytes, page_bytes, state_bytes(layer, storage.item_bytes), window, source))
+        slot_bytes = state_bytes(layer, storage.item_bytes)
+        found.append(LayerSizes(weight_bytes, page_bytes, slot_bytes, window, sources[index]))
     return found
+
+
+def _sources(architecture: Architecture) -> list[int | None]:
+    """For each layer, the earlier one that must be in the same stage; None: there is none."""
+    num_deep = 0 if architecture.tower is None else len(architecture.tower.deep_layers)
+    mixers = [layer.mixer for layer in architecture.layers]
+    sources = [mixer.source if isinstance(mixer, AttentionConfig) else None for mixer in mixers]
+    # The first stage has the vectors of pictures that are added to the first layers.
+    return [0 if 0 < index < num_deep else source for index, source in enumerate(sources)]
+
+
+def _inner(sources: Sequence[int | None]) -> frozenset[int]:
+    """The layers that no stage begins with."""
+    return frozenset(
+        stop for index, source in enumerate(sources) if source is not None for stop in range(source + 1, index + 1)
+    )
 
 
 def _fill(

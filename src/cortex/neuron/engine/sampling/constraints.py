@@ -22,10 +22,14 @@ from cortex.neuron.text.grammar.matcher import Matcher, MatchState
 class Constraint:
     """The state of one sequence in its grammar."""
 
-    def __init__(self, state: MatchState) -> None:
+    def __init__(self, state: MatchState, allowed: Tensor | None = None) -> None:
+        """`allowed`: the only tokens that the request allows, as bits. [words] int32, on the host"""
         self.state = state
+        self._allowed = allowed
         self.failure: str | None = None
         """Why the grammar cannot be matched any further; ignore tokens drawn after that."""
+        self.is_contradiction = False
+        """Whether it failed because the request contradicts itself."""
 
     def fill_mask(self, row: Tensor) -> None:
         """Sets the bits of the allowed next tokens. row: [words] int32, on the host"""
@@ -33,14 +37,17 @@ class Constraint:
             self.state.fill_mask(row)
         except Exception as error:  # noqa: BLE001 - any error of the grammar library concerns this sequence alone
             self._fail(error)
+        else:
+            self.check_allowed(row)
 
     @staticmethod
     def fill_all(constraints: Sequence[Constraint], rows: Tensor) -> None:
         """As `fill_mask`, of several sequences at once. rows: [constraints, words]"""
         try:
             MatchState.fill_masks([constraint.state for constraint in constraints], rows)
-            for constraint in constraints:
+            for constraint, row in zip(constraints, rows, strict=True):
                 constraint.state.check()
+                constraint.check_allowed(row)
         except Exception:  # noqa: BLE001 - which of them is at fault shows one by one
             for constraint, row in zip(constraints, rows.fill_(-1), strict=True):
                 constraint.fill_mask(row)
@@ -54,14 +61,14 @@ class Constraint:
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
         """How many of `tokens` the grammar allows one after the other, without one that ends the output."""
-        ahead = Constraint(self.state.copy()) if tokens else self
+        ahead = Constraint(self.state.copy(), self._allowed) if tokens else self
         return next((count for count, token in enumerate(tokens) if ahead.is_complete_after(token)), len(tokens))
 
     def fill_masks(self, rows: Tensor, drafted: Sequence[int]) -> None:
         """As `fill_mask`, for the next token and after each of `drafted`, which `num_allowed` has counted.
         rows: [1 + drafted, words]"""
         self.fill_mask(rows[0])
-        ahead = Constraint(self.state.copy()) if drafted else self
+        ahead = Constraint(self.state.copy(), self._allowed) if drafted else self
         for index, token in enumerate(drafted, start=1):
             if not ahead.is_complete_after(token):
                 ahead.fill_mask(rows[index])
@@ -71,12 +78,29 @@ class Constraint:
         """Accepts `token`; true if no token may follow it."""
         if self.failure is not None:
             return True  # drawn without a mask
+        if self._allowed is not None and not self._allowed[token // 32] >> token % 32 & 1:
+            self._contradict()  # drawn with drafts, after which nothing was allowed
+            return True
         try:
             self.state.accept(token)
             return self.state.is_finished
         except Exception as error:  # noqa: BLE001 - as above
-            self._fail(error)
+            if self._allowed is not None and isinstance(error, GrammarRejected):
+                self._contradict()
+            else:
+                self._fail(error)
             return True
+
+    def check_allowed(self, row: Tensor) -> None:
+        if self._allowed is not None and not (row & self._allowed).any():
+            self._contradict()
+
+    def _contradict(self) -> None:
+        self.is_contradiction = True
+        self.failure = (
+            "none of allowed_token_ids is a token that the format of the output may have next; allow the tokens that "
+            "it needs, or leave one of the two out"
+        )
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, GrammarRejected):
@@ -91,15 +115,30 @@ class Constraints:
 
     def __init__(self, source: Path, vocab: int, device: torch.device) -> None:
         self._matcher = Matcher(source, vocab)
+        self._vocab = vocab
         self._device = device
         self._is_gpu = device.type == "cuda"
 
-    def compile(self, grammar: str, tenant: bytes = b"") -> Constraint:
-        """Raises RequestError for a grammar that does not compile. The first one reads the model's vocabulary."""
+    def compile(self, grammar: str, tenant: bytes = b"", allowed_token_ids: Sequence[int] = ()) -> Constraint:
+        """Raises RequestError for a grammar that does not compile, and for one that begins with none of the allowed
+        tokens; empty: all are. The first one reads the model's vocabulary."""
         try:
-            return Constraint(self._matcher.compile(grammar, tenant))
+            state = self._matcher.compile(grammar, tenant)
         except TextModelError as error:
             raise RequestError(str(error)) from error
+        if not allowed_token_ids:
+            return Constraint(state)
+        constraint = Constraint(state, self._bits(allowed_token_ids))
+        constraint.fill_mask(torch.empty(self._matcher.mask_words, dtype=torch.int32))
+        if constraint.failure is not None:
+            raise RequestError(constraint.failure)
+        return constraint
+
+    def _bits(self, tokens: Sequence[int]) -> Tensor:
+        """[words] int32"""
+        flags = np.zeros(32 * self._matcher.mask_words, dtype=bool)
+        flags[[token for token in tokens if 0 <= token < self._vocab]] = True
+        return torch.from_numpy(np.packbits(flags, bitorder="little").view(np.int32))
 
     def mask(self, drawing: Sequence[tuple[Constraint | None, Sequence[int]]]) -> GrammarMask | None:
         """The tokens that each draw may draw; None if no row has a constraint. `drawing`: the constraint of each row,

@@ -43,6 +43,10 @@ class FileFacts(Protocol):
     def num_layers(self) -> int: ...
 
     @property
+    def most_stages(self) -> int:
+        """How many parts it can be divided into by layers."""
+
+    @property
     def backend(self) -> str:
         """What runs the model: `native`, or the name of a library."""
 

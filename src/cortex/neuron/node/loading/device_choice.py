@@ -108,16 +108,22 @@ class DeviceChoice:
 
     def _check_stages(self) -> None:
         """Raises LoadFailed for a model that cannot be divided so, however much memory is free."""
-        model, num_layers = self.model, self.facts.num_layers
+        model, num_layers, most_stages = self.model, self.facts.num_layers, self.facts.most_stages
         if not self.facts.has_stages:
-            raise LoadFailed(
+            raise ModelUnsupported(
                 f"{model.id} cannot be divided by layers, because the {self.facts.backend} library runs it; "
                 "use tensor_parallel instead of pipeline_parallel, or one device"
             )
         if model.pipeline_parallel > num_layers:
-            raise LoadFailed(
+            raise ModelUnsupported(
                 f"{model.id} has {num_layers} layers, too few for pipeline_parallel = {model.pipeline_parallel}; "
                 "lower it"
+            )
+        if model.pipeline_parallel > most_stages:
+            advice = "use tensor_parallel, or one device" if most_stages == 1 else f"at most {most_stages} are possible"
+            raise ModelUnsupported(
+                f"{model.id} has {num_layers} layers, of which some share keys and values or pictures and must be on "
+                f"one device: pipeline_parallel = {model.pipeline_parallel} is too many; {advice}"
             )
         need_bytes = self.forecast.smallest_bytes(model, self.facts, self.devices[0])
         if model.memory_bytes is not None and model.memory_bytes < need_bytes:

@@ -43,6 +43,7 @@ from cortex.wire.errors import (
     InsufficientCapacity,
     InvalidValue,
     LoadFailed,
+    ModelUnsupported,
     SourceNotFound,
 )
 from cortex.wire.node.load_options import is_path
@@ -325,5 +326,5 @@ def _smaller_forms(quantised: Mapping[str, Footprint]) -> str:
 
 
 def _load_error(model_id: str, error: LoadRejected) -> CortexError:
-    kind = InsufficientCapacity if error.kind is FaultKind.OUT_OF_MEMORY else LoadFailed
-    return kind(about(model_id, error))
+    kinds = {FaultKind.OUT_OF_MEMORY: InsufficientCapacity, FaultKind.UNSUPPORTED: ModelUnsupported}
+    return kinds.get(error.kind, LoadFailed)(about(model_id, error))

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from cortex.neuron.engine.memory.dtypes import ITEM_BYTES
 from cortex.neuron.engine.memory.reserve import MemoryReserve
+from cortex.neuron.engine.memory.stages import most_stages
 from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.kernels.quantised.layout import PUBLISHED_LAYOUTS
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
@@ -27,7 +28,7 @@ from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.models.registry import open_model
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.models.towers.config import PASS_PATCHES
-from cortex.neuron.weights.checkpoint import Checkpoint
+from cortex.neuron.weights.checkpoint import Checkpoint, content_sample
 from cortex.neuron.weights.errors import CheckpointError, Unsupported
 from cortex.neuron.weights.hub.selection import gguf_of
 from cortex.neuron.weights.sharded import ShardedCheckpoint
@@ -56,6 +57,8 @@ class ModelFacts:
     """Number of devices that the model is divided among. If it is more than one, these are the facts of one rank."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """What `architecture` was read from."""
+    sample: str = ""
+    """Of the content of the weights (`content_sample`)."""
     draft: ModelFacts | None = None
     """Those of the draft model that is loaded with it."""
     _layouts: dict[MatrixDevice, Mapping[str, MatrixLayout]] = field(
@@ -78,6 +81,10 @@ class ModelFacts:
         return self.architecture.config.num_layers
 
     @property
+    def most_stages(self) -> int:
+        return most_stages(self.architecture)
+
+    @property
     def backend(self) -> str:
         return self.architecture.backend
 
@@ -91,11 +98,12 @@ class ModelFacts:
 
     @property
     def digest(self) -> str:
-        """Equal for the same model on different nodes: its configuration and how its tensors are stored."""
+        """Equal for the same model on different nodes: its configuration, how its tensors are stored, and a sample of
+        their content."""
         if "digest" not in self._described:
             stored = ((name, info.dtype) for name, info in self.tensors.items())
             formats = sorted((name, dtype) for name, dtype in stored if dtype not in _DENSE_FORMATS)
-            described = json.dumps([self.architecture.raw, formats], sort_keys=True, default=str)
+            described = json.dumps([self.architecture.raw, formats, self.sample], sort_keys=True, default=str)
             self._described["digest"] = hashlib.sha256(described.encode()).hexdigest()
         return str(self._described["digest"])
 
@@ -166,15 +174,17 @@ def inspect(path: Path, quant: str | None = None, *, name: str | None = None, nu
     except UnsupportedModel as error:
         raise ModelUnsupported(f"{name} cannot be loaded: {error}") from error
     try:
+        sample = content_sample(checkpoint)
         if num_ranks > 1:
             last = Shard(num_ranks - 1, num_ranks)  # what cannot be divided evenly is larger there
             whole, architecture = architecture, architecture.sharded(last)
             checkpoint = ShardedCheckpoint(checkpoint, whole.tensor_slices(last))
-        return _read_facts(path, architecture, checkpoint, name, quant)
+        return replace(_read_facts(path, architecture, checkpoint, name, quant), sample=sample)
     except UnsupportedModel as error:
         raise ModelUnsupported(f"{name} cannot be loaded: {error}") from error
     except CheckpointError as error:
-        raise LoadFailed(f"{name} cannot be divided among {num_ranks} devices: {error}") from error
+        problem = "cannot be read" if num_ranks == 1 else f"cannot be divided among {num_ranks} devices"
+        raise LoadFailed(f"{name} {problem}: {error}") from error
     finally:
         checkpoint.close()
 

@@ -39,7 +39,7 @@ from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelHost, Re
 from cortex.neuron.worker.process import WorkerLost
 from cortex.tasks import run_once
 from cortex.units import gib
-from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed
+from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed, ModelUnsupported
 from cortex.wire.node.protocol import ModelShare
 
 log = logging.getLogger(__name__)
@@ -219,6 +219,8 @@ class HostedShare(RelaySink):
             case InsufficientCapacity():
                 elsewhere = isinstance(error, RoomElsewhere)
                 return ShareFailed(FaultKind.OUT_OF_MEMORY, error.message, has_room_elsewhere=elsewhere)
+            case ModelUnsupported():
+                return ShareFailed(FaultKind.UNSUPPORTED, error.message)
             case CortexError():
                 return ShareFailed(FaultKind.REQUEST, error.message)
             case LoadRejected():

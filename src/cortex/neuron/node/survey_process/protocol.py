@@ -78,6 +78,7 @@ class _Facts(msgspec.Struct, frozen=True, array_like=True):
     recipe: str | None
     tensors: dict[str, tuple[tuple[int, ...], str, int, tuple[int, int] | None]]
     """The members of each tensor's `TensorInfo`."""
+    sample: str
 
 
 def pack_facts(facts: ModelFacts) -> FoundFacts:
@@ -91,7 +92,7 @@ def pack_facts(facts: ModelFacts) -> FoundFacts:
         raise LoadFailed(f"{path} has more than {MAX_TENSORS} tensors; download the model again")
     members = {name: (info.shape, info.dtype, info.num_bytes, info.scaled) for name, info in tensors.items()}
     recipe = None if facts.recipe is None else facts.recipe.name
-    encoded = msgspec.msgpack.encode(_Facts(config, facts.quant, recipe, members))
+    encoded = msgspec.msgpack.encode(_Facts(config, facts.quant, recipe, members, facts.sample))
     if len(encoded) > MAX_REPLY_BYTES:
         raise LoadFailed(f"the tensors of {path} take more than {MAX_REPLY_BYTES >> 20} MiB to list; is it a model?")
     return FoundFacts(encoded)
@@ -111,6 +112,7 @@ def unpack_facts(found: FoundFacts, read: Read) -> ModelFacts:
         None if packed.recipe is None else RECIPES[packed.recipe],
         read.num_ranks,
         raw,
+        packed.sample,
     )
 
 

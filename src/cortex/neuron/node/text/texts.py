@@ -48,12 +48,16 @@ class Texts:
         work = await self._opened(model_id, await self._path_of(model_id))
         return await work.text()
 
-    async def prepare(self, request: PackedRequest, *, principal: str, in_context: bool = True) -> Prepared:
-        """The prompts and the grammar of a request. With `in_context`, the prompts must fit the model's context."""
+    async def prepare(
+        self, request: PackedRequest, *, principal: str, in_context: bool = True, with_text: bool = False
+    ) -> Prepared:
+        """The prompts and the grammar of a request. With `in_context`, the prompts must fit the model's context; with
+        `with_text` they have their text."""
         model_id = request.head.model
         path, rules = await self._path_of(model_id), self._rules_of(model_id)
         work = await self._opened(model_id, path)
-        return await work.prepare(request, rules if in_context else _unbounded(rules), principal)
+        rules = rules if in_context else _unbounded(rules)
+        return await work.prepare(request, rules, principal, with_text=with_text)
 
     async def count_tokens(self, request: PackedRequest, *, principal: str) -> int:
         """The number of tokens in the prompt of a request, which need not fit the context."""

@@ -62,7 +62,9 @@ class TextSource(Protocol):
 
     # Jobs: they raise a CortexError, and a cancelled one ends.
 
-    async def prepare(self, request: bytes, rules: PromptRules, *, is_long: bool) -> Prepared: ...
+    async def prepare(
+        self, request: bytes, rules: PromptRules, *, is_long: bool, with_text: bool = False
+    ) -> Prepared: ...
     async def count(self, request: bytes, rules: PromptRules, *, is_long: bool) -> int: ...
     async def encode(self, text: str, rules: PromptRules, *, is_long: bool) -> tuple[int, ...]: ...
     async def encode_texts(self, texts: TextsToEncode, rules: PromptRules, *, is_long: bool) -> PackedTexts: ...
@@ -132,15 +134,18 @@ class TextWork:
 
     # Jobs
 
-    async def prepare(self, request: PackedRequest, rules: PromptRules, principal: str) -> Prepared:
-        """The prompts and the grammar of a request. Prompts of tokens without a grammar need no process."""
+    async def prepare(
+        self, request: PackedRequest, rules: PromptRules, principal: str, *, with_text: bool = False
+    ) -> Prepared:
+        """The prompts and the grammar of a request. Prompts of tokens without a grammar need no process. Only
+        `with_text`, and for a request that echoes them, the prompts have their text."""
         if request.token_prompts and not is_constrained(request.head):
             tokenised = with_tokens(request.head, request.token_prompts)
             return prepare(await self.text(), tokenised, self._limited(rules))
         whole = request.whole()
         is_long = len(whole) > (_LONG_CONSTRAINED_BYTES if is_constrained(request.head) else _LONG_BYTES)
         async with self._slot(principal, is_long=is_long):
-            return await self._source.prepare(whole, self._limited(rules), is_long=is_long)
+            return await self._source.prepare(whole, self._limited(rules), is_long=is_long, with_text=with_text)
 
     async def count(self, request: PackedRequest, rules: PromptRules, principal: str) -> int:
         """The number of tokens in the prompt of a request."""

@@ -5,13 +5,13 @@ The grammar library is imported with the first grammar; without it, everything e
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from cortex.neuron.text.errors import GrammarRejected
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
@@ -29,8 +29,8 @@ _MAX_KEPT_CHARACTERS = 2 << 20
 """The length of all kept grammars: two of the largest accepted ones. Compiled, a character takes about 45 bytes."""
 _APART: Final = "\ufdd0"
 """A noncharacter: no vocabulary has a token of it."""
-_MAX_ABSENT: Final = 4096
-"""The most ids without a token that are filled. With tens of thousands, reading the vocabulary takes minutes."""
+_MAX_TOKEN_BYTES: Final = 1024
+"""The longest token that the grammar library takes. A longer one is not allowed where a grammar is."""
 
 
 class Matcher:
@@ -96,11 +96,8 @@ class Matcher:
                 f"the tokenizer has {tokenizer.vocab_size} tokens and the model only {self.vocab_size}; "
                 "constrained output needs a tokenizer that belongs to the model"
             )
-        ends = [end for end in tokenizer.eos_ids if 0 <= end < tokenizer.vocab_size]  # a config may name others, too
-        try:
-            return llguidance.LLTokenizer(_described(tokenizer), n_vocab=self.vocab_size, eos_token=ends or None)
-        except ValueError as error:
-            raise GrammarRejected(f"constrained output does not work with this model's tokenizer: {error}") from error
+        tokens = cast("llguidance.TokenizerWrapper", _Tokens(tokenizer, self.vocab_size))
+        return llguidance.LLTokenizer(tokens, eos_token=_ends(tokenizer) or None)
 
 
 class MatchState:
@@ -167,30 +164,62 @@ def _executor() -> llguidance.LLExecutor:
     return llguidance.LLExecutor()
 
 
-def _described(tokenizer: LibraryTokenizer) -> str:
-    """The tokenizer as the grammar library reads it: with one spelling per id, and without gaps between ids.
+class _Tokens:
+    """What the grammar library reads of a vocabulary: the bytes of each id, and how text is tokenised."""
 
-    It counts spellings to know which ids exist, and gives a control token the id of a word that is spelled alike. Such
-    a control token is therefore spelled differently for it, and an id without a token gets one that no grammar allows,
-    unless too many have none.
-    """
-    described = tokenizer.backend.to_str()
-    if tokenizer.backend.get_vocab_size(with_added_tokens=True) == tokenizer.vocab_size:
-        return described
-    content = json.loads(described)
-    ids, added = content["model"]["vocab"], content["added_tokens"]
-    if not isinstance(ids, dict):  # Unigram lists its tokens in the order of their ids
-        return described
-    for token in added:
-        if ids.get(token["content"], token["id"]) != token["id"]:
-            token["content"] += f"{_APART}{token['id']}"
-        ids[token["content"]] = token["id"]
-    all_absent = sorted({*range(tokenizer.vocab_size)} - {*ids.values()})
-    for absent in all_absent if len(all_absent) <= _MAX_ABSENT else ():
-        ids[f"{_APART}{absent}"] = absent
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        added.append({"id": absent, "content": f"{_APART}{absent}", "special": True, **flags})
-    return json.dumps(content, ensure_ascii=False)
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: LibraryTokenizer, num_ids: int) -> None:
+        vocabulary = tokenizer.vocabulary
+        self._tokenizer = tokenizer
+        self._token_bytes = vocabulary.token_bytes
+        self._is_context_free = vocabulary.is_context_free
+        self.special_token_ids = [token.id for token in vocabulary.whole_tokens if token.is_special]
+        self._special = frozenset(self.special_token_ids)
+        # The library needs an end token. Without one, an id that no text contains takes its place.
+        padding = range(vocabulary.size, num_ids)
+        self.eos_token_id = next(chain(_ends(tokenizer), padding, self.special_token_ids, (num_ids - 1,)))
+        # An id without bytes is never allowed.
+        each_spelling = map(vocabulary.token_bytes, range(num_ids))
+        self.tokens = [spelled if len(spelled) <= _MAX_TOKEN_BYTES else b"" for spelled in each_spelling]
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens that continue an output with `text`: only the first of them is allowed where no other text is."""
+        if self._is_context_free:
+            ids = self._tokenizer.encode(text)
+        else:
+            found = self._tokenizer.encoding(_APART + text)
+            ids = [token for token, (start, _) in zip(found.ids, found.offsets, strict=True) if start > 0]
+        spelled = text.encode()
+        is_text = self._special.isdisjoint(ids) and b"".join(map(self._token_bytes, ids)) == spelled
+        return ids if is_text else self._longest_first(spelled)
+
+    def _longest_first(self, spelled: bytes) -> list[int]:
+        """The longest token at each place, for texts that the tokenizer changes, and the texts of control tokens."""
+        ids: list[int] = []
+        start = 0
+        while start < len(spelled):
+            ends = range(min(len(spelled), start + self._longest), start, -1)
+            end = next((end for end in ends if spelled[start:end] in self._ids), None)
+            if end is None:
+                break
+            ids.append(self._ids[spelled[start:end]])
+            start = end
+        return ids
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {spelled: token for token, spelled in enumerate(self.tokens) if spelled and token not in self._special}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ids), default=0)
+
+
+def _ends(tokenizer: LibraryTokenizer) -> list[int]:
+    """The end tokens that the vocabulary has: a config may name others, too."""
+    return [end for end in tokenizer.eos_ids if 0 <= end < tokenizer.vocab_size]
 
 
 def _reason(matcher: llguidance.LLMatcher) -> str:

@@ -42,6 +42,10 @@ _ROLE: Final = re.compile(r"\s*([\w.-]*)")
 _BEGUN_RECIPIENT: Final = r"(?:t|to|to=\S*)?\s*"
 _BEGUN_AFTER_ROLE: Final = re.compile(rf"\s*{_BEGUN_RECIPIENT}")
 _BEGUN: Final = re.compile(rf"\s*[\w.-]*(?:\s+{_BEGUN_RECIPIENT})?")
+_BEGUN_LINES: Final = re.compile(
+    r"(?:\s*<\|(?:channel|constrain)\|>\s*[\w.-]*|\s+(?:to=[^\s<]*|to?|j(?:s(?:on?)?)?|c(?:o(?:de?)?)?))*\s*"
+)
+"""A header of several lines from its first marker on, as far as it is written: only what belongs into one."""
 
 
 class _Part(Enum):
@@ -200,9 +204,10 @@ class HarmonyParser:
     def _may_be_header(self) -> bool:
         before, marker, _ = self._header.partition("<|")
         begun = (_BEGUN_AFTER_ROLE if self._has_role else _BEGUN).fullmatch(before)
-        return (
-            begun is not None and len(self._header) <= _MAX_HEADER_CHARACTERS and not (marker and "\n" in self._header)
-        )
+        if begun is None or len(self._header) > _MAX_HEADER_CHARACTERS:
+            return False
+        has_lines = bool(marker) and "\n" in self._header
+        return not has_lines or _BEGUN_LINES.fullmatch(self._header, len(before)) is not None
 
     def _give_up_header(self) -> None:
         """What is not a header is the text of a message without one, or that of its channel."""

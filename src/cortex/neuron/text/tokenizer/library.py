@@ -22,10 +22,11 @@ from tokenizers.models import Model
 from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing, TokenizerUnsupported
+from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing
 from cortex.neuron.text.files import MAX_TOKENIZER_BYTES, TEKKEN, gguf_file, read_json
 from cortex.neuron.text.tokenizer import gguf_vocabulary, tekken
 from cortex.neuron.text.tokenizer.encoder import EncodedTexts, TextsToEncode
+from cortex.neuron.text.tokenizer.spelling import BYTE_OF_CHARACTER, is_utf8, parts_of, spell, steps_of
 from cortex.neuron.text.tokenizer.vocabulary import Vocabulary, WholeToken, joined
 from cortex.neuron.weights.gguf.metadata import read_metadata
 
@@ -152,18 +153,19 @@ class LibraryTokenizer:
         return encoding.ids
 
     def _spellings(self) -> Iterator[bytes]:
-        whole_ids = self.backend.get_added_tokens_decoder().keys()
-        spell = _byte_level_spelling if self._is_byte_level else _sentencepiece_spelling
+        steps = steps_of(_describe(self.backend.decoder))
+        added = self.backend.get_added_tokens_decoder()
         for token_id in range(self.vocab_size):
             token = self.backend.id_to_token(token_id)
-            if token is None:
-                yield b""
-            else:
-                yield token.encode() if token_id in whole_ids else spell(token)
+            spelled = b"" if token is None else spell(token, steps)
+            if token_id in added and not is_utf8(spelled):
+                # In a byte-level vocabulary the library takes the letter "ö" of an added token for a byte.
+                spelled = added[token_id].content.encode()
+            yield spelled
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        return _decoder_kind(self.backend) == "ByteLevel"
+        return any(part["type"] == "ByteLevel" for part in parts_of(_describe(self.backend.decoder)))
 
     @cached_property
     def _is_context_free(self) -> bool:
@@ -191,7 +193,7 @@ class LibraryTokenizer:
     @cached_property
     def _absent_bytes(self) -> frozenset[int]:
         """Bytes that have no token of their own, so that they vanish."""
-        spelled = _BYTE_OF_CHARACTER if self._is_byte_level else {f"<0x{byte:02X}>": byte for byte in range(256)}
+        spelled = BYTE_OF_CHARACTER if self._is_byte_level else {f"<0x{byte:02X}>": byte for byte in range(256)}
         return frozenset(byte for token, byte in spelled.items() if self.backend.token_to_id(token) is None)
 
     @property
@@ -202,8 +204,7 @@ class LibraryTokenizer:
 def _from_directory(path: Path) -> LibraryTokenizer:
     source = path / "tokenizer.json"
     if not source.exists() and (path / TEKKEN).exists():
-        characters = {byte: character for character, byte in _BYTE_OF_CHARACTER.items()}
-        backend = tekken.load(path, characters)
+        backend = tekken.load(path)
         return LibraryTokenizer(backend, tekken.NAMED, _eos_ids(path, backend, tekken.NAMED))
     if not source.exists():
         raise TokenizerMissing(
@@ -223,10 +224,6 @@ def _from_directory(path: Path) -> LibraryTokenizer:
         raise TextFileMalformed(f"{source} is not a tokenizer ({error}); download the model again") from error
     backend.no_truncation()  # a file may contain its training set-up; nothing is truncated here
     backend.no_padding()
-    if _decoder_kind(backend) is None:
-        raise TokenizerUnsupported(
-            f"{source} is neither byte-level nor SentencePiece nor WordPiece, the supported kinds; use another model"
-        )
     config = read_json(path / "tokenizer_config.json")
     _add_missing(backend, config)
     named = _named_tokens({**read_json(path / "special_tokens_map.json"), **config})
@@ -263,16 +260,6 @@ def _keeps_characters(step: Mapping[str, Any]) -> bool:
 def _whole_token(token_id: int, token: AddedToken) -> WholeToken:
     is_plain = not (token.single_word or token.normalized)
     return WholeToken(token_id, token.content, token.special, is_plain, token.lstrip, token.rstrip)
-
-
-def _decoder_kind(backend: Backend) -> str | None:
-    described = _describe(backend.decoder)
-    kinds = {described.get("type"), *(part.get("type") for part in described.get("decoders", ()))}
-    if "ByteLevel" in kinds:
-        return "ByteLevel"
-    if "WordPiece" in kinds:
-        return "WordPiece"
-    return "SentencePiece" if kinds & {"Metaspace", "ByteFallback", "Replace"} else None
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -321,34 +308,3 @@ def _with_harmony_ends(backend: Backend, ids: Iterable[Any]) -> tuple[int, ...]:
     if None not in (*ends, backend.token_to_id("<|channel|>")):
         ids = [i for i in (*ids, *ends) if i != backend.token_to_id("<|end|>")]
     return tuple(dict.fromkeys(i for i in ids if isinstance(i, int)))
-
-
-def _byte_level_spelling(token: str) -> bytes:
-    try:
-        return token.translate(_BYTE_LEVEL).encode("latin-1")
-    except UnicodeEncodeError:  # has characters outside the byte alphabet
-        return token.encode()
-
-
-def _sentencepiece_spelling(token: str) -> bytes:
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return bytes([int(token[3:5], 16)])
-        except ValueError:
-            return token.encode()
-    return token.replace(gguf_vocabulary.SPACE, " ").encode()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Byte-level vocabularies write each byte as one printable character: itself, or one from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    shifted = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(shifted)}
-
-
-_BYTE_OF_CHARACTER: Final = _byte_alphabet()
-_BYTE_LEVEL: Final = {
-    # Characters below U+0100 outside the alphabet must not be taken for bytes.
-    **dict.fromkeys(range(0x100), "\uffff"),
-    **{ord(character): chr(byte) for character, byte in _BYTE_OF_CHARACTER.items()},
-}

@@ -17,6 +17,7 @@ from cortex.neuron.text.errors import TextFileMalformed
 from cortex.neuron.text.files import MAX_TOKENIZER_BYTES, TEKKEN, read_json
 from cortex.neuron.text.tokenizer.gguf_vocabulary import add_whole_tokens, merges_from_scores
 from cortex.neuron.text.tokenizer.pretokenizers import Pretokenizer
+from cortex.neuron.text.tokenizer.spelling import CHARACTER_OF_BYTE
 
 NAMED: Final = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 _MAX_TOKENS: Final = 1 << 20
@@ -29,15 +30,12 @@ _FIRST_CONTROLS: Final = (
 """Those of older files, which do not list them."""
 
 
-def load(directory: Path, byte_characters: Mapping[int, str]) -> Tokenizer:
-    """The tokenizer that a model directory's `tekken.json` describes; raises TextFileMalformed.
-
-    `byte_characters`: the character that byte-level vocabularies write for each byte.
-    """
+def load(directory: Path) -> Tokenizer:
+    """The tokenizer that a model directory's `tekken.json` describes; raises TextFileMalformed."""
     path = directory / TEKKEN
     content = read_json(path, MAX_TOKENIZER_BYTES)
     try:
-        return _build(TekkenFile.parse(content), byte_characters)
+        return _build(TekkenFile.parse(content))
     except Exception as error:  # the library raises bare Exception for a pattern that it cannot compile
         raise TextFileMalformed(f"{path} is not a tokenizer ({error!r:.200}); download the model again") from error
 
@@ -89,8 +87,8 @@ def _controls(listed: Sequence[Mapping[str, Any]] | None, num_controls: int) -> 
     return controls
 
 
-def _build(file: TekkenFile, byte_characters: Mapping[int, str]) -> Tokenizer:
-    tokens = ["".join(byte_characters[byte] for byte in spelling) for spelling in file.spellings]
+def _build(file: TekkenFile) -> Tokenizer:
+    tokens = ["".join(CHARACTER_OF_BYTE[byte] for byte in spelling) for spelling in file.spellings]
     ids = {token: len(file.controls) + rank for rank, token in enumerate(tokens)}
     controls = {number: AddedToken(token, normalized=False, special=True) for number, token in enumerate(file.controls)}
     ids = {token: number for number, token in enumerate(file.controls)} | ids

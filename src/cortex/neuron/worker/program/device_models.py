@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from cortex.neuron.engine.errors import DamagedError, EngineError, LoadCancelled, LoadError, NoRoomError
+from cortex.neuron.engine.errors import (
+    DamagedError,
+    EngineError,
+    LoadCancelled,
+    LoadError,
+    NoRoomError,
+    UnsupportedError,
+)
 from cortex.neuron.engine.scheduling.step_plan import StepPlan
 from cortex.neuron.worker import memory, protocol
 from cortex.neuron.worker.faults import FaultKind, chain, explain, raise_device_fault
@@ -84,8 +91,7 @@ class DeviceModels(dict[int, DeviceModel]):
         try:
             model = self._loaded(command)
         except (LoadCancelled, LoadError) as error:
-            kind = FaultKind.OUT_OF_MEMORY if isinstance(error, NoRoomError) else FaultKind.REQUEST
-            self._load_failed(handle, kind, str(error), error)
+            self._load_failed(handle, _load_fault(error), str(error), error)
         except Exception as error:
             kind = raise_device_fault(error, "load")
             log.error("loading %s failed: %s", command.spec.path, explain(error), exc_info=error)
@@ -257,6 +263,12 @@ class DeviceModels(dict[int, DeviceModel]):
         for link in chain(error):
             link.__traceback__ = None
         memory.give_back(self._device)
+
+
+def _load_fault(error: LoadError | LoadCancelled) -> FaultKind:
+    if isinstance(error, UnsupportedError):
+        return FaultKind.UNSUPPORTED
+    return FaultKind.OUT_OF_MEMORY if isinstance(error, NoRoomError) else FaultKind.REQUEST
 
 
 class _LoadTurns:

@@ -1,6 +1,6 @@
 """The Anthropic messages dialect."""
 
-from cortex.wire.dialects.anthropic_messages.billing import strip_billing_header
+from cortex.wire.dialects.anthropic_messages.billing import BILLED, strip_billing_header
 from cortex.wire.dialects.anthropic_messages.request import parse, pictures, read_facts
 from cortex.wire.dialects.anthropic_messages.stream import Encoder, fold, stream_error
 from cortex.wire.errors import Family
@@ -12,6 +12,7 @@ ID_PREFIX = "msg_"
 KEEPALIVE = frame(b'{"type":"ping"}', "ping")
 
 __all__ = [
+    "BILLED",
     "CONTENT_TYPE",
     "FAMILY",
     "FIELDS",

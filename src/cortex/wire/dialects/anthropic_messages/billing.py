@@ -1,32 +1,34 @@
-"""Removes the billing line that Claude Code puts before its prompt: the only change ever made to a prompt.
+"""Removes the billing line that Claude Code puts into its system prompt: the only change ever made to a prompt.
 
-The line differs for every request and comes first, so that no prefix would ever be cached. The setting
-`strip_billing_header` decides: that of the gateway for requests through it, that of a node only for direct clients.
+The line differs for every request and comes first, so that no prefix would ever be cached. Proxies join it with other
+text, or send it as a chat completion. The setting `strip_billing_header` decides: that of the gateway for requests
+through it, that of a node only for direct clients.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import Final
 
 import msgspec
 from msgspec import Raw
 
+from cortex.wire.node.protocol import Dialect
+
 BILLING_HEADER = "x-anthropic-billing-header"
+BILLED: Final[frozenset[Dialect]] = frozenset({"anthropic_messages", "openai_chat"})
+"""The dialects whose bodies may have the line."""
 
 _MARK = BILLING_HEADER.encode()
+_LINE: Final = re.compile(rf"^[ \t]*{BILLING_HEADER}:[^\n]*(?:\n+|\Z)", re.MULTILINE)
 _object_decoder = msgspec.json.Decoder(dict[str, Raw])
 _array_decoder = msgspec.json.Decoder(list[Raw])
-
-
-class _Block(msgspec.Struct):
-    text: str
-
-
-_block_decoder = msgspec.json.Decoder(_Block)
+_text_decoder = msgspec.json.Decoder(str)
 
 
 def strip_billing_header(body: bytes) -> bytes:
-    """`body` without the system blocks that have only that line; `body` itself when there is none.
+    """`body` without that line in its system prompt; `body` itself when there is none.
 
     All other values keep their bytes. A body that cannot be read stays as it is; the parser of the dialect reports why.
     """
@@ -34,7 +36,7 @@ def strip_billing_header(body: bytes) -> bytes:
         return body
     try:
         fields = _object_decoder.decode(body)
-        edited = [_edit(fields, "system", _strip_blocks), _edit(fields, "messages", _strip_messages)]
+        edited = [_edit(fields, "system", _strip_prompt), _edit(fields, "messages", _strip_messages)]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return body
     return msgspec.json.encode(fields) if any(edited) else body
@@ -53,14 +55,33 @@ def _edit(fields: dict[str, Raw], name: str, strip: Callable[[Raw], Raw | None])
     return kept is not value
 
 
-def _strip_blocks(system: Raw) -> Raw | None:
-    if not bytes(system).startswith(b"["):
-        return system  # a plain string is a prompt of the application
-    blocks = _array_decoder.decode(system)
-    kept = [block for block in blocks if not _is_billing_line(block)]
-    if len(kept) == len(blocks):
-        return system
-    return Raw(msgspec.json.encode(kept)) if kept else None
+def _strip_prompt(prompt: Raw) -> Raw | None:
+    """A system prompt, which is a text or an array of blocks; None if nothing of it is left."""
+    if not bytes(prompt).lstrip().startswith(b"["):
+        return _strip_text(prompt)
+    blocks = _array_decoder.decode(prompt)
+    kept = [_strip_block(block) for block in blocks]
+    if all(new is old for new, old in zip(kept, blocks, strict=True)):
+        return prompt
+    left = [block for block in kept if block is not None]
+    return Raw(msgspec.json.encode(left)) if left else None
+
+
+def _strip_block(block: Raw) -> Raw | None:
+    if _MARK not in bytes(block):
+        return block
+    fields = _object_decoder.decode(block)
+    if not _edit(fields, "text", _strip_text):
+        return block
+    return Raw(msgspec.json.encode(fields)) if "text" in fields else None
+
+
+def _strip_text(value: Raw) -> Raw | None:
+    text = _text_decoder.decode(value)
+    kept = _LINE.sub("", text)
+    if kept == text:
+        return value
+    return Raw(msgspec.json.encode(kept)) if kept.strip() else None
 
 
 def _strip_messages(messages: Raw) -> Raw:
@@ -78,13 +99,6 @@ def _strip_message(message: Raw) -> Raw | None:
     fields = _object_decoder.decode(message)
     if bytes(fields.get("role", b"")) not in (b'"system"', b'"developer"'):
         return message
-    if not _edit(fields, "content", _strip_blocks):
+    if not _edit(fields, "content", _strip_prompt):
         return message
     return Raw(msgspec.json.encode(fields)) if "content" in fields else None
-
-
-def _is_billing_line(block: Raw) -> bool:
-    if _MARK not in bytes(block):
-        return False
-    text = _block_decoder.decode(block).text.strip()
-    return text.startswith(BILLING_HEADER) and "\n" not in text

@@ -18,6 +18,7 @@ from cortex.wire.requests import (
     Message,
     OutputFormat,
     Part,
+    Role,
     Sampling,
     Text,
     Thinking,
@@ -27,31 +28,33 @@ from cortex.wire.requests import (
 )
 from cortex.wire.tenant import read_tenant
 
-_SYSTEM_ROLES = ("system", "developer")
-"""Of messages that hold text only."""
+_ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
 def read_facts(fields: Fields) -> Facts:
     """Raises `MissingModel` or `InvalidValue`."""
-    limit = fields.integer("max_tokens", low=1, high=LARGEST_COUNT)
-    reasoning = _read_thinking(fields.object("thinking"), None).budget_tokens
-    return Facts(fields.model(), fields.flag("stream") or False, limit, 1, reasoning_limit=reasoning)
+    limit = fields.integer("max_tokens", low=0, high=LARGEST_COUNT)
+    return Facts(fields.model(), fields.flag("stream") or False, limit, 1)
 
 
 def pictures(fields: Fields) -> Iterator[str]:
     """All pictures that `parse` finds, in base64 or as URLs, unchecked."""
     for message in fields.objects("messages"):
-        if message.text("role") not in _SYSTEM_ROLES:
+        if _ROLES.get(message.text("role") or "") != "system":  # which holds text only
             yield from block_pictures(message)
 
 
-def parse(body: bytes) -> GenerateRequest:
-    """Also for `/v1/messages/count_tokens`, whose body is the same without `max_tokens`.
+def parse(body: bytes, *, generates: bool = True) -> GenerateRequest:
+    """Without `generates` for `/v1/messages/count_tokens`, whose body is the same without `max_tokens`.
 
     Raises `MalformedJSON`, `MissingModel`, `InvalidValue` or `UnsupportedModality`.
     """
     fields = FIELDS.read(body)
     facts = read_facts(fields)
+    max_tokens = facts.completion_limit
+    if generates and max_tokens is None:
+        raise fields.invalid("max_tokens", "it is required: the most tokens of the response")
     if not fields.array("messages"):
         raise fields.invalid("messages", "it is required and must hold at least one message")
     messages: list[Message] = []
@@ -63,6 +66,10 @@ def parse(body: bytes) -> GenerateRequest:
         raise fields.invalid("messages", "no message has content; send at least one that has")
     found = _read_tools(fields)
     output, thinking = _read_output_config(fields)
+    budget = thinking.budget_tokens
+    # With tools, the budget may be that of several calls, which other requests continue.
+    if generates and max_tokens is not None and budget is not None and budget >= max_tokens and not found.tools:
+        raise fields.invalid("thinking.budget_tokens", f"{budget} is not below 'max_tokens', which is {max_tokens}")
     metadata = fields.object("metadata")
     return GenerateRequest(
         model=facts.model,
@@ -75,7 +82,7 @@ def parse(body: bytes) -> GenerateRequest:
             temperature=fields.number("temperature", low=0, high=MAX_TEMPERATURE),
             top_k=fields.integer("top_k", low=0, high=LARGEST_COUNT),
             top_p=fields.number("top_p", low=0, high=1),
-            max_tokens=facts.completion_limit,
+            max_tokens=max_tokens,
             stop=read_stops(fields, "stop_sequences"),
             speculation=read_speculation(fields),
         ),
@@ -100,8 +107,8 @@ def _read_system(fields: Fields, name: str) -> tuple[Text, ...]:
 
 def _read_message(fields: Fields) -> Iterator[Message]:
     """A user turn with tool results becomes tool messages and user messages, in the order of its blocks."""
-    role = fields.required_text("role")
-    if role in _SYSTEM_ROLES:
+    role = fields.role(_ROLES)
+    if role == "system":
         if parts := _read_system(fields, "content"):
             yield Message(role="system", parts=parts)
         return
@@ -165,7 +172,10 @@ def _read_output_config(fields: Fields) -> tuple[OutputFormat | None, Thinking]:
     output = fields.object("output_format")
     if config is not None:
         output = config.object("format") or output
-    thinking = _read_thinking(fields.object("thinking"), config.text("effort") if config else None)
+    effort = config.text("effort") if config is not None else None
+    if config is not None and effort is not None and effort not in _EFFORTS:
+        raise config.invalid("effort", f"'{shorten(effort)}' is not known; use {', '.join(_EFFORTS)}")
+    thinking = _read_thinking(fields.object("thinking"), effort)
     return (read_response_format(output) if output is not None else None), thinking
 
 

@@ -105,7 +105,7 @@ class _OpenCalls:
 
 def _read_message(fields: Fields, calls: _OpenCalls) -> Message:
     """One message. An unknown role becomes `user`, because templates only know the standard roles."""
-    role = _ROLES.get(fields.required_text("role"), "user")
+    role = _ROLES.get(fields.required_text("role").lower(), "user")
     content: list[Text | Image] = []
     if text := fields.text("content"):
         content.append(Text(text=text))

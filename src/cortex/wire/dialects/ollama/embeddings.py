@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from cortex.wire.dialects.ollama.lines import nanoseconds
-from cortex.wire.errors import InvalidValue, UpstreamInterrupted
+from cortex.wire.errors import UpstreamInterrupted
 from cortex.wire.events import Usage
 from cortex.wire.fields import body as wire_body
 from cortex.wire.fields.body import LARGEST_COUNT
@@ -41,18 +41,21 @@ def request_body(body: bytes, model: str | None = None) -> bytes:
     """The body for `/v1/embeddings`, with `model` in place of the client's name. Raises MalformedJSON, MissingModel or
     InvalidValue."""
     fields = wire_body.parse(body)
-    name = "input" if "input" in fields else "prompt"
-    texts = fields.texts(name)
-    if not texts:
-        raise InvalidValue(f"Invalid value for '{name}': it is required, a text or an array of them.", param=name)
+    is_old = "prompt" in fields and "input" not in fields
+    texts = fields.texts("prompt" if is_old else "input")
+    if texts == ("",) and not isinstance(fields.raw("input"), list):
+        texts = ()
     sent: dict[str, Any] = {
         "model": model or plain_name(fields.model()),
         "input": texts,
         "encoding_format": "float",
     }
+    if not texts:
+        sent["loads_only"] = True  # as a chat without messages
     if (dimensions := fields.integer("dimensions", low=1, high=LARGEST_COUNT)) is not None:
         sent["dimensions"] = dimensions
-    if fields.flag("truncate"):
+    truncates = fields.flag("truncate")
+    if truncates or (truncates is None and not is_old and texts):
         sent["truncate_prompt_tokens"] = -1  # as many as the model takes
     return msgspec.json.encode(sent)
 

@@ -9,7 +9,7 @@ import msgspec
 from cortex.wire.errors import MissingModel
 from cortex.wire.facts import Facts
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
-from cortex.wire.fields.sampling import MAX_TOP_LOGPROBS, read_effort, read_sampling
+from cortex.wire.fields.sampling import MAX_TOP_LOGPROBS, read_sampling
 from cortex.wire.fields.tables.ollama import OPTIONS
 from cortex.wire.model_names import plain_name
 from cortex.wire.pictures.parts import from_base64, from_url
@@ -32,7 +32,7 @@ def read_facts(fields: Fields, *, loads_only: bool) -> Facts:
     return Facts(
         fields.model(),
         fields.flag("stream") is not False,
-        limit if limit is not None and limit > 0 else None,
+        limit if limit is not None and limit >= 0 else None,
         1,
         loads_only=loads_only,
         unloads=read_keep_alive(fields) == 0,
@@ -81,7 +81,7 @@ def _read_think(fields: Fields) -> Thinking:
     if given is None or isinstance(given, bool):
         return Thinking(enabled=given)
     if isinstance(given, str) and given in _EFFORTS:
-        return read_effort(_EFFORTS[given])
+        return Thinking(enabled=True, effort=_EFFORTS[given])
     raise fields.invalid("think", "use true, false, low, medium, high or max")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from cortex.wire.fields.sampling import (
     read_output_format,
     read_prompt_logprobs,
     read_sampling,
+    read_stream_options,
     read_truncation,
 )
 from cortex.wire.fields.tables.openai_chat import FIELDS
@@ -75,7 +77,7 @@ def parse(body: bytes) -> GenerateRequest:
         raise fields.invalid("messages", "it is required and must hold at least one message")
     found = _read_tools(fields)
     as_functions = bool(fields.array("functions"))
-    stream_options = fields.object("stream_options")
+    stream_options = read_stream_options(fields)
     template_args = _read_template_args(fields)
     return GenerateRequest(
         model=facts.model,
@@ -92,6 +94,7 @@ def parse(body: bytes) -> GenerateRequest:
         include_usage=(stream_options.flag("include_usage") or False) if stream_options else False,
         continuous_usage=(stream_options.flag("continuous_usage_stats") or False) if stream_options else False,
         return_token_ids=fields.flag("return_token_ids") or False,
+        timings=fields.flag("timings_per_token") or False,
         template_args=template_args,
         user=fields.text("user"),
         tenant=read_tenant(fields),
@@ -118,12 +121,28 @@ def _read_chat_sampling(fields: Fields, facts: Facts) -> Sampling:
 
 def _read_thinking(fields: Fields, template_args: dict[str, Any]) -> Thinking:
     """The template's switch takes precedence over `enable_thinking`, and that over the effort."""
-    thinking = read_effort(fields.text("reasoning_effort"))
+    thinking = read_effort(fields, "reasoning_effort")
     switch = template_args.get("enable_thinking", template_args.get("thinking"))
     if not isinstance(switch, bool):
         switch = fields.flag("enable_thinking")
-    shown = fields.flag("include_reasoning") is not False
-    return msgspec.structs.replace(thinking, enabled=thinking.enabled if switch is None else switch, shown=shown)
+    budget = fields.integer("thinking_budget_tokens", low=-1, high=LARGEST_COUNT)
+    if budget == 0 and switch is None:
+        switch = False
+    return msgspec.structs.replace(
+        thinking,
+        enabled=thinking.enabled if switch is None else switch,
+        budget_tokens=budget if budget is not None and budget > 0 else None,
+        shown=fields.flag("include_reasoning") is not False,
+        inline=_is_inline(fields),
+    )
+
+
+def _is_inline(fields: Fields) -> bool:
+    """Whether reasoning is to stay in the content."""
+    form = fields.text("reasoning_format") or "auto"
+    if form not in ("auto", "deepseek", "none"):
+        raise fields.invalid("reasoning_format", f"'{shorten(form)}' is not known; use auto, deepseek or none")
+    return form == "none" or fields.flag("separate_reasoning") is False
 
 
 def _read_template_args(fields: Fields) -> dict[str, Any]:
@@ -136,8 +155,7 @@ def _read_template_args(fields: Fields) -> dict[str, Any]:
 
 
 def _read_message(fields: Fields) -> Message:
-    """One message. An unknown role becomes `user`, because templates only know the standard roles."""
-    role = _ROLES.get(fields.required_text("role"), "user")
+    role = fields.role(_ROLES)
     name = fields.text("name")
     content = tuple(_read_content(fields))
     if role == "tool":
@@ -215,12 +233,14 @@ def _read_tool_choice(fields: Fields, found: ToolList, *, as_functions: bool) ->
     """The choice among tools, or with `as_functions` among functions: their dialect has one call per response."""
     parallel = not as_functions and fields.flag("parallel_tool_calls") is not False
     field = "function_call" if as_functions and "function_call" in fields else "tool_choice"
+    resolve = partial(
+        found.resolve, fields, parallel=parallel, choice=field, listed="functions" if as_functions else "tools"
+    )
     if not isinstance(fields.raw(field), dict):
-        return found.resolve(fields, fields.text(field) or "auto", None, parallel=parallel)
+        return resolve(fields.text(field) or "auto", None)
     named = fields.object(field)
     assert named is not None
     if (allowed := named.object("allowed_tools")) is not None:
-        choice = found.resolve(fields, allowed.text("mode") or "auto", None, parallel=parallel)
-        return found.restrict(choice, allowed)
+        return found.restrict(resolve(allowed.text("mode") or "auto", None), allowed)
     function = named.object("function") or named.object("custom") or named
-    return found.resolve(fields, "named", function.text("name"), parallel=parallel)
+    return resolve("named", function.text("name"))

@@ -12,6 +12,7 @@ from cortex.wire.dialects.openai_chunks import (
     ChunkEncoder,
     prompt_logprobs_body,
     stream_error,
+    timings_body,
     usage_body,
 )
 from cortex.wire.error_codes import from_code
@@ -72,8 +73,8 @@ class Encoder(ChunkEncoder):
             case Logprobs(tokens=tokens):
                 self._logprobs[event.index] = self._logprobs.get(event.index, ()) + tokens
                 return b""
-            case UsageSoFar(usage=usage):
-                self._continuous[event.index] = usage
+            case UsageSoFar():
+                self._note(event)
                 return b""
             case PromptLogprobs():
                 return b""  # a stream has none
@@ -122,6 +123,7 @@ class Encoder(ChunkEncoder):
         }
 
     def _finish(self, event: Finish) -> bytes:
+        self._note(event)
         reason = _finish_reason(event, as_functions=self._as_functions)
         return self._finished(event, self._delta(event.index, {}, finish_reason=reason, **_stop_reason(event)))
 
@@ -129,6 +131,7 @@ class Encoder(ChunkEncoder):
 def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
     """The whole response as one body. Raises the error of a `Failure`."""
     choices = gather(events)
+    usage = total_usage(choice.finish for choice in choices)
     body = {
         "id": id,
         "object": "chat.completion",
@@ -136,10 +139,12 @@ def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, creat
         "model": model,
         "system_fingerprint": SYSTEM_FINGERPRINT,
         "choices": [_choice_body(choice, request) for choice in choices],
-        "usage": usage_body(total_usage(choice.finish for choice in choices)),
+        "usage": usage_body(usage),
     }
     if request.sampling.prompt_logprobs is not None:
         body["prompt_logprobs"] = prompt_logprobs_body(choices[0].prompt_logprobs)
+    if request.timings:
+        body["timings"] = timings_body(usage, choices[-1].finish.timing)
     if request.return_token_ids:
         body["prompt_token_ids"] = choices[0].prompt_token_ids
     return msgspec.json.encode(body)

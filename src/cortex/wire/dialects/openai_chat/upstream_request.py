@@ -8,6 +8,7 @@ import msgspec
 
 from cortex.wire.dialects.openai_chat.request import CONTINUE, TEMPLATE_SWITCHES
 from cortex.wire.dialects.openai_chat.stream import tool_call_body
+from cortex.wire.errors import InvalidValue
 from cortex.wire.pictures.files import data_url
 from cortex.wire.requests import (
     GenerateRequest,
@@ -25,7 +26,10 @@ from cortex.wire.requests import (
 
 
 def build(request: GenerateRequest) -> bytes:
-    """The body for `request`. It always requests usage, because every stream is metered."""
+    """The body for `request`. It always requests usage, because every stream is metered. Raises InvalidValue for a
+    request for no tokens, which servers either reject or take for one without a limit."""
+    if request.sampling.max_tokens == 0:
+        raise InvalidValue("The server of this model writes at least one token; ask for one or more.")
     body: dict[str, Any] = {
         "model": request.model,
         "messages": [_message_body(message) for message in request.messages],
@@ -48,7 +52,7 @@ def build(request: GenerateRequest) -> bytes:
             for tool in request.callable_tools
         ]
         body["tool_choice"] = _tool_choice_body(request.tool_choice)
-        if not request.tool_choice.parallel:
+        if not request.tool_choice.parallel and request.tool_choice.mode != "named":
             body["parallel_tool_calls"] = False
     body |= _output_body(request.output)
     body |= _template_body(request)

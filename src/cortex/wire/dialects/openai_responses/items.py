@@ -20,8 +20,12 @@ from cortex.wire.fields.tools import read_arguments
 from cortex.wire.pictures.parts import PICTURE_PARTS, picture_urls, read_url_part
 from cortex.wire.requests import Image, Message, Part, Reasoning, Role, Text, ToolCall, ToolResult
 
-_ROLES: dict[str, Role] = {"system": "system", "developer": "developer", "assistant": "assistant"}
-
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "assistant": "assistant",
+}
 
 _RESULTS = OUTPUTS | {"function_call_output", "custom_tool_call_output"}
 _WITHOUT_EFFECT = frozenset(kind.name for kind in ITEMS if kind.treatment is Treatment.TOLERATED)
@@ -91,7 +95,7 @@ def _read_item(item: Fields, conversation: _Conversation, noted: list[str]) -> N
     kind = item.text("type") or "message"
     match kind:
         case "message":
-            role = _ROLES.get(item.required_text("role"), "user")
+            role = item.role(_ROLES)
             parts: list[Part] = list(_read_content(item, "content"))
             if role == "assistant":
                 conversation.add_content(parts)

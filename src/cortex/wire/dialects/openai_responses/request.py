@@ -17,6 +17,7 @@ from cortex.wire.fields.sampling import (
     read_effort,
     read_output_format,
     read_sampling,
+    read_stream_options,
     read_truncation,
 )
 from cortex.wire.fields.tables.openai_responses import FIELDS, TOOLS
@@ -40,6 +41,18 @@ ECHOED = (
     "user",
 )
 """Request fields that the response object repeats as the client wrote them."""
+
+INCLUDABLE = (
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+)
+"""What `include` may name. Only the last has anything to add here."""
 
 
 def read_facts(fields: Fields) -> Facts:
@@ -84,6 +97,7 @@ def parse(body: bytes) -> GenerateRequest:
     found = _read_tools(fields)
     reasoning = fields.object("reasoning")
     text = fields.object("text")
+    read_stream_options(fields)
     return GenerateRequest(
         model=facts.model,
         messages=tuple(messages),
@@ -119,7 +133,7 @@ def _read_echoed(fields: Fields) -> dict[str, Any]:
 def _read_thinking(reasoning: Fields | None) -> Thinking:
     if reasoning is None:
         return Thinking()
-    thinking = read_effort(reasoning.text("effort"))
+    thinking = read_effort(reasoning, "effort")
     for name in ("summary", "generate_summary"):
         if (style := reasoning.text(name)) is not None:
             if style not in ("auto", "concise", "detailed"):
@@ -137,7 +151,11 @@ def _read_truncation(fields: Fields) -> bool:
 
 def _read_sampling(fields: Fields, facts: Facts) -> Sampling:
     top_logprobs = fields.integer("top_logprobs", low=0, high=MAX_TOP_LOGPROBS) or 0
-    wanted = top_logprobs > 0 or "message.output_text.logprobs" in fields.texts("include")
+    included = fields.texts("include")
+    for name in included:
+        if name not in INCLUDABLE:
+            raise fields.invalid("include", f"'{shorten(name)}' is not known; use {', '.join(INCLUDABLE)}")
+    wanted = top_logprobs > 0 or "message.output_text.logprobs" in included
     return msgspec.structs.replace(
         read_sampling(fields),
         max_tokens=facts.completion_limit,

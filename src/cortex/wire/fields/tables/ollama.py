@@ -6,7 +6,7 @@ from cortex.wire.fields.tables.shared import CACHE_SALT
 from cortex.wire.fields.tables.table import FieldTable, content, fact, honoured, limit, rejected, tolerated
 
 _OPTIONS = (
-    limit("options.num_predict", 9, "-1 and -2: no limit"),
+    limit("options.num_predict", 9, "-1 and -2: no limit; 0 computes the prompt alone"),
     honoured("options.temperature", 0.5),
     honoured("options.top_k", 5),
     honoured("options.top_p", 0.5),
@@ -49,7 +49,11 @@ OPTIONS = frozenset(one.name.removeprefix("options.") for one in _OPTIONS)
 CHAT = FieldTable(
     _SHARED,
     (
-        content("messages", [{"role": "user", "content": "other"}], "none: the model is loaded"),
+        content(
+            "messages",
+            [{"role": "user", "content": "other"}],
+            "none: the model is loaded; a role that is not known is shown as `user`",
+        ),
         honoured("tools", [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]),
         honoured("truncate", True, "drops the oldest messages of a prompt that does not fit; absent: it is rejected"),
     ),

@@ -14,9 +14,9 @@ FIELDS = FieldTable(
             "max_tokens",
             9,
             "of completions: absent, they end with the text or the context (16 tokens in OpenAI's API); "
-            "0: no tokens, with `echo` the prompt alone",
+            "0: no tokens, with `echo` the prompt alone; -1 is no limit, as in llama.cpp",
         ),
-        limit("n_predict", 9, "llama.cpp's name for `max_tokens`; -1 is no limit"),
+        limit("n_predict", 9, "llama.cpp's name for `max_tokens`; -1 is no limit, 0 computes the prompt alone"),
         fact("n", 2),
         honoured("logprobs", 2, "with `echo` also of the prompt"),
         honoured("prompt_logprobs", 1, "vLLM; not in a stream"),

@@ -43,7 +43,9 @@ FIELDS = FieldTable(
         honoured("reasoning.summary", "auto", "`auto`, `concise`, `detailed`: the reasoning itself, as a summary"),
         honoured("chat_template_kwargs", {"enable_thinking": False}),
         fact("stream", True),
-        tolerated("stream_options", {"include_obfuscation": False}, "nothing is obfuscated"),
+        tolerated(
+            "stream_options", {"include_obfuscation": False}, "nothing is obfuscated; only with `stream`", stream=True
+        ),
         honoured("user", "u"),
         honoured("metadata", {"k": "v"}, "repeated in the response"),
         honoured("service_tier", "auto", "repeated in the response"),
@@ -64,6 +66,7 @@ FIELDS = FieldTable(
         rejected("return_token_ids", True, "token ids are not returned here; use chat completions", False),
         rejected("n", 2, "this dialect has one response; use chat completions", 1),
     ),
+    (tolerated("timings_per_token", True),),
     SAMPLING,
     OUTPUT,
     PROMPT,

@@ -86,6 +86,9 @@ An https address instead of a file is rejected, unless the operator lets the gat
 SCHEMAS = f"""\
 ## Schemas
 
+An object has only the properties that its schema lists, as with Ollama, llama.cpp and vLLM, unless the schema says
+otherwise (`additionalProperties`, `patternProperties`), lists none, or describes the object in several parts (`allOf`).
+
 Output that must follow a schema follows all of it, except parts that no grammar can express: a `pattern` with
 lookahead, lookbehind, a backreference or a word boundary, formats such as `path`, `uniqueItems`, `not`, `if`,
 `contains` and the like; of `oneOf` at least one option holds. The rest is enforced, and the header

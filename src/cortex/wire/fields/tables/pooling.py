@@ -26,6 +26,7 @@ EMBEDDINGS = FieldTable(
         honoured("prompt_name", "query", "one of the prompts of the model's files precedes each text"),
         honoured("input_type", "query", "`query` or `document`, and their other names: the model's prompt for it"),
         honoured("normalize", True, "vectors at length one; default: as the model's files say"),
+        honoured("loads_only", True, "only loads the model; `input` is empty", input=[]),
         rejected("add_special_tokens", False, "send the texts as token ids to leave them out", True),
         rejected("messages", [], "send texts in 'input'"),
     ),

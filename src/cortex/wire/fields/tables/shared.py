@@ -26,6 +26,12 @@ SAMPLING = (
     honoured("ignore_eos", True),
     honoured("stop", ["END"]),
     honoured("stop_token_ids", [2]),
+    honoured(
+        "samplers",
+        ["top_k", "temperature"],
+        "llama.cpp: those that it leaves out do not apply; their order is fixed",
+        top_p=0.5,
+    ),
     SPECULATION,
 )
 """For `read_sampling`."""
@@ -44,11 +50,13 @@ OUTPUT = (
 )
 """For `read_output_format`: constraints on the output. A request may have one."""
 
+TIMINGS = honoured("timings_per_token", True, "llama.cpp: `timings` in the response, and in every chunk of a stream")
 STREAM = (
+    TIMINGS,
     fact("stream", True),
-    honoured("stream_options.include_usage", True),
-    honoured("stream_options.continuous_usage_stats", True, "usage in every chunk"),
-    tolerated("stream_options.include_obfuscation", False, "nothing is obfuscated"),
+    honoured("stream_options.include_usage", True, "only with `stream`", stream=True),
+    honoured("stream_options.continuous_usage_stats", True, "usage in every chunk", stream=True),
+    tolerated("stream_options.include_obfuscation", False, "nothing is obfuscated", stream=True),
 )
 
 ACCOUNT = (
@@ -70,7 +78,8 @@ EXTENSIONS = (
     tolerated("cache_prompt", True, "prefixes are always cached"),
     tolerated("id_slot", -1),
     tolerated("spaces_between_special_tokens", True),
-    tolerated("timings_per_token", True),
+    tolerated("sse_ping_interval", 1, "the server's setting `keepalive_s` has the interval"),
+    tolerated("reasoning_control", True),
     tolerated("return_progress", True),
     rejected("use_beam_search", True, "beam search is not supported; sample with 'n'", False),
     rejected("length_penalty", 1.5, "beam search is not supported; remove it", 1),
@@ -86,7 +95,6 @@ EXTENSIONS = (
     rejected("mirostat", 1, "mirostat is not supported; use 'temperature' and 'top_p'", 0),
     rejected("dry_multiplier", 0.8, "the DRY penalty is not supported; use 'repetition_penalty'", 0),
     rejected("xtc_probability", 0.5, "XTC sampling is not supported; remove it", 0),
-    rejected("samplers", ["top_k"], "the order of samplers is fixed; remove it", []),
     rejected("skip_special_tokens", False, "control tokens are never part of the text; remove it", True),
     rejected("include_stop_str_in_output", True, "the stop string is reported as 'stop_reason'; remove it", False),
     rejected("return_tokens_as_token_ids", True, "tokens are returned as text; remove it", False),

@@ -149,8 +149,8 @@ def limit(name: str, example: Any, note: str = "") -> BodyField:
     return BodyField(name, Treatment.HONOURED, example, note, is_fact=True, is_limit=True)
 
 
-def tolerated(name: str, example: Any, note: str = "") -> BodyField:
-    return BodyField(name, Treatment.TOLERATED, example, note)
+def tolerated(name: str, example: Any, note: str = "", **context: Any) -> BodyField:
+    return BodyField(name, Treatment.TOLERATED, example, note, context=context)
 
 
 def rejected(name: str, example: Any, problem: str, *harmless: Any) -> BodyField:

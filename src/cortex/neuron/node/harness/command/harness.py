@@ -53,6 +53,7 @@ class ServedFiles:
     quant: str | None = None
     """As the operator or the name of its file says; None: unknown."""
     num_layers: ClassVar[int] = 0
+    most_stages: ClassVar[int] = 1
     has_stages: ClassVar[bool] = False
     pooling: ClassVar[None] = None
     stored: ClassVar[None] = None

@@ -58,7 +58,7 @@ def for_node(
         (_ATTEMPT, accounting.attempt_id),
         (_PRINCIPAL, header_value(reservation.principal)),
     )
-    if admitted.tenant and lease.has_lifecycle:
+    if admitted.tenant:
         headers = (*headers, (_TENANT, admitted.tenant.hex().encode()))
     if keeper is not None and keeper.kept is not None:
         headers = (*headers, (_KEPT, keeper.kept.header_value.encode()))

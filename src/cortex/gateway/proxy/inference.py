@@ -22,6 +22,7 @@ from cortex.gateway.proxy.request import ProxyRequest
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import Route, error_response
 from cortex.gateway.proxy.services import Services
+from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.parsing import relayed
 from cortex.parsing.cost import is_read_elsewhere

@@ -38,7 +38,7 @@ class Constraint:
         except Exception as error:  # noqa: BLE001 - any error of the grammar library concerns this sequence alone
             self._fail(error)
         else:
-            self._check_allowed(row)
+            self.check_allowed(row)
 
     @staticmethod
     def fill_all(constraints: Sequence[Constraint], rows: Tensor) -> None:
@@ -47,7 +47,7 @@ class Constraint:
             MatchState.fill_masks([constraint.state for constraint in constraints], rows)
             for constraint, row in zip(constraints, rows, strict=True):
                 constraint.state.check()
-                constraint._check_allowed(row)
+                constraint.check_allowed(row)
         except Exception:  # noqa: BLE001 - which of them is at fault shows one by one
             for constraint, row in zip(constraints, rows.fill_(-1), strict=True):
                 constraint.fill_mask(row)
@@ -91,7 +91,8 @@ class Constraint:
                 self._fail(error)
             return True
 
-    def _check_allowed(self, row: Tensor) -> None:
+    def check_allowed(self, row: Tensor) -> None:
+        """Fails if the request allows none of the tokens that the grammar does. row: [words] int32"""
         if self._allowed is not None and not (row & self._allowed).any():
             self._contradict()
 

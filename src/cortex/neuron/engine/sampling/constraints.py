@@ -92,6 +92,7 @@ class Constraint:
             return True
 
     def check_allowed(self, row: Tensor) -> None:
+        """Fails if the request allows none of the tokens that the grammar does. row: [words] int32"""
         if self._allowed is not None and not (row & self._allowed).any():
             self._contradict()
 

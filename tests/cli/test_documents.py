@@ -110,7 +110,7 @@ def test_every_command_in_the_readme_exists() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     groups: dict[str, click.Group] = {"cortex": cortex, "neuron": neuron}
     known = {program: group.list_commands(click.Context(group)) for program, group in groups.items()}
-    for program, command in re.findall(r"`(cortex|neuron) ([a-z]+)", text):
+    for program, command in re.findall(r"`(cortex|neuron) ([a-z]+(?:-[a-z]+)*)", text):
         assert command in known[program], f"{program} {command}"
 
 

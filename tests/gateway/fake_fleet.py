@@ -72,6 +72,8 @@ class FakeFleet:
         self.benches: dict[tuple[str, str], BenchResult] = {}
         self.kept: dict[tuple[str, str], HostKV] = {}
         self.leaving: set[tuple[str, str]] = set()
+        self.ceiling_bytes: int | None = None
+        """Of every node."""
         self.foreign_bytes = 0
         """What other programs hold of every device."""
         self.failure_code: str | None = None
@@ -176,6 +178,7 @@ class FakeFleet:
                 ),
                 models=tuple(self.status(node, model) for model in self.sizes[node]),
                 shares=shares,
+                ceiling_bytes=self.ceiling_bytes,
             )
             devices = tuple(
                 Device(index=index, kind=self.device_kind, name="card", total_bytes=self.total_bytes)

@@ -16,7 +16,14 @@ from cortex.wire.events import Usage
 from cortex.wire.node import usage_report
 from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.headers import PRINCIPAL
-from cortex.wire.node.orders import DeletedFiles, FilesRequest, HubRepository, LoadRequest, UnloadRequest
+from cortex.wire.node.orders import (
+    DeletedFiles,
+    FilesRequest,
+    ForgetSizeRequest,
+    HubRepository,
+    LoadRequest,
+    UnloadRequest,
+)
 from cortex.wire.node.protocol import (
     Capabilities,
     Device,
@@ -94,6 +101,8 @@ class FakeNeuron:
     first_token_s: float | None = None
     """Reported with whole responses."""
     respond: Respond | None = None
+    forgotten_bytes: int = 1
+    """What a model counts as whose size was forgotten."""
     silent: bool = False
     """Accept control requests and never respond."""
     asked: asyncio.Event = field(default_factory=asyncio.Event)
@@ -197,6 +206,7 @@ class FakeNeuron:
         app.router.add_get("/health", self._health)
         app.router.add_post("/models/load", self._load)
         app.router.add_post("/models/unload", self._unload)
+        app.router.add_post("/models/forget-size", self._forget_size)
         app.router.add_post("/files/pull", self._pull)
         app.router.add_get("/files/pulls/{id:.+}", self._pull_status)
         app.router.add_post("/files/cancel", self._cancel_pull)
@@ -265,6 +275,11 @@ class FakeNeuron:
             return _json({"error": {"message": "this node knows no such model", "code": "model_not_found"}}, 404)
         falls_asleep = wanted.sleep and self.has_host_memory and self.states.get(wanted.model_id) is not None
         self.states[wanted.model_id] = ModelState.ASLEEP if falls_asleep else ModelState.COLD
+        return _json(self.status(wanted.model_id))
+
+    async def _forget_size(self, request: web.Request) -> web.Response:
+        wanted = msgspec.json.decode(await request.read(), type=ForgetSizeRequest)
+        self.estimates[wanted.model_id] = self.forgotten_bytes
         return _json(self.status(wanted.model_id))
 
     async def _pull(self, request: web.Request) -> web.Response:

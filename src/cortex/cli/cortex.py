@@ -37,6 +37,7 @@ _CONTROL = {
     "rm": "commands.files:rm",
     "drain": "commands.nodes:drain",
     "undrain": "commands.nodes:undrain",
+    "forget-size": "commands.load:forget_size",
 }
 _ADMINISTER = {
     "keys": "commands.keys:keys",

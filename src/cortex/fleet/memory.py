@@ -17,6 +17,9 @@ from .holdings import ON_DEVICE, as_model, bytes_held
 from .index import remembered
 from .topology import Fleet, Measured, Node
 
+ENGINES = ("torch", "candle")
+"""The harnesses that are no servers: what their models take follows from their files and options."""
+
 Basis = Literal["measured", "estimated", "reserved"]
 
 
@@ -170,6 +173,8 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
     held = node.residencies.get(spec.id)
     status = None if held is None else sized_for(spec, held.status)
     takes_bytes = None if status is None else whole_measured_bytes(node, status, fleet)
+    if takes_bytes is None and status is not None and status.harness not in ENGINES and status.estimate_bytes:
+        takes_bytes = spec.vram_bytes or _whole(status, status.estimate_bytes)  # its node knows its latest runs
     if takes_bytes is None:
         takes_bytes = fleet.measured.get((spec.id, spec.quant, spec.context), spec.vram_bytes)
     if takes_bytes is None and status is not None:
@@ -210,6 +215,8 @@ def measurements(fleet: Fleet, models: Iterable[str] | None = None) -> Measured:
         for node in fleet.listing(model_id):
             status = node.residencies[model_id].status
             whole_bytes = whole_measured_bytes(node, status, fleet)
+            if whole_bytes is not None and status.harness not in ENGINES:
+                whole_bytes = _whole(status, status.estimate_bytes)  # what it holds now may be unusual
             if whole_bytes is not None and (spec.quant is None or _is_as_wanted(spec.quant, status)):
                 found[key] = whole_bytes
     is_news = any(fleet.measured.get(key) != num_bytes for key, num_bytes in found.items())

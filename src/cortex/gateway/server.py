@@ -22,7 +22,7 @@ from cortex.gateway.api.history import HistoryRoutes
 from cortex.gateway.api.jobs import JobBoard, JobRoutes
 from cortex.gateway.api.keys import KeyRoutes
 from cortex.gateway.api.llama_cpp import LlamaCppRoutes
-from cortex.gateway.api.model_log import ModelLogRoutes
+from cortex.gateway.api.model_servers import ModelServerRoutes
 from cortex.gateway.api.ollama.inference import OllamaInference
 from cortex.gateway.api.ollama.routes import OllamaRoutes
 from cortex.gateway.api.orders import OrderRoutes
@@ -164,7 +164,7 @@ class Gateway:
             orders,
             self._bench_routes,
             LlamaCppRoutes(self.dispatcher, orders, self._metering, open_paths, self.event_log, self._streams),
-            ModelLogRoutes(self.dispatcher, nodes, self._metering, self._deferred),
+            ModelServerRoutes(self.dispatcher, nodes, self._metering, self._deferred),
             JobRoutes(board, self._metering),
             AuditRoutes(self._audit, self._metering, self._deferred),
             ActivityRoutes(

@@ -45,6 +45,22 @@ def test_lifecycle_commands_send_their_request(
     assert [(path, body) for _method, path, body, _headers in sent] == [(path, body)]
 
 
+def test_forget_size_says_what_the_model_counts_as_on_each_node(gateway: CannedGateway, invoke: Invoke) -> None:
+    nodes = [
+        {"node": "beast", "estimate_bytes": 3 << 30, "error": None},
+        {"node": "attic", "estimate_bytes": 0, "error": None},
+        {"node": "old", "estimate_bytes": None, "error": "no such route"},
+    ]
+    gateway.responses["DELETE", "/fleet/models/org%2Fm/size?node=b%20x"] = {"model": "org/m", "nodes": nodes}
+    shown = invoke("forget-size", "org/m", "--node", "b x")
+    assert shown.code is ExitCode.OK
+    assert shown.stdout.splitlines() == [
+        "org/m on beast counts as 3.0 GiB from now on",
+        "org/m on attic has no size from now on",
+        "old: no such route",
+    ]
+
+
 def test_drain_waits_until_the_running_requests_have_ended(
     gateway: CannedGateway, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cortex.gateway.dispatch.measured_sizes import FILE_NAME, MeasuredSizes
+from cortex.gateway.dispatch.measured_sizes import FILE_NAME, MAX_AGE_S, MeasuredSizes
 from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB
@@ -36,6 +36,19 @@ def test_unchanged_sizes_are_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / FILE_NAME).exists()
     sizes.write({})
     assert json.loads((tmp_path / FILE_NAME).read_text()) == []
+
+
+def test_sizes_that_were_not_measured_for_long_are_forgotten(tmp_path: Path) -> None:
+    now = 1e9
+    sizes = MeasuredSizes(tmp_path, lambda: now)
+    sizes.write(MEASURED)
+    now += MAX_AGE_S / 2
+    changed = MEASURED | {("b", None, 1024): 6}
+    sizes.write(changed)
+    now += MAX_AGE_S / 2 + 1
+    assert MeasuredSizes(tmp_path, lambda: now).read() == {("b", None, 1024): 6}
+    (tmp_path / FILE_NAME).write_text('[{"model": "a", "bytes": 7}]')
+    assert MeasuredSizes(tmp_path, lambda: now).read() == {("a", None, None): 7}, "of an earlier version"
 
 
 @pytest.mark.parametrize("content", [b"", b"[{", b'{"a": 1}', b'[{"model": "a"}]', b"\xff"])

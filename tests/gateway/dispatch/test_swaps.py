@@ -136,3 +136,27 @@ def test_sleep_that_would_free_nothing_is_no_room() -> None:
     fake.leaving.add(("n", "a"))
     fake.poll()
     assert fake.dispatcher.explain("b").action == "wait"
+
+
+def test_idle_model_goes_where_models_have_grown_beyond_the_ceiling() -> None:
+    fake = FakeFleet({"n": {"old": 4 * GB, "new": 4 * GB, "grown": 4 * GB}})
+    fake.ready["n"] = {"old": 900.0, "new": 950.0, "grown": 920.0}
+    fake.ceiling_bytes = 12 * GB
+    fake.poll()
+    fake.dispatcher.tick()
+    assert not fake.unloads
+    lease = lease_of(fake.ask("grown"))
+    fake.sizes["n"]["grown"] = 7 * GB
+    fake.poll()
+    fake.dispatcher.tick()
+    fake.dispatcher.tick()
+    assert fake.unloads == [("n", "old", "evicted")], "the least recently used, and only that"
+    fake.finish_unload()
+    fake.sizes["n"]["grown"] = 13 * GB
+    fake.poll()
+    fake.dispatcher.tick()
+    assert len(fake.unloads) == 1, "no idle model makes enough room"
+    fake.dispatcher.release(lease)
+    fake.poll()
+    fake.dispatcher.tick()
+    assert fake.unloads[1:] == [("n", "grown", "evicted")]

@@ -250,6 +250,9 @@ class ScriptedNode:
         self.state = ModelState.ASLEEP if request.sleep else ModelState.COLD
         return self.model(request.model_id)
 
+    def forget_size(self, model_id: str) -> ModelStatus:
+        return self.model(model_id)
+
     async def subscribe(self) -> AsyncIterator[NodeEvent]:
         for event in self.events:
             yield event

@@ -1,9 +1,10 @@
-"""`cortex load`, `unload`, `pin`, `unpin`, `move`: control of models by hand."""
+"""`cortex load`, `unload`, `pin`, `unpin`, `move`, `forget-size`: control of models by hand."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
+from urllib.parse import quote
 
 import click
 
@@ -12,7 +13,7 @@ from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options, m
 from cortex.cli.commands.explain import show_decision
 from cortex.cli.failures import Command, CommandError
 from cortex.cli.model_name import MODEL
-from cortex.cli.output import console, json_option, print_json
+from cortex.cli.output import console, json_option, print_json, size
 from cortex.cli.views.jobs import follow, parse
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.words import plural
@@ -110,6 +111,30 @@ def unpin(model: str, gateway: GatewayClient, as_json: bool) -> None:
         print_json(response)
     else:
         _print(f"{response['model']} is no longer pinned")
+
+
+@click.command(cls=Command)
+@click.argument("model", type=MODEL)
+@click.option("--node", help="Only on this node; on all that have the model when absent.")
+@gateway_options
+@json_option
+def forget_size(model: str, node: str | None, gateway: GatewayClient, as_json: bool) -> None:
+    """Forget how much memory a model has taken.
+
+    It is placed by estimates again, until its next load is measured. For a model that is kept out because it once took
+    more than usual.
+    """
+    response = gateway.delete(model_path(model, "size") + (f"?node={quote(node, safe='')}" if node else ""))
+    if as_json:
+        print_json(response)
+        return
+    for place in response["nodes"]:
+        if place["error"] is not None:
+            _print(f"{place['node']}: {place['error']}")
+        else:
+            expected = place["estimate_bytes"]
+            size_now = f"counts as {size(expected)} from now on" if expected else "has no size from now on"
+            _print(f"{response['model']} on {place['node']} {size_now}")
 
 
 @click.command(cls=Command)

@@ -14,6 +14,7 @@ import msgspec
 
 from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.holdings import ON_DEVICE, sleep_frees
+from cortex.fleet.memory import DeviceLedger, whole_ledger
 from cortex.fleet.rules import EvictionRules
 from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
 from cortex.wire.node.protocol import ModelState
@@ -220,6 +221,46 @@ def expired(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
             if not held.is_busy and not held.pinned and not spec.is_pinned_on(node.name):
                 found.append(ModelOnNode(node.name, held.model_id))
     return tuple(found)
+
+
+def over_ceilings(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
+    """The models to evict where models have grown beyond a memory ceiling (`memory_mb`): idle ones, by the strategy,
+    as few as bring the rest within it. None where that would not suffice; busy models end their requests first."""
+    found: list[ModelOnNode] = []
+    for node in fleet.nodes:
+        if not (node.healthy and node.has_lifecycle and (excess := _excess(node))):
+            continue
+        if not node.reservations and not any(held.state is ModelState.UNLOADING for held in node.active):
+            devices = whole_ledger(node)
+            idle = [_idle_occupant(held, devices, fleet) for held in node.active if _may_go(held, node, fleet, now)]
+            found += [ModelOnNode(node.name, each.model_id) for each in choose(idle, excess, fleet.rules) or ()]
+    return tuple(found)
+
+
+def _excess(node: Node) -> dict[int, int]:
+    """What models hold beyond the ceiling of each device, and of the `WHOLE_NODE`."""
+    if node.ceiling_bytes is None and all(device.ceiling_bytes is None for device in node.devices):
+        return {}
+    devices = whole_ledger(node)
+    over = {each.index: each.committed_bytes - each.ceiling_bytes for each in devices if each.ceiling_bytes is not None}
+    if devices and (left_bytes := devices[0].node_left_bytes) is not None:
+        over[WHOLE_NODE] = -left_bytes
+    return {index: num_bytes for index, num_bytes in over.items() if num_bytes > 0}
+
+
+def _may_go(held: Residency, node: Node, fleet: Fleet, now: float) -> bool:
+    is_pinned = held.pinned or fleet.catalogue.spec(held.model_id).is_pinned_on(node.name)
+    is_young = now - held.state_since < residency_s(held, fleet.rules)
+    return held.state is ModelState.READY and not (held.is_busy or is_pinned or is_young)
+
+
+def _idle_occupant(held: Residency, devices: Sequence[DeviceLedger], fleet: Fleet) -> Occupant:
+    return Occupant(
+        model_id=held.model_id,
+        priority=fleet.catalogue.spec(held.model_id).priority,
+        last_used=held.last_used,
+        device_bytes={device.index: taken for device in devices if (taken := device.held_by(held.model_id))},
+    )
 
 
 def due_for_recycling(node: Node, rules: EvictionRules) -> bool:

@@ -204,7 +204,7 @@ class Control:
                 "activity": ["/fleet/activity", "/fleet/activity/events", "/fleet/activity/{id}"],
                 "usage": ["/fleet/usage", "/fleet/usage.csv", "/keys"],
                 "orders": [
-                    "/fleet/models/{model}/{load,unload,pin,unpin,bench,log}",
+                    "/fleet/models/{model}/{load,unload,pin,unpin,bench,log,size}",
                     "/fleet/nodes/{node}/{drain,undrain}",
                     "/fleet/jobs",
                 ],

@@ -14,7 +14,7 @@ from cortex.fleet.demand import SOMEBODY
 from cortex.fleet.memory import ledger
 from cortex.fleet.placement import explain
 from cortex.fleet.placement.decision import Decision, Verdict
-from cortex.fleet.placement.eviction import due_for_recycling, expired
+from cortex.fleet.placement.eviction import due_for_recycling, expired, over_ceilings
 from cortex.fleet.placement.place import UnmetPin, place, unmet_pins
 from cortex.fleet.placement.search import search
 from cortex.fleet.topology import Fleet, ModelOnNode
@@ -180,6 +180,8 @@ class Dispatcher(DispatchView, StateMachine):
         for node in fleet.nodes:
             if due_for_recycling(node, fleet.rules):
                 self._jobs.recycle(node)
+        for target in over_ceilings(fleet, now):
+            self._jobs.unload(target, cause="evicted")
         for target in expired(fleet, now):
             self._jobs.unload(target, cause="ttl", sleep=not self._fleet_state.is_asleep(target))
         unmet = [UnmetPin(*pin) for pin in self._fleet_state.pins if self._fleet_state.is_absent(pin)]
@@ -327,6 +329,12 @@ class Dispatcher(DispatchView, StateMachine):
     def change_pins(self, *, added: Iterable[ModelOnNode] = (), removed: Iterable[ModelOnNode] = ()) -> None:
         """By order of the operator."""
         self._fleet_state.change_pins(added=added, removed=removed)
+
+    @event
+    def forget_size(self, model: str) -> None:
+        """By order of the operator: what the model has taken, or lacked, counts no more."""
+        self._undecided.is_all = True
+        self._fleet_state.forget_size(model)
 
     @event
     def drain(self, node: str, *, drained: bool) -> None:

@@ -166,6 +166,14 @@ class FleetState:
         for pin in removed:
             self.pins.pop(pin, None)
 
+    def forget_size(self, model: str) -> None:
+        measured = {key: size for key, size in self.fleet.measured.items() if key[0] != model}
+        self.fleet = self.fleet.with_nodes((), measured=measured)
+        for target in [each for each in self.shortfalls if each.model == model]:
+            del self.shortfalls[target]
+        for target in [each for each, it in self.failures.items() if each.model == model and it.have_bytes is not None]:
+            del self.failures[target]
+
     def drain(self, node: str, *, drained: bool) -> None:
         self.drained = self.drained | {node} if drained else self.drained - {node}
         self._stale.add(node)

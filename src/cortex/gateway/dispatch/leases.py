@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from cortex.fleet.demand import SOMEBODY, Demand
+from cortex.fleet.memory import ENGINES
 from cortex.fleet.placement.decision import Origin
 from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.fleet_state import ChangedNode, FleetState
@@ -27,9 +28,6 @@ _CAPABILITIES: dict[Need, tuple[tuple[str, ...], str]] = {
     "rerank": (("rerank", "embeddings"), "makes no scores"),
 }
 """What a model must be capable of, one of these and best the first, and what one that is not does."""
-
-_ENGINES = ("torch", "candle")
-"""The harnesses that are no servers."""
 
 NO_NODES: frozenset[str] = frozenset()
 RELOAD_TOLERANCE_S = 2.0
@@ -252,7 +250,7 @@ class LeasePool:
         spec = self._fleet_state.fleet.catalogue.spec(model)
         nodes = self._fleet_state.fleet.listing(model)
         harnesses = {node.residencies[model].status.harness if node.has_lifecycle else None for node in nodes}
-        if spec.harness is None and harnesses and harnesses <= {"torch", "candle"}:
+        if spec.harness is None and harnesses and harnesses <= set(ENGINES):
             raise UnsupportedModality(
                 f"{model} runs on the built-in engine, which serves conversations, embeddings and scores; use a model "
                 "that a server of its own runs (`harness`)."
@@ -372,7 +370,7 @@ def _counts_tokens(node: Node) -> bool:
 
 def _reports_what_it_reads(node: Node, status: ModelStatus) -> bool:
     """Models of servers do not, nor those whose files no node has read yet."""
-    return node.has_lifecycle and status.harness in _ENGINES and status.family is not None
+    return node.has_lifecycle and status.harness in ENGINES and status.family is not None
 
 
 @cache

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -19,19 +20,27 @@ Measured = Mapping[tuple[str, str | None, int | None], int]
 """Bytes by model id, quant and context, as `Fleet.measured` has them."""
 
 
+MAX_AGE_S = 90 * 86400.0
+"""A size that has not been confirmed by another one for so long is forgotten: the model may have changed."""
+
+
 class _MeasuredSize(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     quant: str | None = None
     context_tokens: int | None = None
     bytes: int
+    at: float | None = None
+    """When it was measured, in Unix time; absent in files of earlier versions."""
 
 
 class MeasuredSizes:
     """The file of measured sizes. Reading and writing never raise: on failure they log, and estimates are used."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.time) -> None:
         self._path = directory / FILE_NAME
+        self._clock = clock
         self._written: Measured = {}
+        self._at: dict[tuple[str, str | None, int | None], float] = {}
         self._failing = False
 
     def read(self) -> Measured:
@@ -44,16 +53,25 @@ class MeasuredSizes:
             reason = about(str(self._path), problem)
             log.warning("measured sizes not read, models are placed by estimates: %s", reason)
             return {}
-        self._written = {(size.model, size.quant, size.context_tokens): size.bytes for size in sizes}
+        now = self._clock()
+        kept = [size for size in sizes if size.at is None or now - size.at < MAX_AGE_S]
+        self._written = {(size.model, size.quant, size.context_tokens): size.bytes for size in kept}
+        self._at = {(size.model, size.quant, size.context_tokens): size.at or now for size in kept}
         return self._written
 
     def write(self, measured: Measured) -> None:
         """Write `measured` atomically. Does nothing when the file already holds it. Blocking."""
         if measured == self._written:
             return
+        now = self._clock()
+        self._at = {
+            key: self._at[key] if key in self._at and self._written.get(key) == num_bytes else now
+            for key, num_bytes in measured.items()
+        }
         sizes = [
-            _MeasuredSize(model=model, quant=quant, context_tokens=context, bytes=num_bytes)
-            for (model, quant, context), num_bytes in sorted(measured.items(), key=repr)
+            _MeasuredSize(model=model, quant=quant, context_tokens=context, bytes=num_bytes, at=self._at[key])
+            for key, num_bytes in sorted(measured.items(), key=repr)
+            for model, quant, context in [key]
         ]
         draft = self._path.with_suffix(f".{os.getpid()}.tmp")
         try:

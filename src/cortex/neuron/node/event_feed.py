@@ -6,10 +6,11 @@ A slow subscriber costs a bounded amount of memory: it gets the latest state of 
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
 from collections.abc import AsyncIterator
 
-from cortex.wire.node.protocol import NodeEvent
+from cortex.wire.node.protocol import ModelStatus, NodeEvent
 
 
 class EventFeed:
@@ -69,3 +70,7 @@ class _Subscriber:
         self.unread.pop((event.kind, subject), None)  # so that the latest state goes to the end
         self.unread[event.kind, subject] = event
         self.changed.set()
+
+
+def model_event(status: ModelStatus) -> NodeEvent:
+    return NodeEvent(kind="model", at_s=time.time(), model=status)

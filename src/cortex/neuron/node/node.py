@@ -20,7 +20,7 @@ from cortex.neuron.node.bench.benches import Benches
 from cortex.neuron.node.bench.measurement import Measurement
 from cortex.neuron.node.bench.results import BenchResults
 from cortex.neuron.node.devices import NodeDevices, inventory_of, warn_of_unknown_devices
-from cortex.neuron.node.event_feed import EventFeed
+from cortex.neuron.node.event_feed import EventFeed, model_event
 from cortex.neuron.node.generation import Generation
 from cortex.neuron.node.harness.command.harness import CommandHarness
 from cortex.neuron.node.harness.engine import EngineHarness
@@ -100,7 +100,7 @@ class Node:
             self._local_path,
             lambda model_id: self._models.prompt_rules(model_id),
         )
-        held = MemoryCeilings(ceilings, self._holdings)
+        held = self._ceilings = MemoryCeilings(ceilings, self._holdings)
         room = DeviceRoom(
             self.devices,
             forecast,
@@ -187,13 +187,12 @@ class Node:
 
     def health(self) -> Health:
         failing = self._tasks.failing
-        limits = self._config.limits
         return Health(
             status="draining" if self._closing else "degraded" if failing else "ok",
             uptime_s=round(time.monotonic() - self._started_s, 3),
             devices=self.devices.health(),
             models=self.models(),
-            ceiling_bytes=None if limits.memory_mb is None else limits.memory_mb << 20,
+            ceiling_bytes=self._ceilings.configured.node_bytes,
             activation=self._startup_models.status(),
             failing_tasks=failing,
             pulls=self.files.pulls,
@@ -223,7 +222,7 @@ class Node:
     def subscribe(self) -> AsyncIterator[NodeEvent]:
         """The state of every model that is not cold, then every change from now on."""
         warm = [status for status in self.models() if status.state is not ModelState.COLD]
-        return self._feed.subscribe((self._activation_event(), *map(_model_event, warm)))
+        return self._feed.subscribe((self._activation_event(), *map(model_event, warm)))
 
     # Models
 
@@ -283,6 +282,11 @@ class Node:
             self._loader.forget(request.model_id)
         return status
 
+    def forget_size(self, model_id: str) -> ModelStatus:
+        """Estimates the model from now on as if it had never been loaded. Raises ModelNotFound or ModelUnsupported."""
+        self._harnesses.of(self._models.options(model_id)).forget_size(model_id)
+        return self.model(model_id)
+
     def generate(self, model_id: str, request: EngineRequest) -> Generation:
         """Starts or queues a request for a model that is ready.
 
@@ -339,7 +343,7 @@ class Node:
         return await self._loader.local_path(self._models.options(model_id))
 
     def _model_changed(self, model_id: str) -> None:
-        self._feed.publish(_model_event(self.model(model_id)))
+        self._feed.publish(model_event(self.model(model_id)))
         if not self._models.is_in_memory(model_id):
             self._run_in_background(self._rest_text(model_id), f"end the tokenizer process of {model_id}")
 
@@ -371,9 +375,9 @@ class Node:
         """Keeps device readings up to date."""
         while True:
             await self.devices.sample()
+            self._ceilings.watch()
             await self.texts.rest_idle(self._models.is_in_memory)
-            await self.pictures.rest_idle()
-            await self._surveys.rest_idle()
+            await asyncio.gather(self.pictures.rest_idle(), self._surveys.rest_idle())
             await asyncio.sleep(_SAMPLE_S)
 
     async def _keep_surveying(self) -> None:
@@ -394,7 +398,3 @@ class Node:
 
 def _shutting_down() -> ShuttingDown:
     return ShuttingDown("the node is shutting down; try another node, or this one later", retry_after_s=10)
-
-
-def _model_event(status: ModelStatus) -> NodeEvent:
-    return NodeEvent(kind="model", at_s=time.time(), model=status)

@@ -62,6 +62,12 @@ class UnloadRequest(SleepOption, frozen=True, kw_only=True):
     in its cache."""
 
 
+class ForgetSizeRequest(NodeValue, frozen=True):
+    """`POST /models/forget-size`: what a model has taken counts no more for its placement."""
+
+    model_id: ModelName
+
+
 class FilesRequest(NodeValue, frozen=True):
     """`POST /files/pull`: download a model's files without a load; `POST /files/cancel`: stop that; `POST
     /files/delete`: delete them, never while the model is in memory. A pull is idempotent."""

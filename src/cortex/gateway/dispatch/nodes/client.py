@@ -26,7 +26,15 @@ from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, UpstreamU
 from cortex.wire.events import Usage
 from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.model_log import ModelLog
-from cortex.wire.node.orders import DeletedFiles, FilesRequest, HubRepository, LoadRequest, Recycled, UnloadRequest
+from cortex.wire.node.orders import (
+    DeletedFiles,
+    FilesRequest,
+    ForgetSizeRequest,
+    HubRepository,
+    LoadRequest,
+    Recycled,
+    UnloadRequest,
+)
 from cortex.wire.node.protocol import Discovery, Health, ModelState, ModelStatus, PullStatus
 
 log = logging.getLogger(__name__)
@@ -212,6 +220,12 @@ class NodeClient:
     async def model_log(self, model: str, after: int) -> ModelLog:
         """What the server that runs the model wrote after its first `after` lines."""
         return await self._get(f"/models/{quote(model)}/log?after={after}".encode(), ModelLog)
+
+    async def forget_size(self, model: str) -> ModelStatus:
+        """Have the node estimate the model as if it had never been loaded there."""
+        return await self._post(
+            b"/models/forget-size", ForgetSizeRequest(model_id=model), ModelStatus, CONTROL_TIMEOUT_S
+        )
 
     async def recycle(self, device: int, *, timeout_s: float) -> bool:
         """Replace the worker of an empty device; False when the device is not empty after all."""

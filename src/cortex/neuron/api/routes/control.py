@@ -24,7 +24,7 @@ from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
 from cortex.wire.errors import InvalidValue, MalformedJSON, RouteNotFound, shorten
 from cortex.wire.model_names import check_name
 from cortex.wire.node.bench import BenchRequest
-from cortex.wire.node.orders import FilesRequest, LoadRequest, Recycled, UnloadRequest
+from cortex.wire.node.orders import FilesRequest, ForgetSizeRequest, LoadRequest, Recycled, UnloadRequest
 from cortex.wire.node.protocol import Endpoint, ModelList, ModelState
 
 T = TypeVar("T")
@@ -54,6 +54,7 @@ class Control:
             Route("POST", "/models/load", self.load),
             Route("POST", "/models/survey", self.survey),
             Route("POST", "/models/unload", self.unload),
+            Route("POST", "/models/forget-size", self.forget_size),
             Route("POST", r"/devices/(?P<index>\d{1,4})/recycle", self.recycle),
             Route("GET", SHARES_PATH, self.share),
             Route("POST", "/files/pull", self.pull),
@@ -150,6 +151,11 @@ class Control:
     async def unload(self, call: ApiCall) -> Response:
         unload_request = _decode(_with_model_id(call.request.body), UnloadRequest)
         return responses.json(await self.backend.unload(unload_request))
+
+    async def forget_size(self, call: ApiCall) -> Response:
+        """What the model has taken counts no more for its placement."""
+        order = _decode(_with_model_id(call.request.body), ForgetSizeRequest)
+        return responses.json(self.backend.forget_size(order.model_id))
 
     async def pull(self, call: ApiCall) -> Response:
         """Starts a download and responds at once; `/files/pulls/{model}` and `/health` show its progress."""

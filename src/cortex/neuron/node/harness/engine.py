@@ -146,6 +146,9 @@ class EngineHarness:
     def replica(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> ModelHost:
         return self._devices.host(model.id, chosen.indices, self.spec(model, facts, chosen))
 
+    def forget_size(self, model_id: str) -> None:
+        """Its sizes are computed."""
+
     def upstream(self, model: KnownModel) -> None:
         """It takes tokens."""
 

@@ -56,6 +56,9 @@ class Harness(Protocol):
     def replica(self, model: KnownModel, facts: Any, chosen: ChosenDevices) -> ModelHost:
         """The host of one more replica of a model that may have extra ones."""
 
+    def forget_size(self, model_id: str) -> None:
+        """Forgets what the model has taken."""
+
     def upstream(self, model: KnownModel) -> Upstream | None:
         """The server that takes the model's requests as text. None: its host takes them as tokens."""
 

@@ -6,10 +6,14 @@ what is free, which `limits.min_free_vram_mb` is about.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from cortex.neuron.config import NeuronConfig
+from cortex.units import gib
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,8 @@ class MemoryCeilings:
         """`holdings`: the models that are in device memory now."""
         self.configured = ceilings
         self._holdings = holdings
+        self._exceeded: set[str] = set()
+        """The ceilings that were reported as exceeded."""
 
     def left_bytes(
         self,
@@ -83,6 +89,19 @@ class MemoryCeilings:
             None if own is None else max(0, own - here),
             None if node is None else max(0, node - sum(holding.num_bytes for holding in others)) // num_devices,
         )
+
+    def watch(self) -> None:
+        """Warns once when models come to hold more than a ceiling: servers take memory as they serve."""
+        held, configured = list(self._holdings()), self.configured
+        limits = [(f"memory_mb of device {index}", limit, index) for index, limit in configured.device_bytes]
+        found = [(name, limit, sum(each.bytes_on(index) for each in held)) for name, limit, index in limits]
+        if configured.node_bytes is not None:
+            found.append(("limits.memory_mb", configured.node_bytes, sum(each.num_bytes for each in held)))
+        for name, limit, num_bytes in found:
+            if num_bytes > limit and name not in self._exceeded:
+                models = ", ".join(f"{each.model_id} {gib(each.num_bytes)}" for each in held)
+                log.warning("models hold %s, but %s is %s: %s", gib(num_bytes), name, gib(limit), models)
+        self._exceeded = {name for name, limit, num_bytes in found if num_bytes > limit}
 
 
 def _beyond(coming: ModelHolding, held: Iterable[ModelHolding]) -> ModelHolding:

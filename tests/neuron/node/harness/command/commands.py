@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,25 @@ from cortex.gateway.server import Gateway
 from cortex.neuron.node.harness.command import guard
 from cortex.neuron.node.harness.command.process_memory import descendants
 from cortex.settings import Listen
+
+
+@dataclass(frozen=True)
+class NotedSizes:
+    """A `ServerSize`."""
+
+    all: list[int] = field(default_factory=list)
+    least: int = 0
+
+    def started(self, num_bytes: int) -> int:
+        self.all.append(num_bytes)
+        return self.holds(num_bytes)
+
+    def holds(self, num_bytes: int) -> int:
+        return max(num_bytes, self.least)
+
+    def ran(self, num_bytes: int) -> None:
+        self.all.append(num_bytes)
+
 
 SERVER = str(Path(__file__).with_name("fake_server.py"))
 START = (sys.executable, "-S", SERVER, "--port", "${PORT}")

@@ -63,6 +63,9 @@ class Handler(BaseHTTPRequestHandler):
         if text == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(3600)  # another thread may take the signal, and this one would respond first
+        if text.startswith("grow "):
+            global held
+            held = b"x" * (int(text.split()[1]) << 20)
         if text == "crash":
             print("it is time to crash", flush=True)
             os._exit(3)

@@ -17,7 +17,7 @@ from cortex.neuron.servers.entry import HarnessEntry, StateRequest
 from cortex.neuron.worker.model_host import Damaged, Resident, SleepRejected
 
 from .....waiting import WAIT_S
-from .commands import START, servers
+from .commands import START, NotedSizes, servers
 
 GIB = 1 << 30
 
@@ -48,10 +48,6 @@ def host_on(card: Card, measured: list[int], **entry: Any) -> CommandHost:
     fake = HarnessEntry(name="fake", cmd=START, **entry)
     start = list(START[:-1])
 
-    def note(num_bytes: int) -> int:
-        measured.append(num_bytes)
-        return max(num_bytes, 2 * GIB)
-
     return CommandHost(
         "m",
         fake,
@@ -60,7 +56,7 @@ def host_on(card: Card, measured: list[int], **entry: Any) -> CommandHost:
         server_info("fake", None),
         Ticker(asyncio.get_running_loop()),
         free_port,
-        note,
+        NotedSizes(measured, 2 * GIB),
     )
 
 

@@ -6,9 +6,9 @@ import asyncio
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -16,6 +16,7 @@ from cortex.http.ticker import Ticker
 from cortex.http.upstream.pool import Pool
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.devices import ReadDevices
+from cortex.neuron.node.harness.command.estimates import CommandEstimates, ServedFiles, SizeOfModel
 from cortex.neuron.node.harness.command.expansion import Expansion, expanded_texts, uses
 from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, free_port, server_info
 from cortex.neuron.node.harness.command.server_log import ServerLog
@@ -24,7 +25,6 @@ from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loads_in_progress import LoadRoom
-from cortex.neuron.node.memory.limits import NodeLimits
 from cortex.neuron.servers.entry import HarnessEntry
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker import amd, gpu_processes
@@ -37,87 +37,6 @@ from cortex.wire.node.protocol import Capabilities, Device
 from cortex.wire.node.sampling import SamplingDefaults
 
 CHAT = "/v1/chat/completions"
-
-
-@dataclass(frozen=True, slots=True)
-class ServedFiles:
-    """What a node knows of a model that a server runs: not what is in its files."""
-
-    path: Path
-    family: str
-    digest: str
-    num_bytes: int
-    context_tokens: int
-    """0: unknown."""
-    num_ranks: int
-    quant: str | None = None
-    """As the operator or the name of its file says; None: unknown."""
-    num_layers: ClassVar[int] = 0
-    most_stages: ClassVar[int] = 1
-    has_stages: ClassVar[bool] = False
-    pooling: ClassVar[None] = None
-    stored: ClassVar[None] = None
-
-    @property
-    def backend(self) -> str:
-        return self.family
-
-    @property
-    def file_bytes(self) -> int | None:
-        return self.num_bytes or None
-
-
-@dataclass(frozen=True, slots=True)
-class CommandEstimates(NodeLimits):
-    """By the size that was measured at the last load, before that by what the operator expects, or by the files. A
-    measurement may be too small, because a server takes memory later or another model left the device during the load:
-    the operator's size is the least, and one below the size of the files does not count."""
-
-    loads_in_worker: ClassVar[bool] = False
-    entry: HarnessEntry
-    measured: dict[str, int] = field(default_factory=dict)
-    """By model id."""
-
-    def least_bytes(self, model: KnownModel, facts: ServedFiles, device: Device) -> int:  # noqa: ARG002 - as Estimates
-        return self.whole_bytes(model, facts) // facts.num_ranks
-
-    smallest_bytes = expected_bytes = least_bytes
-
-    def whole_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
-        measured = self.measured.get(model.id, 0)
-        if (configured := self._configured_bytes(model)) is not None:
-            return max(measured, configured)
-        return measured if measured and measured >= facts.num_bytes else _unmeasured(facts)
-
-    def note_measured(self, model: KnownModel, facts: ServedFiles, num_bytes: int) -> int:
-        """Remember a measurement. Returns what the loaded model counts as, by the same rule as before its load: pages
-        of its files that other programs have mapped too are not in the measurement, and become its own when these
-        end."""
-        self.measured[model.id] = num_bytes
-        return self.whole_bytes(model, facts)
-
-    def first_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
-        """Without measurements: a server that is told its size takes a little more than that."""
-        configured = self._configured_bytes(model)
-        return _unmeasured(facts) if configured is None else configured
-
-    def _configured_bytes(self, model: KnownModel) -> int | None:
-        # Not `model.memory_bytes`, which may be no more than the ceiling of a gateway.
-        own = (entry.memory_mb for entry in (*self.config.models, *self.config.default_models) if entry.id == model.id)
-        expected_mb = next((size for size in own if size is not None), self.entry.memory_mb)
-        return None if expected_mb is None else expected_mb << 20
-
-    def footprint(self, model: KnownModel, facts: ServedFiles, devices: Sequence[Device]) -> Footprint:  # noqa: ARG002
-        whole = self.whole_bytes(model, facts)
-        return Footprint(whole, whole)
-
-    def stages(self, *_: Any) -> None:
-        """Its layers are not ours to divide."""
-
-    empty_stages = stages
-
-    def basis(self, device: Device) -> object:  # noqa: ARG002 - as Estimates
-        return tuple(self.measured.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +211,7 @@ class CommandHarness:
             server_info(entry.name, model.context_tokens),
             self._ticker,
             self._choose_port,
-            lambda num_bytes: self.estimates.note_measured(model, facts, num_bytes),
+            SizeOfModel(self.estimates, model, facts),
             self._logs.setdefault(model.id, ServerLog()),
         )
         self._hosts[model.id] = host
@@ -300,6 +219,9 @@ class CommandHarness:
 
     def replica(self, *_: Any) -> ModelHost:
         raise AssertionError("such models have no replicas")
+
+    def forget_size(self, model_id: str) -> None:
+        self.estimates.sizes.forget(model_id)
 
     def upstream(self, model: KnownModel) -> ServerOfModel:
         return ServerOfModel(model.id, self._entry, self._hosts, self._logs.setdefault(model.id, ServerLog()))
@@ -361,10 +283,6 @@ def _directory(path: Path) -> Path:
     """The directory with the files, and with what they are links to in the hub's cache."""
     of_hub = next((parent for parent in path.parents if parent.name.startswith("models--")), None)
     return of_hub or (path.parent if path.is_file() else path)
-
-
-def _unmeasured(facts: ServedFiles) -> int:
-    return facts.num_bytes * 5 // 4
 
 
 def _size(path: Path) -> int:

@@ -17,9 +17,10 @@ from cortex.http.upstream.faults import UpstreamFault
 from cortex.http.upstream.pool import Pool
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, StepOutput
 from cortex.neuron.node.harness.command.server_log import ServerLog
-from cortex.neuron.node.harness.command.server_memory import ServerMemory
+from cortex.neuron.node.harness.command.server_memory import MemoryWatch, ServerMemory
 from cortex.neuron.node.harness.command.server_process import ServerProcess
 from cortex.neuron.node.harness.command.silence_watch import SilenceWatch
+from cortex.neuron.node.harness.command.sizes import ServerSize
 from cortex.neuron.servers.entry import HarnessEntry, StateRequest
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
@@ -72,8 +73,7 @@ class CommandHost:
     info: EngineInfo
     ticker: Ticker
     choose_port: Callable[[], int]
-    on_measured: Callable[[int], int]
-    """Remembers a measurement, and returns the size that the model counts as."""
+    size: ServerSize
     log: ServerLog = field(default_factory=ServerLog)
     resident: Resident | None = None
     pool: Pool | None = None
@@ -81,6 +81,7 @@ class CommandHost:
     freed_at_s: float = 0.0
     _loaded_bytes: int = 0
     """As measured when it was loaded."""
+    _memory_watch: MemoryWatch | None = None
     _server: ServerProcess | None = None
     _sink: ModelSink | None = None
     _port: int = 0
@@ -121,10 +122,12 @@ class CommandHost:
                 await self._server.ended()
             self._gone()
             raise
-        counted = self.on_measured(measured)
+        counted = self.size.started(measured)
         self._loaded_bytes = measured
         self.resident = Resident(replace(self.info, weight_bytes=counted), counted, measured)
         self._watch = run_once(self._watch_end(), f"server of {self.model_id}")
+        name = f"{self.model_id} ({self.entry.name})"
+        self._memory_watch = MemoryWatch(name, self.memory, self._server, measured, self._holds)
         return self.resident
 
     async def _start(self, sink: ModelSink, *, is_last: bool) -> bool:
@@ -193,6 +196,12 @@ class CommandHost:
         self._last_check = f"the last check had status {status}"
         return status
 
+    def _holds(self, held: int) -> None:
+        """The server holds this much as it serves."""
+        resident, counted = self.resident, self.size.holds(held)
+        if resident is not None and not resident.host_bytes:
+            self.resident = replace(resident, measured_bytes=counted, process_bytes=held)
+
     async def _watch_end(self) -> None:
         assert self._server is not None
         how = await self._server.ended()
@@ -218,6 +227,8 @@ class CommandHost:
         host_bytes = await asyncio.to_thread(lambda: server.num_bytes) - host_before
         left = max(0, resident.process_bytes - freed)
         self.resident = replace(resident, process_bytes=left, host_bytes=max(1, host_bytes))
+        if self._memory_watch is not None:
+            self._memory_watch.is_paused = True
         return self.resident
 
     async def wake(self) -> Resident:
@@ -227,6 +238,8 @@ class CommandHost:
             await self.unload()
             raise Damaged(f"its server ({self.entry.name}) was asked to wake and {problem}")
         self.resident = replace(resident, process_bytes=self._loaded_bytes, host_bytes=0)
+        if self._memory_watch is not None:
+            self._memory_watch.is_paused = False
         return self.resident
 
     async def _ask(self, request: StateRequest) -> str | None:
@@ -246,8 +259,8 @@ class CommandHost:
             self._watch.cancel()
         if server is None or resident is None:
             return Reclaimed(0, 0)
-        if self.memory.free_bytes is None:  # with the caches that its requests have filled
-            self.on_measured(max(self._loaded_bytes, await asyncio.to_thread(lambda: server.num_bytes)))
+        if self._memory_watch is not None and not resident.host_bytes:
+            await self._memory_watch.look()  # with the caches that its requests have filled
         free_before = await self.memory.free()
         await server.stop(self.entry.stop_timeout_s, *self._stop_command(server))
         self._gone()
@@ -262,6 +275,9 @@ class CommandHost:
             return [], {}
 
     def _gone(self) -> None:
+        if self._memory_watch is not None:
+            self.size.ran(self._memory_watch.end())
+            self._memory_watch = None
         self.resident = None
         self.freed_at_s = asyncio.get_running_loop().time()
         self._live.clear()

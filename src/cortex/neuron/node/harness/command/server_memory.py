@@ -1,14 +1,29 @@
-"""The memory of a server on its devices: what it holds, and what its end frees."""
+"""The memory of a server on its devices: what it holds, now and as it serves, and what its end frees."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from cortex.neuron.node.harness.command.server_process import ServerProcess
+from cortex.neuron.node.harness.command.sizes import quantile
 from cortex.neuron.worker.memory import Reclaimed
+from cortex.tasks import run_once
+from cortex.units import gib
 
+log = logging.getLogger(__name__)
+
+_WATCH_S = 5.0
+"""How often the memory of a server that serves is measured, at most."""
+_WATCH_SHARE = 0.02
+"""Of the time; a measurement takes the kernel some time per GiB."""
+_MAX_SAMPLES = 720
+_GROWTH = 1.25
+"""A server that holds this many times what it did is reported."""
+_NOISE_BYTES = 16 << 20
 _RECLAIM_S = 5.0
 _POLL_S = 0.1
 
@@ -56,3 +71,54 @@ class ServerMemory:
             if reclaimed.is_complete or loop.time() >= deadline_s:
                 return reclaimed
             await asyncio.sleep(_POLL_S)
+
+
+class MemoryWatch:
+    """Measures a server as it serves: it may take more than it did when it was ready. Belongs to the loop."""
+
+    def __init__(
+        self,
+        name: str,
+        memory: ServerMemory,
+        server: ServerProcess,
+        started_bytes: int,
+        on_held: Callable[[int], None],
+    ) -> None:
+        """`on_held`: gets what it holds, each time that this has changed."""
+        self._name = name
+        self._memory = memory
+        self._server = server
+        self._on_held = on_held
+        self._told_bytes = started_bytes
+        self._reported_bytes = max(started_bytes, memory.expected_bytes)
+        self.is_paused = False
+        """While the model sleeps."""
+        self._held: deque[int] = deque([started_bytes], maxlen=_MAX_SAMPLES)
+        self._task = run_once(self._run(), f"memory of {name}")
+
+    async def look(self) -> None:
+        """Measures it now."""
+        held = await self._memory.held(self._server)
+        if held is None or (not held and self._server.has_ended):
+            return
+        self._held.append(held)
+        if held > _GROWTH * self._reported_bytes + _NOISE_BYTES:
+            expected, self._reported_bytes = self._reported_bytes, held
+            log.warning("%s: the server has grown to %s, %s were expected", self._name, gib(held), gib(expected))
+        if abs(held - self._told_bytes) > _NOISE_BYTES:
+            self._told_bytes = held
+            self._on_held(held)
+
+    def end(self) -> int:
+        """Returns what the server held for most of the time."""
+        self._task.cancel()
+        return quantile(self._held)
+
+    async def _run(self) -> None:
+        loop, pause_s = asyncio.get_running_loop(), _WATCH_S
+        while True:
+            await asyncio.sleep(pause_s)
+            began_s = loop.time()
+            if not self.is_paused:
+                await self.look()
+            pause_s = max(_WATCH_S, (loop.time() - began_s) / _WATCH_SHARE)

@@ -1,13 +1,15 @@
-"""`GET /fleet/models/{model}/log`: the output of the servers that run a model. For operators: it may show prompts."""
+"""What nodes keep of the servers that run a model, for operators: their output (`GET /fleet/models/{model}/log`), which
+may show prompts, and the sizes that were measured (`DELETE /fleet/models/{model}/size`)."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TypeVar
 
 from cortex.gateway.api.parts import DeferredResponses, expect, number_in_query, query
+from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.nodes.client import NodeClient
-from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.server.exchange import Exchange
@@ -16,17 +18,19 @@ from cortex.http.upstream.faults import UpstreamFault
 from cortex.wire.errors import CortexError, NodeNotFound, UpstreamUnavailable, shorten
 from cortex.wire.node.model_log import ModelLog
 
+T = TypeVar("T")
+
 _MODELS = "/fleet/models/"
-_LOG = "/log"
+_LOG, _SIZE = "/log", "/size"
 _MAX_LINES = 10**15
 
 
-class ModelLogRoutes:
+class ModelServerRoutes:
     """Asks the nodes that know the model, all at once."""
 
     def __init__(
         self,
-        dispatcher: DispatchView,
+        dispatcher: Dispatcher,
         nodes: Mapping[str, NodeClient],
         metering: Metering,
         deferred: DeferredResponses,
@@ -37,25 +41,42 @@ class ModelLogRoutes:
         self._deferred = deferred
 
     def serves(self, path: str) -> bool:
-        return path.startswith(_MODELS) and path.endswith(_LOG)
+        return path.startswith(_MODELS) and path.endswith((_LOG, _SIZE))
 
     def handle(self, exchange: Exchange, path: str) -> None:
         request = exchange.request
-        expect(request, b"GET")
+        is_log = path.endswith(_LOG)
+        expect(request, b"GET" if is_log else b"DELETE")
         self._metering.meter.authenticate_operator(request)
-        model = self._dispatcher.resolve(path.removeprefix(_MODELS).removesuffix(_LOG)).model_id
+        name = path.removeprefix(_MODELS).removesuffix(_LOG if is_log else _SIZE)
+        model = self._dispatcher.resolve(name).model_id
         wanted = query(request, "node")
         fleet = [node for node in self._dispatcher.fleet.nodes if node.has_lifecycle and model in node.residencies]
         clients = [self._nodes[node.name] for node in fleet if wanted in (None, node.name)]
         if not clients:
             raise NodeNotFound(f"No node{f' {shorten(wanted)}' if wanted else ''} that loads models has {model}.")
-        after = number_in_query(request, "after", 0, most=_MAX_LINES)
-        self._deferred.respond(exchange, _respond(model, clients, after))
+        if is_log:
+            after = number_in_query(request, "after", 0, most=_MAX_LINES)
+            self._deferred.respond(exchange, _logs(model, clients, after))
+        else:
+            self._deferred.respond(exchange, self._forget_size(model, clients))
+
+    async def _forget_size(self, model: str, clients: Sequence[NodeClient]) -> Response:
+        """Here, and on the nodes; each of them reports what the model counts as there, or why it did not forget."""
+        found = await asyncio.gather(*(_asked(client, client.forget_size(model)) for client in clients))
+        self._dispatcher.forget_size(model)
+        nodes = [
+            {"node": client.name, "estimate_bytes": None, "error": each.message}
+            if isinstance(each, CortexError)
+            else {"node": client.name, "estimate_bytes": each.estimate_bytes, "error": None}
+            for client, each in zip(clients, found, strict=True)
+        ]
+        return json_response({"model": model, "nodes": nodes})
 
 
-async def _respond(model: str, clients: Sequence[NodeClient], after: int) -> Response:
+async def _logs(model: str, clients: Sequence[NodeClient], after: int) -> Response:
     """Raises the error of the last node where none has a log."""
-    found = await asyncio.gather(*(_log(client, model, after) for client in clients))
+    found = await asyncio.gather(*(_asked(client, client.model_log(model, after)) for client in clients))
     logs = [(client.name, log) for client, log in zip(clients, found, strict=True) if isinstance(log, ModelLog)]
     if not logs and isinstance(found[-1], CortexError):
         raise found[-1]
@@ -63,9 +84,9 @@ async def _respond(model: str, clients: Sequence[NodeClient], after: int) -> Res
     return json_response({"model": model, "nodes": nodes})
 
 
-async def _log(client: NodeClient, model: str, after: int) -> ModelLog | CortexError:
+async def _asked(client: NodeClient, call: Awaitable[T]) -> T | CortexError:
     try:
-        return await client.model_log(model, after)
+        return await call
     except UpstreamFault as fault:
         return UpstreamUnavailable(f"Node {client.name} did not respond: {fault}")
     except CortexError as error:

@@ -1,0 +1,129 @@
+"""What a node expects of a model that a server runs: its files, and the memory that its servers have taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cortex.neuron.node.harness.command.sizes import ServerSizes
+from cortex.neuron.node.harness.estimates import Footprint
+from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.memory.ceilings import smallest
+from cortex.neuron.node.memory.limits import NodeLimits
+from cortex.neuron.servers.entry import HarnessEntry
+from cortex.wire.node.protocol import Device
+
+
+@dataclass(frozen=True, slots=True)
+class ServedFiles:
+    """What a node knows of a model that a server runs: not what is in its files."""
+
+    path: Path
+    family: str
+    digest: str
+    num_bytes: int
+    context_tokens: int
+    """0: unknown."""
+    num_ranks: int
+    quant: str | None = None
+    """As the operator or the name of its file says; None: unknown."""
+    num_layers: ClassVar[int] = 0
+    most_stages: ClassVar[int] = 1
+    has_stages: ClassVar[bool] = False
+    pooling: ClassVar[None] = None
+    stored: ClassVar[None] = None
+
+    @property
+    def backend(self) -> str:
+        return self.family
+
+    @property
+    def file_bytes(self) -> int | None:
+        return self.num_bytes or None
+
+
+@dataclass(frozen=True, slots=True)
+class CommandEstimates(NodeLimits):
+    """By the sizes of its latest servers, before that by what the operator expects, or by the files. What they held
+    when they were ready is the least that it needs, what they held as they served is what it takes. A measurement may
+    be too small, because another model left the device during the load: the operator's size is the least, and one below
+    the size of the files does not count."""
+
+    loads_in_worker: ClassVar[bool] = False
+    entry: HarnessEntry
+    sizes: ServerSizes = field(default_factory=ServerSizes)
+
+    def least_bytes(self, model: KnownModel, facts: ServedFiles, device: Device) -> int:  # noqa: ARG002 - as Estimates
+        return self._least_bytes(model, facts) // facts.num_ranks
+
+    smallest_bytes = least_bytes
+
+    def expected_bytes(self, model: KnownModel, facts: ServedFiles, device: Device) -> int:
+        """No more than the device can give: with less than it once took it may serve as well."""
+        least = self.least_bytes(model, facts, device)
+        usable = self.reserve(device).usable_bytes(device.total_bytes)
+        most = smallest(usable, self.share_bytes(model, device)) or usable
+        return max(least, min(self.whole_bytes(model, facts) // facts.num_ranks, most))
+
+    def whole_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
+        """What it takes as it serves, over all devices."""
+        run_bytes = self.sizes.run_bytes(model.id)
+        return max(self._least_bytes(model, facts), self.counted_bytes(model, facts, run_bytes) if run_bytes else 0)
+
+    def _least_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
+        return self.counted_bytes(model, facts, self.sizes.start_bytes(model.id))
+
+    def counted_bytes(self, model: KnownModel, facts: ServedFiles, measured: int) -> int:
+        """What a model counts as whose server holds `measured` bytes. Loaded or not, the rule is the same: pages of its
+        files that other programs have mapped too are not in the measurement, and become its own when these end."""
+        if (configured := self._configured_bytes(model)) is not None:
+            return max(measured, configured)
+        return measured if measured and measured >= facts.num_bytes else _unmeasured(facts)
+
+    def first_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
+        """Without measurements: a server that is told its size takes a little more than that."""
+        configured = self._configured_bytes(model)
+        return _unmeasured(facts) if configured is None else configured
+
+    def _configured_bytes(self, model: KnownModel) -> int | None:
+        # Not `model.memory_bytes`, which may be no more than the ceiling of a gateway.
+        own = (entry.memory_mb for entry in (*self.config.models, *self.config.default_models) if entry.id == model.id)
+        expected_mb = next((size for size in own if size is not None), self.entry.memory_mb)
+        return None if expected_mb is None else expected_mb << 20
+
+    def footprint(self, model: KnownModel, facts: ServedFiles, devices: Sequence[Device]) -> Footprint:
+        expected = max(self.expected_bytes(model, facts, device) for device in devices)
+        return Footprint(self._least_bytes(model, facts), facts.num_ranks * expected)
+
+    def stages(self, *_: Any) -> None:
+        """Its layers are not ours to divide."""
+
+    empty_stages = stages
+
+    def basis(self, device: Device) -> object:  # noqa: ARG002 - as Estimates
+        return self.sizes.basis
+
+
+@dataclass(frozen=True, slots=True)
+class SizeOfModel:
+    """The `ServerSize` of one model."""
+
+    estimates: CommandEstimates
+    model: KnownModel
+    facts: ServedFiles
+
+    def started(self, num_bytes: int) -> int:
+        self.estimates.sizes.note_start(self.model.id, num_bytes)
+        return self.holds(num_bytes)
+
+    def holds(self, num_bytes: int) -> int:
+        return self.estimates.counted_bytes(self.model, self.facts, num_bytes)
+
+    def ran(self, num_bytes: int) -> None:
+        self.estimates.sizes.note_run(self.model.id, num_bytes)
+
+
+def _unmeasured(facts: ServedFiles) -> int:
+    return facts.num_bytes * 5 // 4

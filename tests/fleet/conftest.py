@@ -11,6 +11,7 @@ from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.devices import DeviceState
 from cortex.fleet.rules import EvictionRules
 from cortex.fleet.topology import Fleet, Node, Residency
+from cortex.wire.node.contexts import ContextSizes
 from cortex.wire.node.protocol import ModelLoad, ModelState, ModelStatus
 
 GIB = 1024**3
@@ -32,6 +33,8 @@ def _model(
     pinned: bool = False,
     estimate: float | None = None,
     least: float | None = None,
+    contexts: ContextSizes | None = None,
+    context_tokens: int | None = None,
     reason: str | None = None,
     reason_code: str | None = None,
     source: str | None = None,
@@ -43,6 +46,8 @@ def _model(
         measured_bytes=None if estimate is not None else int(size * GIB),
         estimate_bytes=None if estimate is None else int(estimate * GIB),
         least_bytes=None if least is None else int(least * GIB),
+        contexts=contexts,
+        context_tokens=context_tokens,
         load=ModelLoad(running=running, waiting=waiting, kv_used_fraction=kv),
         state_age_s=age_s,
         idle_s=idle_s,

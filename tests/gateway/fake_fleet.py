@@ -19,6 +19,7 @@ from cortex.gateway.dispatch.model_jobs import Cause
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.wire.errors import CortexError
 from cortex.wire.node.bench import BenchResult
+from cortex.wire.node.contexts import ContextSizes
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import (
     Device,
@@ -80,6 +81,9 @@ class FakeFleet:
         """Of the models in `failed`."""
         self.load_s: float | None = None
         """What loads take, as nodes report it."""
+        self.contexts: dict[str, ContextSizes] = {}
+        self.context_tokens: dict[str, int] = {}
+        """Of models that are ready."""
         self.kv_tokens: int | None = None
         """That fit in the KV cache of every ready model."""
         self.event_log = EventLog()
@@ -141,6 +145,9 @@ class FakeFleet:
             else ModelState.READY,
             devices=() if since is None else (0,),
             estimate_bytes=self.sizes[node][model],
+            least_bytes=self.contexts[model].sizes[0].num_bytes if model in self.contexts else None,
+            contexts=self.contexts.get(model),
+            context_tokens=self.context_tokens.get(model),
             measured_bytes=None if since is None else self.sizes[node][model],
             state_age_s=0.0 if since is None else self.now - since,
             idle_s=0.0 if since is None else self.now - since,

@@ -82,7 +82,8 @@ class ModelSpec(Section, frozen=True):
     """After this long without a request the model is put to sleep, and unloaded after as long again. Where its node has
     no host memory for that, it is unloaded at once. When absent, it stays until its room is needed."""
     context: Count | None = None
-    """Context length to load with, in tokens; the maximum that the model and memory allow when absent."""
+    """Context length to load with, in tokens. Idle models are evicted for all of it. When absent: the model's own, or
+    as much of it as memory allows, and idle models are evicted for at least 32,768 tokens."""
     kv_dtype: KVDtype | None = None
     """`fp8`: the KV cache takes one byte a number, for about twice the context in the same memory. As the node is
     configured when absent."""

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from cortex.quant_names import at_load, is_same_quant
+from cortex.wire.node.contexts import ContextSizes, tried
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
 from .catalogue import ModelSpec
@@ -149,36 +150,86 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     """Its full footprint, taken where there is room."""
     least_bytes: int
     """Its minimum footprint: the node rejects it with less. Between the two its KV cache is reduced."""
+    contexts: ContextSizes | None = None
+    """What its contexts take; `None`: that is not known."""
 
     @property
-    def comfortable_bytes(self) -> int:
-        """The minimum footprint and a quarter of the KV cache beyond it: enough to serve well."""
-        return self.least_bytes + (self.takes_bytes - self.least_bytes) // 4
+    def whole_bytes(self) -> int:
+        """What must be free for all that it takes. That is more where a load leaves memory for what comes later: for a
+        context as long as empty devices hold."""
+        if self.contexts is None:
+            return self.takes_bytes
+        lengths = tried(self.contexts.full_tokens, self.contexts.wanted_tokens)
+        longest = next((tokens for tokens in lengths if tokens <= self.contexts.empty_tokens), 0)
+        return max(self.takes_bytes, self.contexts.bytes_for(longest))
+
+    @property
+    def wanted_bytes(self) -> int:
+        """What other models are evicted for: the context that it is to have, as far as an empty device holds it. Where
+        contexts are not known, its minimum footprint and a quarter of the KV cache beyond it."""
+        if self.contexts is None:
+            return self.least_bytes + (self.takes_bytes - self.least_bytes) // 4
+        return self._between(self.contexts.bytes_for(self.contexts.wanted_tokens))
+
+    @property
+    def tried_bytes(self) -> tuple[int, ...]:
+        """The sizes that room is looked for, after the full footprint: the longest context first, the minimum last.
+        Those below `wanted_bytes` are for where evictions cannot make room for that."""
+        if self.contexts is None:
+            return self.wanted_bytes, self.least_bytes
+        contexts = tried(self.contexts.full_tokens, self.contexts.wanted_tokens)
+        sizes = [(tokens, self.contexts.bytes_for(tokens)) for tokens in contexts]
+        held = [size for tokens, size in sizes if tokens <= self.contexts.wanted_tokens or size <= self.whole_bytes]
+        return tuple(dict.fromkeys((*map(self._between, held), self.least_bytes)))
+
+    def _between(self, num_bytes: int) -> int:
+        return max(self.least_bytes, min(num_bytes, self.whole_bytes))
+
+    def tokens_in(self, num_bytes: int) -> int | None:
+        """The context of a load that can take `num_bytes`; `None`: that is not known."""
+        return None if self.contexts is None else self.contexts.tokens_in(num_bytes)
+
+    def is_short(self, num_bytes: int) -> bool:
+        """Whether a load that can take `num_bytes` gets less context than the model is to have."""
+        if self.contexts is None:
+            return num_bytes < self.wanted_bytes
+        return self.contexts.is_short(self.contexts.tokens_in(num_bytes))
 
     def at_least(self, num_bytes: int) -> Need:
         """This need, raised to `num_bytes` where it is less."""
-        return Need(takes_bytes=max(self.takes_bytes, num_bytes), least_bytes=max(self.least_bytes, num_bytes))
+        raised = {"takes_bytes": max(self.takes_bytes, num_bytes), "least_bytes": max(self.least_bytes, num_bytes)}
+        return msgspec.structs.replace(self, **raised)
 
     def part_of(self, whole: int, part: int = 1) -> Need:
         """`part` of `whole` equal parts."""
-        return Need(takes_bytes=-(-self.takes_bytes * part // whole), least_bytes=-(-self.least_bytes * part // whole))
+        return Need(
+            takes_bytes=-(-self.takes_bytes * part // whole),
+            least_bytes=-(-self.least_bytes * part // whole),
+            contexts=None if self.contexts is None else self.contexts.part_of(whole, part),
+        )
 
 
 def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
     """What `spec` needs if `node` serves it, over all nodes that share it: measured before estimated, the operator's
-    estimate before the node's.
+    estimate before the node's. Of a model whose context depends on its room, a measured load may have found less than
+    there is here: it counts where it took more than the node expects.
 
-    A node that has read the model's files also reports a minimum; the operator's estimate has none.
+    A node that has read the model's files also reports a minimum and the sizes of contexts; the operator's estimate has
+    none.
     """
     held = node.residencies.get(spec.id)
     status = None if held is None else sized_for(spec, held.status)
+    contexts = None if status is None else _contexts(spec, status)
     takes_bytes = None if status is None else whole_measured_bytes(node, status, fleet)
     if takes_bytes is None and status is not None and status.harness not in ENGINES and status.estimate_bytes:
         takes_bytes = spec.vram_bytes or _whole(status, status.estimate_bytes)  # its node knows its latest runs
     if takes_bytes is None:
         takes_bytes = fleet.measured.get((spec.id, spec.quant, spec.context), spec.vram_bytes)
-    if takes_bytes is None and status is not None:
-        takes_bytes = _whole(status, status.estimate_bytes)
+        if status is not None and spec.vram_bytes is None and (takes_bytes is None or contexts is not None):
+            estimate_bytes = _whole(status, status.estimate_bytes) or 0
+            if contexts is not None and spec.context is not None:  # the node's estimate may be for another one
+                estimate_bytes = min(estimate_bytes, contexts.full_bytes)
+            takes_bytes = max(takes_bytes or 0, estimate_bytes) or None
     if takes_bytes is None:
         takes_bytes = _estimate_elsewhere(spec, fleet)
     if takes_bytes is None:
@@ -187,7 +238,15 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
     if least_bytes is None:
         return Need(takes_bytes=takes_bytes, least_bytes=takes_bytes)
     # The minimum includes memory that is not taken at load, so it can exceed the measured size.
-    return Need(takes_bytes=max(takes_bytes, least_bytes), least_bytes=least_bytes)
+    return Need(takes_bytes=max(takes_bytes, least_bytes), least_bytes=least_bytes, contexts=contexts)
+
+
+def _contexts(spec: ModelSpec, status: ModelStatus) -> ContextSizes | None:
+    """What the contexts of the whole model take, with the one that the catalogue names."""
+    if status.contexts is None:
+        return None
+    contexts = status.contexts.part_of(1, max(1, len(status.nodes)))
+    return contexts if spec.context in (None, contexts.full_tokens) else contexts.named(spec.context)
 
 
 def _whole(status: ModelStatus, num_bytes: int | None) -> int | None:
@@ -217,10 +276,17 @@ def measurements(fleet: Fleet, models: Iterable[str] | None = None) -> Measured:
             whole_bytes = whole_measured_bytes(node, status, fleet)
             if whole_bytes is not None and status.harness not in ENGINES:
                 whole_bytes = _whole(status, status.estimate_bytes)  # what it holds now may be unusual
-            if whole_bytes is not None and (spec.quant is None or _is_as_wanted(spec.quant, status)):
+            is_wanted = spec.quant is None or _is_as_wanted(spec.quant, status)
+            if whole_bytes is not None and is_wanted and not _is_cut(status):
                 found[key] = whole_bytes
     is_news = any(fleet.measured.get(key) != num_bytes for key, num_bytes in found.items())
     return fleet.measured | found if is_news else fleet.measured
+
+
+def _is_cut(status: ModelStatus) -> bool:
+    """Whether a loaded model found less room than on an empty device: it would take more the next time."""
+    measured_bytes, estimate_bytes = status.measured_bytes or 0, status.estimate_bytes or 0
+    return status.contexts is not None and measured_bytes < estimate_bytes - estimate_bytes // 10
 
 
 def measured_anew(before: Node, after: Node) -> Iterator[str]:
@@ -253,7 +319,7 @@ def sized_for(spec: ModelSpec, status: ModelStatus) -> ModelStatus | None:
     size = next((each for each in status.quantised if each.quant == name), None)
     if size is None:
         return None
-    sizes = {"estimate_bytes": size.estimate_bytes, "least_bytes": size.least_bytes}
+    sizes = {"estimate_bytes": size.estimate_bytes, "least_bytes": size.least_bytes, "contexts": size.contexts}
     return msgspec.structs.replace(status, quant=size.quant, quantised=(), **sizes)
 
 
@@ -277,7 +343,9 @@ def _largest_estimate(spec: ModelSpec, fleet: Fleet) -> int | None:
         held = [(node, each) for node, each in every if each.status.source == spec.source]
     known = [(node, status) for node, each in held if (status := sized_for(spec, each.status)) is not None]
     sizes = [
-        whole_measured_bytes(node, status, fleet) or _whole(status, status.estimate_bytes) for node, status in known
+        _whole(status, status.estimate_bytes) if measured_bytes is None or _is_cut(status) else measured_bytes
+        for node, status in known
+        for measured_bytes in (whole_measured_bytes(node, status, fleet),)
     ]
     return max((size for size in sizes if size is not None), default=None)
 

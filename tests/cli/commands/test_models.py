@@ -92,8 +92,24 @@ def test_load_reports_its_stages_and_where_it_is_ready(gateway: CannedGateway, i
     running = job("running", stage="read", done_bytes=50, total_bytes=100)
     gateway.responses["POST", "/fleet/models/small/load"] = {"model": "small", "nodes": ["beast"], "job": running}
     gateway.responses["GET", "/fleet/jobs/job_1"] = job()
+    gateway.responses["GET", "/fleet/status"] = fleet({"id": "small", "state": "ready"})
     outcome = invoke("load", "small")
     assert (outcome.stderr, outcome.stdout) == ("small: read\n", "small is ready on beast\n")
+    sizes = [{"tokens": 256, "num_bytes": 1 << 20}]
+    contexts = {
+        "limit_tokens": 131072,
+        "full_tokens": 131072,
+        "wanted_tokens": 32768,
+        "empty_tokens": 131072,
+        "full_bytes": 1 << 30,
+        "sizes": sizes,
+    }
+    short = {"id": "small", "state": "ready", "context_tokens": 4480, "contexts": contexts}
+    gateway.responses["GET", "/fleet/status"] = fleet(short)
+    assert invoke("load", "small").stdout == "small is ready on beast: context 4,480 of 131,072 tokens\n"
+    shown = invoke("status").stdout
+    assert "4,480 of 131,072" in shown
+    assert "small: context limited to 4,480 of 131,072 tokens by memory" in shown
     assert json.loads(invoke("load", "small", "--json").stdout)["model"] == "small", "progress is not in the way"
     assert "job_1" in invoke("load", "small", "--no-wait").stdout
 

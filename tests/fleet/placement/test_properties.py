@@ -17,6 +17,8 @@ from cortex.fleet.placement.place import place
 from cortex.fleet.rules import EvictionRules
 from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.wire.node.bench import BenchResult, StreamRate
+from cortex.wire.node.contexts import ContextSize, ContextSizes
+from cortex.wire.node.contexts import wanted as wanted_of
 from cortex.wire.node.protocol import HostKV, ModelLoad, ModelState, ModelStatus
 
 NOW = 10_000.0
@@ -44,7 +46,8 @@ class Drawing:
     def spec(self, model_id: str) -> ModelSpec:
         return ModelSpec(
             id=model_id,
-            vram_mb=self.random.randint(5, 40),
+            vram_mb=self.random.choice((None, self.random.randint(5, 40))),
+            context=self.mostly(None, 2000, 40_000),
             min_devices=self.mostly(1, 2),
             min_device_vram_mb=self.mostly(0, 20),
             pinned_on=self.mostly((), ("a",), ("b",)),
@@ -60,8 +63,7 @@ class Drawing:
             state=self.mostly(ModelState.READY, *ModelState),
             devices=tuple(sorted({first, self.mostly(first, (first + 1) % num_devices)})),
             measured_bytes=self.mostly(size, None),
-            estimate_bytes=size,
-            least_bytes=self.mostly(None, size // 2),
+            **self.sizes(size),
             load=ModelLoad(running=self.mostly(0, 1), waiting=self.mostly(0, 2)),
             state_age_s=self.mostly(100.0, 0.0, 10.0),
             idle_s=float(self.random.randint(0, 500)),
@@ -69,6 +71,33 @@ class Drawing:
             kv_host=self.mostly(None, HostKV(num_bytes=MIB), HostKV(num_bytes=3 * MIB)),
         )
         return Residency(status=status, seen_at=NOW, in_flight=self.mostly(0, 1), pinned=self.mostly(False, True))
+
+    def sizes(self, size: int) -> dict[str, Any]:
+        """What a node reports of a model that takes at most `size`: all or nothing, a minimum too, or contexts."""
+        least = size * self.random.randint(1, 4) // 5
+        full = self.random.choice((1024, 8192, 131_072))
+        points = [(256, least), (full, least + (size - least) * self.random.randint(1, 12) // 8)]
+        contexts = ContextSizes(
+            limit_tokens=full,
+            full_tokens=full,
+            wanted_tokens=wanted_of(full, None),
+            empty_tokens=self.random.choice((full, full // 3)),
+            full_bytes=size,
+            sizes=tuple(ContextSize(tokens=tokens, num_bytes=num_bytes) for tokens, num_bytes in points),
+        )
+        return self.random.choice(
+            (
+                {"estimate_bytes": size},
+                {"estimate_bytes": size, "least_bytes": least},
+                {"estimate_bytes": size, "least_bytes": least, "contexts": contexts},
+                {"estimate_bytes": size, "least_bytes": least, "contexts": contexts},
+            )
+        )
+
+    def newcomer(self) -> Residency:
+        """Its files are there."""
+        status = ModelStatus(id=NEWCOMER, state=ModelState.COLD, **self.sizes(self.random.randint(5, 60) * MIB))
+        return Residency(status=status, seen_at=NOW)
 
     def node(self, name: str) -> Node:
         """A node whose devices are mostly full; what does not fit any more is left out."""
@@ -84,6 +113,8 @@ class Drawing:
             if candidate.state in (ModelState.READY, ModelState.UNLOADING):
                 for index in candidate.status.devices:
                     left[index] -= share
+        if self.random.random() < 0.5:
+            held[NEWCOMER] = self.newcomer()
         reservation = MemoryReservation(
             model_id=self.random.choice(NAMES), devices=(0,), num_bytes=self.random.randint(1, 20) * MIB
         )

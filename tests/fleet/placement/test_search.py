@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.placement import feasibility
 from cortex.fleet.placement import search as searching
-from cortex.fleet.placement.bounds import RANK, by_free_memory, by_residents
+from cortex.fleet.placement.bounds import by_free_memory, by_residents
+from cortex.fleet.placement.decision import RANK
 from cortex.fleet.placement.feasibility import Feasibility
 from cortex.fleet.placement.place import assess, place, preference
 from cortex.fleet.placement.search import search

@@ -98,6 +98,14 @@ def test_failure_is_reported_for_a_while_and_its_reason_stays() -> None:
     assert READY.reported_state(over_at) is ModelState.READY
 
 
+def test_model_that_is_unloaded_to_be_loaded_again_is_reported_as_loading() -> None:
+    """Its memory is not for others."""
+    leaving, _ = play(EnsureReady(), LoadEnded(1), EnsureGone())
+    assert leaving.reported_state(leaving.since_s) is ModelState.UNLOADING
+    again, _ = play(EnsureReady(), LoadEnded(1), EnsureGone(), EnsureReady())
+    assert (again.state, again.reported_state(again.since_s)) == (ModelState.UNLOADING, ModelState.LOADING)
+
+
 def test_unload_during_a_load_cancels_it_and_notifies_both_callers() -> None:
     life, effects = play(EnsureReady(), EnsureGone(), LoadEnded(1, BAD_FILES))
     assert life.state is ModelState.COLD

@@ -225,7 +225,7 @@ async def test_load_ordered_during_an_unload_keeps_its_quantisation(tmp_path: Pa
         ended = await asyncio.gather(*(node.load(order, wait=False) for order in orders), return_exceptions=True)
         assert [isinstance(each, ModelInUse) for each in ended] == [False, True, False, False]
         assert "m is about to be loaded as q4, not as q8" in str(ended[1])
-        assert node.model("m").state is ModelState.UNLOADING, "its requests may end"
+        assert node.model("m").state is ModelState.LOADING, "once its requests have ended"
         generation.cancel()
         await unload
         await until(lambda: node.model("m").state is ModelState.READY)

@@ -15,6 +15,7 @@ from cortex.cli.failures import Command, CommandError
 from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, json_option, print_json, size
 from cortex.cli.views.jobs import follow, parse
+from cortex.cli.views.load import context_of
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.words import plural
 
@@ -190,9 +191,16 @@ def order(
         return
     places = ", ".join(response["nodes"]) or "no node"
     if wait:
-        _print(f"{response['model']} {result} {places}")
+        _print(f"{response['model']} {result} {places}{_context(gateway, response['model'])}")
     else:
         _print(f"{action} of {response['model']} on {places} has begun: {parse(response['job']).id}")
+
+
+def _context(gateway: GatewayClient, model: str) -> str:
+    """The context of a loaded model, where the node reports it."""
+    found = [held for _, held in fleet_view.fetch(gateway).places(model) if held.state is ModelState.READY]
+    contexts = [f"context {context_of(held)} tokens" for held in found if context_of(held)]
+    return f": {', '.join(dict.fromkeys(contexts))}" if contexts else ""
 
 
 def _preview_unload(gateway: GatewayClient, model: str, node: str | None, as_json: bool) -> None:

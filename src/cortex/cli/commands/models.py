@@ -79,7 +79,10 @@ def _sizes(entry: dict[str, Any]) -> tuple[str, str]:
 
 
 def _context(entry: dict[str, Any]) -> str:
-    tokens = (entry.get("limit") or {}).get("context")
+    limit = entry.get("limit") or {}
+    tokens, full = limit.get("context"), limit.get("full_context")
+    if tokens and full:
+        return f"{tokens:,} of {full:,}"
     return f"{tokens:,}" if tokens else ""
 
 

@@ -17,7 +17,7 @@ from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.fleet_view import FleetView, HeldModel, NodeView, without_name
 from cortex.cli.output import bar, console, json_option, print_json, rate, size, state, table
-from cortex.cli.views.load import fraction_done, memory_of, reason_of
+from cortex.cli.views.load import context_of, fraction_done, memory_of, reason_of
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.words import duration, replicas_in_words
 
@@ -94,6 +94,11 @@ def _node(node: NodeView, fleet: FleetView) -> RenderableType:
             for model in node.models
             if model.reason
         ]
+        parts += [
+            Padding(Text(f"{model.id}: {model.context_shortage}", style="yellow"), (0, 0, 0, 2))
+            for model in node.models
+            if model.state is ModelState.READY and model.context_shortage
+        ]
     for share in node.shares if node.up else ():
         held = f", {size(share.num_bytes)}" if share.num_bytes else ""
         part = f"part of {share.model_id}, which {share.lead} serves: {share.state}{held}"
@@ -136,7 +141,7 @@ def _models(node: NodeView, fleet: FleetView) -> Table:
             model.id,
             _state(model),
             memory_of(model),
-            f"{model.context_tokens:,}" if model.context_tokens else "",
+            context_of(model),
             _requests(model, fleet.waiting.get(model.id, 0)) if node.up else "",
             rate(model.load.tokens_per_s) if node.up else "",
         )

@@ -45,6 +45,14 @@ def memory_of(status: ModelStatus) -> str:
     return f"~{size(status.estimate_bytes)}" if status.estimate_bytes is not None else ""
 
 
+def context_of(status: ModelStatus) -> str:
+    """`131,072`, or `4,480 of 131,072` where memory limits it."""
+    tokens, full_tokens = status.context_tokens, status.full_context_tokens
+    if not tokens:
+        return ""
+    return f"{tokens:,} of {full_tokens:,}" if full_tokens is not None and tokens < full_tokens else f"{tokens:,}"
+
+
 def show(view: ProgressView, status: ModelStatus) -> None:
     stage = f" ({status.progress.finest_stage})" if status.progress else ""
     view.update(status.id, describe(status), fraction_done(status), f"{status.state}{stage}")

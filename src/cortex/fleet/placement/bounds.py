@@ -15,7 +15,7 @@ from cortex.fleet.memory import DeviceLedger, Need, whole_ledger
 from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.wire.node.protocol import ModelState
 
-from .decision import Origin, Verdict
+from .decision import RANK, SHORT_RANK, Origin, Verdict
 from .eviction import protected
 from .fitting import eligible_devices
 
@@ -23,9 +23,11 @@ Bound = tuple[Any, ...]
 """A prefix of a preference, which begins with numbers and ends with a name: a shorter one is better than any that
 continues it."""
 
-RANK = {verdict: rank for rank, verdict in enumerate(Verdict)}
 _ASLEEP, _FITS, _EVICTION = RANK[Verdict.ASLEEP], RANK[Verdict.FITS], RANK[Verdict.FITS_AFTER_EVICTION]
-_SOON = RANK[Verdict.FITS_SOON]
+_FITS_SHORT, _EVICTION_SHORT = SHORT_RANK[Verdict.FITS], SHORT_RANK[Verdict.FITS_AFTER_EVICTION]
+_SOON_OF = {ranks[Verdict.FITS_AFTER_EVICTION]: ranks[Verdict.FITS_SOON] for ranks in (RANK, SHORT_RANK)}
+_SHORT_OF = {RANK[verdict]: SHORT_RANK[verdict] for verdict in Verdict}
+_BLOCKED = RANK[Verdict.BLOCKED]
 _TOO_SMALL: Bound = (RANK[Verdict.TOO_SMALL],)
 
 
@@ -118,7 +120,7 @@ def by_free_memory(spec: ModelSpec, node: Node, need: Need | None, *, packs: boo
         return (_ASLEEP,)
     is_elsewhere, room = node.name not in spec.pinned_on, node_room(node)
     bound = by_room(room, need, packs=packs, is_elsewhere=is_elsewhere, is_divided=_is_divided(spec, held))
-    return (_SOON, is_elsewhere) if bound[0] == _EVICTION and room.may_be_leaving else bound
+    return (_SOON_OF[bound[0]], is_elsewhere) if bound[0] in _SOON_OF and room.may_be_leaving else bound
 
 
 def by_room(
@@ -131,22 +133,29 @@ def by_room(
     most_bytes = available[-1]
     if need is None:
         return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, True, False, 0.0, -sum(available))
-    if need.takes_bytes <= most_bytes and not is_divided:
-        left_over = _left_over(available, (need.takes_bytes,), packs=packs)
-        return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, False, False, 0.0, left_over)
-    if is_divided or (room.may_divide and need.takes_bytes > room.max_capacity_bytes):
+    whole_bytes = need.whole_bytes
+    if whole_bytes <= most_bytes and not is_divided:
+        left_over = _left_over(available, (whole_bytes,), packs=packs)
+        fits = _FITS_SHORT if need.is_short(most_bytes) else _FITS
+        return (fits, is_elsewhere, True, 0.0, 0, 0.0, 0, False, False, 0.0, left_over)
+    if is_divided or (room.may_divide and whole_bytes > room.max_capacity_bytes):
         if need.least_bytes > room.total_bytes:
             return _TOO_SMALL
         if need.least_bytes > sum(available):
             free_bytes = sum(max(0, each.balance_bytes) for each in room.devices)
             return (_EVICTION, is_elsewhere, True, 0.0, max(0, need.least_bytes - free_bytes))
         return (_FITS, is_elsewhere)
-    if need.least_bytes <= most_bytes:
-        left_over = _left_over(available, (need.comfortable_bytes, need.least_bytes), packs=packs)
-        return (_FITS, is_elsewhere, True, 0.0, 0, 0.0, 0, False, True, 0.0, left_over)
-    if need.least_bytes > room.max_capacity_bytes:
-        return _TOO_SMALL
-    return (_EVICTION, is_elsewhere, True, 0.0, min(_missing(each, need) for each in _wide(room, need)))
+    wanted_bytes, least_bytes = need.wanted_bytes, need.least_bytes
+    if wanted_bytes > most_bytes and (wide := _wide(room, wanted_bytes)):
+        return (_EVICTION, is_elsewhere, True, 0.0, min(_missing(each, wanted_bytes) for each in wide))
+    if least_bytes <= most_bytes:
+        left_over = _left_over(available, need.tried_bytes, packs=packs)
+        fits = _FITS if wanted_bytes <= most_bytes else _FITS_SHORT
+        is_cut = need.takes_bytes > most_bytes
+        return (fits, is_elsewhere, True, 0.0, 0, 0.0, 0, False, is_cut, 0.0, left_over)
+    if wide := _wide(room, least_bytes):
+        return (_EVICTION_SHORT, is_elsewhere, True, 0.0, min(_missing(each, least_bytes) for each in wide))
+    return _TOO_SMALL
 
 
 def has_free(room: _NodeRoom, need: Need) -> bool:
@@ -162,22 +171,34 @@ def by_residents(
     held = node.residencies.get(spec.id)
     if bound[0] != _EVICTION or need is None or room.has_ceilings or _is_divided(spec, held):
         return bound
-    if room.may_divide and need.takes_bytes > room.max_capacity_bytes:
+    if room.may_divide and need.whole_bytes > room.max_capacity_bytes:
         return bound
-    return min(_by_residents(each, spec, node, need, fleet, now, origin, bound) for each in _wide(room, need))
+
+    def at_best(size: int) -> Bound:
+        rooms = _wide(room, size)
+        return min(_by_residents(each, spec, node, size, fleet, now, origin, bound) for each in rooms)
+
+    best = at_best(need.wanted_bytes)
+    if best[0] <= _BLOCKED or need.wanted_bytes == need.least_bytes:
+        return best
+    if need.least_bytes <= room.available_bytes[-1]:
+        return (_FITS_SHORT,)
+    best = at_best(need.least_bytes)
+    return (_SHORT_OF[best[0]], *best[1:])
 
 
 def _by_residents(
     room: _DeviceRoom,
     spec: ModelSpec,
     node: Node,
-    need: Need,
+    size: int,
     fleet: Fleet,
     now: float,
     origin: Origin,
     bound: Bound,
 ) -> Bound:
-    missing = _missing(room, need)
+    """For a load that takes `size` of the device."""
+    missing = _missing(room, size)
     evictable: list[tuple[int, float]] = []
     later_bytes = kept_bytes = 0
     for resident in room.residents:
@@ -221,12 +242,12 @@ def _left_over(available: Sequence[int], sizes: Sequence[int], *, packs: bool) -
     return min(each - size for size in sizes for each in available if each >= size)
 
 
-def _wide(room: _NodeRoom, need: Need) -> list[_DeviceRoom]:
-    return [each for each in room.devices if each.capacity_bytes >= need.least_bytes]
+def _wide(room: _NodeRoom, size: int) -> list[_DeviceRoom]:
+    return [each for each in room.devices if each.capacity_bytes >= size]
 
 
-def _missing(room: _DeviceRoom, need: Need) -> int:
-    return max(0, room.device.free_bytes_for(need.least_bytes) - room.balance_bytes)
+def _missing(room: _DeviceRoom, size: int) -> int:
+    return max(0, room.device.free_bytes_for(size) - room.balance_bytes)
 
 
 def _may_wake(spec: ModelSpec, node: Node, held: Residency | None) -> bool:

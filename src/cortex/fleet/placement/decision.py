@@ -58,6 +58,19 @@ class Verdict(StrEnum):
     """The node does not list the model."""
 
 
+_SHORT = (Verdict.FITS, Verdict.FITS_SOON, Verdict.FITS_AFTER_EVICTION, Verdict.BLOCKED)
+"""Verdicts that are worse where the model gets less context than it is to have: it waits for a node that has more."""
+_ORDER = [
+    (verdict, is_short)
+    for each in Verdict
+    for verdict, is_short in [(each, False), *([(short, True) for short in _SHORT] if each is Verdict.BLOCKED else ())]
+]
+RANK = {verdict: rank for rank, (verdict, is_short) in enumerate(_ORDER) if not is_short}
+"""Of verdicts, best first."""
+SHORT_RANK = RANK | {verdict: rank for rank, (verdict, is_short) in enumerate(_ORDER) if is_short}
+"""The same where the context is short."""
+
+
 class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
     """What is needed and what is available on one device."""
 
@@ -94,6 +107,14 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
     """What memory ceilings let it take there, over all its devices; `None` without a ceiling."""
     is_cut: bool = False
     """Its KV cache will be smaller there than it could be."""
+    context_tokens: int | None = None
+    """The context that it has, or about gets, there; `None`: that is not known, or it gets none."""
+    full_context_tokens: int | None = None
+    """That of the model, or of its entry."""
+    min_context_tokens: int = 1
+    """With less, the load is not as decided, and the node is to reject it."""
+    is_short: bool = False
+    """Whether the context will be less than the model is to have. Only where no eviction could give it more."""
     devices: tuple[int, ...] = ()
     victims: tuple[Occupant, ...] = ()
     rows: tuple[DeviceRow, ...] = ()
@@ -115,6 +136,11 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
     """The part that is missing there of what the node with the most keeps; 0 also where no node keeps any."""
     parts: tuple[Assessment, ...] = ()
     """The assessments of the other nodes of a model that spans nodes."""
+
+    @property
+    def rank(self) -> int:
+        """Of its verdict, best first."""
+        return (SHORT_RANK if self.is_short else RANK)[self.verdict]
 
     @property
     def evictions(self) -> tuple[ModelOnNode, ...]:

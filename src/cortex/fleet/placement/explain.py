@@ -54,12 +54,24 @@ def outcome(decision: Decision) -> str:
             victims = f" after unloading {', '.join(names)}" if names else ""
             devices = f" (device {', '.join(map(str, decision.devices))})" if decision.devices else ""
             parts = "".join(f" and a part on {part.node}" for part in decision.parts)
-            return f"{verb} {model_id} on {node}{devices}{parts}{victims}."
+            return f"{verb} {model_id} on {node}{devices}{parts}{victims}.{_takes(decision)}"
         case "wait":
             first = decision.assessments[0]
             return f"{model_id} waits for room on {first.node}: {first.reason}."
         case "reject":
             return rejection(decision).message
+
+
+def _takes(decision: Decision) -> str:
+    """What the load takes and gets, where the node has said what contexts take."""
+    chosen = decision.chosen
+    if chosen is None or chosen.context_tokens is None or chosen.full_context_tokens is None or chosen.asleep:
+        return ""
+    takes_bytes = sum(place.takes_bytes or 0 for place in (chosen, *chosen.parts))
+    if chosen.context_tokens >= chosen.full_context_tokens:
+        return f" It takes {gib(takes_bytes)}, with its context of {chosen.full_context_tokens:,} tokens."
+    tokens = f"{chosen.context_tokens:,} of {chosen.full_context_tokens:,} tokens"
+    return f" It takes {gib(takes_bytes)}, with a context of {'only ' * chosen.is_short}about {tokens}."
 
 
 def _nodes(decision: Decision, verdict: Verdict) -> str:
@@ -185,6 +197,9 @@ def _assessment_json(assessment: Assessment) -> dict[str, Any]:
         "pinned": assessment.pinned,
         "need_bytes": assessment.need_bytes,
         "takes_bytes": assessment.takes_bytes,
+        "context_tokens": assessment.context_tokens,
+        "full_context_tokens": assessment.full_context_tokens,
+        "context_is_short": assessment.is_short,
         "ceiling_bytes": assessment.ceiling_bytes,
         "bench": msgspec.to_builtins(assessment.bench),
         "kv_host": msgspec.to_builtins(assessment.kv_host),

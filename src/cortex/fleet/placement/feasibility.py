@@ -7,8 +7,8 @@ import msgspec
 from cortex.fleet.memory import Need, need_of
 from cortex.fleet.topology import Fleet, Node
 
-from .bounds import RANK, by_free_memory, by_residents, is_plain, node_room
-from .decision import Verdict
+from .bounds import by_free_memory, by_residents, is_plain, node_room
+from .decision import RANK, Verdict
 from .eviction import occupies
 from .place import ACTIONS, assess, place
 from .search import SMALL_FLEET

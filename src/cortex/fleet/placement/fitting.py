@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import combinations
+from typing import NamedTuple
 
 import msgspec
 
@@ -11,6 +12,7 @@ from cortex.fleet.catalogue import MEBIBYTE, ModelSpec
 from cortex.fleet.memory import DeviceLedger, Need, ledger
 from cortex.fleet.topology import Fleet, ModelOnNode, Node
 from cortex.units import gib
+from cortex.wire.node.contexts import AGENT_TOKENS, tolerated
 from cortex.wire.node.protocol import ModelState, ModelStatus
 from cortex.wire.words import plural
 
@@ -73,25 +75,35 @@ class Fitting:
             return None
         home = [device for device in self._eligible if device.index in homes[0]] or self._eligible
         need = self._need
-        for size in (None,) if need is None else (need.takes_bytes, need.comfortable_bytes, need.least_bytes):
+        for size in (None,) if need is None else (need.takes_bytes, *need.tried_bytes):
             waking = self._assess(home, size, asleep=True)
             if waking.verdict in (Verdict.ASLEEP, Verdict.FITS_SOON, Verdict.FITS_AFTER_EVICTION):
                 return waking
         return None
 
     def load(self) -> Assessment:
-        """A load, on any devices. A model is placed where its full footprint is free. Other models are evicted only
-        for its comfortable footprint; where they cannot be, its minimum footprint will do."""
+        """A load, on any devices. A model is placed where its full footprint is free. Other models are evicted for the
+        context that it is to have, and waited for if they are busy. Less will do only where that does not help."""
         need = self._need
         if need is None:
             return self._assess(self._eligible, None)
-        whole = self._assess(self._eligible, need.takes_bytes)
-        if whole.verdict is Verdict.FITS or need.least_bytes == need.takes_bytes:
+        whole = self._assess(self._eligible, need.whole_bytes)
+        if whole.verdict is Verdict.FITS or need.least_bytes == need.whole_bytes:
             return whole
-        comfortable = self._assess(self._eligible, need.comfortable_bytes)
-        if comfortable.verdict in (Verdict.FITS, Verdict.FITS_SOON, Verdict.FITS_AFTER_EVICTION):
-            return comfortable
-        return self._assess(self._eligible, need.least_bytes)
+        wanted = whole
+        for size in need.tried_bytes:
+            found = whole if size == need.whole_bytes else self._assess(self._eligible, size)
+            if size >= need.wanted_bytes:
+                wanted = found
+            helps_waiting = found.verdict is Verdict.BLOCKED or found.waits_for_foreground
+            is_start = found.verdict in (Verdict.FITS, Verdict.FITS_SOON, Verdict.FITS_AFTER_EVICTION)
+            if is_start or (helps_waiting and size <= need.wanted_bytes):
+                break
+        if found.is_short and found is not wanted and need.contexts is not None:
+            tokens = f"{need.contexts.wanted_tokens:,}"
+            reason = f"{found.reason}; a context of {tokens} tokens cannot be had: {wanted.reason}"
+            return msgspec.structs.replace(found, reason=reason)
+        return found
 
     def _assess(self, candidates: Sequence[DeviceLedger], size: int | None, *, asleep: bool = False) -> Assessment:
         spec, node, need = self._spec, self._node, self._need
@@ -123,6 +135,9 @@ class Fitting:
         if asleep and verdict is Verdict.FITS:
             verdict, reason = Verdict.ASLEEP, f"asleep on this node; {reason}"
         takes_bytes = None if need is None or size is None else _taken(need.takes_bytes, size, room)
+        context = _context(spec, need, size, room)
+        if asleep and self._held is not None:  # it wakes with the context that it had
+            context = _Context(self._held.status.context_tokens, context.full_tokens)
         return Assessment(
             node=node.name,
             verdict=verdict,
@@ -133,6 +148,10 @@ class Fitting:
             takes_bytes=takes_bytes,
             max_bytes=room.max_bytes,
             is_cut=need is not None and takes_bytes is not None and takes_bytes < need.takes_bytes,
+            context_tokens=context.tokens if room.devices else None,
+            full_context_tokens=context.full_tokens,
+            min_context_tokens=context.least_tokens,
+            is_short=context.is_short,
             devices=tuple(sorted(device.index for device in room.devices)),
             victims=room.victims,
             rows=_rows(self._devices, division, room),
@@ -154,12 +173,36 @@ def need_and_have(node: Node, need: Need | None, count: int) -> tuple[DeviceRow,
 
 
 def _taken(wanted_bytes: int, sure_bytes: int, room: Room) -> int:
-    """What a load will take of `room`: `wanted_bytes`, or what is usable once the victims are unloaded. If all devices
-    get the same share, the one with the least room decides."""
+    """What a load will take of `room`: `wanted_bytes`, or what is usable once the victims are unloaded."""
+    return min(wanted_bytes, max(sure_bytes, _room_bytes(room)))
+
+
+def _room_bytes(room: Room) -> int:
+    """What a load can take of `room`. If all devices get the same share, the one with the least room decides."""
     usable_bytes = list(map(room.usable_bytes, room.devices))
     room_bytes = sum(usable_bytes) if room.by_layers else len(usable_bytes) * min(usable_bytes, default=0)
-    taken_bytes = min(wanted_bytes, room_bytes)
-    return max(sure_bytes, taken_bytes if room.max_bytes is None else min(taken_bytes, room.max_bytes))
+    return room_bytes if room.max_bytes is None else min(room_bytes, room.max_bytes)
+
+
+class _Context(NamedTuple):
+    """The context that a load gets."""
+
+    tokens: int | None = None
+    full_tokens: int | None = None
+    least_tokens: int = 1
+    is_short: bool = False
+
+
+def _context(spec: ModelSpec, need: Need | None, size: int | None, room: Room) -> _Context:
+    """That of a load into `room`, where at least `size` is found."""
+    if need is None or size is None or need.contexts is None:
+        is_short = need is not None and size is not None and need.is_short(max(size, _room_bytes(room)))
+        # What is not known here is decided by the node. An operator who gave the size has decided it.
+        is_decided = is_short or spec.vram_bytes is not None
+        return _Context(least_tokens=1 if is_decided else tolerated(spec.context or AGENT_TOKENS), is_short=is_short)
+    tokens, full_tokens = need.contexts.tokens_in(max(size, _room_bytes(room))), need.contexts.full_tokens
+    is_short = need.contexts.is_short(tokens)
+    return _Context(tokens, full_tokens, 1 if is_short else tolerated(need.contexts.wanted_tokens), is_short)
 
 
 def _find_room(

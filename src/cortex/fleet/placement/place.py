@@ -22,7 +22,6 @@ from .decision import Action, Assessment, Decision, Origin, Verdict
 from .fitting import Fitting, need_and_have
 from .spanning import fit_over_nodes
 
-_ORDER = {verdict: rank for rank, verdict in enumerate(Verdict)}
 ACTIONS: dict[Verdict, Action] = {
     Verdict.RESIDENT: "route",
     Verdict.STARTING: "join",
@@ -146,6 +145,7 @@ def _assess(
         pinned=node.name in spec.pinned_on,
         need_bytes=None if need is None else need.takes_bytes,
         takes_bytes=None if need is None else need.takes_bytes,
+        context_tokens=None if held is None or verdict is not Verdict.RESIDENT else held.status.context_tokens,
         devices=() if held is None else held.status.devices,
         rows=need_and_have(node, need, _num_devices(spec, node)),
         ceiling_bytes=node.ceiling_bytes,
@@ -229,7 +229,7 @@ def without_memory(
         return Verdict.DRAINING, f"{part.name} has a part of it, and is {part.why_draining}"
     if held is not None and held.state is ModelState.READY:
         replicas = replicas_in_words(held.status.replica_devices)
-        facts = [f"ready, requests in progress: {int(_load(held))}", *([replicas] if replicas else ())]
+        facts = [f"ready, requests in progress: {int(_load(held))}", *filter(None, (replicas, _cut_context(held)))]
         return Verdict.RESIDENT, ", ".join(facts) + _layers(node, held, fleet)
     if held is not None and held.state in STARTING:
         return Verdict.STARTING, f"{held.state} for {duration(now - held.state_since)}"
@@ -262,6 +262,13 @@ def without_memory(
     return None
 
 
+def _cut_context(held: Residency) -> str:
+    """The context of a loaded model, if memory limits it."""
+    tokens, full_tokens = held.status.context_tokens, held.status.full_context_tokens
+    is_cut = tokens is not None and full_tokens is not None and tokens < full_tokens
+    return f"context {tokens:,} of {full_tokens:,} tokens" if is_cut else ""
+
+
 def _load(held: Residency) -> float:
     """The number of requests, with KV cache use as the tie-break."""
     reported = held.status.load
@@ -279,7 +286,7 @@ def preference(assessment: Assessment, rules: PlacementRules) -> tuple[float | s
     left_over = sum(row.available_bytes - (row.need_bytes or 0) for row in chosen)
     size_known = assessment.need_bytes is not None
     return (
-        _ORDER[assessment.verdict],
+        assessment.rank,
         not assessment.pinned,
         not assessment.asleep,
         assessment.load,

@@ -9,11 +9,13 @@ from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.memory import Need, need_of
 from cortex.fleet.topology import Fleet, Node
 
-from .bounds import RANK, Bound, by_free_memory, by_residents, by_room, has_free, is_plain, node_room
-from .decision import Assessment, Decision, Origin, Verdict
+from .bounds import Bound, by_free_memory, by_residents, by_room, has_free, is_plain, node_room
+from .decision import RANK, SHORT_RANK, Assessment, Decision, Origin, Verdict
 from .place import assess, decided, preference, raised_need, without_memory
 
 _FITS, _AFTER_EVICTION = RANK[Verdict.FITS], RANK[Verdict.FITS_AFTER_EVICTION]
+_LAST_START = SHORT_RANK[Verdict.FITS_AFTER_EVICTION]
+"""The worst of the ranks with which a model is loaded."""
 _BEFORE_NAME = 11
 """The length of a bound that only lacks the name of its node, by which equally good nodes are ordered."""
 SMALL_FLEET = 8
@@ -46,18 +48,23 @@ def may_have_room(model_id: str, node: Node, fleet: Fleet, now: float, *, origin
     """Whether it cannot be ruled out that the model can be loaded on `node` now. It takes no assessment."""
     candidates = _Candidates(fleet.catalogue.spec(model_id), fleet, now, origin, only_on=node)
     bound = candidates.bound()
-    return bound is not None and bound[0] < RANK[Verdict.BLOCKED]
+    return bound is not None and _is_start(bound[0])
 
 
 def _is_settled(found: Sequence[Assessment], best: tuple[float | str, ...], bound: Bound, origin: Origin) -> bool:
     """Whether no node with this bound, or a worse one, changes the outcome."""
-    rank = RANK[min(found, key=lambda each: RANK[each.verdict]).verdict]
-    if rank < RANK[Verdict.BLOCKED]:
+    rank = min(each.rank for each in found)
+    if _is_start(rank):
         return best <= bound
     if origin == "background" and rank > RANK[Verdict.CROWDED] and bound[0] <= RANK[Verdict.HELD]:
         # Whether another request could load the model decides which error it gets.
         return rank <= bound[0] and any(each.waits_for_foreground for each in found)
     return bool(rank <= bound[0])
+
+
+def _is_start(rank: int) -> bool:
+    """Whether it is that of a verdict with which the model is served, woken or loaded."""
+    return rank <= _LAST_START and rank != RANK[Verdict.BLOCKED]
 
 
 class _Candidates:

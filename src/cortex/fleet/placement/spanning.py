@@ -11,11 +11,10 @@ from cortex.fleet.memory import Need
 from cortex.fleet.topology import Fleet, ModelOnNode, Node
 from cortex.units import gib
 
-from .decision import Assessment, Origin, Verdict
+from .decision import RANK, SHORT_RANK, Assessment, Origin, Verdict
 from .fitting import Fitting, capacity_bytes
 
 _FITTING = (Verdict.ASLEEP, Verdict.FITS, Verdict.FITS_SOON, Verdict.FITS_AFTER_EVICTION)
-_WORST_FIRST = {verdict: -rank for rank, verdict in enumerate(Verdict)}
 
 _Fit = Callable[[Fitting], Assessment | None]
 _Found = list[Assessment]
@@ -146,11 +145,13 @@ def _joined(found: Sequence[Assessment], *, by_layers: bool) -> Assessment:
     own, parts, worst = found[0], tuple(found[1:]), _worst(found)
     if worst.verdict not in _FITTING:
         reason = own.reason if worst is own else f"{worst.node}: {worst.reason}"
-        facts = {"verdict": worst.verdict, "reason": reason, "held_by": worst.held_by}
+        facts = {"verdict": worst.verdict, "reason": reason, "held_by": worst.held_by, "is_short": worst.is_short}
         return msgspec.structs.replace(own, **facts, victims=(), devices=(), parts=parts)
     reasons = "; ".join((own.reason, *(f"{each.node}: {each.reason}" for each in parts)))
     reason = f"{reasons}{_smallest_share(found, by_layers=by_layers)}"
-    return msgspec.structs.replace(own, verdict=worst.verdict, reason=reason, parts=parts)
+    tokens = [each.context_tokens for each in found if each.context_tokens is not None]
+    context = {"context_tokens": min(tokens, default=None), "is_short": _is_short(found)}
+    return msgspec.structs.replace(own, verdict=worst.verdict, reason=reason, parts=parts, **context)
 
 
 def _smallest_share(found: Sequence[Assessment], *, by_layers: bool) -> str:
@@ -186,13 +187,19 @@ def _after(found: Assessment, before: Assessment, gone: frozenset[ModelOnNode]) 
 
 
 def _worst(found: Sequence[Assessment]) -> Assessment:
-    return min(found, key=lambda each: _WORST_FIRST[each.verdict])
+    return max(found, key=lambda each: RANK[each.verdict])
 
 
 def _badness(found: Sequence[Assessment]) -> tuple[int, int]:
     """A sort key, the best first: the worst verdict, then the evicted bytes."""
     victims = {victim.model_id: victim.whole_bytes for each in found for victim in each.victims}
-    return -_WORST_FIRST[_worst(found).verdict], sum(victims.values())
+    ranks = SHORT_RANK if _is_short(found) else RANK
+    return ranks[_worst(found).verdict], sum(victims.values())
+
+
+def _is_short(found: Sequence[Assessment]) -> bool:
+    """Whether the model gets less context than it is to have, because of one of the nodes."""
+    return any(each.is_short for each in found)
 
 
 def _evictions(found: Sequence[Assessment]) -> frozenset[ModelOnNode]:

@@ -60,6 +60,7 @@ def entry(
     failures = {node.name: residency.failure for node, residency in held if residency.failure is not None}
     reasons = {name: found for name, found in (("problems", problems), ("failures", failures)) if found}
     context, input, output = _limits(spec, held)
+    cut = _cut_context(spec, held)
     return {
         "id": spec.id,
         "object": "model",
@@ -78,7 +79,7 @@ def entry(
             if residency.state is not ModelState.COLD
         ],
         "max_model_len": context,
-        "limit": {"context": context, "input": input, "output": output},
+        "limit": {"context": context, "input": input, "output": output} | cut,
         "capabilities": _capabilities(spec, held),
         "sampling": _sampling(spec, held),
         "cost": msgspec.to_builtins(spec.cost),
@@ -119,6 +120,8 @@ def _location(node: Node, residency: Residency, for_operator: bool) -> dict[str,
     }
     if status.state is ModelState.READY and status.replica_devices:
         place["replica_devices"] = [list(devices) for devices in status.replica_devices]
+    if status.state is ModelState.READY and (status.context_tokens or 0) < (status.full_context_tokens or 0):
+        place |= {"context": status.context_tokens, "full_context": status.full_context_tokens}
     if status.host_bytes:
         place["host_mb"] = status.host_bytes // MEBIBYTE
     if status.progress is not None:
@@ -130,15 +133,26 @@ def _location(node: Node, residency: Residency, for_operator: bool) -> dict[str,
 
 
 def _limits(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> tuple[int | None, int | None, int | None]:
-    """The smallest limits of context, prompt and response among the ready replicas; without any, among all nodes that
-    list the model."""
+    """The smallest limits of context, prompt and response among the ready replicas. Without any, those that the model
+    will have: on the node that can give it most, and no more than its entry names."""
     ready = [residency.status for _, residency in held if residency.state is ModelState.READY]
-    statuses = ready or [residency.status for _, residency in held]
+    statuses = ready or sorted((each.status for _, each in held), key=lambda status: -(status.context_tokens or 0))[:1]
     contexts = [status.context_tokens for status in statuses if status.context_tokens is not None]
     outputs = [status.max_output_tokens for status in statuses if status.max_output_tokens is not None]
     inputs = [status.max_input_tokens for status in statuses if status.max_input_tokens is not None]
-    context = min(contexts, default=spec.context)
-    return context, min(inputs, default=context), min(outputs, default=context)
+    named = [] if ready or spec.context is None else [spec.context]
+    context = min((*contexts, *named), default=spec.context)
+    return context, min((*inputs, *named), default=context), min((*outputs, *named), default=context)
+
+
+def _cut_context(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> dict[str, int]:
+    """The context that the model would have if the memory of a node where it is ready did not limit it."""
+    for _, residency in held:
+        status = residency.status
+        full_tokens = min(filter(None, (status.full_context_tokens, spec.context)), default=0)
+        if residency.state is ModelState.READY and (status.context_tokens or full_tokens) < full_tokens:
+            return {"full_context": full_tokens}
+    return {}
 
 
 def _sampling(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> dict[str, float]:

@@ -70,6 +70,8 @@ class LoadJob:
     """What the decision found free, or freed by the victims, over all its nodes."""
     begun_at: float
     origin: Origin
+    min_context_tokens: int = 1
+    """With less context, the node is to reject it."""
     max_bytes: tuple[int | None, ...] = ()
     """What memory ceilings let it take of each of its nodes."""
     victims: frozenset[ModelOnNode] = frozenset()

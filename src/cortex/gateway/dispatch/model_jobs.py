@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from cortex.fleet.demand import Demand
+from cortex.fleet.devices import Ceilings
 from cortex.fleet.holdings import ON_DEVICE
 from cortex.fleet.placement.decision import Decision
 from cortex.fleet.placement.eviction import is_freed_by_sleep
@@ -108,6 +109,7 @@ class ModelJobs:
             sum(place.need_bytes or 0 for place in (decision.chosen, *decision.parts)),
             self._clock(),
             decision.origin,
+            min_context_tokens=decision.chosen.min_context_tokens,
             max_bytes=decision.max_bytes,
             victims=frozenset(decision.evictions),
             parts=tuple((part.node, part.reservation(target.model)) for part in decision.parts),
@@ -177,7 +179,15 @@ class ModelJobs:
                 self._last_loads[target] = (job.begun_at, self._clock())
             self._fleet_state.failures.pop(target, None)
             self._fleet_state.shortfalls.pop(target, None)
-            self._event_log.happened("model_loaded", node=node, model=model, bytes=result.measured_bytes)
+            why = {} if result.context_shortage is None else {"why": result.context_shortage}
+            self._event_log.happened(
+                "model_loaded",
+                node=node,
+                model=model,
+                bytes=result.measured_bytes,
+                context_tokens=result.context_tokens,
+                **why,
+            )
         else:
             self._demand.gone(target)
             kind, why = ("load_cancelled", {}) if is_cancelled else ("load_failed", {"why": result.message})
@@ -306,13 +316,15 @@ class ModelJobs:
         lead = self._fleet_state.fleet.node(node) or Node(name=node)
         num_nodes = max(1, len(lead.nodes_of(spec)))
         spans_by_layers = num_nodes > 1 and lead.divides_by_layers(spec)
-        # Equal parts: the smallest ceiling decides.
-        max_bytes = min((each for each in job.max_bytes if each is not None), default=None)
+        # Equal parts: the smallest ceiling decides. A node respects its own, also when a model grows later.
+        limits = job.max_bytes if num_nodes > 1 or lead.ceilings != Ceilings() else ()
+        max_bytes = min((each for each in limits if each is not None), default=None)
         self._event_log.happened("load_started", node=node, model=model)
         self._effects.load(
             node,
             msgspec.structs.replace(
                 load_request(spec),
+                min_context_tokens=job.min_context_tokens,
                 devices=job.reservation.devices,
                 tensor_parallel=1
                 if spec.pipeline_parallel > 1

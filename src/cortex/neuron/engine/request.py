@@ -215,6 +215,8 @@ class LoadSpec:
     quant: str | None = None
     """How dense matrices are quantised as they are loaded (a spelling that `recipe_of` knows); None: they are not."""
     context_tokens: int | None = None
+    wanted_tokens: int = 0
+    """The context that captured steps leave room for. 0: they come first."""
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """The dtype in which keys and values are kept; `auto`: the one that the model computes in."""
     deterministic: bool = False

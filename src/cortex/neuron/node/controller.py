@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+from msgspec.structs import replace
+
 from cortex.neuron.node import lifecycle_events as events
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.lifecycle import Lifecycle, transition
@@ -102,6 +104,13 @@ class ModelController:
         """Returns when the model is ready; raises why it is not. Cancelling this call does not stop the load."""
         self.set_options(model)
         await self._wait(self._ready_waiters, events.EnsureReady())
+
+    def reload(self) -> None:
+        """Loads a ready model without requests again, with all the memory that it can have now. Callers wait for it."""
+        if self.model.min_context_tokens is not None:
+            self.model = replace(self.model, min_context_tokens=1)  # with less it still serves
+        self._post(events.EnsureGone())
+        self._post(events.EnsureReady())
 
     async def ensure_asleep(self, drain_s: float) -> None:
         """Returns when the model's device memory is free. Its weights stay in host memory if there is room."""

@@ -37,7 +37,10 @@ class Lifecycle:
     faults: FaultHistory = field(default_factory=FaultHistory)
 
     def reported_state(self, now_s: float) -> ModelState:
-        """`state`, but a failure ends after a while: only its reason is left, and the next request loads the model."""
+        """`state`, but a failure ends after a while: only its reason is left, and the next request loads the model. One
+        that is unloaded to be loaded again is loading: what it holds is not given to others."""
+        if self.state is ModelState.UNLOADING and self.wanted == "ready":
+            return ModelState.LOADING
         is_over = self.state is ModelState.FAILED and now_s - self.since_s >= FAILURE_S
         return ModelState.COLD if is_over else self.state
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import operator
+import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -26,6 +27,16 @@ from cortex.quant_names import is_same_quant
 from cortex.wire.errors import CortexError, ModelInUse, shorten
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.protocol import ModelState, ModelStatus
+
+
+class IdleModel(NamedTuple):
+    """A model in memory, ready or asleep, without requests."""
+
+    controller: ModelController
+    instance: Instance
+    idle_s: float
+    """Since its last request, or since it became ready or fell asleep."""
+    holding: ModelHolding
 
 
 class _UnusedModel(NamedTuple):
@@ -90,7 +101,8 @@ class Models:
             return
         if self.controller(model_id).unload_sleeping():
             return
-        state = "about to be loaded" if held.state is ModelState.UNLOADING else held.state.value
+        is_leaving = self.controller(model_id).life.state is ModelState.UNLOADING
+        state = "about to be loaded" if is_leaving else held.state.value
         loaded = requested or stored or "dense weights"
         raise ModelInUse(
             f"{shorten(model_id)} is {state} as {loaded}, not as {shorten(quant)}; unload it first, or leave out the "
@@ -198,16 +210,24 @@ class Models:
 
     def holdings(self) -> list[ModelHolding]:
         """What the models hold of the devices. A sleeping one may hold a part still."""
+        return [_holding(each, each.instance) for each in self._controllers.values() if each.instance is not None]
+
+    def idle(self) -> list[IdleModel]:
+        """The models in memory that have no requests, the one that was used least recently first."""
         found = []
         for controller in self._controllers.values():
-            if (instance := controller.instance) is None:
+            instance, life = controller.instance, controller.life
+            if instance is None or life.state not in (ModelState.READY, ModelState.ASLEEP):
                 continue
-            indices, resident = instance.host.device_indices, instance.resident
-            held = resident.device_bytes(len(indices))
-            if controller.life.state is ModelState.ASLEEP:
-                held = equal_parts(resident.process_bytes, len(indices))
-            found.append(ModelHolding(controller.model_id, indices, held))
-        return found
+            if not instance.num_requests and not self._texts.num_jobs(controller.model_id):
+                idle_s = min(instance.idle_s, time.monotonic() - life.since_s)
+                found.append(IdleModel(controller, instance, idle_s, _holding(controller, instance)))
+        return sorted(found, key=lambda each: -each.idle_s)
+
+    def is_any_changing(self) -> bool:
+        """Whether a load or an unload changes what is free."""
+        changing = (ModelState.LOADING, ModelState.UNLOADING, ModelState.RECOVERING)
+        return any(controller.life.state in changing for controller in self._controllers.values())
 
     def leaving(self, sleep_frees: bool) -> list[ModelHolding]:
         """The models that are being unloaded, with what they hold until then. `sleep_frees`: models that fall asleep
@@ -215,7 +235,9 @@ class Models:
         return [
             holding
             for controller in self._controllers.values()
-            if (holding := controller.leaving) is not None and (sleep_frees or not controller.falls_asleep)
+            if (holding := controller.leaving) is not None
+            and controller.life.wanted == "gone"  # else it is loaded again at once
+            and (sleep_frees or not controller.falls_asleep)
         ]
 
     def growing(self) -> list[tuple[KnownModel, Instance]]:
@@ -252,3 +274,11 @@ class Models:
     async def closed(self) -> None:
         """Returns when nothing is in progress."""
         await asyncio.gather(*(controller.closed() for controller in self._controllers.values()))
+
+
+def _holding(controller: ModelController, instance: Instance) -> ModelHolding:
+    indices, resident = instance.host.device_indices, instance.resident
+    held = resident.device_bytes(len(indices))
+    if controller.life.state is ModelState.ASLEEP:
+        held = equal_parts(resident.process_bytes, len(indices))
+    return ModelHolding(controller.model_id, indices, held, resident.process_bytes)

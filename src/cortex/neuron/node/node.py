@@ -26,13 +26,14 @@ from cortex.neuron.node.harness.command.harness import CommandHarness
 from cortex.neuron.node.harness.engine import EngineHarness
 from cortex.neuron.node.harness.harness import Harnesses
 from cortex.neuron.node.harness.upstream import Upstream
+from cortex.neuron.node.loading.context_room import ContextRoom
 from cortex.neuron.node.loading.device_room import DeviceRoom
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel, Library, scan_cache
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.loading.model_folders import scan_folders
-from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings, ModelHolding
+from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings
 from cortex.neuron.node.memory.sleep_budget import SleepBudget, sleep_budget_bytes
 from cortex.neuron.node.models import Models
 from cortex.neuron.node.parts import Parts
@@ -76,15 +77,13 @@ class Node:
             ceilings,
             limits.kv_host_mb,
         )
-        survey_bytes = limits.survey_memory_mb << 20
-        new_surveys = parts.surveys or partial(SurveyProcess, cpu_s=limits.survey_cpu_s, memory_bytes=survey_bytes)
-        self._surveys = new_surveys()
+        self._surveys = (parts.surveys or partial(SurveyProcess.of, limits))()
         lead = Lead(config, self.devices, forecast, parts.connect_peer)
         self._library = Library(config)
         engine = self._engine = EngineHarness(config, self.devices, forecast, self._surveys, lead, self._library)
-        servers = usable_servers(config.commands).values()
-        commands = [CommandHarness(entry, config, parts.read_devices) for entry in servers]
-        self._harnesses = Harnesses(engine, *commands, *parts.harnesses)
+        entries = usable_servers(config.commands).values()
+        servers = [CommandHarness(entry, config, parts.read_devices) for entry in entries]
+        self._harnesses = Harnesses(engine, *servers, *parts.harnesses)
         usable = [name for name in self._harnesses.names if engine.is_usable or name not in engine.names]
         self.discovery = describe_node(inventory, limits.sleep_mb, tuple(usable))
         self._config = config
@@ -100,7 +99,7 @@ class Node:
             self._local_path,
             lambda model_id: self._models.prompt_rules(model_id),
         )
-        held = self._ceilings = MemoryCeilings(ceilings, self._holdings)
+        held = self._ceilings = MemoryCeilings(ceilings, lambda: [*self.shares.holdings(), *self._models.holdings()])
         room = DeviceRoom(
             self.devices,
             forecast,
@@ -118,6 +117,7 @@ class Node:
             fetch=parts.fetch,
             surveys=self._surveys,
             texts=self.texts,
+            make_room=lambda model, facts: self._context_room.make_room(model, facts),
         )
         sleep_budget = SleepBudget(
             lambda held_bytes: sleep_budget_bytes(limits.sleep_mb, inventory.devices, read_host_memory(), held_bytes),
@@ -141,6 +141,8 @@ class Node:
             BenchResults(inventory.devices, limits.max_num_seqs),
             self.devices.kv_host,
         )
+        default_ids = [default.id for default in config.default_models]
+        self._context_room = ContextRoom(room, self._loader, self._models, parts.context_rules, kept=default_ids)
         self.benches = Benches(
             self._models,
             lambda controller, on_stage: Measurement(
@@ -154,7 +156,7 @@ class Node:
         )
         self._feed = EventFeed()
         self._startup_models = StartupModels(
-            [default.id for default in config.default_models],
+            default_ids,
             lambda model_id: self.load(LoadRequest(model_id=model_id), wait=True),
             lambda: self._feed.publish(self._activation_event()),
             parts.first_retry_s,
@@ -180,6 +182,7 @@ class Node:
             node._tasks.start("survey models", node._keep_surveying),
             node._tasks.start("load default models", node._startup_models.run),
             node._tasks.start("replicas", node._replica_demand.run),
+            node._tasks.start("contexts", node._context_room.run),
         ]
         return node
 
@@ -351,16 +354,9 @@ class Node:
         if not self._models.is_in_memory(model_id):  # a caller may have loaded it again
             await self.texts.rest(model_id)
 
-    def _holdings(self) -> list[ModelHolding]:
-        """What models, and the parts here of models that other nodes lead, hold of the devices."""
-        return [*self.shares.holdings(), *self._models.holdings()]
-
     def _models_in_memory(self) -> list[tuple[str, Path | None]]:
-        surveys = self._loader.surveys
-        return [
-            (model_id, surveys[model_id].facts.path if model_id in surveys else None)
-            for model_id in (*self._models.in_memory(), *(share.model_id for share in self.shares.statuses()))
-        ]
+        shared = (share.model_id for share in self.shares.statuses())
+        return [(model_id, self._loader.known_path(model_id)) for model_id in (*self._models.in_memory(), *shared)]
 
     def _activation_event(self) -> NodeEvent:
         return NodeEvent(kind="activation", at_s=time.time(), activation=self._startup_models.status())

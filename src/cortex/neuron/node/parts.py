@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cortex.neuron.node.devices import ReadDevices
 from cortex.neuron.node.harness.harness import Harness
+from cortex.neuron.node.loading.context_room import ContextRules
 from cortex.neuron.node.loading.files import fetch
 from cortex.neuron.node.loading.library import Fetch
 from cortex.neuron.node.spanning.lead import ConnectPeer, unconnected
@@ -34,6 +35,7 @@ class Parts:
     policy: BackoffPolicy = field(default_factory=BackoffPolicy)
     timeouts: WorkerTimeouts | None = None
     first_retry_s: float = 5.0
+    context_rules: ContextRules = field(default_factory=ContextRules)
     connect_peer: ConnectPeer = unconnected
     harnesses: tuple[Harness, ...] = ()
     """In addition to the built-in engine."""

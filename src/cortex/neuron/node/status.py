@@ -98,6 +98,8 @@ def describe_model(
     resident = instance.resident if instance is not None else None
     served = served_model(model, controller, survey)
     context_tokens = served.context_tokens
+    if instance is None and estimate is not None and estimate.footprint.contexts is not None:
+        context_tokens = estimate.footprint.contexts.empty_tokens or context_tokens
     now_s = time.monotonic()
     reason, error = (damage.message, damage) if damage is not None else (None, None)
     if life is not None and life.reason is not None:
@@ -123,8 +125,11 @@ def describe_model(
         source=model.source,
         estimate_bytes=estimate.footprint.expected_bytes if estimate is not None else None,
         least_bytes=estimate.footprint.least_bytes if estimate is not None else None,
+        contexts=estimate.footprint.contexts if estimate is not None else None,
         quantised=tuple(
-            QuantisedSize(quant=quant, estimate_bytes=size.expected_bytes, least_bytes=size.least_bytes)
+            QuantisedSize(
+                quant=quant, estimate_bytes=size.expected_bytes, least_bytes=size.least_bytes, contexts=size.contexts
+            )
             for quant, size in (survey.quantised if survey is not None else {}).items()
         ),
         measured_bytes=resident.measured_bytes if resident is not None else None,

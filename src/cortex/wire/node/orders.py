@@ -22,6 +22,10 @@ class LoadRequest(LoadOptions, frozen=True, kw_only=True):
     is ready or loading joins it, unless it names another `quant` than that one has, which is rejected with 409."""
 
     model_id: ModelName
+    min_context_tokens: Count | None = None
+    """The least context, as far as the empty devices hold it: with less, the load is rejected. Absent: the node decides
+    as a gateway would. It unloads idle models for the context that the model is to have, and loads it with what there
+    is where that does not help."""
     max_bytes: Count | None = None
     """The most that weights and KV cache may take, over all devices; as the node is configured when absent."""
     max_bytes_of_nodes: Annotated[tuple[Count | None, ...], Meta(max_length=64)] = ()

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from cortex.wire.node.bench import BenchResult
+from cortex.wire.node.contexts import ContextSizes
 from cortex.wire.node.load_options import Count
 from cortex.wire.node.sampling import SamplingDefaults
 
@@ -183,6 +184,7 @@ class QuantisedSize(NodeValue, frozen=True):
     quant: str
     estimate_bytes: int
     least_bytes: int
+    contexts: ContextSizes | None = None
 
 
 class ModelStatus(NodeValue, frozen=True):
@@ -224,6 +226,8 @@ class ModelStatus(NodeValue, frozen=True):
     """Expected memory on an empty device: weights and planned KV cache. `measured_bytes` replaces it after a load."""
     least_bytes: int | None = None
     """The minimum with which the node accepts it, with a smaller KV cache. Absent: `estimate_bytes`."""
+    contexts: ContextSizes | None = None
+    """What the contexts between both take. Absent: its files are not known, or only a server knows."""
     quantised: tuple[QuantisedSize, ...] = ()
     """The same with each `quant` that this node can apply to its dense weights."""
     measured_bytes: int | None = None
@@ -242,7 +246,8 @@ class ModelStatus(NodeValue, frozen=True):
     disk_bytes: int | None = None
     """Its repository in the node's hub cache, incomplete downloads included; absent for a model outside the cache."""
     context_tokens: int | None = None
-    """Context that the loaded model accepts: the model's limit, or less if memory is the limit."""
+    """The context of the loaded model: `full_tokens` of `contexts`, or less if memory is the limit. Before a load: what
+    it gets if the devices are empty."""
     max_input_tokens: int | None = None
     """The longest prompt: the context, or less if `limits.max_prompt_tokens` of the node is less."""
     max_output_tokens: int | None = None
@@ -262,6 +267,18 @@ class ModelStatus(NodeValue, frozen=True):
     """How long its latest load or wake took, without downloads and waits; absent: it had none."""
     bench: BenchResult | None = None
     """How fast it is there, as measured; absent: it was not, or something has changed since."""
+
+    @property
+    def context_shortage(self) -> str | None:
+        """What is wrong with its context: memory leaves it less than it is to have. None: nothing."""
+        if self.contexts is None or self.context_tokens is None:
+            return None
+        return self.contexts.shortage(self.context_tokens)
+
+    @property
+    def full_context_tokens(self) -> int | None:
+        """The context that it would have if memory did not limit it; None: that is not known."""
+        return None if self.contexts is None else self.contexts.full_tokens
 
 
 class ModelList(NodeValue, frozen=True):

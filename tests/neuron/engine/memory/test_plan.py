@@ -147,3 +147,24 @@ def test_graphs_of_prompts_get_room_only_where_the_model_fits_beside_it() -> Non
         assert plan.fits
         assert plan.graph_tokens == expected
     assert not plan_with_graphs(sizes, least_bytes - 1, None, 2048, max_rows=1, device_kind="cuda").fits
+
+
+@pytest.mark.parametrize(
+    ("pages", "wanted_tokens", "graph_tokens"),
+    [
+        (2, 0, 2048),  # nothing is wanted but graphs
+        (600, 16_384, 2048),
+        (500, 16_384, 0),  # with graphs it would have less than is wanted
+        (400, 16_384, 0),  # it has less anyway, and with graphs a good part less again
+        (3000, LONG, 2048),  # much less than is wanted, and hardly less with graphs
+        (4000, 2 * LONG, 2048),
+    ],
+)
+def test_graphs_give_way_to_the_wanted_context(pages: int, wanted_tokens: int, graph_tokens: int) -> None:
+    """`pages`: those that there would be room for next to graphs, which take 100 of them."""
+    sizes = replace(sizes_of({}), token_room=0)
+    sizes = replace(sizes, token_room=100 * sizes.page_bytes // (2 * 2048))
+    have_bytes = sizes.weight_bytes + (pages + 100) * sizes.page_bytes
+    plan = plan_with_graphs(sizes, have_bytes, None, 2048, max_rows=1, device_kind="cuda", wanted_tokens=wanted_tokens)
+    assert plan.graph_tokens == graph_tokens
+    assert plan.num_pages[None] == pages + (0 if graph_tokens else 100)

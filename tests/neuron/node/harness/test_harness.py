@@ -60,6 +60,9 @@ class EchoEstimates(NodeLimits):
 
     smallest_bytes = expected_bytes = least_bytes
 
+    def context_bytes(self, model: KnownModel, facts: EchoFacts, device: Device, tokens: int) -> int:
+        return self.need_bytes
+
     def footprint(self, model: KnownModel, facts: EchoFacts, devices: Sequence[Device]) -> Footprint:
         return Footprint(self.need_bytes, self.need_bytes)
 

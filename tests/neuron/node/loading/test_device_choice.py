@@ -146,3 +146,12 @@ def test_rejects_stages_between_layers_that_share_keys_and_values(num_layers: in
         chosen([24] * num_layers, facts=facts, pipeline_parallel=num_layers)
     if num_layers > 2:
         assert len(chosen([24, 24], facts=facts).stages) == 2
+
+
+@pytest.mark.parametrize(("free_gib", "options"), [([16.2], {"pipeline_parallel": 1}), ([8.6, 8.6], {})])
+def test_context_that_a_load_asks_for_must_fit(free_gib: list[float], options: dict[str, Any]) -> None:
+    """Next to the weights of 13.8 GiB, 8,192 tokens take 1 GiB; 1.5 GiB of each card stay free."""
+    total_gib = [24.0] * len(free_gib)
+    assert chosen(free_gib, total_gib, min_context_tokens=512, **options).indices
+    with pytest.raises(InsufficientCapacity, match="for a context of 8,192 tokens"):
+        chosen(free_gib, total_gib, min_context_tokens=8192, **options)

@@ -20,9 +20,10 @@ from cortex.neuron.kernels.cpu.layout import CpuForm
 from cortex.neuron.kernels.peer_buffer import BUFFER_BYTES
 from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.models.packing import MatrixDevice
+from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.preflight import inspect
+from cortex.neuron.node.loading.preflight import ModelFacts, inspect
 from cortex.wire.node.protocol import Device
 
 from ...tiny_models import tiny_delta, tiny_sizes
@@ -196,3 +197,46 @@ def test_reserve_is_the_operators_share_and_the_engines() -> None:
     on_cpu = forecast(min_free_vram_mb=512).reserve(cpu_device(32 * GIB))
     assert on_cpu.usable_bytes(10 * GIB) == 5 * GIB - (512 << 20)
     assert on_cpu.usable_bytes(0) < 0
+
+
+LONG_MODELS: dict[str, dict[str, Any]] = {
+    "full attention": {},
+    "windows": {
+        "use_sliding_window": True,
+        "sliding_window": 1024,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    },
+    "recurrent layers": {"model_type": "qwen3_5_text", "num_hidden_layers": 8, **DELTA},
+}
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+@pytest.mark.parametrize("named", [None, 20_000])
+@pytest.mark.parametrize("family", LONG_MODELS)
+def test_load_that_can_take_the_size_of_a_context_gets_that_context(
+    family: str, named: int | None, kind: Literal["cuda", "cpu"]
+) -> None:
+    """And so does one that can take more."""
+    config = {**tiny_sizes(vocab_size=512, num_hidden_layers=6, max_position_embeddings=131_072), "model_type": "qwen3"}
+    facts = ModelFacts(Path("/m"), read_architecture(config | LONG_MODELS[family]))
+    model = KnownModel(id="m", source="/m", context_tokens=named)
+    device = Device(index=0, kind=kind, name="device", total_bytes=1 << 40)
+    forecaster = forecast()
+    contexts = forecaster.contexts(model, facts, device, named or 131_072)
+    assert (contexts.full_tokens, contexts.wanted_tokens) == (named or 131_072, named or 32_768)
+    assert contexts.sizes[0].num_bytes == forecaster.least_bytes(model, facts, device)
+    for size in contexts.sizes[1:]:
+        for more_bytes in (0, 1, 4096, 1 << 20, 10 << 20, 1 << 30, 1 << 38):
+            plan = forecaster._plan(model, facts, device, size.num_bytes + more_bytes, None)  # noqa: SLF001
+            assert plan.context_tokens >= size.tokens
+        less = forecaster._plan(model, facts, device, size.num_bytes * 9 // 10, None)  # noqa: SLF001
+        assert less.context_tokens < size.tokens, "nor is it much more than needed"
+
+
+def test_engine_gives_a_model_the_context_that_its_memory_is_for(tmp_path: Path) -> None:
+    FAMILIES["llama"]().save_pretrained(tmp_path)
+    facts, forecaster = inspect(tmp_path), forecast("float32", max_num_seqs=8)
+    for tokens in (64, 100, 256):
+        need_bytes = forecaster.context_bytes(model_at(tmp_path), facts, cpu_device(), tokens)
+        spec = LoadSpec(str(tmp_path), dtype="float32", max_num_seqs=8, memory_bytes=need_bytes)
+        assert load_model(spec, CPU, lambda *_: None, lambda: False).context_tokens >= tokens

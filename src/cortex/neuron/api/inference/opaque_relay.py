@@ -65,12 +65,13 @@ class OpaqueRelay:
             raise not_ready(model)
         watch.phase = lambda: "load"
         arrived_s = time.monotonic()
-        await self.drain_gate.wait_for(ready(self.backend, model))
+        principal = bodies.principal_of(http)
+        await self.drain_gate.wait_for(ready(self.backend, model, is_of_gateway=bool(principal)))
         watch.phase = lambda: "prefill"
         id = f"opaque-{uuid.uuid4().hex}"
         slot: ServerSlot | NoSlot = NoSlot()
         if not is_check:
-            slot = ServerSlot(self.backend, model, id, bodies.principal_of(http))
+            slot = ServerSlot(self.backend, model, id, principal)
         response = _Response(asyncio.get_running_loop().create_future())
         relay = Relay(call.exchange, response, self.ticker, None, _RELAYED)
         try:

@@ -123,7 +123,7 @@ class PoolingRoutes:
         shared, principal = self.inference, bodies.principal_of(call.request)
         watch.phase = lambda: "load"
         arrived_s = time.monotonic()
-        served = await shared.drain_gate.wait_for(ready(shared.backend, request.model))
+        served = await shared.drain_gate.wait_for(ready(shared.backend, request.model, is_of_gateway=bool(principal)))
         call.load_s = time.monotonic() - arrived_s
         check_task(shared.backend, request.model, served, request.task, is_of_gateway=bool(principal))
         pooling, context_tokens = served.pooling, served.context_tokens

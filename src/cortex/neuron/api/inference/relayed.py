@@ -95,7 +95,7 @@ class RelayedSession:
         self._upstream.check_route(_PATH.decode())
         body, num_prompt_tokens = await asyncio.to_thread(self.make_body)
         model = self._packed.head.model
-        await self._drain_gate.wait_for(ready(self._backend, model))
+        await self._drain_gate.wait_for(ready(self._backend, model, is_of_gateway=bool(self._principal)))
         self.phase = "prefill"
         response = _Response(self._packed.head.stream, asyncio.get_running_loop().create_future())
 

@@ -76,7 +76,9 @@ class Session:
         arrived_s = time.monotonic()
         request = self._packed.head
         if not request.unloads_only:
-            served = await self._drain_gate.wait_for(ready(self._backend, request.model))
+            served = await self._drain_gate.wait_for(
+                ready(self._backend, request.model, is_of_gateway=bool(self._principal))
+            )
         if request.loads_only:
             deliver(
                 [
@@ -178,10 +180,12 @@ class Session:
             self._ended.set_exception(problem.with_traceback(None))  # several generations may share one error
 
 
-async def ready(backend: Backend, model_id: str) -> ServedModel:
-    """The model once it is loaded. A recovering model is returned as is: `generate` raises when to retry."""
+async def ready(backend: Backend, model_id: str, *, is_of_gateway: bool) -> ServedModel:
+    """The model once it is loaded. A recovering model is returned as is: `generate` raises when to retry. For a request
+    of a gateway, which has just had the model unloaded, nothing else is."""
     served = backend.served(model_id)
     if served.state in (ModelState.READY, ModelState.RECOVERING):
         return served
-    await backend.load(LoadRequest(model_id=model_id), wait=True)
+    least_tokens = 1 if is_of_gateway else None
+    await backend.load(LoadRequest(model_id=model_id, min_context_tokens=least_tokens), wait=True)
     return backend.served(model_id)

@@ -49,6 +49,7 @@ class ModelRoutes:
                 "context": status.context_tokens,
                 "input": status.max_input_tokens,
                 "output": status.max_output_tokens,
+                **({} if status.context_shortage is None else {"full_context": status.full_context_tokens}),
             },
             "capabilities": status.capabilities,
         }

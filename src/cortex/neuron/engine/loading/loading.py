@@ -265,8 +265,8 @@ def build_model(
     within_layers = group if group is not None and spec.stage is None else SINGLE_RANK
     may_capture = spec.stage is None and not spec.deterministic and within_layers.max_captured_bytes > 0
     most = max_graph_tokens(facts_of(device).total_bytes) if may_capture else 0
-    rows, kind = spec.max_num_seqs, device.type
-    plan = plan_with_graphs(sizes, have_bytes, own_bytes, most, max_rows=rows, device_kind=kind)
+    rows, kind, wanted = spec.max_num_seqs, device.type, spec.wanted_tokens
+    plan = plan_with_graphs(sizes, have_bytes, own_bytes, most, max_rows=rows, device_kind=kind, wanted_tokens=wanted)
     if not plan.fits:
         allowed_bytes = have_bytes if own_bytes is None else min(have_bytes, own_bytes)
         raise _no_room(sizes, limit_bytes, device, allowed_bytes - plan.slots.num_bytes)

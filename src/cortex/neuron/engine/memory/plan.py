@@ -38,6 +38,8 @@ MAX_CHECKPOINTS = {"cuda": 1024, "cpu": 32}
 _COUNT_BYTES = 4
 GRAPH_TOKENS, SMALL_GRAPH_TOKENS = 2048, 512
 _LARGE_CARD_BYTES = 36 << 30
+_HARDLY = 16
+"""A context that is too short anyway gives up to one part in 16 to graphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,18 +256,28 @@ def plan_with_graphs(
     *,
     max_rows: int,
     device_kind: str,
+    wanted_tokens: int = 0,
 ) -> MemoryPlan:
-    """The plan of a model that captures steps of prompts up to `graph_tokens`, or none where only that lets it fit:
-    graphs make it faster, and it needs none. `limit_bytes`: the most that its parts may take, without the graphs."""
-    for tokens in (graph_tokens, 0):
-        # All compute in the memory of the largest, of which about half is in use at once.
-        room_bytes = 2 * tokens * sizes.token_room if device_kind == "cuda" else 0
-        left_bytes = have_bytes - room_bytes
-        left_bytes = left_bytes if limit_bytes is None else min(left_bytes, limit_bytes)
-        plan = replace(plan_memory(sizes, left_bytes, max_rows=max_rows, device_kind=device_kind), graph_tokens=tokens)
-        if plan.fits:
-            break
-    return plan
+    """The plan of a model that captures steps of prompts up to `graph_tokens`, or none where they take too much of its
+    context: graphs make it faster, and it needs none. `limit_bytes`: the most that its parts may take, without the
+    graphs. `wanted_tokens`: graphs make the context no shorter than this and, if it is shorter anyway, hardly so."""
+    # All compute in the memory of the largest, of which about half is in use at once.
+    graph_bytes = 2 * graph_tokens * sizes.token_room if device_kind == "cuda" else 0
+    plain, captured = (
+        plan_memory(
+            sizes,
+            left_bytes if limit_bytes is None else min(left_bytes, limit_bytes),
+            max_rows=max_rows,
+            device_kind=device_kind,
+        )
+        for left_bytes in (have_bytes, have_bytes - graph_bytes)
+    )
+    least_tokens = wanted_tokens
+    if plain.context_tokens < wanted_tokens:
+        least_tokens = plain.context_tokens - plain.context_tokens // _HARDLY
+    if captured.fits and captured.context_tokens >= least_tokens:
+        return replace(captured, graph_tokens=graph_tokens)
+    return plain
 
 
 def plan_memory(sizes: ModelSizes, have_bytes: int, *, max_rows: int, device_kind: str) -> MemoryPlan:

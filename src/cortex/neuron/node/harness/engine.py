@@ -14,7 +14,7 @@ from cortex.neuron.kernels.quantised.recipes import Recipe
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
-from cortex.neuron.node.loading.forecast import Forecast
+from cortex.neuron.node.loading.forecast import Forecast, wanted_tokens
 from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loads_in_progress import LoadRoom
 from cortex.neuron.node.loading.preflight import ModelFacts
@@ -104,6 +104,7 @@ class EngineHarness:
             dtype=self._config.harness.torch.dtype,
             quant=facts.recipe.name if facts.recipe is not None else None,
             context_tokens=model.context_tokens,
+            wanted_tokens=wanted_tokens(model, facts),
             kv_dtype=model.kv_dtype,
             deterministic=model.deterministic,
             speculation=drafts_from(model.speculation),

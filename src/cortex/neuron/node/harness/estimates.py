@@ -11,6 +11,7 @@ from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.node.loading.library import KnownModel
+from cortex.wire.node.contexts import ContextSizes
 from cortex.wire.node.protocol import Device, StoredForm
 
 
@@ -22,6 +23,8 @@ class Footprint:
     """The least memory with which some device accepts it."""
     expected_bytes: int
     """What it takes of the largest device, if that is otherwise empty."""
+    contexts: ContextSizes | None = None
+    """What the contexts between both take; None: they are not known."""
 
 
 class FileFacts(Protocol):
@@ -90,6 +93,9 @@ class Estimates(Protocol):
 
     def least_bytes(self, model: KnownModel, facts: Any, device: Device) -> int:
         """The least memory with which the model can respond; a device with less rejects it."""
+
+    def context_bytes(self, model: KnownModel, facts: Any, device: Device, tokens: int) -> int:
+        """What a load must be able to take of the device for a context of `tokens`; at least `least_bytes`."""
 
     def smallest_bytes(self, model: KnownModel, facts: Any, device: Device) -> int:
         """A lower limit (`memory_mb`) can never be met."""

@@ -61,6 +61,16 @@ def check_devices(model: KnownModel, devices: Sequence[Device]) -> None:
             raise ModelUnsupported(f"{model.id} asks for device {index}, but this node has {have}; choose one of them")
 
 
+def capacity_bytes(model: KnownModel, devices: Sequence[Device], estimates: Estimates) -> int:
+    """What a load of the model may take of the largest of `devices` that it may use, if they are empty."""
+    allowed = [device for device in devices if not model.devices or device.index in model.devices]
+    usable = (
+        smallest(estimates.reserve(device).usable_bytes(device.total_bytes), estimates.share_bytes(model, device)) or 0
+        for device in allowed
+    )
+    return sum(sorted(usable, reverse=True)[: model.num_devices])
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
     """What decides which devices a load takes."""
@@ -85,7 +95,7 @@ class DeviceChoice:
             if not model.nodes:
                 return self._choose_stages()
         # How many layers a device of several nodes gets follows from what all of them can give.
-        need_bytes = 0 if model.pipeline_parallel > 1 else forecast.least_bytes(model, self.facts, self.devices[0])
+        need_bytes = 0 if model.pipeline_parallel > 1 else self._need_bytes()
         indices = choose_devices(
             model.id,
             need_bytes,
@@ -97,10 +107,24 @@ class DeviceChoice:
             reserve=forecast.reserve,
             ceiling=lambda device: forecast.share_bytes(model, device),
             left=self.left,
+            purpose=self._purpose,
         )
         chosen = tuple(device for device in self.devices if device.index in indices)
         free_bytes = tuple(map(self.usable_bytes, chosen)) if model.pipeline_parallel > 1 else ()
         return ChosenDevices(chosen, free_bytes=free_bytes, limits=tuple(map(self.left, chosen)))
+
+    def _need_bytes(self) -> int:
+        """The least memory of each device, or of all if the layers are divided."""
+        device, tokens = self.devices[0], self.model.min_context_tokens
+        if tokens is None:
+            return self.forecast.least_bytes(self.model, self.facts, device)
+        return self.forecast.context_bytes(self.model, self.facts, device, tokens)
+
+    @property
+    def _purpose(self) -> str:
+        """What the least memory is needed for, in an error."""
+        tokens = self.model.min_context_tokens
+        return "" if tokens is None or tokens == 1 else f" for a context of {tokens:,} tokens"
 
     def usable_bytes(self, device: Device) -> int:
         """What a load may take of a device."""
@@ -157,14 +181,15 @@ class DeviceChoice:
             capacities = [min(free_bytes[index] for index in column) for column in columns]
             limits = [smallest(*(ceilings[index] for index in column)) for column in columns]
             stages = self.forecast.stages(model, self.facts, self.devices[0], capacities, limits)
-        if stages is not None:
+        need_bytes = 0 if model.min_context_tokens is None else model.replicas * self._need_bytes()
+        if stages is not None and sum(free_bytes[index] for index in chosen) >= need_bytes:
             devices = tuple(device for device in allowed if device.index in chosen)
             return ChosenDevices(devices, stages, limits=tuple(ceilings[index] for index in chosen))
         raise self._no_room(chosen)
 
     def _no_room(self, chosen: tuple[int, ...]) -> InsufficientCapacity:
         model, num_layers = self.model, self.facts.num_layers
-        least_bytes = self.forecast.least_bytes(model, self.facts, self.devices[0])
+        least_bytes = self._need_bytes()
         share_bytes = -(-least_bytes // model.pipeline_parallel)
         fits_when_empty = self.forecast.empty_stages(model, self.facts, self.devices) is not None
         table: list[dict[str, Any]] = []
@@ -189,7 +214,7 @@ class DeviceChoice:
             for row in table
         )
         return InsufficientCapacity(
-            f"{model.id} needs at least {gib(least_bytes)} for its {num_layers} layers on "
+            f"{model.id} needs at least {gib(least_bytes)}{self._purpose} for its {num_layers} layers on "
             f"{model.pipeline_parallel} devices, the first of which also holds embedding and head, but {rows}",
             details={"devices": table},
         )

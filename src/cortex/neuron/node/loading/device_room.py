@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -61,7 +61,9 @@ class DeviceRoom:
         self._estimates_of = estimates_of
         self._ceilings = ceilings
         self._read_devices = read_devices
-        self._leaving = partial(leaving, devices.all[0].kind != "cpu")
+        self.sleep_frees = devices.all[0].kind != "cpu"
+        """Whether models that fall asleep free the devices. The memory of a CPU is the host's."""
+        self._leaving = partial(leaving, self.sleep_frees)
         self._loads = LoadsInProgress(devices.all)
         self._deciding = asyncio.Lock()
         """Held while the devices are read and a load is decided, so that no two loads count on the same memory."""
@@ -149,7 +151,7 @@ class DeviceRoom:
         while True:
             async with self._deciding:
                 free = self._extras.without(await self._read())
-                left, soon = self._loads.applied(free), self._after_unloads(free)
+                left, soon = self._loads.applied(free), self._after_unloads(free, self._leaving())
                 needs = {index: reservation.outstanding_bytes(index) for index in indices & free.keys()}
                 changed = self._loads.changed
                 if not any(left[index].free_bytes < need <= soon[index].free_bytes for index, need in needs.items()):
@@ -257,6 +259,16 @@ class DeviceRoom:
             return False
         return set(chosen.indices) != set(host.device_indices)
 
+    async def fits_without(self, model: KnownModel, facts: FileFacts, leaving: Sequence[ModelHolding]) -> bool:
+        """Whether a load would find room if these models were unloaded first."""
+        readings = self._after_unloads(self._extras.without(await self._read()), leaving)
+        gone = {holding.model_id for holding in leaving}
+        try:
+            self._choice(model, facts, self._devices, readings, gone=gone).choose()
+        except InsufficientCapacity:
+            return False
+        return True
+
     def _check_ceilings(self, model_id: str, sizes: Mapping[int, int]) -> None:
         """Raises InsufficientCapacity where a ceiling has no room for the model, awake."""
         for device in self._devices:
@@ -327,7 +339,8 @@ class DeviceRoom:
         except InsufficientCapacity as error:
             gone = {holding.model_id for holding in self._leaving()}
             try:
-                self._choice(model, facts, candidates, self._after_unloads(readings), gone=gone).choose()
+                soon = self._after_unloads(readings, self._leaving())
+                self._choice(model, facts, candidates, soon, gone=gone).choose()
             except InsufficientCapacity:
                 raise error from None
             return self._unloads_awaited()
@@ -337,15 +350,16 @@ class DeviceRoom:
         names = dict.fromkeys(holding.model_id for holding in self._leaving())
         return f"waits for the unload of {', '.join(names)}"
 
-    def _after_unloads(self, readings: Mapping[int, DeviceReading]) -> dict[int, DeviceReading]:
-        """The readings as they will be once the unloads in progress have ended, at most."""
+    def _after_unloads(
+        self, readings: Mapping[int, DeviceReading], leaving: Sequence[ModelHolding]
+    ) -> dict[int, DeviceReading]:
+        """The readings as they will be once these models are unloaded, at most."""
         shares = sum(device.kind == "cpu" for device in self._devices)
-        leaving = self._leaving()
 
         def freed(index: int) -> int:
             if shares:
-                return sum(holding.num_bytes for holding in leaving) // shares
-            return sum(holding.bytes_on(index) for holding in leaving)
+                return sum(sum(holding.freed_bytes) for holding in leaving) // shares
+            return sum(dict(zip(each.devices, each.freed_bytes, strict=True)).get(index, 0) for each in leaving)
 
         return {
             index: replace(reading, free_bytes=min(reading.total_bytes, reading.free_bytes + freed(index)))

@@ -5,6 +5,7 @@ It runs the engine's own memory plan (`engine/memory/plan.py`) with the sizes fr
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -13,9 +14,11 @@ from cortex.neuron.engine.memory.dtypes import dtype_name, likely_cpu_form
 from cortex.neuron.engine.memory.plan import (
     MIN_PAGES,
     PAGE_TOKENS,
+    MemoryPlan,
     ModelSizes,
     max_graph_tokens,
     penalty_bytes,
+    plan_memory,
     plan_with_graphs,
 )
 from cortex.neuron.engine.memory.stages import MIN_SLOTS, divide_model
@@ -26,15 +29,18 @@ from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.packing import MatrixDevice
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.models.towers.config import PASS_PATCHES
-from cortex.neuron.node.harness.estimates import Footprint
+from cortex.neuron.node.harness.estimates import FileFacts, Footprint
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.node.memory.limits import NodeLimits
+from cortex.wire.node.contexts import ContextSize, ContextSizes, wanted
 from cortex.wire.node.protocol import Device
 
 _MIN_KV_TOKENS = 256
 """A model is not loaded with less cache than this."""
+_REPORTED_TOKENS = 4096
+"""The size of this context is computed too: up to about there, windows take a part of the memory that grows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +90,70 @@ class Forecast(NodeLimits):
     def _expected_bytes(
         self, model: KnownModel, facts: ModelFacts, device: Device, usable_bytes: int, ceiling_bytes: int | None
     ) -> int:
+        plan = self._plan(model, facts, device, usable_bytes, ceiling_bytes)
+        return plan.num_bytes + _peer_bytes(model, device) if plan.fits else self.least_bytes(model, facts, device)
+
+    def _plan(
+        self, model: KnownModel, facts: ModelFacts, device: Device, usable_bytes: int, ceiling_bytes: int | None
+    ) -> MemoryPlan:
         sizes = self._sizes(model, facts, device)
         peer_bytes = _peer_bytes(model, device)
-        plan = plan_with_graphs(
+        return plan_with_graphs(
             sizes,
             usable_bytes - self._penalty_bytes(sizes) - peer_bytes,
             None if ceiling_bytes is None else ceiling_bytes - peer_bytes,
-            0 if model.pipeline_parallel > 1 or model.deterministic else max_graph_tokens(device.total_bytes),
+            _graph_tokens(model, device),
             max_rows=self.config.limits.max_num_seqs,
             device_kind=device.kind,
+            wanted_tokens=wanted_tokens(model, facts),
         )
-        if not plan.fits:
-            return self.least_bytes(model, facts, device)
-        return plan.num_bytes + peer_bytes
+
+    def empty_context(self, model: KnownModel, facts: ModelFacts, device: Device) -> int:
+        """The context that it gets on the otherwise empty device; 0 if it does not fit."""
+        usable_bytes = self.reserve(device).usable_bytes(device.total_bytes)
+        plan = self._plan(model, facts, device, usable_bytes, self.ceiling_bytes(model, facts, device))
+        return max(0, plan.context_tokens) if plan.fits else 0
+
+    def context_bytes(self, model: KnownModel, facts: ModelFacts, device: Device, tokens: int) -> int:
+        """What a load must be able to take of the device for a context of `tokens`, and never gets less with more."""
+        sizes = self._sizes(model, facts, device)
+        tokens = min(tokens, sizes.context_tokens)
+        kept_bytes = self._penalty_bytes(sizes) + _peer_bytes(model, device)
+        if tokens > wanted_tokens(model, facts) and device.kind == "cuda":  # graphs leave room only up to that
+            kept_bytes += 2 * _graph_tokens(model, device) * sizes.token_room
+        least_bytes = sizes.weight_bytes + MIN_SLOTS * sizes.slot_bytes
+        # Windows take up to half of the memory of pages, and states a quarter of all.
+        most_bytes = least_bytes + sizes.table_bytes + MIN_SLOTS * sizes.slot_bytes
+        most_bytes += 3 * (-(-tokens // PAGE_TOKENS) + MIN_PAGES) * max(1, sizes.page_bytes)
+        steps = range(least_bytes, most_bytes, max(1, sizes.page_bytes))
+        num_seqs, kind = self.config.limits.max_num_seqs, device.kind
+
+        def holds(have_bytes: int) -> bool:
+            plan = plan_memory(sizes, have_bytes, max_rows=num_seqs, device_kind=kind)
+            return plan.fits and plan.context_tokens >= tokens
+
+        found = bisect_left(steps, True, key=holds)
+        # With a little more memory there is a state more, or a page of a window, which leaves less for other pages.
+        have_bytes = (steps[found] if found < len(steps) else most_bytes) + sizes.slot_bytes + sizes.page_bytes
+        return max(have_bytes + kept_bytes, self.least_bytes(model, facts, device))
+
+    def contexts(self, model: KnownModel, facts: ModelFacts, device: Device, empty_tokens: int) -> ContextSizes:
+        """What contexts take of one device. `empty_tokens`: what the model gets of empty ones."""
+        sizes, wanted_context = self._sizes(model, facts, device), wanted_tokens(model, facts)
+        full, least_bytes = sizes.context_tokens, self.least_bytes(model, facts, device)
+        points = [ContextSize(tokens=min(_MIN_KV_TOKENS, full), num_bytes=least_bytes)]
+        for tokens in sorted({min(_REPORTED_TOKENS, full), wanted_context, full}):
+            if tokens > points[-1].tokens:
+                num_bytes = self.context_bytes(model, facts, device, tokens)
+                points.append(ContextSize(tokens=tokens, num_bytes=max(points[-1].num_bytes, num_bytes)))
+        return ContextSizes(
+            limit_tokens=facts.context_tokens,
+            full_tokens=full,
+            wanted_tokens=wanted_context,
+            empty_tokens=empty_tokens,
+            full_bytes=sizes.ceiling_bytes,
+            sizes=tuple(points),
+        )
 
     def footprint(self, model: KnownModel, facts: ModelFacts, devices: Sequence[Device]) -> Footprint:
         """The footprint on those of `devices` that the model may use, all ranks and replicas together. All are of one
@@ -108,14 +165,19 @@ class Forecast(NodeLimits):
             usable = sorted((self._usable_when_empty(model, device) for device in allowed), reverse=True)
             usable_bytes = sum(usable[: model.pipeline_parallel // num_nodes]) * num_nodes
             limit_bytes = self._limit_bytes(model, facts, allowed[0])
+            plan = self._plan(model, facts, allowed[0], usable_bytes, limit_bytes)
             expected_bytes = self._expected_bytes(model, facts, allowed[0], usable_bytes, limit_bytes)
+            contexts = self.contexts(model, facts, allowed[0], max(0, plan.context_tokens) if plan.fits else 0)
             return Footprint(
                 model.replicas * self.least_bytes(model, facts, allowed[0]) // num_nodes,
                 model.replicas * expected_bytes // num_nodes,
+                contexts.part_of(num_nodes, model.replicas),
             )
+        empty_tokens = max(self.empty_context(model, facts, device) for device in allowed)
         return Footprint(
             model.num_devices * min(self.least_bytes(model, facts, device) for device in allowed),
             model.num_devices * max(self.expected_bytes(model, facts, device) for device in allowed),
+            self.contexts(model, facts, allowed[0], empty_tokens).part_of(1, model.num_devices),
         )
 
     def stages(
@@ -172,7 +234,8 @@ class Forecast(NodeLimits):
         return usable_bytes if ceiling_bytes is None else min(usable_bytes, ceiling_bytes)
 
     def _sizes(self, model: KnownModel, facts: ModelFacts, device: Device) -> ModelSizes:
-        sizes = ModelSizes.of(_architecture(model, facts), self._storage(model, facts, device), model.context_tokens)
+        own = self._storage_of(model, device)
+        sizes = facts.sizes(*own, model.context_tokens, has_tower=model.vision != "off")
         draft = self._draft_sizes(model, facts, device)
         return sizes if draft is None else sizes.with_draft(draft)
 
@@ -180,11 +243,14 @@ class Forecast(NodeLimits):
         """The sizes of the draft model that is loaded with it; None: there is none."""
         if facts.draft is None:
             return None
-        return ModelSizes.of(facts.draft.architecture.without_tower(), self._storage(model, facts.draft, device))
+        return facts.draft.sizes(*self._storage_of(model, device), None, has_tower=False)
 
     def _storage(self, model: KnownModel, facts: ModelFacts, device: Device) -> WeightStorage:
+        return facts.storage(*self._storage_of(model, device))
+
+    def _storage_of(self, model: KnownModel, device: Device) -> tuple[MatrixDevice, int | None, int]:
         pass_patches = PASS_PATCHES[device.kind] if model.vision == "device" else 0
-        return facts.storage(self.matrix_device(device), 1 if model.kv_dtype == "fp8" else None, pass_patches)
+        return self.matrix_device(device), 1 if model.kv_dtype == "fp8" else None, pass_patches
 
     def quantised(self, model: KnownModel, facts: ModelFacts, devices: Sequence[Device]) -> dict[str, Footprint]:
         """The memory of a model with dense weights if they were quantised at load, by recipe."""
@@ -217,6 +283,15 @@ class Forecast(NodeLimits):
 def _architecture(model: KnownModel, facts: ModelFacts) -> Architecture:
     """What is loaded of the model."""
     return facts.architecture.without_tower() if model.vision == "off" else facts.architecture
+
+
+def wanted_tokens(model: KnownModel, facts: FileFacts) -> int:
+    """The least context that the model is to have."""
+    return wanted(facts.context_tokens, model.context_tokens)
+
+
+def _graph_tokens(model: KnownModel, device: Device) -> int:
+    return 0 if model.pipeline_parallel > 1 or model.deterministic else max_graph_tokens(device.total_bytes)
 
 
 def _peer_bytes(model: KnownModel, device: Device) -> int:

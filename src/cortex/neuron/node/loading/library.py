@@ -41,6 +41,8 @@ class KnownModel(LoadOptions, frozen=True, kw_only=True):
     vision: Vision = "device"
     memory_bytes: int | None = None
     """The most that one replica may take."""
+    min_context_tokens: int | None = None
+    """With less, a load is rejected. None: this node decides what it gets, and what is unloaded for it."""
     replicas: int = 1
     max_replicas: int = 1
     """With those that are added while requests wait; no more than `replicas`: none are."""
@@ -97,6 +99,7 @@ def _requested(known: KnownModel, request: LoadRequest) -> KnownModel:
         tensor_parallel=shares,
         pipeline_parallel=stages,
         memory_bytes=smallest(known.memory_bytes, max_bytes),
+        min_context_tokens=request.min_context_tokens,
     )
     return _with_own_quant(model)
 
@@ -182,7 +185,8 @@ class Library:
         source = request.source or before.source
         quant = None if is_path(source) else before.quant  # what was pulled from the hub is still what is here
         kept = _requested(KnownModel(id=before.id, source=source, quant=quant), request)
-        kept = self._models[before.id] = replace(kept, devices=(), memory_bytes=None, max_bytes_of_nodes=())
+        own = {"devices": (), "memory_bytes": None, "max_bytes_of_nodes": (), "min_context_tokens": None}
+        kept = self._models[before.id] = replace(kept, **own)
         return kept
 
     def remember_quant(self, model_id: str, quant: str | None) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.harness.estimates import FileFacts, Footprint
 from cortex.neuron.node.harness.harness import Harnesses
 from cortex.neuron.node.instance import Instance, ModelCallbacks
-from cortex.neuron.node.loading.device_choice import check_devices
+from cortex.neuron.node.loading.device_choice import capacity_bytes, check_devices
 from cortex.neuron.node.loading.device_room import DeviceRoom, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.library import Fetch, KnownModel, Library
 from cortex.neuron.node.loading.loads_in_progress import OnWait
@@ -46,6 +46,7 @@ from cortex.wire.errors import (
     ModelUnsupported,
     SourceNotFound,
 )
+from cortex.wire.node.contexts import ContextSizes, tolerated
 from cortex.wire.node.load_options import is_path
 from cortex.wire.words import about
 
@@ -95,7 +96,9 @@ class ModelLoader:
         fetch: Fetch,
         surveys: Surveys,
         texts: Texts,
+        make_room: Callable[[KnownModel, FileFacts], Awaitable[bool]],
     ) -> None:
+        """`make_room`: unloads idle models, if that makes room for the context that a load asks for."""
         self._config = config
         self._library = library
         self._devices = devices.all
@@ -105,6 +108,7 @@ class ModelLoader:
         self._fetch = fetch
         self._reader = surveys
         self._texts = texts
+        self._make_room = make_room
         self.surveys: dict[str, Survey] = {}
         """By model id; kept after an unload."""
         self._estimates: dict[str, tuple[object, Estimate]] = {}
@@ -125,19 +129,60 @@ class ModelLoader:
         callbacks.on_files_ready()
         survey = await self.survey(model, path)
         try:
-            async with self._room.for_load(model, survey.facts, callbacks.on_wait) as room:
-                host, chosen = await harness.host(model, survey.facts, room)
-                limits = replace(self._config.limits, max_num_seqs=harness.max_num_seqs)
-                instance = Instance(model.id, host, limits, callbacks)
-                own_stages = chosen.stages[: len(chosen.devices)]
-                instance.stage_layers = tuple(stage.num_layers for stage in own_stages) * model.replicas
-                await self._load_weights(instance, path, uses_text=harness.upstream(model) is None)
+            instance = await self._load_with_context(model, survey.facts, callbacks)
         except LoadRejected as error:
             raise _load_error(model.id, error) from error
         except InsufficientCapacity as error:
             advice = _smaller_forms(survey.quantised)
             raise InsufficientCapacity(f"{error.message}{advice}", details=error.details) from error
         self._library.remember_quant(model.id, model.quant)
+        contexts, resident = self.contexts(model), instance.host.resident
+        if contexts is not None and resident is not None and (why := contexts.shortage(resident.info.context_tokens)):
+            log.warning("%s: %s", model.id, why)
+        return instance
+
+    async def _load_with_context(self, model: KnownModel, facts: FileFacts, callbacks: ModelCallbacks) -> Instance:
+        """With the context that the load asks for. Where this node decides, with the one that the model is to have, and
+        else with what there is. Raises InsufficientCapacity, and what `_load_on_devices` raises."""
+        required = self.with_context(model, facts)
+        if required is None:
+            return await self._load_on_devices(replace(model, min_context_tokens=None), facts, callbacks)
+        try:
+            return await self._load_on_devices(required, facts, callbacks)
+        except InsufficientCapacity:
+            if model.min_context_tokens is not None:
+                raise
+        if await self._make_room(required, facts):
+            with contextlib.suppress(InsufficientCapacity):  # another load may have taken the room
+                return await self._load_on_devices(required, facts, callbacks)
+        return await self._load_on_devices(model, facts, callbacks)
+
+    def with_context(self, model: KnownModel, facts: FileFacts, tokens: int | None = None) -> KnownModel | None:
+        """The model as a load that gets no less than `tokens` or, by default, than what the load asks for or the model
+        is to have: each as far as the empty devices hold it. None: its contexts are not known here."""
+        contexts = self.estimate(model, facts).footprint.contexts
+        if contexts is None or model.nodes:
+            return None
+        estimates = self._harnesses.of(model).estimates
+        asked = tokens or model.min_context_tokens or tolerated(contexts.wanted_tokens)
+        held = tolerated(contexts.tokens_in(capacity_bytes(model, self._devices, estimates)))
+        return replace(model, min_context_tokens=min(asked, contexts.full_tokens, held))
+
+    def contexts(self, model: KnownModel) -> ContextSizes | None:
+        """What the contexts of a model take, if its files were read and its harness knows."""
+        survey = self.surveys.get(model.id)
+        return None if survey is None else self.estimate(model, survey.facts).footprint.contexts
+
+    async def _load_on_devices(self, model: KnownModel, facts: FileFacts, callbacks: ModelCallbacks) -> Instance:
+        """Raises InsufficientCapacity, LoadFailed, LoadRejected or WorkerLost."""
+        harness = self._harnesses.of(model)
+        async with self._room.for_load(model, facts, callbacks.on_wait) as room:
+            host, chosen = await harness.host(model, facts, room)
+            limits = replace(self._config.limits, max_num_seqs=harness.max_num_seqs)
+            instance = Instance(model.id, host, limits, callbacks)
+            own_stages = chosen.stages[: len(chosen.devices)]
+            instance.stage_layers = tuple(stage.num_layers for stage in own_stages) * model.replicas
+            await self._load_weights(instance, facts.path, uses_text=harness.upstream(model) is None)
         return instance
 
     async def add_replica(self, model: KnownModel, replicas: ReplicatedHost) -> bool:
@@ -146,7 +191,8 @@ class ModelLoader:
         or WorkerLost."""
         facts = self.surveys[model.id].facts
         # A gateway names the devices of the load that it asked for; the operator's choice holds for all replicas.
-        model = replace(model, replicas=1, devices=self._library.find(model.id).devices)
+        devices = self._library.find(model.id).devices
+        model = replace(model, replicas=1, devices=devices, min_context_tokens=None)
         if (room := await self._room.for_extra(model, facts, replicas.taken_devices)) is None:
             return False
         chosen, free_bytes = room
@@ -158,6 +204,7 @@ class ModelLoader:
         `RoomElsewhere`: there is room for it on other devices). Raises Damaged or WorkerLost if nothing of it is
         left."""
         host, resident = instance.host, instance.resident
+        model = replace(model, min_context_tokens=None)  # it wakes with the context that it has
         try:
             async with self._room.for_wake(model, host, resident, on_wait):
                 await wake_settled(host)
@@ -196,6 +243,11 @@ class ModelLoader:
         if path is None:
             raise LoadFailed(f"the files of {model.id} are not on this node yet; POST /models/load fetches them")
         return path
+
+    def known_path(self, model_id: str) -> Path | None:
+        """Where its files are, if they were read."""
+        survey = self.surveys.get(model_id)
+        return None if survey is None else survey.facts.path
 
     async def download(self, model: KnownModel, on_progress: Callable[[str, int, int], None]) -> Path:
         """The local path of the model, after downloading what is missing. Raises LoadFailed."""

@@ -24,10 +24,19 @@ class ModelHolding:
     devices: tuple[int, ...]
     device_bytes: tuple[int, ...]
     """What it holds on each of them."""
+    process_bytes: int | None = None
+    """What its unload frees, if that is known: on a CPU, a cache takes memory only once it is used."""
 
     @property
     def num_bytes(self) -> int:
         return sum(self.device_bytes)
+
+    @property
+    def freed_bytes(self) -> tuple[int, ...]:
+        """What its unload frees of each of them, at most."""
+        if self.process_bytes is None:
+            return self.device_bytes
+        return equal_parts(self.process_bytes, len(self.devices))
 
     def bytes_on(self, index: int) -> int:
         return self.device_bytes[self.devices.index(index)] if index in self.devices else 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from cortex.ipc.pool import JobLost, PoolLost, RestartedPool, WorkerPool
+from cortex.neuron.config import Limits
 from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.survey_process import protocol
 from cortex.neuron.node.survey_process.protocol import (
@@ -60,6 +61,10 @@ class SurveyProcess:
         self._turns = asyncio.Semaphore(_MAX_JOBS)
         self._num_jobs = 0
         self._last_job_s = time.monotonic()
+
+    @classmethod
+    def of(cls, limits: Limits) -> SurveyProcess:
+        return cls(cpu_s=limits.survey_cpu_s, memory_bytes=limits.survey_memory_mb << 20)
 
     @property
     def process_id(self) -> int | None:

@@ -67,6 +67,10 @@ class CommandEstimates(NodeLimits):
         most = smallest(usable, self.share_bytes(model, device)) or usable
         return max(least, min(self.whole_bytes(model, facts) // facts.num_ranks, most))
 
+    def context_bytes(self, model: KnownModel, facts: ServedFiles, device: Device, tokens: int) -> int:  # noqa: ARG002
+        """A server has a context of its own."""
+        return self.least_bytes(model, facts, device)
+
     def whole_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
         """What it takes as it serves, over all devices."""
         run_bytes = self.sizes.run_bytes(model.id)

@@ -108,7 +108,7 @@ function Detail({ model, operator, reload }) {
   const { value, error } = useLoaded(async (signal) => (operator ? get(`fleet/explain/${inPath(model.id)}?origin=operator`, { signal }) : null), [model.id]);
   return html`
     <div class="model-detail">
-      <p class="dim">${model.limit.context ? `Context ${count(model.limit.context)} tokens, of them at most ${count(model.limit.output)} of output. ` : ""}${model.sizes.map((size) => `${size.quant ?? (size.dtype ? "Unquantised" : "In memory")}: ${bytes(size.bytes)} on ${size.nodes.join(", ")}`).join(". ")}</p>
+      <p class="dim">${model.limit.context ? `Context ${count(model.limit.context)}${model.limit.full_context ? ` of ${count(model.limit.full_context)}` : ""} tokens${model.limit.full_context ? " (memory is the limit)" : ""}, of them at most ${count(model.limit.output)} of output. ` : ""}${model.sizes.map((size) => `${size.quant ?? (size.dtype ? "Unquantised" : "In memory")}: ${bytes(size.bytes)} on ${size.nodes.join(", ")}`).join(". ")}</p>
       ${Object.keys(model.sampling).length > 0 && html`<p class="dim">Samples with ${sampling(model.sampling)} where a request says nothing.</p>`}
       ${model.locations.filter((place) => place.replica_devices?.length > 1).map(({ node, replica_devices: replicas }) => html`<p key=${node} class="dim">${node}: ${replicas.length} replicas on devices ${deviceGroups(replicas)}</p>`)}
       ${model.locations.filter((place) => place.reason).map((place) => html`<p key=${place.node} class="problem">${place.node}: ${withoutName(model.id, place.reason)}</p>`)}

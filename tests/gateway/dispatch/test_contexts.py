@@ -1,0 +1,71 @@
+"""What a load is to get of context: what it waits for, what it asks the node for, and what is said of less."""
+
+from __future__ import annotations
+
+from cortex.fleet.topology import ModelOnNode
+from cortex.wire.errors import InsufficientCapacity
+from cortex.wire.node.contexts import ContextSize, ContextSizes
+
+from ..fake_fleet import GB, FakeFleet, lease_of, node_of
+
+FULL = 131_072
+CONTEXTS = ContextSizes(
+    limit_tokens=FULL,
+    full_tokens=FULL,
+    wanted_tokens=32_768,
+    empty_tokens=FULL,
+    full_bytes=66 * GB,
+    sizes=(ContextSize(tokens=1, num_bytes=2 * GB), ContextSize(tokens=FULL, num_bytes=18 * GB)),
+)
+"""32,768 tokens take 6 GB."""
+
+
+def fleet_with(other_bytes: int) -> FakeFleet:
+    """The model, cold, on a node of 24 GB that has another one ready."""
+    fake = FakeFleet({"n": {"m": 24 * GB, "other": other_bytes}})
+    fake.contexts["m"] = CONTEXTS
+    fake.ready["n"]["other"] = 900.0
+    fake.poll()
+    return fake
+
+
+def test_request_waits_for_a_busy_model_and_not_with_less_context() -> None:
+    fake = fleet_with(20 * GB)
+    running = fake.ask("other")
+    got = fake.ask("m")
+    assert (fake.loads, fake.unloads, got) == ([], [], [])
+    fake.dispatcher.release(lease_of(running))
+    fake.poll()
+    fake.finish_unload()
+    (request,) = fake.load_requests
+    assert request.min_context_tokens == 30_720, "what agents need, but for a little"
+    fake.context_tokens["m"] = FULL
+    fake.finish_load()
+    assert node_of(got) == "n"
+    assert not [event for event in fake.event_log.events if "why" in event]
+
+
+def test_less_context_next_to_a_pinned_model_is_accepted_and_said() -> None:
+    fake = fleet_with(20 * GB)
+    fake.operator.pin("other")
+    fake.ask("m")
+    (request,) = fake.load_requests
+    assert (request.min_context_tokens, request.max_bytes) == (1, None)
+    assert "with a context of only about 16,384 of 131,072 tokens" in fake.event_log.decisions[0]["outcome"]
+    fake.context_tokens["m"] = 16_000
+    fake.finish_load()
+    loaded = fake.event_log.events[0]
+    assert (loaded["kind"], loaded["context_tokens"]) == ("model_loaded", 16_000)
+    assert loaded["why"] == "context limited to 16,000 of 131,072 tokens by memory"
+
+
+def test_load_that_finds_less_room_than_decided_evicts_for_its_context() -> None:
+    """Memory that the gateway took for free was not."""
+    fake = fleet_with(5 * GB)
+    got = fake.ask("m")
+    assert (fake.loads, fake.unloads) == ([("n", "m")], [])
+    fake.dispatcher.load_ended(ModelOnNode("n", "m"), InsufficientCapacity("too little is free"))
+    assert fake.unloads == [("n", "other", "evicted")]
+    fake.finish_unload()
+    fake.finish_load()
+    assert node_of(got) == "n"

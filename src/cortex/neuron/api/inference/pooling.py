@@ -60,8 +60,10 @@ class PoolingRoutes:
                 request = await shared.parser.parse_pooling(path, http.body, bodies.client_of(http))
                 served = shared.backend.served(request.model)  # raises ModelNotFound
                 watch.model = request.model
+                is_of_gateway = bool(bodies.principal_of(http))
                 if request.loads_only:
-                    await shared.drain_gate.wait_for(ready(shared.backend, request.model))
+                    loaded = ready(shared.backend, request.model, is_of_gateway=is_of_gateway)
+                    await shared.drain_gate.wait_for(loaded)
                     return Response(200, responses.JSON, b"".join(embeddings_body(request, b"", 0, 0)))
                 if (upstream := shared.backend.upstream(request.model)) is not None:
                     upstream.check_route(path)
@@ -71,7 +73,6 @@ class PoolingRoutes:
                     body = await shared.server_body(http, upstream.fields, dropped, limit)
                     await shared.opaque.pass_on_json(call, request.model, body, upstream, watch)
                     return None
-                is_of_gateway = bool(bodies.principal_of(http))
                 check_task(shared.backend, request.model, served, request.task, is_of_gateway=is_of_gateway)
                 try:
                     return await self._respond(call, request, watch)

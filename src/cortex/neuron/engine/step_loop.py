@@ -71,6 +71,8 @@ class StepLoop:
         self._outputs: list[StepOutput] = []
         self._failed: tuple[ActiveRequest, ...] = ()
         """The requests of the step that raised last."""
+        self._is_reading = False
+        """Whether the step before the one that is launched is being read."""
         self._suspects: deque[ActiveRequest] = deque()
         """Requests that are computed one at a time, the first of them next."""
 
@@ -255,7 +257,9 @@ class StepLoop:
             self._scheduler.retract(plan)
             if self._suspects and not isinstance(error, StepBlamed):
                 raise StepBlamed(self._suspects[0].request.id) from error
-            self._failed = tuple(active for active, _ in rows)
+            # An error in the step before is none of these requests' faults.
+            self._failed = () if self._is_reading else tuple(active for active, _ in rows)
+            self._is_reading = False
             raise
         if self._suspects and drawing:
             self._suspects.popleft()
@@ -268,7 +272,9 @@ class StepLoop:
     def _mask(self, drawing: Ordered[tuple[ActiveRequest, RowPlan]]) -> GrammarMask | None:
         """The tokens that the rows of a step may draw. Called while the device computes the step: what the step before
         drew is read first, and the device does not wait unless its own part is shorter."""
+        self._is_reading = True
         self._collect_all()
+        self._is_reading = False
         return self._constraints.mask(
             [(None if active.is_finished else active.constraint, row.drafted) for active, row in drawing]
         )

@@ -345,6 +345,19 @@ def test_rows_with_non_finite_logits_are_unhealthy(bad: float) -> None:
     assert draw_all(torch.full((1, VOCAB), -math.inf), requests[:1]).healthy.tolist() == [False]
 
 
+def test_step_of_a_row_with_many_nans_ends_as_unhealthy() -> None:
+    vocab = 3000
+    sampler = Sampler(1, vocab, CONTEXT, torch.device("cpu"))
+    sampler.assign(0, request(SamplingParams(top_p=0.9, seed=1)))
+    assert draw_at(sampler, torch.full((1, vocab), math.nan), [2], [Draw(0, 0)]).healthy.tolist() == [False]
+
+
+def test_top_p_that_is_one_in_single_precision_cuts_nothing() -> None:
+    logits = -some_logits(1).abs() - 1
+    tokens = frequencies(logits, SamplingParams(top_p=0.999999999, temperature=5.0), 60)
+    assert len(tokens) > VOCAB // 3
+
+
 def test_half_precision_logits_are_sampled_in_float32() -> None:
     logits = some_logits(2).to(torch.bfloat16)
     params = SamplingParams(temperature=0.8, seed=1, top_logprobs=1, frequency_penalty=0.5)

@@ -7,6 +7,7 @@ A graph reads the logits where the step's graph writes them, and the rows' optio
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 
 import numpy as np
@@ -14,11 +15,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cortex.neuron.engine.execution.graphs import CAPTURE_AFTER_MISSES, Captured, CudaCapture, Outputs, StepGraphs
+from cortex.neuron.engine.execution.graphs import (
+    CAPTURE_AFTER_MISSES,
+    Captured,
+    CudaCapture,
+    NotCaptured,
+    Outputs,
+    StepGraphs,
+)
 from cortex.neuron.engine.sampling.sampler import KINDS, Drawn, Sampler
 from cortex.neuron.engine.uploads import host_memory_for
 from cortex.neuron.kernels.sampling.draw import DrawnTokens
-from cortex.neuron.kernels.sampling.rows import Draws
+from cortex.neuron.kernels.sampling.rows import ADJUSTING, Draws
+
+log = logging.getLogger(__name__)
 
 
 class DrawGraphs:
@@ -28,11 +38,13 @@ class DrawGraphs:
         """`last_tokens`: of the rows, the last of which is the padding row; each draw replaces them."""
         self._sampler = sampler
         self._last_tokens = last_tokens
-        self._capture = CudaCapture()
+        self._captures = {kind: CudaCapture() for kind in KINDS}
         self._captured: dict[tuple[int, int], Captured] = {}
         self._missed: Counter[tuple[int, int]] = Counter()
+        self._is_given_up = False
+        """No more are captured, because one could not be: draws run without, and need the memory more."""
         self._tables = sampler.tables
-        """What the graphs read. Where the sampler has made room for more, they are captured again."""
+        """What the graphs of changed logits read. Where the sampler has made room for more, they are captured again."""
 
     def prepare(self, steps: StepGraphs) -> bool:
         """Captures one more graph, for a size that a step of one token per row has; false if none is left."""
@@ -40,13 +52,16 @@ class DrawGraphs:
         for size in steps.captured_sizes:
             for kind in KINDS:
                 if (size, kind) not in self._captured:
-                    self._captured[size, kind] = self._add(steps.all_logits(size), kind)
-                    return True
+                    return self._add(steps.all_logits(size), kind)
         return False
 
     def _forget_old(self) -> None:
         if self._tables is not self._sampler.tables:
-            self._captured.clear()
+            old = [key for key in self._captured if key[1] & ADJUSTING]
+            for key in old:
+                del self._captured[key]
+                self._captures[key[1]] = CudaCapture()
+            self._missed.clear()
             self._tables = self._sampler.tables
 
     def draw(self, logits: Tensor, lines: NDArray[np.int64]) -> Drawn | None:
@@ -58,9 +73,9 @@ class DrawGraphs:
         captured = self._captured.get(key)
         if captured is None:
             self._missed[key] += 1
-            if self._missed[key] < CAPTURE_AFTER_MISSES:
+            if self._missed[key] < CAPTURE_AFTER_MISSES or not self._add(logits, key[1]):
                 return None
-            captured = self._captured[key] = self._add(logits, key[1])
+            captured = self._captured[key]
         (memory,) = captured.inputs
         host = host_memory_for(memory)
         array = host.numpy()
@@ -76,13 +91,23 @@ class DrawGraphs:
         columns = (places, np.full(size, padding_row), np.zeros(size), places, np.full(size, -1), np.full(size, -1))
         return np.stack(columns, axis=1).astype(np.int64)
 
-    def _add(self, logits: Tensor, flags: int) -> Captured:
+    def _add(self, logits: Tensor, kind: int) -> bool:
+        """Captures a graph for the size of `logits`; false if that is not possible."""
+        if self._is_given_up:
+            return False
         lines = torch.from_numpy(self._padding(len(logits))).to(logits.device)
         draws = Draws(lines, self._sampler.no_mask)
 
         def step() -> Outputs:
-            drawn = self._sampler.compute(logits, draws, flags)
+            drawn = self._sampler.compute(logits, draws, kind)
             self._last_tokens.index_copy_(0, draws.rows, drawn.tokens)
             return drawn
 
-        return Captured(*self._capture(step), (lines,))
+        try:
+            captured = Captured(*self._captures[kind](step), (lines,))
+        except (NotCaptured, torch.OutOfMemoryError):
+            log.info("draws of %d rows run one operation at a time: they cannot be captured as a graph", len(logits))
+            self._is_given_up = True
+            return False
+        self._captured[len(logits), kind] = captured
+        return True

@@ -119,9 +119,10 @@ class Runner:
             checks_drafts=config.checks_drafts,
             graph_tokens=config.graph_tokens,
         )
-        self._draw_graphs = DrawGraphs(self.sampler, self._last_tokens) if self.device.type == "cuda" else None
         group = model.parameters.group
         self._draws_alone = group.shard.is_whole
+        has_draw_graphs = self.device.type == "cuda" and self._draws_alone
+        self._draw_graphs = DrawGraphs(self.sampler, self._last_tokens) if has_draw_graphs else None
         self._proposals: Proposals | None = None
         if proposer is not None:
             # Ranks capture the same graphs in the same order, and a draft model is on the first one alone.

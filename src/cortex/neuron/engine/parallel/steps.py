@@ -72,8 +72,9 @@ class LeadingRunner(Runner):
         super().__init__(model, memory, config, proposer=proposer)
 
     def _run(self, plan: StepPlan, draws: Sequence[Draw], mask: NewMask | None) -> Launched:
+        allowed = None if mask is None else mask()  # if that fails, the others have not begun the step
         with self._announced(replace(plan, new_rows=())):
-            launched = super()._run(plan, draws, mask)
+            launched = super()._run(plan, draws, None if allowed is None else lambda: allowed)
             launched.wait()
             return launched
 

@@ -283,7 +283,7 @@ def _flags(params: SamplingParams, vocab: int) -> int:
     is_sampled = params.temperature > 0
     wanted = {
         _SAMPLED: is_sampled,
-        _CUT: is_sampled and (0 < params.top_k < vocab or params.top_p < 1),
+        _CUT: is_sampled and (0 < params.top_k < vocab or np.float32(params.top_p) < 1),
         _MIN_P: is_sampled and params.min_p > 0,
         _RESTRICTED: bool(params.allowed_token_ids),
         _PENALISED: is_penalised,

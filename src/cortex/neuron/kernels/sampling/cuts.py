@@ -57,7 +57,6 @@ _MASS_LISTED = constant(2)
 _MASS = constant(3)
 _NUM_LISTED = constant(4)
 _NUM_COUNTS = constant(5)
-_KEEPS_ALL = constant(-(1 << 63))
 
 
 def cut_vocabulary(
@@ -334,7 +333,7 @@ def _cut_kernel(
             key = (entries >> TOKEN_BITS).to(tl.int32) << shift
             bits = (key ^ ((key >> 31) & 0x7FFFFFFF)) & (-1 << shift)
             weights = _weight(bits.to(tl.float32, bitcast=True), top, inverse)
-        cut = tl.full((), _KEEPS_ALL, tl.int64)
+        cut = lowest
         kept_mass = tl.load(own + _MASS)
         for criterion in range(2):  # top-k, then top-p of what it keeps
             applies = top_k < vocab

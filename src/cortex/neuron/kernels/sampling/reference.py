@@ -86,7 +86,7 @@ def count_reference(tokens: Tensor, draws: Draws, tables: RowTables) -> None:
 
 
 def _token(x: Tensor, row: Row, draws: Draws, tables: RowTables) -> int:
-    x = _adjusted(x, row, draws, tables)
+    x = _adjusted(x.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf), row, draws, tables)
     if not row.has(SAMPLED):
         return int(argmax_reference(x[None])[0])
     x = x / row.temperature

@@ -1,0 +1,57 @@
+"""The contexts that `/v1/models` promises: those of loaded models, and what others will have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cortex.fleet.catalogue import ModelSpec
+from cortex.fleet.topology import Fleet, Node, Residency
+from cortex.gateway.api.models import entry
+from cortex.wire.node.contexts import ContextSize, ContextSizes
+from cortex.wire.node.protocol import ModelState, ModelStatus
+
+FULL = 131_072
+
+
+def node(name: str, tokens: int, state: ModelState = ModelState.COLD) -> Node:
+    """A node that gives the model a context of `tokens`."""
+    contexts = ContextSizes(
+        limit_tokens=FULL,
+        full_tokens=FULL,
+        wanted_tokens=32_768,
+        empty_tokens=tokens,
+        full_bytes=1 << 30,
+        sizes=(ContextSize(tokens=1, num_bytes=1 << 20),),
+    )
+    status = ModelStatus(
+        id="m",
+        state=state,
+        contexts=contexts,
+        context_tokens=tokens,
+        max_input_tokens=tokens,
+        max_output_tokens=tokens,
+    )
+    return Node(name=name, healthy=True, residencies={"m": Residency(status=status, seen_at=0.0)})
+
+
+def described(*nodes: Node, context: int | None = None) -> dict[str, Any]:
+    return entry(Fleet(nodes=nodes), ModelSpec(id="m", context=context), lambda _: (), 0)
+
+
+@pytest.mark.parametrize(("context", "expected"), [(None, FULL), (8192, 8192), (200_000, FULL)])
+def test_model_that_is_not_loaded_has_what_the_best_node_can_give_it(context: int | None, expected: int) -> None:
+    found = described(node("small", 4480), node("large", FULL), context=context)
+    assert found["max_model_len"] == expected
+    assert found["limit"] == {"context": expected, "input": expected, "output": expected}
+
+
+def test_loaded_model_has_the_context_of_its_replicas_and_it_is_said_if_memory_limits_that() -> None:
+    ready = ModelState.READY
+    found = described(node("small", 4480, ready), node("large", FULL, ready), node("cold", 1000))
+    assert found["max_model_len"] == 4480
+    assert found["limit"]["full_context"] == FULL
+    places = {place["node"]: (place.get("context"), place.get("full_context")) for place in found["locations"]}
+    assert places == {"small": (4480, FULL), "large": (None, None)}
+    assert "full_context" not in described(node("large", FULL, ready))["limit"]

@@ -107,7 +107,7 @@ def test_model_is_pinned_unpinned_unloaded_and_loaded_by_commands_and_by_a_reque
     assert "no model is in memory" in cortex(up, "ps").stdout
     assert "load" in cortex(up, "load", SMOLLM2.id, "--dry-run").stdout
     loaded = cortex(up, "load", SMOLLM2.id)
-    assert loaded.stdout.splitlines()[-1] == f"{SMOLLM2.id} is ready on local", loaded.stderr
+    assert loaded.stdout.splitlines()[-1] == f"{SMOLLM2.id} is ready on local: context 8,192 tokens", loaded.stderr
     assert re.search(rf"{re.escape(SMOLLM2.id)}\s+local\s+ready", cortex(up, "ps").stdout)
     assert cortex(up, "pin", SMOLLM2.id).returncode == 0
     assert cortex(up, "unload", SMOLLM2.id, "--yes").returncode == 0

@@ -26,7 +26,7 @@ SOMEBODY = ""
 
 
 class _Use:
-    """Of a model that was loaded by this gateway."""
+    """The demand for a model that this gateway has loaded."""
 
     __slots__ = ("last_at", "loaded_at", "running", "users")
 

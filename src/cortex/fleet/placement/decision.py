@@ -66,7 +66,7 @@ _ORDER = [
     for verdict, is_short in [(each, False), *([(short, True) for short in _SHORT] if each is Verdict.BLOCKED else ())]
 ]
 RANK = {verdict: rank for rank, (verdict, is_short) in enumerate(_ORDER) if not is_short}
-"""Of verdicts, best first."""
+"""The order of verdicts, best first."""
 SHORT_RANK = RANK | {verdict: rank for rank, (verdict, is_short) in enumerate(_ORDER) if is_short}
 """The same where the context is short."""
 
@@ -139,7 +139,7 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rank(self) -> int:
-        """Of its verdict, best first."""
+        """The order of its verdict, best first."""
         return (SHORT_RANK if self.is_short else RANK)[self.verdict]
 
     @property

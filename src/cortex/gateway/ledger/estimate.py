@@ -61,7 +61,7 @@ class Estimate(NamedTuple):
         return max(1, self.prompt_tokens or 0) + (0 if self.completion_limit == 0 else self.num_choices)
 
     def max_prompt_tokens(self, most: int) -> int:
-        """Of a prompt that has at most `most` tokens by its size: no prompt has more than the context."""
+        """The tokens of a prompt that has at most `most` tokens by its size: no prompt has more than the context."""
         if self.context_tokens is None or self.completion_limit == 0:
             return most
         return min(most, self.context_tokens * self.num_choices)

@@ -111,7 +111,7 @@ class AdmissionController:
         return AdmittedRequest(model, origin, reservation, key, is_check, tenant_of_key(key, self.prefix_sharing))
 
     def _reserve(self, key: KeySection | None, prompt_bytes: int, facts: Facts, *, has_price: bool) -> Reservation:
-        """Of a model that the key may not use nothing is known: an error must not tell its price or its context."""
+        """Nothing is known about a model that the key may not use: an error must not reveal its price or context."""
         name = facts.model
         try:
             resolve_for(self._dispatcher, key, name)

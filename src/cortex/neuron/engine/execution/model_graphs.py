@@ -64,7 +64,7 @@ class ModelGraphs:
         self.drafts: StepGraphs | None = None
         self.prompts: PromptGraphs | None = None
         self.mixed: tuple[PromptGraphs, ...] = ()
-        """Of prompts and streams, the fewest streams first."""
+        """Graphs of prompts and streams, the fewest streams first."""
         group, config, max_rows = model.parameters.group, model.config, len(last_tokens) - 1
         row_elements, max_bytes = max(config.hidden, -(-config.vocab // group.shard.size)), group.max_captured_bytes
         graph_rows = max_captured_rows(max_rows, row_elements, max_bytes)

@@ -86,10 +86,6 @@ class GrammarMask(NamedTuple):
     rows: NDArray[np.int64]
     """For each draw its row of `words`; -1: it has no grammar."""
 
-    def split(self, count: int) -> tuple[GrammarMask, GrammarMask]:
-        """The masks of the first `count` draws, and those of the others."""
-        return GrammarMask(self.words, self.rows[:count]), GrammarMask(self.words, self.rows[count:])
-
 
 def draw_lines(
     index: NDArray[np.int64], positions: NDArray[np.int64], draws: Sequence[Draw], mask: GrammarMask | None

@@ -42,7 +42,7 @@ class _Drafting:
     constraint: Constraint | None
     """The grammar that its output must conform to. Only read here."""
     kind: DraftKind = "lookup"
-    """Of the latest draft."""
+    """What the latest draft came from."""
 
     def draft(self, sequence: Sequence, count: int) -> Draft:
         """Up to `count` tokens that its grammar, if it has one, allows."""

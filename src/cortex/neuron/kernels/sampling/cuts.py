@@ -135,8 +135,8 @@ def _weight(x, highest, inverse):
 
 @jit
 def _count_limits(keys, fewest, most, shift):
-    """The highest keys that at least `most` and at least `fewest` of `keys` reach; the lowest one if so many are not
-    there."""
+    """The highest keys that at least `most` and at least `fewest` of `keys` reach; the lowest one if there are
+    fewer keys."""
     low = tl.full((), _LOWEST_KEY, tl.int64) >> shift
     high = low
     step = -low

@@ -78,7 +78,7 @@ class FirstPass(NamedTuple):
     highest: Tensor
     """[draws] float32: the highest adjusted logit."""
     drawn: DrawnTokens
-    """Of rows that cut their vocabulary, the tokens are not drawn yet."""
+    """Without the tokens of rows that cut their vocabulary: these are drawn later."""
 
 
 def draw_tokens(logits: Tensor, draws: Draws, tables: RowTables, flags: int) -> DrawnTokens:

@@ -87,7 +87,7 @@ class CommandEstimates(NodeLimits):
         return measured if measured and measured >= facts.num_bytes else _unmeasured(facts)
 
     def first_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
-        """Without measurements: a server that is told its size takes a little more than that."""
+        """The size without measurements. A server with a configured size takes a little more than that."""
         configured = self._configured_bytes(model)
         return _unmeasured(facts) if configured is None else configured
 

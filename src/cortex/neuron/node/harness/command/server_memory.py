@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 _WATCH_S = 5.0
 """How often the memory of a server that serves is measured, at most."""
 _WATCH_SHARE = 0.02
-"""Of the time; a measurement takes the kernel some time per GiB."""
+"""Share of the time; a measurement costs the kernel some time per GiB."""
 _MAX_SAMPLES = 720
 _GROWTH = 1.25
 """A server that holds this many times what it did is reported."""
@@ -44,7 +44,7 @@ class ServerMemory:
     """Whether no other load has run on the devices since that of this server began."""
 
     async def free(self) -> int:
-        """Of its GPUs; 0 on a host without."""
+        """Bytes on its GPUs; 0 on a host without any."""
         return 0 if self.free_bytes is None else await asyncio.to_thread(self.free_bytes)
 
     async def held(self, server: ServerProcess) -> int | None:

@@ -46,7 +46,7 @@ def _takes(operation: Any, *names: str) -> None:
         raise Unusable(f"{operation.name()} of this version of torch does not take {', '.join(missing)}")
 
 
-def _compare(found: Tensor, expected: Tensor) -> None:
+def compare(found: Tensor, expected: Tensor) -> None:
     """Raises Unusable for results that are not those of the public function."""
     if found.shape != expected.shape:
         raise Unusable(f"its result has the shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
@@ -55,7 +55,7 @@ def _compare(found: Tensor, expected: Tensor) -> None:
         raise Unusable(f"its results differ from those of the public function by {error:.3g}")
 
 
-def _noise(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def noise(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
 
 
@@ -115,7 +115,7 @@ def flash_attention(
 
 def _check_flash(device: torch.device, dtype: torch.dtype) -> None:
     texts, window = (5, 9), 3
-    q, k, v = _noise(3, sum(texts), 2, 64, device=device, dtype=dtype)
+    q, k, v = noise(3, sum(texts), 2, 64, device=device, dtype=dtype)
     offsets = torch.tensor([0, texts[0], sum(texts)], dtype=torch.int32, device=device)
     for causal in (True, False):
         expected = []
@@ -126,44 +126,7 @@ def _check_flash(device: torch.device, dtype: torch.dtype) -> None:
             mixed = F.scaled_dot_product_attention(query, key, value, mask.to(device), scale=0.125)
             expected.append(mixed.transpose(0, 1))
         found = flash_attention(q, k, v, offsets, max(texts), scale=0.125, causal=causal, window=window)
-        _compare(found, torch.cat(expected))
-
-
-# Attention of whole prompts
-
-
-def _probe_cudnn() -> None:
-    arguments = ("query", "key", "value", "attn_bias", "compute_log_sumexp")
-    _takes(_operation("aten", "_scaled_dot_product_cudnn_attention", *arguments), "is_causal", "scale")
-
-
-CUDNN_ATTENTION = PrivateEntry(
-    "torch.ops.aten._scaled_dot_product_cudnn_attention",
-    "long prompts are computed by the engine's own kernel, more slowly on Hopper",
-    _probe_cudnn,
-    kinds=("cuda",),
-)
-
-
-def has_cudnn_attention(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `cudnn_attention` works on this device. Builds a plan on the first call."""
-    return CUDNN_ATTENTION.usable_on((device, dtype), functools.partial(_check_cudnn, device, dtype))
-
-
-def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """[1, heads, length, dim] each → the same, causal. Chooses no backend, which would take longer than the launch."""
-    mixed: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, False, is_causal=True, scale=scale
-    )[0]
-    return mixed
-
-
-def _check_cudnn(device: torch.device, dtype: torch.dtype) -> None:
-    if device.type != "cuda":
-        return  # tests pass through here; on a CPU the public function computes
-    q, k, v = _noise(3, 1, 2, 128, 64, device=device, dtype=dtype)
-    expected = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True, scale=0.125)
-    _compare(cudnn_attention(q, k, v, 0.125), expected)
+        compare(found, torch.cat(expected))
 
 
 # A product whose epilogue is an activation
@@ -194,10 +157,10 @@ def _fused_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _check_gelu(device: torch.device, dtype: torch.dtype) -> None:
-    x, weight = _noise(2, 16, 32, device=device, dtype=dtype)
-    bias = _noise(16, device=device, dtype=dtype)
+    x, weight = noise(2, 16, 32, device=device, dtype=dtype)
+    bias = noise(16, device=device, dtype=dtype)
     expected = F.gelu(F.linear(x.float(), weight.float(), bias.float()), approximate="tanh")
-    _compare(_fused_gelu(x, weight, bias), expected)
+    compare(_fused_gelu(x, weight, bias), expected)
 
 
 # Products with matrices of four-bit codes on ARM
@@ -386,7 +349,6 @@ def with_child(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
 
 ENTRIES = (
     FLASH_ATTENTION,
-    CUDNN_ATTENTION,
     GELU_EPILOGUE,
     FOUR_BIT_PRODUCTS,
     ONEDNN_BFLOAT16,

@@ -120,6 +120,8 @@ def specialised(parameter: Any, given: Any) -> object:
         return given.dtype, is_aligned
     if isinstance(given, bool) or given is None or parameter.is_constexpr:
         return given
+    if hasattr(given, "block_shape"):  # a descriptor of lines that are copied in blocks
+        return given.base.dtype, tuple(given.block_shape)
     if isinstance(given, int):
         is_wide = not -(1 << 31) <= given < 1 << 31
         return is_wide if parameter.do_not_specialize else (is_wide, given == 1, given % ALIGNED_BYTES == 0)
@@ -214,4 +216,31 @@ def cache_folder() -> Path:
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
 
 
-ENTRIES = (RECORDED_KEY, COLLECTED_LAUNCHES, LAUNCHERS, OFFLINE_DRIVER, CACHE_FOLDER)
+# Its lower language, an experiment of its authors (`gluon.py`)
+
+
+def _probe_gluon() -> None:
+    language = import_module("triton.experimental.gluon.language")
+    layouts = ("NVMMADistributedLayout", "NVMMASharedLayout", "DotOperandLayout", "SliceLayout")
+    require(language, "warp_specialize", *layouts)
+    memory = language.shared_memory_descriptor
+    require(memory, "reinterpret" if hasattr(memory, "reinterpret") else "_reinterpret", "index", "permute")
+    hopper = import_module("triton.experimental.gluon.language.nvidia.hopper")
+    require(hopper, "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")
+    require(import_module("triton.experimental.gluon.nvidia.hopper"), "TensorDescriptor")
+    require(import_module("triton.experimental.gluon._runtime"), "GluonJITFunction")
+    taken = list(inspect.signature(language.warp_specialize).parameters)
+    if taken[:3] != ["functions_and_args", "worker_num_warps", "worker_num_regs"]:
+        raise Unusable(f"warp_specialize of this version of Triton takes other arguments: {', '.join(taken)}")
+
+
+GLUON = PrivateEntry(
+    "triton.experimental.gluon",
+    "prompts are computed by a kernel that is slower on Hopper",
+    _probe_gluon,
+    kinds=("cuda",),
+    applies=_is_installed,
+    is_lazy=True,
+)
+
+ENTRIES = (RECORDED_KEY, COLLECTED_LAUNCHES, LAUNCHERS, OFFLINE_DRIVER, CACHE_FOLDER, GLUON)

@@ -8,7 +8,13 @@ from tests.neuron.kernels.conftest import AssertClose
 
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.moe.mixture import mixture, mixture_grouped, mixture_of_rows, mixture_reference
+from cortex.neuron.kernels.moe.mixture import (
+    mixture,
+    mixture_grouped,
+    mixture_of_rows,
+    mixture_reference,
+    takes_single_pairs,
+)
 from cortex.neuron.kernels.moe.routing import choose_reference
 
 EPS = 1e-6
@@ -221,3 +227,14 @@ def test_captured_graph_replays_give_equal_results(
     for _ in range(50):
         graph.replay()
         assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "num_experts", "max_reads", "most_rows"),
+    [(4, 32, 1.3, 5), (8, 128, 1.3, 9), (8, 128, 1.15, 5), (10, 512, 1.3, 12), (2, 8, 1.6, 4), (1, 1, 1.3, 1)],
+)
+def test_pairs_are_single_while_few_share_an_expert(
+    top_k: int, num_experts: int, max_reads: float, most_rows: int
+) -> None:
+    single = [rows for rows in range(1, 100) if takes_single_pairs(rows, top_k, num_experts, max_reads)]
+    assert single == list(range(1, most_rows + 1))

@@ -31,7 +31,6 @@ from cortex.neuron.engine.execution.inputs import PictureInputs, StepInputs
 from cortex.neuron.engine.execution.model_graphs import ModelGraphs, default_capture
 from cortex.neuron.engine.execution.page_tables import PageTables
 from cortex.neuron.engine.execution.picture_encoder import PictureEncoder
-from cortex.neuron.engine.execution.prompt_plans import PromptPlans
 from cortex.neuron.engine.execution.prompt_scores import PromptScores, score_prompts
 from cortex.neuron.engine.execution.proposals import Proposals
 from cortex.neuron.engine.execution.results import Launched
@@ -133,13 +132,11 @@ class Runner:
             own = CudaCapture(may_fail=True) if is_captured else None
             arguments = (table, page_tokens, context_tokens, hidden, self._upload, own)
             self._proposals = Proposals(proposer, *arguments, has_axes=self._num_rope_positions is not None)
-        self._prompt_plans = PromptPlans(model, 0 if is_batch_invariant else min(config.step_tokens, context_tokens))
 
     def prepare(self) -> bool:
-        """Captures the graph of one more batch size, the smallest first. When all are captured, builds the attention
-        plan of one more prompt length. False if nothing is left."""
+        """Captures the graph of one more batch size, the smallest first. False if nothing is left."""
         with torch.inference_mode():
-            return self._capture_next() or self._capture_draw() or self._prompt_plans.prepare()
+            return self._capture_next() or self._capture_draw()
 
     def _capture_draw(self) -> bool:
         steps = self._graphs.steps

@@ -1,1 +1,1 @@
-"""Attention over paged KV: decode, prefill, whole prompts through cuDNN, rotation."""
+"""Attention over paged KV: decode, prefill, rotation."""

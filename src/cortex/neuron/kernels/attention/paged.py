@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.attention import cudnn
 from cortex.neuron.kernels.attention.native import DTYPES, native_attention
 from cortex.neuron.kernels.attention.one_row import one_row_attention
 from cortex.neuron.kernels.attention.rotate import Rotation, rotate_and_store, rotate_and_store_by
@@ -37,8 +36,7 @@ def attention(
     from cortex.neuron.kernels.attention.prefill import prefill_attention
 
     decodes = batch.num_decodes
-    whole_prompts = bool(batch.prefills) and not batch.batch_invariant and cudnn.takes(q, k.shape[1], rules, batch)
-    out = batch.empty("attended", (decodes if whole_prompts else len(q), *q.shape[1:]), q)
+    out = batch.empty("attended", q.shape, q)
     if decodes:
         if batch.shares_rows:  # a token reads the keys and values of those before it in the same step
             new = q[:decodes], k[:decodes], v[:decodes]
@@ -55,13 +53,9 @@ def attention(
         batch.slots[decodes:],
         key_pages,
         value_pages,
-        cudnn.spare_tokens(batch) if whole_prompts else 0,
     )
-    if not whole_prompts:
-        prefill_attention(rotated, rules, batch, key_pages, value_pages, out[decodes:])
-        return out
-    parts = cudnn.prompt_attention(rotated, rules, batch, key_pages, value_pages)
-    return parts[0] if len(parts) == 1 and not decodes else torch.cat((out, *parts))
+    prefill_attention(rotated, rules, batch, key_pages, value_pages, out[decodes:])
+    return out
 
 
 def attention_reference(

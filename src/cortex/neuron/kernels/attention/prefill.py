@@ -16,6 +16,7 @@ from cortex.neuron.kernels.attention.decode_plan import WIDE, WIDE_WARPS
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.attention.split_keys import MAX_COMBINED_ROWS, SPLIT_KEYS, combine, keys_of, num_splits
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch
+from cortex.neuron.kernels.device_facts import facts_of
 from cortex.neuron.kernels.jit import (
     constant,
     gdc_launch_dependents,
@@ -29,6 +30,8 @@ from cortex.neuron.kernels.jit import (
 from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 
 _LOG2_E = constant(LOG2_E)
+HOPPER = 9
+"""The generation of cards that `hopper.py` is for, as the first number of their capability."""
 TILES = ((128, 128, 8), (128, 64, 8), (64, 32, 4), (32, 16, 4))
 """Queries and keys per tile, and warps: the fastest on Hopper first."""
 SHORT, SHORT_TOKENS, SHORT_BYTES = (64, 64, 4), 2048, 256
@@ -43,6 +46,12 @@ def prefill_attention(
     _, heads, dim = q.shape
     _, page_tokens, kv_heads, _ = key_pages.shape
     assert batch.prefill_tiles is not None
+    if facts_of(q.device).capability[0] == HOPPER:
+        from cortex.neuron.kernels.attention import hopper
+
+        if hopper.takes(q, rules, batch, key_pages):
+            hopper.prefill_attention(q, rules, batch, key_pages, value_pages, out)
+            return
     dim_block = triton.next_power_of_2(dim)
     tokens, group = len(q), heads // kv_heads
     is_short = not batch.batch_invariant and tokens <= SHORT_TOKENS  # else other rows would decide over the tiles

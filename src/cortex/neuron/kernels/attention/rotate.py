@@ -27,15 +27,13 @@ def rotate_and_store(
     slots: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,
-    spare_tokens: int = 0,
 ) -> Tensor:
     """Returns the rotated q. Writes the rotated k, and v, to their slots in the pages.
 
-    q: [tokens, heads, dim], k and v: [tokens, kv heads, dim], strided views allowed, each head dense. The result has
-    `spare_tokens` more tokens, of any content.
+    q: [tokens, heads, dim], k and v: [tokens, kv heads, dim], strided views allowed, each head dense.
     """
     tokens, heads, dim = q.shape
-    out = torch.empty((tokens + spare_tokens, heads, dim), dtype=q.dtype, device=q.device)
+    out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
     parts = triton.cdiv(heads, HEADS_AT_ONCE) + triton.cdiv(k.shape[1], HEADS_AT_ONCE)
     _rotate_kernel[(tokens, parts)](
         q,

@@ -24,8 +24,8 @@ from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
 from cortex.neuron.kernels.products.grouped import combine, expert_load
 from cortex.neuron.kernels.relu_squared import relu_squared_, relu_squared_reference_
 
-SMALL_BATCH_ROWS = 8
-"""Up to this many rows most of the selected experts differ, and one GEMV per pair reads few bytes twice."""
+MAX_SINGLE_ROWS = 12
+"""With more rows a grouped GEMM is faster, even if all their experts differ."""
 
 
 def mixture(
@@ -41,9 +41,16 @@ def mixture(
     width]; then a residual of that width is needed."""
     if not has_kernels(hidden):
         return mixture_reference(hidden, norm_weight, eps, experts, residual, inputs)
-    if len(hidden) <= SMALL_BATCH_ROWS and inputs is None:
+    if inputs is None and takes_single_pairs(len(hidden), experts.top_k, experts.num_routed, experts.gate_up.max_reads):
         return mixture_of_rows(hidden, norm_weight, eps, experts, residual)
     return mixture_grouped(hidden, norm_weight, eps, experts, residual, inputs)
+
+
+def takes_single_pairs(rows: int, top_k: int, num_experts: int, max_reads: float) -> bool:
+    """Whether a GEMV for each pair is faster than a grouped GEMM: it reads an expert again for each of its pairs. Rows
+    are taken to choose experts at random. Pure."""
+    num_chosen = num_experts * (1 - (1 - top_k / num_experts) ** rows)
+    return rows <= MAX_SINGLE_ROWS and rows * top_k <= max_reads * num_chosen
 
 
 def mixture_of_rows(

@@ -32,6 +32,7 @@ class PackedMatrix(ExpertMatrix):
 
     def __init__(self, layout: Layout, outputs: int, inputs: int, device: torch.device) -> None:
         super().__init__(outputs, inputs, device)
+        self.max_reads = 1.3 if layout.bits <= 4 else 1.6  # a GEMM unpacks more
         self.codes = empty_codes(layout, outputs, inputs, device)
         self._max_few_rows = max_few_rows(layout, outputs)
         self._has_long_rows = has_long_rows(layout, padded(inputs) // CHUNK, outputs, num_processors(device))

@@ -24,7 +24,7 @@ from cortex.neuron.kernels.quantised.codebook import (
     select_lines,
     table_words,
 )
-from cortex.neuron.kernels.quantised.layout import Layout
+from cortex.neuron.kernels.quantised.layout import FP4, Layout
 
 _RESTORE_BITS = 23
 _SCALE_BITS = 133 - _RESTORE_BITS
@@ -46,7 +46,9 @@ def unpack_ptx(layout: Layout) -> str:
     Operands: $0–$7 the weights of slots 0, 4, 1, 5, 2, 6, 3, 7; $8 the low plane's word, $9 the high plane's,
     $10 and $11 the words of scales.
     """
-    if layout.codebook:
+    if layout.codebook == FP4.codebook:
+        lines = _small_floats()
+    elif layout.codebook:
         lines = _levels(layout)
     else:
         positions, lines = _codes(layout)
@@ -117,6 +119,25 @@ def _levels(layout: Layout) -> list[str]:
         lines += lookup_lines("high", half, table_words(values[1::2]))
         lines += [f"prmt.b32 p{half}, moved, high, 0x6240;", f"prmt.b32 p{half + 2}, moved, high, 0x7351;"]
     lines += _doubled("s0", "$10", 0)
+    return lines + [f"fma.rn.bf16x2 p{j}, p{j}, s0, none;" for j in range(4)]
+
+
+def _small_floats() -> list[str]:
+    """p_j = the weights: a sign, two bits of exponent and one of fraction, moved to where bfloat16 has them, are the
+    value of the codebook times 2⁻¹²⁷. Two thirds of the instructions of a table."""
+    lines = []
+    for half, selector in ((0, 0x1404), (1, 0x3424)):  # each byte becomes the upper one of a half
+        lines += [
+            f"prmt.b32 spread, $8, 0, {selector:#x};",
+            "shl.b32 moved, spread, 4;",
+            "shr.b32 high, spread, 2;",
+            "and.b32 high, high, 0x01C001C0;",
+            f"lop3.b32 p{half}, moved, 0x80008000, high, 0xEA;",
+            "shr.b32 high, spread, 6;",
+            "and.b32 high, high, 0x01C001C0;",
+            f"lop3.b32 p{half + 2}, spread, 0x80008000, high, 0xEA;",
+        ]
+    lines += _times("s", "$10", 2.0 ** (127 - _RESTORE_BITS), 0.0) + _doubled("s0", "s", 0)
     return lines + [f"fma.rn.bf16x2 p{j}, p{j}, s0, none;" for j in range(4)]
 
 

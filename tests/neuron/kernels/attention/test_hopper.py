@@ -11,6 +11,7 @@ from cortex.neuron.kernels.attention import hopper
 from cortex.neuron.kernels.attention.paged import attend_reference
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch
+from cortex.neuron.private_api.triton import GLUON
 
 from ...failed_probes import fail_probe
 
@@ -49,7 +50,7 @@ def test_rows_match_the_reference(
         sinks = 2 * torch.randn(heads, device=CUDA) if has_sinks else None
         rules = AttentionRules(dim**-0.5, torch.empty(0), window=window, sinks=sinks)
         out = torch.full_like(q, torch.nan)
-        hopper.prefill_attention(q, rules, batch, *pages, out)
+        hopper.prefill_attention(q, rules, batch, pages[0], pages[1], out)
         expected = attend_reference(q.float(), rules, batch, *pages.float())
         assert relative_error(out, expected) < 0.006
 
@@ -63,7 +64,7 @@ def test_tokens_of_no_row_are_left_alone_and_decode_rows_skipped() -> None:
     pages, q = noise(2, num_pages, PAGE_TOKENS, 2, 128), noise(512, 4, 128)
     rules = AttentionRules(0.1, torch.empty(0))
     out = torch.full_like(q, 7.0)
-    hopper.prefill_attention(q, rules, replace(batch, prefill_tiles=tiles), *pages, out)
+    hopper.prefill_attention(q, rules, replace(batch, prefill_tiles=tiles), pages[0], pages[1], out)
     row = replace(batch.prefills[0], offset=0)
     alone = replace(batch, num_decodes=0, prefills=(row,), _shared={})
     assert relative_error(out[:200], attend_reference(q[:200].float(), rules, alone, *pages.float())) < 0.006
@@ -80,15 +81,15 @@ def prompt(tokens: int, **changed: object) -> tuple[torch.Tensor, AttentionRules
 @pytest.fixture
 def usable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "num_processors", lambda _: 132)
-    if not hopper.GLUON.is_usable:
-        pytest.skip(f"no Gluon: {hopper.GLUON.problem or 'Triton is not installed'}")
+    if not GLUON.is_usable:
+        pytest.skip(f"no Gluon: {GLUON.problem or 'Triton is not installed'}")
 
 
 @pytest.mark.usefixtures("usable")
 def test_takes_prompts_that_fill_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hopper.takes(*prompt(2048))
     assert not hopper.takes(*prompt(128))  # few programs: others divide the keys
-    fail_probe(monkeypatch, hopper.GLUON)
+    fail_probe(monkeypatch, GLUON)
     assert not hopper.takes(*prompt(2048))
 
 

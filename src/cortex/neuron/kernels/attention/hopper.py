@@ -19,7 +19,6 @@ from cortex.neuron.kernels.attention.split_keys import num_splits
 from cortex.neuron.kernels.batch import PREFILL_TILE, Batch, prefill_tiles
 from cortex.neuron.kernels.jit import constant, num_processors
 from cortex.neuron.private_api.gluon import (
-    GLUON,
     Descriptor,
     gl,
     gluon_jit,
@@ -29,6 +28,7 @@ from cortex.neuron.private_api.gluon import (
     shared_layout,
 )
 from cortex.neuron.private_api.torch import compare, noise
+from cortex.neuron.private_api.triton import GLUON
 
 _LOG2_E = constant(LOG2_E)
 HALF = PREFILL_TILE // 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -97,6 +98,8 @@ class Gateway:
         self._configured, self._catalogue = config, catalogue
         self._discovery = DNSDiscovery(resolve)
         self._ticker = Ticker(loop)
+        self._tick_thread = ThreadPoolExecutor(1, thread_name_prefix="tick")
+        """The tick shares no thread with work that clients cause, which may occupy all of the default executor."""
         self._measured_sizes = MeasuredSizes(config.state_directory(directory))
         self.event_log = EventLog()
         self.metrics = Metrics(
@@ -384,4 +387,5 @@ class Gateway:
             self._history.history.sample(self.dispatcher)
             self._control.feed.tick()
             self._streams.tick(self.config.gateway.keepalive_s)
-            await asyncio.to_thread(self._measured_sizes.write, self.dispatcher.fleet.measured)
+            measured = self.dispatcher.fleet.measured
+            await asyncio.get_running_loop().run_in_executor(self._tick_thread, self._measured_sizes.write, measured)

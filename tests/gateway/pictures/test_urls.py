@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import ssl
 import threading
 from collections.abc import AsyncIterator
@@ -109,6 +111,30 @@ async def test_file_is_fetched_from_the_address_that_was_checked(site: Site) -> 
     assert site.reached == [(PUBLIC, 443)]
     assert site.requests == ["pics.test/x.png?size=1"]
     assert site.lookups == ["pics.test"], "resolved once: a second lookup could have another result"
+
+
+async def test_lookups_that_hang_hold_no_thread_of_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging, released = threading.Semaphore(0), threading.Event()
+
+    def look_up(*_: Any, **__: Any) -> list[Any]:
+        hanging.release()
+        released.wait(NEVER_S)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    fetcher = PictureFetcher(Ticker(asyncio.get_running_loop()))
+    num_threads = min(32, (os.cpu_count() or 1) + 4)  # of the default executor
+    fetches = [
+        asyncio.create_task(fetcher.fetch("https://slow.test/x.png", ALLOWED, f"client {number}", Buffered(1 << 30)))
+        for number in range(2 * num_threads)
+    ]
+    try:
+        assert await asyncio.to_thread(hanging.acquire, timeout=WAIT_S)
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "done"), WAIT_S) == "done"
+        assert not any(each.done() for each in fetches)
+    finally:
+        released.set()
+        await asyncio.gather(*fetches, return_exceptions=True)
 
 
 async def test_redirects_are_followed_to_public_places_only(site: Site) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from urllib.parse import urljoin
 from weakref import WeakValueDictionary
 
@@ -32,10 +34,18 @@ class NotFetched(Exception):
     """The picture could not be fetched. The message says nothing about hosts that a client cannot see itself."""
 
 
-async def resolve_host(host: str) -> list[str]:
-    """The addresses that the resolver of the system has for `host`. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return [str(address[0]) for *_, address in found]
+class HostResolver:
+    """The resolver of the system, on threads of its own: a client chooses the names, and a lookup that hangs holds its
+    thread for longer than anybody waits for it."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="picture hosts")
+
+    async def __call__(self, host: str) -> list[str]:
+        """The addresses of `host`. Raises OSError."""
+        lookup = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, lookup)
+        return [str(address[0]) for *_, address in found]
 
 
 class PictureFetcher:
@@ -45,14 +55,14 @@ class PictureFetcher:
         self,
         ticker: Ticker,
         *,
-        resolve: Resolve = resolve_host,
+        resolve: Resolve | None = None,
         reach: Callable[[Place], Place] = lambda place: place,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         """`reach`: where the connection to a place really goes; tests have no public servers. `tls` verifies
-        certificates; absent: against the authorities of the system."""
+        certificates. Absent, `resolve` is the resolver of the system, and `tls` trusts its authorities."""
         self._ticker = ticker
-        self._resolve = resolve
+        self._resolve = resolve or HostResolver()
         self._reach = reach
         self._tls = tls
         self._making_tls = asyncio.Lock()

@@ -83,7 +83,7 @@ RULES: dict[str, Rule] = {
     "fleet": Rule({"fleet", "quant_names", "units", "wire", "settings"}, frozenset({"msgspec"})),
     "routing": Rule({"routing"}, frozenset({"msgspec"})),
     "http": Rule({"http", "wire"}, frozenset({"httptools"})),
-    "ipc": Rule({"ipc", "telemetry"}, frozenset({"msgspec"})),
+    "ipc": Rule({"ipc", "telemetry", "wire"}, frozenset({"msgspec"})),
     "parsing": Rule({"parsing", "ipc", "telemetry", "wire"}, frozenset({"msgspec"})),
     "gateway.config": Rule(
         {"fleet", "gateway.database", "gateway.ledger", "settings", "telemetry"}, frozenset({"msgspec"})

@@ -14,9 +14,9 @@ import pytest_asyncio
 from cortex.parsing import relayed
 from cortex.parsing.conversations import Completion
 from cortex.parsing.cost import LARGE_BYTES, LARGE_RELAYED_BYTES
+from cortex.parsing.functions import ParsedText
 from cortex.parsing.items import StoredTexts
 from cortex.parsing.parser import BodyParser
-from cortex.parsing.protocol import ParsedText
 from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.anthropic_messages import BILLED
 from cortex.wire.dialects.registry import DIALECTS

@@ -18,7 +18,7 @@ from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import CHAT
 from cortex.gateway.proxy.translation import ChatTranslation
 from cortex.http.request import Headers
-from cortex.parsing import protocol
+from cortex.parsing import functions
 from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.parser import BodyParser
 from cortex.parsing.servers import Access, ServerBody, check_limit, server_body
@@ -165,7 +165,7 @@ class OutgoingBody:
     def _translation(self) -> tuple[bytes, ChatTranslation]:
         if self._translated is None:
             request = self._route.codec.parse(self._received)
-            self._translated = request, ServerBody(protocol.translated(request, self._admitted.model, self._tenant))
+            self._translated = request, ServerBody(functions.translated(request, self._admitted.model, self._tenant))
         request, served = self._translated
         limits = (request.sampling.max_tokens, self._foreign_limit(len(served.body)))
         limit = min((each for each in limits if each is not None), default=None)

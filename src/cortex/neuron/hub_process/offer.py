@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cortex.neuron.hub_process.client import HubProcess
-from cortex.neuron.hub_process.resolver import list_files
 from cortex.neuron.weights.errors import HubUnreachable, NotOnHub
 from cortex.neuron.weights.hub.endpoint import is_offline
 from cortex.neuron.weights.hub.listing import Listing
@@ -53,7 +52,8 @@ class OfferRequest:
     def read(self) -> Offer:
         """Raises HubError, or Cancelled after `abort`."""
         with HubProcess(self._environment, self._aborted.is_set) as hub:
-            return _offer(self._source.repository, list_files(hub, self._source))
+            listing = hub.list_files(self._source.repository, self._source.revision)
+            return _offer(self._source.repository, listing)
 
     def abort(self) -> None:
         self._aborted.set()

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Final
 
 from cortex.neuron.hub_process.client import HubProcess
-from cortex.neuron.hub_process.protocol import FetchFiles, Listed, ListFiles
+from cortex.neuron.hub_process.protocol import FetchFiles
 from cortex.neuron.weights.errors import HubError, HubUnreachable, NoDiskSpace, NotOnHub
 from cortex.neuron.weights.hub.cache import RepositoryCache, cache_directory
 from cortex.neuron.weights.hub.cached import in_cache, in_directory
 from cortex.neuron.weights.hub.endpoint import is_offline
-from cortex.neuron.weights.hub.listing import Listing, RemoteFile
+from cortex.neuron.weights.hub.listing import RemoteFile
 from cortex.neuron.weights.hub.selection import Objection, missing_parts, select
-from cortex.neuron.weights.hub.source import HubSource, parse_source
+from cortex.neuron.weights.hub.source import parse_source
 
 _SPARE_DISK_BYTES: Final = 64 << 20
 
@@ -56,7 +56,7 @@ def resolve(
         return in_cache(cache, parsed, objection, reason)
     with HubProcess(environment, cancelled) as hub:
         try:
-            listing = list_files(hub, parsed)
+            listing = hub.list_files(parsed.repository, parsed.revision)
         except HubError as error:
             return in_cache(cache, parsed, objection, error)
         selection = select(parsed.repository, listing.files, parsed.quant, objection=objection)
@@ -66,13 +66,6 @@ def resolve(
         _download(hub, cache, parsed.repository, listing.commit, files, progress)
     cache.remember(parsed.revision, listing.commit)
     return cache.snapshot(listing.commit) / (selection.entry or "")
-
-
-def list_files(hub: HubProcess, source: HubSource) -> Listing:
-    """Raises HubError or Cancelled."""
-    reply = hub.ask(ListFiles(hub.endpoint, source.repository, source.revision))
-    assert isinstance(reply, Listed)
-    return reply.listing
 
 
 def _download(
@@ -85,7 +78,7 @@ def _download(
 ) -> None:
     _check_disk(cache, files)
     meter = _Meter(cache, files, progress)
-    hub.ask(FetchFiles(hub.endpoint, repository, commit, files, str(cache.root.parent)), meter.show)
+    hub.fetch(FetchFiles(hub.endpoint, repository, commit, files, str(cache.root.parent)), meter.show)
     meter.show()
 
 

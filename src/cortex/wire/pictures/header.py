@@ -5,6 +5,7 @@ The size is that of the upright picture: cameras store pictures lying down and n
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
@@ -71,6 +72,17 @@ def read_header(data: bytes) -> PictureHeader:
     if swaps_sides(orientation):
         width, height = height, width
     return PictureHeader(found_format, width, height, orientation)
+
+
+def num_jpeg_scans(data: bytes) -> int:
+    """The scans of a JPEG, or more: what looks like a scan behind the first one counts. 0 for other files."""
+    if format_of(data) != "jpeg":
+        return 0
+    start = 2
+    with contextlib.suppress(struct.error, IndexError):
+        for _, _, end in _jpeg_segments(data):
+            start = end
+    return data.count(b"\xff\xda", start)  # in the data of a scan, another byte follows 0xff
 
 
 def _read_png(data: bytes) -> _Found | None:

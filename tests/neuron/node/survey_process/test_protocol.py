@@ -11,8 +11,8 @@ import pytest
 from faulty_models import write_model
 
 from cortex.neuron.node.survey_process import protocol
-from cortex.neuron.node.survey_process.jobs import read_facts
 from cortex.neuron.node.survey_process.protocol import Read
+from cortex.neuron.node.survey_process.reading import read_facts
 from cortex.wire.errors import LoadFailed
 
 from ...models.gguf_builds import reference_of

@@ -123,7 +123,9 @@ class RequestAccounting:
         disconnected = outcome is _DISCONNECTED
         is_charged = self.route.uses_tokens and not self.admitted.is_check
         has_response = self.first_data_at is not None and self.status < 400 and is_charged
-        usage = reported if has_response else None
+        # A node of ours reports what a rejected request took before, such as pictures that it decoded.
+        is_rejected_work = 400 <= self.status < 500 and is_charged and lease is not None and lease.has_lifecycle
+        usage = reported if has_response or is_rejected_work else None
         is_cut_off = disconnected or outcome is _CANCELLED
         # A server of speech or images has done most of its work before its first byte. A cancelled request has the
         # status of its cancellation.

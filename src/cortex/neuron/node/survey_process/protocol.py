@@ -1,6 +1,6 @@
-"""Messages between the daemon and its survey process.
+"""The facts of a model on their way from the survey process to the daemon.
 
-Facts travel as bytes, so that the daemon decodes them on a thread. They are values that the daemon only computes sizes
+They travel as bytes, so that the daemon decodes them on a thread. They are values that the daemon only computes sizes
 from: their number is limited, and no text of a file is parsed or compiled again.
 """
 
@@ -12,18 +12,13 @@ from typing import Any, Final
 
 import msgspec
 
-from cortex.ipc.channel import ChannelMessage
 from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.loading.preflight import ModelFacts
-from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.weights.safetensors.arranged import expert_infos
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.wire.errors import LoadFailed
-from cortex.wire.node.protocol import Capabilities
-from cortex.wire.node.sampling import SamplingDefaults
-from cortex.wire.rejection import Rejected
 
 MAX_REPLY_BYTES: Final = 48 << 20
 MAX_CONFIG_BYTES: Final = 2 << 20
@@ -31,45 +26,13 @@ MAX_TENSORS: Final = 1 << 18
 """Experts of a stack count one by one. Far above every published model."""
 
 
-class Find(ChannelMessage, frozen=True):
-    """Asks where a model is, if all of it is on disk."""
-
-    source: str
-    cache: str
-    quant: str | None
-
-
-class Read(ChannelMessage, frozen=True):
-    """Asks for what the config and the headers of a model say."""
+class Read(msgspec.Struct, frozen=True):
+    """A model whose config and headers are to be read."""
 
     path: str
     name: str
     quant: str | None
     num_ranks: int
-
-
-class ReadText(ChannelMessage, frozen=True):
-    """Asks for what the text files of a model say."""
-
-    path: str
-    name: str
-
-
-class FoundAt(ChannelMessage, frozen=True):
-    path: str | None
-
-
-class FoundFacts(ChannelMessage, frozen=True):
-    facts: bytes
-
-
-class FoundText(ChannelMessage, frozen=True):
-    capabilities: Capabilities
-    generation: SamplingDefaults
-
-
-Job = Find | Read | ReadText
-Reply = FoundAt | FoundFacts | FoundText | Rejected
 
 
 class _Facts(msgspec.Struct, frozen=True, array_like=True):
@@ -81,7 +44,7 @@ class _Facts(msgspec.Struct, frozen=True, array_like=True):
     sample: str
 
 
-def pack_facts(facts: ModelFacts) -> FoundFacts:
+def pack_facts(facts: ModelFacts) -> bytes:
     """Raises LoadFailed for a model that describes more than any model has."""
     path = facts.path
     config = json.dumps(dict(facts.config))
@@ -95,11 +58,11 @@ def pack_facts(facts: ModelFacts) -> FoundFacts:
     encoded = msgspec.msgpack.encode(_Facts(config, facts.quant, recipe, members, facts.sample))
     if len(encoded) > MAX_REPLY_BYTES:
         raise LoadFailed(f"the tensors of {path} take more than {MAX_REPLY_BYTES >> 20} MiB to list; is it a model?")
-    return FoundFacts(encoded)
+    return encoded
 
 
-def unpack_facts(found: FoundFacts, read: Read) -> ModelFacts:
-    packed = msgspec.msgpack.decode(found.facts, type=_Facts)
+def unpack_facts(facts: bytes, read: Read) -> ModelFacts:
+    packed = msgspec.msgpack.decode(facts, type=_Facts)
     raw: dict[str, Any] = json.loads(packed.config)
     architecture = read_architecture(raw)
     if read.num_ranks > 1:
@@ -114,11 +77,3 @@ def unpack_facts(found: FoundFacts, read: Read) -> ModelFacts:
         raw,
         packed.sample,
     )
-
-
-def pack_text(survey: TextSurvey) -> FoundText:
-    return FoundText(survey.capabilities, survey.generation)
-
-
-def unpack_text(found: FoundText) -> TextSurvey:
-    return TextSurvey(found.capabilities, found.generation)

@@ -27,14 +27,14 @@ class PictureLimits(Section, frozen=True):
     max_aspect: Count = 200
     """So are those whose longer side is more than this many times the shorter one."""
     max_scans: Count = 32
-    """So are progressive JPEGs with more scans: each takes as long as a whole picture, and cameras and editors write
-    ten or so."""
+    """Progressive JPEGs with more scans are rejected with 400: each takes as long as a baseline picture, and cameras and
+    editors write about ten."""
     workers: Count = 3
     """Pictures that are decoded at once. One of these places is always left for other clients."""
     timeout_s: Annotated[float, Meta(gt=0)] = 20.0
     """A picture that takes longer to decode is rejected with 400."""
     request_s: Annotated[float, Meta(gt=0)] = 60.0
-    """So are the pictures that are left of a request whose others took this much computing."""
+    """Computing time for all pictures of one request; once it is used up, the others are rejected with 400."""
     memory_mb: Count = 1024
     """Memory that decoding one picture may take."""
     cache_mb: Annotated[int, Meta(ge=0)] = 256

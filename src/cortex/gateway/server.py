@@ -51,8 +51,7 @@ from cortex.gateway.page.conversations import Conversations
 from cortex.gateway.page.page import Page
 from cortex.gateway.page.sign_in_attempts import SignInAttempts
 from cortex.gateway.page.signing_in import SigningIn
-from cortex.gateway.pictures.fetcher import PictureFetcher
-from cortex.gateway.pictures.inlining import PictureInlining
+from cortex.gateway.pictures import PictureFetcher, PictureInlining
 from cortex.gateway.proxy.accounting.activity import ActivityLog
 from cortex.gateway.proxy.accounting.activity_file import ActivityFile
 from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from cortex.ipc.channel import ChannelMessage
-from cortex.parsing import conversations, picture_urls, relayed, servers
+from cortex.parsing import conversations, envelope, picture_urls, servers
 from cortex.parsing.conversations import Completion, Joined, References, StoredSize
+from cortex.parsing.envelope import ByteRange
 from cortex.parsing.picture_urls import PictureUrl
-from cortex.parsing.relayed import ByteRange
 from cortex.parsing.servers import Access, ServerBody
 from cortex.wire import packed_request
 from cortex.wire.dialects import anthropic_messages, openai_chat
@@ -128,9 +128,9 @@ def write_server_body(path: str, without: tuple[str, ...], access: Access, body:
 
 def read_relayed(dialect: Dialect, generates: bool, strip_billing: bool, body: bytes) -> ReadBody:
     """A body that is relayed, of which only the envelope is read."""
-    found = relayed.read(body, dialect, generates=generates, strip_billing=strip_billing)
+    found = envelope.read_relayed(body, dialect, generates=generates, strip_billing=strip_billing)
     changed = found.body if found.body is not body else None
-    return ReadBody(found.envelope.facts, relayed.spans(found), found.is_stripped, changed)
+    return ReadBody(found.envelope.facts, envelope.spans(found), found.is_stripped, changed)
 
 
 def parse_tokenize(tenant: bytes, body: bytes) -> Parsed | ParsedText:
@@ -171,7 +171,7 @@ def complete_conversation(
     """A request of the Responses API, joined with stored responses: it continues the first `num_earlier`, and refers to
     items of the others."""
     completed, stored_input = conversations.complete(Joined(body, sizes), num_earlier, completion)
-    return CompletedBody(completed.envelope.facts, relayed.spans(completed), stored_input, completed.body)
+    return CompletedBody(completed.envelope.facts, envelope.spans(completed), stored_input, completed.body)
 
 
 def list_items(limit: int, ascending: bool, after: str | None, sizes: tuple[StoredSize, ...], body: bytes) -> bytes:

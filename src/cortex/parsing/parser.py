@@ -15,10 +15,10 @@ from cortex.ipc.pool import CallLost, HelperPool, PoolLost
 from cortex.parsing import functions
 from cortex.parsing.conversations import Completed, Completion, Joined, References, join
 from cortex.parsing.cost import LARGE_BYTES, is_edited_elsewhere, is_parsed_elsewhere
+from cortex.parsing.envelope import RelayedBody, envelope_of
 from cortex.parsing.functions import Parsed, ParsedText
 from cortex.parsing.items import StoredTexts
 from cortex.parsing.picture_urls import PictureUrl
-from cortex.parsing.relayed import RelayedBody, envelope_of
 from cortex.parsing.servers import Access, ServerBody
 from cortex.wire.errors import BodyTooLarge, Overloaded, PreparationLimitExceeded, RateLimitExceeded
 from cortex.wire.node.protocol import Dialect

@@ -22,7 +22,7 @@ from huggingface_hub import HfFileMetadata, constants, file_download, get_hf_fil
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # its documentation names it here
 
 from cortex.neuron.hub_process.protocol import FetchFiles
-from cortex.neuron.hub_process.rejection import Interrupted, interruption
+from cortex.neuron.hub_process.remote_listing import Interrupted, interruption
 from cortex.neuron.weights.errors import DownloadCorrupt, HubError, HubUnreachable, NoDiskSpace
 from cortex.neuron.weights.hub.cache import RepositoryCache
 from cortex.neuron.weights.hub.listing import RemoteFile

@@ -17,8 +17,7 @@ from PIL import GifImagePlugin, Image, JpegImagePlugin, PngImagePlugin, WebPImag
 from cortex.neuron.vision.picture import PictureGrid
 from cortex.neuron.vision.preparing import prepare
 from cortex.neuron.vision.spec import PictureSpec
-from cortex.wire.pictures.header import UnreadablePicture, read_header
-from cortex.wire.pictures.orientation import swaps_sides
+from cortex.wire.pictures.header import UnreadablePicture, read_header, swaps_sides
 from cortex.wire.pictures.parts import invalid
 
 _LOADED = (GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin)

@@ -27,8 +27,8 @@ class PictureLimits(Section, frozen=True):
     max_aspect: Count = 200
     """So are those whose longer side is more than this many times the shorter one."""
     max_scans: Count = 32
-    """Progressive JPEGs with more scans are rejected with 400: each takes as long as a baseline picture, and cameras and
-    editors write about ten."""
+    """Progressive JPEGs with more scans are rejected with 400: each takes as long as a baseline picture, and cameras
+    and editors write about ten."""
     workers: Count = 3
     """Pictures that are decoded at once. One of these places is always left for other clients."""
     timeout_s: Annotated[float, Meta(gt=0)] = 20.0

@@ -8,7 +8,7 @@ from cortex.neuron.api.backend import Backend
 from cortex.neuron.node.status import ServedModel
 from cortex.wire.errors import UnsupportedModality
 from cortex.wire.node.protocol import Capabilities
-from cortex.wire.pictures.rejection import reads_text_only
+from cortex.wire.pictures.parts import reads_text_only
 from cortex.wire.requests import GenerateRequest
 
 Task = Literal["chat", "embed", "score"]

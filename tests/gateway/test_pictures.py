@@ -16,17 +16,17 @@ import pytest
 from aiohttp import web
 
 from cortex.gateway.config import PicturesSection
-from cortex.gateway.pictures.fetcher import NotFetched, PictureFetcher
+from cortex.gateway.pictures import NotFetched, PictureFetcher
 from cortex.http.limits import Buffered
 from cortex.http.ticker import Ticker
 from cortex.wire.node.protocol import Capabilities, ModelState
 
-from ...certificates import Authority
-from ...picture_files import base64_of, data_url, picture
-from ...ports import free_port
-from ...waiting import NEVER_S, WAIT_S
-from ..fake_neuron import GB, FakeNeuron, StartNeuron
-from ..started_gateway import StartGateway
+from ..certificates import Authority
+from ..picture_files import base64_of, data_url, picture
+from ..ports import free_port
+from ..waiting import NEVER_S, WAIT_S
+from .fake_neuron import GB, FakeNeuron, StartNeuron
+from .started_gateway import StartGateway
 
 FILE = picture(64, 48)
 PUBLIC = "93.184.216.34"

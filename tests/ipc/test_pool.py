@@ -186,9 +186,10 @@ async def test_process_starts_with_the_first_call_and_again_after_a_death_or_a_r
 
 
 def test_helper_of_a_thread_runs_calls_itself_and_ends_with_its_block() -> None:
-    named: Function[str] = Function("name", str)
-    with HelperOfThread(msgspec.structs.replace(HELPER, arguments=("a ",)), os.environ) as helper:
-        assert helper.call(named, meanwhile=lambda: None) == "a helper"
+    named: Function[bytes] = Function("name", bytes)
+    prefix = os.fsdecode(b"\xff ")  # as in the path of a file
+    with HelperOfThread(msgspec.structs.replace(HELPER, arguments=(prefix,)), os.environ) as helper:
+        assert helper.call(named, meanwhile=lambda: None) == b"\xff helper"
         done = helper.call(DO, "", 3, meanwhile=lambda: None)
         assert (done.number, is_alive(done.process_id)) == (3, True)
         with pytest.raises(InvalidValue):

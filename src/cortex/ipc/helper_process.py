@@ -14,6 +14,7 @@ import contextlib
 import gc
 import importlib
 import inspect
+import json
 import logging
 import math
 import os
@@ -55,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="cortex.ipc.helper_process", description=__doc__)
     parser.add_argument("--helper", required=True, help="the `Helper` as JSON")
     options, control = attach_to_parent(parser)
-    helper = msgspec.json.decode(options.helper, type=Helper)
+    helper = msgspec.convert(json.loads(options.helper), Helper)
     name_thread(helper.name)
     module = importlib.import_module(helper.module)
     if helper.memory_bytes is not None:

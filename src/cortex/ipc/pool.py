@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 import socket
 import time
@@ -357,8 +358,8 @@ class HelperOfThread:
 
 
 def _arguments(helper: Helper) -> tuple[str, str]:
-    sent = msgspec.structs.replace(helper, environment={})
-    return "--helper", msgspec.json.encode(sent).decode()
+    # By the standard library, because the path of a model need not be UTF-8.
+    return "--helper", json.dumps(msgspec.to_builtins(msgspec.structs.replace(helper, environment={})))
 
 
 def _value(reply: Reply) -> Any:

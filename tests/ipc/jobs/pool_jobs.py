@@ -17,8 +17,8 @@ class Done(NamedTuple):
 
 
 def functions(prefix: str = "") -> dict[str, Callable[..., Any]]:
-    def name() -> str:
-        return f"{prefix}helper"
+    def name() -> bytes:
+        return os.fsencode(f"{prefix}helper")
 
     return {each.__name__: each for each in (do, name)}
 

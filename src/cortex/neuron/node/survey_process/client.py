@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
+from cortex.ipc.channel import Unsendable
 from cortex.ipc.helper import Function, Helper
 from cortex.ipc.pool import CallLost, HelperPool, PoolLost
 from cortex.neuron.config import Limits
@@ -102,5 +103,5 @@ class SurveyProcess:
                 f"computing or {self._memory_bytes >> 20} MiB of memory (limits.survey_cpu_s and survey_memory_mb in "
                 "neuron.toml); download it again"
             ) from None
-        except PoolLost as error:
+        except (PoolLost, Unsendable) as error:
             raise LoadFailed(f"the files of {name} cannot be read now: {error}; try again") from error

@@ -47,7 +47,7 @@ async def prepared(
 ) -> tuple[Picture, ...]:
     packed = request(*files)
     packed = replace(packed, head=msgspec.structs.replace(packed.head, tenant=tenant))
-    grids = [SPEC.grid(image.width, image.height, image.detail) for image in packed.head.images]
+    grids = [SPEC.grid(image.width, image.height, image.detail) for image in packed.head.pictures]
     places = [PicturePlace(number, 1000 * number, grid) for number, grid in enumerate(grids)]
     return await pictures.prepare(packed, SPEC, places, work or PictureWork("anna"))
 

@@ -84,14 +84,14 @@ class Pictures:
             if num_bytes > MAX_PIXEL_BYTES:
                 size, most = num_bytes // 3_000_000, MAX_PIXEL_BYTES // 3_000_000
                 raise invalid(
-                    request.head.images[place.number].param,
+                    request.head.pictures[place.number].param,
                     f"the pictures up to here have {size} million pixels as the model takes them, at most {most} are "
                     "allowed in one request; send fewer, or with `detail` low",
                 )
         turns = asyncio.Semaphore(_MAX_OF_REQUEST)
 
         async def one(place: PicturePlace) -> Picture:
-            file, param = request.files[place.number], request.head.images[place.number].param
+            file, param = request.files[place.number], request.head.pictures[place.number].param
             async with turns:
                 # Some milliseconds, in which the interpreter lock is not held.
                 key = await asyncio.to_thread(content_key, file, place.grid, spec.digest, request.head.tenant)

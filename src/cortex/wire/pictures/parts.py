@@ -94,11 +94,11 @@ def _padded(text: str) -> str:
     return text + "=" * (-len(text) % 4)
 
 
-def _with_detail(image: Image, fields: Fields) -> Image:
+def _with_detail(picture: Image, fields: Fields) -> Image:
     given = fields.text("detail")
     if given is None:
-        return image
+        return picture
     detail = _DETAILS.get(given)
     if detail is None:
         raise fields.invalid("detail", f"'{shorten(given)}' is not known; choose {', '.join(_DETAILS)}")
-    return Image(data=image.data, media_type=image.media_type, url=image.url, detail=detail, param=image.param)
+    return Image(data=picture.data, media_type=picture.media_type, url=picture.url, detail=detail, param=picture.param)

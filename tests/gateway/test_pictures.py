@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -26,7 +27,7 @@ from ..picture_files import base64_of, data_url, picture
 from ..ports import free_port
 from ..waiting import NEVER_S, WAIT_S
 from .fake_neuron import GB, FakeNeuron, StartNeuron
-from .started_gateway import StartGateway
+from .started_gateway import StartGateway, until
 
 FILE = picture(64, 48)
 PUBLIC = "93.184.216.34"
@@ -40,6 +41,8 @@ class Site:
     fetcher: PictureFetcher
     names: dict[str, list[str]] = field(default_factory=lambda: {"pics.test": [PUBLIC], "inside.test": ["10.0.0.5"]})
     lookups: list[str] = field(default_factory=list)
+    hanging: dict[str, asyncio.Event] = field(default_factory=dict)
+    """Names whose lookup lasts until the event."""
     reached: list[tuple[str, int]] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
@@ -84,6 +87,9 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
 
     async def resolve(host: str) -> list[str]:
         made.lookups.append(host)
+        if host in made.hanging:
+            await made.hanging[host].wait()
+            made.lookups.append("ended")
         if ":" in host or host.replace(".", "").isdigit():
             return [host]
         if host not in made.names:
@@ -135,6 +141,21 @@ async def test_lookups_that_hang_hold_no_thread_of_other_work(monkeypatch: pytes
     finally:
         released.set()
         await asyncio.gather(*fetches, return_exceptions=True)
+
+
+async def test_client_whose_lookups_hang_has_no_more_of_them_and_others_are_served(site: Site) -> None:
+    ended = asyncio.Event()
+    site.hanging["slow.test"] = ended
+    hurried = msgspec.structs.replace(ALLOWED, timeout_s=0.01)
+    fetches = [fetch(site, "https://slow.test/x.png", hurried) for _ in range(4)]
+    for end in await asyncio.gather(*fetches, return_exceptions=True):
+        assert "took longer" in str(end)
+    with pytest.raises(NotFetched, match="still being looked up"):
+        await fetch(site, "https://pics.test/x.png")
+    assert await fetch(site, "https://pics.test/x.png", client="bob") == FILE
+    ended.set()
+    await until(lambda: site.lookups.count("ended") == 4)
+    assert await fetch(site, "https://pics.test/x.png") == FILE
 
 
 async def test_redirects_are_followed_to_public_places_only(site: Site) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import ipaddress
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -36,7 +37,7 @@ _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _MAX_AT_ONCE = 16
 """Fetches of all clients together."""
 _MAX_OF_CLIENT = 4
-"""Fetches of one client."""
+"""Fetches of one client, and lookups."""
 _MAX_URL = 2048
 _TRANSLATED = tuple(
     map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::ffff:0:0:0/96"))
@@ -143,6 +144,8 @@ class PictureFetcher:
         self._turns = asyncio.Semaphore(_MAX_AT_ONCE)
         self._turns_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """By client, while it has fetches."""
+        self._num_lookups: Counter[str] = Counter()
+        """By client: lookups that have not ended, whether or not somebody still waits for them."""
 
     async def fetch(self, url: str, section: PicturesSection, client: str, buffered: Buffered) -> bytes:
         """The file at `url`, which `client` sent. While it is fetched, the largest that it may be counts as buffered.
@@ -158,14 +161,14 @@ class PictureFetcher:
                 raise no_room()
             buffered.num_bytes += num_bytes
             try:
-                return await self._fetched(url, section)
+                return await self._fetched(url, section, client)
             finally:
                 buffered.num_bytes -= num_bytes
 
-    async def _fetched(self, url: str, section: PicturesSection) -> bytes:
+    async def _fetched(self, url: str, section: PicturesSection, client: str) -> bytes:
         try:
             async with asyncio.timeout(section.timeout_s):
-                return await self._follow(url, section)
+                return await self._follow(url, section, client)
         except TimeoutError:
             raise NotFetched(f"it took longer than {section.timeout_s:g} s") from None
         except ForbiddenAddress as problem:
@@ -176,10 +179,10 @@ class PictureFetcher:
             # What failed would tell a client which hosts and ports there are.
             raise NotFetched("its server cannot be reached, or does not respond as it should") from None
 
-    async def _follow(self, url: str, section: PicturesSection) -> bytes:
+    async def _follow(self, url: str, section: PicturesSection, client: str) -> bytes:
         for _ in range(_MAX_REDIRECTS + 1):
             address = read_address(url, section.hosts)
-            response = await self._get(address, chosen(await self._resolve(address.host)), section)
+            response = await self._get(address, chosen(await self._look_up(address.host, client)), section)
             if response.status == 200:
                 return response.body
             location = next((value for name, value in response.headers if name == b"location"), None)
@@ -190,6 +193,24 @@ class PictureFetcher:
             except ValueError:  # of a host such as `[`
                 raise ForbiddenAddress("its server redirects to an invalid address") from None
         raise NotFetched(f"its server redirects more than {_MAX_REDIRECTS} times")
+
+    async def _look_up(self, host: str, client: str) -> list[str]:
+        """The addresses of `host`. A lookup that hangs holds its thread after the fetch has failed, and counts until it
+        ends: no client holds the threads of the others. Raises OSError or NotFetched."""
+        if self._num_lookups[client] >= _MAX_OF_CLIENT:
+            raise NotFetched("other hosts that you named are still being looked up; try again later")
+        lookup = asyncio.ensure_future(self._resolve(host))
+        self._num_lookups[client] += 1
+
+        def ended(lookup: asyncio.Future[list[str]]) -> None:
+            self._num_lookups[client] -= 1
+            if not self._num_lookups[client]:
+                del self._num_lookups[client]
+            if not lookup.cancelled():
+                lookup.exception()  # nobody may be left who waits for it
+
+        lookup.add_done_callback(ended)
+        return await asyncio.shield(lookup)
 
     async def _get(self, address: PictureAddress, resolved: str, section: PicturesSection) -> UpstreamResponse:
         limits = UpstreamLimits(fetch_body_bytes=section.max_mb * _MB, num_kept=0)

@@ -19,7 +19,7 @@ from huggingface_hub.utils import _http as client_http
 from cortex.ipc import pool
 from cortex.ipc.helper import Helper
 from cortex.ipc.helper_process import Calls
-from cortex.neuron.hub_process import remote_listing, transfer
+from cortex.neuron.hub_process import service
 from cortex.neuron.hub_process.resolver import resolve
 
 StartHub = Callable[..., Any]
@@ -50,11 +50,9 @@ class ThreadProcess:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
-        from cortex.neuron.hub_process.service import functions
-
         helper = Helper(name="hub", purpose="", module="")
         with contextlib.suppress(OSError):
-            Calls(helper, functions()).serve(self._control)
+            Calls(helper, service.functions()).serve(self._control)
 
     def kill(self) -> None:
         self._control.close()
@@ -94,7 +92,7 @@ class Sleeps(list[float]):
 @pytest.fixture
 def sleeps(monkeypatch: pytest.MonkeyPatch) -> Sleeps:
     recorded = Sleeps()
-    for module in (transfer, remote_listing, file_download, client_http):
+    for module in (service, file_download, client_http):
         monkeypatch.setattr(module, "time", recorded)
     return recorded
 

@@ -21,7 +21,7 @@ from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.node.spanning.lead import Lead
 from cortex.neuron.node.survey_process.client import Surveys
-from cortex.neuron.node.survey_process.protocol import Read
+from cortex.neuron.node.survey_process.reading import Read
 from cortex.neuron.servers.entry import ENGINE_NAMES
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.hosts.replicated import ReplicatedHost

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 from cortex.ipc.channel import Unsendable
-from cortex.ipc.helper import Function, Helper
+from cortex.ipc.helper import Helper, function_of
 from cortex.ipc.pool import CallLost, HelperPool, PoolLost
 from cortex.neuron.config import Limits
 from cortex.neuron.node.loading.preflight import ModelFacts
-from cortex.neuron.node.survey_process.protocol import Read, unpack_facts
+from cortex.neuron.node.survey_process import reading
+from cortex.neuron.node.survey_process.reading import Read, unpack_facts
 from cortex.neuron.text.model import TextSurvey
 from cortex.wire.errors import LoadFailed
 
@@ -20,10 +22,6 @@ WALL_S: Final = 300.0
 _MAX_JOBS: Final = 2
 
 T = TypeVar("T")
-
-_FIND_LOCAL: Function[str | None] = Function("find_local", str | None)
-_READ: Function[bytes] = Function("read", bytes)
-_READ_TEXT: Function[TextSurvey] = Function("read_text", TextSurvey)
 
 
 class Surveys(Protocol):
@@ -72,14 +70,14 @@ class SurveyProcess:
         return self._pool.process_id
 
     async def find_local(self, source: str, cache: Path, quant: str | None) -> Path | None:
-        path = await self._call(source, _FIND_LOCAL, source, str(cache), quant)
+        path = await self._call(source, reading.find_local, source, str(cache), quant)
         return None if path is None else Path(path)
 
     async def read(self, job: Read) -> ModelFacts:
-        return await asyncio.to_thread(unpack_facts, await self._call(job.name, _READ, job), job)
+        return await asyncio.to_thread(unpack_facts, await self._call(job.name, reading.read, job), job)
 
     async def read_text(self, path: Path, name: str) -> TextSurvey:
-        return await self._call(name, _READ_TEXT, str(path), name)
+        return await self._call(name, reading.read_text, str(path), name)
 
     async def rest_idle(self) -> None:
         await self._pool.rest_idle()
@@ -87,11 +85,11 @@ class SurveyProcess:
     async def close(self) -> None:
         await self._pool.close()
 
-    async def _call(self, name: str, function: Function[T], *arguments: Any) -> T:
+    async def _call(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
         """`name`: the model's, for errors."""
         try:
             async with self._turns:
-                return await self._pool.call(function, *arguments, timeout_s=self._wall_s)
+                return await self._pool.call(function_of(function), *arguments, timeout_s=self._wall_s)
         except TimeoutError:
             raise LoadFailed(
                 f"{name} is damaged: reading its files takes more than {self._wall_s:g} s; download it again, or check "

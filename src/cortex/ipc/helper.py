@@ -40,7 +40,7 @@ class Helper(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
 
 
-class Call(ChannelMessage, frozen=True):
+class FunctionCall(ChannelMessage, frozen=True):
     function: str
     arguments: bytes
     """Encoded by themselves: only the function knows their types."""
@@ -60,9 +60,9 @@ class Function(Generic[T]):
         self.name = name
         self.reply_type: Any = Returned[returns] | Rejected
 
-    def call(self, *arguments: Any) -> Call:
+    def call(self, *arguments: Any) -> FunctionCall:
         """Raises ValueError or OverflowError for arguments that cannot be encoded."""
-        return Call(self.name, msgspec.msgpack.encode(arguments), b"")
+        return FunctionCall(self.name, msgspec.msgpack.encode(arguments), b"")
 
 
 @cache

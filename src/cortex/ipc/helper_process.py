@@ -31,7 +31,7 @@ import msgspec
 
 from cortex.ipc.channel import BlockingChannel, ChannelError, ChannelMessage, PacketSocket, Unsendable
 from cortex.ipc.child import attach_to_parent, die_with_parent, name_thread
-from cortex.ipc.helper import Call, Helper, Returned
+from cortex.ipc.helper import FunctionCall, Helper, Returned
 from cortex.wire.errors import CortexError, InvalidValue
 from cortex.wire.rejection import Rejected, rejected
 
@@ -88,7 +88,7 @@ class Calls:
 
     def serve(self, connection: socket.socket) -> None:
         """Returns when the other side closes its end. MemoryError ends it, so that the next call has all the memory."""
-        channel: BlockingChannel[Call] = BlockingChannel(connection, Call)
+        channel: BlockingChannel[FunctionCall] = BlockingChannel(connection, FunctionCall)
         for calls in channel.receive():
             for call in calls:
                 if self._helper.cpu_s is not None:
@@ -100,7 +100,7 @@ class Calls:
             limit_memory(self._helper.memory_bytes)
         self.serve(connection)
 
-    def _reply(self, call: Call) -> Returned[Any] | Rejected:
+    def _reply(self, call: FunctionCall) -> Returned[Any] | Rejected:
         try:
             return Returned(self._functions[call.function].run(call))
         except CortexError as error:
@@ -124,7 +124,7 @@ class _Callable:
         self._arguments: msgspec.msgpack.Decoder[tuple[Any, ...]] = msgspec.msgpack.Decoder(tuple[encoded])  # type: ignore[valid-type]
         self._function = function
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: FunctionCall) -> Any:
         arguments = self._arguments.decode(call.arguments)
         return self._function(*arguments, call.body) if self._takes_body else self._function(*arguments)
 

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from cortex.ipc.channel import ChannelError, FrameDecoder, PacketSocket, Unsendable, encode_frame
-from cortex.ipc.helper import Call, Function, Helper, Returned
+from cortex.ipc.helper import Function, FunctionCall, Helper, Returned
 from cortex.ipc.helper_process import Fork, Kill
 from cortex.ipc.loop_channel import LoopChannel
 from cortex.ipc.start import start_child, start_child_of_thread
@@ -117,7 +117,7 @@ class HelperPool:
         await self.rest()
 
     async def _run(
-        self, call: Call, reply_type: Any, body: bytes, timeout_s: float | None, in_background: bool
+        self, call: FunctionCall, reply_type: Any, body: bytes, timeout_s: float | None, in_background: bool
     ) -> Reply:
         for is_last in (False, True):
             try:
@@ -177,7 +177,7 @@ class HelperProcess:
         """Whether it is unusable. A call may notice that before the loop reaps the process."""
         return self._is_lost or self._process.returncode is not None
 
-    async def run(self, call: Call, reply_type: Any, body: bytes, *, in_background: bool) -> Reply:
+    async def run(self, call: FunctionCall, reply_type: Any, body: bytes, *, in_background: bool) -> Reply:
         """Runs one call. Raises PoolLost, CallLost or Unsendable. Cancelling this kills the worker."""
         worker = self._take_idle(in_background=in_background)
         connection = None
@@ -287,7 +287,7 @@ class _Worker:
     async def attach(self, connection: socket.socket) -> None:
         await self._channel.attach(connection)
 
-    async def run(self, call: Call, reply_type: Any, body: bytes) -> Reply:
+    async def run(self, call: FunctionCall, reply_type: Any, body: bytes) -> Reply:
         if self.is_lost:
             raise CallLost("the worker ended before its call")
         self._reply = asyncio.get_running_loop().create_future()

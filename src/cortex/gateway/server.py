@@ -32,7 +32,7 @@ from cortex.gateway.api.usage import UsageRoutes
 from cortex.gateway.config import Config
 from cortex.gateway.configuration_files import ConfigurationFiles
 from cortex.gateway.configuration_warnings import warn_about_access, warn_about_restart
-from cortex.gateway.database import StoreError
+from cortex.gateway.database import Database, StoreError, driver_of
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.effects import NodeEffects
 from cortex.gateway.dispatch.event_log import EventLog
@@ -117,8 +117,12 @@ class Gateway:
             measured=self._measured_sizes.read(),
         )
         self._effects.outcomes = self.dispatcher
-        self._metering = Metering(directory, self.tasks)
-        self._operator_state = OperatorState(self.dispatcher, config.database(directory))
+        self._database = Database(config.database(directory))
+        self._responses_database = self._database
+        if config.responses_database(directory) != self._database.location:
+            self._responses_database = Database(config.responses_database(directory))
+        self._metering = Metering(directory, self._database, self.tasks)
+        self._operator_state = OperatorState(self.dispatcher, self._database)
         self._tracer = open_tracer(config.telemetry, "cortex")
         self._admission = AdmissionController(self.dispatcher, self._metering.meter, config.gateway.prefix_sharing)
         limits = client_limits(config, open_files.limit())
@@ -139,13 +143,15 @@ class Gateway:
             buffered=buffered,
         )
         self._activity_file = ActivityFile(config.state_directory(directory), self._services.activity)
-        self._request_log = RequestLog(self._services.activity, config.database(directory))
-        self._audit = AuditLog(config.database(directory), config.ledger.audit_days)
-        self._history = HistoryStore(self._services.activity, self.event_log, config, directory)
+        self._request_log = RequestLog(self._services.activity, self._database)
+        self._audit = AuditLog(self._database, config.ledger.audit_days)
+        self._history = HistoryStore(
+            self._services.activity, self.event_log, self._database, config.gateway.listen.port
+        )
         self._inference = Inference(self._services)
-        self._responses = ResponsesService(config, directory, self._inference, self.tasks)
+        self._responses = ResponsesService(config, self._responses_database, self._inference, self.tasks)
         self._certificate = certificate_of(config, directory)
-        self._health = GatewayHealth(self.tasks, self._certificate, is_database_away=self._is_database_away)
+        self._health = GatewayHealth(self.tasks, self._certificate, is_database_away=lambda: self._database.is_failing)
         self._files = files
         self._reloading = asyncio.Lock()
         self._deferred = DeferredResponses()
@@ -194,7 +200,7 @@ class Gateway:
             self._audit,
         )
         attempts = SignInAttempts(self._audit)
-        self._signing_in = SigningIn(self._metering, Conversations(config.database(directory)), attempts)
+        self._signing_in = SigningIn(self._metering, Conversations(self._database), attempts)
         self._page = Page(self._metering.meter, self._signing_in, attempts, is_secure=self._certificate is not None)
         ollama = OllamaInference(self._inference, operator, self._control.cross_site)
         self._router = RequestRouter(self._inference, self._responses, ollama, self._control, self._page)
@@ -272,17 +278,17 @@ class Gateway:
         await self._file_routes.close()
         await self._bench_routes.close()
         self._connections.close()
-        # Each may wait for a database that hangs.
-        databases = (
-            self._operator_state,
-            self._request_log,
-            self._audit,
-            self._history,
-            self._signing_in,
-            self._responses,
-            self._metering,
+        # Together, so that a database that hangs delays the end once.
+        await asyncio.gather(
+            self._operator_state.synchronise(),
+            self._request_log.flush(),
+            self._audit.flush(),
+            self._history.save(),
+            self._signing_in.close(),
+            self._responses.close(),
+            self._metering.close(),
         )
-        await asyncio.gather(*(each.close() for each in databases))
+        await asyncio.gather(self._database.close(), self._responses_database.close())
         await asyncio.to_thread(self._tracer.close)
         await asyncio.to_thread(self._measured_sizes.write, self.dispatcher.fleet.measured)
         await self._activity_file.save()
@@ -320,11 +326,6 @@ class Gateway:
             listed = {model for node in nodes if node.name in names for model in node.residencies}
             files.check_aliases(config, catalogue, listed)
 
-    def _is_database_away(self) -> bool:
-        ledger = self._metering.ledger
-        is_failing = (self._request_log.is_failing, self._operator_state.is_failing, self._audit.is_failing)
-        return any(is_failing) or (ledger is not None and ledger.is_failing)
-
     async def _reload_files(self) -> None:
         if self._files is not None:
             await self.reload(self._files)
@@ -338,6 +339,7 @@ class Gateway:
         configured, config = config, self._with_discovered(config)
         if config.telemetry != before.telemetry:
             await asyncio.to_thread(open_tracer(config.telemetry, "cortex").close)  # is it usable after a restart?
+        driver_of(config.ledger.database)  # is it, too?
         settings = DispatchSettings.of(config, catalogue)
         planned = self._connections.planned(config)
         await self._use_keys(config)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cortex.cli.failures import ExitCode
-from cortex.gateway.ledger.store import open_store
-from cortex.gateway.ledger.tables import Counts, Slot
+from cortex.gateway.ledger.store import Counts, Slot, open_store
 from cortex.wire.events import Usage
 
 if TYPE_CHECKING:

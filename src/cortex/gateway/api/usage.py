@@ -18,7 +18,7 @@ from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.api.parts import DeferredResponses, expect, query, time_in_query
 from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.meter import Metering
-from cortex.gateway.ledger.tables import GroupBy
+from cortex.gateway.ledger.store import GroupBy
 from cortex.gateway.ledger.usage_report import UsageRow, report
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request

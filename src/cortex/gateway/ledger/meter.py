@@ -8,21 +8,19 @@ Meters and reservations are called on the event loop's thread and never wait.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from cortex.gateway.config import Config
-from cortex.gateway.database import is_url
+from cortex.gateway.database import Database
 from cortex.gateway.ledger.estimate import Estimate, TokenLimits
 from cortex.gateway.ledger.groups import Budget, NoPrices, Prices, budgets_of, with_models_of_groups
 from cortex.gateway.ledger.keyed_reservation import KeyedReservation
 from cortex.gateway.ledger.keys import Keyring, KeySection, check_operator
-from cortex.gateway.ledger.ledger import Ledger
+from cortex.gateway.ledger.ledger import Ledger, UnwrittenUsage
 from cortex.gateway.ledger.sessions import Sessions, check_from_page, session_of
-from cortex.gateway.ledger.store import open_store
-from cortex.gateway.ledger.unwritten import UnwrittenUsage
+from cortex.gateway.ledger.store import Store, has_keys
 from cortex.gateway.ledger.users import SignInSection
 from cortex.http.request import Request
 from cortex.settings import Listen, SettingsError
@@ -255,10 +253,11 @@ class KeysNeeded(SettingsError):
 class Metering:
     """Owns the ledger and the meter in force. Running requests settle with the meter that admitted them."""
 
-    def __init__(self, directory: Path, tasks: Supervisor | None = None) -> None:
-        """`tasks` runs what the ledger does regularly."""
+    def __init__(self, directory: Path, database: Database, tasks: Supervisor | None = None) -> None:
+        """Relative paths of the configuration start at `directory`. `tasks` runs what the ledger does regularly."""
         self.meter: Meter = OpenMeter()
         self._directory = directory
+        self._store = Store(database)
         self._tasks = tasks
         self._ledger: Ledger | None = None
         self._sessions: Sessions | None = None
@@ -292,7 +291,7 @@ class Metering:
         budgets = budgets_of(config.keys, config.groups)
         if self._ledger is not None:
             await self._ledger.use(keyring, budgets)
-        elif config.keys or config.sign_in.is_enabled or (not config.gateway.open and await self._had_keys(config)):
+        elif config.keys or config.sign_in.is_enabled or (not config.gateway.open and await self._had_keys()):
             self._ledger = await self._open_ledger(config, keyring, budgets)
         is_open = not config.keys and not config.sign_in.is_enabled and (config.gateway.open or self._ledger is None)
         public = (*self._public_addresses, *config.public_addresses)
@@ -305,26 +304,15 @@ class Metering:
             OpenMeter() if is_open or self._ledger is None else KeyedMeter(self._ledger, self._sessions, sign_in)
         )
 
-    async def _had_keys(self, config: Config) -> bool:
+    async def _had_keys(self) -> bool:
         """Whether the database has recorded keys. Creates none."""
-        database = config.database(self._directory)
-        if not is_url(database) and not Path(database).exists():
-            return False
-        store = await asyncio.to_thread(open_store, database)
-        try:
-            return await asyncio.to_thread(store.has_keys)
-        finally:
-            await asyncio.to_thread(store.close)
+        return self._store.database.exists and await self._store.database.do(has_keys)
 
     async def _open_ledger(self, config: Config, keyring: Keyring, budgets: Mapping[str, tuple[Budget, ...]]) -> Ledger:
-        store = await asyncio.to_thread(open_store, config.database(self._directory))
         unwritten = UnwrittenUsage(config.state_directory(self._directory))
-        ledger = Ledger(store, keyring, budgets, flush_s=config.ledger.flush_s, tasks=self._tasks, unwritten=unwritten)
-        try:
-            await ledger.start()
-        except BaseException:
-            await asyncio.to_thread(store.close)
-            raise
+        flush_s = config.ledger.flush_s
+        ledger = Ledger(self._store, keyring, budgets, flush_s=flush_s, tasks=self._tasks, unwritten=unwritten)
+        await ledger.start()
         return ledger
 
     async def close(self) -> None:

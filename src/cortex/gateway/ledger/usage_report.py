@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from cortex.gateway.ledger.store import Store
-from cortex.gateway.ledger.tables import GroupBy, Spend
+from cortex.gateway.ledger.store import GroupBy, Spend, Store
 from cortex.wire.events import Usage
 
 HEADER = ("requests", "prompt", "cached", "completion", "reasoning", "total", "cost")

@@ -18,7 +18,7 @@ from cortex.gateway.database import Execute
 from cortex.gateway.responses.bounded_table import BoundedTable
 from cortex.parsing import items as stored_items
 
-SCHEMA = (
+TABLES = (
     """CREATE TABLE IF NOT EXISTS conversation (
         id TEXT PRIMARY KEY,
         key_id TEXT NOT NULL,

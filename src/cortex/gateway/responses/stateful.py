@@ -147,7 +147,7 @@ class StatefulInference:
             return None
         if not section.store:
             return NotStored("this gateway stores no responses (responses.store)") if facts.store else None
-        if self._store.failure is not None:
+        if self._store.database.is_failing:
             return NotStored("the database of stored responses is not available")
         if memoryview(input).nbytes > self._store.max_entry_bytes:
             return NotStored(f"the input is larger than {section.max_entry_mb} MB (responses.max_entry_mb)")
@@ -158,7 +158,7 @@ class StatefulInference:
             store=is_kept,
         )
         held_end = None
-        if self._store.is_shared or facts.conversation_id is not None:
+        if self._store.database.is_shared or facts.conversation_id is not None:
             held_end = HeldEnd.of(received.exchange, self._store.max_entry_bytes)
         return StoringKeeper(self._store, kept, _key_id(received), input, stream=facts.stream, held_end=held_end)
 

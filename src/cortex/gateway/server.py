@@ -75,6 +75,8 @@ from cortex.telemetry.tracing import open_tracer
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
+WATCH_KEYS_S = 0.4
+"""How often the database is asked whether keys have changed: they are in force everywhere within a second."""
 
 
 class Gateway:
@@ -85,12 +87,10 @@ class Gateway:
         config: Config,
         catalogue: Catalogue,
         directory: Path,
-        files: ConfigurationFiles | None = None,
         resolve: Resolve = resolve_addresses,
         fetcher: PictureFetcher | None = None,
     ) -> None:
-        """Relative paths of the configuration start at `directory`. `files`: where the configuration came from; without
-        them keys cannot be edited. Raises SettingsError."""
+        """Relative paths of the configuration start at `directory`. Raises SettingsError or `StoreError`."""
         loop = asyncio.get_running_loop()
         self.config = config
         """With the nodes that were discovered."""
@@ -152,7 +152,6 @@ class Gateway:
         self._responses = ResponsesService(config, self._responses_database, self._inference, self.tasks)
         self._certificate = certificate_of(config, directory)
         self._health = GatewayHealth(self.tasks, self._certificate, is_database_away=lambda: self._database.is_failing)
-        self._files = files
         self._reloading = asyncio.Lock()
         self._deferred = DeferredResponses()
         self._streams = EventStreams(time.monotonic, self._metering)
@@ -185,7 +184,7 @@ class Gateway:
             ),
             HistoryRoutes(self._history.history, self._metering),
             UsageRoutes(self._metering, lambda: self.dispatcher.fleet.catalogue, self._deferred),
-            KeyRoutes(self._metering, files.path if files is not None else None, self._reload_files, self._deferred),
+            KeyRoutes(self._metering, self._refresh_keys, self._deferred),
         )
         self._control = Control(
             self.dispatcher,
@@ -248,12 +247,13 @@ class Gateway:
             self.tasks.start("request log", self._request_log.run),
             self.tasks.start("audit log", self._audit.run),
             self.tasks.start("history", self._history.run),
+            self.tasks.start("keys", self._watch_keys),
             self.tasks.start("discover nodes", self._discover_nodes),
         ]
         if self._certificate is not None:
             self._regular.append(self.tasks.start("renew certificate", self._certificate.watch))
         self._responses.start()
-        warn_about_access(self.config, is_open=self._metering.is_open)
+        self._warn_about_access()
         return address
 
     async def close(self, grace_s: float = 0.0) -> None:
@@ -326,10 +326,6 @@ class Gateway:
             listed = {model for node in nodes if node.name in names for model in node.residencies}
             files.check_aliases(config, catalogue, listed)
 
-    async def _reload_files(self) -> None:
-        if self._files is not None:
-            await self.reload(self._files)
-
     async def reconfigure(self, config: Config, catalogue: Catalogue) -> None:
         """Use a new configuration. Running responses continue; addresses need a restart.
 
@@ -360,7 +356,7 @@ class Gateway:
         record_changed_keys(self._audit, before.keys, config.keys)
         warn_about_restart(before, config)
         if self._metering.is_open != was_open or bool(before.keys) != bool(config.keys):
-            warn_about_access(config, is_open=self._metering.is_open)
+            self._warn_about_access()
         await asyncio.gather(*(poller.stop() for poller in leaving))
 
     def _with_discovered(self, config: Config) -> Config:
@@ -380,6 +376,29 @@ class Gateway:
         self._signing_in.use(config.sign_in)
         await self._metering.use(config)
         self._admission.meter = self._control.meter = self._page.meter = self._metering.meter
+
+    def _warn_about_access(self) -> None:
+        metering = self._metering
+        warn_about_access(self.config, is_open=metering.is_open, has_keys=bool(metering.in_force.keys))
+
+    async def _refresh_keys(self) -> None:
+        """Put in force what the database has now. Raises `StoreError`."""
+        async with self._reloading:
+            was_open = self._metering.is_open
+            await self._use_keys(self.config)
+            self._router.configure(self.config, is_open=self._metering.is_open)
+            if self._metering.is_open != was_open:
+                self._warn_about_access()
+
+    async def _watch_keys(self) -> None:
+        """Adopt the keys that other gateways and commands have written to the database."""
+        while True:
+            await asyncio.sleep(WATCH_KEYS_S)
+            try:
+                if await self._metering.have_keys_changed():
+                    await self._refresh_keys()
+            except StoreError:
+                pass  # logged; those in force stay
 
     async def _tick(self) -> None:
         while True:

@@ -190,6 +190,13 @@ class OperatorOnly(_InvalidRequest):
     anthropic_type = "permission_error"
 
 
+class ManagedByFile(_InvalidRequest):
+    """The key or group is in the configuration file of the gateway, which only its operator edits."""
+
+    status = 409
+    code = "managed_by_file"
+
+
 class CrossSiteRequest(_InvalidRequest):
     """A web page of another site made a browser send the request."""
 

@@ -28,13 +28,12 @@ import msgspec
 
 from cortex import private_file
 from cortex.gateway.database import StoreError
-from cortex.gateway.ledger.groups import Budget
+from cortex.gateway.ledger.groups import Budget, Counters
 from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.gateway.ledger.limits import MINUTE_S, Account, Spent
 from cortex.gateway.ledger.store import (
     MAX_RESERVED_TOKENS,
     Claim,
-    Counters,
     Counts,
     GroupBy,
     Reserved,
@@ -202,6 +201,11 @@ class Ledger:
         await self.flush()
         windows = _windows((account.key for account in self._accounts.values()), self.clock())
         return await self._store.database.report(lambda execute: read_counters(execute, windows))
+
+    def known_counters(self) -> dict[str, Counters]:
+        """`counters` as far as this gateway knows, without the database."""
+        now = self.clock()
+        return {id: Counters(each.window_spent(now), each.total_spent()) for id, each in self._accounts.items()}
 
     def account(self, key: KeySection) -> Account:
         """The account of a key, or of a user who signed in without one, whose own tokens are not limited."""

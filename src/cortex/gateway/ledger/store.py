@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from cortex.gateway.database import Database, Execute, Schema, check_location
+from cortex.gateway.ledger.groups import Counters
 from cortex.gateway.ledger.limits import MINUTE_S, Spent
 from cortex.settings import Section
 from cortex.wire.events import Usage
@@ -163,13 +164,6 @@ class Spend(NamedTuple):
     group_name: str
     model: str
     counts: Counts
-
-
-class Counters(NamedTuple):
-    """What a key or another budget has spent, in tokens or billionths of money."""
-
-    in_window: int = 0
-    total: int = 0
 
 
 class Reserved(msgspec.Struct, frozen=True):

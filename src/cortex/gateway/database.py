@@ -113,7 +113,11 @@ class Sqlite:
         # opened here: closing it would drop the locks of this process's other connections to it, and the next program
         # that reads the database would take itself for the last and delete the journal that they write to.
         with contextlib.suppress(FileExistsError):
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            if os.geteuid() == 0:  # a command of root; the gateway owns the folder
+                owner = self.path.parent.stat()
+                os.fchown(file, owner.st_uid, owner.st_gid)
+            os.close(file)
         connection = sqlite3.connect(self.path, timeout=WORK_S, check_same_thread=False)
         try:
             connection.execute("PRAGMA journal_mode = WAL")

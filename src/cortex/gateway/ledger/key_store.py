@@ -178,17 +178,24 @@ def remove_group(execute: Execute, name: str) -> bool:
     return bool(execute("DELETE FROM key_group WHERE name = ? RETURNING name", (name,)))
 
 
-def import_keys(execute: Execute, keys: Iterable[KeySection], groups: Iterable[GroupSection]) -> None:
-    """Add these keys and groups, each in place of one with the same id or name. Raises KeyConflict, also for a key
-    whose name another key has."""
+def import_keys(
+    execute: Execute,
+    keys: Iterable[KeySection],
+    groups: Iterable[GroupSection],
+    file_groups: Iterable[str] = (),
+) -> None:
+    """Add these keys and groups, each in place of one with the same id or name. Keys may also be in `file_groups`,
+    which the file has. Raises KeyConflict, also for a key whose name another key has."""
     for group in groups:
         put_group(execute, group)
     before = read_keys(execute)
-    known = {group.name for group in before.groups}
+    known = {*file_groups, *(group.name for group in before.groups)}
+    keys = tuple(keys)
+    taken = {key.name for key in before.keys if key.id not in {each.id for each in keys}}
     for key in keys:
         if key.group is not None and key.group not in known:
             raise KeyConflict(f"the key `{key.name}` is in the group `{key.group}`, which the database does not have")
-        if any(other.name == key.name and other.id != key.id for other in before.keys):
+        if key.name in taken:
             raise KeyConflict(f"the database has another key called `{key.name}`")
         put_key(execute, key)
 

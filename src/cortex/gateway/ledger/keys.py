@@ -139,9 +139,9 @@ def generate(
     return NewKey(text=text, section=section)
 
 
-def as_toml(section: KeySection) -> str:
-    """The `[[keys]]` table to append to a configuration file, without fields at their default."""
-    lines = ["[[keys]]"]
+def as_toml(section: Section, table: str = "keys") -> str:
+    """The `[[keys]]` or `[[groups]]` table to append to a configuration file, without fields at their default."""
+    lines = [f"[[{table}]]"]
     for field in msgspec.structs.fields(section):
         value = getattr(section, field.name)
         if value != field.default:

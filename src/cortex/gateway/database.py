@@ -416,17 +416,23 @@ class WaitingRows(Generic[T]):
         self._add = add
         self._max_waiting = max_waiting
         self._rows: deque[T] = deque(maxlen=max_waiting)
+        self._turn = asyncio.Lock()
         self.append = self._rows.append
 
     def __bool__(self) -> bool:
-        return bool(self._rows)
+        """Whether rows wait, or are being written."""
+        return bool(self._rows) or self._turn.locked()
 
     async def flush(self, then: Callable[[Execute], object] | None = None) -> bool:
-        """Write what waits, and do `then`; returns whether all of it was done. Never raises. Goes on where its caller
-        is cancelled."""
+        """Write what waits, and do `then`, after a flush that is under way; returns whether all of it was done. Never
+        raises. Goes on where its caller is cancelled."""
         return await asyncio.shield(self._flush(then))
 
     async def _flush(self, then: Callable[[Execute], object] | None) -> bool:
+        async with self._turn:
+            return await self._write(then)
+
+    async def _write(self, then: Callable[[Execute], object] | None) -> bool:
         batch = list(self._rows)
         self._rows.clear()
         works: list[Callable[[Execute], object]] = [partial(_add_row, add=self._add, row=row) for row in batch]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -45,7 +46,7 @@ from cortex.gateway.dispatch.operator.state import OperatorState
 from cortex.gateway.history.store import HistoryStore
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.listening import ListeningSockets, certificate_of
-from cortex.gateway.metrics import Metrics, fleet_gauges
+from cortex.gateway.metrics import GaugeSample, Metrics, fleet_gauges
 from cortex.gateway.node_connections import NodeConnections
 from cortex.gateway.page.conversations import Conversations
 from cortex.gateway.page.page import Page
@@ -101,9 +102,7 @@ class Gateway:
         """The tick shares no thread with work that clients cause, which may occupy all of the default executor."""
         self._measured_sizes = MeasuredSizes(config.state_directory(directory))
         self.event_log = EventLog()
-        self.metrics = Metrics(
-            lambda: fleet_gauges(self.dispatcher.fleet, self.dispatcher.queue_depths, self.dispatcher.in_flight)
-        )
+        self.metrics = Metrics(self._gauges)
         self.tasks = Supervisor(lambda name: self.metrics.task_restarts.labels(name).inc())
         self._regular: list[SupervisedTask] = []
         self._connections = NodeConnections(self._ticker, directory, self.tasks)
@@ -376,6 +375,13 @@ class Gateway:
         self._signing_in.use(config.sign_in)
         await self._metering.use(config)
         self._admission.meter = self._control.meter = self._page.meter = self._metering.meter
+
+    def _gauges(self) -> Iterator[GaugeSample]:
+        yield from fleet_gauges(self.dispatcher.fleet, self.dispatcher.queue_depths, self.dispatcher.in_flight)
+        for kind, name, unit, period, limit, left in self._metering.budget_levels():
+            labels = {"kind": kind, "owner": name, "unit": unit, "period": period}
+            yield GaugeSample("cortex_budget_limit", limit, **labels)
+            yield GaugeSample("cortex_budget_left", left, **labels)
 
     def _warn_about_access(self) -> None:
         metering = self._metering

@@ -251,7 +251,7 @@ class NotImplementedHere(RouteNotFound):
 
 
 class RateLimitExceeded(CortexError):
-    """Too many requests in the window; `Retry-After` says when to try again."""
+    """Too many requests per minute; `Retry-After` says when to try again."""
 
     status = 429
     code = "rate_limit_exceeded"
@@ -261,7 +261,7 @@ class RateLimitExceeded(CortexError):
 
 
 class InsufficientQuota(CortexError):
-    """The key's token budget is spent."""
+    """A budget of the key or its group has too little left; `Retry-After` says when that changes by itself."""
 
     status = 429
     code = "insufficient_quota"

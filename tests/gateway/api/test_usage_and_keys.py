@@ -230,6 +230,18 @@ async def test_invalid_change_of_keys_changes_nothing(
     assert await keyed.call("GET", "/keys") == before
 
 
+async def test_cost_and_what_is_left_of_budgets_are_metrics(keyed: Keyed) -> None:
+    await keyed.call("POST", "/groups", {"name": "team", "window_cost": 1.0})
+    _, made = await keyed.call("POST", "/keys", {"name": "bo", "group": "team", "balance_tokens": 100})
+    assert (await keyed.call("POST", "/v1/chat/completions", CHAT, made["key"]))[0] == 200
+    found = dict(line.rsplit(" ", 1) for line in keyed.client.metrics().splitlines() if not line.startswith("#"))
+    assert float(found['cortex_cost_total{key="bo",model="a"}']) == pytest.approx(COST_OF_ONE)
+    balance = '{kind="key",owner="bo",period="balance",unit="tokens"}'
+    assert (found[f"cortex_budget_limit{balance}"], found[f"cortex_budget_left{balance}"]) == ("100.0", "90.0")
+    window = '{kind="group",owner="team",period="window",unit="cost"}'
+    assert float(found[f"cortex_budget_left{window}"]) == pytest.approx(1 - COST_OF_ONE)
+
+
 async def test_first_key_is_not_made_over_http(start_gateway: StartGateway) -> None:
     client = await start_gateway()
     status, body = await client.post("/keys", {"name": "mallory", "operator": True})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from functools import partial
 from pathlib import Path
 from typing import get_args
 from urllib.parse import urlencode
@@ -17,7 +16,6 @@ from cortex.cli.commands.logs import moment
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.ledger_source import ask, configuration, ledger
 from cortex.cli.output import console, json_option, print_json, table
-from cortex.gateway.api.usage import cost_of
 from cortex.gateway.config import load
 from cortex.gateway.configuration_files import load_catalogue
 from cortex.gateway.ledger.store import GroupBy
@@ -102,4 +100,4 @@ def _from_ledger(config: Path, by: GroupBy, since: float, until: float) -> tuple
             ExitCode.NOT_FOUND,
         )
     with ledger(database) as store:
-        return read_usage(store, group=by, since=since, until=until, cost_of=partial(cost_of, catalogue))
+        return read_usage(store, group=by, since=since, until=until, cost_of=catalogue.cost)

@@ -23,7 +23,6 @@ from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.errors import DatabaseUnavailable, InvalidValue, OperatorOnly
-from cortex.wire.events import Usage
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +34,6 @@ _CSV_HEADERS = (
     (b"content-type", b"text/csv; charset=utf-8"),
     (b"content-disposition", b'attachment; filename="cortex-usage.csv"'),
 )
-
-
-def cost_of(catalogue: Catalogue, model: str, usage: Usage) -> float:
-    """What the usage of a model costs by the catalogue."""
-    return catalogue.spec(model).cost.of(
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.cached_tokens,
-        completion_tokens=usage.completion_tokens,
-    )
 
 
 class UsageRoutes:
@@ -92,7 +82,7 @@ class UsageRoutes:
         except StoreError as error:
             log.error("usage cannot be read: %s", error)
             raise DatabaseUnavailable("Usage cannot be read now; the gateway's log has the reason.") from error
-        rows = report(group, spends, lambda model, usage: cost_of(catalogue, model, usage))
+        rows = report(group, spends, catalogue.cost)
         if wants_csv:
             return Response(200, _CSV_HEADERS, as_csv(group, rows).encode())
         body = {"by": group, "since": since, "until": until, "is_recorded": ledger is not None}

@@ -14,7 +14,7 @@ import msgspec
 
 from cortex.gateway.ledger.estimate import UNKNOWN, Estimate
 from cortex.gateway.ledger.keys import KeySection
-from cortex.wire.errors import CortexError, InsufficientQuota, RateLimitExceeded
+from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
 from cortex.wire.words import duration, plural
 
 MINUTE_S = 60
@@ -162,7 +162,8 @@ class Account:
         With a budget they are the most that it may use; without one, what it likely uses. `monotonic_now` is the time
         for the rate; without it, `now` is. `price`: the amount of one token, 1 where the account counts tokens.
 
-        Raises `RateLimitExceeded` or `InsufficientQuota` without reserving anything.
+        Raises `RateLimitExceeded` for too many requests, `InsufficientQuota` for a budget that has too little left, and
+        then reserves nothing.
         """
         key = self.key
         if key.requests_per_min is not None:
@@ -172,7 +173,7 @@ class Account:
                 raise RateLimitExceeded(f"{message}; try again in {duration(max(1.0, wait_s))}.", retry_after_s=wait_s)
         try:
             tokens = self._granted(estimate, now, price) if self.has_budget else estimate.likely_tokens
-        except (RateLimitExceeded, InsufficientQuota):
+        except InsufficientQuota:
             self._bucket.give_back()
             raise
         self._reserved += tokens * price
@@ -180,7 +181,7 @@ class Account:
         return tokens * price
 
     def extend(self, reserved: int, estimate: Estimate, now: float, *, price: int = 1) -> int:
-        """Replace a reservation by a larger one, by what is known now; returns its amount. Raises as `reserve` does,
+        """Replace a reservation by a larger one, by what is known now; returns its amount. Raises `InsufficientQuota`,
         and then the reservation is unchanged."""
         self._reserved -= reserved
         amount = reserved
@@ -245,18 +246,22 @@ class Account:
             left = min(left, left_in_window)
         return estimate.reserved(max(0, left // price))
 
-    def _over_balance(self, unspent: int, held: int, least: int, balance: int) -> CortexError:
+    def _over_balance(self, unspent: int, held: int, least: int, balance: int) -> InsufficientQuota:
         show = self._shown
         has = f"{self._label} has {show(max(0, unspent - held))} of {show(balance)}{self._noun} left"
         if 0 < least <= unspent:
-            return RateLimitExceeded(
-                f"{has}, because its running requests hold {show(held)}; try again when one has ended."
-            )
+            return self._held(has, held)
         return InsufficientQuota(
             f"{has} and this request needs at least {show(max(1, least))}; ask the operator to top it up."
         )
 
-    def _over_window(self, unspent: int, held: int, least: int, budget: int, now: float) -> CortexError:
+    def _held(self, has: str, held: int) -> InsufficientQuota:
+        return InsufficientQuota(
+            f"{has}, because its running requests hold {self._shown(held)}; try again when one has ended.",
+            retry_after_s=1.0,
+        )
+
+    def _over_window(self, unspent: int, held: int, least: int, budget: int, now: float) -> InsufficientQuota:
         window, show = duration(self.key.window_s), self._shown
         if least > budget or budget == 0:
             return InsufficientQuota(
@@ -266,11 +271,9 @@ class Account:
         left = max(0, unspent - held)
         has = f"{self._label} has {show(left)} of {show(budget)}{self._noun} left in its window of {window}"
         if least <= unspent:
-            return RateLimitExceeded(
-                f"{has}, because its running requests hold {show(held)}; try again when one has ended."
-            )
+            return self._held(has, held)
         wait_s = self._until_free(least - unspent, now)
-        return RateLimitExceeded(
+        return InsufficientQuota(
             f"{has} and this request needs at least {show(least)}; try again in {duration(max(1.0, wait_s))}.",
             retry_after_s=wait_s,
         )

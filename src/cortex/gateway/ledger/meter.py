@@ -9,14 +9,25 @@ Meters and reservations are called on the event loop's thread and never wait.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cortex.gateway.config import Config
 from cortex.gateway.database import Database
 from cortex.gateway.ledger.estimate import Estimate, TokenLimits
-from cortex.gateway.ledger.groups import Budget, NoPrices, Prices, budgets_of, nano_per_token, with_models_of_groups
+from cortex.gateway.ledger.groups import (
+    Budget,
+    Counters,
+    NoPrices,
+    Prices,
+    budget_left,
+    budgets_of,
+    cost_id,
+    group_id,
+    nano_per_token,
+    with_models_of_groups,
+)
 from cortex.gateway.ledger.key_store import KeysInForce, KeyStore, merged
 from cortex.gateway.ledger.keys import Keyring, KeySection, check_operator
 from cortex.gateway.ledger.ledger import Ledger, UnwrittenUsage
@@ -75,7 +86,7 @@ class Reservation(Protocol):
 
     def extend(self, prompt_tokens: int) -> int | None:
         """Reserve enough for a prompt with this many tokens, and for a response; returns `token_limit`. Raises
-        RateLimitExceeded or InsufficientQuota."""
+        InsufficientQuota."""
 
     def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
         """Replace the reservation by `usage`; None when there was no response."""
@@ -344,6 +355,20 @@ class KeysNeeded(SettingsError):
         )
 
 
+class BudgetLevel(NamedTuple):
+    """One limit, for metrics."""
+
+    kind: str
+    """`key` or `group`."""
+    name: str
+    unit: str
+    """`tokens` or `cost`."""
+    period: str
+    """`window` or `balance`."""
+    limit: float
+    left: float
+
+
 class Metering:
     """Owns the ledger and the meter in force. Running requests settle with the meter that admitted them."""
 
@@ -407,6 +432,20 @@ class Metering:
         self.meter = (
             OpenMeter() if is_open or self._ledger is None else KeyedMeter(self._ledger, self._sessions, sign_in)
         )
+
+    def budget_levels(self) -> Iterator[BudgetLevel]:
+        """Every limit of every key and group, and what is left of it as far as this gateway knows."""
+        if self._ledger is None:
+            return
+        counters, none = self._ledger.known_counters(), Counters()
+        for owner in (*self.in_force.keys, *self.in_force.groups):
+            kind, id = ("key", owner.id) if isinstance(owner, KeySection) else ("group", group_id(owner.name))
+            left = budget_left(owner, counters.get(id, none), counters.get(cost_id(owner), none))
+            for unit in ("tokens", "cost"):
+                for period in ("window", "balance"):
+                    limit, rest = getattr(owner, f"{period}_{unit}"), left[f"{period}_left_{unit}"]
+                    if limit is not None and rest is not None:
+                        yield BudgetLevel(kind, owner.name, unit, period, limit, rest)
 
     async def have_keys_changed(self) -> bool:
         """Whether the keys of the database have been edited since `use`, here or by another program. Raises

@@ -23,7 +23,7 @@ from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.parser import BodyParser
 from cortex.parsing.servers import Access, ServerBody, check_limit, server_body
 from cortex.wire.dialects.ollama import embeddings
-from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
+from cortex.wire.errors import InsufficientQuota
 from cortex.wire.facts import Facts
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.fields.tables.by_path import TABLES
@@ -116,7 +116,7 @@ class OutgoingBody:
 
     def made(self) -> tuple[bytes, bytes, ChatTranslation | EmbeddingTranslation | None]:
         """The path, the body, and the translation of the response. Raises CortexError on an invalid body, among them
-        InsufficientQuota or RateLimitExceeded where the budget is too small for a foreign server, which cannot receive
+        InsufficientQuota where the budget is too small for a foreign server, which cannot receive
         a limit for the tokens of the prompt."""
         model = self._admitted.model
         if self._route.target:
@@ -193,13 +193,13 @@ and many do not report it."""
 def choice_limit(reservation: Reservation, facts: Facts, most_prompt_tokens: int) -> int | None:
     """The most tokens of one choice at a server that takes no limit for the whole request; None without a
     budget, and where the model's context ends a choice before the budget does. The prompt counts as one token per byte,
-    because that is the most that it can have. Raises InsufficientQuota or RateLimitExceeded."""
+    because that is the most that it can have. Raises InsufficientQuota."""
     prompt_tokens = reservation.max_prompt_tokens(most_prompt_tokens)
     try:
         limit = reservation.extend(prompt_tokens)
-    except (InsufficientQuota, RateLimitExceeded) as error:
+    except InsufficientQuota as error:
         counted = f"At this server the prompt counts as {prompt_tokens} tokens, one for each byte."
-        raise type(error)(f"{error.message} {counted}", retry_after_s=error.retry_after_s) from error
+        raise InsufficientQuota(f"{error.message} {counted}", retry_after_s=error.retry_after_s) from error
     if limit is None:
         return None
     if not reservation.is_tight:  # the budget has all that the client's limit or the context allows

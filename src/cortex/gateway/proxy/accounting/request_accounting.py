@@ -187,7 +187,8 @@ class RequestAccounting:
         else:
             reservation.settle(usage, model=model, node=node)
         if usage is not None:
-            services.metrics.spend(model, reservation.principal).add(usage)
+            cost = services.dispatcher.fleet.catalogue.cost(model, usage)
+            services.metrics.spend(model, reservation.principal).add(usage, cost)
         number, wall_time = services.activity.stamp()
         services.activity.append(
             RequestRecord(

@@ -9,7 +9,7 @@ from cortex.gateway.database import Database, Execute
 from cortex.gateway.ledger import key_store
 from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.key_store import KeyConflict, KeyStore, StoredKeys, merged
-from cortex.gateway.ledger.keys import generate
+from cortex.gateway.ledger.keys import KeySection, generate
 
 LAB = GroupSection(name="lab", window_tokens=1000, models=("small*",))
 
@@ -66,7 +66,7 @@ def test_file_wins_over_the_database() -> None:
     found = merged((anna,), (LAB,), stored)
     assert found.keys == (anna, bert)
     assert found.groups == (LAB, GroupSection(name="more"))
-    assert (found.file_ids, found.file_groups) == ({anna.id}, {"lab"})
+    assert (found.file_ids, found.file_groups) == (frozenset({anna.id}), frozenset({"lab"}))
     assert [what.partition(":")[0] for what in found.ignored] == [
         "group `lab`",
         "key `anna`",
@@ -79,7 +79,7 @@ def test_import_replaces_what_has_the_same_id_and_is_complete_or_does_not_happen
     opened = Database(database).use(key_store.SCHEMA)
     anna, bert = generate("anna", group="lab").section, generate("bert", group="gone").section
 
-    def run(*keys: key_store.KeySection) -> None:
+    def run(*keys: KeySection) -> None:
         opened.run(lambda execute: key_store.edit(execute, lambda inner: key_store.import_keys(inner, keys, (LAB,))))
 
     with pytest.raises(KeyConflict, match="`gone`, which the database does not have"):

@@ -476,7 +476,7 @@ def _read(config: Config, path: Path) -> tuple[StoredKeys, Mapping[str, Counters
 def _windows(in_force: KeysInForce, now: float) -> dict[str, int]:
     """The first minute of the window of each account of a key or group."""
     windows: dict[str, int] = {}
-    for owner in (*in_force.keys, *in_force.groups):
+    for owner in in_force.owners:
         first = int((now - owner.window_s) // MINUTE_S)
         own = owner.id if isinstance(owner, KeySection) else group_id(owner.name)
         windows |= {own: first, cost_id(owner): first}

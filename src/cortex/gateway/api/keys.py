@@ -280,7 +280,8 @@ class KeyRoutes:
         none = Counters()
         left = budget_left(group, counters.get(group_id(group.name), none), counters.get(cost_id(group), none))
         members = sorted(key.name for key in self._keys() if key.group == group.name)
-        return msgspec.to_builtins(group) | left | {"keys": members, "source": "file" if is_file else "database"}
+        limits: dict[str, Any] = msgspec.to_builtins(group)
+        return limits | left | {"keys": members, "source": "file" if is_file else "database"}
 
 
 def _own_key(what: str) -> OperatorOnly:

@@ -76,6 +76,11 @@ class KeysInForce(NamedTuple):
     revision: str = ""
     """That of `StoredKeys`."""
 
+    @property
+    def owners(self) -> list[KeySection | GroupSection]:
+        """All that have limits."""
+        return [*self.keys, *self.groups]
+
 
 def merged(keys: Sequence[KeySection], groups: Sequence[GroupSection], stored: StoredKeys) -> KeysInForce:
     """`keys` and `groups` are those of the file, which win. A key whose group does not exist is not in force, because

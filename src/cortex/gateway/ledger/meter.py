@@ -438,7 +438,7 @@ class Metering:
         if self._ledger is None:
             return
         counters, none = self._ledger.known_counters(), Counters()
-        for owner in (*self.in_force.keys, *self.in_force.groups):
+        for owner in self.in_force.owners:
             kind, id = ("key", owner.id) if isinstance(owner, KeySection) else ("group", group_id(owner.name))
             left = budget_left(owner, counters.get(id, none), counters.get(cost_id(owner), none))
             for unit in ("tokens", "cost"):

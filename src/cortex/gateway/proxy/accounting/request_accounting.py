@@ -187,7 +187,7 @@ class RequestAccounting:
         else:
             reservation.settle(usage, model=model, node=node)
         if usage is not None:
-            cost = services.dispatcher.fleet.catalogue.cost(model, usage)
+            cost = services.dispatcher.catalogue.cost(model, usage)
             services.metrics.spend(model, reservation.principal).add(usage, cost)
         number, wall_time = services.activity.stamp()
         services.activity.append(

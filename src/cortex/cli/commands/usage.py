@@ -21,7 +21,7 @@ from cortex.gateway.configuration_files import load_catalogue
 from cortex.gateway.ledger.store import GroupBy
 from cortex.gateway.ledger.usage_report import HEADER, UsageRow, as_csv
 from cortex.gateway.ledger.usage_report import usage as read_usage
-from cortex.wire.words import duration
+from cortex.wire.words import plural
 
 DAY_S = 86400
 _GROUPS: tuple[GroupBy, ...] = get_args(GroupBy)
@@ -67,7 +67,10 @@ def usage(
     elif is_csv:
         click.echo(as_csv(by, rows), nl=False)
     elif not rows:
-        console().print(f"no usage in {duration(round(min(end, now) - begin))}" if until is None else "no usage then")
+        span = days or 30
+        is_recent = since is None and until is None
+        told = f"no usage in the last {plural(int(span) if span == int(span) else span, 'day')}"
+        console().print(told if is_recent else "no usage in this time")
     else:
         names = ("KEY", "MODEL") if by == "key-model" else (by.upper(),)
         shown = table(*names, *(f">{title.upper()}" for title in HEADER))

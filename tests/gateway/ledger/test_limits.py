@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.gateway.ledger.estimate import Estimate
 from cortex.gateway.ledger.keys import generate
-from cortex.gateway.ledger.limits import Account, RateBucket, RollingSum, Spent
+from cortex.gateway.ledger.limits import Account, Estimate, RateBucket, RollingSum, Spent
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
 
 NOW = 1_000_000.0

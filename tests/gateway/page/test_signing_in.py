@@ -14,8 +14,8 @@ from cortex.gateway.dispatch.operator.audit import SIGN_IN_ACTIONS
 from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.ledger.users import SignInSection
-from cortex.gateway.page.failed_sign_ins import MOST_FAILURES
 from cortex.gateway.page.openid import OpenIDClient, roles_in
+from cortex.gateway.page.sign_in_attempts import MOST_FAILURES
 from cortex.wire.errors import InvalidAPIKey, Overloaded, UpstreamUnavailable
 from cortex.wire.node.protocol import ModelState
 

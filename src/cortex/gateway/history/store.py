@@ -16,9 +16,7 @@ import msgspec
 
 from cortex.gateway.database import Database, Execute, Schema, StoreError
 from cortex.gateway.dispatch.event_log import EventLog
-from cortex.gateway.history.device_memory import Holdings
-from cortex.gateway.history.history import WINDOWS, History
-from cortex.gateway.history.series import Bucket
+from cortex.gateway.history.history import WINDOWS, Bucket, History, Holdings
 from cortex.gateway.proxy.accounting.activity import ActivityLog
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from typing import NamedTuple, Protocol
 
 from cortex.gateway.config import Config
 from cortex.gateway.database import Database
-from cortex.gateway.ledger.estimate import Estimate, TokenLimits
 from cortex.gateway.ledger.groups import (
     Budget,
     Counters,
@@ -31,7 +30,7 @@ from cortex.gateway.ledger.groups import (
 from cortex.gateway.ledger.key_store import KeysInForce, KeyStore, merged
 from cortex.gateway.ledger.keys import Keyring, KeySection, check_operator
 from cortex.gateway.ledger.ledger import Ledger, UnwrittenUsage
-from cortex.gateway.ledger.limits import Account
+from cortex.gateway.ledger.limits import Account, Estimate, TokenLimits
 from cortex.gateway.ledger.sessions import Sessions, check_from_page, session_of
 from cortex.gateway.ledger.store import Store, has_keys
 from cortex.gateway.ledger.users import SignInSection
@@ -78,7 +77,7 @@ class Reservation(Protocol):
         """The most tokens that the request may use, prompt and all choices together; None without a budget."""
 
     @property
-    def is_tight(self) -> bool:
+    def may_end_response(self) -> bool:
         """Whether the budget may end the response before the client's limit or the model's context does."""
 
     def max_prompt_tokens(self, most: int) -> int:
@@ -134,13 +133,13 @@ class Meter(Protocol):
 class FreeReservation:
     """What a request holds that is charged to nobody: any on an open gateway, and health checks of servers."""
 
-    __slots__ = ("is_tight", "key", "principal", "token_limit")
+    __slots__ = ("key", "may_end_response", "principal", "token_limit")
 
     def __init__(self, key: KeySection | None = None) -> None:
         self.principal = ANONYMOUS if key is None else key.name
         self.key = key
         self.token_limit = None
-        self.is_tight = False
+        self.may_end_response = False
 
     def max_prompt_tokens(self, most: int) -> int:
         return most
@@ -241,7 +240,7 @@ class KeyedReservation:
         return self._account.key
 
     @property
-    def is_tight(self) -> bool:
+    def may_end_response(self) -> bool:
         return self.token_limit is not None and self.token_limit < self._estimate.most_tokens
 
     def max_prompt_tokens(self, most: int) -> int:

@@ -202,7 +202,7 @@ def choice_limit(reservation: Reservation, facts: Facts, most_prompt_tokens: int
         raise InsufficientQuota(f"{error.message} {counted}", retry_after_s=error.retry_after_s) from error
     if limit is None:
         return None
-    if not reservation.is_tight:  # the budget has all that the client's limit or the context allows
+    if not reservation.may_end_response:  # the budget has all that the client's limit or the context allows
         return facts.completion_limit
     left = (limit - prompt_tokens) // facts.num_choices
     return min(left, MOST_UNASKED_TOKENS if facts.completion_limit is None else facts.completion_limit)

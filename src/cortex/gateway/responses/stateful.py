@@ -142,8 +142,8 @@ class StatefulInference:
         """What keeps the response, as `id` if there is one already; None when the client or the operator does not want
         it to be stored."""
         section = self._store.section
-        is_kept = facts.store is not False
-        if not _makes_response(received) or not (is_kept or facts.conversation_id is not None):
+        is_retrievable = facts.store is not False
+        if not _makes_response(received) or not (is_retrievable or facts.conversation_id is not None):
             return None
         if not section.store:
             return NotStored("this gateway stores no responses (responses.store)") if facts.store else None
@@ -155,7 +155,7 @@ class StatefulInference:
             id or new_response_id(),
             facts.previous_response_id,
             conversation_id=facts.conversation_id,
-            store=is_kept,
+            store=is_retrievable,
         )
         held_end = None
         if self._store.database.is_shared or facts.conversation_id is not None:

@@ -14,7 +14,7 @@ from msgspec import Raw
 
 from cortex.gateway.database import Execute, Schema
 from cortex.gateway.responses import conversation_tables
-from cortex.gateway.responses.bounded_table import BoundedTable
+from cortex.gateway.responses.conversation_tables import BoundedTable
 from cortex.parsing import items
 from cortex.parsing.items import StoredTexts
 
@@ -98,7 +98,7 @@ class NewResponse(NamedTuple):
     """The response object."""
     conversation_id: str | None = None
     """The conversation that its items are added to once it has ended."""
-    is_kept: bool = True
+    is_retrievable: bool = True
     """False: it is only added to its conversation."""
 
     @property
@@ -132,14 +132,14 @@ def add(execute: Execute, response: NewResponse, now_s: float, retention_s: floa
     """Store `response`, and keep the responses that it continues for as long as it."""
     expires_s = int(now_s + retention_s)
     num_bytes = len(response.input) + len(response.body)
-    id, key_id, previous_id, status, input, body, conversation_id, is_kept = response
+    id, key_id, previous_id, status, input, body, conversation_id, is_retrievable = response
     if conversation_id is not None:
         if status in ADDED:
             owner = conversation_tables.Owner(key_id, now_s, retention_s)
             conversation_tables.append(execute, conversation_id, owner, response.items)
         elif status in UNFINISHED:
             conversation_tables.link(execute, id, conversation_id)
-    if not is_kept:
+    if not is_retrievable:
         return
     execute(
         _ADD,

@@ -224,7 +224,7 @@ class RequestAccounting:
         num_choices = self.received.envelope.facts.num_choices
         if limit is None or usage.prompt_tokens + usage.completion_tokens + num_choices <= limit:
             return False
-        return reservation.is_tight and self.route.generates
+        return reservation.may_end_response and self.route.generates
 
     def _reason(self, lease: Lease | None) -> str:
         """Why the request went to its last node."""

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from cortex.gateway.database import Database, Schema, StoreError, StoreSettingError, statement_for
+from cortex.gateway.database import (
+    Database,
+    DatabaseConnection,
+    Schema,
+    Sqlite,
+    StoreError,
+    StoreSettingError,
+    WaitingRows,
+    statement_for,
+)
 from cortex.gateway.ledger.store import open_store
 
 from ..waiting import WAIT_S
@@ -103,3 +114,43 @@ async def test_tables_of_an_older_version_get_the_columns_that_they_lack(databas
         await second.close()
     await first.do(lambda execute: execute("DROP TABLE aged", ()))
     await first.close()
+
+
+@pytest.mark.parametrize("fault", ["full", "locked", "gone"])
+async def test_work_fails_whole_while_the_database_is_unusable_and_goes_on_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    path = tmp_path / "x.db"
+    database = Database(str(path)).use(Schema(("CREATE TABLE IF NOT EXISTS t (a TEXT NOT NULL)",)))
+    rows: WaitingRows[str] = WaitingRows(database, lambda execute, row: execute("INSERT INTO t VALUES (?)", (row,)), 10)
+    rows.append("first")
+    assert await rows.flush()
+    other = sqlite3.connect(path)
+    connect = Sqlite.connect
+
+    def connect_to_unusable(driver: Sqlite) -> DatabaseConnection:
+        if fault == "gone":
+            raise sqlite3.OperationalError("disk I/O error")
+        connection: Any = connect(driver)
+        connection.execute("PRAGMA max_page_count = 1")  # at least what it has
+        return cast("DatabaseConnection", connection)
+
+    with monkeypatch.context() as unusable:
+        unusable.setattr("cortex.gateway.database.WORK_S", 0.05)
+        database.close_connection()
+        if fault == "locked":
+            other.execute("BEGIN IMMEDIATE")
+        else:
+            unusable.setattr(Sqlite, "connect", connect_to_unusable)
+        for text in ("small", "x" * 200_000):
+            rows.append(text)
+        assert not await rows.flush()
+        assert database.is_failing
+    other.rollback()
+    assert other.execute("SELECT a FROM t").fetchall() == [("first",)], "nothing of a failed transaction"
+    database.close_connection()
+    assert await rows.flush()
+    assert not database.is_failing
+    assert [len(row[0]) for row in other.execute("SELECT a FROM t")] == [5, 5, 200_000]
+    other.close()
+    await database.close()

@@ -145,7 +145,8 @@ async def test_work_fails_whole_while_the_database_is_unusable_and_goes_on_after
         for text in ("small", "x" * 200_000):
             rows.append(text)
         assert not await rows.flush()
-        assert database.is_failing
+        was_failing = database.is_failing
+        assert was_failing
     other.rollback()
     assert other.execute("SELECT a FROM t").fetchall() == [("first",)], "nothing of a failed transaction"
     database.close_connection()

@@ -246,7 +246,7 @@ class Scheduler:
         return count
 
     def _plan_prompts(self, draft: StepDraft) -> None:
-        """Adds chunks of prompts: of short ones that overtake, of those that run by age, of those that wait in order."""
+        """Adds chunks of prompts: of short ones that overtake, of running ones by age, of waiting ones in order."""
         running = [sequence for sequence in self.running if not sequence.drew_in_row and sequence.wants_more]
         waiting: Ordered[Sequence] = () if self._is_blocked and running else self.waiting
         if self._offloaded is not None:

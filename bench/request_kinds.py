@@ -22,7 +22,7 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.roofline.device_limits import measure_limits
 from engine import GREEDY, random_engine
 from shapes import SHAPES
-from workloads import arriving_requests, percentile
+from workloads import arriving_requests, percentile, weights_read
 
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.9)
 KINDS = {
@@ -162,7 +162,7 @@ def main() -> None:
     engine.warm_up()
     while engine.prepare():
         pass
-    print(f"{torch.cuda.get_device_name()}, {arguments.model}, weights: {engine.info.weight_bytes / 1e9:.2f} GB")
+    print(f"{torch.cuda.get_device_name()}, {arguments.model}, {weights_read(engine.info)}")
     print(f"limits: {limits.bytes_per_s / 1e12:.2f} TB/s, {limits.flops / 1e12:.0f} TFLOP/s", flush=True)
     bench = Bench(engine)
     for what in arguments.what:

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the client of a server needs no package
+    from cortex.neuron.engine.request import EngineInfo
 
 Prompt = tuple[int, ...]
 Run = Callable[[Sequence[Prompt], int], float]
@@ -77,6 +81,12 @@ def percentile(values: Iterable[float], share: float) -> float:
     """The value that `share` of all are below; NaN of none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+
+
+def weights_read(info: EngineInfo) -> str:
+    """What a model's weights take, and what of them a token really reads: shows whether they are quantised as asked."""
+    read = "" if info.work is None else f", {info.work.read_bytes(1) / 1e9:.3f} GB of them read for a token"
+    return f"weights: {info.weight_bytes / 1e9:.3f} GB{read}"
 
 
 def table_row(scenario: str, figures: Mapping[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""Benchmarks that load models. That of loads, on a model so small that it takes seconds: it writes its files and prints its results."""
+"""Benchmarks that load models. Those of loads run on a model so small that it takes seconds, and print their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benchmarks that load models. Those of loads run on a model so small that it takes seconds, and print their results."""
+"""Benchmarks that load models. Those of loads run on a model so small that it takes seconds, and print results."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_streams_of_a_step_find_a_size(max_rows: int, sizes: tuple[int, ...]) ->
     assert sizes[-1] >= min(max_rows, 256)
 
 
-@given(st.lists(st.integers(2, 600), min_size=1, max_size=MAX_PROMPTS), st.integers(0, 9), st.sampled_from([16, 64]))
+@given(st.lists(st.integers(2, 290), min_size=1, max_size=MAX_PROMPTS), st.integers(0, 9), st.sampled_from([16, 64]))
 def test_streams_come_first_and_prompts_follow_their_padding(counts: list[int], singles: int, streams: int) -> None:
     prompts = [RowPlan(20 + row, 0, RowInputs(count, (7,) * count)) for row, count in enumerate(counts)]
     decodes = [RowPlan(row, 4 + row, LATEST_TOKEN, DRAW_ONE, decodes=True) for row in range(singles)]
@@ -72,13 +72,13 @@ def test_streams_come_first_and_prompts_follow_their_padding(counts: list[int], 
     assert np.diff(by_row[2 * num_rows :][: len(counts) + 1]).tolist() == counts
 
 
-@given(st.lists(st.integers(2, 600), min_size=1, max_size=MAX_PROMPTS), st.integers(0, 50))
+@given(st.lists(st.integers(2, 290), min_size=1, max_size=MAX_PROMPTS), st.integers(0, 50))
 def test_arranged_input_has_every_token_row_and_tile_and_the_rest_is_empty(counts: list[int], start: int) -> None:
     rows = tuple(
         RowPlan(row, start, RowInputs(count, (7,) * count), cut=StateCut(1, 40 + row) if row else None)
         for row, count in enumerate(counts)
     )
-    pages = np.arange(1, 1 + 3 * 700, dtype=np.int32).reshape(3, 700)
+    pages = np.arange(1, 1 + 7 * 700, dtype=np.int32).reshape(7, 700)
     inputs = StepInputs.of(StepPlan(rows, 0, (), ()), [pages], 1)
     size = next(size for size in PROMPT_SIZES if size >= sum(counts))
     memory = empty_input(size, 1, 99)

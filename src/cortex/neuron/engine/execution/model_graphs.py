@@ -65,6 +65,8 @@ class ModelGraphs:
         self.prompts: PromptGraphs | None = None
         self.mixed: tuple[PromptGraphs, ...] = ()
         """Graphs of prompts and streams, the fewest streams first."""
+        self.mixed_sizes: tuple[int, ...] = ()
+        """Their numbers of prompt tokens, where they have all of them."""
         group, config, max_rows = model.parameters.group, model.config, len(last_tokens) - 1
         row_elements, max_bytes = max(config.hidden, -(-config.vocab // group.shard.size)), group.max_captured_bytes
         graph_rows = max_captured_rows(max_rows, row_elements, max_bytes)
@@ -96,6 +98,7 @@ class ModelGraphs:
             if mixed:
                 both = PromptGraphs(*arguments, mixed, capture, num_streams=streams, context_tokens=context_tokens)
                 self.mixed = (*self.mixed, both)
+                self.mixed_sizes = self.mixed_sizes or tuple(mixed)
 
     def taking(self, plan: StepPlan, inputs: StepInputs) -> PromptGraphs | None:
         """The graphs that compute a step of prompts, or of prompts and streams; None: there are none."""

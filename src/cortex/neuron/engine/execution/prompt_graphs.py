@@ -31,10 +31,10 @@ from cortex.neuron.models.sizes import WeightStorage, token_room
 PROMPT_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, *range(1024, 2049, 128))
 """Numbers of tokens. A GEMM of a few hundred rows and more computes them in tiles of 128, so that padding to the next
 size costs little."""
-MAX_PROMPTS = 3
+MAX_PROMPTS = 7
 """Rows of a graph that may have tokens. One more row never has any: tiles without tokens are its tiles."""
 _NUM_ROWS = MAX_PROMPTS + 1
-_NUM_OFFSETS = 8
+_NUM_OFFSETS = 12
 """_NUM_ROWS + 1, and unused ones: what follows begins at a multiple of 16 bytes, as the kernels expect."""
 
 

@@ -174,6 +174,11 @@ class Runner:
         return self._graphs.next_among(() if self._proposals is None else self._proposals.graphs)
 
     @property
+    def mixed_sizes(self) -> tuple[int, ...]:
+        """Numbers of prompt tokens that graphs compute together with streams; empty: there are no such graphs."""
+        return self._graphs.mixed_sizes
+
+    @property
     def max_draft_tokens(self) -> int:
         """Most tokens of a step that checks drafts, if it is to be fast; 0: no such step is."""
         if self._block_tokens is not None:

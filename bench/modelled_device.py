@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 from cortex.neuron.engine.execution.graphs import CaptureCosts
-from cortex.neuron.engine.execution.prompt_graphs import MAX_PROMPTS, MIXED_SIZES, PROMPT_SIZES, STREAM_SIZES
+from cortex.neuron.engine.execution.prompt_graphs import MAX_PROMPTS, PROMPT_SIZES, STREAM_SIZES, mixed_sizes
 from cortex.neuron.engine.execution.results import NO_RESULT, RowResult
 from cortex.neuron.engine.kv.page_groups import KVPages
 from cortex.neuron.engine.request import Counters, EngineRequest, SamplingParams
@@ -80,7 +80,8 @@ def step_ms(rows: Sequence[RowPlan]) -> StepMs:
     if not prompts:
         return StepMs(_between(STREAMS_MS, num_streams) + context_ms, HOST_MS["streams"])
     is_small = len(prompts) <= MAX_PROMPTS and num_streams <= STREAM_SIZES[-1]
-    sizes = MIXED_SIZES if num_streams else PROMPT_SIZES
+    graph_streams = next((each for each in STREAM_SIZES if each >= num_streams), STREAM_SIZES[-1])
+    sizes = mixed_sizes(graph_streams) if num_streams else PROMPT_SIZES
     host_ms, size = HOST_MS["eager"], tokens
     if is_small and tokens <= sizes[-1]:
         host_ms, size = HOST_MS["graph"], sizes[bisect_left(sizes, tokens)]
@@ -186,7 +187,8 @@ class ModelledEngine(StepLoop):
     shares_device = False
 
     def __init__(self, slowdown: float, clock: Clock, step_s: float = STEP_S) -> None:
-        limits = SchedulerLimits(MAX_ROWS, STEP_TOKENS, step_s, CONTEXT_TOKENS, RESERVED_TOKENS, MIXED_SIZES)
+        sizes = {streams: mixed_sizes(streams) for streams in STREAM_SIZES}
+        limits = SchedulerLimits(MAX_ROWS, STEP_TOKENS, step_s, CONTEXT_TOKENS, RESERVED_TOKENS, sizes)
         costs = StepCosts(WORK, DeviceLimits(1e12, 1e14))
         scheduler = Scheduler(KVPages({None: NUM_PAGES}, PAGE_TOKENS), limits, costs)
         runner = cast("Any", ModelledRunner(slowdown, clock))

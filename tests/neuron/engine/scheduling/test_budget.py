@@ -3,6 +3,8 @@ more."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +23,8 @@ from cortex.neuron.engine.scheduling.budget import (
     turns,
 )
 
-MIXED_SIZES = (16, 64, 128, 256, 384, 512, 768, 1024)
+NONE: Mapping[int, tuple[int, ...]] = {}
+MIXED_SIZES = {48: (16, 64, 80, 208, 336, 464, 592, 720, 976), 256: (16, 64, 128, 256, 384, 512, 768, 1024)}
 
 NEEDED = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 5000), max_size=8)
 
@@ -69,27 +72,28 @@ def costs() -> StepCosts:
     return StepCosts(work, DeviceLimits(4.0e12, 7.5e14))
 
 
-def limits(step_ms: float, mixed_sizes: tuple[int, ...] = ()) -> SchedulerLimits:
+def limits(step_ms: float, mixed_sizes: Mapping[int, tuple[int, ...]] = NONE) -> SchedulerLimits:
     return SchedulerLimits(512, 16_384, step_ms / 1e3, 40_960, mixed_sizes=mixed_sizes)
 
 
 @pytest.mark.parametrize(
     ("step_ms", "mixed_sizes", "num_streams", "num_prompts", "expected"),
     [
-        (50, (), 0, 1, None),  # nobody waits for the step but its one prompt
-        (50, (), 0, 2, 2_812),  # long enough to be efficient: 16 times as long as reading the weights
-        (100, (), 0, 2, 4_812),
-        (50, (), 1, 1, 2_311),
-        (50, (), 48, 9, 2_264),
-        (50, MIXED_SIZES, 48, 9, 1_024),  # the largest graph: as efficient, and half as long
-        (20, MIXED_SIZES, 48, 9, 512),  # the largest that fits into the bound
-        (4, MIXED_SIZES, 48, 1, 384),  # streams alone take longer than the bound: prompts take twice as long again
-        (50, MIXED_SIZES, 500, 9, 1_024),
+        (50, NONE, 0, 1, None),  # nobody waits for the step but its one prompt
+        (50, NONE, 0, 2, 2_812),  # long enough to be efficient: 16 times as long as reading the weights
+        (100, NONE, 0, 2, 4_812),
+        (50, NONE, 1, 1, 2_311),
+        (50, NONE, 48, 9, 2_264),
+        (50, MIXED_SIZES, 48, 9, 976),  # the largest graph: as efficient, and half as long
+        (20, MIXED_SIZES, 48, 9, 720),  # the largest that fits into the bound
+        (4, MIXED_SIZES, 48, 1, 464),  # streams alone take longer than the bound: prompts take twice as long again
+        (50, MIXED_SIZES, 200, 9, 1_024),
+        (50, MIXED_SIZES, 500, 9, 1_812),  # there are no graphs of as many
         (50, MIXED_SIZES, 1500, 9, 3_375),  # where streams take half of a step, its prompts are long
     ],
 )
 def test_prompts_of_a_step_by_its_expected_time(
-    step_ms: float, mixed_sizes: tuple[int, ...], num_streams: int, num_prompts: int, expected: int | None
+    step_ms: float, mixed_sizes: Mapping[int, tuple[int, ...]], num_streams: int, num_prompts: int, expected: int | None
 ) -> None:
     streams = StepShape(num_streams)
     assert limits(step_ms, mixed_sizes).prompt_budget(costs(), streams, num_prompts) == expected
@@ -100,7 +104,7 @@ def test_streams_wait_no_longer_than_the_bound(
     step_ms: float, num_streams: int, context: int, num_prompts: int, has_graphs: bool
 ) -> None:
     streams, expected = StepShape(num_streams, num_streams * context), costs()
-    step = limits(step_ms, MIXED_SIZES if has_graphs else ())
+    step = limits(step_ms, MIXED_SIZES if has_graphs else NONE)
     budget = step.prompt_budget(expected, streams, num_prompts)
     if budget is None:
         assert (num_streams, num_prompts) == (0, 1)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from typing import NamedTuple
 
@@ -46,8 +46,9 @@ class SchedulerLimits:
     """Pages are reserved for each row up to this many tokens ahead, at most up to its `max_tokens`. Responses no
     longer than this are never preempted. Clients set `max_tokens` far above usual lengths: reserving all of it would
     leave rows idle."""
-    mixed_sizes: tuple[int, ...] = ()
-    """Numbers of prompt tokens that are computed with streams in one graph, ascending; empty: there are no graphs."""
+    mixed_sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Numbers of prompt tokens that are computed in one graph with so many streams, or fewer, both ascending; empty:
+    there are no graphs."""
 
     def prompt_budget(self, costs: StepCosts, streams: StepShape, num_prompts: int) -> int | None:
         """How much the prompts of a step are worth at most; None: as many tokens as the step holds. `streams`: the
@@ -58,7 +59,8 @@ class SchedulerLimits:
                 return None
             return max(1, costs.prompt_tokens(streams, max(self.step_s, READS_PER_STEP * streams_s), room))
         tokens = max(1, costs.prompt_tokens(streams, max(self.step_s, streams_s / STREAM_SHARE), room))
-        graph = self.mixed_sizes[bisect_right(self.mixed_sizes, tokens) - 1] if self.mixed_sizes else tokens
+        sizes = next((sizes for most, sizes in self.mixed_sizes.items() if most >= streams.num_streams), ())
+        graph = sizes[bisect_right(sizes, tokens) - 1] if sizes else tokens
         # Two graphs compute as many tokens as one longer step in the same time, and streams wait for half as long. But
         # where streams take most of the time, it is their number of steps that counts.
         is_fast = 0 < graph < tokens and streams_s < costs.seconds(streams.with_prompts(graph)) / 2

@@ -48,6 +48,9 @@ class SchedulerLimits:
     leave rows idle."""
     mixed_sizes: tuple[int, ...] = ()
     """Numbers of prompt tokens that are computed with streams in one graph, ascending; empty: there are no graphs."""
+    least_prompt_tokens: int = 1
+    """Prompts of a step may have as many tokens, whatever they take: fewer would waste most of a step on a slow
+    device."""
 
     def prompt_budget(self, costs: StepCosts, streams: StepShape, num_prompts: int) -> int | None:
         """How much the prompts of a step are worth at most; None: as many tokens as the step holds. `streams`: the
@@ -56,8 +59,12 @@ class SchedulerLimits:
         if not streams.num_streams:
             if num_prompts < 2:
                 return None
-            return max(1, costs.prompt_tokens(streams, max(self.step_s, READS_PER_STEP * streams_s), room))
-        tokens = max(1, costs.prompt_tokens(streams, max(self.step_s, streams_s / STREAM_SHARE), room))
+            most_s = max(self.step_s, READS_PER_STEP * streams_s)
+        else:
+            most_s = max(self.step_s, streams_s / STREAM_SHARE)
+        tokens = max(min(self.least_prompt_tokens, room), costs.prompt_tokens(streams, most_s, room))
+        if not streams.num_streams:
+            return tokens
         graph = self.mixed_sizes[bisect_right(self.mixed_sizes, tokens) - 1] if self.mixed_sizes else tokens
         # Two graphs compute as many tokens as one longer step in the same time, and streams wait for half as long. But
         # where streams take most of the time, it is their number of steps that counts.

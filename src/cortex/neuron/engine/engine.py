@@ -44,6 +44,7 @@ from cortex.neuron.engine.step_loop import StepLoop
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.towers.config import PASS_PATCHES
 
+LEAST_PROMPT_TOKENS = 32
 RESERVED_TOKENS = 512
 """Responses up to this length do not preempt each other."""
 ASSUMED_LIMITS = {"cuda": DeviceLimits(1e12, 1e14), "cpu": DeviceLimits(2e10, 2e11)}
@@ -111,6 +112,7 @@ class Engine:
             step_s=spec.step_ms / 1e3,
             context_tokens=loaded.context_tokens,
             reserved_tokens=RESERVED_TOKENS,
+            least_prompt_tokens=LEAST_PROMPT_TOKENS,
         )
         self._work = work_of(loaded.body) if isinstance(loaded.body, Decoder) else None
         self._constraints = Constraints(Path(spec.path), loaded.body.config.vocab, device)

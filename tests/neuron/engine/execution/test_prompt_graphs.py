@@ -13,6 +13,7 @@ from cortex.neuron.engine.execution.prompt_graphs import (
     PROMPT_SIZES,
     arrange,
     empty_input,
+    mixed_sizes,
     num_tiles,
     prompt_sizes,
     stream_sizes,
@@ -35,6 +36,13 @@ def test_sizes_end_with_the_one_that_holds_every_step_that_can_be_captured(
     max_tokens: int, max_captured: int, largest: int
 ) -> None:
     assert prompt_sizes(max_tokens, max_captured) == tuple(size for size in PROMPT_SIZES if size <= largest)
+
+
+def test_streams_and_prompts_fill_tiles_together() -> None:
+    assert mixed_sizes(48)[:5] == (16, 64, 80, 144, 208)
+    assert mixed_sizes(256)[:4] == (16, 64, 128, 256)
+    for streams in (16, 32, 48, 64, 128, 256):
+        assert list(mixed_sizes(streams)) == sorted(set(mixed_sizes(streams)))
 
 
 def test_nothing_is_captured_where_messages_are_too_large() -> None:

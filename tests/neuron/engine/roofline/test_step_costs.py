@@ -65,6 +65,15 @@ def test_learns_the_rates_of_a_device(limits: DeviceLimits) -> None:
     assert costs.seconds(shape(48, 4096)) == pytest.approx(device.seconds(shape(48, 4096)), rel=0.3), "never computed"
 
 
+def test_one_prompt_is_enough_where_the_guess_was_far_off() -> None:
+    """The device is a hundred times slower than assumed, as a busy CPU may be."""
+    device, costs = StepCosts(WORK, DeviceLimits(4e10, 7.5e12)), StepCosts(WORK, RIGHT)
+    for _ in range(30):
+        costs.record(shape(1), device.seconds(shape(1)))
+    costs.record(shape(1, 512), device.seconds(shape(1, 512)))
+    assert costs.seconds(shape(1, 512)) == pytest.approx(device.seconds(shape(1, 512)), rel=0.6)
+
+
 def test_learns_that_steps_of_a_size_are_slow() -> None:
     device = StepCosts(WORK, RIGHT)
 

@@ -53,7 +53,7 @@ def test_short_prompts_behind_a_long_one_wait_for_a_chunk(simulate: Simulate) ->
     alone = simulate([(0.0, 40_000, 1)]).first_s["0"]
     seen = simulate([(0.0, 40_000, 1), *((0.02 + 0.01 * number, 5, 1) for number in range(4))])
     waits = [seen.first_s[str(number)] for number in range(1, 5)]
-    assert max(waits) < 0.52, "the chunk of 16,384 tokens that ran when they came"
+    assert max(waits) < 0.6, "0.4 s for the chunk of 16,384 tokens that ran when they came, and one or two more"
     assert seen.first_s["0"] < 1.1 * alone
 
 

@@ -19,8 +19,10 @@ RECOVERY: Final = 0.01
 MOST_CHANGE: Final = 4.0
 """A step that takes more than this many times what was expected is a pause of the machine, unless the next one does,
 too. Then it counts as one that took that many times as long."""
-KNOWN_STEPS: Final = 8
-"""As many steps are needed to tell."""
+FIRST_CHANGE: Final = 64.0
+"""The same of the first steps, before which the rates are a guess."""
+KNOWN: Final = 3.0
+"""A rate is known after as many steps that consist of its part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class StepCosts:
         self.work = work
         self._read_s = 1.0 / limits.bytes_per_s
         self._flop_s = 1.0 / limits.flops
-        self._num_steps = 0
+        self._num_reads = self._num_computes = 0.0
+        """Steps that the rates are known from, each by the share of the part in it."""
         self._is_paused = False
         """Whether the last step took much longer than expected."""
         self._sizes: dict[tuple[bool, int], float] = {}
@@ -73,16 +76,19 @@ class StepCosts:
 
     def record(self, shape: StepShape, seconds: float) -> None:
         """Reports a step that was computed."""
-        was_paused, self._is_paused = self._is_paused, seconds > MOST_CHANGE * self.seconds(shape)
-        if self._is_paused and not was_paused and self._num_steps >= KNOWN_STEPS:
-            return
         read_s, compute_s = self._parts(shape)
         expected_s = read_s + compute_s
-        change = min(max(seconds / expected_s, 1 / MOST_CHANGE), MOST_CHANGE)
-        pace = max(PACE, 1.0 / (2 + self._num_steps))
-        self._num_steps += 1
-        self._read_s *= change ** (pace * read_s / expected_s)
-        self._flop_s *= change ** (pace * compute_s / expected_s)
+        reads, computes = read_s / expected_s, compute_s / expected_s
+        is_known = (self._num_reads if reads > computes else self._num_computes) >= KNOWN
+        was_paused, self._is_paused = self._is_paused, seconds > MOST_CHANGE * self.seconds(shape)
+        if self._is_paused and is_known and not was_paused:
+            return
+        most = MOST_CHANGE if is_known else FIRST_CHANGE
+        change = min(max(seconds / expected_s, 1 / most), most)
+        self._read_s *= change ** (reads * max(PACE, 1 / (1 + self._num_reads)))
+        self._flop_s *= change ** (computes * max(PACE, 1 / (1 + self._num_computes)))
+        self._num_reads += reads
+        self._num_computes += computes
         for size, ratio in self._sizes.items():
             self._sizes[size] = ratio + (1.0 - ratio) * RECOVERY
         size = _size(shape)

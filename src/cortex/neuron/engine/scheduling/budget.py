@@ -49,6 +49,9 @@ class SchedulerLimits:
     mixed_sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """Numbers of prompt tokens that are computed in one graph with so many streams, or fewer, both ascending; empty:
     there are no graphs."""
+    least_prompt_tokens: int = 1
+    """Prompts of a step may have as many tokens, whatever they take: fewer would waste most of a step on a slow
+    device."""
 
     def prompt_budget(self, costs: StepCosts, streams: StepShape, num_prompts: int) -> int | None:
         """How much the prompts of a step are worth at most; None: as many tokens as the step holds. `streams`: the
@@ -57,8 +60,12 @@ class SchedulerLimits:
         if not streams.num_streams:
             if num_prompts < 2:
                 return None
-            return max(1, costs.prompt_tokens(streams, max(self.step_s, READS_PER_STEP * streams_s), room))
-        tokens = max(1, costs.prompt_tokens(streams, max(self.step_s, streams_s / STREAM_SHARE), room))
+            most_s = max(self.step_s, READS_PER_STEP * streams_s)
+        else:
+            most_s = max(self.step_s, streams_s / STREAM_SHARE)
+        tokens = max(min(self.least_prompt_tokens, room), costs.prompt_tokens(streams, most_s, room))
+        if not streams.num_streams:
+            return tokens
         sizes = next((sizes for most, sizes in self.mixed_sizes.items() if most >= streams.num_streams), ())
         graph = sizes[bisect_right(sizes, tokens) - 1] if sizes else tokens
         # Two graphs compute as many tokens as one longer step in the same time, and streams wait for half as long. But

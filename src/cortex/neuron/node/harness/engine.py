@@ -112,6 +112,7 @@ class EngineHarness:
             vision=model.vision,
             max_num_seqs=limits.max_num_seqs,
             prefill_chunk_tokens=limits.prefill_chunk_tokens,
+            step_ms=limits.step_ms,
             memory_bytes=smallest(*ceilings, *chosen.limits),
             min_free_bytes=limits.min_free_vram_mb << 20,
             kv_host_bytes=self._devices.kv_host.limit_bytes,

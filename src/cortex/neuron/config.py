@@ -156,24 +156,6 @@ class DefaultModel(ModelOptions, frozen=True):
     renamed: ClassVar = {"model_id": "id"}
 
 
-class PeerEntry(Section, frozen=True):
-    """Another node, on which models of this node may have a part (`nodes` of a model)."""
-
-    name: str
-    """Its name in `nodes`."""
-    endpoint: str
-    """Base URL of its API, such as `http://benjy.internal:13131`."""
-    key_env: str | None = None
-    """The environment variable that holds one of its `keys`."""
-    ca_file: Path | None = None
-    """The certificates, in PEM, of the authorities that may sign the certificate of an `https://` endpoint, relative to
-    this file. Absent: those that the system trusts."""
-
-    def __post_init__(self) -> None:
-        if not self.endpoint.startswith(("http://", "https://")):
-            raise ValueError(f"endpoint must look like `http://benjy.internal:13131`, got `{self.endpoint}`")
-
-
 class DeviceEntry(Section, frozen=True):
     """A device of this node, by its index in `neuron discover`."""
 
@@ -236,10 +218,6 @@ class NeuronConfig(Section, frozen=True):
     cpu_devices: Count = 1
     """On a host without GPUs: the number of CPU devices, each with its own worker and an equal share of the host's
     cores and memory. A model may be placed on any of them."""
-    peers: tuple[PeerEntry, ...] = ()
-    peer_address: str | None = None
-    """The address of this host at which peers reach it while a model spans nodes. Absent: the one from which this node
-    reaches the first peer of the model."""
     devices: tuple[DeviceEntry, ...] = ()
     harnesses: tuple[HarnessEntry, ...] = (HarnessEntry(),)
     harness: HarnessSettings = HarnessSettings()
@@ -257,7 +235,6 @@ class NeuronConfig(Section, frozen=True):
         for name, ids in (
             ("models", [entry.id for entry in self.models]),
             ("default_models", [entry.id for entry in self.default_models]),
-            ("peers", [entry.name for entry in self.peers]),
             ("harnesses", [entry.name for entry in self.harnesses]),
         ):
             if twice := sorted({model_id for model_id in ids if ids.count(model_id) > 1}):
@@ -281,7 +258,7 @@ class NeuronConfig(Section, frozen=True):
         return default if entry is None else default.over(entry)
 
     def _check_model(self, section: str, options: ModelOptions) -> None:
-        model_id, nodes = options.id, options.nodes
+        model_id = options.id
         harnesses = [*ENGINE_NAMES, *{**BY_NAME, **{entry.name: entry for entry in self.commands}}]
         if options.harness is not None and options.harness not in harnesses:
             raise ValueError(
@@ -290,24 +267,11 @@ class NeuronConfig(Section, frozen=True):
             )
         if options.tensor_parallel > 1 and options.pipeline_parallel > 1:
             raise ValueError(f"`{model_id}` has tensor_parallel and pipeline_parallel; choose one of them")
-        where = f"`nodes` of `{model_id}` in [[{section}]]"
-        if len(nodes) == 1 or len(set(nodes)) < len(nodes):
-            raise ValueError(f"{where} must name two or more nodes, each once, this one first")
-        if nodes and options.replicas > 1:
-            raise ValueError(f"`{model_id}` in [[{section}]] has both `nodes` and `replicas`; remove one of them")
-        if options.max_replicas > 1 and (nodes or options.tensor_parallel > 1 or options.pipeline_parallel > 1):
+        if options.max_replicas > 1 and (options.tensor_parallel > 1 or options.pipeline_parallel > 1):
             raise ValueError(
                 f"`{model_id}` in [[{section}]] has `max_replicas`, which is for models on one device, but is divided; "
                 "remove it, or use `replicas`"
             )
-        known = [peer.name for peer in self.peers]
-        for name in nodes[1:]:
-            if name not in known:
-                have = ", ".join(known) or "none"
-                raise ValueError(
-                    f"{where} names {name}, which is no peer of this node (peers: {have}); add it under [[peers]] with "
-                    "`name` and `endpoint`, or correct `nodes`"
-                )
 
     @property
     def commands(self) -> tuple[HarnessEntry, ...]:
@@ -315,11 +279,6 @@ class NeuronConfig(Section, frozen=True):
         listed = {entry.name: completed_server(entry) for entry in self.harnesses if entry.name not in ENGINE_NAMES}
         named = [options.harness for options in (*self.models, *self.default_models)]
         return (*listed.values(), *(BY_NAME[name] for name in BY_NAME if name in named and name not in listed))
-
-    @property
-    def other_variables(self) -> frozenset[str]:
-        """Those that hold the keys of peers."""
-        return frozenset(peer.key_env for peer in self.peers if peer.key_env is not None)
 
     @property
     def address(self) -> Listen:
@@ -341,9 +300,7 @@ def check_key(key: str) -> None:
 
 def load(path: Path | None, env: Mapping[str, str] = os.environ) -> NeuronConfig:
     """Reads `path`, or the defaults without one, and applies the environment. Raises SettingsError."""
-    config = settings.load(NeuronConfig, path, env_prefix=PREFIX, env=env)
-    settings.check_key_variables([peer.key_env for peer in config.peers], env)
-    return config
+    return settings.load(NeuronConfig, path, env_prefix=PREFIX, env=env)
 
 
 def check_environment(env: Mapping[str, str]) -> None:

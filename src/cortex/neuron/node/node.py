@@ -38,10 +38,6 @@ from cortex.neuron.node.memory.sleep_budget import SleepBudget, sleep_budget_byt
 from cortex.neuron.node.models import Models
 from cortex.neuron.node.parts import Parts
 from cortex.neuron.node.replicas.demand import ReplicaDemand, ReplicaRules
-from cortex.neuron.node.spanning.hosted_share import ShareResources
-from cortex.neuron.node.spanning.lead import Lead
-from cortex.neuron.node.spanning.peer import HostedShares
-from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import ServedModel, describe_node
 from cortex.neuron.node.survey_process.client import SurveyProcess
@@ -78,9 +74,8 @@ class Node:
             limits.kv_host_mb,
         )
         self._surveys = (parts.surveys or partial(SurveyProcess.of, limits))()
-        lead = Lead(config, self.devices, forecast, parts.connect_peer)
         self._library = Library(config)
-        engine = self._engine = EngineHarness(config, self.devices, forecast, self._surveys, lead, self._library)
+        engine = self._engine = EngineHarness(config, self.devices, forecast, self._surveys, self._library)
         entries = usable_servers(config.commands).values()
         servers = [CommandHarness(entry, config, parts.read_devices) for entry in entries]
         self._harnesses = Harnesses(engine, *servers, *parts.harnesses)
@@ -99,7 +94,7 @@ class Node:
             self._local_path,
             lambda model_id: self._models.prompt_rules(model_id),
         )
-        held = self._ceilings = MemoryCeilings(ceilings, lambda: [*self.shares.holdings(), *self._models.holdings()])
+        held = self._ceilings = MemoryCeilings(ceilings, lambda: self._models.holdings())
         room = DeviceRoom(
             self.devices,
             forecast,
@@ -121,12 +116,9 @@ class Node:
         )
         sleep_budget = SleepBudget(
             lambda held_bytes: sleep_budget_bytes(limits.sleep_mb, inventory.devices, read_host_memory(), held_bytes),
-            lambda: [*self._models.sleeping(), *self.shares.sleeping()],
+            lambda: self._models.sleeping(),
             lambda model_id: self._models.controller(model_id).unload_if_asleep(),
             self.devices.kv_host.give_way,
-        )
-        self.shares = HostedShares(
-            ShareResources(self._library, self._loader, room, self.devices, engine, sleep_budget)
         )
         self.files = ModelFiles(self._library, self._loader, self._models_in_memory)
         self._models = Models(
@@ -200,7 +192,6 @@ class Node:
             failing_tasks=failing,
             pulls=self.files.pulls,
             disk=self.files.disk,
-            shares=self.shares.statuses(),
         )
 
     def models(self) -> tuple[ModelStatus, ...]:
@@ -304,10 +295,6 @@ class Node:
         model = self._models.options(model_id)
         return self._harnesses.of(model).upstream(model)
 
-    async def host_share(self, connection: Connection) -> None:
-        """Holds a part of a model that another node leads, for as long as its connection lasts."""
-        await self.shares.serve(connection)
-
     async def recycle(self, device: int) -> bool:
         """Replaces an idle device's worker, which frees all of its memory. False while models are on it, other than
         extra replicas: they are unloaded first."""
@@ -325,9 +312,7 @@ class Node:
         for task in self._background:
             task.cancel()
         await self.benches.close()
-        drain_s = self._config.drain_s
-        await asyncio.gather(self._models.close(_shutting_down(), drain_s), self.shares.drain(drain_s))
-        await self.shares.close()
+        await self._models.close(_shutting_down(), self._config.drain_s)
         await self._harnesses.close()
         await self.texts.close()
         await self.pictures.close()
@@ -355,8 +340,7 @@ class Node:
             await self.texts.rest(model_id)
 
     def _models_in_memory(self) -> list[tuple[str, Path | None]]:
-        shared = (share.model_id for share in self.shares.statuses())
-        return [(model_id, self._loader.known_path(model_id)) for model_id in (*self._models.in_memory(), *shared)]
+        return [(model_id, self._loader.known_path(model_id)) for model_id in self._models.in_memory()]
 
     def _activation_event(self) -> NodeEvent:
         return NodeEvent(kind="activation", at_s=time.time(), activation=self._startup_models.status())

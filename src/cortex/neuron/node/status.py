@@ -113,7 +113,6 @@ def describe_model(
         replica_devices=instance.host.replica_devices if instance is not None else (),
         stage_layers=instance.stage_layers if instance is not None else estimate.stage_layers if estimate else (),
         device_bytes=resident.device_bytes(len(instance.host.device_indices)) if instance and resident else (),
-        nodes=model.nodes,
         parallel="pipeline" if model.pipeline_parallel > 1 else "tensor" if model.tensor_parallel > 1 else None,
         harness=model.harness,
         family=facts.family if facts is not None else None,

@@ -86,9 +86,6 @@ class ModelSink(Protocol):
     def on_lost(self, reason: str) -> None:
         """Nothing of the model is left. Not called before its load has returned, nor after its unload has."""
 
-    def on_ending(self, reason: str) -> None:
-        """A part of the model will be unloaded soon. The owner unloads the model as soon as it is idle."""
-
 
 class RelaySink:
     """Passes the events of a part on to the sink of the model; without one, drops them."""
@@ -112,13 +109,9 @@ class RelaySink:
         if self._relay_to is not None:
             self._relay_to.on_stats(stats)
 
-    def on_ending(self, reason: str) -> None:
-        if self._relay_to is not None:
-            self._relay_to.on_ending(reason)
-
 
 class ModelPart(Protocol):
-    """A model, or what one device or one other node holds of it.
+    """A model, or what one device holds of it.
 
     It is made for one load: absent, loaded, perhaps asleep and awake again, then unloaded or lost, and of no use from
     then on. Belongs to the daemon's loop.

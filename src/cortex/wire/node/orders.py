@@ -28,8 +28,6 @@ class LoadRequest(LoadOptions, frozen=True, kw_only=True):
     is where that does not help."""
     max_bytes: Count | None = None
     """The most that weights and KV cache may take, over all devices; as the node is configured when absent."""
-    max_bytes_of_nodes: Annotated[tuple[Count | None, ...], Meta(max_length=64)] = ()
-    """The most that they may take of each of `nodes`, if the layers are divided among these."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

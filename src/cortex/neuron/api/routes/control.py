@@ -15,7 +15,6 @@ from cortex.neuron.api import responses
 from cortex.neuron.api.access import NodeAccess
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
-from cortex.neuron.api.peers import SHARES_PATH, accepted
 from cortex.neuron.api.report_revisions import ReportRevisions
 from cortex.neuron.api.routing import ApiCall, Route
 from cortex.neuron.api.stream import EventStream
@@ -56,7 +55,6 @@ class Control:
             Route("POST", "/models/unload", self.unload),
             Route("POST", "/models/forget-size", self.forget_size),
             Route("POST", r"/devices/(?P<index>\d{1,4})/recycle", self.recycle),
-            Route("GET", SHARES_PATH, self.share),
             Route("POST", "/files/pull", self.pull),
             Route("GET", "/files/pulls/(?P<id>.+)", self.pull_status),
             Route("POST", "/files/cancel", self.cancel_pull),
@@ -141,12 +139,6 @@ class Control:
         load_request = _decode(_with_model_id(call.request.body), LoadRequest)
         check_name(load_request.model_id, "model_id")
         return responses.json(await self.backend.survey(load_request))
-
-    async def share(self, call: ApiCall) -> None:
-        """A node that leads a model has this one hold a part of it, for as long as its connection lasts."""
-        with self.drain_gate.enter():  # rejects it while the node shuts down
-            pass
-        await self.backend.host_share(accepted(call))
 
     async def unload(self, call: ApiCall) -> Response:
         unload_request = _decode(_with_model_id(call.request.body), UnloadRequest)

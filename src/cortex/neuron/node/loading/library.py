@@ -46,14 +46,11 @@ class KnownModel(LoadOptions, frozen=True, kw_only=True):
     replicas: int = 1
     max_replicas: int = 1
     """With those that are added while requests wait; no more than `replicas`: none are."""
-    max_bytes_of_nodes: tuple[int | None, ...] = ()
-    """The most that its layers take of each of `nodes`; empty: no limits."""
 
     @property
     def num_devices(self) -> int:
-        """How many devices it takes on this node, each replica its own. Of a model over several nodes, at least one:
-        how it is divided may be said by its load only."""
-        return max(1, self.tensor_parallel * self.pipeline_parallel * self.replicas // max(1, len(self.nodes)))
+        """How many devices it takes on this node, each replica its own."""
+        return self.tensor_parallel * self.pipeline_parallel * self.replicas
 
     @property
     def is_divided(self) -> bool:
@@ -185,7 +182,7 @@ class Library:
         source = request.source or before.source
         quant = None if is_path(source) else before.quant  # what was pulled from the hub is still what is here
         kept = _requested(KnownModel(id=before.id, source=source, quant=quant), request)
-        own = {"devices": (), "memory_bytes": None, "max_bytes_of_nodes": (), "min_context_tokens": None}
+        own = {"devices": (), "memory_bytes": None, "min_context_tokens": None}
         kept = self._models[before.id] = replace(kept, **own)
         return kept
 

@@ -161,7 +161,7 @@ class ModelLoader:
         """The model as a load that gets no less than `tokens` or, by default, than what the load asks for or the model
         is to have: each as far as the empty devices hold it. None: its contexts are not known here."""
         contexts = self.estimate(model, facts).footprint.contexts
-        if contexts is None or model.nodes:
+        if contexts is None:
             return None
         estimates = self._harnesses.of(model).estimates
         asked = tokens or model.min_context_tokens or tolerated(contexts.wanted_tokens)
@@ -340,7 +340,7 @@ class ModelLoader:
         known_basis, estimate = self._estimates.get(model.id, (None, None))
         if estimate is None or basis != known_basis:
             stages = None
-            if model.pipeline_parallel > 1 and not model.nodes:
+            if model.pipeline_parallel > 1:
                 stages = estimates.empty_stages(model, facts, self._devices)
             layers = tuple(stage.num_layers for stage in stages or ())
             estimate = Estimate(estimates.footprint(model, facts, self._devices), layers)

@@ -124,7 +124,6 @@ class CommandHarness:
     def check(self, model: KnownModel) -> None:
         for name, is_given in (
             ("pipeline_parallel", model.pipeline_parallel > 1),
-            ("nodes", bool(model.nodes)),
             ("replicas", model.replicas > 1 or model.max_replicas > 1),
         ):
             if is_given:

@@ -6,6 +6,7 @@ types. Environment variables override the file: `NEURON_KEY`, `NEURON_SECTION__K
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -218,6 +219,10 @@ class NeuronConfig(Section, frozen=True):
     cpu_devices: Count = 1
     """On a host without GPUs: the number of CPU devices, each with its own worker and an equal share of the host's
     cores and memory. A model may be placed on any of them."""
+    cluster_address: str | None = None
+    """The address of this host on a private network that only the nodes are on: servers that run a model on several
+    nodes (`nodes` in `models.toml`) reach each other there, and accept everybody who does. Absent: this node takes no
+    part in such models."""
     devices: tuple[DeviceEntry, ...] = ()
     harnesses: tuple[HarnessEntry, ...] = (HarnessEntry(),)
     harness: HarnessSettings = HarnessSettings()
@@ -230,6 +235,8 @@ class NeuronConfig(Section, frozen=True):
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key belong together; set both or neither")
+        if self.cluster_address is not None:
+            check_cluster_address(self.cluster_address)
         for key in self.keys:
             check_key(key)
         for name, ids in (
@@ -287,6 +294,21 @@ class NeuronConfig(Section, frozen=True):
             return self.listen
         host = f"[{self.listen.host}]" if ":" in self.listen.host else self.listen.host
         return Listen(f"{host}:{self.port}")
+
+
+def check_cluster_address(address: str) -> None:
+    """Raises ValueError for what is no address, or one that the internet reaches: servers authenticate nobody."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        raise ValueError(
+            f"cluster_address must be an address of this host, such as 10.0.0.1, got `{address}`"
+        ) from None
+    if parsed.is_global or parsed.is_unspecified or parsed.is_multicast:
+        raise ValueError(
+            f"cluster_address {address} is not of a private network: servers that run a model on several nodes accept "
+            "everybody who reaches them; choose an address of a network that only the nodes are on"
+        )
 
 
 def check_key(key: str) -> None:

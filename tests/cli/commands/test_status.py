@@ -133,10 +133,12 @@ def test_status_keeps_device_and_memory_on_one_line_at_80_columns(
 
 
 def test_status_shows_the_part_that_a_node_has_of_a_model(gateway: CannedGateway, invoke: Invoke) -> None:
-    share = {"model_id": "wide", "lead": "beast", "state": "ready", "devices": [0], "num_bytes": 3 << 30}
-    gateway.responses["GET", "/fleet/status"] = fleet(shares=[share], cold_models=["other", "wide"])
+    facts = {"devices": [0], "measured_bytes": 3 << 30, "nodes": ["beast", "benjy"], "rank": 1}
+    member = {"id": "wide", "state": "ready", "log_lines": ["loading shard 3"], **facts}
+    gateway.responses["GET", "/fleet/status"] = fleet(members=[member], cold_models=["other", "wide"])
     shown = invoke("status").stdout
     assert "part of wide, which beast serves: ready, 3.0 GiB" in shown
+    assert "loading shard 3" in shown
     assert "cold: other\n" in shown
 
 

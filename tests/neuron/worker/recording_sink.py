@@ -20,6 +20,7 @@ class RecordingSink:
         self.failed: dict[str, tuple[FaultKind, str]] = {}
         self.stats = EngineStats()
         self.lost: list[str] = []
+        self.ending: list[str] = []
         self._changed = asyncio.Event()
 
     def on_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
@@ -33,6 +34,9 @@ class RecordingSink:
     def on_request_failed(self, request_id: str, kind: FaultKind, message: str) -> None:
         self.failed[request_id] = (kind, message)
         self._changed.set()
+
+    def on_ending(self, reason: str) -> None:
+        self.ending.append(reason)
 
     def on_stats(self, stats: EngineStats) -> None:
         self.stats = stats

@@ -20,6 +20,7 @@ from cortex.neuron.node.throughput import Throughput
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import ModelHost, Resident
+from cortex.tasks import run_once
 from cortex.wire.errors import (
     CortexError,
     GenerationFailed,
@@ -250,6 +251,16 @@ class Instance:
         message = f"the process of {self.model_id} has ended and is being started again; try again"
         self.end(Recovering(message, retry_after_s=2))
         self._callbacks.on_lost(reason)
+
+    def on_ending(self, reason: str) -> None:
+        self.close_admission(Recovering(f"{self.model_id} pauses ({reason}); try again", retry_after_s=5))
+        run_once(self._leave(reason), f"unload {self.model_id} before a member of its group ends")
+
+    async def _leave(self, reason: str) -> None:
+        await self.drained()
+        if self.lost_reason is None and self._unloading is None:
+            await self.unload()
+            self.on_lost(reason)
 
     @property
     def _num_slots(self) -> int:

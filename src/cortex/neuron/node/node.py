@@ -22,6 +22,7 @@ from cortex.neuron.node.bench.results import BenchResults
 from cortex.neuron.node.devices import NodeDevices, inventory_of, warn_of_unknown_devices
 from cortex.neuron.node.event_feed import EventFeed, model_event
 from cortex.neuron.node.generation import Generation
+from cortex.neuron.node.harness.command.group import MemberPorts
 from cortex.neuron.node.harness.command.harness import CommandHarness
 from cortex.neuron.node.harness.engine import EngineHarness
 from cortex.neuron.node.harness.harness import Harnesses
@@ -48,7 +49,8 @@ from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.discovery import Inventory
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.tasks import SupervisedTask, Supervisor, run_once
-from cortex.wire.errors import ShuttingDown
+from cortex.wire.errors import LoadFailed, ShuttingDown, shorten
+from cortex.wire.node.groups import PreparedMember, PrepareMember
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Health, ModelState, ModelStatus, NodeEvent
 
@@ -77,10 +79,14 @@ class Node:
         self._library = Library(config)
         engine = self._engine = EngineHarness(config, self.devices, forecast, self._surveys, self._library)
         entries = usable_servers(config.commands).values()
-        servers = [CommandHarness(entry, config, parts.read_devices) for entry in entries]
-        self._harnesses = Harnesses(engine, *servers, *parts.harnesses)
+        self._ports = MemberPorts(config.cluster_address)
+        self._servers = {
+            entry.name: CommandHarness(entry, config, parts.read_devices, ports=self._ports) for entry in entries
+        }
+        self._harnesses = Harnesses(engine, *self._servers.values(), *parts.harnesses)
         usable = [name for name in self._harnesses.names if engine.is_usable or name not in engine.names]
-        self.discovery = describe_node(inventory, limits.sleep_mb, tuple(usable))
+        groups = [entry.name for entry in entries if entry.group is not None and config.cluster_address is not None]
+        self.discovery = describe_node(inventory, limits.sleep_mb, tuple(usable), tuple(groups))
         self._config = config
         self._started_s = time.monotonic()
         open_text = parts.open_text or partial(
@@ -223,6 +229,10 @@ class Node:
     async def load(self, request: LoadRequest, *, wait: bool) -> ModelStatus:
         """Idempotent: joins a load in progress. With `wait`, returns when the model is ready or raises why not."""
         model = self._adopt(request)
+        if request.wake_only and not self._models.is_in_memory(model.id):
+            raise LoadFailed(f"nothing of {model.id} is on this node any more; load it again")
+        if request.member is not None:
+            await self._end_other_group(model)
         if request.quant is not None:
             self._models.free_another_quant(model.id, request.quant)
         if wait:
@@ -230,6 +240,19 @@ class Node:
         else:
             self._models.controller(model.id).want_ready(model)
         return self.model(request.model_id)
+
+    async def _end_other_group(self, model: KnownModel) -> None:
+        """Ends what is left here of an earlier start of the model, so that no load joins it."""
+        controller = self._models.controller(model.id)
+        if self._models.is_in_memory(model.id) and controller.model.member != model.member:
+            await controller.ensure_gone(0.0)
+
+    async def prepare_member(self, request: PrepareMember) -> PreparedMember:
+        """Chooses the ports of a member of a group, and holds them for its load. Raises LoadFailed."""
+        self._check_open()
+        if (server := self._servers.get(request.harness)) is None:
+            raise LoadFailed(f"this node has no server `{shorten(request.harness)}` that runs a model on several nodes")
+        return await server.prepare(request.group)
 
     async def survey(self, request: LoadRequest) -> ModelStatus:
         """Lists a model and reads its files, so that its size is known, or why it cannot be loaded. The options hold
@@ -312,7 +335,10 @@ class Node:
         for task in self._background:
             task.cancel()
         await self.benches.close()
-        await self._models.close(_shutting_down(), self._config.drain_s)
+        drain_s = self._config.drain_s
+        leaving = (server.leave(drain_s) for server in self._servers.values())
+        await asyncio.gather(self._models.close(_shutting_down(), drain_s), *leaving)
+        self._ports.close()
         await self._harnesses.close()
         await self.texts.close()
         await self.pictures.close()

@@ -86,6 +86,9 @@ class ModelSink(Protocol):
     def on_lost(self, reason: str) -> None:
         """Nothing of the model is left. Not called before its load has returned, nor after its unload has."""
 
+    def on_ending(self, reason: str) -> None:
+        """A member of the model's group will end soon. The owner unloads the model as soon as it is idle."""
+
 
 class RelaySink:
     """Passes the events of a part on to the sink of the model; without one, drops them."""
@@ -108,6 +111,10 @@ class RelaySink:
     def on_stats(self, stats: EngineStats) -> None:
         if self._relay_to is not None:
             self._relay_to.on_stats(stats)
+
+    def on_ending(self, reason: str) -> None:
+        if self._relay_to is not None:
+            self._relay_to.on_ending(reason)
 
 
 class ModelPart(Protocol):

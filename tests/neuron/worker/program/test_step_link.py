@@ -30,8 +30,9 @@ def test_every_rank_gets_the_plan_also_in_a_directory_with_a_long_path(tmp_path:
         follower.open()
     leader.announce(PLAN)
     assert [plans.get(timeout=WAIT_S).rows for _ in followers] == [(), ()]
-    for end in (*followers, leader):
-        end.close()
+    for follower in followers:
+        follower.close()
+    leader.close()
 
 
 def test_rank_that_never_connects_breaks_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

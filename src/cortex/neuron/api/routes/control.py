@@ -23,6 +23,7 @@ from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
 from cortex.wire.errors import InvalidValue, MalformedJSON, RouteNotFound, shorten
 from cortex.wire.model_names import check_name
 from cortex.wire.node.bench import BenchRequest
+from cortex.wire.node.groups import PrepareMember
 from cortex.wire.node.orders import FilesRequest, ForgetSizeRequest, LoadRequest, Recycled, UnloadRequest
 from cortex.wire.node.protocol import Endpoint, ModelList, ModelState
 
@@ -52,6 +53,7 @@ class Control:
             Route("GET", "/models", self.models),
             Route("POST", "/models/load", self.load),
             Route("POST", "/models/survey", self.survey),
+            Route("POST", "/groups/prepare", self.prepare_member),
             Route("POST", "/models/unload", self.unload),
             Route("POST", "/models/forget-size", self.forget_size),
             Route("POST", r"/devices/(?P<index>\d{1,4})/recycle", self.recycle),
@@ -139,6 +141,10 @@ class Control:
         load_request = _decode(_with_model_id(call.request.body), LoadRequest)
         check_name(load_request.model_id, "model_id")
         return responses.json(await self.backend.survey(load_request))
+
+    async def prepare_member(self, call: ApiCall) -> Response:
+        """Chooses the ports of a member of a group that will be loaded here."""
+        return responses.json(await self.backend.prepare_member(_decode(call.request.body, PrepareMember)))
 
     async def unload(self, call: ApiCall) -> Response:
         unload_request = _decode(_with_model_id(call.request.body), UnloadRequest)

@@ -54,8 +54,8 @@ class Sockets:
                     connections[rank].sendall(shard.rank.to_bytes(_RANK_BYTES, "little"))
                 for _ in range(shard.rank + 1, shard.size):
                     connection = accepted(listener, deadline_s, poll)
-                    name = connection.recv(_RANK_BYTES, socket.MSG_WAITALL)
-                    connections[int.from_bytes(name, "little")] = connection
+                    sender = connection.recv(_RANK_BYTES, socket.MSG_WAITALL)
+                    connections[int.from_bytes(sender, "little")] = connection
         except BaseException:
             _close(connections.values())
             raise

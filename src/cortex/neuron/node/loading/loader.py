@@ -82,6 +82,10 @@ class Estimate:
     does not fit, or whose other devices are on other nodes."""
 
 
+_LAST_LINES = 3
+"""Of its log, in the status of a member that loads."""
+
+
 class ModelLoader:
     """Loads and wakes all models of the node. Belongs to the daemon's loop."""
 
@@ -216,9 +220,14 @@ class ModelLoader:
                 raise _load_error(model.id, error) from error
             raise
 
+    def last_lines(self, model: KnownModel) -> tuple[str, ...]:
+        """The end of the log of the server that runs it."""
+        upstream = self._harnesses.of(model).upstream(model)
+        return () if upstream is None else upstream.log(0).lines[-_LAST_LINES:]
+
     def restarts(self, model: KnownModel) -> bool:
         """Whether the model is loaded again by itself when it is lost."""
-        return self._harnesses.of(model).restarts
+        return model.member is None and self._harnesses.of(model).restarts
 
     # Files
 

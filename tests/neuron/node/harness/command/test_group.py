@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.harness.command import group as group_module
-from cortex.neuron.node.harness.command.group import MemberLink, MemberPorts, interface_of
+from cortex.neuron.node.harness.command.group import MemberPorts, interface_of
 from cortex.wire.errors import LoadFailed
 from cortex.wire.node.groups import GroupMember, MemberAddress
 
@@ -67,20 +67,22 @@ async def test_end_of_a_member_ends_the_group_on_every_node_with_its_reason(memb
     }
 
 
-async def test_silent_node_ends_the_group(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def nothing(self: MemberLink, writer: asyncio.StreamWriter) -> None:
-        pass
+async def test_member_that_has_ended_tells_a_leader_that_comes_later(members: Members) -> None:
+    await members.open(1, 2)
+    members.links[1].end("its server (vllm) ended with status 2")
+    with pytest.raises(LoadFailed, match=r"on second: its server \(vllm\) ended with status 2"):
+        await members.open(0)
 
-    monkeypatch.setattr(MemberLink, "_send", nothing)
-    monkeypatch.setattr(group_module, "SILENCE_S", 0.05)
+
+async def test_silent_node_ends_the_group(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "PULSE_S", 600.0)
+    monkeypatch.setattr(group_module, "SILENCE_S", 0.2)
     await members.open(1, 2, 0)
     assert "has sent nothing for" in " ".join((await members.losses(3)).values())
 
 
 async def test_member_that_leaves_lets_the_leader_end_first(members: Members) -> None:
     await members.open(1, 2, 0)
-    while not members.links[1]._writers:  # the leader's connection is accepted a moment later
-        await asyncio.sleep(0.01)
     leaving = asyncio.create_task(members.links[1].leave("its node shuts down", WAIT_S))
     async with asyncio.timeout(WAIT_S):
         assert await members.ending.get() == (0, "on second: its node shuts down")

@@ -34,6 +34,7 @@ SILENCE_S = 12.0
 CONNECT_S = 5.0
 HOLD_S = 120.0
 """How long ports are held for a load that does not come."""
+LINGER_S = 10.0
 LEADER_S = 180.0
 """How long a member waits for the leader's node, which loads last; then it ends."""
 _HELLO_S = 5.0
@@ -136,6 +137,7 @@ class MemberLink:
         self._on_lost: Callable[[str], None] = lambda _: None
         self._on_ending: Callable[[str], None] = lambda _: None
         self._ended = asyncio.Event()
+        self._last_line = b""
 
     async def open(
         self, on_lost: Callable[[str], None], on_ending: Callable[[str], None], *, checks_ports: bool
@@ -150,9 +152,7 @@ class MemberLink:
                 if checks_ports:
                     _, probe = await _connected(other, other.port)
                     probe.close()
-                reader, writer = await _connected(other, other.pulse_port)
-                writer.write(self.member.group.encode() + b"\n")
-                self._watch(reader, writer, other.node)
+                await self._join(other)
         else:
             _, probe = await _connected(self.member.leader, self.member.leader.port)
             probe.close()
@@ -160,17 +160,35 @@ class MemberLink:
             self._run(self._await_leader(), "wait for the leader of a group")
         self._held.server.close()
 
+    async def _join(self, other: MemberAddress) -> None:
+        """Raises LoadFailed, also for a member that has ended since its load."""
+        reader, writer = await _connected(other, other.pulse_port)
+        writer.write(self.member.group.encode() + b"\n")
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                line = await reader.readline()
+        except (OSError, ValueError):  # a timeout too
+            line = b""
+        if line != _ALIVE:
+            writer.close()
+            raise LoadFailed(_reason(other.node, line))
+        self._watch(reader, writer, other.node)
+
     def end(self, reason: str) -> None:
-        """Tells the other nodes, and closes all connections. Idempotent."""
+        """Tells the other nodes, and closes all connections. A leader that connects within `LINGER_S` gets the reason,
+        too. Idempotent."""
         if self._ended.is_set():
             return
         self._ended.set()
-        self._held.close()
-        if self._server is not None:
-            self._server.close()
+        self._last_line = _END + reason.replace("\n", " ").encode()[: _LINE_BYTES // 2] + b"\n"
+        if self._server is None:
+            self._held.close()
+        else:
+            delay_s = 0.0 if self._writers else LINGER_S
+            asyncio.get_running_loop().call_later(delay_s, self._server.close)
         for writer in self._writers:
             if not writer.is_closing():
-                writer.write(_END + reason.replace("\n", " ").encode()[: _LINE_BYTES // 2] + b"\n")
+                writer.write(self._last_line)
                 writer.close()
         for task in self._tasks - {asyncio.current_task()}:
             task.cancel()
@@ -201,6 +219,8 @@ class MemberLink:
             hello = b""
         is_leader = hmac.compare_digest(hello.strip(), self.member.group.encode())
         if not is_leader or self._writers or self._ended.is_set():
+            if is_leader:
+                writer.write(self._last_line)
             writer.close()
             return
         self._watch(reader, writer, self.member.leader.node)
@@ -218,28 +238,29 @@ class MemberLink:
                 await asyncio.sleep(PULSE_S)
 
     async def _read(self, reader: asyncio.StreamReader, node: str) -> None:
-        reason = f"the connection to {node} ended"
+        line = _ALIVE
         try:
-            while True:
+            while line and not line.startswith(_END):
                 async with asyncio.timeout(SILENCE_S):
                     line = await reader.readline()
-                if line.startswith(_END):
-                    reason = f"on {node}: {line[1:].decode(errors='replace').strip()}"
-                    break
                 if line.startswith(_LEAVES):
-                    self._on_ending(f"on {node}: {line[1:].decode(errors='replace').strip()}")
-                if not line:
-                    break
+                    self._on_ending(_reason(node, line))
         except TimeoutError:
-            reason = f"{node} has sent nothing for {SILENCE_S:.0f} s"
+            self._lose(f"{node} has sent nothing for {SILENCE_S:.0f} s")
         except (OSError, ValueError):
-            pass
-        self._lose(reason)
+            line = b""
+        self._lose(_reason(node, line))
 
     def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = run_once(work, name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _reason(node: str, line: bytes) -> str:
+    """Why a connection ended, by its last line."""
+    text = line[1:].decode(errors="replace").strip()
+    return f"on {node}: {text}" if text else f"the connection to {node} ended"
 
 
 async def _connected(member: MemberAddress, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -1,7 +1,7 @@
 """Models that servers run on two and three nodes: start, service, loss of every part, and nothing left behind.
 
 The nodes are loopback addresses, the servers stand-ins with the arguments of the real ones (`group_server.py`). With
-`GROUPS=full` also in network namespaces (`test_group_networks.py`).
+`GROUPS=full` more faults, also in network namespaces (`test_group_networks.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import pytest
 from .conftest import Daemon, StartDaemon, StartGateway, nodes_of, until
 
 pytestmark = pytest.mark.e2e
+long = pytest.mark.skipif(os.environ.get("GROUPS") != "full", reason="takes long; set GROUPS=full")
 
 NAMES = ("one", "two", "three")
 PROGRAMS = ("vllm", "sglang", "llama-server", "rpc-server")
@@ -50,20 +51,14 @@ class Group:
     def start_node(self, name: str, *, waits: bool = True, version: str = "1.2.3") -> None:
         number = NAMES.index(name) + 1
         listen = self.nodes[name].url.removeprefix("http://") if name in self.nodes else ""
-        path = f"{self.folder}:{os.environ['PATH']}"
-        settings = [
+        self.nodes[name] = self.start_daemon(
             f'cluster_address = "127.0.0.{number}"',
-            f'model_roots = ["{self.folder}"]\ndrain_s = 5',
+            "drain_s = 5",
             '[[harnesses]]\nname = "broken"\nlike = "vllm"\nargs = "--fails 1"',
-        ]
-        daemon = self.start_daemon(
-            settings[0],
-            *settings[2:],
             listen=listen,
             waits=waits,
-            environment={"PATH": path, "STAND_IN_VERSION": version},
+            environment={"PATH": f"{self.folder}:{os.environ['PATH']}", "STAND_IN_VERSION": version},
         )
-        self.nodes[name] = daemon
 
     @property
     def models(self) -> str:
@@ -109,7 +104,7 @@ class Group:
         }
 
     def unload(self, model: str) -> None:
-        self.gateway.call("/fleet/unload", {"model": model})
+        self.gateway.call(f"/fleet/models/{model}/unload", {})
         until(lambda: not self.processes(model), f"{model} is not gone")
 
 
@@ -135,8 +130,15 @@ def test_group_starts_on_all_its_nodes_and_the_leader_serves(group: Group) -> No
     assert not any(node["members"] for node in nodes_of(group.gateway).values())
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [
+        (1, signal.SIGKILL),
+        pytest.param(0, signal.SIGKILL, marks=long),
+        pytest.param(0, signal.SIGSTOP, marks=long),
+        pytest.param(1, signal.SIGSTOP, marks=long),
+    ],
+)
 def test_group_of_which_a_member_is_lost_ends_and_is_started_again(group: Group, rank: int, number: int) -> None:
     until(lambda: group.is_served("two"), "it is not served")
     before = group.processes("two")
@@ -148,6 +150,7 @@ def test_group_of_which_a_member_is_lost_ends_and_is_started_again(group: Group,
     assert len(group.processes("two")) == 2
 
 
+@long
 def test_group_goes_on_while_its_gateway_restarts(group: Group) -> None:
     until(lambda: group.is_served("two"), "it is not served")
     before = group.processes("two")
@@ -158,6 +161,7 @@ def test_group_goes_on_while_its_gateway_restarts(group: Group) -> None:
     assert group.processes("two") == before
 
 
+@long
 def test_group_whose_node_restarts_is_started_again(group: Group) -> None:
     until(lambda: group.is_served("two"), "it is not served")
     group.nodes["two"].process.terminate()
@@ -175,6 +179,7 @@ def test_failed_start_shows_the_log_of_the_member_and_leaves_nothing(group: Grou
     assert not group.processes("broken")
 
 
+@long
 def test_nodes_with_different_versions_of_the_server_start_no_group(group: Group) -> None:
     group.nodes["three"].process.kill()
     group.nodes["three"].process.wait()

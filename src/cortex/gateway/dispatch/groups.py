@@ -9,8 +9,9 @@ neuron): when one is lost, they end the group, and the dispatcher has it started
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -19,7 +20,7 @@ from cortex.fleet.topology import Node
 from cortex.gateway.dispatch.model_jobs import MemberPlan
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.http.upstream.faults import UpstreamFault
-from cortex.tasks import run_once
+from cortex.tasks import finish_all, run_once
 from cortex.wire.errors import CortexError, LoadFailed, UpstreamUnavailable
 from cortex.wire.node.groups import GroupMember, MemberAddress, PreparedMember, PrepareMember
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
@@ -27,6 +28,7 @@ from cortex.wire.node.protocol import ModelState, ModelStatus
 
 T = TypeVar("T")
 
+END_TIMEOUT_S = 30.0
 UNLOAD_TIMEOUT_S = 180.0
 """Running requests may end first; a node that takes longer is stuck."""
 
@@ -36,8 +38,9 @@ async def start_group(
 ) -> ModelStatus:
     """`plans`: of all members, the leader's first. Returns its status when all are ready. Raises UpstreamFault or
     CortexError; what has started is ended then, also when this is cancelled."""
-    try:
-        group, members = await _prepared(nodes, plans, request)
+    group = secrets.token_hex(16)
+    async with _ended_on_failure(nodes, plans, UnloadRequest(model_id=request.model_id, force=True, group=group)):
+        members = await _prepared(nodes, plans, request, group)
         requests = [
             msgspec.structs.replace(
                 request,
@@ -48,18 +51,32 @@ async def start_group(
             for rank, plan in enumerate(plans)
         ]
         return await _load_all(nodes, plans, requests)
-    except BaseException:
-        run_once(end_group(nodes, [plan.node for plan in plans], request.model_id), f"end {request.model_id}")
-        raise
 
 
 async def wake_group(nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: LoadRequest) -> ModelStatus:
     """The leader wakes last: its server wakes those of the others. Raises as `start_group` does."""
-    try:
+    async with _ended_on_failure(nodes, plans, UnloadRequest(model_id=request.model_id, force=True)):
         return await _load_all(nodes, plans, [msgspec.structs.replace(request, devices=())] * len(plans))
-    except BaseException:
-        run_once(end_group(nodes, [plan.node for plan in plans], request.model_id), f"end {request.model_id}")
+
+
+@contextlib.asynccontextmanager
+async def _ended_on_failure(
+    nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: UnloadRequest
+) -> AsyncIterator[None]:
+    """A node that does not respond ends its member by itself."""
+    try:
+        yield
+    except BaseException as error:
+        calls = [nodes[plan.node].unload(request, timeout_s=END_TIMEOUT_S) for plan in plans if plan.node in nodes]
+        ending = run_once(finish_all(f"ending {request.model_id}", *map(_quietly, calls)), f"end {request.model_id}")
+        if isinstance(error, Exception):  # not while it is cancelled
+            await ending
         raise
+
+
+async def _quietly(call: Awaitable[object]) -> None:
+    with contextlib.suppress(UpstreamFault, CortexError):
+        await call
 
 
 async def unload_group(nodes: Mapping[str, NodeClient], names: Sequence[str], request: UnloadRequest) -> ModelStatus:
@@ -74,22 +91,14 @@ async def unload_group(nodes: Mapping[str, NodeClient], names: Sequence[str], re
     return status
 
 
-async def end_group(nodes: Mapping[str, NodeClient], names: Sequence[str], model: str) -> None:
-    """Whatever each of its members does. A node that does not respond ends its member by itself."""
-    request = UnloadRequest(model_id=model, force=True)
-    ends = (_said(name, nodes[name].unload(request, timeout_s=UNLOAD_TIMEOUT_S)) for name in names if name in nodes)
-    await asyncio.gather(*ends, return_exceptions=True)
-
-
 async def _prepared(
-    nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: LoadRequest
-) -> tuple[str, tuple[MemberAddress, ...]]:
-    """The secret of the group, and the addresses of its members. Raises CortexError."""
-    group = secrets.token_hex(16)
+    nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: LoadRequest, group: str
+) -> tuple[MemberAddress, ...]:
+    """The addresses of the members. Raises CortexError."""
     asked = PrepareMember(model_id=request.model_id, harness=request.harness or "", group=group)
     found = await _all(_said(plan.node, nodes[plan.node].prepare_member(asked)) for plan in plans)
     _check_versions(plans, found)
-    return group, tuple(
+    return tuple(
         MemberAddress(node=plan.node, host=each.host, port=each.port, pulse_port=each.pulse_port)
         for plan, each in zip(plans, found, strict=True)
     )

@@ -49,7 +49,7 @@ from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.discovery import Inventory
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.tasks import SupervisedTask, Supervisor, run_once
-from cortex.wire.errors import LoadFailed, ShuttingDown, shorten
+from cortex.wire.errors import LoadFailed, ModelNotFound, ShuttingDown, shorten
 from cortex.wire.node.groups import PreparedMember, PrepareMember
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Health, ModelState, ModelStatus, NodeEvent
@@ -233,6 +233,8 @@ class Node:
             raise LoadFailed(f"nothing of {model.id} is on this node any more; load it again")
         if request.member is not None:
             await self._end_other_group(model)
+        elif not (request.devices or request.harness or request.wake_only):  # no order of a gateway
+            self._check_not_in_group(model.id)
         if request.quant is not None:
             self._models.free_another_quant(model.id, request.quant)
         if wait:
@@ -240,6 +242,13 @@ class Node:
         else:
             self._models.controller(model.id).want_ready(model)
         return self.model(request.model_id)
+
+    def _check_not_in_group(self, model_id: str) -> None:
+        """A request for a model that a group ran, and that is not ready, must not load it here alone. Raises
+        ModelNotFound: its gateway starts the group again."""
+        is_absent = self.model(model_id).state in (ModelState.COLD, ModelState.FAILED, ModelState.ASLEEP)
+        if is_absent and self._models.options(model_id).member is not None:
+            raise ModelNotFound(f"{shorten(model_id)} runs on several nodes, and its group has ended; try again")
 
     async def _end_other_group(self, model: KnownModel) -> None:
         """Ends what is left here of an earlier start of the model, so that no load joins it."""
@@ -286,6 +295,9 @@ class Node:
             return self.model(request.model_id)
         drain_s = request.drain_s if request.drain_s is not None else self._config.drain_s
         controller = self._models.controller(request.model_id)
+        member = controller.model.member
+        if request.group is not None and (member is None or member.group != request.group):
+            return self.model(request.model_id)
         await self.benches.give_way(request.model_id)
         has_failed = controller.life.state is ModelState.FAILED
         ensure_unloaded = controller.ensure_asleep if request.sleep else controller.ensure_gone

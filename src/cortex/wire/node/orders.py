@@ -65,6 +65,8 @@ class UnloadRequest(SleepOption, frozen=True, kw_only=True):
     model_id: ModelName
     force: bool = False
     drain_s: float | None = None
+    group: str | None = None
+    """Only if the model is a member of this group. Absent: whatever it is."""
     forget: bool = False
     """Unload the model and list it no longer. Does nothing to one that the node has by itself, in its configuration or
     in its cache."""

@@ -1,7 +1,7 @@
 """Models that servers run on two and three nodes: start, service, loss of every part, and nothing left behind.
 
 The nodes are loopback addresses, the servers stand-ins with the arguments of the real ones (`group_server.py`). With
-`GROUPS=full` more faults, also in network namespaces (`test_group_networks.py`).
+`GROUP_TESTS=full` more faults, also in network namespaces (`test_group_networks.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from .conftest import Daemon, StartDaemon, StartGateway, nodes_of, until
 
 pytestmark = pytest.mark.e2e
-long = pytest.mark.skipif(os.environ.get("GROUPS") != "full", reason="takes long; set GROUPS=full")
+long = pytest.mark.skipif(os.environ.get("GROUP_TESTS") != "full", reason="takes long; set GROUP_TESTS=full")
 
 NAMES = ("one", "two", "three")
 PROGRAMS = ("vllm", "sglang", "llama-server", "rpc-server")

@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", default="cpu", help="of all ranks, or `cuda` for one GPU each")
-    parser.add_argument("--backend", choices=["tcp", "nccl"], default="tcp")
+    parser.add_argument("--backend", choices=["sockets", "nccl"], default="sockets")
     parser.add_argument("--streams", action="store_true", help="all ranks in one process on one GPU, without a library")
     options = parser.parse_args()
     if options.streams:

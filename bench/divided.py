@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", default="cpu", help="of all ranks, or `cuda` for one GPU each")
     parser.add_argument("--memory-mb", type=int, default=4096, help="weights and KV cache of each rank; 0: no limit")
-    parser.add_argument("--backend", choices=["tcp", "nccl"], default="tcp")
+    parser.add_argument("--backend", choices=["sockets", "nccl"], default="sockets")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--graphs", action="store_true", help="with CUDA graphs, whose messages are not counted")
     parser.add_argument(

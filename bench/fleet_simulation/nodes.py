@@ -13,7 +13,7 @@ from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import DispatchSettings
 from cortex.gateway.dispatch.leases import Lease, PendingRequest
-from cortex.gateway.dispatch.model_jobs import Cause
+from cortex.gateway.dispatch.model_jobs import Cause, MemberPlan
 from cortex.wire.errors import CortexError
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Device, DeviceHealth, Discovery, Health, ModelLoad, ModelState, ModelStatus
@@ -69,11 +69,11 @@ class SimulatedFleet:
 
     # --- the dispatcher's orders
 
-    def load(self, node: str, request: LoadRequest, _parts: tuple[str, ...]) -> None:
+    def load(self, node: str, request: LoadRequest, _others: tuple[MemberPlan, ...]) -> None:
         self.num_loads += 1
         self.orders.append(("load", ModelOnNode(node, request.model_id)))
 
-    def unload(self, node: str, request: UnloadRequest, cause: Cause, _parts: tuple[str, ...]) -> None:
+    def unload(self, node: str, request: UnloadRequest, cause: Cause, _others: tuple[str, ...]) -> None:
         self.num_evictions += cause == "evicted"
         self.orders.append(("unload", ModelOnNode(node, request.model_id)))
 

@@ -25,7 +25,7 @@ from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import DispatchSettings
 from cortex.gateway.dispatch.leases import Lease, PendingRequest
-from cortex.gateway.dispatch.model_jobs import Cause
+from cortex.gateway.dispatch.model_jobs import Cause, MemberPlan
 from cortex.wire.errors import CortexError
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Device, DeviceHealth, Discovery, Health, ModelLoad, ModelState, ModelStatus
@@ -168,7 +168,7 @@ class Simulation:
 
     # --- the dispatcher's orders
 
-    def load(self, node: str, request: LoadRequest, _parts: tuple[str, ...]) -> None:
+    def load(self, node: str, request: LoadRequest, _others: tuple[MemberPlan, ...]) -> None:
         self.num_loads += 1
         self.loading = request.model_id
         self.at(self.load_s, lambda: self._loaded(ModelOnNode(node, request.model_id)))
@@ -178,7 +178,7 @@ class Simulation:
         self.observe()
         self.dispatcher.load_ended(target, self.status(target.model))
 
-    def unload(self, node: str, request: UnloadRequest, _cause: Cause, _parts: tuple[str, ...]) -> None:
+    def unload(self, node: str, request: UnloadRequest, _cause: Cause, _others: tuple[str, ...]) -> None:
         self.at(ROUND_TRIP_S, lambda: self._unloaded(ModelOnNode(node, request.model_id)))
 
     def _unloaded(self, target: ModelOnNode) -> None:

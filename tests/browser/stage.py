@@ -28,7 +28,6 @@ from cortex.wire.node.protocol import (
     DiskUse,
     Health,
     ModelLoad,
-    ModelShare,
     ModelState,
     ModelStatus,
     Progress,
@@ -64,7 +63,7 @@ class DirectedNode(FakeNeuron):
     """The devices of each replica of a model; one on all its devices where absent."""
     extra_replica_bytes: dict[int, int] = field(default_factory=dict)
     """What extra replicas hold, by device."""
-    shares: tuple[ModelShare, ...] = ()
+    members: tuple[ModelStatus, ...] = ()
     kv: dict[str, int] = field(default_factory=dict)
     progress: dict[str, Progress] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -119,7 +118,7 @@ class DirectedNode(FakeNeuron):
         health = super().health()
         disk, ceiling_bytes = self.disk or health.disk, self.node_ceiling_bytes
         return msgspec.structs.replace(
-            health, devices=devices, disk=disk, shares=self.shares, ceiling_bytes=ceiling_bytes
+            health, devices=devices, disk=disk, models=(*health.models, *self.members), ceiling_bytes=ceiling_bytes
         )
 
     def _used_bytes(self, device: int) -> int:

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import pytest
 
-from cortex.wire.node.protocol import ModelLoad, ModelShare, ModelState, Progress
+from cortex.wire.node.protocol import ModelLoad, ModelState, ModelStatus, Progress
 
 from ..gateway.fake_neuron import GB
 from .chromium import wait_until
@@ -92,7 +93,8 @@ def test_replicas_of_a_model_are_counted_and_their_devices_named(page: Page, wid
 
 
 def test_part_of_a_model_that_another_node_serves_is_on_the_bar_and_in_the_list(page: Page, node: DirectedNode) -> None:
-    node.shares = (ModelShare(model_id="spanning", lead="wide", state="ready", devices=(0,), num_bytes=3 * GB),)
+    status = ModelStatus(id="spanning", state=ModelState.READY, devices=(0,), measured_bytes=3 * GB)
+    node.members = (msgspec.structs.replace(status, nodes=("wide", "beast"), rank=1),)
     try:
         page.goto("#/fleet")
         beast = card(page, "beast")
@@ -102,7 +104,7 @@ def test_part_of_a_model_that_another_node_serves_is_on_the_bar_and_in_the_list(
         label = str(beast.locator(".bar").get_attribute("aria-label"))
         assert "spanning (a part of it, wide serves it) 3.0 GiB" in label
     finally:
-        node.shares = ()
+        node.members = ()
 
 
 def test_catalogue_pin_is_marked_and_sleep_is_offered_only_where_possible(page: Page, wide: DirectedNode) -> None:

@@ -24,7 +24,7 @@ def test_measures_sums_of_every_size_between_two_devices() -> None:
     assert report["devices"] == [0, 1]
     assert [each["bytes"] for each in report["sums"]] == sorted(each["bytes"] for each in report["sums"])
     assert all(each["seconds"] > 0 for each in report["sums"])
-    assert {each["transport"] for each in report["sums"]} == {"tcp"}
+    assert {each["transport"] for each in report["sums"]} == {"sockets"}
     assert report["suits_tensor_parallel"] == (report["token_s"] <= tp_smoke.ENOUGH_S)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from cortex.fleet.catalogue import Catalogue
 from cortex.fleet.demand import SOMEBODY
 from cortex.fleet.devices import MemoryReservation
@@ -15,7 +17,7 @@ from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import DispatchSettings
 from cortex.gateway.dispatch.leases import Lease, PendingRequest
-from cortex.gateway.dispatch.model_jobs import Cause
+from cortex.gateway.dispatch.model_jobs import Cause, MemberPlan
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.wire.errors import CortexError
 from cortex.wire.node.bench import BenchResult
@@ -29,7 +31,6 @@ from cortex.wire.node.protocol import (
     Health,
     HostKV,
     ModelLoad,
-    ModelShare,
     ModelState,
     ModelStatus,
 )
@@ -95,11 +96,11 @@ class FakeFleet:
         return DispatchSettings(self.catalogue, self.rules, neurons, self.max_wait_s, max_waiting=100, missed_polls=3)
 
     # Effects
-    def load(self, node: str, request: LoadRequest, parts: tuple[str, ...]) -> None:
+    def load(self, node: str, request: LoadRequest, others: tuple[MemberPlan, ...]) -> None:
         self.loads.append((node, request.model_id))
         self.load_requests.append(request)
 
-    def unload(self, node: str, request: UnloadRequest, cause: Cause, parts: tuple[str, ...]) -> None:
+    def unload(self, node: str, request: UnloadRequest, cause: Cause, others: tuple[str, ...]) -> None:
         self.unloads.append((node, request.model_id, cause))
         self.sleeps.append(request.sleep)
 
@@ -144,7 +145,7 @@ class FakeFleet:
             if since is None
             else ModelState.READY,
             devices=() if since is None else (0,),
-            estimate_bytes=self.sizes[node][model],
+            estimate_bytes=self.sizes[node][model] * (1 if since is not None else len(self.spans.get(model, "1"))),
             least_bytes=self.contexts[model].sizes[0].num_bytes if model in self.contexts else None,
             contexts=self.contexts.get(model),
             context_tokens=self.context_tokens.get(model),
@@ -152,8 +153,8 @@ class FakeFleet:
             state_age_s=0.0 if since is None else self.now - since,
             idle_s=0.0 if since is None else self.now - since,
             load_s=None if since is None else self.load_s,
-            nodes=self.spans.get(model, ()),
-            parallel="tensor" if model in self.spans else None,
+            nodes=self.spans.get(model, ()) if since is not None else (),
+            harness="vllm" if model in self.spans else "torch",
             load=ModelLoad(running=self.running.get((node, model), 0)),
             reason_code=self.failure_code if (node, model) in self.failed else None,
             bench=self.benches.get((node, model)),
@@ -163,15 +164,15 @@ class FakeFleet:
 
     def poll(self, *nodes: str) -> None:
         for node in nodes or self.sizes:
-            shares = tuple(
-                ModelShare(model_id=model, lead=lead, state="ready", devices=(0,), num_bytes=self.sizes[lead][model])
-                for model, (lead, *others) in self.spans.items()
-                if node in others and model in self.ready[lead]
+            members = tuple(
+                msgspec.structs.replace(self.status(leader, model), rank=1)
+                for model, (leader, *others) in self.spans.items()
+                if node in others and model in self.ready[leader]
             )
             used = sum(self.sizes[node][model] for model in self.ready[node])
             if self.device_kind == "cpu":
                 used += sum(self.sizes[node][model] for holder, model in self.asleep if holder == node)
-            used += sum(share.num_bytes for share in shares)
+            used += sum(member.measured_bytes or 0 for member in members)
             health = Health(
                 status="ok",
                 uptime_s=1.0,
@@ -183,15 +184,22 @@ class FakeFleet:
                     )
                     for index, taken in enumerate((used, *([0] * (self.num_devices - 1))))
                 ),
-                models=tuple(self.status(node, model) for model in self.sizes[node]),
-                shares=shares,
+                models=(*(self.status(node, model) for model in self.sizes[node]), *members),
                 ceiling_bytes=self.ceiling_bytes,
             )
             devices = tuple(
                 Device(index=index, kind=self.device_kind, name="card", total_bytes=self.total_bytes)
                 for index in range(self.num_devices)
             )
-            discovery = Discovery(host=node, os="", version="", devices=devices, max_devices_per_model=self.num_devices)
+            discovery = Discovery(
+                host=node,
+                os="",
+                version="",
+                devices=devices,
+                max_devices_per_model=self.num_devices,
+                harnesses=("torch", "vllm"),
+                group_harnesses=("vllm",),
+            )
             self.dispatcher.observed(node, discovery, health)
 
     def finish_load(self) -> None:

@@ -33,14 +33,6 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_variables_that_hold_keys_of_peers_are_no_unknown_keys(tmp_path: Path) -> None:
-    path = tmp_path / "neuron.toml"
-    path.write_text("[[peers]]\nname = 'beast'\nendpoint = 'http://beast:13131'\nkey_env = 'NEURON_BEAST_KEY'")
-    load(path, {"NEURON_BEAST_KEY": "x" * 16})
-    with pytest.raises(SettingsError, match="unknown environment variable NEURON_ATTIC_KEY"):
-        load(path, {"NEURON_ATTIC_KEY": "x" * 16})
-
-
 @pytest.mark.parametrize(("value", "port"), [("tcp://10.0.0.1:80", 13131), ("14000", 14000)])
 def test_port_is_a_key_beside_the_link_to_a_kubernetes_service(value: str, port: int) -> None:
     assert load(None, {"NEURON_SERVICE_HOST": "10.0.0.1", "NEURON_PORT": value}).address.port == port
@@ -81,11 +73,6 @@ def test_accepts_every_name_of_the_engine(tmp_path: Path, name: str) -> None:
             "`a` has tensor_parallel and pipeline_parallel; choose one of them",
         ),
         ("[[models]]\nid = 'a'\n[[models]]\nid = 'a'", "twice"),
-        (
-            "[[models]]\nid = 'a'\nnodes = ['x', 'y']\n[[default_models]]\nid = 'a'\nreplicas = 2\n"
-            "[[peers]]\nname = 'y'\nendpoint = 'http://y'",
-            r"`a` in \[\[default_models\]\] has both `nodes` and `replicas`",
-        ),
         ("[[models]]\nid = 'a'\ncontext_tokens = 1", "context_tokens.*expected whole number ≥ 2, got 1"),
         ("[[default_models]]\nid = 'a'\nharness = 'vlm'", "no harness `vlm`; choose one of torch, candle"),
         ("[[harnesses]]\nname = 'mine'", "the harness `mine` has no cmd"),
@@ -97,21 +84,9 @@ def test_accepts_every_name_of_the_engine(tmp_path: Path, name: str) -> None:
         ("[[harnesses]]\nname = 'vllm'\ncmd = 'vllm serve'", r"has \$\{PORT\} neither in cmd nor in env"),
         ("[[harnesses]]\nname = 'vllm'\ncmd = 'vllm \"${PORT}'", "cmd of the harness `vllm` cannot be divided"),
         (
-            "[[models]]\nid = 'a'\nnodes = ['x', 'y']",
-            r"neuron\.toml.*`nodes` of `a` in \[\[models\]\] names y, which is no peer of this node \(peers: none\); "
-            r"add it under \[\[peers\]\]",
-        ),
-        (
-            "[[default_models]]\nid = 'a'\nnodes = ['x', 'y']\n[[peers]]\nname = 'z'\nendpoint = 'http://z'",
-            r"`nodes` of `a` in \[\[default_models\]\] names y, .*\(peers: z\)",
-        ),
-        ("[[models]]\nid = 'a'\nnodes = ['x']", "two or more nodes, each once"),
-        ("[[models]]\nid = 'a'\nnodes = ['x', 'x']", "two or more nodes, each once"),
-        (
             "[[models]]\nid = 'a'\nmax_replicas = 2\ntensor_parallel = 2",
             "has `max_replicas`, which is for models on one",
         ),
-        ("[[models]]\nid = 'a'\nreplicas = 2\nnodes = ['x', 'y']", "has both `nodes` and `replicas`"),
     ],
 )
 def test_rejects_a_mistake_with_a_hint(tmp_path: Path, text: str, message: str) -> None:
@@ -146,10 +121,3 @@ def test_former_names_work_with_a_notice(tmp_path: Path, caplog: pytest.LogCaptu
 def test_rejects_unknown_environment_variable() -> None:
     with pytest.raises(SettingsError, match="NEURON_LIMITS_MAX_QUEUE: did you mean NEURON_LIMITS__MAX_QUEUE"):
         load(None, {"NEURON_LIMITS_MAX_QUEUE": "3"})
-
-
-def test_key_of_a_peer_must_be_one_key(tmp_path: Path) -> None:
-    path = write(tmp_path, "[[peers]]\nname = 'b'\nendpoint = 'http://b:13131'\nkey_env = 'PEER_KEY'\n")
-    load(path, {"PEER_KEY": "nk-one\n"})
-    with pytest.raises(SettingsError, match="PEER_KEY holds more than one key"):
-        load(path, {"PEER_KEY": "nk-one\nnk-two"})

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from cortex.cli.client import GatewayClient
-from cortex.wire.node.protocol import ModelShare, ModelStatus, NodeValue
+from cortex.wire.node.protocol import ModelStatus, NodeValue
 
 
 class DeviceView(NodeValue, frozen=True, kw_only=True):
@@ -49,7 +49,7 @@ class NodeView(NodeValue, frozen=True, kw_only=True):
     """Models whose last load failed there, or that it lost → why."""
     absent_models: dict[str, str] = msgspec.field(default_factory=dict)
     """Models whose path has no files there → why."""
-    shares: tuple[ModelShare, ...] = ()
+    members: tuple[ModelStatus, ...] = ()
     """Parts of models that other nodes serve."""
     files: dict[str, int] = msgspec.field(default_factory=dict)
     """Bytes on disk, by model."""

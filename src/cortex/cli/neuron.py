@@ -194,10 +194,6 @@ def _findings(path: Path | None) -> Iterator[Finding]:
     except SettingsError as error:
         yield Finding("config", Severity.PROBLEM, error.message, "fix the configuration")
     yield from checks.ports((settings.address,))
-    directory = path.parent if path else Path.cwd()
-    for peer in settings.peers:
-        ca_file = directory / peer.ca_file.expanduser() if peer.ca_file is not None else None
-        yield from checks.NodeEndpoint("peers", peer.name, peer.endpoint, peer.key_env, ca_file).check("this neuron")
     yield from devices(settings)
     hub_cache = cache_directory(settings, os.environ)
     yield from checks.disk(hub_cache)

@@ -31,7 +31,7 @@ class Sum(NamedTuple):
     num_bytes: int
     seconds: float
     transport: str
-    """`peer memory`, `nccl` or `tcp`."""
+    """`peer memory`, `nccl` or `sockets`."""
 
 
 def run(indices: Sequence[int], *, as_json: bool) -> None:
@@ -58,7 +58,7 @@ def measure(devices: Sequence[Device]) -> list[Sum]:
     """Runs one process per device. Raises CommandError."""
     from cortex.neuron.worker.protocol import DeviceAddress
 
-    backend = "nccl" if all(device.kind == "cuda" for device in devices) else "tcp"
+    backend = "nccl" if all(device.kind == "cuda" for device in devices) else "sockets"
     with tempfile.TemporaryDirectory(prefix="neuron-link-") as directory, contextlib.ExitStack() as ended:
         ranks = []
         for rank, device in enumerate(devices):

@@ -20,11 +20,14 @@ from cortex.wire.errors import ModelNotFound, shorten
 from cortex.wire.events import Usage
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.model_names import plain_name, split_quant
+from cortex.wire.node.groups import MAX_NODES
 from cortex.wire.node.load_options import Count, KVDtype, Speculation, Vision, checked_speculation, is_path
 from cortex.wire.node.sampling import SamplingDefaults
 
 MEBIBYTE = 1024 * 1024
 
+ENGINES = ("torch", "candle")
+"""The names of the built-in engine as a harness."""
 LoadPolicy = Literal["on_demand", "pinned", "manual"]
 Capability = Literal["chat", "tools", "reasoning", "vision", "embeddings", "rerank", "insert"]
 Amount = Annotated[int, msgspec.Meta(ge=0)]
@@ -62,18 +65,18 @@ class ModelSpec(Section, frozen=True):
     """Fewest devices to spread over; more are used where one share would not fit. Nodes limit the devices per model:
     a neuron supports as many as it has (`max_devices_per_model` in its `/discovery`)."""
     pipeline_parallel: Count = 1
-    """Number of devices that its layers are divided among, by their free memory; with `nodes`, over all of them. For
-    devices of different sizes and slow links; not together with `min_devices`, which divides every layer."""
+    """Number of devices that its layers are divided among, by their free memory. For devices of different sizes and
+    slow links; not together with `min_devices`, which divides every layer."""
     min_device_vram_mb: Amount = 0
     """Devices smaller than this are not considered."""
     pinned_on: tuple[str, ...] = ()
     """Nodes that always keep it; they are preferred, and never evict it."""
     only_on: tuple[str, ...] = ()
     """It is loaded on these nodes and no others. Empty: on every node."""
-    nodes: tuple[str, ...] = ()
-    """Nodes that share the model, for one that outgrows a node: each takes an equal number of `min_devices` or
-    `pipeline_parallel` devices, at least one. The first serves it and has the others as `peers` in its
-    `neuron.toml`."""
+    nodes: Annotated[int, msgspec.Meta(ge=2, le=MAX_NODES)] | tuple[str, ...] = ()
+    """For a model that outgrows a node: the number of nodes that run it together, or their names, of which the first
+    serves it. Its `harness` must be a server that runs on several nodes, such as `vllm`, and every node needs a
+    `cluster_address`. Each takes an equal part of `min_devices`, at least one device."""
     load: LoadPolicy | None = None
     """`on_demand`: loaded by the first request. `pinned`: loaded at start, and kept. `manual`: loaded only by the
     operator. When absent: `pinned` where `pinned_on` is given, else `on_demand`."""
@@ -127,20 +130,44 @@ class ModelSpec(Section, frozen=True):
             self._check_nodes()
 
     def _check_nodes(self) -> None:
-        lead = self.nodes[0]
-        if len(self.nodes) < 2 or len(set(self.nodes)) < len(self.nodes):
-            raise ValueError(f"`nodes` of `{self.id}` must name two or more nodes, each once")
-        for name, count in (("min_devices", self.min_devices), ("pipeline_parallel", self.pipeline_parallel)):
-            if count > 1 and count % len(self.nodes):
-                raise ValueError(f"{name} = {count} of `{self.id}` cannot be shared equally by {len(self.nodes)} nodes")
+        if self.harness is None or self.harness in ENGINES:
+            raise ValueError(
+                f"`{self.id}` has `nodes`, but the built-in engine runs on one node only: set `harness` to a server "
+                "that runs on several, such as `vllm`, or use the devices of one node with `min_devices`"
+            )
+        if self.pipeline_parallel > 1:
+            raise ValueError(
+                f"`{self.id}` has `nodes` and pipeline_parallel; remove one: its server divides the layers"
+            )
+        if self.min_devices > 1 and self.min_devices % self.num_nodes:
+            raise ValueError(
+                f"min_devices = {self.min_devices} of `{self.id}` cannot be shared equally by {self.num_nodes} nodes"
+            )
+        if not self.node_names:
+            return
+        lead = self.node_names[0]
+        if self.num_nodes > MAX_NODES or len(set(self.node_names)) < max(2, self.num_nodes):
+            raise ValueError(f"`nodes` of `{self.id}` must name 2 to {MAX_NODES} nodes, each once")
         if self.only_on or any(name != lead for name in self.pinned_on):
             raise ValueError(
                 f"`{self.id}` is served by {lead}, the first of its `nodes`: remove `only_on` and other pins"
             )
 
-    def devices_per_node(self, num_nodes: int) -> int:
-        """The fewest devices that it takes on each of the nodes that share it."""
-        return max(1, max(self.pipeline_parallel, self.min_devices) // num_nodes)
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes run it together."""
+        return self.nodes if isinstance(self.nodes, int) else max(1, len(self.nodes))
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """Those that the operator names."""
+        return () if isinstance(self.nodes, int) else self.nodes
+
+    @property
+    def part(self) -> ModelSpec:
+        """What one of its nodes runs."""
+        count = max(1, self.min_devices // self.num_nodes)
+        return msgspec.structs.replace(self, nodes=(), min_devices=count)
 
     @property
     def policy(self) -> LoadPolicy:

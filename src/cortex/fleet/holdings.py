@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from cortex.wire.node.protocol import DeviceKind, ModelShare, ModelState, ModelStatus
+from cortex.wire.node.protocol import DeviceKind, ModelState, ModelStatus
 
 ON_DEVICE = frozenset(
     {ModelState.DOWNLOADING, ModelState.LOADING, ModelState.READY, ModelState.UNLOADING, ModelState.RECOVERING}
 )
 """States in which a model holds device memory or is about to."""
-
-
-def as_model(share: ModelShare) -> ModelStatus:
-    """A part of a model holds device memory as a model does."""
-    return ModelStatus(
-        id=share.model_id,
-        state=ModelState(share.state),
-        devices=share.devices,
-        measured_bytes=share.num_bytes,
-        device_bytes=share.device_bytes,
-        host_bytes=share.host_bytes,
-    )
 
 
 def sleep_frees(kind: DeviceKind) -> bool:

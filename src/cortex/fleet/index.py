@@ -54,7 +54,7 @@ class IndexedNode(Protocol):
     @property
     def residencies(self) -> Mapping[str, object]: ...
     @property
-    def shares(self) -> Sequence[object]: ...
+    def members(self) -> Sequence[object]: ...
 
 
 class FleetIndex(msgspec.Struct, frozen=True):
@@ -76,7 +76,7 @@ class FleetIndex(msgspec.Struct, frozen=True):
         return cls(
             {node.name: position for position, node in enumerate(nodes)},
             {model: tuple(found) for model, found in listing.items()},
-            tuple(position for position, node in enumerate(nodes) if node.shares),
+            tuple(position for position, node in enumerate(nodes) if node.members),
         )
 
     def changed(self, before: Sequence[IndexedNode], nodes: Collection[IndexedNode]) -> FleetIndex:
@@ -92,9 +92,9 @@ class FleetIndex(msgspec.Struct, frozen=True):
                     listing |= {model: found} if found else {}
                 for model in node.residencies.keys() - old.residencies.keys():
                     listing[model] = _with(listing.get(model, ()), position)
-            if bool(old.shares) != bool(node.shares):
+            if bool(old.members) != bool(node.members):
                 others = tuple(each for each in sharing if each != position)
-                sharing = _with(others, position) if node.shares else others
+                sharing = _with(others, position) if node.members else others
         return FleetIndex(self.positions, listing, sharing)
 
 

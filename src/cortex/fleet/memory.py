@@ -12,14 +12,11 @@ from cortex.quant_names import at_load, is_same_quant
 from cortex.wire.node.contexts import ContextSizes, tried
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
-from .catalogue import ModelSpec
+from .catalogue import ENGINES, ModelSpec
 from .devices import DeviceState
-from .holdings import ON_DEVICE, as_model, bytes_held
+from .holdings import ON_DEVICE, bytes_held
 from .index import remembered
 from .topology import Fleet, Measured, Node
-
-ENGINES = ("torch", "candle")
-"""The harnesses that are no servers: what their models take follows from their files and options."""
 
 Basis = Literal["measured", "estimated", "reserved"]
 
@@ -90,7 +87,7 @@ def ledger(node: Node, *, newcomer: str | None = None) -> tuple[DeviceLedger, ..
     """The ledger of every device of `node`. What the `newcomer` holds there while it is asleep counts as free: it is a
     part of what it needs."""
     held = None if newcomer is None else node.residencies.get(newcomer)
-    may_sleep = (held is not None and held.state is ModelState.ASLEEP) or bool(node.shares)
+    may_sleep = (held is not None and held.state is ModelState.ASLEEP) or bool(node.members)
     return _ledger(node, newcomer) if may_sleep else whole_ledger(node)
 
 
@@ -116,12 +113,13 @@ def _ledger(node: Node, newcomer: str | None) -> tuple[DeviceLedger, ...]:
             basis: Basis = "estimated" if held.status.measured_bytes is None else "measured"
             shares = held.status.device_bytes
             _enter(holdings, node, held.model_id, held.status.devices, held.num_bytes, basis, shares)
-    for share in node.shares:
-        if share.model_id not in reserved and not share.is_asleep:
-            _enter(holdings, node, share.model_id, share.devices, share.num_bytes, "measured", share.device_bytes)
+    for member in node.members:
+        if member.id not in reserved and member.state is not ModelState.ASLEEP:
+            num_bytes = member.measured_bytes or 0
+            _enter(holdings, node, member.id, member.devices, num_bytes, "measured", member.device_bytes)
     returned = dict.fromkeys(holdings, 0)
     asleep = [held.status for held in node.active if held.state is ModelState.ASLEEP]
-    for status in (*asleep, *map(as_model, node.shares)):
+    for status in (*asleep, *node.members):
         if status.state is ModelState.ASLEEP and status.id not in reserved:
             for device in node.devices:
                 kept_bytes = bytes_held(device.index, device.kind, status)
@@ -220,7 +218,7 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
     held = node.residencies.get(spec.id)
     status = None if held is None else sized_for(spec, held.status)
     contexts = None if status is None else _contexts(spec, status)
-    takes_bytes = None if status is None else whole_measured_bytes(node, status, fleet)
+    takes_bytes = None if status is None else whole_measured_bytes(status)
     if takes_bytes is None and status is not None and status.harness not in ENGINES and status.estimate_bytes:
         takes_bytes = spec.vram_bytes or _whole(status, status.estimate_bytes)  # its node knows its latest runs
     if takes_bytes is None:
@@ -254,14 +252,9 @@ def _whole(status: ModelStatus, num_bytes: int | None) -> int | None:
     return None if num_bytes is None else num_bytes * max(1, len(status.nodes))
 
 
-def whole_measured_bytes(node: Node, status: ModelStatus, fleet: Fleet) -> int | None:
-    """The measured size of the whole model that `node` serves. If its layers are divided among nodes, these have
-    different parts: `None` unless all are known."""
-    if status.measured_bytes is None or not status.nodes or status.parallel != "pipeline":
-        return _whole(status, status.measured_bytes)
-    others = [share.awake_bytes for _, share in fleet.parts(node.name, status.id)]
-    is_complete = len(others) == len(status.nodes) - 1 and all(others)
-    return status.measured_bytes + sum(others) if is_complete else None
+def whole_measured_bytes(status: ModelStatus) -> int | None:
+    """The measured size of the whole model, of which a node of a group has an equal part."""
+    return _whole(status, status.measured_bytes)
 
 
 def measurements(fleet: Fleet, models: Iterable[str] | None = None) -> Measured:
@@ -273,7 +266,7 @@ def measurements(fleet: Fleet, models: Iterable[str] | None = None) -> Measured:
         key = (spec.id, spec.quant, spec.context)
         for node in fleet.listing(model_id):
             status = node.residencies[model_id].status
-            whole_bytes = whole_measured_bytes(node, status, fleet)
+            whole_bytes = whole_measured_bytes(status)
             if whole_bytes is not None and status.harness not in ENGINES:
                 whole_bytes = _whole(status, status.estimate_bytes)  # what it holds now may be unusual
             is_wanted = spec.quant is None or _is_as_wanted(spec.quant, status)
@@ -300,12 +293,10 @@ def measured_anew(before: Node, after: Node) -> Iterator[str]:
         elif old.status is not status and _measured(old.status) != _measured(status):
             yield model_id
     yield from before.residencies.keys() - after.residencies.keys()
-    if before.shares != after.shares:
-        yield from {share.model_id for share in (*before.shares, *after.shares)}
 
 
 def _measured(status: ModelStatus) -> tuple[object, ...]:
-    return status.measured_bytes, status.requested_quant, status.quant, status.nodes, status.parallel
+    return status.measured_bytes, status.requested_quant, status.quant, status.nodes
 
 
 def sized_for(spec: ModelSpec, status: ModelStatus) -> ModelStatus | None:
@@ -337,15 +328,15 @@ def _estimate_elsewhere(spec: ModelSpec, fleet: Fleet) -> int | None:
 
 
 def _largest_estimate(spec: ModelSpec, fleet: Fleet) -> int | None:
-    held = [(node, node.residencies[spec.id]) for node in fleet.listing(spec.id)]
-    if not any(each.num_bytes for _, each in held) and spec.source is not None:
-        every = ((node, each) for node in fleet.nodes for each in node.residencies.values())
-        held = [(node, each) for node, each in every if each.status.source == spec.source]
-    known = [(node, status) for node, each in held if (status := sized_for(spec, each.status)) is not None]
+    held = [node.residencies[spec.id] for node in fleet.listing(spec.id)]
+    if not any(each.num_bytes for each in held) and spec.source is not None:
+        every = (each for node in fleet.nodes for each in node.residencies.values())
+        held = [each for each in every if each.status.source == spec.source]
+    known = [status for each in held if (status := sized_for(spec, each.status)) is not None]
     sizes = [
         _whole(status, status.estimate_bytes) if measured_bytes is None or _is_cut(status) else measured_bytes
-        for node, status in known
-        for measured_bytes in (whole_measured_bytes(node, status, fleet),)
+        for status in known
+        for measured_bytes in (whole_measured_bytes(status),)
     ]
     return max((size for size in sizes if size is not None), default=None)
 

@@ -139,7 +139,7 @@ def is_under_way(model_id: str, fleet: Fleet) -> bool:
         held = node.residencies[model_id]
         is_coming = held.state in STARTING or any(each.model_id == model_id for each in node.reservations)
         is_open = node.healthy and not node.draining
-        if is_open and (is_coming or held.state is ModelState.READY) and fleet.draining_part(node, held) is None:
+        if is_open and (is_coming or held.state is ModelState.READY) and fleet.draining_member(held) is None:
             return True
     return False
 

@@ -7,7 +7,7 @@ import msgspec
 from cortex.wire.node.protocol import Device, DeviceHealth, Discovery, Health, ModelState, ModelStatus
 
 from .devices import Ceilings, DeviceState
-from .holdings import as_model, bytes_held
+from .holdings import bytes_held
 from .topology import Node, Residency
 
 _CHANGING_MEMORY = frozenset({ModelState.LOADING, ModelState.UNLOADING, ModelState.RECOVERING})
@@ -20,10 +20,11 @@ def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -
         before,
         devices=_devices(before, discovery, health),
         ceiling_bytes=_smaller(before.ceilings.node_bytes, health.ceiling_bytes),
-        residencies={status.id: _residency(before, status, now) for status in health.models},
+        residencies={status.id: _residency(before, status, now) for status in health.models if not status.rank},
         max_devices_per_model=discovery.max_devices_per_model,
         can_sleep=discovery.can_sleep,
         harnesses=discovery.harnesses,
+        group_harnesses=discovery.group_harnesses,
         dialects=(*discovery.dialects, *discovery.more_dialects),
         healthy=True,
         draining=health.status == "draining",
@@ -31,7 +32,7 @@ def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -
         problem=discovery.driver_problem,
         disk=health.disk,
         pulls=health.pulls,
-        shares=health.shares,
+        members=tuple(status for status in health.models if status.rank),
     )
 
 
@@ -53,9 +54,8 @@ def after_missed_poll(node: Node, reason: str, *, limit: int) -> Node:
 def _devices(before: Node, discovery: Discovery, health: Health) -> tuple[DeviceState, ...]:
     reports = {report.index: report for report in health.devices}
     known = {device.index: device for device in before.devices}
-    models = (*health.models, *map(as_model, health.shares))
     return tuple(
-        _device(device, reports.get(device.index), known.get(device.index), models, before.ceilings)
+        _device(device, reports.get(device.index), known.get(device.index), health.models, before.ceilings)
         for device in discovery.devices
     )
 

@@ -18,7 +18,6 @@ from cortex.wire.node.protocol import (
     Dialect,
     DiskUse,
     ModelLoad,
-    ModelShare,
     ModelState,
     ModelStatus,
     PullStatus,
@@ -27,7 +26,7 @@ from cortex.wire.node.protocol import (
 from .catalogue import Catalogue, ModelSpec
 from .demand import Demand
 from .devices import Ceilings, DeviceState, MemoryReservation
-from .holdings import as_model, bytes_held
+from .holdings import bytes_held
 from .index import FleetIndex, carry, remembered
 from .rules import EvictionRules, PlacementRules
 
@@ -104,7 +103,7 @@ class PlacementFacts(NamedTuple):
     """Those that are not cold."""
     num_listed: int
     reservations: tuple[MemoryReservation, ...]
-    shares: tuple[ModelShare, ...]
+    members: tuple[tuple[str, ModelState, tuple[int, ...], int | None], ...]
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -123,6 +122,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     can_sleep: bool = True
     """Whether models that it unloads may sleep."""
     harnesses: tuple[str, ...] = ("torch",)
+    group_harnesses: tuple[str, ...] = ()
+    """Those that run a model on several nodes."""
     dialects: tuple[Dialect, ...] = ("openai_chat",)
     healthy: bool = False
     draining: bool = False
@@ -138,8 +139,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     disk: DiskUse | None = None
     pulls: tuple[PullStatus, ...] = ()
     """Downloads without a load."""
-    shares: tuple[ModelShare, ...] = ()
-    """Parts of models that other nodes serve."""
+    members: tuple[ModelStatus, ...] = ()
+    """Members of groups that it has and does not serve: `rank` is 1 or more."""
     raised_needs: dict[str, int] = {}
     """By model that it serves: the minimum bytes that it needs, raised after a load ran out of memory."""
 
@@ -152,19 +153,10 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         held = self.residencies.get(spec.id)
         return spec.harness or (held.status.harness if held is not None else "torch")
 
-    def nodes_of(self, spec: ModelSpec) -> tuple[str, ...]:
-        """The nodes that share a model which this one serves: by the catalogue, or as this one is configured. Empty:
-        it has all of it."""
+    def num_nodes_of(self, spec: ModelSpec) -> int:
+        """How many nodes run a model that this one serves: as it was loaded, or by the catalogue."""
         held = self.residencies.get(spec.id)
-        return spec.nodes or (held.status.nodes if held is not None else ())
-
-    def divides_by_layers(self, spec: ModelSpec) -> bool:
-        """Whether devices have whole layers of the model: by the catalogue, or as this node is configured."""
-        held = self.residencies.get(spec.id)
-        status = None if held is None else held.status
-        return spec.pipeline_parallel > 1 or (
-            status is not None and (status.parallel == "pipeline" or bool(status.stage_layers))
-        )
+        return len(held.status.nodes) if held is not None and held.status.nodes else spec.num_nodes
 
     @cached_property
     def active(self) -> tuple[Residency, ...]:
@@ -180,7 +172,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             tuple([(held.status.id, held.status.state) for held in self.active]),
             len(self.residencies),
             self.reservations,
-            self.shares,
+            tuple([(each.id, each.state, each.devices, each.measured_bytes) for each in self.members]),
         )
 
     @cached_property
@@ -241,39 +233,30 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             held = node.residencies[model_id]
             if held.state is not ModelState.READY or not node.healthy or node.draining:
                 continue
-            if self.draining_part(node, held) is None:
+            if self.draining_member(held) is None:
                 yield node, held
 
-    def lead_of(self, share: ModelShare) -> tuple[Node, Residency] | None:
-        """The node that serves the model of a part, and the model there. `None`: no node of this fleet does, or the
-        nodes have other names for themselves than here, and several of them could."""
-        found = [
-            (node, held)
-            for node in self.listing(share.model_id)
-            if (held := node.residencies[share.model_id]).status.nodes[:1] == (share.lead,)
-        ]
-        found = [(node, held) for node, held in found if node.name == share.lead] or found
-        return found[0] if len(found) == 1 else None
+    def leader_of(self, member: ModelStatus) -> tuple[Node, Residency] | None:
+        """The node that serves the model of a member, and the model there. `None`: it is not in this fleet, or lists
+        the model no longer."""
+        node = self.node(member.nodes[0])
+        held = None if node is None else node.residencies.get(member.id)
+        return None if node is None or held is None else (node, held)
 
-    def parts(self, lead: str, model_id: str) -> tuple[tuple[Node, ModelShare], ...]:
-        """The nodes with a part of a model that `lead` serves, and the part."""
-        sharing = (self.nodes[position] for position in self.index.sharing)
+    def members(self, leader: str, model_id: str) -> tuple[tuple[Node, ModelStatus], ...]:
+        """The other nodes of the group that `leader` serves, each with its member."""
+        having = (self.nodes[position] for position in self.index.sharing)
         return tuple(
-            (node, share)
-            for node in sharing
-            for share in node.shares
-            if share.model_id == model_id and (found := self.lead_of(share)) is not None and found[0].name == lead
+            (node, member)
+            for node in having
+            for member in node.members
+            if member.id == model_id and member.nodes[0] == leader
         )
 
-    def holders(self, lead: str, model_id: str) -> tuple[Node, ...]:
-        """The nodes with a part of a model that `lead` serves."""
-        return tuple(node for node, _ in self.parts(lead, model_id))
-
-    def draining_part(self, lead: Node, held: Residency) -> Node | None:
-        """A draining node with a part of a model that `lead` serves: the model drains with it."""
-        if not held.status.nodes:
-            return None
-        return next((node for node in self.holders(lead.name, held.model_id) if node.draining), None)
+    def draining_member(self, held: Residency) -> Node | None:
+        """A draining node of the group that runs a model: the model drains with it."""
+        named = (self.node(name) for name in held.status.nodes[1:])
+        return next((node for node in named if node is not None and node.draining), None)
 
     def with_node(self, changed: Node) -> Fleet:
         """This fleet with one node replaced, or added."""
@@ -297,17 +280,13 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return fleet
 
     def without(self, gone: Collection[ModelOnNode]) -> Fleet:
-        """This fleet once these models are unloaded, each with its parts on other nodes."""
+        """This fleet once these models are unloaded, each with all members of its group."""
         return msgspec.structs.replace(self, nodes=tuple(self._freed(node, gone) for node in self.nodes))
 
     def _freed(self, node: Node, gone: Collection[ModelOnNode]) -> Node:
-        shares = [
-            share
-            for share in node.shares
-            if (lead := self.lead_of(share)) is not None and ModelOnNode(lead[0].name, share.model_id) in gone
-        ]
+        members = [member for member in node.members if ModelOnNode(member.nodes[0], member.id) in gone]
         models = [held for model, held in node.residencies.items() if ModelOnNode(node.name, model) in gone]
-        statuses = [*(held.status for held in models), *map(as_model, shares)]
+        statuses = [*(held.status for held in models), *members]
 
         def freed(device: DeviceState) -> DeviceState:
             here = [bytes_held(device.index, device.kind, status) for status in statuses]
@@ -317,7 +296,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             node,
             devices=tuple(map(freed, node.devices)),
             residencies={model: held for model, held in node.residencies.items() if held not in models},
-            shares=tuple(share for share in node.shares if share not in shares),
+            members=tuple(member for member in node.members if member not in members),
         )
 
     def with_in_flight(self, counts: Mapping[ModelOnNode, int]) -> Fleet:

@@ -71,7 +71,7 @@ class ConfigurationFiles:
 
 def unknown_nodes(spec: ModelSpec, names: Collection[str]) -> Iterator[tuple[str, str]]:
     """The keys of `spec` that name a node which is not in `names`, each with that node."""
-    for key, wanted in (("pinned_on", spec.pinned_on), ("only_on", spec.only_on), ("nodes", spec.nodes)):
+    for key, wanted in (("pinned_on", spec.pinned_on), ("only_on", spec.only_on), ("nodes", spec.node_names)):
         for name in sorted(set(wanted) - set(names)):
             yield key, name
 

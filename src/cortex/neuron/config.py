@@ -6,6 +6,7 @@ types. Environment variables override the file: `NEURON_KEY`, `NEURON_SECTION__K
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -156,24 +157,6 @@ class DefaultModel(ModelOptions, frozen=True):
     renamed: ClassVar = {"model_id": "id"}
 
 
-class PeerEntry(Section, frozen=True):
-    """Another node, on which models of this node may have a part (`nodes` of a model)."""
-
-    name: str
-    """Its name in `nodes`."""
-    endpoint: str
-    """Base URL of its API, such as `http://benjy.internal:13131`."""
-    key_env: str | None = None
-    """The environment variable that holds one of its `keys`."""
-    ca_file: Path | None = None
-    """The certificates, in PEM, of the authorities that may sign the certificate of an `https://` endpoint, relative to
-    this file. Absent: those that the system trusts."""
-
-    def __post_init__(self) -> None:
-        if not self.endpoint.startswith(("http://", "https://")):
-            raise ValueError(f"endpoint must look like `http://benjy.internal:13131`, got `{self.endpoint}`")
-
-
 class DeviceEntry(Section, frozen=True):
     """A device of this node, by its index in `neuron discover`."""
 
@@ -236,10 +219,10 @@ class NeuronConfig(Section, frozen=True):
     cpu_devices: Count = 1
     """On a host without GPUs: the number of CPU devices, each with its own worker and an equal share of the host's
     cores and memory. A model may be placed on any of them."""
-    peers: tuple[PeerEntry, ...] = ()
-    peer_address: str | None = None
-    """The address of this host at which peers reach it while a model spans nodes. Absent: the one from which this node
-    reaches the first peer of the model."""
+    cluster_address: str | None = None
+    """The address of this host on a private network that only the nodes are on: servers that run a model on several
+    nodes (`nodes` in `models.toml`) reach each other there, and accept everybody who does. Absent: this node takes no
+    part in such models."""
     devices: tuple[DeviceEntry, ...] = ()
     harnesses: tuple[HarnessEntry, ...] = (HarnessEntry(),)
     harness: HarnessSettings = HarnessSettings()
@@ -252,12 +235,13 @@ class NeuronConfig(Section, frozen=True):
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key belong together; set both or neither")
+        if self.cluster_address is not None:
+            check_cluster_address(self.cluster_address)
         for key in self.keys:
             check_key(key)
         for name, ids in (
             ("models", [entry.id for entry in self.models]),
             ("default_models", [entry.id for entry in self.default_models]),
-            ("peers", [entry.name for entry in self.peers]),
             ("harnesses", [entry.name for entry in self.harnesses]),
         ):
             if twice := sorted({model_id for model_id in ids if ids.count(model_id) > 1}):
@@ -281,7 +265,7 @@ class NeuronConfig(Section, frozen=True):
         return default if entry is None else default.over(entry)
 
     def _check_model(self, section: str, options: ModelOptions) -> None:
-        model_id, nodes = options.id, options.nodes
+        model_id = options.id
         harnesses = [*ENGINE_NAMES, *{**BY_NAME, **{entry.name: entry for entry in self.commands}}]
         if options.harness is not None and options.harness not in harnesses:
             raise ValueError(
@@ -290,24 +274,11 @@ class NeuronConfig(Section, frozen=True):
             )
         if options.tensor_parallel > 1 and options.pipeline_parallel > 1:
             raise ValueError(f"`{model_id}` has tensor_parallel and pipeline_parallel; choose one of them")
-        where = f"`nodes` of `{model_id}` in [[{section}]]"
-        if len(nodes) == 1 or len(set(nodes)) < len(nodes):
-            raise ValueError(f"{where} must name two or more nodes, each once, this one first")
-        if nodes and options.replicas > 1:
-            raise ValueError(f"`{model_id}` in [[{section}]] has both `nodes` and `replicas`; remove one of them")
-        if options.max_replicas > 1 and (nodes or options.tensor_parallel > 1 or options.pipeline_parallel > 1):
+        if options.max_replicas > 1 and (options.tensor_parallel > 1 or options.pipeline_parallel > 1):
             raise ValueError(
                 f"`{model_id}` in [[{section}]] has `max_replicas`, which is for models on one device, but is divided; "
                 "remove it, or use `replicas`"
             )
-        known = [peer.name for peer in self.peers]
-        for name in nodes[1:]:
-            if name not in known:
-                have = ", ".join(known) or "none"
-                raise ValueError(
-                    f"{where} names {name}, which is no peer of this node (peers: {have}); add it under [[peers]] with "
-                    "`name` and `endpoint`, or correct `nodes`"
-                )
 
     @property
     def commands(self) -> tuple[HarnessEntry, ...]:
@@ -317,17 +288,27 @@ class NeuronConfig(Section, frozen=True):
         return (*listed.values(), *(BY_NAME[name] for name in BY_NAME if name in named and name not in listed))
 
     @property
-    def other_variables(self) -> frozenset[str]:
-        """Those that hold the keys of peers."""
-        return frozenset(peer.key_env for peer in self.peers if peer.key_env is not None)
-
-    @property
     def address(self) -> Listen:
         """`listen` with `port` applied."""
         if self.port is None:
             return self.listen
         host = f"[{self.listen.host}]" if ":" in self.listen.host else self.listen.host
         return Listen(f"{host}:{self.port}")
+
+
+def check_cluster_address(address: str) -> None:
+    """Raises ValueError for what is no address, or one that the internet reaches: servers authenticate nobody."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        raise ValueError(
+            f"cluster_address must be an address of this host, such as 10.0.0.1, got `{address}`"
+        ) from None
+    if parsed.is_global or parsed.is_unspecified or parsed.is_multicast:
+        raise ValueError(
+            f"cluster_address {address} is not of a private network: servers that run a model on several nodes accept "
+            "everybody who reaches them; choose an address of a network that only the nodes are on"
+        )
 
 
 def check_key(key: str) -> None:
@@ -341,9 +322,7 @@ def check_key(key: str) -> None:
 
 def load(path: Path | None, env: Mapping[str, str] = os.environ) -> NeuronConfig:
     """Reads `path`, or the defaults without one, and applies the environment. Raises SettingsError."""
-    config = settings.load(NeuronConfig, path, env_prefix=PREFIX, env=env)
-    settings.check_key_variables([peer.key_env for peer in config.peers], env)
-    return config
+    return settings.load(NeuronConfig, path, env_prefix=PREFIX, env=env)
 
 
 def check_environment(env: Mapping[str, str]) -> None:

@@ -39,6 +39,19 @@ def test_ps_lists_models_in_memory(gateway: CannedGateway, invoke: Invoke) -> No
     assert [entry["model"]["id"] for entry in json.loads(invoke("ps", "--json").stdout)] == ["small", "other"]
 
 
+def test_ps_shows_a_group_as_one_model_on_several_nodes(gateway: CannedGateway, invoke: Invoke) -> None:
+    nodes = ["beast", "benjy"]
+    found = fleet(READY | {"nodes": nodes})
+    member = READY | {"nodes": nodes, "rank": 1}
+    found["nodes"].append({"name": "benjy", "kind": "neuron", "up": True, "members": [member]})
+    gateway.responses["GET", "/fleet/status"] = found
+    _, row, *rest = invoke("ps").stdout.splitlines()
+    assert row.split()[:6] == ["small", "beast", "+", "benjy", "ready", "1.8"]
+    assert not any("small" in line for line in rest)
+    found["nodes"][0]["models"] = []
+    assert "rank 1 of beast + benjy, ready" in invoke("ps").stdout
+
+
 def test_ps_shows_no_activity_of_a_node_that_is_down(gateway: CannedGateway, invoke: Invoke) -> None:
     busy = READY | {"in_flight": 7, "load": {"running": 7, "tokens_per_s": 55.0}, "idle_s": 0.0}
     gateway.responses["GET", "/fleet/status"] = fleet(busy)
@@ -133,10 +146,12 @@ def test_status_keeps_device_and_memory_on_one_line_at_80_columns(
 
 
 def test_status_shows_the_part_that_a_node_has_of_a_model(gateway: CannedGateway, invoke: Invoke) -> None:
-    share = {"model_id": "wide", "lead": "beast", "state": "ready", "devices": [0], "num_bytes": 3 << 30}
-    gateway.responses["GET", "/fleet/status"] = fleet(shares=[share], cold_models=["other", "wide"])
+    facts = {"devices": [0], "measured_bytes": 3 << 30, "nodes": ["beast", "benjy"], "rank": 1}
+    member = {"id": "wide", "state": "ready", "log_lines": ["loading shard 3"], **facts}
+    gateway.responses["GET", "/fleet/status"] = fleet(members=[member], cold_models=["other", "wide"])
     shown = invoke("status").stdout
     assert "part of wide, which beast serves: ready, 3.0 GiB" in shown
+    assert "loading shard 3" in shown
     assert "cold: other\n" in shown
 
 

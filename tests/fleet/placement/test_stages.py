@@ -134,7 +134,7 @@ def test_names_the_setting_that_a_node_cannot_satisfy(node: Make, fleet: Make, s
     ("other", "problem"),
     [
         ({"min_devices": 2}, "`m` has min_devices and pipeline_parallel"),
-        ({"nodes": ("a", "b", "c")}, "pipeline_parallel = 2 of `m` cannot be shared equally by 3 nodes"),
+        ({"nodes": ("a", "b"), "harness": "vllm"}, "has `nodes` and pipeline_parallel"),
     ],
 )
 def test_stages_are_not_combined_with_what_contradicts_them(other: dict[str, Any], problem: str) -> None:

@@ -59,7 +59,7 @@ def test_one_poll_after_restart_restores_the_fleet() -> None:
 
 def sharing_fleet(**sizes: int) -> FakeFleet:
     """Models `a` and `b` take 15 GB on each of two nodes of 24 GB; `a` is ready. `y` is a model of the second node."""
-    specs = tuple(ModelSpec(id=model, nodes=("n", "m")) for model in "ab")
+    specs = tuple(ModelSpec(id=model, harness="vllm", nodes=("n", "m")) for model in "ab")
     fake = FakeFleet(
         {"n": {"a": 15 * GB, "b": 15 * GB}, "m": sizes},
         catalogue=Catalogue(models=specs),
@@ -70,27 +70,46 @@ def sharing_fleet(**sizes: int) -> FakeFleet:
     return fake
 
 
-@pytest.mark.parametrize("nodes", [(), ("n", "m")])
-@pytest.mark.parametrize("stages", [1, 2])
-def test_ceiling_of_a_node_limits_its_part_of_a_model_that_spans_nodes(nodes: tuple[str, ...], stages: int) -> None:
-    """`nodes` of the model: in the catalogue, or only in the configuration of its lead."""
-    catalogue = Catalogue(models=(ModelSpec(id="a", nodes=nodes, pipeline_parallel=stages),))
+def test_smallest_ceiling_of_its_nodes_limits_every_member_of_a_group() -> None:
+    catalogue = Catalogue(models=(ModelSpec(id="a", harness="vllm", nodes=("n", "m")),))
     fake = FakeFleet({"n": {"a": 6 * GB}, "m": {}}, catalogue=catalogue, spans={"a": ("n", "m")})
     settings = fake.settings("n", "m")
-    ceilings = (9 * GB, 8 * GB)
     limited = tuple(
         msgspec.structs.replace(each, memory_mb=ceiling >> 20)
-        for each, ceiling in zip(settings.neurons, ceilings, strict=True)
+        for each, ceiling in zip(settings.neurons, (9 * GB, 8 * GB), strict=True)
     )
     fake.dispatcher.reconfigure(replace(settings, neurons=limited))
     fake.poll()
     fake.ask("a")
     (request,) = fake.load_requests
-    assert (request.tensor_parallel if stages == 1 else request.pipeline_parallel) == (2 if nodes or stages > 1 else 1)
-    if stages == 1:
-        assert (request.max_bytes, request.max_bytes_of_nodes) == (16 * GB, ()), "over both nodes"
-    else:
-        assert (request.max_bytes, request.max_bytes_of_nodes) == (None, ceilings)
+    assert (request.tensor_parallel, request.max_bytes) == (1, 8 * GB)
+
+
+def test_group_that_is_lost_is_started_again_and_one_that_was_unloaded_is_not() -> None:
+    fake = sharing_fleet()
+    fake.ready["n"].clear()
+    fake.poll()
+    fake.dispatcher.tick()
+    assert fake.loads == [("n", "a")], "nobody asked for it"
+    fake.finish_load()
+    fake.poll()
+    fake.dispatcher.unload(ModelOnNode("n", "a"), force=False, sleep=False)
+    fake.finish_unload()
+    fake.poll()
+    fake.dispatcher.tick()
+    assert fake.loads == [("n", "a")]
+
+
+def test_group_whose_node_went_down_is_started_again_when_that_is_back() -> None:
+    fake = sharing_fleet()
+    for _ in range(3):
+        fake.dispatcher.missed("n", "connection refused")
+    fake.dispatcher.tick()
+    assert fake.loads == []
+    fake.ready["n"].clear()
+    fake.poll()
+    fake.dispatcher.tick()
+    assert fake.loads == [("n", "a")]
 
 
 def test_models_that_span_the_same_nodes_replace_each_other() -> None:
@@ -137,7 +156,7 @@ def test_model_takes_no_requests_while_a_node_with_a_part_of_it_is_drained() -> 
     fake.operator.drain("m", drained=True)
     (refused,) = fake.ask("a")
     assert isinstance(refused, Draining)
-    assert "m has a part of it, and is drained by the operator" in refused.message
+    assert "m runs a part of it, and is drained by the operator" in refused.message
     fake.operator.drain("m", drained=False)
     assert node_of(fake.ask("a")) == "n"
 

@@ -20,7 +20,7 @@ from cortex.fleet.memory import measurements
 from cortex.fleet.placement.decision import Origin
 from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.leases import Lease, PendingRequest
-from cortex.gateway.dispatch.model_jobs import Cause
+from cortex.gateway.dispatch.model_jobs import Cause, MemberPlan
 from cortex.gateway.dispatch.replicas import ReadyReplicas
 from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed, UnloadedWhileLoading, UpstreamUnavailable
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
@@ -35,12 +35,12 @@ SIZES = {"a": 20 * GB, "b": 14 * GB, "c": 6 * GB, "huge": 90 * GB}
 class PromptFleet(FakeFleet):
     """Its effects report at once, from inside the call that ordered them."""
 
-    def load(self, node: str, request: LoadRequest, parts: tuple[str, ...]) -> None:
-        super().load(node, request, parts)
+    def load(self, node: str, request: LoadRequest, others: tuple[MemberPlan, ...]) -> None:
+        super().load(node, request, others)
         self.finish_load()
 
-    def unload(self, node: str, request: UnloadRequest, cause: Cause, parts: tuple[str, ...]) -> None:
-        super().unload(node, request, cause, parts)
+    def unload(self, node: str, request: UnloadRequest, cause: Cause, others: tuple[str, ...]) -> None:
+        super().unload(node, request, cause, others)
         self.finish_unload()
 
 
@@ -116,7 +116,7 @@ class Simulation(FakeFleet):
 
     # Effects
 
-    def load(self, node: str, request: LoadRequest, parts: tuple[str, ...]) -> None:
+    def load(self, node: str, request: LoadRequest, others: tuple[MemberPlan, ...]) -> None:
         target = ModelOnNode(node, request.model_id)
         assert target not in self.loading, "ordered twice"
         used = sum(SIZES[model] for model in self.ready[node])
@@ -126,7 +126,7 @@ class Simulation(FakeFleet):
         if self.prompt:
             self.end_load(target)
 
-    def unload(self, node: str, request: UnloadRequest, cause: Cause, parts: tuple[str, ...]) -> None:
+    def unload(self, node: str, request: UnloadRequest, cause: Cause, others: tuple[str, ...]) -> None:
         target = ModelOnNode(node, request.model_id)
         assert target not in self.unloading, "ordered twice"
         self.unloading.add(target)

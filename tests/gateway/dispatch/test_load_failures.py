@@ -198,7 +198,7 @@ def test_node_down_during_load_moves_the_load_to_another_node() -> None:
 
 def spanning_fleet() -> FakeFleet:
     """Model `a` takes 15 GB on each of two nodes of 24 GB, which hold 20 GB of others."""
-    spec = ModelSpec(id="a", nodes=("n", "m"))
+    spec = ModelSpec(id="a", harness="vllm", nodes=("n", "m"))
     fake = FakeFleet({"n": {"a": 30 * GB, "x": 20 * GB}, "m": {"y": 20 * GB}}, catalogue=Catalogue(models=(spec,)))
     fake.ready["n"]["x"] = fake.ready["m"]["y"] = 900.0
     fake.poll()

@@ -18,7 +18,6 @@ from cortex.http.limits import ClientLimits
 from cortex.neuron.api.access import NodeAccess, NodeKeys
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.engine.request import EngineRequest, EngineStats, PooledTexts, StepOutput, TokenLogprobs
-from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.status import ServedModel
 from cortex.neuron.picture_process.client import Pictures
 from cortex.neuron.picture_process.limits import PictureLimits
@@ -283,11 +282,6 @@ class ScriptedNode:
 
     async def recycle(self, device: int) -> bool:
         return self.state is ModelState.COLD
-
-    async def host_share(self, connection: Connection) -> None:
-        """Returns every message."""
-        async for message in connection:
-            await connection.send(message)
 
     def generate(self, model_id: str, request: EngineRequest) -> PlayedGeneration:
         if self.submit_error is not None:

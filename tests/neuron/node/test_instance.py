@@ -1,4 +1,3 @@
-import asyncio
 import time
 
 import pytest
@@ -20,24 +19,6 @@ async def test_takes_reports_of_the_engine_before_the_load_has_ended() -> None:
     instance = instance_of(FakeHost(0), [])
     instance.on_stats(EngineStats(steps=3))
     assert instance.stats.steps == 3
-
-
-async def test_model_of_which_a_part_goes_is_unloaded_once_and_lost() -> None:
-    host, lost = FakeHost(0), list[str]()
-    instance = instance_of(host, lost)
-    await host.load(instance)
-    instance.on_ending("a node shuts down")
-    instance.on_ending("another one, too")
-    await instance.unload()
-    assert (host.num_unloads, lost) == (1, [])
-    host, lost = FakeHost(0), list[str]()
-    instance = instance_of(host, lost)
-    await host.load(instance)
-    instance.on_ending("a node shuts down")
-    await instance.drained()
-    while not lost:
-        await asyncio.sleep(0)
-    assert (host.num_unloads, lost) == (1, ["a node shuts down"])
 
 
 async def test_speed_leaves_out_the_prompt_and_the_first_token_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:

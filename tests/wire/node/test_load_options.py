@@ -18,7 +18,7 @@ from cortex.wire.node.sampling import SamplingDefaults
         ({"quant": "", "source": ""}, {"quant": "q4_k", "source": "org/a"}, {"quant": "q4_k", "source": "org/a"}),
         ({"kv_dtype": "auto"}, {"kv_dtype": "fp8"}, {"kv_dtype": "auto"}),
         ({"tensor_parallel": 2}, {"tensor_parallel": 4}, {"tensor_parallel": 2}),
-        ({"nodes": ("a", "b")}, {"devices": (1,)}, {"nodes": ("a", "b"), "devices": (1,)}),
+        ({"quant": "q8"}, {"devices": (1,)}, {"quant": "q8", "devices": (1,)}),
         (
             {"sampling": SamplingDefaults(temperature=0.0)},
             {"sampling": SamplingDefaults(temperature=0.7, top_k=20)},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -12,10 +13,11 @@ from rich.text import Text
 from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
+from cortex.cli.fleet_view import HeldModel, NodeView
 from cortex.cli.output import console, json_option, print_json, rate, size, state, table
 from cortex.cli.views.jobs import parse
 from cortex.cli.views.load import describe, memory_of
-from cortex.wire.node.protocol import ModelState
+from cortex.wire.node.protocol import ModelState, ModelStatus
 from cortex.wire.words import duration, plural
 
 WAIT_S = 0.5
@@ -32,16 +34,16 @@ def ps(gateway: GatewayClient, as_json: bool) -> None:
     """
     fleet = fleet_view.fetch(gateway)
     held = [(node, model) for node in fleet.nodes for model in node.models if model.state is not ModelState.FAILED]
-    shares = [(node, share) for node in fleet.nodes for share in node.shares]
+    members = [(node, member) for node in fleet.nodes for member in node.members]
     if as_json:
         print_json(
             [
                 *({"node": node.name, "up": node.up, "model": model} for node, model in held),
-                *({"node": node.name, "up": node.up, "share": share} for node, share in shares),
+                *({"node": node.name, "up": node.up, "member": member} for node, member in members),
             ]
         )
         return
-    if not held and not shares:
+    if not held and not members:
         console().print("no model is in memory; load one with `cortex load MODEL`")
         return
     rows = table("MODEL", "NODE", "STATE", ">MEMORY", ">RUNNING", ">TOK/S", ">IDLE", "PINNED")
@@ -53,24 +55,32 @@ def ps(gateway: GatewayClient, as_json: bool) -> None:
             continue
         rows.add_row(
             model.id,
-            node.name,
+            " + ".join(model.nodes) or node.name,
             state(describe(model)),
-            memory_of(model),
+            _memory_of_all(node, model, members),
             str(max(model.in_flight, model.load.running) or ""),
             rate(model.load.tokens_per_s),
             duration(model.idle_s) if model.idle_s >= 1 else "",
             "yes" if model.pinned else "",
         )
-    for node, share in shares:
-        asleep = share.state == "asleep"
-        what = f"part of {share.lead}'s{', asleep' if asleep else ''}" if node.up else "unreachable"
-        memory = f"{size(share.host_bytes)} in RAM" if asleep else size(share.num_bytes)
-        rows.add_row(share.model_id, node.name, what, memory, "", "", "", "")
+    led = {(node.name, model.id) for node, model in held if model.nodes}
+    for node, member in members:
+        if (member.nodes[0], member.id) not in led:  # its leader has not started, or is gone
+            what = f"rank {member.rank} of {' + '.join(member.nodes)}, {describe(member)}" if node.up else "unreachable"
+            rows.add_row(member.id, node.name, what, memory_of(member), "", "", "", "")
     console().print(rows)
     for node in fleet.nodes:
         if node.up and (kept := sum(device.kv_host_bytes for device in node.devices)):
             line = f"{node.name} keeps {size(kept)} of KV in RAM, for conversations that are not on its devices"
             console().print(Text(line, style="dim"), soft_wrap=True)
+
+
+def _memory_of_all(node: NodeView, model: HeldModel, members: Sequence[tuple[NodeView, ModelStatus]]) -> str:
+    """What a model takes on all nodes of its group."""
+    others = [member for _, member in members if member.id == model.id and member.nodes[0] == node.name]
+    if not others or model.state is ModelState.ASLEEP:
+        return memory_of(model)
+    return size(sum(each.measured_bytes or 0 for each in (model, *others)))
 
 
 @click.command(cls=Command)

@@ -17,7 +17,7 @@ from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.fleet_view import FleetView, HeldModel, NodeView, without_name
 from cortex.cli.output import bar, console, json_option, print_json, rate, size, state, table
-from cortex.cli.views.load import context_of, fraction_done, memory_of, reason_of
+from cortex.cli.views.load import context_of, describe, fraction_done, memory_of, reason_of
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.words import duration, replicas_in_words
 
@@ -99,11 +99,12 @@ def _node(node: NodeView, fleet: FleetView) -> RenderableType:
             for model in node.models
             if model.state is ModelState.READY and model.context_shortage
         ]
-    for share in node.shares if node.up else ():
-        held = f", {size(share.num_bytes)}" if share.num_bytes else ""
-        part = f"part of {share.model_id}, which {share.lead} serves: {share.state}{held}"
+    for member in node.members if node.up else ():
+        held = f", {size(member.measured_bytes)}" if member.measured_bytes else ""
+        part = f"part of {member.id}, which {member.nodes[0]} serves: {describe(member)}{held}"
         parts.append(Padding(Text(part), (0, 0, 0, 2)))
-    here = {share.model_id for share in node.shares}
+        parts += [Padding(Text(line, style="dim"), (0, 0, 0, 4)) for line in member.log_lines]
+    here = {member.id for member in node.members}
     if cold := sorted(model for model in node.cold_models if model not in here):
         parts.append(Padding(Text(f"cold: {', '.join(cold)}", style="dim"), (0, 0, 0, 2)))
     for model, reason in (node.absent_models | node.cold_reasons).items() if node.up else ():

@@ -69,7 +69,7 @@ def node_room(node: Node) -> _NodeRoom:
     """The memory of `node`, prepared for bounds."""
     devices = eligible_devices(whole_ledger(node))
     reserved = {reservation.model_id for reservation in node.reservations}
-    shared = {share.model_id for share in node.shares}
+    shared = {member.id for member in node.members}
     may_be_leaving = bool(shared) or any(held.state is ModelState.UNLOADING for held in node.active)
     rooms = tuple(
         _DeviceRoom(
@@ -116,7 +116,7 @@ def is_plain(spec: ModelSpec, fleet: Fleet, origin: Origin) -> bool:
 def by_free_memory(spec: ModelSpec, node: Node, need: Need | None, *, packs: bool) -> Bound:
     """The bound of a node where memory decides, from what is free there. `packs`: the fullest device is preferred."""
     held = node.residencies.get(spec.id)
-    if _may_wake(spec, node, held) or node.nodes_of(spec):
+    if _may_wake(spec, node, held) or node.num_nodes_of(spec) > 1:
         return (_ASLEEP,)
     is_elsewhere, room = node.name not in spec.pinned_on, node_room(node)
     bound = by_room(room, need, packs=packs, is_elsewhere=is_elsewhere, is_divided=_is_divided(spec, held))
@@ -252,7 +252,7 @@ def _missing(room: _DeviceRoom, size: int) -> int:
 
 def _may_wake(spec: ModelSpec, node: Node, held: Residency | None) -> bool:
     is_asleep = held is not None and held.state is ModelState.ASLEEP
-    return is_asleep or any(share.model_id == spec.id for share in node.shares)
+    return is_asleep or any(member.id == spec.id for member in node.members)
 
 
 def _is_divided(spec: ModelSpec, held: Residency | None) -> bool:

@@ -135,7 +135,7 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
     kv_elsewhere: float = 0.0
     """The part that is missing there of what the node with the most keeps; 0 also where no node keeps any."""
     parts: tuple[Assessment, ...] = ()
-    """The assessments of the other nodes of a model that spans nodes."""
+    """The assessments of the other members of a model that several nodes run together."""
 
     @property
     def rank(self) -> int:
@@ -197,7 +197,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def evictions(self) -> tuple[ModelOnNode, ...]:
-        """The victims, with those on the other nodes of a model that spans nodes; each once, on the node that serves
+        """The victims, with those on the other nodes of its group; each once, on the node that serves
         it."""
         places = (self.chosen, *self.chosen.parts) if self.chosen else ()
         return tuple(dict.fromkeys(eviction for place in places for eviction in place.evictions))

@@ -63,10 +63,8 @@ class Occupant(msgspec.Struct, frozen=True, kw_only=True):
     """The protection in words, with its values."""
     lead: str | None = None
     """The node that serves it, if this one has only a part of it: it is unloaded there."""
-    ranks: frozenset[int] = frozenset()
-    """The devices that it is divided among, if it is."""
     num_nodes: int = 1
-    """Those that it has parts on."""
+    """Those that run it together."""
     elsewhere_bytes: int = 0
     """What its unload would free on the others."""
     is_unloading: bool = False
@@ -169,11 +167,8 @@ def choose(
     occupants: Sequence[Occupant],
     shortfall: Mapping[int, int],
     rules: EvictionRules,
-    *,
-    in_the_way: Sequence[Occupant] = (),
 ) -> tuple[Occupant, ...] | None:
     """The occupants to evict for `shortfall` (bytes by device or `WHOLE_NODE`), or `None` when they cannot cover it.
-    `in_the_way`: those of them that must leave, whatever their size.
 
     Least recently used first (`lru`), or lowest priority and then least recently used (`priority`), until it fits. Then
     victims that turn out to be unnecessary are dropped, the largest first: no victim in the result can be left out.
@@ -185,9 +180,7 @@ def choose(
         by_rules = (occupant.priority, *by_use) if rules.strategy == "priority" else by_use
         return (not occupant.is_leaving, *by_rules)
 
-    if any(occupant.protection is not None for occupant in in_the_way):
-        return None
-    victims = list(in_the_way)
+    victims: list[Occupant] = []
     for occupant in sorted(occupants, key=order):
         if _covers(victims, shortfall):
             break
@@ -195,8 +188,7 @@ def choose(
             victims.append(occupant)
     if not _covers(victims, shortfall):
         return None
-    optional = [victim for victim in victims if victim not in in_the_way]
-    for victim in sorted(optional, key=lambda occupant: (occupant.is_leaving, -occupant.num_bytes)):
+    for victim in sorted(victims, key=lambda occupant: (occupant.is_leaving, -occupant.num_bytes)):
         others = [other for other in victims if other is not victim]
         if _covers(others, shortfall):
             victims = others

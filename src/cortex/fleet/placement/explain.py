@@ -53,7 +53,7 @@ def outcome(decision: Decision) -> str:
             names = [f"{model} on {place}" if place != node else model for place, model in decision.evictions]
             victims = f" after unloading {', '.join(names)}" if names else ""
             devices = f" (device {', '.join(map(str, decision.devices))})" if decision.devices else ""
-            parts = "".join(f" and a part on {part.node}" for part in decision.parts)
+            parts = "".join(f" and {part.node}" for part in decision.parts)
             return f"{verb} {model_id} on {node}{devices}{parts}{victims}.{_takes(decision)}"
         case "wait":
             first = decision.assessments[0]

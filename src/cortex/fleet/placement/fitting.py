@@ -43,11 +43,9 @@ class Fitting:
         *,
         need: Need | None,
         origin: Origin,
-        spans: bool = False,
         leaving: frozenset[ModelOnNode] = frozenset(),
     ) -> None:
-        """`need`: `None` where its size is unknown. `spans`: the node takes a part of it; `leaving`: what is evicted
-        for it on other nodes."""
+        """`need`: `None` where its size is unknown. `leaving`: what is evicted for it on other nodes."""
         held = node.residencies.get(spec.id)
         count = max(spec.min_devices, spec.pipeline_parallel)
         self._stage_layers: tuple[int, ...] = ()
@@ -55,8 +53,6 @@ class Fitting:
             count, self._stage_layers = max(count, held.status.num_devices), held.status.stage_layers
         self._by_layers = spec.pipeline_parallel > 1 or bool(self._stage_layers)
         self._num_layers = sum(self._stage_layers) or MOST_LAYERS
-        self._spans = spans or bool(node.nodes_of(spec))
-        self._has_replicas = held is not None and held.status.num_devices > 1 and held.status.parallel is None
         if count > spec.min_devices:
             spec = msgspec.structs.replace(spec, min_devices=count, pipeline_parallel=1)
         self._spec, self._node, self._fleet, self._need = spec, node, fleet, need
@@ -68,7 +64,8 @@ class Fitting:
     def wake(self) -> Assessment | None:
         """How a model that is asleep wakes on its devices, at its previous size; `None` where they have no room, and
         if it is not asleep."""
-        homes = [share.devices for share in self._node.shares if share.model_id == self._spec.id and share.is_asleep]
+        asleep = [member for member in self._node.members if member.state is ModelState.ASLEEP]
+        homes = [member.devices for member in asleep if member.id == self._spec.id]
         if self._held is not None and self._held.state is ModelState.ASLEEP:
             homes.append(self._held.status.devices)
         if not homes:
@@ -111,12 +108,6 @@ class Fitting:
         limit = node.max_devices_per_model
         count = _device_count(spec, candidates, size, limit=limit, by_layers=by_layers, num_layers=num_layers)
         division = None if size is None else Division(size, count or spec.min_devices, by_layers, num_layers)
-        is_divided = self._spans or ((count or 1) > 1 and not self._has_replicas)
-
-        def excludes(occupant: Occupant) -> frozenset[int]:
-            # Devices of divided models take turns; only within one node can they agree on an order.
-            return occupant.ranks if is_divided and (self._spans or occupant.num_nodes > 1) else frozenset()
-
         found = _find_room(
             spec,
             node,
@@ -124,7 +115,6 @@ class Fitting:
             self._occupants,
             self._fleet,
             self._stage_layers,
-            excludes,
             count=count,
             division=division,
             by_layers=by_layers,
@@ -212,7 +202,6 @@ def _find_room(
     occupants: tuple[Occupant, ...],
     fleet: Fleet,
     stage_layers: tuple[int, ...],
-    excludes: Callable[[Occupant], frozenset[int]],
     *,
     count: int | None,
     division: Division | None,
@@ -227,17 +216,14 @@ def _find_room(
         return _Finding(Verdict.TOO_FEW_DEVICES, _too_few(spec, node, len(eligible)))
     if count is None:
         return _Finding(Verdict.TOO_SMALL, _too_small(node, eligible, division))
-    excluded = frozenset[int]().union(*map(excludes, occupants))
-    usable = [device for device in eligible if device.index not in excluded]
-    if division is None and len(usable) >= count:
-        emptiest = sorted(usable, key=lambda device: (-device.available_bytes, device.index))[:count]
+    if division is None:
+        emptiest = sorted(eligible, key=lambda device: (-device.available_bytes, device.index))[:count]
         return _Finding(
             Verdict.FITS,
             "size unknown until its first load; the node checks it then",
             Room(tuple(emptiest), by_layers=by_layers),
         )
-    division = division or Division(0, count, by_layers)
-    if devices := free_devices(usable, division, fleet.placement):
+    if devices := free_devices(eligible, division, fleet.placement):
         size = gib(division.num_bytes) if by_layers else f"{gib(division.share)} per device"
         reason = f"needs {size}, which is free{division.explained(devices, stage_layers)}"
         return _Finding(Verdict.FITS, reason, Room(devices, by_layers=by_layers))
@@ -249,7 +235,7 @@ def _find_room(
     ]
 
     def cheapest(candidates: Sequence[Occupant], have: Callable[[DeviceLedger], int]) -> Room | None:
-        found = rooms(sets, candidates, fleet, division, have, excludes)
+        found = rooms(sets, candidates, fleet, division, have)
         return min(found, key=harm, default=None)
 
     if any(occupant.is_unloading for occupant in occupants) and (

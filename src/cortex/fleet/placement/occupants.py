@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.memory import DeviceLedger, whole_measured_bytes
 from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
-from cortex.wire.node.protocol import ModelShare, ModelState
+from cortex.wire.node.protocol import ModelState, ModelStatus
 
 from .decision import Origin
 from .eviction import Occupant, Protection, is_freed_by_sleep, is_leaving, occupies, protection
@@ -25,38 +25,37 @@ def occupants_of(
     """Every model that holds memory on `node`, or has reserved some, whole or in part."""
     found = []
     reserved = {reservation.model_id: reservation for reservation in node.reservations}
-    shares = {share.model_id: share for share in node.shares if not share.is_asleep or not is_freed_by_sleep(node)}
-    is_any_held_back = reserved or shares
-    for model_id in {**node.residencies, **reserved, **shares} if is_any_held_back else _ids(node.active):
+    members = {
+        member.id: member
+        for member in node.members
+        if member.state is not ModelState.ASLEEP or not is_freed_by_sleep(node)
+    }
+    is_any_held_back = reserved or members
+    for model_id in {**node.residencies, **reserved, **members} if is_any_held_back else _ids(node.active):
         if model_id == spec.id and model_id not in reserved and _sleeps(model_id, node):
             continue  # what it holds is a part of what it needs
         known = fleet.catalogue.spec(model_id)
         held, lead = node.residencies.get(model_id), None
-        if (share := shares.get(model_id)) is not None:
-            lead = fleet.lead_of(share)
+        if (member := members.get(model_id)) is not None:
+            lead = fleet.leader_of(member)
             held = None if lead is None else lead[1]
         kept: tuple[Protection, str] | None
-        if (reservation := reserved.get(model_id)) is not None:
+        if model_id in reserved:
             kept = Protection.CHANGING, "load ordered"
-            indices, num_nodes = (
-                reservation.devices,
-                max((len(each.nodes_of(known)) for each in fleet.listing(model_id)), default=len(known.nodes)),
-            )
-            is_divided = num_nodes > 1 or len(indices) > 1
-        elif share is not None:
-            kept = _protection_of_part(share, lead, spec, fleet, now, origin)
-            indices, num_nodes, is_divided = share.devices, 2 if held is None else len(held.status.nodes), True
+            num_nodes = known.num_nodes
+        elif member is not None:
+            kept = _protection_of_member(member, lead, spec, fleet, now, origin)
+            num_nodes = len(member.nodes)
         elif held is not None and occupies(held, node):
             kept = protection(held, node, spec, fleet, now, background=origin == "background")
-            indices, num_nodes = held.status.devices, len(held.status.nodes)
-            is_divided = held.status.parallel is not None
+            num_nodes = max(1, len(held.status.nodes))
         else:
             continue
         serving = node.name if lead is None else lead[0].name
         is_unloading = kept is None and held is not None and is_leaving(held, node if lead is None else lead[0])
         device_bytes = {device.index: taken for device in devices if (taken := device.held_by(model_id))}
         here_bytes = sum(device_bytes.values())
-        whole_bytes = None if held is None else whole_measured_bytes(lead[0] if lead else node, held.status, fleet)
+        whole_bytes = None if held is None else whole_measured_bytes(held.status)
         found.append(
             Occupant(
                 model_id=model_id,
@@ -66,8 +65,7 @@ def occupants_of(
                 protection=kept[0] if kept else None,
                 reason=kept[1] if kept else None,
                 lead=None if lead is None else serving,
-                ranks=frozenset(indices if is_divided else ()),
-                num_nodes=max(1, num_nodes),
+                num_nodes=num_nodes,
                 elsewhere_bytes=max(0, (whole_bytes or here_bytes * num_nodes) - here_bytes) if num_nodes > 1 else 0,
                 is_unloading=is_unloading,
                 is_leaving=is_unloading or ModelOnNode(serving, model_id) in leaving,
@@ -82,16 +80,16 @@ def _ids(models: Sequence[Residency]) -> list[str]:
 
 def _sleeps(model_id: str, node: Node) -> bool:
     held = node.residencies.get(model_id)
-    parts = (share for share in node.shares if share.model_id == model_id)
-    return any(share.is_asleep for share in parts) or (held is not None and held.state is ModelState.ASLEEP)
+    here = [member.state for member in node.members if member.id == model_id]
+    return ModelState.ASLEEP in here or (held is not None and held.state is ModelState.ASLEEP)
 
 
-def _protection_of_part(
-    share: ModelShare, lead: tuple[Node, Residency] | None, spec: ModelSpec, fleet: Fleet, now: float, origin: Origin
+def _protection_of_member(
+    member: ModelStatus, lead: tuple[Node, Residency] | None, spec: ModelSpec, fleet: Fleet, now: float, origin: Origin
 ) -> tuple[Protection, str] | None:
-    """Why the model of a part must not be evicted, on the node that serves it."""
+    """Why the model of a member must not be evicted, on the node that serves it."""
     if lead is None:
-        return Protection.PART, f"a part of it; {share.lead} serves it, which is not in this fleet"
+        return Protection.PART, f"a part of it; {member.nodes[0]} serves it, which is not in this fleet"
     node, held = lead
     if not node.healthy:
         return Protection.CHANGING, f"a part of it; {node.name}, which serves it, is down"

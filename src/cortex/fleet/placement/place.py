@@ -15,12 +15,12 @@ from cortex.fleet.rules import PlacementRules
 from cortex.fleet.topology import STARTING, Fleet, Node, Residency
 from cortex.wire.errors import ModelUnsupported
 from cortex.wire.node.bench import BenchResult
-from cortex.wire.node.protocol import HostKV, ModelShare, ModelState, ModelStatus
+from cortex.wire.node.protocol import HostKV, ModelState
 from cortex.wire.words import duration, replicas_in_words
 
 from .decision import Action, Assessment, Decision, Origin, Verdict
 from .fitting import Fitting, need_and_have
-from .spanning import fit_over_nodes
+from .groups import fit_group, unfit_for_group
 
 ACTIONS: dict[Verdict, Action] = {
     Verdict.RESIDENT: "route",
@@ -126,14 +126,10 @@ def _assess(
 ) -> Assessment:
     need = raised_need(spec, node, need_of(spec, node, fleet))
     found = without_memory(spec, node, held, fleet, now, origin)
-    if found is None and (peers := _peers(spec, held, fleet)):
-        return fit_over_nodes(spec, node, peers, fleet, now, need=need, origin=origin)
-    num_nodes = max(1, len(node.nodes_of(spec)))
-    if found is not None and num_nodes > 1 and node.divides_by_layers(spec):
-        own_bytes = None if held is None else held.status.measured_bytes  # the parts differ
-        need = None if own_bytes is None else Need(takes_bytes=own_bytes, least_bytes=own_bytes)
-    elif need is not None:
-        need = need.part_of(num_nodes)
+    if found is None and spec.num_nodes > 1:
+        return fit_group(spec, node, fleet, now, need=need, origin=origin)
+    if need is not None:
+        need = need.part_of(node.num_nodes_of(spec))
     if found is None:
         fitting = Fitting(spec, node, fleet, now, need=need, origin=origin)
         return fitting.wake() or fitting.load()
@@ -160,31 +156,17 @@ def raised_need(spec: ModelSpec, node: Node, need: Need | None) -> Need | None:
     return Need(takes_bytes=raised, least_bytes=raised) if need is None else need.at_least(raised)
 
 
-def _layers(node: Node, held: Residency, fleet: Fleet) -> str:
+def _layers(held: Residency) -> str:
     """How many layers each device holds, of a model that is divided by layers."""
-    places: list[tuple[str, ModelStatus | ModelShare]] = [("", held.status)]
-    places += [(f" of {peer.name}", share) for peer, share in fleet.parts(node.name, held.model_id)]
-    parts = [
-        f"{count} on device {device}{where}"
-        for where, place in places
-        for count, device in zip(place.stage_layers, place.devices, strict=False)
-    ]
+    layers = zip(held.status.stage_layers, held.status.devices, strict=False)
+    parts = [f"{count} on device {device}" for count, device in layers]
     return f"; layers: {', '.join(parts)}" if parts else ""
-
-
-def _peers(spec: ModelSpec, held: Residency | None, fleet: Fleet) -> tuple[str, ...]:
-    """The nodes that take parts of the model: by the catalogue, or as its lead is configured. Of those that the lead
-    knows under other names, only the lead can say what they need."""
-    if spec.nodes or held is None:
-        return spec.nodes[1:]
-    peers = held.status.nodes[1:]
-    return peers if all(fleet.node(name) is not None for name in peers) else ()
 
 
 def _num_devices(spec: ModelSpec, node: Node) -> int:
     held = node.residencies.get(spec.id)
     reported = 0 if held is None else len(held.status.devices)
-    return reported or spec.devices_per_node(max(1, len(node.nodes_of(spec))))
+    return reported or spec.part.min_devices
 
 
 class UnmetPin(NamedTuple):
@@ -225,12 +207,12 @@ def without_memory(
         return Verdict.UNHEALTHY, node.problem or "no poll has succeeded yet"
     if node.draining:
         return Verdict.DRAINING, node.why_draining
-    if held is not None and (part := fleet.draining_part(node, held)) is not None:
-        return Verdict.DRAINING, f"{part.name} has a part of it, and is {part.why_draining}"
+    if held is not None and (part := fleet.draining_member(held)) is not None:
+        return Verdict.DRAINING, f"{part.name} runs a part of it, and is {part.why_draining}"
     if held is not None and held.state is ModelState.READY:
         replicas = replicas_in_words(held.status.replica_devices)
         facts = [f"ready, requests in progress: {int(_load(held))}", *filter(None, (replicas, _cut_context(held)))]
-        return Verdict.RESIDENT, ", ".join(facts) + _layers(node, held, fleet)
+        return Verdict.RESIDENT, ", ".join(facts) + _layers(held)
     if held is not None and held.state in STARTING:
         return Verdict.STARTING, f"{held.state} for {duration(now - held.state_since)}"
     if any(reservation.model_id == spec.id for reservation in node.reservations):
@@ -245,13 +227,18 @@ def without_memory(
         return Verdict.MANUAL, "loaded only by the operator: run `cortex load`"
     if spec.only_on and node.name not in spec.only_on:
         return Verdict.EXCLUDED, f"loaded only on {', '.join(spec.only_on)} (`only_on` in models.toml)"
-    if spec.nodes and node.name in spec.nodes[1:]:
-        return Verdict.EXCLUDED, f"takes a part of it; {spec.nodes[0]} serves it (`nodes` in models.toml)"
-    if spec.nodes and node.name != spec.nodes[0]:
-        return Verdict.EXCLUDED, f"loaded only on {', '.join(spec.nodes)} (`nodes` in models.toml)"
+    if spec.node_names and node.name in spec.node_names[1:]:
+        return Verdict.EXCLUDED, f"takes a part of it; {spec.node_names[0]} serves it (`nodes` in models.toml)"
+    if spec.node_names and node.name != spec.node_names[0]:
+        return Verdict.EXCLUDED, f"loaded only on {', '.join(spec.node_names)} (`nodes` in models.toml)"
+    leading = next((member.nodes[0] for member in node.members if member.id == spec.id), None)
+    if leading is not None and (leader := fleet.node(leading)) is not None and _leads(spec, leader):
+        return Verdict.EXCLUDED, f"runs a part of it, which {leading} serves"
     if (harness := node.harness_of(spec)) not in node.harnesses:
         have = f"only {', '.join(node.harnesses)}" if node.harnesses else "and no other"
         return Verdict.WRONG_HARNESS, f"has no harness `{harness}`, {have}"
+    if spec.num_nodes > 1 and (unfit := unfit_for_group(spec, node)) is not None:
+        return unfit
     if held is not None and held.is_absent and origin != "operator":
         return Verdict.FAILED, held.status.reason or "its files are not there"
     if held is not None and held.state is ModelState.FAILED and origin != "operator":
@@ -260,6 +247,11 @@ def without_memory(
             verdict = Verdict.UNSUPPORTED if held.status.reason_code == ModelUnsupported.code else Verdict.FAILED
             return verdict, held.status.reason or f"failed to load {duration(age_s)} ago"
     return None
+
+
+def _leads(spec: ModelSpec, node: Node) -> bool:
+    held = node.residencies.get(spec.id)
+    return node.healthy and held is not None and bool(held.status.nodes)
 
 
 def _cut_context(held: Residency) -> str:

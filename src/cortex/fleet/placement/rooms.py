@@ -139,19 +139,15 @@ def rooms(
     fleet: Fleet,
     division: Division,
     have: Callable[[DeviceLedger], int],
-    excludes: Callable[[Occupant], frozenset[int]],
 ) -> Iterator[Room]:
-    """The sets of devices on which evictions can make room, with their victims. `excludes`: the devices that the model
-    cannot share with an occupant."""
+    """The sets of devices on which evictions can make room, with their victims."""
     for devices in sets:
-        indices = {device.index for device in devices}
-        in_the_way = [occupant for occupant in occupants if excludes(occupant) & indices]
         shares = division.shares(devices, lambda device: device.capacity_bytes)
         missing = {device.index: _missing(device, shares[device.index], have(device)) for device in devices}
         if (left_bytes := devices[0].node_left_bytes) is not None:
             missing[WHOLE_NODE] = len(devices) * division.share - left_bytes
         shortfall = {index: num_bytes for index, num_bytes in missing.items() if num_bytes > 0}
-        victims = choose(occupants, shortfall, fleet.rules, in_the_way=in_the_way)
+        victims = choose(occupants, shortfall, fleet.rules)
         if victims is not None:
             yield Room(devices, victims, division.by_layers)
 

@@ -168,7 +168,7 @@ def _node_status(node: Node, catalogue: Catalogue) -> dict[str, Any]:
             for held in node.residencies.values()
             if held.state is not ModelState.COLD
         ],
-        "shares": [msgspec.to_builtins(share) for share in node.shares],
+        "members": [msgspec.to_builtins(member) for member in node.members],
         "disk": msgspec.to_builtins(node.disk),
         "pulls": [msgspec.to_builtins(pull) for pull in node.pulls],
         "files": {

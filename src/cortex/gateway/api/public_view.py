@@ -59,7 +59,7 @@ class FleetView:
         """One of several nodes."""
         if self.is_operator:
             return status
-        of_model = [("models", "id"), ("shares", "model_id"), ("pulls", "model_id")]
+        of_model = [("models", "id"), ("members", "id"), ("pulls", "model_id")]
         seen = {name: [each for each in status[name] if may_use(self.key, each[field])] for name, field in of_model}
         for name in ("models", "pulls"):
             seen[name] = [each | {"reason": HIDDEN if each.get("reason") else None} for each in seen[name]]
@@ -178,7 +178,7 @@ def _as_one(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "ceiling_bytes": None,
         "devices": [],
         "models": models,
-        "shares": [],
+        "members": [],
         "disk": None,
         "pulls": [],
         "files": {},

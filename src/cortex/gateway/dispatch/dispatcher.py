@@ -20,6 +20,7 @@ from cortex.fleet.placement.search import search
 from cortex.fleet.topology import Fleet, ModelOnNode
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import DispatchSettings, FleetState, LoadJob, Shortfall
+from cortex.gateway.dispatch.groups import LostGroups
 from cortex.gateway.dispatch.leases import Lease, Need, PendingRequest
 from cortex.gateway.dispatch.measured_sizes import Measured
 from cortex.gateway.dispatch.model_jobs import Effects, ModelJobs
@@ -53,6 +54,7 @@ class Dispatcher(DispatchView, StateMachine):
         self._surveys = SourceSurveys(self._fleet_state, effects, clock)
         self._waiting = WaitingRequests(self._queues, self._leases, self._jobs, clock)
         self._undecided = Undecided()
+        self._lost_groups = LostGroups()
         self._is_closing = False
         self.acquire = self._leases.acquire
         self.measured = self._leases.measured
@@ -61,6 +63,8 @@ class Dispatcher(DispatchView, StateMachine):
 
     def _rebuild(self) -> None:
         changed = self._fleet_state.rebuild(self._clock())
+        for before, node in changed:
+            self._lost_groups.changed(before, node)
         self._leases.nodes_changed(changed)
         self._counted.fleet()
         news = {
@@ -187,6 +191,23 @@ class Dispatcher(DispatchView, StateMachine):
         unmet = [UnmetPin(*pin) for pin in self._fleet_state.pins if self._fleet_state.is_absent(pin)]
         for pin in (*unmet_pins(fleet), *unmet):
             self._load_pinned(pin)
+        for model in sorted(self._lost_groups.models):
+            self._restart_group(model)
+
+    @event
+    def _restart_group(self, model: str) -> None:
+        """Start a group that has ended by itself again. While its nodes are not all there, or it has just failed, it is
+        tried with every tick."""
+        fleet = self.fleet
+        if fleet.catalogue.spec(model).num_nodes == 1:
+            self._lost_groups.settle(model)
+            return
+        decision = search(model, fleet, self._clock(), origin="pin")
+        if decision.action in ("route", "join"):
+            self._lost_groups.settle(model)
+        elif decision.action in ("load", "wake"):
+            self._event_log.decided(decision)
+            self._jobs.start(decision)
 
     @event
     def _load_pinned(self, pin: UnmetPin) -> None:
@@ -272,6 +293,7 @@ class Dispatcher(DispatchView, StateMachine):
     @event
     def cancel_load(self, target: ModelOnNode) -> None:
         """By order of the operator. Requests that wait for the model may start it again."""
+        self._lost_groups.settle(target.model)
         self._jobs.cancel_load(target)
 
     @event
@@ -317,6 +339,7 @@ class Dispatcher(DispatchView, StateMachine):
     @event
     def unload(self, target: ModelOnNode, *, force: bool, sleep: bool) -> None:
         """By order of the operator. `sleep`: the node keeps the weights in host memory if there is room."""
+        self._lost_groups.settle(target.model)
         self._jobs.unload(target, cause="operator", force=force, sleep=sleep)
 
     def leaving(self, model: str, node: str | None = None) -> tuple[ModelOnNode, ...]:

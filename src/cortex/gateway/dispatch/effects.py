@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar
 
 from cortex.fleet.topology import ModelOnNode
-from cortex.gateway.dispatch.model_jobs import Cause
+from cortex.gateway.dispatch.groups import UNLOAD_TIMEOUT_S, start_group, unload_group, wake_group
+from cortex.gateway.dispatch.model_jobs import Cause, MemberPlan
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.nodes.poller import Poller
 from cortex.gateway.metrics import Metrics
@@ -21,8 +22,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-UNLOAD_TIMEOUT_S = 180.0
-"""Running requests may end first; a node that takes longer is stuck."""
 RECYCLE_TIMEOUT_S = 60.0
 """A node kills a worker that does not exit long before that."""
 
@@ -55,14 +54,14 @@ class NodeEffects:
         self.outcomes: Outcomes
         """The dispatcher. Set once, before the first order, because each of the two needs the other."""
 
-    def load(self, node: str, request: LoadRequest, parts: tuple[str, ...]) -> None:
+    def load(self, node: str, request: LoadRequest, others: tuple[MemberPlan, ...]) -> None:
         self._metrics.cold_starts.labels(request.model_id, node).inc()
-        self._start(node, f"load {request.model_id} on {node}", self._load(node, request, parts))
+        self._start(node, f"load {request.model_id} on {node}", self._load(node, request, others))
 
-    def unload(self, node: str, request: UnloadRequest, cause: Cause, parts: tuple[str, ...]) -> None:
+    def unload(self, node: str, request: UnloadRequest, cause: Cause, others: tuple[str, ...]) -> None:
         if cause == "evicted":
             self._metrics.evictions.labels(request.model_id, node).inc()
-        self._start(node, f"unload {request.model_id} on {node}", self._unload(node, request, parts))
+        self._start(node, f"unload {request.model_id} on {node}", self._unload(node, request, others))
 
     def forget(self, node: str, model: str) -> None:
         self._start(node, f"forget {model} on {node}", self._forget(node, UnloadRequest(model_id=model, forget=True)))
@@ -102,20 +101,24 @@ class NodeEffects:
         if not task.cancelled() and (problem := task.exception()) is not None:
             log.error("%s failed unexpectedly", task.get_name(), exc_info=problem)
 
-    async def _load(self, node: str, request: LoadRequest, parts: tuple[str, ...]) -> None:
+    async def _load(self, node: str, request: LoadRequest, others: tuple[MemberPlan, ...]) -> None:
         began = self._clock()
-        result = await _result(self._nodes[node].load(request))
+        if others:
+            begin = wake_group if request.wake_only else start_group
+            result = await _result(begin(self._nodes, (MemberPlan(node, request.devices), *others), request))
+        else:
+            result = await _result(self._nodes[node].load(request))
         if isinstance(result, ModelStatus):
             self._metrics.load_seconds.labels(request.model_id, node).observe(self._clock() - began)
         elif isinstance(result, InsufficientCapacity):
             result = InsufficientCapacity(result.message)
         # The next decision must see what the load took or left behind.
-        await self._poll(node, *parts)
+        await self._poll(node, *(other.node for other in others))
         self.outcomes.load_ended(ModelOnNode(node, request.model_id), result)
 
-    async def _unload(self, node: str, request: UnloadRequest, parts: tuple[str, ...]) -> None:
-        result = await _result(self._nodes[node].unload(request, timeout_s=UNLOAD_TIMEOUT_S))
-        await self._poll(node, *parts)
+    async def _unload(self, node: str, request: UnloadRequest, others: tuple[str, ...]) -> None:
+        result = await _result(unload_group(self._nodes, (node, *others), request))
+        await self._poll(node, *others)
         error = result if isinstance(result, CortexError) else None
         self.outcomes.unload_ended(ModelOnNode(node, request.model_id), error)
 

@@ -76,8 +76,10 @@ class LoadJob:
     """What memory ceilings let it take of each of its nodes."""
     victims: frozenset[ModelOnNode] = frozenset()
     """Still to be unloaded before it can begin."""
+    wakes: bool = False
+    """Whether it is asleep there."""
     parts: tuple[tuple[str, MemoryReservation], ...] = ()
-    """What a model that spans nodes takes on the other nodes, by their names."""
+    """What the other members of its group take, by the names of their nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +224,9 @@ class FleetState:
         return held is not None and held.state in topology.STARTING
 
     def update_model(self, node: str, status: ModelStatus, now: float) -> None:
-        """Take over what a node reported about one model, ahead of its next poll."""
-        if (reported := self._reported.get(node)) is not None:
+        """Take over what a node reported about one model, ahead of its next poll; of one that it serves, not of a
+        member of a group."""
+        if (reported := self._reported.get(node)) is not None and not status.rank:
             residencies = {**reported.residencies, status.id: Residency(status=status, seen_at=now)}
             self._report(msgspec.structs.replace(reported, residencies=residencies))
 
@@ -346,7 +349,7 @@ class FleetState:
         reservations = tuple(
             job.reservation for model, job in self.loads.on(node.name) if not _holds_its_bytes(models[model])
         )
-        held_here = {share.model_id for share in node.shares if share.state == "ready"}
+        held_here = {member.id for member in node.members if member.state is ModelState.READY}
         reservations += tuple(
             reservation
             for job in self.loads.values()

@@ -9,8 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from cortex.fleet.catalogue import ENGINES
 from cortex.fleet.demand import SOMEBODY, Demand
-from cortex.fleet.memory import ENGINES
 from cortex.fleet.placement.decision import Origin
 from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.fleet_state import ChangedNode, FleetState

@@ -15,7 +15,6 @@ def load_request(spec: ModelSpec) -> LoadRequest:
         quant=spec.quant,
         tensor_parallel=1 if spec.pipeline_parallel > 1 else spec.min_devices,
         pipeline_parallel=spec.pipeline_parallel,
-        nodes=spec.nodes,
         context_tokens=spec.context,
         control_tokens_in_messages=spec.control_tokens_in_messages,
         kv_dtype=spec.kv_dtype,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -32,6 +32,15 @@ from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Health, ModelState, ModelStatus
 
 Cause = Literal["evicted", "ttl", "operator"]
+
+
+class MemberPlan(NamedTuple):
+    """Where another member of a group is to be started."""
+
+    node: str
+    devices: tuple[int, ...]
+
+
 Watched = Literal["load", "unload"]
 Watcher = Callable[[CortexError | None], None]
 """Called once, when the load or unload that it watches ends."""
@@ -40,12 +49,12 @@ Watcher = Callable[[CortexError | None], None]
 class Effects(Protocol):
     """The orders to nodes. Each call returns at once; the outcome comes back as an event of the dispatcher.
 
-    `parts`: the other nodes that have parts of the model."""
+    `others`: the other members of the group that runs the model, in the order of their ranks."""
 
-    def load(self, node: str, request: LoadRequest, parts: tuple[str, ...]) -> None:
+    def load(self, node: str, request: LoadRequest, others: tuple[MemberPlan, ...]) -> None:
         """Ends in `load_ended`, after a fresh poll of all its nodes."""
 
-    def unload(self, node: str, request: UnloadRequest, cause: Cause, parts: tuple[str, ...]) -> None:
+    def unload(self, node: str, request: UnloadRequest, cause: Cause, others: tuple[str, ...]) -> None:
         """Ends in `unload_ended`, after a fresh poll of all its nodes. With `sleep` in the request the model may be
         asleep then."""
 
@@ -112,6 +121,7 @@ class ModelJobs:
             min_context_tokens=decision.chosen.min_context_tokens,
             max_bytes=decision.max_bytes,
             victims=frozenset(decision.evictions),
+            wakes=decision.action == "wake",
             parts=tuple((part.node, part.reservation(target.model)) for part in decision.parts),
         )
         self._fleet_state.loads[target] = job
@@ -138,8 +148,8 @@ class ModelJobs:
         node, model = target
         self._fleet_state.unloads[target] = self._clock()
         self._event_log.happened("unload_started", node=node, model=model, cause=cause, for_model=for_model)
-        parts = tuple(holder.name for holder in self._fleet_state.fleet.holders(node, model))
-        self._effects.unload(node, UnloadRequest(model_id=model, force=force, sleep=sleep), cause, parts)
+        others = tuple(holder.name for holder, _ in self._fleet_state.fleet.members(node, model))
+        self._effects.unload(node, UnloadRequest(model_id=model, force=force, sleep=sleep), cause, others)
 
     def cancel_load(self, target: ModelOnNode) -> None:
         """End a load, before it begins or on its node; also one that another gateway ordered."""
@@ -247,7 +257,7 @@ class ModelJobs:
         occupied = {
             index for held in node.residencies.values() if held.state in in_worker for index in held.status.devices
         }
-        occupied |= {index for share in node.shares for index in share.devices}
+        occupied |= {index for member in node.members for index in member.devices}
         old = {device.index for device in node.devices} - self._recycled.get(node.name, set())
         devices = tuple(sorted(old - occupied))
         if devices and node.name not in self._recycling:
@@ -313,12 +323,9 @@ class ModelJobs:
     def _load(self, job: LoadJob) -> None:
         node, model = job.target
         spec = self._fleet_state.settings.catalogue.spec(model)
-        lead = self._fleet_state.fleet.node(node) or Node(name=node)
-        num_nodes = max(1, len(lead.nodes_of(spec)))
-        spans_by_layers = num_nodes > 1 and lead.divides_by_layers(spec)
+        leader = self._fleet_state.fleet.node(node) or Node(name=node)
         # Equal parts: the smallest ceiling decides. A node respects its own, also when a model grows later.
-        limits = job.max_bytes if num_nodes > 1 or lead.ceilings != Ceilings() else ()
-        max_bytes = min((each for each in limits if each is not None), default=None)
+        limits = job.max_bytes if job.parts or leader.ceilings != Ceilings() else ()
         self._event_log.happened("load_started", node=node, model=model)
         self._effects.load(
             node,
@@ -326,11 +333,9 @@ class ModelJobs:
                 load_request(spec),
                 min_context_tokens=job.min_context_tokens,
                 devices=job.reservation.devices,
-                tensor_parallel=1
-                if spec.pipeline_parallel > 1
-                else max(1, len(job.reservation.devices)) * max(1, len(spec.nodes)),
-                max_bytes=None if max_bytes is None or spans_by_layers else max_bytes * num_nodes,
-                max_bytes_of_nodes=job.max_bytes if spans_by_layers and max_bytes is not None else (),
+                tensor_parallel=1 if spec.pipeline_parallel > 1 else max(1, len(job.reservation.devices)),
+                max_bytes=min((each for each in limits if each is not None), default=None),
+                wake_only=job.wakes and bool(job.parts),
             ),
-            tuple(name for name, _ in job.parts),
+            tuple(MemberPlan(name, reservation.devices) for name, reservation in job.parts),
         )

@@ -61,7 +61,7 @@ class ReadyReplicas:
             facts = _routing_facts(after)
             if facts.spans or facts != _routing_facts(before):
                 for node in (before, after):
-                    models.update(ready_models(node), (share.model_id for share in node.shares))
+                    models.update(ready_models(node), (member.id for member in node.members))
         for model in models:
             self._found.pop(model, None)
             self.of(model)
@@ -82,7 +82,7 @@ class _RoutingFacts(NamedTuple):
 @remembered
 def _routing_facts(node: Node) -> _RoutingFacts:
     held = [node.residencies[model] for model in ready_models(node)]
-    spans = bool(node.shares) or any(each.status.nodes for each in held)
+    spans = bool(node.members) or any(each.status.nodes for each in held)
     return _RoutingFacts(node.healthy and not node.draining, tuple(_ready_replica(node, each) for each in held), spans)
 
 

@@ -41,7 +41,8 @@ class SourceSurveys:
         if not self._fleet_state.settings.catalogue.named_by_path or name in self._busy or not node.has_lifecycle:
             return
         asked = self._asked.setdefault(name, set())
-        asked -= self._listed.setdefault(name, set()) - node.residencies.keys()
+        known = node.residencies.keys() | {member.id for member in node.members}
+        asked -= self._listed.setdefault(name, set()) - known
         requests = tuple(load_request(spec) for spec in self._named_by_path(node) if spec.id not in asked)
         if requests:
             self._busy.add(name)
@@ -86,6 +87,6 @@ class SourceSurveys:
     def _named_by_path(self, node: Node) -> Iterator[ModelSpec]:
         for spec in self._fleet_state.settings.catalogue.named_by_path:
             is_possible = spec.harness is None or spec.harness in node.harnesses
-            nodes = spec.nodes[:1] or spec.only_on
+            nodes = spec.node_names or spec.only_on
             if is_possible and (not nodes or node.name in nodes):
                 yield spec

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from cortex.fleet.holdings import as_model, bytes_held
+from cortex.fleet.holdings import bytes_held
 from cortex.fleet.topology import Fleet
 from cortex.gateway.proxy.accounting.activity import RequestRecord
 from cortex.wire.node.protocol import ModelState
@@ -178,7 +178,7 @@ def holdings_of(fleet: Fleet, now: float) -> Iterator[Holdings]:
         if not node.healthy:
             continue
         statuses = [held.status for held in node.residencies.values() if held.state is not ModelState.COLD]
-        statuses += map(as_model, node.shares)
+        statuses += node.members
         for device in node.devices:
             sizes = ((status.id, bytes_held(device.index, device.kind, status)) for status in statuses)
             yield Holdings(

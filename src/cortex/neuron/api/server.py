@@ -18,11 +18,9 @@ from cortex.neuron.api.access import NodeAccess, NodeKeys, read_keys
 from cortex.neuron.api.app import NodeApi
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.log_context import common_fields
-from cortex.neuron.api.peers import PeerConnector
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.config import load as load_config
 from cortex.neuron.node.node import Node
-from cortex.neuron.node.parts import Parts
 from cortex.service_manager import READY, STOPPING, ServiceManager
 from cortex.settings import Listen, SettingsError, Stamp, stamp
 from cortex.tasks import Supervisor
@@ -150,8 +148,7 @@ async def serve(
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        connector = PeerConnector(path.parent if path is not None else Path.cwd())
-        node = await Node.start(config, Parts(connect_peer=connector.connect))
+        node = await Node.start(config)
         if node.discovery.driver_problem is not None:
             log.warning("%s", node.discovery.driver_problem)
         try:

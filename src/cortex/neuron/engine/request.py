@@ -163,20 +163,6 @@ class StepOutput(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class RendezvousAddress:
-    """The rendezvous of a model's ranks if they are on several hosts. The leader's worker listens there."""
-
-    host: str
-    """An address of the leader's host that the others reach."""
-    store_port: int
-    step_port: int
-    secret: str
-    """It belongs to this load: a connection without it is closed."""
-    own_host: str
-    """The address at which the host of this rank is reached by the others."""
-
-
-@dataclass(frozen=True, slots=True)
 class RankSpec:
     """One rank of a model that is divided among several devices."""
 
@@ -185,11 +171,9 @@ class RankSpec:
     size: int
     directory: str
     """Private to this load: the ranks find each other through files in it."""
-    backend: Literal["nccl", "tcp"] = "tcp"
+    backend: Literal["nccl", "sockets"] = "sockets"
     device_locks: tuple[str, ...] = ()
     """A file for each device of the group, in the same order for all models. The leader locks them for each step."""
-    rendezvous: RendezvousAddress | None = None
-    """None: all ranks are on this host, and find each other in `directory`."""
 
 
 @dataclass(frozen=True, slots=True)

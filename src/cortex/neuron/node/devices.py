@@ -16,13 +16,12 @@ from cortex.neuron.node.memory.ceilings import Ceilings
 from cortex.neuron.node.memory.kv_host import KvHostMemory
 from cortex.neuron.node.replicas.extras import ExtraReplicas
 from cortex.neuron.servers.ready_made import usable
-from cortex.neuron.worker.device_claims import DeviceClaim, DeviceClaims
 from cortex.neuron.worker.discovery import DeviceReading, Inventory, discover, divided, with_amd_cards
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.neuron.worker.hosts.device import DeviceHost
 from cortex.neuron.worker.hosts.rendezvous import Backend, Rendezvous
 from cortex.neuron.worker.hosts.sharded import ShardedHost
-from cortex.neuron.worker.model_host import ModelHost, ModelPart
+from cortex.neuron.worker.model_host import ModelHost
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.neuron.worker.protocol import DeviceAddress
 from cortex.neuron.worker.supervisor import WorkerSupervisor
@@ -51,7 +50,6 @@ class NodeDevices:
         """`worker_factory`: closed with the devices. `reserve`: what loads leave free on a device. `kv_host_mb`: as
         `limits.kv_host_mb`."""
         self.all = inventory.devices
-        self.claims = DeviceClaims()
         self.extras = ExtraReplicas(inventory.devices, ceilings)
         self._readings = dict(inventory.readings)
         self._read_devices = read_devices
@@ -69,30 +67,16 @@ class NodeDevices:
         }
         self.kv_host = KvHostMemory(kv_host_mb, self.supervisors.values())
 
-    def host(self, model_id: str, indices: Sequence[int], spec: LoadSpec) -> ModelHost:
+    def host(self, indices: Sequence[int], spec: LoadSpec) -> ModelHost:
         """The host of a whole model on one device, or of a divided one on several."""
         if len(indices) == 1:
             return DeviceHost(self.supervisors[indices[0]], spec)
         devices = [device for device in self.all if device.index in indices]
         locks = tuple(self.lock_path(index) for index in sorted(indices))
-        rendezvous = Rendezvous(len(indices), backend_of(devices), locks)
-        return self.sharded_host(indices, spec, self.claims.new(model_id, indices, spans=False), rendezvous)
-
-    def sharded_host(
-        self,
-        indices: Sequence[int],
-        spec: LoadSpec,
-        claim: DeviceClaim,
-        rendezvous: Rendezvous,
-        *,
-        first_rank: int = 0,
-        others: Sequence[ModelPart] = (),
-    ) -> ShardedHost:
-        """The host of the ranks of a divided model from `first_rank` on, in the order of these devices. `others`: its
-        parts on other nodes."""
-        ranks = [replace(spec, rank=rendezvous.rank(first_rank + number)) for number in range(len(indices))]
+        rendezvous = Rendezvous(len(indices), _backend_of(devices), locks)
+        ranks = [replace(spec, rank=rendezvous.rank(number)) for number in range(len(indices))]
         hosts = [DeviceHost(self.supervisors[i], rank) for i, rank in zip(sorted(indices), ranks, strict=True)]
-        return ShardedHost(hosts[0], (*hosts[1:], *others), claim, rendezvous)
+        return ShardedHost(hosts[0], hosts[1:], rendezvous)
 
     def lock_path(self, index: int) -> str:
         """The file that leaders of divided models lock for each step on this device."""
@@ -142,9 +126,9 @@ class NodeDevices:
         )
 
 
-def backend_of(devices: Sequence[Device]) -> Backend:
+def _backend_of(devices: Sequence[Device]) -> Backend:
     """What the ranks of a model on these devices exchange their messages with."""
-    return "nccl" if all(device.kind == "cuda" for device in devices) else "tcp"
+    return "nccl" if all(device.kind == "cuda" for device in devices) else "sockets"
 
 
 def inventory_of(config: NeuronConfig, look: Callable[[], Inventory] = discover) -> Inventory:

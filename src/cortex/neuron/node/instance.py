@@ -254,7 +254,7 @@ class Instance:
 
     def on_ending(self, reason: str) -> None:
         self.close_admission(Recovering(f"{self.model_id} pauses ({reason}); try again", retry_after_s=5))
-        run_once(self._leave(reason), f"unload {self.model_id} before a part of it goes")
+        run_once(self._leave(reason), f"unload {self.model_id} before a member of its group ends")
 
     async def _leave(self, reason: str) -> None:
         await self.drained()

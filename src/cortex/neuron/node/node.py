@@ -22,6 +22,7 @@ from cortex.neuron.node.bench.results import BenchResults
 from cortex.neuron.node.devices import NodeDevices, inventory_of, warn_of_unknown_devices
 from cortex.neuron.node.event_feed import EventFeed, model_event
 from cortex.neuron.node.generation import Generation
+from cortex.neuron.node.harness.command.group import MemberPorts
 from cortex.neuron.node.harness.command.harness import CommandHarness
 from cortex.neuron.node.harness.engine import EngineHarness
 from cortex.neuron.node.harness.harness import Harnesses
@@ -38,10 +39,6 @@ from cortex.neuron.node.memory.sleep_budget import SleepBudget, sleep_budget_byt
 from cortex.neuron.node.models import Models
 from cortex.neuron.node.parts import Parts
 from cortex.neuron.node.replicas.demand import ReplicaDemand, ReplicaRules
-from cortex.neuron.node.spanning.hosted_share import ShareResources
-from cortex.neuron.node.spanning.lead import Lead
-from cortex.neuron.node.spanning.peer import HostedShares
-from cortex.neuron.node.spanning.protocol import Connection
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import ServedModel, describe_node
 from cortex.neuron.node.survey_process.client import SurveyProcess
@@ -52,7 +49,8 @@ from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.discovery import Inventory
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.tasks import SupervisedTask, Supervisor, run_once
-from cortex.wire.errors import ShuttingDown
+from cortex.wire.errors import LoadFailed, ModelNotFound, ShuttingDown, shorten
+from cortex.wire.node.groups import PreparedMember, PrepareMember
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Health, ModelState, ModelStatus, NodeEvent
 
@@ -78,14 +76,17 @@ class Node:
             limits.kv_host_mb,
         )
         self._surveys = (parts.surveys or partial(SurveyProcess.of, limits))()
-        lead = Lead(config, self.devices, forecast, parts.connect_peer)
         self._library = Library(config)
-        engine = self._engine = EngineHarness(config, self.devices, forecast, self._surveys, lead, self._library)
+        engine = self._engine = EngineHarness(config, self.devices, forecast, self._surveys, self._library)
         entries = usable_servers(config.commands).values()
-        servers = [CommandHarness(entry, config, parts.read_devices) for entry in entries]
-        self._harnesses = Harnesses(engine, *servers, *parts.harnesses)
+        self._ports = MemberPorts(config.cluster_address)
+        self._servers = {
+            entry.name: CommandHarness(entry, config, parts.read_devices, ports=self._ports) for entry in entries
+        }
+        self._harnesses = Harnesses(engine, *self._servers.values(), *parts.harnesses)
         usable = [name for name in self._harnesses.names if engine.is_usable or name not in engine.names]
-        self.discovery = describe_node(inventory, limits.sleep_mb, tuple(usable))
+        groups = [entry.name for entry in entries if entry.group is not None and config.cluster_address is not None]
+        self.discovery = describe_node(inventory, limits.sleep_mb, tuple(usable), tuple(groups))
         self._config = config
         self._started_s = time.monotonic()
         open_text = parts.open_text or partial(
@@ -99,7 +100,7 @@ class Node:
             self._local_path,
             lambda model_id: self._models.prompt_rules(model_id),
         )
-        held = self._ceilings = MemoryCeilings(ceilings, lambda: [*self.shares.holdings(), *self._models.holdings()])
+        held = self._ceilings = MemoryCeilings(ceilings, lambda: self._models.holdings())
         room = DeviceRoom(
             self.devices,
             forecast,
@@ -121,12 +122,9 @@ class Node:
         )
         sleep_budget = SleepBudget(
             lambda held_bytes: sleep_budget_bytes(limits.sleep_mb, inventory.devices, read_host_memory(), held_bytes),
-            lambda: [*self._models.sleeping(), *self.shares.sleeping()],
+            lambda: self._models.sleeping(),
             lambda model_id: self._models.controller(model_id).unload_if_asleep(),
             self.devices.kv_host.give_way,
-        )
-        self.shares = HostedShares(
-            ShareResources(self._library, self._loader, room, self.devices, engine, sleep_budget)
         )
         self.files = ModelFiles(self._library, self._loader, self._models_in_memory)
         self._models = Models(
@@ -200,7 +198,6 @@ class Node:
             failing_tasks=failing,
             pulls=self.files.pulls,
             disk=self.files.disk,
-            shares=self.shares.statuses(),
         )
 
     def models(self) -> tuple[ModelStatus, ...]:
@@ -232,6 +229,12 @@ class Node:
     async def load(self, request: LoadRequest, *, wait: bool) -> ModelStatus:
         """Idempotent: joins a load in progress. With `wait`, returns when the model is ready or raises why not."""
         model = self._adopt(request)
+        if request.wake_only and not self._models.is_in_memory(model.id):
+            raise LoadFailed(f"nothing of {model.id} is on this node any more; load it again")
+        if request.member is not None:
+            await self._end_other_group(model)
+        elif not (request.devices or request.harness or request.wake_only):  # no order of a gateway
+            self._check_not_in_group(model.id)
         if request.quant is not None:
             self._models.free_another_quant(model.id, request.quant)
         if wait:
@@ -239,6 +242,26 @@ class Node:
         else:
             self._models.controller(model.id).want_ready(model)
         return self.model(request.model_id)
+
+    def _check_not_in_group(self, model_id: str) -> None:
+        """A request for a model that a group ran, and that is not ready, must not load it here alone. Raises
+        ModelNotFound: its gateway starts the group again."""
+        is_absent = self.model(model_id).state in (ModelState.COLD, ModelState.FAILED, ModelState.ASLEEP)
+        if is_absent and self._models.options(model_id).member is not None:
+            raise ModelNotFound(f"{shorten(model_id)} runs on several nodes, and its group has ended; try again")
+
+    async def _end_other_group(self, model: KnownModel) -> None:
+        """Ends what is left here of an earlier start of the model, so that no load joins it."""
+        controller = self._models.controller(model.id)
+        if self._models.is_in_memory(model.id) and controller.model.member != model.member:
+            await controller.ensure_gone(0.0)
+
+    async def prepare_member(self, request: PrepareMember) -> PreparedMember:
+        """Chooses the ports of a member of a group, and holds them for its load. Raises LoadFailed."""
+        self._check_open()
+        if (server := self._servers.get(request.harness)) is None:
+            raise LoadFailed(f"this node has no server `{shorten(request.harness)}` that runs a model on several nodes")
+        return await server.prepare(request.group)
 
     async def survey(self, request: LoadRequest) -> ModelStatus:
         """Lists a model and reads its files, so that its size is known, or why it cannot be loaded. The options hold
@@ -272,6 +295,9 @@ class Node:
             return self.model(request.model_id)
         drain_s = request.drain_s if request.drain_s is not None else self._config.drain_s
         controller = self._models.controller(request.model_id)
+        member = controller.model.member
+        if request.group is not None and (member is None or member.group != request.group):
+            return self.model(request.model_id)
         await self.benches.give_way(request.model_id)
         has_failed = controller.life.state is ModelState.FAILED
         ensure_unloaded = controller.ensure_asleep if request.sleep else controller.ensure_gone
@@ -304,10 +330,6 @@ class Node:
         model = self._models.options(model_id)
         return self._harnesses.of(model).upstream(model)
 
-    async def host_share(self, connection: Connection) -> None:
-        """Holds a part of a model that another node leads, for as long as its connection lasts."""
-        await self.shares.serve(connection)
-
     async def recycle(self, device: int) -> bool:
         """Replaces an idle device's worker, which frees all of its memory. False while models are on it, other than
         extra replicas: they are unloaded first."""
@@ -326,8 +348,9 @@ class Node:
             task.cancel()
         await self.benches.close()
         drain_s = self._config.drain_s
-        await asyncio.gather(self._models.close(_shutting_down(), drain_s), self.shares.drain(drain_s))
-        await self.shares.close()
+        leaving = (server.leave(drain_s) for server in self._servers.values())
+        await asyncio.gather(self._models.close(_shutting_down(), drain_s), *leaving)
+        self._ports.close()
         await self._harnesses.close()
         await self.texts.close()
         await self.pictures.close()
@@ -355,8 +378,7 @@ class Node:
             await self.texts.rest(model_id)
 
     def _models_in_memory(self) -> list[tuple[str, Path | None]]:
-        shared = (share.model_id for share in self.shares.statuses())
-        return [(model_id, self._loader.known_path(model_id)) for model_id in (*self._models.in_memory(), *shared)]
+        return [(model_id, self._loader.known_path(model_id)) for model_id in self._models.in_memory()]
 
     def _activation_event(self) -> NodeEvent:
         return NodeEvent(kind="activation", at_s=time.time(), activation=self._startup_models.status())

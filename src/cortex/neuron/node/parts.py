@@ -1,4 +1,4 @@
-"""The parts of a node that reach outside it: devices, workers, files, other processes and other nodes."""
+"""The parts of a node that reach outside it: devices, workers, files and other processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from cortex.neuron.node.harness.harness import Harness
 from cortex.neuron.node.loading.context_room import ContextRules
 from cortex.neuron.node.loading.files import fetch
 from cortex.neuron.node.loading.library import Fetch
-from cortex.neuron.node.spanning.lead import ConnectPeer, unconnected
 from cortex.neuron.node.survey_process.client import Surveys
 from cortex.neuron.node.text.work import TextSource
 from cortex.neuron.worker.backoff import BackoffPolicy
@@ -36,6 +35,5 @@ class Parts:
     timeouts: WorkerTimeouts | None = None
     first_retry_s: float = 5.0
     context_rules: ContextRules = field(default_factory=ContextRules)
-    connect_peer: ConnectPeer = unconnected
     harnesses: tuple[Harness, ...] = ()
     """In addition to the built-in engine."""

@@ -44,7 +44,13 @@ class ServedModel:
     """Whether its files have been read, so that it is known what it does."""
 
 
-def describe_node(inventory: Inventory, sleep_mb: int | None, harnesses: tuple[str, ...]) -> Discovery:
+_NOT_IN_MEMORY = (ModelState.COLD, ModelState.FAILED)
+_LOADING = (ModelState.DOWNLOADING, ModelState.LOADING)
+
+
+def describe_node(
+    inventory: Inventory, sleep_mb: int | None, harnesses: tuple[str, ...], group_harnesses: tuple[str, ...] = ()
+) -> Discovery:
     return Discovery(
         host=socket.gethostname(),
         os=f"{platform.system()} {platform.release()}",
@@ -57,6 +63,7 @@ def describe_node(inventory: Inventory, sleep_mb: int | None, harnesses: tuple[s
         max_devices_per_model=len(inventory.devices),
         can_sleep=can_sleep(sleep_mb, inventory.devices),
         harnesses=harnesses,
+        group_harnesses=group_harnesses,
         more_dialects=("ollama_chat", "ollama_generate", "llama_cpp_infill", "openai_compaction"),
     )
 
@@ -89,6 +96,7 @@ def describe_model(
     damage: CortexError | None,
     bench: BenchResult | None = None,
     kv_host: HostKV | None = None,
+    log_lines: tuple[str, ...] = (),
 ) -> ModelStatus:
     """`num_in_preparation`: requests that are tokenised, or wait for that, and so are not with the instance yet.
     `damage`: why its files cannot be used."""
@@ -101,6 +109,7 @@ def describe_model(
     if instance is None and estimate is not None and estimate.footprint.contexts is not None:
         context_tokens = estimate.footprint.contexts.empty_tokens or context_tokens
     now_s = time.monotonic()
+    member = model.member if life is not None and life.state not in _NOT_IN_MEMORY else None
     reason, error = (damage.message, damage) if damage is not None else (None, None)
     if life is not None and life.reason is not None:
         reason, error = life.reason, life.error
@@ -113,8 +122,10 @@ def describe_model(
         replica_devices=instance.host.replica_devices if instance is not None else (),
         stage_layers=instance.stage_layers if instance is not None else estimate.stage_layers if estimate else (),
         device_bytes=resident.device_bytes(len(instance.host.device_indices)) if instance and resident else (),
-        nodes=model.nodes,
         parallel="pipeline" if model.pipeline_parallel > 1 else "tensor" if model.tensor_parallel > 1 else None,
+        nodes=() if member is None else member.nodes,
+        rank=0 if member is None else member.rank,
+        log_lines=log_lines if life is not None and life.state in _LOADING else (),
         harness=model.harness,
         family=facts.family if facts is not None else None,
         backend=facts.backend if facts is not None else None,

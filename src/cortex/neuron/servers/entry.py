@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -38,12 +38,38 @@ class StateRequest(Section, frozen=True):
     """A server that has not responded by then is ended."""
 
 
+class GroupSettings(Section, frozen=True):
+    """How a server runs one model on several nodes (`nodes` in `models.toml`). Every node starts one member; rank 0,
+    the leader, takes the requests. Variables beyond those of `cmd`: `${RANK}`, `${NUM_NODES}`, `${LEADER_HOST}` and
+    `${LEADER_PORT}` (where the members meet), `${MEMBER_HOST}` and `${MEMBER_PORT}` (this one's `cluster_address`, and
+    a free port there), `${MEMBER_ADDRESSES}` (host:port of all members but the leader, separated by commas)."""
+
+    cmd: Command = ()
+    """The command of the leader in place of `cmd` of the harness. Absent: that one."""
+    args: Command = ()
+    """Arguments of all members, before `args` of the harness."""
+    member_cmd: Command = ()
+    """The command of the members other than the leader, complete. Absent: that of the leader."""
+    member_args: Command = ()
+    """Arguments of these members, after `args`. Not together with `member_cmd`."""
+    ready: Literal["started", "port"] = "started"
+    """When such a member is ready, which the leader waits for: when its process has started, or when it accepts
+    connections on `${MEMBER_PORT}`."""
+    version: Command = ()
+    """A command that prints the version of the server: the group starts only if it is the same on all nodes."""
+
+    def __post_init__(self) -> None:
+        if self.member_cmd and self.member_args:
+            raise ValueError("`group` of a harness has member_cmd and member_args; put the arguments into member_cmd")
+
+
 class HarnessEntry(Section, frozen=True):
     """A server that runs models in place of the built-in engine: llama-server, vLLM, whisper.cpp, anything that speaks
     HTTP. A model names it as its `harness`. The node starts one process for each loaded model, on a port of the
     loopback address, and ends it with the model. Commands stand in this file only; no request can give one. The
-    ready-made ones need no entry: `llama-server`, `vllm`, `sglang`, `whisper-server`, `sd-server`, `tei`. An entry of
-    such a name, or `like` one, changes what it gives. `docker` and `podman` need the image in `args`."""
+    ready-made ones need no entry: `llama-server`, `vllm`, `sglang`, `vllm-ray`, `whisper-server`, `sd-server`,
+    `tei`. An entry of such a name, or `like` one, changes what it gives. `docker` and `podman` need the image in
+    `args`, and `torchrun` the program."""
 
     name: str = "torch"
     """Its name in `harness` of models. `torch`, or its old name `candle`, is the built-in engine, which every node has
@@ -55,8 +81,8 @@ class HarnessEntry(Section, frozen=True):
     Replaced in every argument: `${PORT}`, which must occur in a command or in `env`, `${MODEL_PATH}` (the model's
     files, which are downloaded only if this occurs), `${MODEL_DIRECTORY}` (what a container must mount to read them),
     `${MODEL_ID}`, `${CONTEXT}` (`context_tokens` of the model), `${DEVICES}` (indices, separated by commas),
-    `${GPU_IDS}` (the same as CUDA knows them), `${GPU_COUNT}`, `${MEMORY_FRACTION}` (the part of a device's memory that
-    the model is expected to take, at most 0.95), `${FREE_PORT}` (another port), `${env.NAME}`."""
+    `${DEVICE_COUNT}`, `${GPU_IDS}` (as CUDA knows them), `${GPU_COUNT}`, `${MEMORY_FRACTION}` (the part of a device's
+    memory that the model is expected to take, at most 0.95), `${FREE_PORT}` (another port), `${env.NAME}`."""
     args: Command = ()
     """Arguments that follow all others."""
     gpu_args: Command = ()
@@ -101,6 +127,8 @@ class HarnessEntry(Section, frozen=True):
     """The server moves the model out of the memory of its GPUs. Absent: the model is unloaded instead."""
     wake: StateRequest = StateRequest()
     """The server moves it back."""
+    group: GroupSettings | None = None
+    """Absent: it runs on one node only."""
 
     @property
     def commands(self) -> dict[str, tuple[str, ...]]:
@@ -108,11 +136,23 @@ class HarnessEntry(Section, frozen=True):
         names = ("cmd", "gpu_args", "context_args", "args", "cmd_stop", "cmd_kill", "cmd_pid")
         return {name: _divided(self.name, name, getattr(self, name)) for name in names}
 
-    def argv(self, *, has_gpus: bool, has_context: bool) -> tuple[str, ...]:
-        """The program and its arguments, with variables."""
-        parts = self.commands
+    def argv(self, *, has_gpus: bool, has_context: bool, rank: int | None = None) -> tuple[str, ...]:
+        """The program and its arguments, with variables. `rank`: of a member, where it runs in a group."""
+        parts, group = self.commands, self.group_commands
+        if rank and group["member_cmd"]:
+            return group["member_cmd"]
         gpu, context = parts["gpu_args"] * has_gpus, parts["context_args"] * has_context
-        return (*parts["cmd"], *gpu, *context, *parts["args"])
+        if rank is None:
+            return (*parts["cmd"], *gpu, *context, *parts["args"])
+        members = group["args"] + group["member_args"] * bool(rank)
+        return (*(group["cmd"] or parts["cmd"]), *gpu, *context, *members, *parts["args"])
+
+    @property
+    def group_commands(self) -> dict[str, tuple[str, ...]]:
+        """As `commands`."""
+        group = self.group or GroupSettings()
+        names = ("cmd", "args", "member_cmd", "member_args", "version")
+        return {name: _divided(self.name, f"group.{name}", getattr(group, name)) for name in names}
 
 
 def _divided(harness: str, name: str, command: Command) -> tuple[str, ...]:
@@ -126,7 +166,8 @@ def check_server(entry: HarnessEntry) -> None:
     """Raises ValueError for a server that cannot run. Its entry must be complete."""
     if not entry.cmd:
         raise ValueError(f"the harness `{entry.name}` has no cmd; give the command that starts its server")
-    texts = (text for command in entry.commands.values() for text in command)
+    commands = (*entry.commands.values(), *entry.group_commands.values())
+    texts = [text for command in commands for text in command]
     if not any("${PORT}" in text for text in (*texts, *entry.env.values())):
         raise ValueError(
             f"the harness `{entry.name}` has ${{PORT}} neither in cmd nor in env; its server must listen on the "

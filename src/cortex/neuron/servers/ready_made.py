@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from cortex.neuron.servers.entry import HarnessEntry, HealthCheck, StateRequest
+from cortex.neuron.servers.entry import GroupSettings, HarnessEntry, HealthCheck, StateRequest
 
 
 def _container(program: str, *gpu_args: str) -> HarnessEntry:
@@ -25,6 +25,29 @@ def _container(program: str, *gpu_args: str) -> HarnessEntry:
 
 
 _SLOW = HealthCheck(timeout_s=900.0)
+_MASTER = "--master-addr ${LEADER_HOST} --master-port ${LEADER_PORT}"
+_VLLM = HarnessEntry(
+    name="vllm",
+    cmd="vllm serve ${MODEL_PATH} --served-model-name ${MODEL_ID} --host 127.0.0.1 --port ${PORT}",
+    gpu_args="--tensor-parallel-size ${GPU_COUNT} --gpu-memory-utilization ${MEMORY_FRACTION} --enable-sleep-mode",
+    context_args="--max-model-len ${CONTEXT}",
+    env={"VLLM_SERVER_DEV_MODE": "1"},  # without it there is no /sleep
+    health=_SLOW,
+    sleep=StateRequest("/sleep?level=1"),
+    wake=StateRequest("/wake_up"),
+    # Layers are divided among the nodes, and each layer among the GPUs of a node.
+    group=GroupSettings(
+        args=f"--pipeline-parallel-size ${{NUM_NODES}} --nnodes ${{NUM_NODES}} --node-rank ${{RANK}} {_MASTER}",
+        member_args="--headless",
+        version="vllm --version",
+    ),
+)
+_RAY = "${LEADER_HOST}:${LEADER_PORT} --node-ip-address=${MEMBER_HOST} --num-gpus=${GPU_COUNT}"
+_RAY_HEAD = (
+    "ray start --head --port=${LEADER_PORT} --node-ip-address=${LEADER_HOST} --num-gpus=${GPU_COUNT} "
+    "--temp-dir=/tmp/cortex-ray-${LEADER_PORT} --include-dashboard=false --disable-usage-stats && "
+    'export RAY_ADDRESS=${LEADER_HOST}:${LEADER_PORT} && exec "$0" "$@"'
+)
 _SERVERS = (
     HarnessEntry(
         name="llama-server",
@@ -32,16 +55,24 @@ _SERVERS = (
         gpu_args="--n-gpu-layers 999",
         context_args="--ctx-size ${CONTEXT}",
         max_concurrent=4,
+        group=GroupSettings(
+            args="--rpc ${MEMBER_ADDRESSES}",
+            member_cmd="rpc-server --host ${MEMBER_HOST} --port ${MEMBER_PORT}",
+            ready="port",
+            version="llama-server --version",
+        ),
     ),
-    HarnessEntry(
-        name="vllm",
-        cmd="vllm serve ${MODEL_PATH} --served-model-name ${MODEL_ID} --host 127.0.0.1 --port ${PORT}",
-        gpu_args="--tensor-parallel-size ${GPU_COUNT} --gpu-memory-utilization ${MEMORY_FRACTION} --enable-sleep-mode",
-        context_args="--max-model-len ${CONTEXT}",
-        env={"VLLM_SERVER_DEV_MODE": "1"},  # without it there is no /sleep
-        health=_SLOW,
-        sleep=StateRequest("/sleep?level=1"),
-        wake=StateRequest("/wake_up"),
+    _VLLM,
+    msgspec.structs.replace(
+        _VLLM,
+        name="vllm-ray",
+        group=GroupSettings(
+            cmd=("bash", "-c", _RAY_HEAD, *_VLLM.commands["cmd"]),
+            args="--pipeline-parallel-size ${NUM_NODES} --distributed-executor-backend ray",
+            # It may start before the head does.
+            member_cmd=("bash", "-c", f"until ray start --address={_RAY} --block; do sleep 2; done"),
+            version="ray --version",
+        ),
     ),
     HarnessEntry(
         name="sglang",
@@ -49,6 +80,11 @@ _SERVERS = (
         gpu_args="--tp-size ${GPU_COUNT} --mem-fraction-static ${MEMORY_FRACTION}",
         context_args="--context-length ${CONTEXT}",
         health=_SLOW,
+        group=GroupSettings(
+            args="--pp-size ${NUM_NODES} --nnodes ${NUM_NODES} --node-rank ${RANK} "
+            "--dist-init-addr ${LEADER_HOST}:${LEADER_PORT}",
+            version="sglang version",
+        ),
     ),
     HarnessEntry(
         name="whisper-server",
@@ -71,8 +107,17 @@ _SERVERS = (
         routes=("/v1/embeddings",),
     ),
 )
+_TORCHRUN = HarnessEntry(
+    name="torchrun",
+    cmd="torchrun --standalone --nproc-per-node ${DEVICE_COUNT}",
+    health=_SLOW,
+    group=GroupSettings(
+        cmd=f"torchrun --nnodes ${{NUM_NODES}} --node-rank ${{RANK}} --nproc-per-node ${{DEVICE_COUNT}} {_MASTER}",
+        version=("python", "-c", "import torch; print(torch.__version__)"),
+    ),
+)
 _CONTAINERS = (_container("docker", "--gpus", "all"), _container("podman", "--device", "nvidia.com/gpu=all"))
-READY_MADE: Mapping[str, HarnessEntry] = {entry.name: entry for entry in (*_SERVERS, *_CONTAINERS)}
+READY_MADE: Mapping[str, HarnessEntry] = {entry.name: entry for entry in (*_SERVERS, *_CONTAINERS, _TORCHRUN)}
 BY_NAME: Mapping[str, HarnessEntry] = {entry.name: entry for entry in _SERVERS}
 """Those that need no entry of their own."""
 
@@ -87,8 +132,9 @@ def completed_server(entry: HarnessEntry) -> HarnessEntry:
     base = READY_MADE.get(name)
     if base is None or (entry.cmd and entry.like is None):
         return entry
-    if base in _CONTAINERS and not (entry.args or entry.cmd):
-        raise ValueError(f"the harness `{entry.name}` needs `args`: the image, and the arguments of its server")
+    if base not in _SERVERS and not (entry.args or entry.cmd):
+        what = "the program" if base is _TORCHRUN else "the image"
+        raise ValueError(f"the harness `{entry.name}` needs `args`: {what}, and the arguments of its server")
     default = HarnessEntry()
     values = {field: getattr(entry, field) for field in entry.__struct_fields__}
     given = {field: value for field, value in values.items() if value != getattr(default, field)}
@@ -103,5 +149,10 @@ def usable(commands: Iterable[HarnessEntry], path: str | None = None) -> dict[st
 
 
 def installed(path: str | None = None) -> tuple[HarnessEntry, ...]:
-    """Those of `BY_NAME` whose program is on the PATH."""
-    return tuple(entry for entry in _SERVERS if shutil.which(entry.commands["cmd"][0], path=path) is not None)
+    """Those of `BY_NAME` whose programs are on the PATH."""
+
+    def has(entry: HarnessEntry) -> bool:
+        programs = {command[0] for command in (entry.commands["cmd"], entry.group_commands["version"]) if command}
+        return all(shutil.which(program, path=path) is not None for program in programs)
+
+    return tuple(filter(has, _SERVERS))

@@ -87,7 +87,7 @@ class ModelSink(Protocol):
         """Nothing of the model is left. Not called before its load has returned, nor after its unload has."""
 
     def on_ending(self, reason: str) -> None:
-        """A part of the model will be unloaded soon. The owner unloads the model as soon as it is idle."""
+        """A member of the model's group will end soon. The owner unloads the model as soon as it is idle."""
 
 
 class RelaySink:
@@ -118,7 +118,7 @@ class RelaySink:
 
 
 class ModelPart(Protocol):
-    """A model, or what one device or one other node holds of it.
+    """A model, or what one device holds of it.
 
     It is made for one load: absent, loaded, perhaps asleep and awake again, then unloaded or lost, and of no use from
     then on. Belongs to the daemon's loop.

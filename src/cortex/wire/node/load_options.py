@@ -100,9 +100,6 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     pipeline_parallel: Count = 1
     """Number of devices that the model's layers are divided among, by their free memory. For devices of different sizes
     and slow links; not together with `tensor_parallel`."""
-    nodes: Annotated[tuple[ShortText, ...], Meta(max_length=64)] = ()
-    """Nodes that share the model, this one first; the others are named in `peers`. Each takes an equal number of the
-    `tensor_parallel` or `pipeline_parallel` devices. Only this node serves it."""
     devices: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
     """Indices of the devices it may use; the node chooses when absent."""
     control_tokens_in_messages: bool = False

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.node.groups import GroupMember
 from cortex.wire.node.load_options import Count, LoadOptions
 from cortex.wire.node.protocol import NodeValue
 
@@ -28,8 +29,11 @@ class LoadRequest(LoadOptions, frozen=True, kw_only=True):
     is where that does not help."""
     max_bytes: Count | None = None
     """The most that weights and KV cache may take, over all devices; as the node is configured when absent."""
-    max_bytes_of_nodes: Annotated[tuple[Count | None, ...], Meta(max_length=64)] = ()
-    """The most that they may take of each of `nodes`, if the layers are divided among these."""
+
+    member: GroupMember | None = None
+    """The model runs on several nodes, and this node starts one member of its group."""
+    wake_only: bool = False
+    """Wake a model that is asleep; where nothing of it is in memory, it is not loaded."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,6 +65,8 @@ class UnloadRequest(SleepOption, frozen=True, kw_only=True):
     model_id: ModelName
     force: bool = False
     drain_s: float | None = None
+    group: str | None = None
+    """Only if the model is a member of this group. Absent: whatever it is."""
     forget: bool = False
     """Unload the model and list it no longer. Does nothing to one that the node has by itself, in its configuration or
     in its cache."""

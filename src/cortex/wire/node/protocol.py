@@ -84,6 +84,8 @@ class Discovery(NodeValue, frozen=True):
         "openai_responses",
         "anthropic_messages",
     )
+    group_harnesses: tuple[str, ...] = ()
+    """Those that can run a model on several nodes. Empty also for a node without a `cluster_address`."""
     more_dialects: tuple[str, ...] = ()
     """Dialects that came later. Gateways that do not know `dialects` of other names would reject the whole report."""
 
@@ -205,10 +207,14 @@ class ModelStatus(NodeValue, frozen=True):
     device_bytes: tuple[int, ...] = ()
     """The part of `measured_bytes` on each of `devices`; empty: equal parts."""
     nodes: tuple[str, ...] = ()
-    """The nodes of a model that spans several, this one first. All sizes here are those of this node's part."""
+    """The nodes of the group that runs it, the leader's first; empty: this node runs it alone, or nothing of it is
+    here. All sizes here are those of this node's member."""
+    rank: int = 0
+    """Of this node in the group. Only rank 0, the leader, takes requests."""
+    log_lines: tuple[str, ...] = ()
+    """The end of the log of a member that is loading or has failed."""
     parallel: Literal["tensor", "pipeline"] | None = None
-    """How it is divided among devices: in every layer, or by layers. None: each has all of it. A model that spans nodes
-    shares no device with another divided one."""
+    """How it is divided among devices: in every layer, or by layers. None: each has all of it."""
     harness: str = "torch"
     family: str | None = None
     backend: str | None = None
@@ -322,30 +328,6 @@ class DiskUse(NodeValue, frozen=True):
     """What the cache takes."""
 
 
-class ModelShare(NodeValue, frozen=True):
-    """A part of a model that spans nodes, on a node that does not serve it."""
-
-    model_id: str
-    lead: str
-    """The node that serves the model, under the name that it has for itself."""
-    state: Literal["loading", "ready", "asleep"]
-    devices: tuple[int, ...] = ()
-    num_bytes: int = 0
-    """Device memory of the part; 0 while it is being loaded."""
-    device_bytes: tuple[int, ...] = ()
-    """The part of `awake_bytes` on each of `devices`; empty: equal parts."""
-    awake_bytes: int = 0
-    """Device memory of the part while it is awake; 0 while it is being loaded."""
-    stage_layers: tuple[int, ...] = ()
-    """Number of layers on each of `devices`, if the model is divided by layers."""
-    host_bytes: int = 0
-    """Its weights in host memory while it is asleep."""
-
-    @property
-    def is_asleep(self) -> bool:
-        return self.state == "asleep"
-
-
 class Health(NodeValue, frozen=True):
     status: Literal["ok", "degraded", "draining"]
     """`degraded`: the node serves, but tasks in `failing_tasks` keep failing."""
@@ -366,8 +348,6 @@ class Health(NodeValue, frozen=True):
     pulls: tuple[PullStatus, ...] = ()
     """Downloads without a load: those in progress, and the latest that ended."""
     disk: DiskUse | None = None
-    shares: tuple[ModelShare, ...] = ()
-    """Parts of models that other nodes serve."""
 
 
 class Endpoint(NodeValue, frozen=True):

@@ -23,7 +23,7 @@ from cortex.neuron.engine.execution.graphs import (
 from cortex.neuron.engine.parallel import group as group_module
 from cortex.neuron.engine.parallel.group import TorchGroup, captured_bytes
 from cortex.neuron.engine.parallel.peer_memory import may_share
-from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, RendezvousAddress, SamplingParams
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
 from cortex.neuron.kernels.jit import TRITON
 from cortex.neuron.kernels.peer_buffer import MAX_BYTES, MAX_RANKS
 from cortex.neuron.layers.parallel import UNLIMITED_BYTES
@@ -215,23 +215,19 @@ def test_graphs_have_no_more_rows_than_their_messages_allow(
     assert max_captured_rows(max_rows, row_elements, max_bytes) == expected
 
 
-ADDRESS = RendezvousAddress("127.0.0.1", 1, 2, "secret", "127.0.0.1")
-
-
 @pytest.mark.skipif(not TRITON, reason="needs Triton")
 @pytest.mark.parametrize(
-    ("size", "rendezvous", "device_kind", "environment", "expected"),
+    ("size", "device_kind", "environment", "expected"),
     [
-        (2, None, "cuda", {}, True),
-        (MAX_RANKS, None, "cuda", {"NCCL_P2P_DISABLE": "0"}, True),
-        (MAX_RANKS + 1, None, "cuda", {}, False),
-        (1, None, "cuda", {}, False),
-        (2, ADDRESS, "cuda", {}, False),
-        (2, None, "cpu", {}, False),
-        (2, None, "cuda", {"NCCL_P2P_DISABLE": "1"}, False),
+        (2, "cuda", {}, True),
+        (MAX_RANKS, "cuda", {"NCCL_P2P_DISABLE": "0"}, True),
+        (MAX_RANKS + 1, "cuda", {}, False),
+        (1, "cuda", {}, False),
+        (2, "cpu", {}, False),
+        (2, "cuda", {"NCCL_P2P_DISABLE": "1"}, False),
     ],
 )
 def test_ranks_on_gpus_of_one_host_share_memory(
-    *, size: int, rendezvous: RendezvousAddress | None, device_kind: str, environment: dict[str, str], expected: bool
+    *, size: int, device_kind: str, environment: dict[str, str], expected: bool
 ) -> None:
-    assert may_share(RankSpec(0, size, "", rendezvous=rendezvous), device_kind, environment) is expected
+    assert may_share(RankSpec(0, size, ""), device_kind, environment) is expected

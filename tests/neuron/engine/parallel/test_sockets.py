@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import socket
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -25,27 +25,20 @@ BUFFERED_BYTES = 16 << 20
 """More than a connection holds."""
 
 
-def on_ranks(
-    num_ranks: int, call: Callable[[int, Sockets], T], on_listening: Callable[[str], None] = lambda _: None
-) -> list[T]:
-    """`on_listening`: gets the address of each rank before the other ranks do."""
-    addresses = [""] * num_ranks
+def on_ranks(num_ranks: int, call: Callable[[int, Sockets], T]) -> list[T]:
     barrier = threading.Barrier(num_ranks)
 
     def run(rank: int) -> T:
-        def exchange(address: str) -> list[str]:
-            on_listening(address)
-            addresses[rank] = address
+        def wait_for_all() -> None:
             barrier.wait(WAIT_S)
-            return addresses
 
-        sockets = Sockets.connect(Shard(rank, num_ranks), exchange, None, WAIT_S, lambda: None)
+        sockets = Sockets.connect(Shard(rank, num_ranks), directory, wait_for_all, lambda: None)
         try:
             return call(rank, sockets)
         finally:
             sockets.abort()
 
-    with ThreadPoolExecutor(num_ranks) as threads:
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(num_ranks) as threads:
         return list(threads.map(run, range(num_ranks)))
 
 
@@ -103,43 +96,12 @@ def test_rank_that_is_gone_ends_the_calls_of_the_others() -> None:
     assert on_ranks(3, compute) == ["failed", "failed", "gone"]
 
 
-@contextmanager
-def unauthenticated_peers(*hellos: bytes) -> Iterator[Callable[[str], None]]:
-    """Gives a function that connects them to a rank, and leaves them connected."""
-    connected: list[socket.socket] = []
-
-    def visit(address: str) -> None:
-        host, port, _ = address.split()
-        for hello in hellos:
-            connected.append(socket.create_connection((host, int(port))))
-            connected[-1].sendall(hello)
-
-    yield visit
-    for peer in connected:
-        peer.close()
-
-
-SILENT, UNKNOWN = b"", b"GET / HTTP/1.1\r\nHost: rank\r\n\r\n".ljust(64)
-
-
-@pytest.mark.parametrize(
-    "hellos",
-    [[SILENT], [UNKNOWN], [UNKNOWN[:9]], [b"0" * 64], [SILENT] * 100],
-    ids=["silent", "unknown", "partial", "guessed", "many"],
-)
-def test_connections_without_the_secret_of_the_rank_delay_no_other(
-    hellos: list[bytes],
-) -> None:
-    with unauthenticated_peers(*hellos) as visit:
-        assert on_ranks(2, lambda _, sockets: sockets.all_reduce(torch.ones(1)).item(), visit) == [2.0, 2.0]
-
-
-def test_rank_that_never_connects_fails_the_others_in_time() -> None:
+def test_rank_that_never_connects_fails_the_others_in_time(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError):
-        Sockets.connect(Shard(0, 2), lambda own: [own, ""], None, 0.01, lambda: None)
+        Sockets.connect(Shard(0, 2), str(tmp_path), lambda: None, lambda: None, deadline_s=0.0)
 
 
-def test_wait_for_a_rank_that_does_not_connect_ends_when_the_load_is_cancelled() -> None:
+def test_wait_for_a_rank_that_does_not_connect_ends_when_the_load_is_cancelled(tmp_path: Path) -> None:
     polls = iter(range(3))
 
     def poll() -> None:
@@ -147,4 +109,4 @@ def test_wait_for_a_rank_that_does_not_connect_ends_when_the_load_is_cancelled()
             raise LoadCancelled("cancelled")
 
     with pytest.raises(LoadCancelled):
-        Sockets.connect(Shard(0, 2), lambda own: [own, ""], None, 600.0, poll)
+        Sockets.connect(Shard(0, 2), str(tmp_path), lambda: None, poll)

@@ -145,7 +145,6 @@ def test_gpu_gives_a_model_a_few_full_contexts_if_free(tmp_path: Path) -> None:
     [
         ({"tensor_parallel": 2}, "cuda", BUFFER_BYTES),
         ({"tensor_parallel": 2}, "cpu", 0),
-        ({"tensor_parallel": 2, "nodes": ("here", "there")}, "cuda", 0),
         ({"pipeline_parallel": 2}, "cuda", 0),
     ],
 )

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from cortex.neuron.config import DefaultModel, HarnessSettings, ModelEntry, NeuronConfig, PeerEntry, TorchHarness
+from cortex.neuron.config import DefaultModel, HarnessSettings, ModelEntry, NeuronConfig, TorchHarness
 from cortex.neuron.node.loading.library import MAX_ADOPTED, Library, cache_directory, scan_cache
 from cortex.wire.errors import LoadFailed, ModelNotFound
 from cortex.wire.node.orders import LoadRequest
@@ -77,7 +77,6 @@ EVERY_OPTION: dict[str, Any] = {
 }
 INSTEAD: dict[str, Any] = {
     "pipeline_parallel": 2,
-    "nodes": ("here", "there"),
     "max_replicas": 3,
 }
 """Those that cannot be combined with the others."""
@@ -100,9 +99,8 @@ def test_a_draft_model_may_be_named_alone() -> None:
 @pytest.mark.parametrize("given", [EVERY_OPTION, *({name: value} for name, value in INSTEAD.items())])
 def test_default_model_inherits_every_option_that_it_does_not_give(given: dict[str, Any]) -> None:
     assert {*EVERY_OPTION, *INSTEAD, "id", "draft"} == set(ModelEntry.__struct_fields__)
-    peers = (PeerEntry(name="there", endpoint="http://there"),)
     known = {
-        Library(NeuronConfig(peers=peers, models=models, default_models=defaults), {}).find("a")
+        Library(NeuronConfig(models=models, default_models=defaults), {}).find("a")
         for models, defaults in (
             ((ModelEntry(id="a", **given),), ()),
             ((ModelEntry(id="a", **given),), (DefaultModel(id="a"),)),

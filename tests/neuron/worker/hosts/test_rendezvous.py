@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 from pathlib import Path
 
@@ -14,9 +13,9 @@ from cortex.neuron.worker.model_host import LoadRejected
 
 async def test_ranks_of_one_load_share_a_private_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    first, second = Rendezvous(2, "tcp", ("/locks/1", "/locks/4")), Rendezvous(2, "tcp")
+    first, second = Rendezvous(2, "sockets", ("/locks/1", "/locks/4")), Rendezvous(2, "sockets")
     ranks = [first.rank(number) for number in range(2)]
-    assert [(rank.rank, rank.size, rank.backend) for rank in ranks] == [(0, 2, "tcp"), (1, 2, "tcp")]
+    assert [(rank.rank, rank.size, rank.backend) for rank in ranks] == [(0, 2, "sockets"), (1, 2, "sockets")]
     assert {rank.directory for rank in ranks} == {first.directory}
     assert ranks[0].device_locks == ("/locks/1", "/locks/4")
     assert first.directory != second.directory
@@ -24,11 +23,7 @@ async def test_ranks_of_one_load_share_a_private_directory(tmp_path: Path, monke
         assert Path(first.directory).stat().st_mode & 0o777 == 0o700
 
 
-async def test_without_a_directory_the_load_is_rejected_and_the_ports_are_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_a_directory_the_load_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
-    held = socket.socket()
-    with pytest.raises(LoadRejected, match="no directory for the ranks"), Rendezvous(2, "tcp", held_ports=(held,)):
+    with pytest.raises(LoadRejected, match="no directory for the ranks"), Rendezvous(2, "sockets"):
         pass
-    assert held.fileno() == -1

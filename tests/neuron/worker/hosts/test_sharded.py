@@ -9,7 +9,6 @@ import pytest
 import pytest_asyncio
 
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.worker.device_claims import DeviceClaims
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.hosts.sharded import ShardedHost
 from cortex.neuron.worker.memory import Reclaimed
@@ -17,7 +16,7 @@ from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelSink, Re
 from cortex.neuron.worker.process import WorkerLost
 
 from ..recording_sink import RecordingSink
-from .fake_host import INFO, FakeHost
+from .fake_host import FakeHost
 
 NO_ROOM = LoadRejected(FaultKind.OUT_OF_MEMORY, "no room")
 
@@ -33,18 +32,13 @@ async def ranks(calls: list[str]) -> list[FakeHost]:
 
 
 @pytest.fixture
-def claims() -> DeviceClaims:
-    return DeviceClaims()
-
-
-@pytest.fixture
 def sink() -> RecordingSink:
     return RecordingSink()
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def host(ranks: list[FakeHost], claims: DeviceClaims) -> ShardedHost:
-    return ShardedHost(ranks[0], ranks[1:], claims.new("m", (1, 4, 6), spans=False), contextlib.nullcontext())
+async def host(ranks: list[FakeHost]) -> ShardedHost:
+    return ShardedHost(ranks[0], ranks[1:], contextlib.nullcontext())
 
 
 async def test_all_are_counted_together_and_the_leader_gets_the_requests(
@@ -56,19 +50,6 @@ async def test_all_are_counted_together_and_the_leader_gets_the_requests(
     assert host.resident == resident
     host.submit(EngineRequest("r", (1,), max_tokens=1))
     assert [rank.requests for rank in ranks] == [["r"], [], []]
-
-
-async def test_part_on_another_node_counts_nothing_here(sink: RecordingSink, ranks: list[FakeHost]) -> None:
-    class Elsewhere(FakeHost):
-        async def load(self, sink: ModelSink) -> Resident:
-            self.resident = Resident(INFO, measured_bytes=0, process_bytes=0)
-            return self.resident
-
-    elsewhere = Elsewhere(9)
-    elsewhere.device_indices = ()
-    host = ShardedHost(ranks[0], [elsewhere], DeviceClaims().new("m", (1,), spans=True), contextlib.nullcontext())
-    resident = await host.load(sink)
-    assert (host.device_indices, resident.device_bytes(1)) == ((1,), (20,))
 
 
 async def test_leader_sleeps_first_wakes_last_and_is_unloaded_first(
@@ -85,7 +66,7 @@ async def test_leader_sleeps_first_wakes_last_and_is_unloaded_first(
 
 
 async def test_ranks_that_woke_sleep_again_when_another_one_has_no_room(
-    host: ShardedHost, ranks: list[FakeHost], calls: list[str], sink: RecordingSink, claims: DeviceClaims
+    host: ShardedHost, ranks: list[FakeHost], calls: list[str], sink: RecordingSink
 ) -> None:
     await host.load(sink)
     await host.sleep()
@@ -94,11 +75,10 @@ async def test_ranks_that_woke_sleep_again_when_another_one_has_no_room(
     with pytest.raises(LoadRejected, match="no room"):
         await host.wake()
     assert calls == ["wake 4", "wake 6", "sleep 4", "sleep 6"]
-    assert claims.conflicts(spans=True) == {}
 
 
 async def test_nothing_is_left_of_a_model_whose_ranks_can_neither_wake_nor_sleep_again(
-    host: ShardedHost, ranks: list[FakeHost], calls: list[str], sink: RecordingSink, claims: DeviceClaims
+    host: ShardedHost, ranks: list[FakeHost], calls: list[str], sink: RecordingSink
 ) -> None:
     await host.load(sink)
     await host.sleep()
@@ -109,7 +89,6 @@ async def test_nothing_is_left_of_a_model_whose_ranks_can_neither_wake_nor_sleep
         await host.wake()
     assert calls[:2] == ["wake 4", "wake 6"]
     assert sorted(calls[2:]) == ["unload 1", "unload 4", "unload 6"]
-    assert claims.conflicts(spans=True) == {}
 
 
 async def test_failed_load_reports_its_cause_and_leaves_nothing(
@@ -123,28 +102,17 @@ async def test_failed_load_reports_its_cause_and_leaves_nothing(
     assert sink.lost == []
 
 
-async def test_load_without_a_rendezvous_releases_devices_and_prepared_parts(
-    ranks: list[FakeHost], calls: list[str], sink: RecordingSink, claims: DeviceClaims
+async def test_load_without_a_rendezvous_leaves_nothing(
+    ranks: list[FakeHost], calls: list[str], sink: RecordingSink
 ) -> None:
     class Full(contextlib.nullcontext[None]):
         def __enter__(self) -> None:
             raise LoadRejected(FaultKind.REQUEST, "no space left")
 
-    host = ShardedHost(ranks[0], ranks[1:], claims.new("m", (1, 4, 6), spans=True), Full())
-    ranks[2].resident = Resident(INFO, 0, 0)  # on another node
+    host = ShardedHost(ranks[0], ranks[1:], Full())
     with pytest.raises(LoadRejected, match="no space left"):
         await host.load(sink)
-    assert (calls, claims.conflicts(spans=True)) == (["unload 6"], {})
-
-
-async def test_model_is_not_loaded_where_a_model_that_spans_nodes_is(
-    host: ShardedHost, ranks: list[FakeHost], sink: RecordingSink, claims: DeviceClaims
-) -> None:
-    spanning = claims.new("large", (4,), spans=True)
-    spanning.take()
-    with pytest.raises(LoadRejected, match="a part of large"):
-        await host.load(sink)
-    assert not ranks[0].loaded.is_set()
+    assert calls == []
 
 
 async def test_cancelled_load_leaves_nothing(
@@ -189,31 +157,14 @@ async def test_rank_lost_while_another_one_is_loaded_fails_the_load(
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 async def test_rank_lost_during_the_sleep_replaces_no_other_worker_and_the_devices_are_free(
-    host: ShardedHost, ranks: list[FakeHost], calls: list[str], sink: RecordingSink, claims: DeviceClaims, rank: int
+    host: ShardedHost, ranks: list[FakeHost], calls: list[str], sink: RecordingSink, rank: int
 ) -> None:
     await host.load(sink)
     await host.sleep()
-    assert claims.conflicts(spans=True) == {}
     calls.clear()
     ranks[rank].lose("it died")
     await sink.until(lambda: sink.lost)
     assert sorted(calls) == [f"unload {other.index}" for other in ranks if other is not ranks[rank]]
-
-
-async def test_model_whose_devices_another_one_has_stays_asleep(
-    host: ShardedHost, calls: list[str], sink: RecordingSink, claims: DeviceClaims
-) -> None:
-    await host.load(sink)
-    await host.sleep()
-    spanning = claims.new("large", (4,), spans=True)
-    spanning.take()
-    calls.clear()
-    with pytest.raises(LoadRejected, match="a part of large"):
-        await host.wake()
-    assert calls == []
-    spanning.release()
-    await host.wake()
-    assert claims.conflicts(spans=True).keys() == {1, 4, 6}
 
 
 async def test_worker_lost_during_the_load_is_the_cause(
@@ -319,9 +270,3 @@ async def test_model_that_is_gone_kills_no_worker(host: ShardedHost, calls: list
     calls.clear()
     host.kill("stuck")
     assert calls == []
-
-
-async def test_end_of_one_part_is_announced(host: ShardedHost, ranks: list[FakeHost], sink: RecordingSink) -> None:
-    await host.load(sink)
-    ranks[2].sink.on_ending("its node shuts down")
-    assert sink.ending == ["its node shuts down"]

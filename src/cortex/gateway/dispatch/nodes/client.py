@@ -25,6 +25,7 @@ from cortex.wire.error_codes import from_code
 from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, UpstreamUnavailable
 from cortex.wire.events import Usage
 from cortex.wire.node.bench import BenchRequest, BenchStatus
+from cortex.wire.node.groups import PreparedMember, PrepareMember
 from cortex.wire.node.model_log import ModelLog
 from cortex.wire.node.orders import (
     DeletedFiles,
@@ -50,6 +51,8 @@ DELETE_TIMEOUT_S = 120.0
 """Deleting hundreds of gigabytes takes a slow disk a while."""
 HUB_TIMEOUT_S = 60.0
 """A node tries several times to reach the hub."""
+PREPARE_TIMEOUT_S = 150.0
+"""A server may take long to print its version."""
 SURVEY_TIMEOUT_S = 300.0
 """The headers of a large model on a slow disk take a while."""
 USAGE_TIMEOUT_S = 10.0
@@ -208,6 +211,10 @@ class NodeClient:
         if status.state not in absent:
             raise LoadFailed(f"{request.model_id} is {status.state} after the unload")
         return status
+
+    async def prepare_member(self, request: PrepareMember) -> PreparedMember:
+        """Have the node choose the ports of a member of a group, and hold them for its load."""
+        return await self._post(b"/groups/prepare", request, PreparedMember, PREPARE_TIMEOUT_S)
 
     async def survey(self, request: LoadRequest) -> ModelStatus:
         """Have the node list the model and read its files, without a load. Raises the node's error when it may not."""

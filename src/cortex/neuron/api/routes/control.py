@@ -15,7 +15,6 @@ from cortex.neuron.api import responses
 from cortex.neuron.api.access import NodeAccess
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
-from cortex.neuron.api.peers import SHARES_PATH, accepted
 from cortex.neuron.api.report_revisions import ReportRevisions
 from cortex.neuron.api.routing import ApiCall, Route
 from cortex.neuron.api.stream import EventStream
@@ -24,6 +23,7 @@ from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
 from cortex.wire.errors import InvalidValue, MalformedJSON, RouteNotFound, shorten
 from cortex.wire.model_names import check_name
 from cortex.wire.node.bench import BenchRequest
+from cortex.wire.node.groups import PrepareMember
 from cortex.wire.node.orders import FilesRequest, ForgetSizeRequest, LoadRequest, Recycled, UnloadRequest
 from cortex.wire.node.protocol import Endpoint, ModelList, ModelState
 
@@ -53,10 +53,10 @@ class Control:
             Route("GET", "/models", self.models),
             Route("POST", "/models/load", self.load),
             Route("POST", "/models/survey", self.survey),
+            Route("POST", "/groups/prepare", self.prepare_member),
             Route("POST", "/models/unload", self.unload),
             Route("POST", "/models/forget-size", self.forget_size),
             Route("POST", r"/devices/(?P<index>\d{1,4})/recycle", self.recycle),
-            Route("GET", SHARES_PATH, self.share),
             Route("POST", "/files/pull", self.pull),
             Route("GET", "/files/pulls/(?P<id>.+)", self.pull_status),
             Route("POST", "/files/cancel", self.cancel_pull),
@@ -142,11 +142,9 @@ class Control:
         check_name(load_request.model_id, "model_id")
         return responses.json(await self.backend.survey(load_request))
 
-    async def share(self, call: ApiCall) -> None:
-        """A node that leads a model has this one hold a part of it, for as long as its connection lasts."""
-        with self.drain_gate.enter():  # rejects it while the node shuts down
-            pass
-        await self.backend.host_share(accepted(call))
+    async def prepare_member(self, call: ApiCall) -> Response:
+        """Chooses the ports of a member of a group that will be loaded here."""
+        return responses.json(await self.backend.prepare_member(_decode(call.request.body, PrepareMember)))
 
     async def unload(self, call: ApiCall) -> Response:
         unload_request = _decode(_with_model_id(call.request.body), UnloadRequest)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from cortex.neuron.engine.errors import GroupBroken, LoadCancelled, LoadError
 from cortex.neuron.engine.execution.graphs import CudaCapture, NotCaptured
 from cortex.neuron.engine.parallel.peer_memory import Exchange, PeerMemory, may_share
 from cortex.neuron.engine.parallel.sockets import Sockets
-from cortex.neuron.engine.parallel.store import RankStore
 from cortex.neuron.engine.request import RankSpec
 from cortex.neuron.kernels.peer_buffer import MAX_BYTES
 from cortex.neuron.layers.configs import Shard
@@ -39,7 +39,6 @@ _library: Any = torch.distributed
 PEER_MEMORY = "peer memory"
 POLL_S = 0.02
 _CONNECT = "connect"
-CONNECT_TIMEOUT = timedelta(seconds=60)
 LAST_RESORT = timedelta(hours=1)
 """A rank that dies closes its connections, and the daemon ends a group without progress long before this."""
 
@@ -48,9 +47,7 @@ class TorchGroup:
     """One rank's end of the communicator. Belongs to the engine thread. Every call raises GroupBroken if another rank
     is gone."""
 
-    def __init__(
-        self, group: Any, store: RankStore, shard: Shard, device: torch.device, poll: Callable[[], None]
-    ) -> None:
+    def __init__(self, group: Any, store: Any, shard: Shard, device: torch.device, poll: Callable[[], None]) -> None:
         """`group`: NCCL's process group, or sockets; `poll`: see `join`."""
         self.shard = shard
         self._group = group
@@ -83,26 +80,22 @@ class TorchGroup:
         ranks cannot communicate, LoadCancelled if another one is gone; nothing is connected then.
         """
         shard = Shard(spec.rank, spec.size)
-        store = RankStore.open(spec, poll)
+        store = _library.FileStore(str(Path(spec.directory) / "store"), spec.size)
         connected = functools.partial(cls._connected, spec, store, device, poll, follow or poll, with_peers=with_peers)
-        try:
-            _meet(store, "arrived", shard, poll)
-            _meet(store, "connecting", shard, follow or poll)
-            if not shard.is_first:
-                _wait_for(store, [_CONNECT], follow or poll)
-                return connected()
-            with turn or nullcontext():
-                store.set(_CONNECT, "1")
-                return connected()
-        except BaseException:
-            store.close()
-            raise
+        _meet(store, "arrived", shard, poll)
+        _meet(store, "connecting", shard, follow or poll)
+        if not shard.is_first:
+            _wait_for(store, [_CONNECT], follow or poll)
+            return connected()
+        with turn or nullcontext():
+            store.set(_CONNECT, "1")
+            return connected()
 
     @classmethod
     def _connected(
         cls,
         spec: RankSpec,
-        store: RankStore,
+        store: Any,
         device: torch.device,
         poll: Callable[[], None],
         poll_connecting: Callable[[], None],
@@ -164,7 +157,7 @@ class TorchGroup:
         """How a sum of this tensor travels."""
         if self.peers is not None and self.peers.can_sum(partial):
             return PEER_MEMORY
-        return "nccl" if self._is_nccl else "tcp"
+        return "nccl" if self._is_nccl else "sockets"
 
     @property
     def num_bytes(self) -> int:
@@ -249,7 +242,6 @@ class TorchGroup:
             torch.cuda.ipc_collect()
         self._abort()
         del self._group  # ends the threads of the library, which use the store
-        self._store.close()
 
     def _abort(self) -> None:
         self._group.abort()
@@ -295,41 +287,38 @@ def captured_bytes(*, captures_library: bool, uses_peers: bool) -> int:
     return UNLIMITED_BYTES if captures_library else MAX_BYTES if uses_peers else 0
 
 
-def _meet(store: RankStore, event: str, shard: Shard, poll: Callable[[], None]) -> None:
+def _meet(store: Any, event: str, shard: Shard, poll: Callable[[], None]) -> None:
     _exchange(store, event, "1", shard=shard, poll=poll)
 
 
-def _exchange(store: RankStore, event: str, text: str, *, shard: Shard, poll: Callable[[], None]) -> list[str]:
+def _exchange(store: Any, event: str, text: str, *, shard: Shard, poll: Callable[[], None]) -> list[str]:
     """The texts of all ranks, in their order."""
     keys = [f"{event}/{rank}" for rank in range(shard.size)]
     store.set(keys[shard.rank], text)
     _wait_for(store, keys, poll)
-    return [store.get(key) for key in keys]
+    return [str(store.get(key), "utf-8") for key in keys]
 
 
-def _wait_for(store: RankStore, keys: list[str], poll: Callable[[], None]) -> None:
+def _wait_for(store: Any, keys: list[str], poll: Callable[[], None]) -> None:
     try:
         while not store.check(keys):
             poll()
             time.sleep(POLL_S)
-    except RuntimeError as error:  # the store is gone: a directory that was removed, or the leader's port
+    except RuntimeError as error:  # the directory was removed
         raise LoadCancelled(f"another rank of the model ended its load: {error}") from error
 
 
-def _connect(spec: RankSpec, store: RankStore, poll: Callable[[], None], name: str = "group") -> Any:
+def _connect(spec: RankSpec, store: Any, poll: Callable[[], None], name: str = "group") -> Any:
     """`name`: of this connection, of which the ranks may have several in turn."""
     if spec.backend == "nccl":
-        private = _library.PrefixStore(name, store.library)
+        private = _library.PrefixStore(name, store)
         options = _library.ProcessGroupNCCL.Options()
         limit_nccl(options, LAST_RESORT)
         return _library.ProcessGroupNCCL(private, spec.rank, spec.size, options)
     shard = Shard(spec.rank, spec.size)
-    host = None if spec.rendezvous is None else spec.rendezvous.own_host
-    # Between hosts a connection may be impossible, and the daemon sees no progress while this rank waits for it.
-    timeout = LAST_RESORT if host is None else CONNECT_TIMEOUT
-    exchange = functools.partial(_exchange, store, f"{name}/address", shard=shard, poll=poll)
-    secret = "" if spec.rendezvous is None else spec.rendezvous.secret
-    return Sockets.connect(shard, exchange, host, timeout.total_seconds(), poll, secret)
+    listening = functools.partial(_meet, store, f"{name}/listening", shard, poll)
+    deadline_s = time.monotonic() + LAST_RESORT.total_seconds()
+    return Sockets.connect(shard, spec.directory, listening, poll, deadline_s, name)
 
 
 def _from_first() -> Any:

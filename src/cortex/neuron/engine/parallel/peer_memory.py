@@ -26,7 +26,7 @@ Exchange = Callable[[str, str], list[str]]
 def may_share(spec: RankSpec, device_kind: str, environment: Mapping[str, str]) -> bool:
     """Whether the ranks try to share memory. NCCL's own switch, for hosts whose links are broken, counts here too."""
     is_allowed = environment.get("NCCL_P2P_DISABLE", "0") == "0"
-    has_buffer = buffer_bytes(spec.size, device_kind, spans_nodes=spec.rendezvous is not None) > 0
+    has_buffer = buffer_bytes(spec.size, device_kind) > 0
     return TRITON and has_buffer and is_allowed
 
 

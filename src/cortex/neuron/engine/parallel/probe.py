@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--directory", required=True, help="private to the ranks of this test")
-    parser.add_argument("--backend", choices=["nccl", "tcp"], required=True)
+    parser.add_argument("--backend", choices=["nccl", "sockets"], required=True)
     parser.add_argument("--device", required=True, help="in torch's spelling")
     options = parser.parse_args()
     device = torch.device(options.device)

@@ -7,23 +7,20 @@ takes several times as long through them.
 from __future__ import annotations
 
 import functools
-import secrets
+import math
 import select
 import socket
-import time
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from cortex.neuron.engine.parallel.arrivals import arrived, connected
-from cortex.neuron.engine.parallel.ports import listening
+from cortex.neuron.engine.parallel.private_sockets import accepted, connected, listening
 from cortex.neuron.layers.configs import Shard
 
 MAX_DIRECT_BYTES = 256 << 10
 """Larger tensors of more than two ranks are summed in slices, one by each rank, which sends fewer bytes."""
-
-_LOOPBACK = "127.0.0.1"
+_RANK_BYTES = 4
 
 
 class Sockets:
@@ -38,32 +35,27 @@ class Sockets:
     def connect(
         cls,
         shard: Shard,
-        exchange: Callable[[str], list[str]],
-        host: str | None,
-        timeout_s: float,
+        directory: str,
+        wait_for_all: Callable[[], None],
         poll: Callable[[], None],
-        secret: str = "",
+        deadline_s: float = math.inf,
+        name: str = "rank",
     ) -> Sockets:
-        """`exchange`: returns the texts of all ranks. `host`: an address of this host that the others reach; None if
-        they are on it. `timeout_s`: once all have exchanged their addresses. `poll` is called while it waits; what it
-        raises ends the wait. `secret`: known to all ranks; needed if others can read what is exchanged. Raises OSError,
-        or what `exchange` does; nothing is connected then."""
+        """`directory`: private to the ranks of this load. `wait_for_all`: returns when every rank has called it. `poll`
+        is called while it waits; what it raises ends the wait. `deadline_s`: of the monotonic clock. `name`: of
+        this connection, of which the ranks may have several in turn. Raises OSError, or
+        what `wait_for_all` does; nothing is connected then."""
         connections: dict[int, socket.socket] = {}
         try:
-            with listening(host or _LOOPBACK, 0) as listener:
-                own = secrets.token_hex(16)
-                addresses = exchange(f"{host or _LOOPBACK} {listener.getsockname()[1]} {own}")
-                deadline_s = time.monotonic() + timeout_s
+            with listening(directory, f"{name}-{shard.rank}", shard.size) as listener:
+                wait_for_all()
                 for rank in range(shard.rank):
-                    to, port, token = addresses[rank].split()
-                    key = _key(secret, token, shard.rank)
-                    connections[rank] = connected((to, int(port)), key, deadline_s, poll)
-                later = range(shard.rank + 1, shard.size)
-                keys = [_key(secret, own, rank) for rank in later]
-                left_s = deadline_s - time.monotonic()
-                connections |= zip(later, arrived(listener, keys, left_s, poll), strict=True)
-            for connection in connections.values():
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    connections[rank] = connected(directory, f"{name}-{rank}")
+                    connections[rank].sendall(shard.rank.to_bytes(_RANK_BYTES, "little"))
+                for _ in range(shard.rank + 1, shard.size):
+                    connection = accepted(listener, deadline_s, poll)
+                    sender = connection.recv(_RANK_BYTES, socket.MSG_WAITALL)
+                    connections[int.from_bytes(sender, "little")] = connection
         except BaseException:
             _close(connections.values())
             raise
@@ -140,11 +132,6 @@ class Sockets:
         if num_bytes == 0:
             raise ConnectionResetError(f"rank {rank} has closed its connection")
         return data[num_bytes:]
-
-
-def _key(secret: str, token: str, rank: int) -> bytes:
-    """Authenticates a rank to the one whose token it is."""
-    return f"{secret} {token} {rank}".encode()
 
 
 def _close(connections: Iterable[socket.socket]) -> None:

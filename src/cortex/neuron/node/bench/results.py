@@ -73,7 +73,7 @@ class BenchResults:
     def _basis(self, model: KnownModel, digest: str | None) -> str:
         """Equal for measurements that could be compared."""
         options = (model.quant, model.kv_dtype, model.deterministic, model.vision, model.replicas)
-        division = (model.tensor_parallel, model.pipeline_parallel, model.nodes)
+        division = (model.tensor_parallel, model.pipeline_parallel)
         stated = msgspec.json.encode((cortex.__version__, digest, options, division, self._max_num_seqs))
         return hashlib.sha256(stated).hexdigest()
 

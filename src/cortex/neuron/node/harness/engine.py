@@ -1,4 +1,4 @@
-"""The built-in engine as a harness: models in the workers of the node's devices, and on those of other nodes."""
+"""The built-in engine as a harness: models in the workers of the node's devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loads_in_progress import LoadRoom
 from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.memory.ceilings import smallest
-from cortex.neuron.node.spanning.lead import Lead
 from cortex.neuron.node.survey_process.client import Surveys
 from cortex.neuron.node.survey_process.reading import Read
 from cortex.neuron.servers.entry import ENGINE_NAMES
@@ -42,7 +41,6 @@ class EngineHarness:
         devices: NodeDevices,
         forecast: Forecast,
         surveys: Surveys,
-        lead: Lead,
         library: Library,
     ) -> None:
         self._library = library
@@ -51,7 +49,6 @@ class EngineHarness:
         self._surveys = surveys
         self._config = config
         self._devices = devices
-        self._lead = lead
         self._objection = _objection(devices)
 
     @property
@@ -62,7 +59,6 @@ class EngineHarness:
     def check(self, model: KnownModel) -> None:
         if self._objection is not None:
             raise ModelUnsupported(f"{shorten(model.id)}: {self._objection}")
-        self._lead.reject_unsupported(model)
 
     def needs_files(self, model: KnownModel) -> bool:  # noqa: ARG002 - as Harness has it
         return True
@@ -121,32 +117,18 @@ class EngineHarness:
         )
 
     async def host(self, model: KnownModel, facts: ModelFacts, room: LoadRoom) -> tuple[ModelHost, ChosenDevices]:
-        """One replica on each equal part of the devices, the lowest index first. Those of a model that spans nodes are
-        here and there."""
+        """One replica on each equal part of the devices, the lowest index first."""
         chosen = room.chosen
-        if model.nodes:
-            return await self._spanning(model, facts, chosen)
         spec, indices = self.spec(model, facts, chosen), sorted(chosen.indices)
         if model.replicas == 1 and not model.may_grow:
-            return self._devices.host(model.id, indices, spec), chosen
+            return self._devices.host(indices, spec), chosen
         size = len(indices) // model.replicas
         parts = [indices[start : start + size] for start in range(0, len(indices), size)]
-        new_hosts = [partial(self._devices.host, model.id, part, spec) for part in parts]
+        new_hosts = [partial(self._devices.host, part, spec) for part in parts]
         return ReplicatedHost(model.id, new_hosts, room.lock_devices), chosen
 
-    async def _spanning(
-        self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices
-    ) -> tuple[ModelHost, ChosenDevices]:
-        claim = self._devices.claims.new(model.id, chosen.indices, spans=True)
-        claim.take()  # now: a peer that leads a model itself must not wait here for devices that wait for it
-        try:
-            return await self._lead.host(model, facts, chosen, claim, partial(self.spec, model, facts))
-        except BaseException:
-            claim.release()
-            raise
-
     def replica(self, model: KnownModel, facts: ModelFacts, chosen: ChosenDevices) -> ModelHost:
-        return self._devices.host(model.id, chosen.indices, self.spec(model, facts, chosen))
+        return self._devices.host(chosen.indices, self.spec(model, facts, chosen))
 
     def forget_size(self, model_id: str) -> None:
         """Its sizes are computed."""

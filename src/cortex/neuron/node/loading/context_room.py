@@ -136,7 +136,7 @@ class ContextRoom:
             for each in self._models.idle()
             if each.holding.model_id not in (model_id, *self._kept)
             and each.idle_s >= max(longer_s, self._rules.min_idle_s)
-            and not each.controller.model.nodes
+            and each.controller.model.member is None
         ]
 
     async def run(self) -> None:

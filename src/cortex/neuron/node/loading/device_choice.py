@@ -92,10 +92,8 @@ class DeviceChoice:
             raise InsufficientCapacity(f"{model.id} has no device to be loaded on")
         if model.pipeline_parallel > 1:
             self._check_stages()
-            if not model.nodes:
-                return self._choose_stages()
-        # How many layers a device of several nodes gets follows from what all of them can give.
-        need_bytes = 0 if model.pipeline_parallel > 1 else self._need_bytes()
+            return self._choose_stages()
+        need_bytes = self._need_bytes()
         indices = choose_devices(
             model.id,
             need_bytes,

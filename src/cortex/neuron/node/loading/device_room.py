@@ -55,7 +55,6 @@ class DeviceRoom:
         a sleep frees the devices."""
         self._devices = devices.all
         self._supervisors = devices.supervisors
-        self._claims = devices.claims
         self._extras = devices.extras
         self._limits = limits
         self._estimates_of = estimates_of
@@ -309,8 +308,7 @@ class DeviceRoom:
             # Its own reading during the load would show more.
             return smallest(left_bytes, usable_now(after_loads.get(device.index), estimates.reserve(device), None))
 
-        excluded = self._claims.conflicts(spans=bool(model.nodes)) if model.is_divided else {}
-        return DeviceChoice(model, facts, candidates, after_loads, estimates, excluded=excluded, left=left)
+        return DeviceChoice(model, facts, candidates, after_loads, estimates, left=left)
 
     async def _choose(
         self, model: KnownModel, facts: FileFacts, candidates: tuple[Device, ...], on_wait: OnWait

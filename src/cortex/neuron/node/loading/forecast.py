@@ -160,18 +160,16 @@ class Forecast(NodeLimits):
         kind."""
         allowed = [device for device in devices if not model.devices or device.index in model.devices] or devices
         if model.pipeline_parallel > 1:
-            # The devices of other nodes are assumed to be like these.
-            num_nodes = max(1, len(model.nodes))
             usable = sorted((self._usable_when_empty(model, device) for device in allowed), reverse=True)
-            usable_bytes = sum(usable[: model.pipeline_parallel // num_nodes]) * num_nodes
+            usable_bytes = sum(usable[: model.pipeline_parallel])
             limit_bytes = self._limit_bytes(model, facts, allowed[0])
             plan = self._plan(model, facts, allowed[0], usable_bytes, limit_bytes)
             expected_bytes = self._expected_bytes(model, facts, allowed[0], usable_bytes, limit_bytes)
             contexts = self.contexts(model, facts, allowed[0], max(0, plan.context_tokens) if plan.fits else 0)
             return Footprint(
-                model.replicas * self.least_bytes(model, facts, allowed[0]) // num_nodes,
-                model.replicas * expected_bytes // num_nodes,
-                contexts.part_of(num_nodes, model.replicas),
+                model.replicas * self.least_bytes(model, facts, allowed[0]),
+                model.replicas * expected_bytes,
+                contexts.part_of(1, model.replicas),
             )
         empty_tokens = max(self.empty_context(model, facts, device) for device in allowed)
         return Footprint(
@@ -296,4 +294,4 @@ def _graph_tokens(model: KnownModel, device: Device) -> int:
 
 def _peer_bytes(model: KnownModel, device: Device) -> int:
     """The buffer for messages between the ranks, assuming that the devices can access each other's memory."""
-    return buffer_bytes(model.tensor_parallel, device.kind, spans_nodes=bool(model.nodes))
+    return buffer_bytes(model.tensor_parallel, device.kind)

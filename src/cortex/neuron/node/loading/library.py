@@ -20,6 +20,7 @@ from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directo
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
 from cortex.wire.errors import LoadFailed, ModelNotFound, SourceNotAllowed, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.node.groups import GroupMember
 from cortex.wire.node.load_options import KVDtype, LoadOptions, Speculation, Vision, draft_of, is_path
 from cortex.wire.node.orders import LoadRequest
 
@@ -46,14 +47,19 @@ class KnownModel(LoadOptions, frozen=True, kw_only=True):
     replicas: int = 1
     max_replicas: int = 1
     """With those that are added while requests wait; no more than `replicas`: none are."""
-    max_bytes_of_nodes: tuple[int | None, ...] = ()
-    """The most that its layers take of each of `nodes`; empty: no limits."""
+
+    member: GroupMember | None = None
+    """Of the group that runs it on several nodes; None: this node runs it alone."""
+
+    @property
+    def num_members(self) -> int:
+        """How many nodes run it together."""
+        return 1 if self.member is None else len(self.member.members)
 
     @property
     def num_devices(self) -> int:
-        """How many devices it takes on this node, each replica its own. Of a model over several nodes, at least one:
-        how it is divided may be said by its load only."""
-        return max(1, self.tensor_parallel * self.pipeline_parallel * self.replicas // max(1, len(self.nodes)))
+        """How many devices it takes on this node, each replica its own."""
+        return self.tensor_parallel * self.pipeline_parallel * self.replicas
 
     @property
     def is_divided(self) -> bool:
@@ -100,6 +106,7 @@ def _requested(known: KnownModel, request: LoadRequest) -> KnownModel:
         pipeline_parallel=stages,
         memory_bytes=smallest(known.memory_bytes, max_bytes),
         min_context_tokens=request.min_context_tokens,
+        member=request.member,
     )
     return _with_own_quant(model)
 
@@ -185,7 +192,7 @@ class Library:
         source = request.source or before.source
         quant = None if is_path(source) else before.quant  # what was pulled from the hub is still what is here
         kept = _requested(KnownModel(id=before.id, source=source, quant=quant), request)
-        own = {"devices": (), "memory_bytes": None, "max_bytes_of_nodes": (), "min_context_tokens": None}
+        own = {"devices": (), "memory_bytes": None, "min_context_tokens": None, "member": None}
         kept = self._models[before.id] = replace(kept, **own)
         return kept
 

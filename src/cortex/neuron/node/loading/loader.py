@@ -82,6 +82,10 @@ class Estimate:
     does not fit, or whose other devices are on other nodes."""
 
 
+_LAST_LINES = 3
+"""Of its log, in the status of a member that loads."""
+
+
 class ModelLoader:
     """Loads and wakes all models of the node. Belongs to the daemon's loop."""
 
@@ -161,7 +165,7 @@ class ModelLoader:
         """The model as a load that gets no less than `tokens` or, by default, than what the load asks for or the model
         is to have: each as far as the empty devices hold it. None: its contexts are not known here."""
         contexts = self.estimate(model, facts).footprint.contexts
-        if contexts is None or model.nodes:
+        if contexts is None:
             return None
         estimates = self._harnesses.of(model).estimates
         asked = tokens or model.min_context_tokens or tolerated(contexts.wanted_tokens)
@@ -216,9 +220,14 @@ class ModelLoader:
                 raise _load_error(model.id, error) from error
             raise
 
+    def last_lines(self, model: KnownModel) -> tuple[str, ...]:
+        """The end of the log of the server that runs it."""
+        upstream = self._harnesses.of(model).upstream(model)
+        return () if upstream is None else upstream.log(0).lines[-_LAST_LINES:]
+
     def restarts(self, model: KnownModel) -> bool:
         """Whether the model is loaded again by itself when it is lost."""
-        return self._harnesses.of(model).restarts
+        return model.member is None and self._harnesses.of(model).restarts
 
     # Files
 
@@ -340,7 +349,7 @@ class ModelLoader:
         known_basis, estimate = self._estimates.get(model.id, (None, None))
         if estimate is None or basis != known_basis:
             stages = None
-            if model.pipeline_parallel > 1 and not model.nodes:
+            if model.pipeline_parallel > 1:
                 stages = estimates.empty_stages(model, facts, self._devices)
             layers = tuple(stage.num_layers for stage in stages or ())
             estimate = Estimate(estimates.footprint(model, facts, self._devices), layers)

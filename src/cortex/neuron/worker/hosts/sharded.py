@@ -1,8 +1,7 @@
-"""All of several hosts as one: the ranks of a divided model, each in the worker of its device, or on another node.
+"""All of several hosts as one: the ranks of a divided model, each in the worker of its device.
 
 The leader, rank 0, takes the requests. A rank that is lost leaves the others in the middle of a step, so the workers of
-all of them are replaced, and the model is lost as a whole. On a node that holds a part of a model for another one, all
-ranks follow. Everything here runs on the daemon's loop.
+all of them are replaced, and the model is lost as a whole. Everything here runs on the daemon's loop.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from contextlib import AbstractContextManager
 from typing import Literal
 
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.worker.device_claims import DeviceClaim
-from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.hosts.several import load_all, uncancelled, unload_all, wake_all
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelHost, ModelPart, ModelSink, RelaySink, Resident
@@ -31,15 +28,12 @@ class ShardedHost:
         self,
         leader: ModelHost,
         followers: Sequence[ModelPart],
-        claim: DeviceClaim,
         rendezvous: AbstractContextManager[None],
     ) -> None:
-        """`claim`: on the devices here, held while the model is awake. `rendezvous`: entered for the load; may raise
-        LoadRejected."""
+        """`rendezvous`: entered for the load; may raise LoadRejected."""
         self.resident: Resident | None = None
         self._leader = leader
         self._parts: tuple[ModelPart, ...] = (leader, *followers)
-        self._claim = claim
         self._rendezvous = rendezvous
         self._state: Literal["awake", "asleep", "ended"] = "awake"
         """`ended`: no part waits for another one any more."""
@@ -62,7 +56,6 @@ class ShardedHost:
     async def load(self, sink: ModelSink) -> Resident:
         parts = [(part, _PartSink(self, part, sink, leads=part is self._leader)) for part in self._parts]
         try:
-            self._take_devices(FaultKind.REQUEST)  # those of a lost replica may have another model now
             with self._rendezvous:
                 await load_all(parts, self._loss_in_load, self._end)
         except BaseException:
@@ -70,12 +63,6 @@ class ShardedHost:
             await uncancelled(self.unload())
             raise
         return self._changed("awake")
-
-    def _take_devices(self, kind: FaultKind) -> None:
-        """Raises LoadRejected if they have a part of another model that spans nodes."""
-        if (conflict := self._claim.conflict()) is not None:
-            raise LoadRejected(kind, conflict)
-        self._claim.take()
 
     def _end(self) -> None:
         self._state = "ended"
@@ -86,36 +73,29 @@ class ShardedHost:
         return self.resident
 
     async def unload(self) -> Reclaimed:
-        """The leader is unloaded first: it announces no more steps. Parts that were not asked to load are unloaded,
-        too: another node has prepared its part before."""
+        """The leader is unloaded first: it announces no more steps."""
         freed = [await unload_all(self._parts[:1])]
         self._end()
         freed.append(await unload_all(self._parts[1:]))
-        self._claim.release()
         self.resident = None
         return Reclaimed.total(freed)
 
     async def sleep(self) -> Resident:
-        """The leader falls asleep first: its last self-test needs the others. A sleeping model takes no steps, and
-        claims no devices."""
+        """The leader falls asleep first: its last self-test needs the others. A sleeping model takes no steps."""
         for part in self._parts:
             await part.sleep()
-        self._claim.release()
         return self._changed("asleep")
 
     async def wake(self) -> Resident:
         """The leader wakes last: its self-test needs the others."""
-        self._take_devices(FaultKind.OUT_OF_MEMORY)
         self._state = "awake"
         try:
             await wake_all((*self._parts[1:], self._leader))
         except LoadRejected:
             self._state = "asleep"
-            self._claim.release()
             raise
         except Damaged:
             self._end()
-            self._claim.release()
             self.resident = None
             raise
         return self._changed("awake")
@@ -155,7 +135,6 @@ class ShardedHost:
                 self._loss_in_load.set_result(reason)
         elif len(self._lost) == len(self._parts):
             self._end()
-            self._claim.release()
             self.resident = None
             sink.on_lost(reason)
 
@@ -175,6 +154,3 @@ class _PartSink(RelaySink):
 
     def on_lost(self, reason: str) -> None:
         self._host.part_lost(self._part, reason, self._whole)
-
-    def on_ending(self, reason: str) -> None:
-        self._whole.on_ending(reason)

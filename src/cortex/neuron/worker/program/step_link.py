@@ -1,5 +1,5 @@
 """How the ranks of a divided model keep in step: the leader's worker sends each plan to the workers of the other ranks,
-directly: over Unix sockets in the private directory of the load, or over TCP if the ranks are on several hosts.
+directly, over Unix sockets in the private directory of the load.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 
 from cortex.ipc.channel import BlockingChannel, ChannelError, encode_frame
 from cortex.neuron.engine.errors import GroupBroken
-from cortex.neuron.engine.parallel.arrivals import arrived, connected
-from cortex.neuron.engine.parallel.ports import listening
-from cortex.neuron.engine.request import RankSpec, RendezvousAddress
+from cortex.neuron.engine.parallel.private_sockets import accepted, connected, listening
+from cortex.neuron.engine.request import RankSpec
 from cortex.neuron.engine.scheduling.step_plan import StepPlan
 from cortex.neuron.worker.protocol import AnnouncedStep
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.0005
-CONNECT_S = 60.0
+_SOCKET = "steps"
 ACCEPT_S = 60.0
 """The other ranks connect as soon as they are loaded, and they are loaded when the first plan is sent."""
 
@@ -87,32 +85,32 @@ class _Arrivals:
     def __init__(self, rank: RankSpec) -> None:
         """Raises OSError."""
         self._is_closed = False
-        listener = _listener(rank)
-        # The socket of one host is private: it needs no key.
-        key = b"" if rank.rendezvous is None else _key(rank.rendezvous)
+        listener = listening(rank.directory, _SOCKET, rank.size)
         self._ranks: Future[list[socket.socket]] = Future()
-        keys = [key] * (rank.size - 1)
-        threading.Thread(target=self._accept, args=(listener, keys), name="arrivals", daemon=True).start()
+        threading.Thread(target=self._accept, args=(listener, rank.size - 1), name="arrivals", daemon=True).start()
 
     def followers(self, timeout_s: float) -> list[socket.socket]:
         """Raises OSError."""
         try:
-            followers = self._ranks.result(timeout_s)
+            return self._ranks.result(timeout_s)
         except TimeoutError:
             raise TimeoutError(f"not all ranks have connected within {timeout_s:.0f} s") from None
-        for follower in followers:
-            _keep_alive(follower)
-        return followers
 
     def close(self) -> None:
         """Ends the wait for ranks and the connections of those that arrived."""
         self._is_closed = True
         self._ranks.add_done_callback(_close)
 
-    def _accept(self, listener: socket.socket, keys: list[bytes]) -> None:
+    def _accept(self, listener: socket.socket, count: int) -> None:
+        connections: list[socket.socket] = []
         try:
-            self._ranks.set_result(arrived(listener, keys, math.inf, self._poll))
+            with listener:
+                while len(connections) < count:
+                    connections.append(accepted(listener, math.inf, self._poll))
+            self._ranks.set_result(connections)
         except OSError as error:
+            for connection in connections:
+                connection.close()
             self._ranks.set_exception(error)
 
     def _poll(self) -> None:
@@ -132,7 +130,7 @@ class FollowerLink:
 
     def open(self) -> None:
         """Raises OSError if the leader is gone."""
-        self._connection = _connected(self._rank)
+        self._connection = connected(self._rank.directory, _SOCKET)
         threading.Thread(target=self._receive, name="steps", daemon=True).start()
 
     def _receive(self) -> None:
@@ -165,39 +163,3 @@ def _try_lock(lock: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _listener(rank: RankSpec) -> socket.socket:
-    if rank.rendezvous is not None:
-        return listening(rank.rendezvous.host, rank.rendezvous.step_port)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(_path(rank))
-    listener.listen(rank.size)
-    return listener
-
-
-def _connected(rank: RankSpec) -> socket.socket:
-    """A connection to the leader. Raises OSError."""
-    if rank.rendezvous is None:
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(_path(rank))
-        return connection
-    address = rank.rendezvous.host, rank.rendezvous.step_port
-    connection = connected(address, _key(rank.rendezvous), time.monotonic() + CONNECT_S)
-    _keep_alive(connection)
-    return connection
-
-
-def _key(address: RendezvousAddress) -> bytes:
-    return f"steps {address.secret}".encode()
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    if connection.family == socket.AF_UNIX:
-        return
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-
-
-def _path(rank: RankSpec) -> str:
-    return str(Path(rank.directory) / "steps")

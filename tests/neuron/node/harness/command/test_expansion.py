@@ -42,4 +42,4 @@ def test_what_has_no_value_is_an_error(text: str, reason: str) -> None:
 
 def test_variables_are_found_in_commands_and_environment() -> None:
     entry = HarnessEntry(name="x", cmd="run ${MODEL_ID}", env={"P": "${PORT}"}, cmd_stop="kill ${PID}")
-    assert [uses(entry, name) for name in ("MODEL_ID", "PORT", "PID", "MODEL_PATH")] == [True, True, True, False]
+    assert [uses(entry, name, None) for name in ("MODEL_ID", "PORT", "PID", "MODEL_PATH")] == [True, True, True, False]

@@ -164,3 +164,23 @@ async def test_the_log_outlives_the_server(tmp_path: Path) -> None:
         assert (await fetch(f"/models/m/log?after={after + 9}"))[1] == log
         assert (await fetch("/models/native/log"))[0] == 400
         assert (await fetch("/models/m/log?after=x"))[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("name", "leader", "other"),
+    [
+        ("vllm", "--nnodes ${NUM_NODES} --node-rank ${RANK} --master-addr ${LEADER_HOST}", "--headless"),
+        ("vllm-ray", "--distributed-executor-backend ray", "--address=${LEADER_HOST}:${LEADER_PORT}"),
+        ("sglang", "--dist-init-addr ${LEADER_HOST}:${LEADER_PORT}", "--node-rank ${RANK}"),
+        ("llama-server", "--rpc ${MEMBER_ADDRESSES}", "rpc-server --host ${MEMBER_HOST} --port ${MEMBER_PORT}"),
+        ("torchrun", "torchrun --nnodes ${NUM_NODES} --node-rank ${RANK}", "--master-port ${LEADER_PORT} serve.py"),
+    ],
+)
+def test_groups_start_with_other_arguments_than_servers_on_one_node(name: str, leader: str, other: str) -> None:
+    entry = completed_server(HarnessEntry(name=name, args="serve.py" if name == "torchrun" else ()))
+    alone, first, second = (" ".join(entry.argv(has_gpus=True, has_context=True, rank=rank)) for rank in (None, 0, 1))
+    assert leader in first
+    assert other in second
+    assert "${LEADER_HOST}" not in alone
+    assert ("--headless" in first, "--headless" in second) == (False, name == "vllm")
+    assert entry.group_commands["version"]

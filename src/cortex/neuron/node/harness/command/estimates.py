@@ -72,30 +72,33 @@ class CommandEstimates(NodeLimits):
         return self.least_bytes(model, facts, device)
 
     def whole_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
-        """What it takes as it serves, over all devices."""
-        run_bytes = self.sizes.run_bytes(model.id)
+        """What it takes as it serves, over all devices of this node."""
+        run_bytes = self.sizes.run_bytes(model.id) // model.num_members
         return max(self._least_bytes(model, facts), self.counted_bytes(model, facts, run_bytes) if run_bytes else 0)
 
     def _least_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
-        return self.counted_bytes(model, facts, self.sizes.start_bytes(model.id))
+        return self.counted_bytes(model, facts, self.sizes.start_bytes(model.id) // model.num_members)
 
     def counted_bytes(self, model: KnownModel, facts: ServedFiles, measured: int) -> int:
         """What a model counts as whose server holds `measured` bytes. Loaded or not, the rule is the same: pages of its
-        files that other programs have mapped too are not in the measurement, and become its own when these end."""
+        files that other programs have mapped too are not in the measurement, and become its own when these end. The
+        members of a group have equal parts."""
         if (configured := self._configured_bytes(model)) is not None:
             return max(measured, configured)
-        return measured if measured and measured >= facts.num_bytes else _unmeasured(facts)
+        if measured and measured >= facts.num_bytes // model.num_members:
+            return measured
+        return _unmeasured(facts) // model.num_members
 
     def first_bytes(self, model: KnownModel, facts: ServedFiles) -> int:
         """The size without measurements. A server with a configured size takes a little more than that."""
         configured = self._configured_bytes(model)
-        return _unmeasured(facts) if configured is None else configured
+        return _unmeasured(facts) // model.num_members if configured is None else configured
 
     def _configured_bytes(self, model: KnownModel) -> int | None:
         # Not `model.memory_bytes`, which may be no more than the ceiling of a gateway.
         own = (entry.memory_mb for entry in (*self.config.models, *self.config.default_models) if entry.id == model.id)
         expected_mb = next((size for size in own if size is not None), self.entry.memory_mb)
-        return None if expected_mb is None else expected_mb << 20
+        return None if expected_mb is None else (expected_mb << 20) // model.num_members
 
     def footprint(self, model: KnownModel, facts: ServedFiles, devices: Sequence[Device]) -> Footprint:
         expected = max(self.expected_bytes(model, facts, device) for device in devices)
@@ -119,14 +122,14 @@ class SizeOfModel:
     facts: ServedFiles
 
     def started(self, num_bytes: int) -> int:
-        self.estimates.sizes.note_start(self.model.id, num_bytes)
+        self.estimates.sizes.note_start(self.model.id, num_bytes * self.model.num_members)
         return self.holds(num_bytes)
 
     def holds(self, num_bytes: int) -> int:
         return self.estimates.counted_bytes(self.model, self.facts, num_bytes)
 
     def ran(self, num_bytes: int) -> None:
-        self.estimates.sizes.note_run(self.model.id, num_bytes)
+        self.estimates.sizes.note_run(self.model.id, num_bytes * self.model.num_members)
 
 
 def _unmeasured(facts: ServedFiles) -> int:

@@ -12,14 +12,15 @@ from cortex.wire.errors import LoadFailed
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")
 
 
-def expanded_texts(entry: HarnessEntry) -> tuple[str, ...]:
-    """Where the variables of a server are replaced."""
-    return (*(text for command in entry.commands.values() for text in command), *entry.env.values())
+def expanded_texts(entry: HarnessEntry, rank: int | None, *, has_context: bool = True) -> tuple[str, ...]:
+    """Where the variables of a server are replaced. `rank`: of a member of a group."""
+    ends = (text for name in ("cmd_stop", "cmd_kill", "cmd_pid") for text in entry.commands[name])
+    return (*entry.argv(has_gpus=True, has_context=has_context, rank=rank), *ends, *entry.env.values())
 
 
-def uses(entry: HarnessEntry, variable: str) -> bool:
+def uses(entry: HarnessEntry, variable: str, rank: int | None) -> bool:
     """Whether the server's command or environment has `${variable}`."""
-    return any(f"${{{variable}}}" in text for text in expanded_texts(entry))
+    return any(f"${{{variable}}}" in text for text in expanded_texts(entry, rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,6 @@ class Expansion:
             known = ", ".join(f"${{{each}}}" for each in (*self.values, "env.NAME"))
             raise LoadFailed(f"the harness {self.harness} uses ${{{name}}}, which does not exist; there are {known}")
         if (value := self.values[name]) is None:
-            setting = "context_tokens" if name == "CONTEXT" else name
+            setting = "context_tokens" if name == "CONTEXT" else "nodes"
             raise LoadFailed(f"the harness {self.harness} needs ${{{name}}}; set `{setting}` of the model")
         return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,16 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.pool import Pool
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.devices import ReadDevices
 from cortex.neuron.node.harness.command.estimates import CommandEstimates, ServedFiles, SizeOfModel
 from cortex.neuron.node.harness.command.expansion import Expansion, expanded_texts, uses
+from cortex.neuron.node.harness.command.group import MemberPorts, interface_of
 from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, free_port, server_info
-from cortex.neuron.node.harness.command.server_log import ServerLog
+from cortex.neuron.node.harness.command.server_log import ServerLog, plain_lines
 from cortex.neuron.node.harness.command.server_memory import ServerMemory
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
@@ -32,11 +32,14 @@ from cortex.neuron.worker.model_host import ModelHost
 from cortex.quant_names import label_in
 from cortex.tasks import finish_all
 from cortex.wire.errors import LoadFailed, Recovering, UnsupportedModality, shorten
+from cortex.wire.node.groups import GroupMember, PreparedMember
 from cortex.wire.node.model_log import ModelLog
 from cortex.wire.node.protocol import Capabilities, Device
 from cortex.wire.node.sampling import SamplingDefaults
 
 CHAT = "/v1/chat/completions"
+_VERSION_S = 120.0
+"""Some servers import all of torch to print their version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ class CommandHarness:
         read_devices: ReadDevices,
         env: Mapping[str, str] = os.environ,
         choose_port: Callable[[], int] = free_port,
+        ports: MemberPorts | None = None,
     ) -> None:
         self.names = (entry.name,)
         self.estimates = CommandEstimates(config, entry)
@@ -114,6 +118,7 @@ class CommandHarness:
         self.restarts = entry.restart
         self._entry = entry
         self._read_devices = read_devices
+        self._ports = ports or MemberPorts(None)
         self._env = env
         self._choose_port = choose_port
         self._ticker = Ticker(asyncio.get_running_loop())
@@ -124,21 +129,51 @@ class CommandHarness:
     def check(self, model: KnownModel) -> None:
         for name, is_given in (
             ("pipeline_parallel", model.pipeline_parallel > 1),
-            ("nodes", bool(model.nodes)),
             ("replicas", model.replicas > 1 or model.max_replicas > 1),
         ):
             if is_given:
                 raise LoadFailed(f"{model.id} has `{name}`, which the harness {self._entry.name} does not support")
         if model.id.startswith("-"):
             raise LoadFailed(f"{shorten(model.id)} could be taken for an option of a command; choose another id")
+        if model.member is not None and self._entry.group is None:
+            raise LoadFailed(
+                f"{model.id} is to run on several nodes, for which the harness {self._entry.name} has no `group`"
+            )
         expansion = self._expansion(model, Path(), (), 0)  # before anything is downloaded, or a server is to be ended
-        has_context = model.context_tokens is not None
-        entry = self._entry if has_context else replace(self._entry, context_args=())
-        for text in expanded_texts(entry):
+        for text in expanded_texts(self._entry, _rank(model), has_context=model.context_tokens is not None):
             expansion.text(text)
 
-    def needs_files(self, model: KnownModel) -> bool:  # noqa: ARG002 - as Harness has it
-        return uses(self._entry, "MODEL_PATH") or uses(self._entry, "MODEL_DIRECTORY")
+    async def prepare(self, group: str) -> PreparedMember:
+        """Chooses the ports of a member of a group that this node will load. Raises LoadFailed."""
+        if self._entry.group is None:
+            raise LoadFailed(f"the harness {self._entry.name} runs models on one node only: it has no `group`")
+        return self._ports.prepare(group, await self._version())
+
+    async def _version(self) -> str:
+        command = self._entry.group_commands["version"]
+        if not command:
+            return ""
+        try:
+            async with asyncio.timeout(_VERSION_S):
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    env=dict(self._env),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
+                )
+                try:
+                    output, _ = await process.communicate()
+                finally:
+                    with contextlib.suppress(ProcessLookupError):
+                        process.kill()
+        except OSError as error:  # a timeout too
+            raise LoadFailed(f"the version of {self._entry.name} is not known: `{command[0]}`: {error}") from error
+        return (plain_lines(output) or [""])[-1][:200]
+
+    def needs_files(self, model: KnownModel) -> bool:
+        rank = _rank(model)
+        return uses(self._entry, "MODEL_PATH", rank) or uses(self._entry, "MODEL_DIRECTORY", rank)
 
     async def read(self, model: KnownModel, path: Path) -> tuple[ServedFiles, dict[str, Footprint]]:
         num_bytes = await asyncio.to_thread(_size, path) if self.needs_files(model) else 0
@@ -170,7 +205,8 @@ class CommandHarness:
     ) -> tuple[ModelHost, ChosenDevices]:
         entry, chosen, devices = self._entry, room.chosen, room.chosen.devices
         is_on_gpus = devices[0].kind != "cpu"
-        argv = entry.argv(has_gpus=is_on_gpus, has_context=model.context_tokens is not None)
+        argv = entry.argv(has_gpus=is_on_gpus, has_context=model.context_tokens is not None, rank=_rank(model))
+        link = None if model.member is None else self._ports.take(model.member)
         commands = entry.commands
         part = self.estimates.first_bytes(model, facts) / facts.num_ranks / max(1, devices[0].total_bytes)
         free_ports: dict[int, int] = {}
@@ -182,7 +218,7 @@ class CommandHarness:
 
         def environment(port: int) -> dict[str, str]:
             own = {name: expansion(port).text(value) for name, value in entry.env.items()}
-            return {**self._env, **own, **_visible(devices)}
+            return {**self._env, **_of_cluster(model), **own, **_visible(devices)}
 
         def free_bytes() -> int:
             readings = self._read_devices(devices)
@@ -213,6 +249,7 @@ class CommandHarness:
             self._choose_port,
             SizeOfModel(self.estimates, model, facts),
             self._logs.setdefault(model.id, ServerLog()),
+            link=link,
         )
         self._hosts[model.id] = host
         return host, chosen
@@ -225,6 +262,10 @@ class CommandHarness:
 
     def upstream(self, model: KnownModel) -> ServerOfModel:
         return ServerOfModel(model.id, self._entry, self._hosts, self._logs.setdefault(model.id, ServerLog()))
+
+    async def leave(self, drain_s: float) -> None:
+        """This node shuts down: the leaders of its members end their requests first."""
+        await asyncio.gather(*(host.leave(drain_s) for host in self._hosts.values()))
 
     async def close(self) -> None:
         await finish_all("unloading at the end", *(host.unload() for host in self._hosts.values()))
@@ -248,12 +289,47 @@ class CommandHarness:
             "MODEL_ID": model.id,
             "CONTEXT": None if model.context_tokens is None else str(model.context_tokens),
             "DEVICES": ",".join(str(device.index) for device in devices),
+            "DEVICE_COUNT": str(len(devices)),
             "GPU_IDS": _gpu_ids(devices),
             "GPU_COUNT": str(sum(device.kind != "cpu" for device in devices)),
             "MEMORY_FRACTION": f"{min(max(part, 0.01), 0.95):.2f}",
             "PID": str(pid),
+            **_group_values(model.member),
         }
         return Expansion(values, self._env, self._entry.name)
+
+
+def _rank(model: KnownModel) -> int | None:
+    return None if model.member is None else model.member.rank
+
+
+def _group_values(member: GroupMember | None) -> dict[str, str | None]:
+    """The variables of a group; outside of one, those without a value cannot be used."""
+    if member is None:
+        names = ("LEADER_HOST", "LEADER_PORT", "MEMBER_HOST", "MEMBER_PORT", "MEMBER_ADDRESSES")
+        return {"RANK": "0", "NUM_NODES": "1", **dict.fromkeys(names)}
+    others = (f"{_bracketed(other.host)}:{other.port}" for other in member.members[1:])
+    return {
+        "RANK": str(member.rank),
+        "NUM_NODES": str(len(member.members)),
+        "LEADER_HOST": member.leader.host,
+        "LEADER_PORT": str(member.leader.port),
+        "MEMBER_HOST": member.own.host,
+        "MEMBER_PORT": str(member.own.port),
+        "MEMBER_ADDRESSES": ",".join(others),
+    }
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _of_cluster(model: KnownModel) -> dict[str, str]:
+    """What keeps the libraries of distributed servers on the network of the cluster."""
+    if model.member is None or (interface := interface_of(model.member.own.host)) is None:
+        return {}
+    interfaces = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface)
+    return {**interfaces, "VLLM_HOST_IP": model.member.own.host}
 
 
 def _visible(devices: Sequence[Device]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from cortex.http.ticker import Ticker
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.http.upstream.pool import Pool
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, StepOutput
+from cortex.neuron.node.harness.command.group import PULSE_S, MemberLink
 from cortex.neuron.node.harness.command.server_log import ServerLog
 from cortex.neuron.node.harness.command.server_memory import MemoryWatch, ServerMemory
 from cortex.neuron.node.harness.command.server_process import ServerProcess
@@ -27,6 +28,7 @@ from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelSink, Resident, SleepRejected
 from cortex.tasks import run_once
 from cortex.wire.errors import LoadFailed
+from cortex.wire.node.groups import MemberAddress
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ when it is done."""
 _LOSS_S = 5.0
 """A server that closes a connection may have died, which is noticed a moment later."""
 _PORT_TRIES = 3
+_STOPPED_CHECKS = 2
 _SHORTEST_STREAM_S = 0.02
 """A response that is complete sooner after its first piece came whole: its speed is not known."""
 _PAGES = 1 << 40
@@ -75,6 +78,8 @@ class CommandHost:
     choose_port: Callable[[], int]
     size: ServerSize
     log: ServerLog = field(default_factory=ServerLog)
+    link: MemberLink | None = None
+    """To the other nodes, if the server is a member of a group. Only the leader's takes requests, and has a pool."""
     resident: Resident | None = None
     pool: Pool | None = None
     """Requests to the server, while it is healthy."""
@@ -89,6 +94,7 @@ class CommandHost:
     """The outcome of the last health check."""
     _kill_reason: str | None = None
     _watch: asyncio.Task[None] | None = None
+    _stop_watch: asyncio.Task[None] | None = None
     _live: dict[str, float | None] = field(default_factory=dict)
     """Requests with a slot → when the server began to respond."""
     _silence: SilenceWatch = field(init=False)
@@ -107,16 +113,25 @@ class CommandHost:
     def replica_devices(self) -> tuple[tuple[int, ...], ...]:
         return (self.memory.indices,)
 
+    @property
+    def _serves(self) -> bool:
+        return self.link is None or self.link.member.is_leader
+
     async def load(self, sink: ModelSink) -> Resident:
         self._sink = sink
         free_before = await self.memory.free()
         try:
+            if self.link is not None:
+                group = self.entry.group
+                checks_ports = group is not None and group.ready == "port"
+                await self.link.open(self._group_ended, sink.on_ending, checks_ports=checks_ports)
             for attempt in range(_PORT_TRIES):
                 if await self._start(sink, is_last=attempt == _PORT_TRIES - 1):
                     break
             assert self._server is not None
             measured = await self.memory.measured(self._server, free_before)
-        except BaseException:
+        except BaseException as error:
+            self._leave_group(str(error) or "its load was cancelled")
             if self._server is not None:
                 self._server.kill()
                 await self._server.ended()
@@ -126,6 +141,8 @@ class CommandHost:
         self._loaded_bytes = measured
         self.resident = Resident(replace(self.info, weight_bytes=counted), counted, measured)
         self._watch = run_once(self._watch_end(), f"server of {self.model_id}")
+        if self.link is not None:
+            self._stop_watch = run_once(self._watch_stopped(self._server), f"state of {self.model_id}")
         name = f"{self.model_id} ({self.entry.name})"
         self._memory_watch = MemoryWatch(name, self.memory, self._server, measured, self._holds)
         return self.resident
@@ -150,7 +167,8 @@ class CommandHost:
                 if not is_last and not _is_free(port):
                     return False
                 kind = FaultKind.OUT_OF_MEMORY if server.lacked_memory else FaultKind.BUG
-                raise LoadRejected(kind, f"its server ({self.entry.name}) {ended.result()}{server.last_lines}")
+                how = f"was ended: {self._kill_reason}" if self._kill_reason else ended.result()
+                raise LoadRejected(kind, f"its server ({self.entry.name}) {how}{server.last_lines}")
             if not healthy.done():
                 server.kill()
                 await ended
@@ -162,7 +180,8 @@ class CommandHost:
             healthy.result()
             if find_pid := self.command.find_pid(port):
                 await server.find_outside(find_pid, self.command.env(port))
-            self.pool = pool
+            if self._serves:
+                self.pool = pool
             return True
         finally:
             healthy.cancel()
@@ -181,10 +200,24 @@ class CommandHost:
             await asyncio.sleep(_POLL_S)
 
     async def _is_healthy(self, pool: Pool) -> bool:
+        if self.link is not None and not self._serves:
+            return await self._is_member_ready(self.link.member.own)
         if self.entry.health.path == "none":
             self._last_check = "nothing listens on its port"
             return not _is_free(self._port)
         return 200 <= (await self._health_status(pool) or 0) < 300
+
+    async def _is_member_ready(self, own: MemberAddress) -> bool:
+        if self.entry.group is None or self.entry.group.ready == "started":
+            return self._server is not None and self._server.pid is not None
+        self._last_check = f"nothing listens on {own.host}:{own.port}"
+        try:
+            async with asyncio.timeout(_HEALTH_S):
+                _, writer = await asyncio.open_connection(own.host, own.port)
+        except OSError:
+            return False
+        writer.close()
+        return True
 
     async def _health_status(self, pool: Pool) -> int | None:
         """The status of a health check; None: there is no response."""
@@ -206,13 +239,49 @@ class CommandHost:
         assert self._server is not None
         how = await self._server.ended()
         if self._kill_reason is not None:
-            how = f"was killed: {self._kill_reason}"
+            how = f"was ended: {self._kill_reason}"
+        reason = f"its server ({self.entry.name}) {how}{self._server.last_lines}"
+        self._leave_group(reason)
         self._gone()
         if self._sink is not None:
-            self._sink.on_lost(f"its server ({self.entry.name}) {how}{self._server.last_lines}")
+            self._sink.on_lost(reason)
+
+    async def _watch_stopped(self, server: ServerProcess) -> None:
+        """A process that is stopped holds up the whole group, and no connection shows it."""
+        num_seen = 0
+        while num_seen < _STOPPED_CHECKS:
+            await asyncio.sleep(PULSE_S)
+            num_seen = num_seen + 1 if await asyncio.to_thread(lambda: server.is_stopped) else 0
+        self.kill(f"a process of it is stopped, for {_STOPPED_CHECKS * PULSE_S:.0f} s or more")
+
+    # The group
+
+    def _group_ended(self, reason: str) -> None:
+        if self._server is None:
+            return
+        if self._serves:
+            self.kill(reason)
+        else:
+            self._kill_reason = reason
+            run_once(self._server.stop(self.entry.stop_timeout_s), f"end a member of {self.model_id}")
+
+    def _leave_group(self, reason: str) -> None:
+        if self._stop_watch is not None:
+            self._stop_watch.cancel()
+        if self.link is not None:
+            self.link.end(reason)
+
+    async def leave(self, drain_s: float) -> None:
+        """The node of a member shuts down: returns when the leader has ended its requests, or after `drain_s`."""
+        if self.link is not None and not self._serves and self.resident is not None:
+            await self.link.leave("its node shuts down", drain_s)
 
     async def sleep(self) -> Resident:
         server, resident = self._server, self.resident
+        if not self._serves and server is not None and resident is not None:  # it sleeps with its leader
+            held = await self.memory.held(server) or 0
+            self.resident = replace(resident, process_bytes=held, host_bytes=max(1, self._loaded_bytes - held))
+            return self.resident
         if not self.entry.sleep.path or self.memory.free_bytes is None:
             where = "" if self.memory.free_bytes is not None else " on a CPU, where it would free nothing"
             raise SleepRejected(f"the harness {self.entry.name} has no sleep{where}")
@@ -234,7 +303,7 @@ class CommandHost:
     async def wake(self) -> Resident:
         resident = self.resident
         assert resident is not None
-        if problem := await self._ask(self.entry.wake):
+        if self._serves and (problem := await self._ask(self.entry.wake)):
             await self.unload()
             raise Damaged(f"its server ({self.entry.name}) was asked to wake and {problem}")
         self.resident = replace(resident, process_bytes=self._loaded_bytes, host_bytes=0)
@@ -258,11 +327,13 @@ class CommandHost:
         if self._watch is not None:
             self._watch.cancel()
         if server is None or resident is None:
+            self._leave_group("it was unloaded")
             return Reclaimed(0, 0)
         if self._memory_watch is not None and not resident.host_bytes:
             await self._memory_watch.look()  # with the caches that its requests have filled
         free_before = await self.memory.free()
         await server.stop(self.entry.stop_timeout_s, *self._stop_command(server))
+        self._leave_group("it was unloaded")
         self._gone()
         return await self.memory.reclaimed(resident.process_bytes, free_before)
 

@@ -1,4 +1,4 @@
-"""The memory of a process and all its descendants."""
+"""The memory of a process and all its descendants, and whether they run."""
 
 from __future__ import annotations
 
@@ -22,6 +22,14 @@ def descendants(process: int) -> list[int]:
 def resident_bytes(processes: list[int]) -> int:
     """The memory of these processes; what several of them share counts once. Those that have ended count nothing."""
     return sum(map(_resident_bytes, processes))
+
+
+def is_stopped(process: int) -> bool:
+    try:
+        stat = (_PROC / str(process) / "stat").read_text()
+    except OSError:  # it has ended
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 def _children(process: int) -> list[int]:

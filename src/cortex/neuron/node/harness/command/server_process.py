@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from cortex.neuron.node.harness.command import guard
-from cortex.neuron.node.harness.command.process_memory import descendants, resident_bytes
+from cortex.neuron.node.harness.command.process_memory import descendants, is_stopped, resident_bytes
 from cortex.neuron.node.harness.command.server_log import ServerLog, plain_lines
 
 log = logging.getLogger(__name__)
@@ -104,6 +104,11 @@ class ServerProcess:
         """Blocks for the time of a few small reads."""
         outside = [] if self._outside is None else [self._outside, *descendants(self._outside)]
         return list(dict.fromkeys([*descendants(self._process.pid), *outside]))
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a process of it is stopped by a signal. Blocks for the time of a few small reads."""
+        return any(map(is_stopped, self.processes))
 
     async def find_outside(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         """Count the process whose id `command` prints, with all below it, as the server's."""

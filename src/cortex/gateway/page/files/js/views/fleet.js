@@ -110,12 +110,12 @@ function NodeCard({ name, onOrder }) {
       ${models.length > 0 && html`<ul class="models">
         ${models.map((model) => html`<${ModelRow} key=${model.id} here=${here} model=${model} onOrder=${onOrder} />`)}
       </ul>`}
-      ${here.shares.length > 0 && html`<ul class="models">
-        ${here.shares.map((share) => html`<${ShareRow} key=${share.model_id} share=${share} />`)}
+      ${here.members.length > 0 && html`<ul class="models">
+        ${here.members.map((member) => html`<${MemberRow} key=${member.id} member=${member} />`)}
       </ul>`}
       ${here.models.length > SHOWN_MODELS && html`
         <button class="ghost small" onClick=${() => setAll(!all)}>${all ? "Show fewer" : `Show all ${here.models.length} models`}</button>`}
-      ${here.up && here.models.length + here.shares.length === 0 && html`<p class="dim">No model is loaded here.</p>`}
+      ${here.up && here.models.length + here.members.length === 0 && html`<p class="dim">No model is loaded here.</p>`}
       ${Object.entries({ ...here.absent_models, ...here.cold_reasons }).map(([id, reason]) => html`<p key=${id} class="problem">${id}: ${withoutName(id, reason)}</p>`)}
       <${ColdModels} here=${here} onOrder=${onOrder} />
     </article>`;
@@ -123,7 +123,7 @@ function NodeCard({ name, onOrder }) {
 
 function ColdModels({ here, onOrder }) {
   const [open, setOpen] = useState(false);
-  const names = here.cold_models.filter((id) => !here.shares.some((share) => share.model_id === id));
+  const names = here.cold_models.filter((id) => !here.members.some((member) => member.id === id));
   if (!names.length) return null;
   return html`
     <details class="cold" onToggle=${(event) => setOpen(event.target.open)}>
@@ -170,12 +170,11 @@ function sizes(model) {
 const isEven = (values) => values.every((value) => value === values[0]);
 
 /** What models and parts of models hold over all devices of a node. */
-const heldBytes = ({ models, shares }) =>
-  sum(models.filter((model) => ON_DEVICE.has(model.state)), (model) => sum(sizes(model), (each) => each)) +
-  sum(shares.filter((share) => share.state !== "asleep"), (share) => share.num_bytes ?? 0);
+const heldBytes = ({ models, members }) =>
+  sum([...models, ...members].filter((model) => ON_DEVICE.has(model.state)), (model) => sum(sizes(model), (each) => each));
 
 function segments(device, here) {
-  const { models, shares } = here;
+  const { models, members } = here;
   const parts = [];
   for (const model of models) {
     const at = model.devices.indexOf(device.index);
@@ -191,10 +190,11 @@ function segments(device, here) {
     parts.push({ key: model.id, kind: colour, size: size - kv, label: what + share });
     if (kv) parts.push({ key: `${model.id} kv`, kind: `${colour} kv`, size: kv, label: `${model.id} KV cache${share}` });
   }
-  for (const share of shares) {
-    if (!share.devices.includes(device.index) || !share.num_bytes || share.state === "asleep") continue;
-    const label = `${share.model_id} (a part of it, ${share.lead} serves it)`;
-    parts.push({ key: `${share.model_id} share`, kind: `hue-${hue(share.model_id)}`, size: share.num_bytes / share.devices.length, label });
+  for (const member of members) {
+    const at = member.devices.indexOf(device.index);
+    if (at < 0 || !ON_DEVICE.has(member.state)) continue;
+    const label = `${member.id} (a part of it, ${member.nodes[0]} serves it)`;
+    parts.push({ key: `${member.id} member`, kind: `hue-${hue(member.id)}`, size: sizes(member)[at], label });
   }
   if (device.extra_replica_bytes) {
     const extras = (model) => model.replica_devices.flat().filter((index) => !model.devices.includes(index));
@@ -225,6 +225,7 @@ function ModelRow({ here, model, onOrder }) {
         <span class="name" title=${model.id}>${model.id}</span>
         ${model.pinned && html`<${Badge} title=${PINNED[model.pinned_by]}>pinned<//>`}
         <${Badge} kind=${STATES[model.state]}>${model.state}<//>
+        ${model.nodes.length > 0 && html`<${Badge} title=${`Runs on ${model.nodes.join(", ")}; ${model.nodes[0]} serves it`}>${model.nodes.length} nodes<//>`}
         ${active && model.replica_devices.length > 1 && html`<${Badge} title=${onDevices(model)}>${model.replica_devices.length} replicas<//>`}
         <span class="grow"></span>
         <${Size} model=${model} />
@@ -245,6 +246,7 @@ function ModelRow({ here, model, onOrder }) {
           <${Rate} node=${here.name} model=${model} />
         </div>`}
       ${model.progress && html`<${Progress} progress=${model.progress} />`}
+      ${model.log_lines.length > 0 && html`<p class="dim">${model.log_lines.at(-1)}</p>`}
       ${model.reason && html`<p class="reason">${model.reason}</p>`}
     </li>`;
 }
@@ -255,17 +257,20 @@ function onDevices({ devices, replica_devices: replicas }) {
   return `On devices ${deviceGroups(replicas)}.${extra.length ? ` Extra, in memory that counts as free: ${deviceGroups(extra)}.` : ""}`;
 }
 
-/** A part of a model that another node serves: it is loaded and unloaded there. */
-function ShareRow({ share }) {
+/** A member of a group that another node leads: the model is loaded and unloaded there. */
+function MemberRow({ member }) {
+  const title = `Rank ${member.rank} of ${member.nodes.length}; ${member.nodes[0]} serves the model`;
   return html`
     <li class="model">
       <div class="model-head">
-        <span class="swatch hue-${hue(share.model_id)}" aria-hidden="true"></span>
-        <span class="name" title=${share.model_id}>${share.model_id}</span>
-        <${Badge} kind=${STATES[share.state]} title=${`A part of it; ${share.lead} serves the model`}>part of ${share.lead}'s<//>
+        <span class="swatch hue-${hue(member.id)}" aria-hidden="true"></span>
+        <span class="name" title=${member.id}>${member.id}</span>
+        <${Badge} kind=${STATES[member.state]} title=${title}>part of ${member.nodes[0]}'s<//>
         <span class="grow"></span>
-        ${share.num_bytes > 0 && html`<span class="dim size">${bytes(share.state === "asleep" ? share.host_bytes : share.num_bytes)}</span>`}
+        <${Size} model=${member} />
       </div>
+      ${member.progress && html`<${Progress} progress=${member.progress} />`}
+      ${member.log_lines.length > 0 && html`<p class="dim">${member.log_lines.at(-1)}</p>`}
     </li>`;
 }
 

@@ -1,4 +1,4 @@
-"""Properties of evictions in fleets where models span nodes: enough, no more than enough, and nothing that is kept."""
+"""Properties of evictions for groups and by them: enough, no more than enough, and nothing that is kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.devices import DeviceState
 from cortex.fleet.placement.place import place
 from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
-from cortex.wire.node.protocol import ModelLoad, ModelShare, ModelState, ModelStatus
+from cortex.wire.node.protocol import ModelLoad, ModelState, ModelStatus
 
 NOW = 10_000.0
 MIB = 1024**2
@@ -35,7 +35,14 @@ class Drawing:
             DeviceState(index=index, kind="cuda", name="card", total_bytes=size, free_bytes=size)
             for index, size in enumerate(sizes)
         )
-        return Node(name=name, devices=devices, healthy=True, max_devices_per_model=len(sizes))
+        return Node(
+            name=name,
+            devices=devices,
+            healthy=True,
+            max_devices_per_model=len(sizes),
+            harnesses=("torch", "vllm"),
+            group_harnesses=("vllm",),
+        )
 
     def nodes_of_model(self) -> tuple[str, ...]:
         """Nodes that share a model; none where it is on one node."""
@@ -50,14 +57,14 @@ class Drawing:
         if any(device.free_bytes < size for device in places.values()):
             return
         lead, *_ = places
-        self.specs.append(ModelSpec(id=model_id, nodes=nodes, vram_mb=size * len(places) // MIB))
+        self.specs.append(ModelSpec(id=model_id, harness="vllm", nodes=nodes, vram_mb=size * len(places) // MIB))
         for name, device in places.items():
             node = self.nodes[name]
             free = msgspec.structs.replace(device, free_bytes=device.free_bytes - size)
             devices = tuple(free if each.index == device.index else each for each in node.devices)
-            share = ModelShare(model_id=model_id, lead=lead, state="ready", devices=(device.index,), num_bytes=size)
-            here = {"residencies": {**node.residencies, model_id: self.residency(model_id, nodes, device.index, size)}}
-            there = {"shares": (*node.shares, share)}
+            held = self.residency(model_id, nodes, device.index, size)
+            here = {"residencies": {**node.residencies, model_id: held}}
+            there = {"members": (*node.members, msgspec.structs.replace(held.status, rank=1))}
             self.nodes[name] = msgspec.structs.replace(node, devices=devices, **(here if name == lead else there))
 
     def residency(self, model_id: str, nodes: tuple[str, ...], device: int, size: int) -> Residency:
@@ -67,7 +74,8 @@ class Drawing:
             devices=(device,),
             measured_bytes=size,
             nodes=nodes,
-            parallel="tensor" if nodes else None,
+            harness="vllm",
+            estimate_bytes=size,
             load=ModelLoad(running=self.random.choice((0, 0, 0, 0, 1))),
             state_age_s=self.random.choice((5.0, 1000.0, 1000.0, 1000.0)),
             idle_s=float(self.random.randint(0, 500)),
@@ -78,28 +86,27 @@ class Drawing:
         for number in range(self.random.randint(0, 8)):
             self.add(f"model {number}")
         nodes, size = self.nodes_of_model(), self.random.choice((4, 10, 15, 22))
-        stages = self.random.choice((1, len(nodes) or 1))
-        newcomer = ModelSpec(id=NEWCOMER, nodes=nodes, vram_mb=size * max(1, len(nodes)), pipeline_parallel=stages)
+        newcomer = ModelSpec(id=NEWCOMER, harness="vllm", nodes=nodes, vram_mb=size * max(1, len(nodes)))
         return Fleet(nodes=tuple(self.nodes.values()), catalogue=Catalogue(models=(*self.specs, newcomer)))
 
 
 def after(fleet: Fleet, evictions: Collection[ModelOnNode]) -> Fleet:
-    """The fleet without these models and their parts."""
+    """The fleet without these models and their members."""
     gone = {eviction.model for eviction in evictions}
     nodes = []
     for node in fleet.nodes:
         held = {model: each for model, each in node.residencies.items() if model not in gone}
-        shares = tuple(share for share in node.shares if share.model_id not in gone)
+        members = tuple(member for member in node.members if member.id not in gone)
         freed = [each.status for model, each in node.residencies.items() if model in gone]
+        freed += [member for member in node.members if member.id in gone]
         sizes = [(status.devices[0], status.measured_bytes or 0) for status in freed]
-        sizes += [(share.devices[0], share.num_bytes) for share in node.shares if share.model_id in gone]
         devices = tuple(
             msgspec.structs.replace(
                 device, free_bytes=device.free_bytes + sum(size for index, size in sizes if index == device.index)
             )
             for device in node.devices
         )
-        nodes.append(msgspec.structs.replace(node, residencies=held, shares=shares, devices=devices))
+        nodes.append(msgspec.structs.replace(node, residencies=held, members=members, devices=devices))
     return msgspec.structs.replace(fleet, nodes=tuple(nodes))
 
 

@@ -1,4 +1,4 @@
-"""Models that span nodes: placement on all of them, explanations."""
+"""Models that several nodes run together: placement on all of them, explanations."""
 
 from __future__ import annotations
 
@@ -18,19 +18,25 @@ from cortex.wire.errors import Overloaded
 from cortex.wire.node.protocol import ModelState
 
 from ..conftest import GIB, NOW
-from .spanning_models import NODES, leading, spanning, with_share
+from .group_models import NODES, able, group, leading, with_member
 
 Make = Callable[..., Any]
 
 
+@pytest.fixture
+def fleet(fleet: Make) -> Make:
+    """Fleets whose nodes run groups."""
+    return lambda *nodes, **options: able(fleet(*nodes, **options))
+
+
 def test_needs_its_part_on_every_node_and_is_served_by_the_first(node: Make, fleet: Make) -> None:
-    snapshot = fleet(node("benjy", [24]), node("other", [80]), node("beast", [24]), specs=[spanning(30)])
+    snapshot = fleet(node("benjy", [24]), node("other", [80]), node("beast", [24]), specs=[group(30)])
     decision = place("big", snapshot, NOW)
     assert (decision.action, decision.node, decision.devices, decision.takes_bytes) == ("load", "beast", (0,), 15 * GIB)
     assert [(part.node, part.verdict, part.takes_bytes) for part in decision.parts] == [
         ("benjy", Verdict.FITS, 15 * GIB)
     ]
-    assert outcome(decision) == "load big on beast (device 0) and a part on benjy."
+    assert outcome(decision) == "load big on beast (device 0) and benjy."
     verdicts = {each.node: (each.verdict, each.reason) for each in decision.assessments[1:]}
     assert verdicts["benjy"] == (
         Verdict.EXCLUDED,
@@ -49,26 +55,33 @@ def test_needs_its_part_on_every_node_and_is_served_by_the_first(node: Make, fle
             "benjy: drained by the operator: run `cortex undrain benjy`",
         ),
         ({"name": "renamed"}, Verdict.UNHEALTHY, "benjy: the fleet has no such node; add it under [[neurons]]"),
-        ({"has_lifecycle": False}, Verdict.WRONG_HARNESS, "benjy: takes no parts of models"),
+        ({"harnesses": ("torch",)}, Verdict.WRONG_HARNESS, "benjy: has no harness `vllm`"),
+        (
+            {"harnesses": ("vllm",), "group_harnesses": ()},
+            Verdict.WRONG_HARNESS,
+            "benjy: cannot run `vllm` together with other nodes: set `cluster_address` in its neuron.toml, and `group` "
+            "of the harness unless it is ready-made",
+        ),
     ],
 )
 def test_is_not_loaded_while_one_of_its_nodes_cannot_take_part(
     node: Make, fleet: Make, change: dict[str, Any], verdict: Verdict, reason: str
 ) -> None:
-    benjy = msgspec.structs.replace(node("benjy", [24]), **change)
-    decision = place("big", fleet(node("beast", [24]), benjy, specs=[spanning(30)]), NOW)
+    snapshot = fleet(node("beast", [24]), node("benjy", [24]), specs=[group(30)])
+    nodes = (snapshot.nodes[0], msgspec.structs.replace(snapshot.nodes[1], **change))
+    decision = place("big", msgspec.structs.replace(snapshot, nodes=nodes), NOW)
     (lead,) = [each for each in decision.assessments if each.node == "beast"]
     assert (decision.action, lead.verdict, lead.reason, lead.devices) == ("reject", verdict, reason, ())
 
 
 def test_is_not_loaded_where_its_part_exceeds_the_smallest_node(node: Make, fleet: Make) -> None:
-    decision = place("big", fleet(node("beast", [80]), node("benjy", [12]), specs=[spanning(30)]), NOW)
+    decision = place("big", fleet(node("beast", [80]), node("benjy", [12]), specs=[group(30)]), NOW)
     assert decision.assessments[0].verdict is Verdict.TOO_SMALL
     assert decision.assessments[0].reason.startswith("benjy: needs 15.0 GiB per device, the largest has 12.0 GiB")
 
 
 def test_rejection_has_the_numbers_and_the_code_of_the_node_that_decides(model: Make, node: Make, fleet: Make) -> None:
-    snapshot = fleet(node("beast", [24]), node("benjy", [24], model("b", 20)), specs=[spanning(30)])
+    snapshot = fleet(node("beast", [24]), node("benjy", [24], model("b", 20)), specs=[group(30)])
     error = rejection(place("big", snapshot, NOW, origin="background"))
     assert isinstance(error, Overloaded), "another request may evict b"
     assert "benjy: only models that cannot be evicted" in error.message
@@ -77,10 +90,10 @@ def test_rejection_has_the_numbers_and_the_code_of_the_node_that_decides(model: 
 
 def test_evicts_on_every_node(model: Make, node: Make, fleet: Make) -> None:
     beast, benjy = node("beast", [24], model("a", 20)), node("benjy", [24], model("b", 20))
-    decision = place("big", fleet(beast, benjy, specs=[spanning(30)]), NOW)
+    decision = place("big", fleet(beast, benjy, specs=[group(30)]), NOW)
     assert decision.action == "load"
     assert decision.evictions == (ModelOnNode("beast", "a"), ModelOnNode("benjy", "b"))
-    assert outcome(decision) == "load big on beast (device 0) and a part on benjy after unloading a, b on benjy."
+    assert outcome(decision) == "load big on beast (device 0) and benjy after unloading a, b on benjy."
     assert as_json(decision)["victims"] == ["a", "b"]
     assert as_json(decision)["nodes"][0]["parts"][0]["victims"] == ["b"]
 
@@ -92,74 +105,89 @@ def test_ceiling_of_each_node_limits_its_part(node: Make, fleet: Make, ceilings:
         msgspec.structs.replace(node(name, [24]), ceiling_bytes=ceiling)
         for name, ceiling in zip(NODES, expected, strict=True)
     ]
-    assert place("big", fleet(*nodes, specs=[spanning(30)]), NOW).max_bytes == expected
+    assert place("big", fleet(*nodes, specs=[group(30)]), NOW).max_bytes == expected
 
 
 def test_sleeping_part_whose_device_is_held_is_loaded_on_another(model: Make, node: Make, fleet: Make) -> None:
     beast = node("beast", [24], leading(model("big", 15, state=ModelState.ASLEEP)))
-    benjy = with_share(node("benjy", [24, 24], model("b", 20, pinned=True)), 0, state="asleep")
-    decision = place("big", fleet(beast, benjy, specs=[spanning(30)]), NOW)
+    benjy = with_member(node("benjy", [24, 24], model("b", 20, pinned=True)), 0, state=ModelState.ASLEEP)
+    decision = place("big", fleet(beast, benjy, specs=[group(30)]), NOW)
     assert (decision.action, decision.parts[0].devices, decision.evictions) == ("load", (1,), ())
 
 
 def test_takes_equally_many_devices_on_each_node(node: Make, fleet: Make) -> None:
     nodes = [msgspec.structs.replace(node(name, [24, 24]), max_devices_per_model=2) for name in NODES]
-    decision = place("big", fleet(*nodes, specs=[spanning(80, min_devices=4)]), NOW)
+    decision = place("big", fleet(*nodes, specs=[group(80, min_devices=4)]), NOW)
     assert (decision.devices, decision.parts[0].devices) == ((0, 1), (0, 1))
     three = [msgspec.structs.replace(node(name, [24] * 3), max_devices_per_model=3) for name in NODES]
-    assert place("big", fleet(*three, specs=[spanning(80, min_devices=6)]), NOW).devices == (0, 1, 2)
-    assert place("big", fleet(*nodes, specs=[spanning(80, min_devices=2)]), NOW).action == "reject"
+    assert place("big", fleet(*three, specs=[group(80, min_devices=6)]), NOW).devices == (0, 1, 2)
+    assert place("big", fleet(*nodes, specs=[group(80, min_devices=2)]), NOW).action == "reject"
 
 
 @pytest.mark.parametrize(("drained", "reason"), [(True, "drained by the operator"), (False, "shutting down")])
 def test_model_drains_with_a_node_that_has_a_part_of_it(
     model: Make, node: Make, fleet: Make, drained: bool, reason: str
 ) -> None:
-    benjy = msgspec.structs.replace(with_share(node("benjy", [24]), 15), draining=True, drained=drained)
-    snapshot = fleet(node("beast", [24], leading(model("big", 15))), benjy, specs=[spanning(30)])
+    benjy = msgspec.structs.replace(with_member(node("benjy", [24]), 15), draining=True, drained=drained)
+    snapshot = fleet(node("beast", [24], leading(model("big", 15))), benjy, specs=[group(30)])
     assert list(snapshot.replicas("big")) == []
     (lead,) = place("big", snapshot, NOW, only_on="beast").assessments
     assert lead.verdict is Verdict.DRAINING
-    assert f"benjy has a part of it, and is {reason}" in lead.reason
+    assert f"benjy runs a part of it, and is {reason}" in lead.reason
 
 
 def test_measured_size_is_that_of_the_whole_model(model: Make, node: Make, fleet: Make) -> None:
     held = model("big", 15)
     held = msgspec.structs.replace(held, status=msgspec.structs.replace(held.status, nodes=NODES))
-    snapshot = fleet(node("beast", [24], held), with_share(node("benjy", [24]), 15), specs=[spanning(None)])
+    snapshot = fleet(node("beast", [24], held), with_member(node("benjy", [24]), 15), specs=[group(None)])
     measured = measurements(snapshot)
     assert list(measured.values()) == [30 * GIB]
     empty = msgspec.structs.replace(
-        fleet(node("beast", [24]), node("benjy", [24]), specs=[spanning(None)]), measured=measured
+        fleet(node("beast", [24]), node("benjy", [24]), specs=[group(None)]), measured=measured
     )
     assert place("big", empty, NOW).takes_bytes == 15 * GIB
 
 
-def test_model_that_only_its_lead_is_configured_to_share_needs_its_part_on_every_node(
-    model: Make, node: Make, fleet: Make
-) -> None:
-    held = leading(model("big", estimate=15, state=ModelState.COLD, devices=()))
-    decision = place("big", fleet(node("beast", [24], held), node("benjy", [24], model("b", 20))), NOW)
-    assert (decision.action, decision.node, decision.takes_bytes) == ("load", "beast", 15 * GIB)
-    assert decision.evictions == (ModelOnNode("benjy", "b"),)
-    by_layers = node("beast", [24], leading(held, parallel="pipeline"))
-    decision = place("big", fleet(by_layers, node("benjy", [12])), NOW)
-    assert (decision.action, decision.takes_bytes) == ("load", 20 * GIB)
-    assert place("big", fleet(by_layers, node("benjy", [2])), NOW).action == "reject"
-    renamed = place("big", fleet(node("beast", [24], held), node("known as another", [24], model("b", 20))), NOW)
-    assert (renamed.action, renamed.node, renamed.evictions) == ("load", "beast", ())
+def test_count_of_nodes_takes_the_best_ones_and_any_of_them_may_lead(model: Make, node: Make, fleet: Make) -> None:
+    full = node("a", [24], model("busy", 20, running=1))
+    idle = node("d", [24], model("idle", 20))
+    snapshot = fleet(full, node("b", [24]), node("c", [24]), idle, specs=[group(nodes=2)])
+    decision = place("big", snapshot, NOW)
+    assert (decision.action, {decision.node, decision.parts[0].node}, decision.evictions) == ("load", {"b", "c"}, ())
+    three = msgspec.structs.replace(snapshot.catalogue, models=(group(45, nodes=3),))
+    decision = place("big", msgspec.structs.replace(snapshot, catalogue=three), NOW)
+    assert {decision.node, *(part.node for part in decision.parts)} == {"b", "c", "d"}
+    assert decision.evictions == (ModelOnNode("d", "idle"),)
+    five = msgspec.structs.replace(snapshot.catalogue, models=(group(nodes=5),))
+    decision = place("big", msgspec.structs.replace(snapshot, catalogue=five), NOW)
+    assert (decision.action, decision.assessments[0].verdict) == ("reject", Verdict.CANNOT_SPAN)
+    assert "needs 5 nodes that run the harness `vllm` together, and there are 4" in decision.assessments[0].reason
+
+
+def test_node_with_a_member_neither_leads_the_model_nor_starts_another(model: Make, node: Make, fleet: Make) -> None:
+    beast, benjy = node("beast", [80], leading(model("big", 15))), with_member(node("benjy", [80]), 15)
+    snapshot = fleet(beast, benjy, specs=[group(nodes=2)])
+    verdicts = {each.node: (each.verdict, each.reason) for each in place("big", snapshot, NOW).assessments}
+    assert verdicts["beast"][0] is Verdict.RESIDENT
+    assert verdicts["benjy"] == (Verdict.EXCLUDED, "runs a part of it, which beast serves")
+    orphaned = fleet(node("beast", [80]), benjy, specs=[group(nodes=2)])
+    assert {each.verdict for each in place("big", orphaned, NOW).assessments} <= {Verdict.BLOCKED, Verdict.CANNOT_SPAN}
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"nodes": ("beast",)}, "must name two or more nodes"),
+        ({"nodes": ("beast",)}, "must name 2 to 64 nodes"),
         ({"nodes": ("beast", "beast")}, "each once"),
         ({"nodes": NODES, "min_devices": 3}, "cannot be shared equally by 2 nodes"),
         ({"nodes": NODES, "only_on": ("beast",)}, "served by beast"),
         ({"nodes": NODES, "pinned_on": ("benjy",)}, "served by beast"),
+        ({"nodes": NODES, "pipeline_parallel": 2}, "`nodes` and pipeline_parallel"),
+        ({"nodes": 2, "min_devices": 3}, "cannot be shared equally by 2 nodes"),
+        ({"nodes": 2, "harness": None}, "the built-in engine runs on one node only"),
+        ({"nodes": NODES, "harness": "torch"}, "the built-in engine runs on one node only"),
     ],
 )
 def test_catalogue_rejects_nodes_that_cannot_be_meant(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        ModelSpec(id="big", **options)
+        ModelSpec(id="big", **({"harness": "vllm"} | options))

@@ -1,0 +1,166 @@
+"""The life of a group, from the side of the gateway: a model that one server runs on several nodes.
+
+`fleet/placement/groups.py` decides where. A start has three steps: every node prepares its member, which fixes ports
+and shows the version of its server; then all members but the leader are loaded, and last the leader, which takes the
+requests. All of them start, or what has started is ended. From then on the nodes watch each other (`MemberLink` of a
+neuron): when one is lost, they end the group, and the dispatcher has it started again (`LostGroups`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from cortex.fleet.topology import Node
+from cortex.gateway.dispatch.model_jobs import MemberPlan
+from cortex.gateway.dispatch.nodes.client import NodeClient
+from cortex.http.upstream.faults import UpstreamFault
+from cortex.tasks import finish_all, run_once
+from cortex.wire.errors import CortexError, LoadFailed, UpstreamUnavailable
+from cortex.wire.node.groups import GroupMember, MemberAddress, PreparedMember, PrepareMember
+from cortex.wire.node.orders import LoadRequest, UnloadRequest
+from cortex.wire.node.protocol import ModelState, ModelStatus
+
+T = TypeVar("T")
+
+END_TIMEOUT_S = 30.0
+UNLOAD_TIMEOUT_S = 180.0
+"""Running requests may end first; a node that takes longer is stuck."""
+
+
+async def start_group(
+    nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: LoadRequest
+) -> ModelStatus:
+    """`plans`: of all members, the leader's first. Returns its status when all are ready. Raises UpstreamFault or
+    CortexError; what has started is ended then, also when this is cancelled."""
+    group = secrets.token_hex(16)
+    async with _ended_on_failure(nodes, plans, UnloadRequest(model_id=request.model_id, force=True, group=group)):
+        members = await _prepared(nodes, plans, request, group)
+        requests = [
+            msgspec.structs.replace(
+                request,
+                devices=plan.devices,
+                tensor_parallel=max(1, len(plan.devices)),
+                member=GroupMember(group=group, rank=rank, members=members),
+            )
+            for rank, plan in enumerate(plans)
+        ]
+        return await _load_all(nodes, plans, requests)
+
+
+async def wake_group(nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: LoadRequest) -> ModelStatus:
+    """The leader wakes last: its server wakes those of the others. Raises as `start_group` does."""
+    async with _ended_on_failure(nodes, plans, UnloadRequest(model_id=request.model_id, force=True)):
+        return await _load_all(nodes, plans, [msgspec.structs.replace(request, devices=())] * len(plans))
+
+
+@contextlib.asynccontextmanager
+async def _ended_on_failure(
+    nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: UnloadRequest
+) -> AsyncIterator[None]:
+    """A node that does not respond ends its member by itself."""
+    try:
+        yield
+    except BaseException as error:
+        calls = [nodes[plan.node].unload(request, timeout_s=END_TIMEOUT_S) for plan in plans if plan.node in nodes]
+        ending = run_once(finish_all(f"ending {request.model_id}", *map(_quietly, calls)), f"end {request.model_id}")
+        if isinstance(error, Exception):  # not while it is cancelled
+            await ending
+        raise
+
+
+async def _quietly(call: Awaitable[object]) -> None:
+    with contextlib.suppress(UpstreamFault, CortexError):
+        await call
+
+
+async def unload_group(nodes: Mapping[str, NodeClient], names: Sequence[str], request: UnloadRequest) -> ModelStatus:
+    """The leader first, whose requests may end before. The others sleep if it does. Raises CortexError."""
+    status = await _said(names[0], nodes[names[0]].unload(request, timeout_s=UNLOAD_TIMEOUT_S))
+    is_asleep = status.state is ModelState.ASLEEP
+    rest = msgspec.structs.replace(request, sleep=is_asleep, force=True)
+    ends = (_said(name, nodes[name].unload(rest, timeout_s=UNLOAD_TIMEOUT_S)) for name in names[1:] if name in nodes)
+    for outcome in await asyncio.gather(*ends, return_exceptions=True):
+        if isinstance(outcome, BaseException) and not isinstance(outcome, UpstreamUnavailable):
+            raise outcome
+    return status
+
+
+async def _prepared(
+    nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: LoadRequest, group: str
+) -> tuple[MemberAddress, ...]:
+    """The addresses of the members. Raises CortexError."""
+    asked = PrepareMember(model_id=request.model_id, harness=request.harness or "", group=group)
+    found = await _all(_said(plan.node, nodes[plan.node].prepare_member(asked)) for plan in plans)
+    _check_versions(plans, found)
+    return tuple(
+        MemberAddress(node=plan.node, host=each.host, port=each.port, pulse_port=each.pulse_port)
+        for plan, each in zip(plans, found, strict=True)
+    )
+
+
+def _check_versions(plans: Sequence[MemberPlan], found: Sequence[PreparedMember]) -> None:
+    versions = {plan.node: each.version for plan, each in zip(plans, found, strict=True)}
+    if len(set(versions.values())) > 1:
+        have = ", ".join(f"{version or 'unknown'} on {node}" for node, version in versions.items())
+        raise LoadFailed(f"the nodes of the group have different versions of its server: {have}; install the same one")
+
+
+async def _load_all(
+    nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], requests: Sequence[LoadRequest]
+) -> ModelStatus:
+    pairs = list(zip(plans, requests, strict=True))
+    await _all(_said(plan.node, nodes[plan.node].load(request)) for plan, request in pairs[1:])
+    plan, request = pairs[0]
+    return await nodes[plan.node].load(request)
+
+
+async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """All results; where a call fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _said(node: str, call: Awaitable[T]) -> T:
+    """The result of a call to a node. Raises CortexError, with its name."""
+    try:
+        return await call
+    except UpstreamFault as fault:
+        raise UpstreamUnavailable(f"{node}: {fault}") from fault
+    except CortexError as error:
+        raise type(error)(f"on {node}: {error.message}") from error
+
+
+class LostGroups:
+    """The groups that have ended by themselves, and are to be started again. Owned by the dispatcher."""
+
+    def __init__(self) -> None:
+        self.models: set[str] = set()
+
+    def changed(self, before: Node, after: Node) -> None:
+        """A node has changed: finds those that it led and has lost, or that it leads again."""
+        for held in before.active:
+            if held.status.nodes and held.state is ModelState.READY and _has_lost(after, held.model_id):
+                self.models.add(held.model_id)
+
+    def settle(self, model: str) -> None:
+        """It was started, or is wanted no more."""
+        self.models.discard(model)
+
+
+def _has_lost(node: Node, model: str) -> bool:
+    """Whether a model that was ready is not, and nobody has ordered that."""
+    held = node.residencies.get(model)
+    if not node.healthy or held is None:
+        return True
+    is_new = held.status.state_age_s == 0  # the node was restarted
+    return held.state in (ModelState.COLD, ModelState.FAILED) and (is_new or held.status.reason is not None)

@@ -1,0 +1,76 @@
+"""A model that one server runs on several nodes: its group, and what gateway and nodes exchange to start it.
+
+Each node starts one member. Rank 0, the leader, serves; the others work for it and for nobody else. The gateway has
+every node prepare its member, which fixes addresses and ports, then loads all of them with the same list of members.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from cortex.wire.fields.body import MAX_MODEL_NAME
+from cortex.wire.node.protocol import NodeValue
+
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Secret = Annotated[str, Meta(min_length=32, max_length=64, pattern="^[0-9a-f]+$")]
+MAX_NODES = 64
+
+
+class PrepareMember(NodeValue, frozen=True):
+    """`POST /groups/prepare`: choose the ports of a member. They are held for a while, until its load takes them."""
+
+    model_id: Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
+    harness: Name
+    group: Secret
+
+
+class PreparedMember(NodeValue, frozen=True):
+    host: str
+    """`cluster_address` of the node."""
+    port: int
+    """For the server: `${MEMBER_PORT}`."""
+    pulse_port: int
+    """Where the node of the leader reaches this one for as long as the group lives."""
+    version: str = ""
+    """Of the server, as its `version` command prints it; empty: there is no such command."""
+
+
+class MemberAddress(NodeValue, frozen=True):
+    node: Name
+    """As the gateway calls it."""
+    host: Name
+    port: Port
+    pulse_port: Port
+
+
+class GroupMember(NodeValue, frozen=True):
+    """What a load says about the group, the same for all members except their rank."""
+
+    group: Secret
+    """Known to its members and the gateway only."""
+    rank: Annotated[int, Meta(ge=0, lt=MAX_NODES)]
+    members: Annotated[tuple[MemberAddress, ...], Meta(min_length=2, max_length=MAX_NODES)]
+    """In the order of their ranks."""
+
+    def __post_init__(self) -> None:
+        if self.rank >= len(self.members):
+            raise ValueError(f"rank {self.rank} is not in a group of {len(self.members)} members")
+
+    @property
+    def own(self) -> MemberAddress:
+        return self.members[self.rank]
+
+    @property
+    def leader(self) -> MemberAddress:
+        return self.members[0]
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(member.node for member in self.members)

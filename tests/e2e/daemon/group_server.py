@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""A stand-in for servers that run one model on several hosts: vLLM without Ray, SGLang, and llama.cpp over RPC.
+
+It takes the arguments of the real ones, meets its other members as they do, and fails as they do: a leader that loses a
+member ends, a member that loses its leader ends, a member that is frozen holds up every response. `rpc-server` waits
+for leaders, one after another. It needs the standard library only, so that it starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+VERSION = os.environ.get("STAND_IN_VERSION", "1.2.3")
+
+
+def main() -> None:
+    program = Path(sys.argv[0]).name
+    if sys.argv[1:] in (["--version"], ["version"]):
+        print(VERSION)
+        return
+    if program == "rpc-server":
+        serve_rpc()
+        return
+    options = arguments(program)
+    print(f"{program} rank {options.rank} of {options.nodes}", flush=True)
+    if options.fails == options.rank:
+        sys.exit("no such model: it fails on purpose")
+    held = bytearray(options.megabytes << 20)  # noqa: F841 - it takes memory, as weights do
+    if options.rank > 0:
+        work(options)
+    members = [connected(*address) for address in options.rpc] if options.rpc else met(options)
+    print("all members are there", flush=True)
+    serve(options, members)
+
+
+def arguments(program: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(program, allow_abbrev=False)
+    if program in ("vllm", "sglang"):
+        parser.add_argument("verb", choices=["serve"])
+    if program == "vllm":
+        parser.add_argument("path")
+        for name in ("--pipeline-parallel-size", "--tensor-parallel-size", "--gpu-memory-utilization"):
+            parser.add_argument(name)
+        parser.add_argument("--enable-sleep-mode", action="store_true")
+        parser.add_argument("--headless", action="store_true")
+        parser.add_argument("--master-addr")
+        parser.add_argument("--master-port", type=int)
+    elif program == "sglang":
+        parser.add_argument("--model-path")
+        for name in ("--pp-size", "--tp-size", "--mem-fraction-static", "--dist-init-addr"):
+            parser.add_argument(name)
+    else:
+        parser.add_argument("--model")
+        parser.add_argument("--n-gpu-layers")
+        parser.add_argument("--rpc", default="")
+        parser.add_argument("--jinja", action="store_true")
+    parser.add_argument("--served-model-name", "--alias")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--nnodes", dest="nodes", type=int, default=1)
+    parser.add_argument("--node-rank", dest="rank", type=int, default=0)
+    parser.add_argument("--megabytes", type=int, default=1)
+    parser.add_argument("--fails", type=int, default=-1)
+    options = parser.parse_args()
+    if program == "sglang" and options.dist_init_addr:
+        options.master_addr, _, port = options.dist_init_addr.rpartition(":")
+        options.master_port = int(port)
+    if program == "vllm" and options.headless != (options.rank > 0):
+        sys.exit("only ranks other than 0 are headless")
+    addresses = (address.rpartition(":") for address in getattr(options, "rpc", "").split(",") if address)
+    options.rpc = [(host, int(port)) for host, _, port in addresses]
+    return options
+
+
+def met(options: argparse.Namespace) -> list[socket.socket]:
+    if options.nodes == 1:
+        return []
+    with socket.create_server((options.master_addr, options.master_port)) as listener:
+        return [listener.accept()[0] for _ in range(options.nodes - 1)]
+
+
+def connected(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_connection((host, port), 10)
+    except OSError as error:
+        sys.exit(f"cannot connect to {host}:{port}: {error}")
+
+
+def work(options: argparse.Namespace) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            leader = socket.create_connection((options.master_addr, options.master_port), 5)
+            leader.settimeout(None)
+            if leader.recv(1, socket.MSG_PEEK):  # not the node, which held the port until now
+                break
+        except OSError:
+            pass
+        if time.monotonic() > deadline:
+            sys.exit("the leader does not listen")
+        time.sleep(0.05)
+    answer(leader)
+    sys.exit("the leader is gone")
+
+
+def answer(leader: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := leader.recv(1):
+            leader.sendall(data)
+
+
+def serve_rpc() -> None:
+    parser = argparse.ArgumentParser("rpc-server")
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    options = parser.parse_args()
+    with socket.create_server((options.host, options.port)) as listener:
+        print("Starting RPC server", flush=True)
+        while True:
+            answer(listener.accept()[0])
+
+
+def serve(options: argparse.Namespace, members: list[socket.socket]) -> None:
+    turn = threading.Lock()
+
+    def step() -> str:
+        """One token, which every member computes a part of."""
+        with turn:
+            for member in members:
+                member.sendall(b"x")
+            for number, member in enumerate(members, 1):
+                if member.recv(1) != b"x":
+                    lost(number)
+        return "word "
+
+    def lost(rank: int) -> None:
+        print(f"rank {rank} is gone", flush=True)
+        os._exit(1)
+
+    def watch() -> None:
+        while True:
+            with turn:
+                ready, _, _ = select.select(members, [], [], 0)
+                for member in ready:
+                    if not member.recv(1, socket.MSG_PEEK):
+                        lost(members.index(member) + 1)
+            time.sleep(0.1)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.reply({"status": "ok"})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"] or 0)) or b"{}")
+            text = "".join(step() for _ in range(int(body.get("max_tokens") or 4)))
+            usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+            message = {"role": "assistant", "content": text}
+            choice = {"index": 0, "message": message, "text": text, "finish_reason": "stop"}
+            model = body.get("model", "")
+            self.reply({"id": "1", "object": "chat.completion", "model": model, "choices": [choice], "usage": usage})
+
+        def reply(self, value: object) -> None:
+            content = json.dumps(value).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    for member in members:
+        member.settimeout(None)
+    step()
+    if members:
+        threading.Thread(target=watch, daemon=True).start()
+    ThreadingHTTPServer((options.host, options.port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

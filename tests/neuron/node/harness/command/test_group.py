@@ -1,0 +1,159 @@
+"""Ports and links of the members of a group, between nodes that are addresses of this host."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from cortex.neuron.config import NeuronConfig
+from cortex.neuron.node.harness.command import group as group_module
+from cortex.neuron.node.harness.command.group import MemberPorts, interface_of
+from cortex.wire.errors import LoadFailed
+from cortex.wire.node.groups import GroupMember, MemberAddress
+
+from .....waiting import WAIT_S
+
+SECRET = "ab" * 16
+
+
+class Members:
+    """Three members of one group: `first` leads."""
+
+    def __init__(self) -> None:
+        ports = [MemberPorts(f"127.0.0.{number}") for number in (1, 2, 3)]
+        prepared = [each.prepare(SECRET, "") for each in ports]
+        names = ("first", "second", "third")
+        addresses = tuple(
+            MemberAddress(node=name, host=each.host, port=each.port, pulse_port=each.pulse_port)
+            for name, each in zip(names, prepared, strict=True)
+        )
+        self.members = [GroupMember(group=SECRET, rank=rank, members=addresses) for rank in range(3)]
+        self.links = [each.take(member) for each, member in zip(ports, self.members, strict=True)]
+        self.lost: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+        self.ending: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+
+    async def open(self, *ranks: int, checks_ports: bool = False) -> None:
+        for rank in ranks:
+            await self.links[rank].open(
+                lambda reason, rank=rank: self.lost.put_nowait((rank, reason)),  # type: ignore[misc]
+                lambda reason, rank=rank: self.ending.put_nowait((rank, reason)),  # type: ignore[misc]
+                checks_ports=checks_ports,
+            )
+
+    async def losses(self, count: int) -> dict[int, str]:
+        async with asyncio.timeout(WAIT_S):
+            return dict([await self.lost.get() for _ in range(count)])
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def members() -> AsyncIterator[Members]:
+    made = Members()
+    yield made
+    for link in made.links:
+        link.end("the test is over")
+
+
+async def test_end_of_a_member_ends_the_group_on_every_node_with_its_reason(members: Members) -> None:
+    await members.open(1, 2, 0)
+    members.links[2].end("its server (vllm) ended with status 1")
+    lost = await members.losses(2)
+    assert lost == {
+        0: "on third: its server (vllm) ended with status 1",
+        1: "on first: on third: its server (vllm) ended with status 1",
+    }
+
+
+async def test_member_that_has_ended_tells_a_leader_that_comes_later(members: Members) -> None:
+    await members.open(1, 2)
+    members.links[1].end("its server (vllm) ended with status 2")
+    with pytest.raises(LoadFailed, match=r"on second: its server \(vllm\) ended with status 2"):
+        await members.open(0)
+
+
+async def test_silent_node_ends_the_group(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "PULSE_S", 600.0)
+    monkeypatch.setattr(group_module, "SILENCE_S", 0.2)
+    await members.open(1, 2, 0)
+    assert "has sent nothing for" in " ".join((await members.losses(3)).values())
+
+
+async def test_member_that_leaves_lets_the_leader_end_first(members: Members) -> None:
+    await members.open(1, 2, 0)
+    leaving = asyncio.create_task(members.links[1].leave("its node shuts down", WAIT_S))
+    async with asyncio.timeout(WAIT_S):
+        assert await members.ending.get() == (0, "on second: its node shuts down")
+    assert not leaving.done()
+    members.links[0].end("it was unloaded")
+    async with asyncio.timeout(WAIT_S):
+        await leaving
+
+
+async def test_member_whose_leader_never_comes_ends(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "LEADER_S", 0.01)
+    await members.open(1)
+    assert "the leader on first has not connected" in (await members.losses(1))[1]
+
+
+async def test_peer_without_the_secret_is_disconnected(members: Members) -> None:
+    await members.open(1)
+    own = members.members[1].own
+    for hello in (b"GET / HTTP/1.1\n", b"\n", SECRET[:-1].encode() + b"\n"):
+        reader, writer = await asyncio.open_connection(own.host, own.pulse_port)
+        writer.write(hello)
+        async with asyncio.timeout(WAIT_S):
+            assert await reader.read() == b""
+        writer.close()
+    assert members.lost.empty()
+    await members.open(2, 0)
+
+
+async def test_leader_that_cannot_be_reached_fails_the_load_of_a_member(members: Members) -> None:
+    members.links[0].end("gone")
+    with pytest.raises(LoadFailed, match=r"first cannot be reached at 127\.0\.0\.1:\d+ .*`cluster_address`.*firewalls"):
+        await members.open(1)
+
+
+async def test_leader_checks_the_ports_of_servers_that_listen(members: Members) -> None:
+    await members.open(1, 2)
+    with pytest.raises(LoadFailed, match="second cannot be reached"):
+        await members.open(0, checks_ports=True)
+
+
+async def test_ports_are_held_for_one_load_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "HOLD_S", 0.01)
+    ports = MemberPorts("127.0.0.1")
+    prepared = ports.prepare(SECRET, "1.0")
+    assert ports.prepare(SECRET, "1.0") == prepared
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server((prepared.host, prepared.port))
+    await asyncio.sleep(0.05)
+    address = MemberAddress(node="n", host=prepared.host, port=prepared.port, pulse_port=prepared.pulse_port)
+    with pytest.raises(LoadFailed, match="not prepared on this node"):
+        ports.take(GroupMember(group=SECRET, rank=0, members=(address, address)))
+    socket.create_server((prepared.host, prepared.port)).close()
+
+
+async def test_node_without_a_cluster_address_prepares_nothing() -> None:
+    with pytest.raises(LoadFailed, match="set `cluster_address`"):
+        MemberPorts(None).prepare(SECRET, "")
+    with pytest.raises(LoadFailed, match=r"no ports of cluster_address 192\.0\.2\.1 can be used"):
+        MemberPorts("192.0.2.1").prepare(SECRET, "")
+
+
+def test_interface_of_an_address_is_found() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") is None
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [("8.8.8.8", "not of a private network"), ("0.0.0.0", "not of a private network"), ("beast", "must be an address")],
+)
+def test_public_cluster_address_is_rejected(address: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        NeuronConfig(cluster_address=address)
+    assert NeuronConfig(cluster_address="10.0.0.1").cluster_address == "10.0.0.1"

@@ -10,18 +10,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from cortex.neuron.families import registry
+from cortex.neuron.families.tool_calls import HERMES_JSON, PLAIN_JSON
 from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS
 from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.registry import ENCODERS, FAMILIES
 from cortex.neuron.models.text_part import TextPart
-from cortex.neuron.models.towers.families import TOWERS
 from cortex.neuron.models.transformers.library import COMPARED, EXTRA
-from cortex.neuron.text.output.detect import MARKERS, REASONING_MARKERS, ToolSyntax
-from cortex.neuron.text.output.family_syntaxes import FAMILY_SYNTAXES
-from cortex.neuron.weights.gguf.config import ALSO_READ, ARCHITECTURES
-from cortex.neuron.weights.gguf.encoders import ENCODERS as GGUF_ENCODERS
-from cortex.neuron.weights.gguf.projector import WHOLE_TYPES
+from cortex.neuron.text.output.detect import MARKERS
 from cortex.neuron.weights.safetensors.published import MODELOPT_ALGORITHMS, READABLE_METHODS
 
 Family = Callable[[Mapping[str, Any]], Architecture]
@@ -109,11 +106,11 @@ def models_page() -> str:
             "",
             LIBRARY.format(extra=EXTRA, compared=compared),
             FORMATS.format(methods=methods, modelopt=" or ".join(MODELOPT_ALGORITHMS), ggml=ggml, recipes=recipes),
-            SYNTAXES.format(plain=ToolSyntax.PLAIN_JSON, hermes=ToolSyntax.HERMES_JSON),
+            SYNTAXES.format(plain=PLAIN_JSON, hermes=HERMES_JSON),
             *_table(["marks", "tool calls"], ([_code(*marks), f"`{syntax}`"] for marks, syntax in MARKERS)),
             "",
             "Reasoning is what a model writes between a pair of marks that its template contains:\n",
-            *_table(["begin", "end"], ([_code(pair.open), _code(pair.close)] for pair in REASONING_MARKERS)),
+            *_table(["begin", "end"], ([_code(pair.open), _code(pair.close)] for pair in registry.REASONING_MARKERS)),
             "",
         ]
     )
@@ -121,24 +118,31 @@ def models_page() -> str:
 
 def _rows() -> Iterator[list[str]]:
     """A row for each family: the types that one class or function reads."""
-    files = {name: {stored, *ALSO_READ.get(name, ())} for name, (stored, _) in ARCHITECTURES.items()}
-    for name, (stored, library) in ARCHITECTURES.items():
-        if library.endswith("ForCausalLM"):
-            files[name] |= {kinds[stored] for kinds in WHOLE_TYPES.values() if stored in kinds}
     for family, names in _grouped(FAMILIES):
-        for syntax in dict.fromkeys(map(FAMILY_SYNTAXES.__getitem__, names)):
-            types = [name for name in names if FAMILY_SYNTAXES[name] == syntax]
-            known = _code(*(name for name, read in files.items() if not read.isdisjoint(types)))
+        described = {name: registry.BY_TYPE[name] for name in names}
+        for syntaxes, markers in dict.fromkeys((each.tool_syntaxes, each.reasoning) for each in described.values()):
+            types = [
+                name for name, each in described.items() if (each.tool_syntaxes, each.reasoning) == (syntaxes, markers)
+            ]
+            known = _code(*dict.fromkeys(file for name in types for file in _files(described[name])))
             formats = f"safetensors, GGUF ({known})" if known else "safetensors"
-            tools = ", ".join(f"`{kind}`" for kind in syntax.tools)
-            reasoning = _code(syntax.reasoning) if syntax.reasoning else "—"
+            tools = ", ".join(f"`{syntax}`" for syntax in syntaxes)
+            reasoning = _code(markers.open) if markers is not None else "—"
             yield [_code(*types), _models(family), formats, _division(family), tools, reasoning, _images(family) or "—"]
 
 
+def _files(family: registry.ModelFamily) -> Iterator[str]:
+    """The architectures of GGUF files with models of a family, or with their language model."""
+    yield from (architecture.name for architecture in family.gguf)
+    yield from family.also_gguf
+    for language in (registry.BY_TYPE[name] for names in family.projectors.values() for name in names):
+        yield from (architecture.name for architecture in language.gguf if not architecture.pools)
+
+
 def _encoder_rows() -> Iterator[list[str]]:
-    files = {name: model_type for name, (model_type, _) in ARCHITECTURES.items()} | GGUF_ENCODERS
     for family, names in _grouped(ENCODERS):
-        yield [_code(*names), _models(family), _code(*(name for name, read in files.items() if read in names))]
+        files = dict.fromkeys(file for name in names for file in _files(registry.BY_TYPE[name]))
+        yield [_code(*names), _models(family), _code(*files)]
 
 
 def _grouped(families: Mapping[str, Family]) -> Iterator[tuple[Family, list[str]]]:
@@ -166,7 +170,7 @@ def _images(family: Family) -> str:
     is_part = any(isinstance(each, type) and issubclass(each, TextPart) and each is not TextPart for each in parts)
     if not is_part:
         return ""
-    has_tower = any(FAMILIES[name] is family for name in TOWERS)
+    has_tower = any(each.tower for name, each in registry.BY_TYPE.items() if FAMILIES.get(name) is family)
     return "read" if has_tower else "not read"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from cortex.neuron.families.registry import picture_defaults
 from cortex.neuron.text.errors import TextFileMalformed
 from cortex.neuron.vision.reading import PROCESSOR_FILES, image_processor_in, read_picture_spec
 from cortex.neuron.vision.spec import PictureSpec
@@ -60,7 +61,7 @@ def _gguf_picture_spec(model: Path) -> PictureSpec | None:
     if (config := picture_config(file)) is None:
         return None
     try:
-        return read_picture_spec(config, processor_config(file))
+        return read_picture_spec(picture_defaults(config), config, processor_config(file))
     except ValueError as error:
         raise TextFileMalformed(f"the image processor of {projector} cannot be used: {error}") from error
 
@@ -84,6 +85,7 @@ def picture_spec(directory: Path) -> PictureSpec | None:
         return _gguf_picture_spec(gguf)
     processors = {name: read_json(directory / name) for name in PROCESSOR_FILES}
     try:
-        return read_picture_spec(read_json(directory / "config.json"), image_processor_in(processors))
+        config = read_json(directory / "config.json")
+        return read_picture_spec(picture_defaults(config), config, image_processor_in(processors))
     except ValueError as error:
         raise TextFileMalformed(f"the image processor of {directory} cannot be used: {error}") from error

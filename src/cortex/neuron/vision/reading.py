@@ -3,71 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
-from cortex.neuron.vision.spec import PictureSpec, PictureText, Resample, Sizing
+from cortex.neuron.vision.spec import PictureDefaults, PictureSpec, Resample
 
 Json = Mapping[str, Any]
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """Files with the settings of the image processor; the first ones take precedence."""
 
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-QWEN_TEXT = PictureText("<|image_pad|>", "<|image_pad|>")
-GEMMA3_TEXT = PictureText(
-    "<start_of_image>", "<image_soft_token>", before="\n\n<start_of_image>", after="<end_of_image>\n\n"
-)
-GEMMA4_TEXT = PictureText("<|image|>", "<|image|>", before="<|image>", after="<image|>")
-PIXTRAL_TEXT = PictureText("[IMG]", "[IMG]", row_end="[IMG_BREAK]", end="[IMG_END]")
 _RESAMPLES: Mapping[int, Resample] = {2: "bilinear", 3: "bicubic"}
 """By the numbers that image processors' files use."""
 
 
-@dataclass(frozen=True, slots=True)
-class PictureFamily:
-    """What a family's files leave out. Where `patch` and the others are in them, the files decide."""
-
-    sizing: Sizing
-    text: PictureText
-    most: int
-    patch: int = 16
-    merge: int = 2
-    least: int = 0
-    choices: tuple[int, ...] = ()
-    resample: Resample = "bicubic"
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-
-
-_QWEN = PictureFamily("area", QWEN_TEXT, most=16_777_216, least=65_536)
-_GEMMA4 = PictureFamily(
-    "budget",
-    GEMMA4_TEXT,
-    most=280,
-    merge=3,
-    choices=(70, 140, 280, 560, 1120),
-    mean=(0.0, 0.0, 0.0),
-    std=(1.0, 1.0, 1.0),
-)
-PICTURE_FAMILIES: Mapping[str, PictureFamily] = {
-    "qwen3_5": _QWEN,
-    "qwen3_5_moe": _QWEN,
-    "qwen3_vl": _QWEN,
-    "qwen3_vl_moe": _QWEN,
-    "gemma3": PictureFamily("square", GEMMA3_TEXT, most=896, patch=14, merge=4, resample="bilinear"),
-    "gemma4": _GEMMA4,
-    # No picture is longer than the window of its layers, so that all of it is seen there.
-    "gemma4_unified": replace(_GEMMA4, choices=_GEMMA4.choices[:4]),
-    "mistral3": PictureFamily("edge", PIXTRAL_TEXT, most=1540, patch=14, mean=CLIP_MEAN, std=CLIP_STD),
-}
-"""By the `model_type` of the whole model's config."""
-
-
-def read_picture_spec(config: Json, processor: Json) -> PictureSpec | None:
-    """None for a model that takes no pictures. `processor`: the settings of the image processor, empty if the model has
-    no such file. Raises ValueError for settings that are not numbers of the right kind."""
-    family = PICTURE_FAMILIES.get(str(config.get("model_type")))
+def read_picture_spec(family: PictureDefaults | None, config: Json, processor: Json) -> PictureSpec | None:
+    """None for a model that takes no pictures. `family`: what the model's files leave out. `processor`: the
+    settings of the image processor, empty if the model has no such file. Raises ValueError for settings that are not
+    numbers of the right kind."""
     vision = config.get("vision_config")
     if family is None or not isinstance(vision, Mapping):
         return None

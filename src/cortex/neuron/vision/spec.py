@@ -56,6 +56,22 @@ class PictureText:
 
 
 @dataclass(frozen=True, slots=True)
+class PictureDefaults:
+    """What a family's files leave out. Where `patch` and the others are in them, the files decide."""
+
+    sizing: Sizing
+    text: PictureText
+    most: int
+    patch: int = 16
+    merge: int = 2
+    least: int = 0
+    choices: tuple[int, ...] = ()
+    resample: Resample = "bicubic"
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True, slots=True)
 class PictureSpec:
     """How one model takes pictures. A plain value: it crosses channels between processes."""
 

@@ -30,6 +30,7 @@ from cortex.neuron.engine.memory.plan import (
 )
 from cortex.neuron.engine.memory.sequences import NoSequences, SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.families.registry import picture_defaults
 from cortex.neuron.kernels.cpu.forms import best_form
 from cortex.neuron.kernels.cpu.layout import CpuForm
 from cortex.neuron.kernels.device_facts import facts_of
@@ -291,7 +292,7 @@ def build_model(
         fill(parameters)
         num_bytes = parameters.num_bytes
         if isinstance(model, Decoder) and architecture.held_tower is not None:
-            pictures = pictures or read_picture_spec(config, {})
+            pictures = pictures or read_picture_spec(picture_defaults(config), config, {})
             if pictures is None:
                 raise UnsupportedModel(
                     "the model has a vision tower, and its config does not say how it takes pictures"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Final, NamedTuple, Protocol
 
-from cortex.neuron.text.output.detect import ReasoningMarkers
+from cortex.neuron.families.family import ReasoningMarkers
 from cortex.neuron.text.output.response_tags import ResponseTags
 from cortex.neuron.text.output.stops import held_suffix
 from cortex.neuron.text.tokenizer.detokenizer import Detokenizer

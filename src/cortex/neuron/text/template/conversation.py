@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from cortex.neuron.text.output.detect import ToolSyntax
+from cortex.neuron.families.tool_calls import ToolSyntax
 from cortex.neuron.text.template import generic_tools
 from cortex.neuron.text.template.call_form import CallForm, call_form
 from cortex.neuron.text.template.chat_template import ChatTemplate

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from cortex.neuron.text.output.detect import ToolSyntax
+from cortex.neuron.families.tool_calls import HERMES_JSON, NAME_LINE, ToolSyntax
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.pictures import as_list
 from cortex.neuron.text.template.system_form import takes_system
@@ -38,7 +38,7 @@ def described(
     spelled = list(turns) if template.shows_calls else _joined([_as_text(turn) for turn in turns])
     if not tools:
         return spelled
-    is_native = syntax is not ToolSyntax.HERMES_JSON
+    is_native = syntax is not HERMES_JSON
     how = "exactly in this form" if is_native else "as JSON between these tags"
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     description = [
@@ -61,13 +61,13 @@ def described(
 
 def with_spelled_calls(turns: Sequence[dict[str, Any]], syntax: ToolSyntax) -> list[dict[str, Any]]:
     """The conversation with calls as text of the assistant, in the model's syntax."""
-    if syntax is ToolSyntax.NAME_LINE:
+    if syntax is NAME_LINE:
         return [part for turn in turns for part in _named_turns(turn)]
     return [_spelled(turn, syntax) if "tool_calls" in turn else turn for turn in turns]
 
 
 def _named_turns(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A turn in the form of GLM-4: the name of each call is the metadata of a turn, and results are observations."""
+    """The name of each call is the metadata of a turn, and results are observations."""
     kept = {name: value for name, value in turn.items() if name != "tool_calls"}
     if kept["role"] == "tool":
         kept["role"] = "observation"

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from cortex.neuron.text.output.detect import ToolSyntax, tool_syntax
+from cortex.neuron.families.tool_calls import HARMONY
+from cortex.neuron.text.output.detect import tool_syntax
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.wire.errors import InvalidValue, shorten
 
@@ -15,7 +16,7 @@ _EFFORTS: Final = {"none": "low", "minimal": "low", "xhigh": "high", "max": "hig
 
 
 def is_harmony(template: ChatTemplate) -> bool:
-    return tool_syntax(template) is ToolSyntax.HARMONY
+    return tool_syntax(template) is HARMONY
 
 
 def known_effort(effort: str | None, *, is_off: bool) -> dict[str, str]:

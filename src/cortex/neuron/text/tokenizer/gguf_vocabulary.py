@@ -104,15 +104,18 @@ def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
-    cut = pretokenizers.by_name(metadata.get("tokenizer.ggml.pre", "default"))
+    split = pretokenizers.split_named(metadata.get("tokenizer.ggml.pre", "default"))
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or ()]
     model = models.BPE(
-        vocab=_ids(tokens, metadata), merges=_checked_pairs(merges), ignore_merges=cut.whole_words_first, fuse_unk=False
+        vocab=_ids(tokens, metadata),
+        merges=_checked_pairs(merges),
+        ignore_merges=split.whole_words_first,
+        fuse_unk=False,
     )
     tokenizer = Tokenizer(model)
-    if (normalizer := cut.normalizer()) is not None:
+    if (normalizer := pretokenizers.normalizer(split)) is not None:
         tokenizer.normalizer = normalizer
-    tokenizer.pre_tokenizer = cut.pre_tokenizer()
+    tokenizer.pre_tokenizer = pretokenizers.pre_tokenizer(split)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

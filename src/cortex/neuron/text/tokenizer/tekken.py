@@ -13,10 +13,11 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
+from cortex.neuron.families.splits import Split
 from cortex.neuron.text.errors import TextFileMalformed
 from cortex.neuron.text.files import MAX_TOKENIZER_BYTES, TEKKEN, read_json
 from cortex.neuron.text.tokenizer.gguf_vocabulary import add_whole_tokens, merges_from_scores
-from cortex.neuron.text.tokenizer.pretokenizers import Pretokenizer
+from cortex.neuron.text.tokenizer.pretokenizers import pre_tokenizer
 from cortex.neuron.text.tokenizer.spelling import CHARACTER_OF_BYTE
 
 NAMED: Final = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -93,10 +94,10 @@ def _build(file: TekkenFile) -> Tokenizer:
     controls = {number: AddedToken(token, normalized=False, special=True) for number, token in enumerate(file.controls)}
     ids = {token: number for number, token in enumerate(file.controls)} | ids
     # A word in the vocabulary is one token. In others, neighbours merge whose joint token has the lowest rank.
-    cut = Pretokenizer((file.pattern,), whole_words_first=True)
+    split = Split((file.pattern,), whole_words_first=True)
     merges = merges_from_scores(tokens, [-float(rank) for rank in range(len(tokens))])
-    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=cut.whole_words_first, fuse_unk=False))
-    tokenizer.pre_tokenizer = cut.pre_tokenizer()
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=split.whole_words_first, fuse_unk=False))
+    tokenizer.pre_tokenizer = pre_tokenizer(split)
     tokenizer.decoder = decoders.ByteLevel()
     add_whole_tokens(tokenizer, controls)
     begin = NAMED["bos_token"]

@@ -1,7 +1,7 @@
-"""Tool calls as JSON objects: between markers, singly or in a list, or bare as Llama 3 and models without a syntax do.
+"""Tool calls as JSON objects: between markers, singly or in a list, or bare.
 
 A bare object is a call only at the start of the response, and only if it names one of the request's tools; other JSON
-is text. Models that write bare calls also write a list of Python calls, as Llama 3.2 and 4 do.
+is text. Models that write bare calls also write a list of Python calls.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cortex.neuron.text.output.detect import PYTHON_TAG
+from cortex.neuron.families.tool_calls import PYTHON_TAG, CallFrame
 from cortex.neuron.text.tools.call import CallReader
-from cortex.neuron.text.tools.frame import CallFrame
 from cortex.neuron.text.tools.json_call import JSONCallReader
 from cortex.neuron.text.tools.pythonic import PythonCallReader
 
@@ -56,7 +55,7 @@ class PlainJSON:
         return JSONCallReader(names=self._schemas.keys(), closing="", begun=opening if opening == "{" else "")
 
 
-class LlamaJSON(PlainJSON):
+class PythonTagJSON(PlainJSON):
     """Plain JSON, and `<|python_tag|>` begins a call anywhere."""
 
     openings: tuple[str, ...] = (PYTHON_TAG,)

@@ -1,5 +1,4 @@
-"""Calls whose name comes before JSON arguments, between control tokens: `[TOOL_CALLS]f[ARGS]{…}` of Mistral, and the
-forms of DeepSeek, Kimi, Solar and GLM-4.
+"""Calls whose name comes before JSON arguments, between control tokens: `[TOOL_CALLS]f[ARGS]{…}` and the like.
 
 Models leave out markers between the name and the arguments, and the marker around all calls. Instead of a name, the
 JSON object of a call may follow, or a list of them. The arguments are streamed.
@@ -8,72 +7,24 @@ JSON object of a call may follow, or a list of them. The arguments are streamed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Final
 
-from cortex.neuron.text.output.detect import ToolSyntax
+from cortex.neuron.families.tool_calls import CallFrame, NamedForm
 from cortex.neuron.text.output.stops import held_suffix
 from cortex.neuron.text.tools.call import NOTHING_YET, CallProgress, CallReader, NotACall, tool_name
-from cortex.neuron.text.tools.frame import FRAMES, CallFrame
 from cortex.neuron.text.tools.json_call import JSONCallReader
 from cortex.neuron.text.tools.json_object import ObjectScanner
 from cortex.neuron.text.tools.json_syntax import MarkedJSON
 
 _MAX_HEAD_CHARACTERS: Final = 512
-_NAME: Final = r"(?P<name>[^\s\[\]{}<>|()]+?)"
 _FENCE: Final = "```"
 
 
-@dataclass(frozen=True, slots=True)
-class NamedForm:
-    """What is written between the opening of a call and its arguments."""
-
-    head: re.Pattern[str]
-    """All that may precede the arguments, with the group `name`."""
-    before: tuple[str, ...] = ()
-    """What the model was trained to write before the name, and after it."""
-    between: tuple[str, ...] = ()
-    separators: tuple[str, ...] = ()
-    """The markers in `head`."""
-
-
-def _form(pattern: str, *, before: tuple[str, ...] = (), between: tuple[str, ...] = (), also: str = "") -> NamedForm:
-    """`pattern` has `NAME` for the name, and white space that may be anywhere. `also`: a marker that may be in it."""
-    head = re.compile(r"\s*" + pattern.replace(" ", r"\s*").replace("NAME", _NAME) + r"\s*")
-    markers = tuple(part for part in (*before, *between) if part.startswith(("<", "[")))
-    return NamedForm(head, before, between, (*markers, *filter(None, (also,))))
-
-
-_DEEPSEEK: Final = "(?:<｜tool▁call▁begin｜>)? (?:function <｜tool▁sep｜>)? NAME (?:<｜tool▁sep｜>)? (?:```(?:json)?)?"
-_SEPARATOR: Final = "<｜tool▁sep｜>"
-_KIMI_ARGUMENTS: Final = "<|tool_call_argument_begin|>"
-_SOLAR_NAME, _SOLAR_ARGUMENTS = "<|tool_call:name|>", "<|tool_call:args|>"
-
-NAMED_FORMS: Final[Mapping[ToolSyntax, NamedForm]] = {
-    ToolSyntax.MISTRAL: _form(r"NAME (?:\[CALL_ID\] [\w-]+)? (?:\[ARGS\])?", between=("[ARGS]",), also="[CALL_ID]"),
-    ToolSyntax.MISTRAL_JSON: _form(r"NAME (?:\[CALL_ID\] [\w-]+)? (?:\[ARGS\])?", also="[ARGS]"),
-    ToolSyntax.DEEPSEEK: _form(_DEEPSEEK, between=(_SEPARATOR,)),
-    ToolSyntax.DEEPSEEK_BLOCK: _form(_DEEPSEEK, before=("function", _SEPARATOR), between=("\n```json\n",)),
-    ToolSyntax.KIMI: _form(
-        r"(?:<\|tool_call_begin\|>)? (?:functions\.)?NAME(?::\d+)? (?:<\|tool_call_argument_begin\|>)?",
-        before=("functions.",),
-        between=(":0", _KIMI_ARGUMENTS),
-    ),
-    ToolSyntax.SOLAR: _form(
-        r"(?:<\|tool_call:begin\|>)? (?:[\w-]+ <\|tool_call:name\|>)? NAME (?:<\|tool_call:args\|>)?",
-        before=("0", _SOLAR_NAME),
-        between=(_SOLAR_ARGUMENTS,),
-    ),
-    ToolSyntax.NAME_LINE: _form("NAME", between=("\n",)),
-}
-
-
 class NamedSyntax(MarkedJSON):
-    def __init__(self, kind: ToolSyntax, tool_names: Iterable[str]) -> None:
-        frame = FRAMES[kind]
+    def __init__(self, form: NamedForm, frame: CallFrame, tool_names: Iterable[str]) -> None:
         super().__init__(frame, tool_names)
-        self._form = NAMED_FORMS[kind]
+        self._form = form
         self.openings = frame.openings
         self.markers = self.never_text = (*frame.markers, *self._form.separators)
 
@@ -90,11 +41,12 @@ class NameLine:
     markers: tuple[str, ...] = ()
     never_text: tuple[str, ...] = ()
 
-    def __init__(self, tool_names: Iterable[str]) -> None:
+    def __init__(self, form: NamedForm, tool_names: Iterable[str]) -> None:
+        self._form = form
         self.bare_openings = tuple(f"{name}\n" for name in tool_names)
 
     def reader(self, opening: str) -> CallReader:
-        return _Reader(NAMED_FORMS[ToolSyntax.NAME_LINE], None, begun=opening)
+        return _Reader(self._form, None, begun=opening)
 
 
 class _Reader:

@@ -8,22 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+from cortex.neuron.families.registry import FAMILIES
 from cortex.neuron.weights.gguf.metadata import GGUFFile
 from cortex.neuron.weights.gguf.towers import projector_type, tower_options
 
-WHOLE_TYPES: Final[Mapping[str, Mapping[str, str]]] = {
-    "qwen3vl_merger": {
-        "qwen3_5_text": "qwen3_5",
-        "qwen3_5_moe_text": "qwen3_5_moe",
-        "qwen3": "qwen3_vl",
-        "qwen3_moe": "qwen3_vl_moe",
-    },
-    "gemma3": {"gemma3_text": "gemma3"},
-    "gemma4v": {"gemma4_text": "gemma4"},
-    "gemma4uv": {"gemma4_text": "gemma4_unified"},
-    "pixtral": {"llama": "mistral3", "mistral": "mistral3", "ministral3": "mistral3"},
-}
-"""The kind of a tower → `model_type` of a language model that it is for → that of the model with its tower."""
 _PREFERRED: Final = ("bf16", "f16", "f32")
 
 
@@ -68,18 +56,16 @@ def _words(path: str) -> set[str]:
 
 def whole_config(text: Mapping[str, Any], file: GGUFFile) -> dict[str, Any] | None:
     """The config of the model with its tower; None if the file is not the tower of such a model."""
-    whole = WHOLE_TYPES.get(projector_type(file) or "", {}).get(str(text.get("model_type")))
+    kind, model_type = projector_type(file) or "", str(text.get("model_type"))
+    whole = next((family for family in FAMILIES if model_type in family.projectors.get(kind, ())), None)
     if whole is None or file.metadata.get("clip.vision.projection_dim") != text.get("hidden_size"):
         return None
     options = tower_options(file)
     if options is None:
         return None
-    language = dict(text)
-    if whole == "gemma4" and not text.get("hidden_size_per_layer_input"):
-        language["use_bidirectional_attention"] = "vision"  # in the larger models; files do not say it
     return {
-        "model_type": whole,
-        "text_config": language,
+        "model_type": whole.model_types[0],
+        "text_config": {**text, **whole.beside_tower(text)},
         "tie_word_embeddings": text.get("tie_word_embeddings", False),
         **options,
     }
@@ -87,9 +73,10 @@ def whole_config(text: Mapping[str, Any], file: GGUFFile) -> dict[str, Any] | No
 
 def picture_config(file: GGUFFile) -> dict[str, Any] | None:
     """What of the whole model's config says how pictures are prepared; None: the kind of the tower is not known."""
-    whole = next(iter(WHOLE_TYPES.get(projector_type(file) or "", {}).values()), None)
+    kind = projector_type(file) or ""
+    whole = next((family for family in FAMILIES if kind in family.projectors), None)
     options = tower_options(file)
-    return None if whole is None or options is None else {"model_type": whole, **options}
+    return None if whole is None or options is None else {"model_type": whole.model_types[0], **options}
 
 
 def processor_config(file: GGUFFile) -> dict[str, Any]:

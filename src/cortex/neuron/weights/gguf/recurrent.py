@@ -14,12 +14,12 @@ from cortex.neuron.weights.errors import Malformed
 from cortex.neuron.weights.stored import Adjustment, StoredTensor
 
 
-def recurrent_tensor(architecture: str, part: str, stored: StoredTensor) -> tuple[str, StoredTensor] | None:
+def recurrent_tensor(mixer: str, part: str, stored: StoredTensor) -> tuple[str, StoredTensor] | None:
     """The tensor's name in the hub's layer, and the tensor with the hub's shape; None: another tensor.
 
     `part`: its name in the layer, `"ssm_a"`. Raises CheckpointError for a shape that cannot be.
     """
-    found = _TENSORS.get(architecture, {}).get(part)
+    found = _TENSORS.get(mixer, {}).get(part)
     if found is None:
         return None
     name, arranged = found
@@ -61,9 +61,6 @@ _MAMBA: Final[Mapping[str, tuple[str, _Arranged]]] = {
     "ssm_out.weight": ("mamba.out_proj.weight", _as_it_is),
 }
 _TENSORS: Final[Mapping[str, Mapping[str, tuple[str, _Arranged]]]] = {
-    "granitehybrid": _MAMBA,
-    "lfm2": _SHORT_CONVOLUTION,
-    "lfm2moe": _SHORT_CONVOLUTION,
-    "nemotron_h": _MAMBA,
-    "nemotron_h_moe": _MAMBA,
+    "mamba": _MAMBA,
+    "short_convolution": _SHORT_CONVOLUTION,
 }

@@ -1,4 +1,4 @@
-"""Gemma 4: `<|tool_call>call:f{city:<|"|>Zürich<|"|>,days:3}<tool_call|>`.
+"""Calls with unquoted keys: `<|tool_call>call:f{city:<|"|>Zürich<|"|>,days:3}<tool_call|>`.
 
 The arguments are JSON in which keys have no quotes and `<|"|>` stands for the quotes of strings, whose text is not
 escaped. A call is read whole.
@@ -10,8 +10,8 @@ import json
 import re
 from typing import Any, Final
 
+from cortex.neuron.families.tool_calls import CallFrame
 from cortex.neuron.text.tools.call import NOTHING_YET, Call, CallProgress, CallReader, NotACall, tool_name
-from cortex.neuron.text.tools.frame import CallFrame
 
 QUOTE: Final = '<|"|>'
 _HEAD: Final = re.compile(r"\s*(?:call\s*:\s*)?([^\s\[\]{}<>|()]+)\s*(?=\{)")
@@ -20,7 +20,7 @@ _MAX_HEAD_CHARACTERS: Final = 512
 _PIECE: Final = re.compile(r'<\|"\|>(.*?)<\|"\|>|("(?:[^"\\]|\\.)*")|([^\s{}\[\],:"<]+)(?=\s*:)', re.DOTALL)
 
 
-class GemmaSyntax:
+class UnquotedSyntax:
     bare_openings: tuple[str, ...] = ()
     next_openings: tuple[str, ...] = ()
     separators = ""

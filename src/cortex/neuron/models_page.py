@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from inspect import getdoc, getmodule
+from inspect import getmodule
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from cortex.neuron.families import registry
+from cortex.neuron.families.family import ModelFamily
 from cortex.neuron.families.tool_calls import HERMES_JSON, PLAIN_JSON
 from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS
 from cortex.neuron.kernels.quantised.recipes import RECIPES
-from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.architecture import Architecture, TextPart
 from cortex.neuron.models.registry import ENCODERS, FAMILIES
-from cortex.neuron.models.text_part import TextPart
 from cortex.neuron.models.transformers.library import COMPARED, EXTRA
 from cortex.neuron.text.output.detect import MARKERS
 from cortex.neuron.weights.safetensors.published import MODELOPT_ALGORITHMS, READABLE_METHODS
@@ -33,10 +33,9 @@ Generated from the tables of the code by `make docs`; edit those, not this page.
 
 ## Native families
 
-A model's family follows from the `model_type` of its `config.json`. **Shape**: families of one shape share a file of
-the code, and this is what it describes. **Formats**: all are read from safetensors, dense and [quantised](#formats);
-GGUF has the architecture's name in such files. **Divided**: `tensor_parallel` divides every layer, `pipeline_parallel`
-divides by layers. **Tools** and **reasoning** are what the published models write
+A model's family follows from the `model_type` of its `config.json`. **Formats**: all are read from safetensors, dense
+and [quantised](#formats); GGUF has the architecture's name in such files. **Divided**: `tensor_parallel` divides every
+layer, `pipeline_parallel` divides by layers. **Tools** and **reasoning** are what the published models write
 ([below](#tool-calls-and-reasoning)); — if they do not reason. **Images**: whether
 images in prompts are read, in families that are published with a vision tower: from safetensors, and from GGUF with the
 model's `mmproj` file in the same directory, which is downloaded with it; — without a tower.
@@ -99,10 +98,10 @@ def models_page() -> str:
     return "\n".join(
         [
             INTRODUCTION,
-            *_table(["`model_type`", "shape", "formats", "divided", "tools", "reasoning", "images"], sorted(_rows())),
+            *_table(["`model_type`", "models", "formats", "divided", "tools", "reasoning", "images"], sorted(_rows())),
             "",
             ENCODED,
-            *_table(["`model_type`", "shape", "GGUF"], sorted(_encoder_rows())),
+            *_table(["`model_type`", "models", "GGUF"], sorted(_encoder_rows())),
             "",
             LIBRARY.format(extra=EXTRA, compared=compared),
             FORMATS.format(methods=methods, modelopt=" or ".join(MODELOPT_ALGORITHMS), ggml=ggml, recipes=recipes),
@@ -119,19 +118,19 @@ def models_page() -> str:
 def _rows() -> Iterator[list[str]]:
     """A row for each family: the types that one class or function reads."""
     for family, names in _grouped(FAMILIES):
-        described = {name: registry.BY_TYPE[name] for name in names}
-        for syntaxes, markers in dict.fromkeys((each.tool_syntaxes, each.reasoning) for each in described.values()):
-            types = [
-                name for name, each in described.items() if (each.tool_syntaxes, each.reasoning) == (syntaxes, markers)
-            ]
-            known = _code(*dict.fromkeys(file for name in types for file in _files(described[name])))
+        rows: defaultdict[tuple[Any, ...], list[str]] = defaultdict(list)
+        for name in names:
+            described = registry.BY_TYPE[name]
+            rows[described.models, described.tool_syntaxes, described.reasoning].append(name)
+        for (models, syntaxes, markers), types in rows.items():
+            known = _code(*dict.fromkeys(file for name in types for file in _files(registry.BY_TYPE[name])))
             formats = f"safetensors, GGUF ({known})" if known else "safetensors"
             tools = ", ".join(f"`{syntax}`" for syntax in syntaxes)
             reasoning = _code(markers.open) if markers is not None else "—"
-            yield [_code(*types), _models(family), formats, _division(family), tools, reasoning, _images(family) or "—"]
+            yield [_code(*types), models, formats, _division(family), tools, reasoning, _images(family) or "—"]
 
 
-def _files(family: registry.ModelFamily) -> Iterator[str]:
+def _files(family: ModelFamily) -> Iterator[str]:
     """The architectures of GGUF files with models of a family, or with their language model."""
     yield from (architecture.name for architecture in family.gguf)
     yield from family.also_gguf
@@ -140,9 +139,9 @@ def _files(family: registry.ModelFamily) -> Iterator[str]:
 
 
 def _encoder_rows() -> Iterator[list[str]]:
-    for family, names in _grouped(ENCODERS):
+    for _, names in _grouped(ENCODERS):
         files = dict.fromkeys(file for name in names for file in _files(registry.BY_TYPE[name]))
-        yield [_code(*names), _models(family), _code(*files)]
+        yield [_code(*names), registry.BY_TYPE[names[0]].models, _code(*files)]
 
 
 def _grouped(families: Mapping[str, Family]) -> Iterator[tuple[Family, list[str]]]:
@@ -151,12 +150,6 @@ def _grouped(families: Mapping[str, Family]) -> Iterator[tuple[Family, list[str]
     for model_type, family in families.items():
         types[family].append(model_type)
     yield from types.items()
-
-
-def _models(family: Family) -> str:
-    """What the docstring of the family's module says before its first colon."""
-    text = " ".join((getdoc(_module(family)) or "").split())
-    return text.split(":")[0].split(". ")[0].rstrip(".").replace("|", r"\|")
 
 
 def _division(family: Family) -> str:

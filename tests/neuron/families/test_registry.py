@@ -7,11 +7,15 @@ import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import pytest
 
+from cortex.neuron.families import registry
 from cortex.neuron.families.registry import BY_TYPE, FAMILIES, GGUF, SPLITS, SYNTAXES
+from cortex.neuron.models.registry import ENCODERS
+from cortex.neuron.models.registry import FAMILIES as DECODERS
 from cortex.neuron.weights.family_tensors import arranged
 from cortex.neuron.weights.stored import StoredTensor
 
@@ -30,7 +34,6 @@ OTHER_THINGS = {
     "fleet/known_models.py": "repositories of the hub",
     "neuron/models/transformers/library.py": "model types that are not families here",
     "neuron/models_page.py": "prose of the documentation",
-    "neuron/text/template/mistral_template.py": "versions of the tokenizer file `tekken.json`",
     "neuron/text/template/template_source.py": "versions of the tokenizer file `tekken.json`",
     "neuron/text/tokenizer/gguf_vocabulary.py": "values of `tokenizer.ggml.model`",
     "neuron/weights/gguf/towers.py": "values of `clip.projector_type`",
@@ -106,6 +109,19 @@ def test_no_name_belongs_to_two_families() -> None:
     names = [name for family in FAMILIES for name in family.pretokenizers]
     assert len(names) == len(set(names))
     assert set(names) <= SPLITS.keys()
+
+
+def test_descriptor_and_architecture_of_a_family_are_in_files_of_one_name() -> None:
+    described = {
+        name: module.__name__.rpartition(".")[2]
+        for module in vars(registry).values()
+        if isinstance(module, ModuleType) and hasattr(module, "FAMILIES")
+        for family in module.FAMILIES
+        for name in family.model_types
+    }
+    assert described == {
+        name: architecture.__module__.rpartition(".")[2] for name, architecture in {**DECODERS, **ENCODERS}.items()
+    }
 
 
 def test_families_refer_only_to_architectures_and_language_models_that_exist() -> None:

@@ -12,11 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from cortex.neuron.families.registry import BY_TYPE, picture_defaults
+from cortex.neuron.families.registry import BY_TYPE, family_of
 from cortex.neuron.vision.picture import PictureGrid, content_key
-from cortex.neuron.vision.preparing import prepare
-from cortex.neuron.vision.reading import image_processor_in, read_picture_spec
-from cortex.neuron.vision.spec import MAX_ASPECT, MAX_PICTURE_TOKENS, Detail, PictureSpec, UnusablePicture
+from cortex.neuron.vision.spec import (
+    MAX_ASPECT,
+    MAX_PICTURE_TOKENS,
+    Detail,
+    PictureSpec,
+    UnusablePicture,
+    image_processor_in,
+    prepare,
+    read_picture_spec,
+)
 
 SIZES = [
     (1, 1),
@@ -147,8 +154,8 @@ def test_files_decide_over_the_familys_defaults() -> None:
 
 
 def test_a_model_without_a_tower_takes_no_pictures() -> None:
-    assert read_picture_spec(picture_defaults({"model_type": "qwen3_5"}), {}, {}) is None
-    assert read_picture_spec(picture_defaults({"model_type": "llama"}), {"vision_config": {}}, {}) is None
+    assert read_picture_spec(family_of({"model_type": "qwen3_5"}).pictures, {}, {}) is None
+    assert read_picture_spec(family_of({"model_type": "llama"}).pictures, {"vision_config": {}}, {}) is None
 
 
 def test_rows_of_a_picture_are_written_with_their_ends() -> None:

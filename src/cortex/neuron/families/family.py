@@ -22,7 +22,7 @@ class ReasoningMarkers:
     follow: str = "\n\n"
     """What the model writes between its reasoning and its response."""
     response_tags: tuple[str, str] | None = None
-    """Tags around the response (`text/output/response_tags.py`)."""
+    """Tags around the response (`text/output/reasoning.py`)."""
 
 
 THINK: Final = ReasoningMarkers("<think>", "</think>")
@@ -42,6 +42,8 @@ class ModelFamily:
 
     model_types: tuple[str, ...]
     """`model_type` of `config.json`. Architectures of GGUF files have the first."""
+    models: str = ""
+    """The published models, for the documentation."""
     tensor_names: Mapping[str, str] = field(default_factory=dict)
     """Parts of the names of published tensors → what layers call them. A part without a dot in front is a prefix. Where
     two apply at one place, the first does."""

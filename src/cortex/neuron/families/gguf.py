@@ -19,25 +19,15 @@ class GGUFKeys(Protocol):
     """Typed access to a file's metadata: `weights/gguf/keys.py`. Every method raises CheckpointError."""
 
     def number(self, name: str, default: float | None = None) -> float: ...
-
     def count(self, name: str, default: int | None = None, limit: int = ...) -> int: ...
-
     def layer_counts(self, name: str, num_layers: int, default: int | None = None) -> list[int]: ...
-
     def counts(self, name: str, num_layers: int, default: int | None = None) -> list[int]: ...
-
     def num_rows(self, tensor: str) -> int: ...
-
     def has(self, name: str) -> bool: ...
-
     def has_tensor(self, name: str) -> bool: ...
-
     def flag(self, name: str, default: bool) -> bool: ...
-
     def windows(self, num_layers: int, period: int, *, is_first: bool = False) -> dict[str, Any]: ...
-
     def unsupported(self, name: str, reason: str) -> Exception: ...
-
     def malformed(self, reason: str) -> Exception: ...
 
 
@@ -50,8 +40,6 @@ class GGUFArchitecture:
     """Files whose `general.architecture` is `name`."""
 
     name: str
-    class_name: str = ""
-    """The reference library's class, in the config's `architectures`; empty for an encoder."""
     options: Options | None = None
     """The family's own options as its `config.json` has them."""
     tensor_names: Mapping[str, str] = field(default_factory=dict)
@@ -86,10 +74,7 @@ SHARED_EXPERT: Final = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-AFTER_BLOCKS: Final = {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+AFTER_BLOCKS: Final = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 AROUND_BLOCKS: Final = {**AFTER_BLOCKS, "ffn_norm": "pre_feedforward_layernorm"}
 FUSED: Final = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 

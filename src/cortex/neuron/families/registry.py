@@ -26,7 +26,6 @@ from cortex.neuron.families.family import OTHER_MARKERS, THINK, ModelFamily, Rea
 from cortex.neuron.families.gguf import GGUFArchitecture
 from cortex.neuron.families.splits import Split
 from cortex.neuron.families.tool_calls import ToolSyntax
-from cortex.neuron.vision.spec import PictureDefaults
 
 FAMILIES: Final[tuple[ModelFamily, ...]] = (
     *(*cohere.FAMILIES, *deepseek.FAMILIES, *encoders.FAMILIES, *ernie.FAMILIES, *gemma.FAMILIES),
@@ -71,7 +70,3 @@ def family_of(config: Mapping[str, Any]) -> ModelFamily:
     """The family of a model's config; one without names of its own if it is not known."""
     model_type = config.get("model_type")
     return BY_TYPE.get(model_type, _UNKNOWN) if isinstance(model_type, str) else _UNKNOWN
-
-
-def picture_defaults(config: Mapping[str, Any]) -> PictureDefaults | None:
-    return family_of(config).pictures

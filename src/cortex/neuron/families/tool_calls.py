@@ -152,9 +152,7 @@ _SOLAR: Final = ToolSyntax(
     "named",
     (("<|tool_call:args|>",),),
     frame=CallFrame(
-        *("<|tool_call:begin|>", "", "", "<|tool_call:end|>"),
-        is_control=True,
-        section=("<|tool_calls|>", "<|calls|>"),
+        *("<|tool_call:begin|>", "", "", "<|tool_call:end|>"), is_control=True, section=("<|tool_calls|>", "<|calls|>")
     ),
     named=named_form(
         r"(?:<\|tool_call:begin\|>)? (?:[\w-]+ <\|tool_call:name\|>)? NAME (?:<\|tool_call:args\|>)?",

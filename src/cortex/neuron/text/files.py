@@ -7,12 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from cortex.neuron.families.registry import picture_defaults
+from cortex.neuron.families.registry import family_of
 from cortex.neuron.text.errors import TextFileMalformed
-from cortex.neuron.vision.reading import PROCESSOR_FILES, image_processor_in, read_picture_spec
-from cortex.neuron.vision.spec import PictureSpec
+from cortex.neuron.vision.spec import PROCESSOR_FILES, PictureSpec, image_processor_in, read_picture_spec
 from cortex.neuron.weights.gguf.metadata import read_metadata
-from cortex.neuron.weights.gguf.projector import picture_config, processor_config, projector_of
+from cortex.neuron.weights.gguf.towers import picture_config, processor_config, projector_of
 
 TEKKEN: Final = "tekken.json"
 """The tokenizer of Mistral's own library, which some of its repositories have in place of `tokenizer.json`."""
@@ -61,7 +60,7 @@ def _gguf_picture_spec(model: Path) -> PictureSpec | None:
     if (config := picture_config(file)) is None:
         return None
     try:
-        return read_picture_spec(picture_defaults(config), config, processor_config(file))
+        return read_picture_spec(family_of(config).pictures, config, processor_config(file))
     except ValueError as error:
         raise TextFileMalformed(f"the image processor of {projector} cannot be used: {error}") from error
 
@@ -86,6 +85,6 @@ def picture_spec(directory: Path) -> PictureSpec | None:
     processors = {name: read_json(directory / name) for name in PROCESSOR_FILES}
     try:
         config = read_json(directory / "config.json")
-        return read_picture_spec(picture_defaults(config), config, image_processor_in(processors))
+        return read_picture_spec(family_of(config).pictures, config, image_processor_in(processors))
     except ValueError as error:
         raise TextFileMalformed(f"the image processor of {directory} cannot be used: {error}") from error

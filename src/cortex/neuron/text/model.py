@@ -13,7 +13,7 @@ import msgspec
 from cortex.neuron.families.family import ADDRESSED, ReasoningMarkers
 from cortex.neuron.families.tool_calls import HARMONY, ToolSyntax
 from cortex.neuron.text import defaults, files
-from cortex.neuron.text.facts import TextFacts
+from cortex.neuron.text.facts import TextFiles
 from cortex.neuron.text.grammar.request import LeadingReasoning, build_grammar
 from cortex.neuron.text.grammar.trial import GrammarTrial
 from cortex.neuron.text.output import harmony
@@ -72,7 +72,7 @@ class TextModel:
     """How the model takes pictures; None: it reads text only."""
 
     @classmethod
-    def of(cls, facts: TextFacts, encoder: TextEncoder) -> TextModel:
+    def of(cls, facts: TextFiles, encoder: TextEncoder) -> TextModel:
         """Encodes a short text: do not call it on the event loop."""
         tokenizer = Tokenizer(facts.vocabulary, encoder)
         template, tools_template = _templates(facts.templates)
@@ -88,7 +88,7 @@ class TextModel:
 
     @classmethod
     def without_encoder(
-        cls, facts: TextFacts, reasoning_end: tuple[int, ...], takes_tools: tuple[bool, bool]
+        cls, facts: TextFiles, reasoning_end: tuple[int, ...], takes_tools: tuple[bool, bool]
     ) -> TextModel:
         """For a process that only turns tokens into text: rendering and encoding raise AssertionError. `takes_tools`:
         as the `takes_tools` of the complete model, so that no template is compiled."""

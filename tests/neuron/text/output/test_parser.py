@@ -12,7 +12,7 @@ from cortex.neuron.families.registry import SYNTAXES
 from cortex.neuron.families.tool_calls import ToolSyntax
 from cortex.neuron.text.output import harmony
 from cortex.neuron.text.tools.syntaxes import call_syntax
-from cortex.neuron.text.tools.values import typed
+from cortex.neuron.text.tools.tags import typed
 from cortex.wire.events import ToolCallDelta, ToolCallStart
 
 from ....examples import MANY

@@ -13,8 +13,7 @@ from cortex.neuron.text.errors import TokenizerUnsupported
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.output.detect import reasoning_markers, tool_syntax
 from cortex.neuron.text.template.chat_template import ChatTemplate
-from cortex.neuron.text.template.mistral_template import mistral_template
-from cortex.neuron.text.template.template_source import from_directory
+from cortex.neuron.text.template.template_source import from_directory, mistral_template
 from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.requests import GenerateRequest
 

@@ -6,7 +6,7 @@ import pytest
 
 from cortex.neuron.families.registry import GGUF, SPLITS
 from cortex.neuron.text.errors import TokenizerUnsupported
-from cortex.neuron.text.tokenizer.pretokenizers import pre_tokenizer, split_named
+from cortex.neuron.text.tokenizer.gguf_vocabulary import pre_tokenizer, split_named
 
 PUBLISHED = {
     "cohere2": ["command-r"],

@@ -97,6 +97,7 @@ def test_forced_call_is_always_parsed(
 def test_without_a_choice_no_call_can_be_written(directory: Path, matcher: Matcher, syntax: ToolSyntax) -> None:
     model = load(directory, syntax)
     text = draw(matcher, model, model.grammar(request("none")) or "", 1, tools=())
+    assert syntax.frame is not None
     assert syntax.frame.opening not in text
 
 

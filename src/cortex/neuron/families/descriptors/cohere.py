@@ -29,10 +29,11 @@ def _cohere2(keys: GGUFKeys, config: Mapping[str, Any]) -> dict[str, Any]:
 FAMILIES: Final = (
     ModelFamily(
         ("cohere2",),
+        "Command R7B, Command A",
         rotates_neighbours=True,
         tool_syntaxes=(_COHERE_JSON,),
         reasoning=ReasoningMarkers("<|START_THINKING|>", "<|END_THINKING|>"),
         pretokenizers={"command-r": Split(single_digits=True, normal_form_c=True)},
-        gguf=(GGUFArchitecture("cohere2", "Cohere2ForCausalLM", _cohere2, norm_eps=1e-6),),
+        gguf=(GGUFArchitecture("cohere2", _cohere2, norm_eps=1e-6),),
     ),
 )

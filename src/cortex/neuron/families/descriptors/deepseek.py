@@ -125,17 +125,13 @@ def _deepseek2(keys: GGUFKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     if is_sigmoid:
         return options
     method = "group_limited_greedy" if groups > kept else "greedy"
-    return {
-        **options,
-        "model_type": "deepseek_v2",
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "topk_method": method,
-    }
+    return {**options, "model_type": "deepseek_v2", "topk_method": method}
 
 
 FAMILIES: Final = (
     ModelFamily(
         ("deepseek_v3",),
+        "DeepSeek V3, R1",
         tensor_names=SHARED_NAMES,
         tool_syntaxes=_SYNTAXES,
         reasoning=THINK,
@@ -143,7 +139,6 @@ FAMILIES: Final = (
         gguf=(
             GGUFArchitecture(
                 "deepseek2",
-                "DeepseekV3ForCausalLM",
                 _deepseek2,
                 {
                     **SHARED_EXPERT,
@@ -162,9 +157,10 @@ FAMILIES: Final = (
             ),
         ),
     ),
-    ModelFamily(("deepseek_v2",), tensor_names=SHARED_NAMES, also_gguf=("deepseek2",)),
+    ModelFamily(("deepseek_v2",), "DeepSeek V2", tensor_names=SHARED_NAMES, also_gguf=("deepseek2",)),
     ModelFamily(
         ("kimi_k2",),
+        "Kimi K2",
         tensor_names=SHARED_NAMES,
         tool_syntaxes=(_KIMI_CALLS,),
         reasoning=THINK,
@@ -173,6 +169,7 @@ FAMILIES: Final = (
     ),
     ModelFamily(
         ("youtu",),
+        "Youtu-LLM",
         pretokenizers={"youtu": Split((_YOUTU_WORDS, cased_words(r"\p{N}")), whole_words_first=True)},
     ),
 )

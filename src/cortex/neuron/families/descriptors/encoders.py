@@ -99,6 +99,7 @@ def _modern(keys: GGUFKeys, config: Mapping[str, Any]) -> dict[str, Any]:
 
 _BERT_FAMILY: Final = ModelFamily(
     ("bert",),
+    "BERT (bge, e5, mxbai, MiniLM)",
     is_encoder=True,
     pooling="mean",
     score_head="pooler",
@@ -111,6 +112,7 @@ FAMILIES: Final = (
     _BERT_FAMILY,
     replace(
         _BERT_FAMILY,
+        models="XLM-RoBERTa (BGE-M3, multilingual-e5, bge-reranker)",
         model_types=("camembert", "roberta", "xlm-roberta"),
         score_head="classifier",
         tensor_prefix="roberta",
@@ -118,6 +120,7 @@ FAMILIES: Final = (
     ),
     ModelFamily(
         ("gte", "new"),
+        "gte-en-v1.5, gte-multilingual, snowflake-arctic-embed-v2",
         is_encoder=True,
         pooling="mean",
         score_head="pooler",
@@ -126,6 +129,7 @@ FAMILIES: Final = (
     ),
     ModelFamily(
         ("nomic_bert",),
+        "nomic-embed",
         is_encoder=True,
         pooling="mean",
         score_head="pooler",
@@ -135,6 +139,7 @@ FAMILIES: Final = (
     ),
     ModelFamily(
         ("modernbert",),
+        "ModernBERT (gte-modernbert, modernbert-embed)",
         is_encoder=True,
         pooling="mean",
         score_head="normed",
@@ -145,9 +150,10 @@ FAMILIES: Final = (
             GGUFArchitecture("modern-bert", options=_modern, tensor_names={"ffn_up": "mlp.gate_up_proj"}, pools=True),
         ),
     ),
-    ModelFamily(("eurobert",), pooling="mean", gguf=(GGUFArchitecture("eurobert", "EuroBertModel", pools=True),)),
+    ModelFamily(("eurobert",), "EuroBERT", pooling="mean", gguf=(GGUFArchitecture("eurobert", pools=True),)),
     ModelFamily(
         ("jina_embeddings_v5",),
+        "jina-embeddings-v5",
         pooling="last",
         pretokenizers={"jina-v5-nano": CL100K_WHOLE},
         has_adapters=True,

@@ -30,13 +30,11 @@ def _ernie4_5_moe(keys: GGUFKeys, config: Mapping[str, Any]) -> dict[str, Any]:
 
 FAMILIES: Final = (
     ModelFamily(
-        ("ernie4_5",),
-        rotates_neighbours=True,
-        head_dim=128,
-        gguf=(GGUFArchitecture("ernie4_5", "Ernie4_5ForCausalLM"),),
+        ("ernie4_5",), "ERNIE 4.5, dense", rotates_neighbours=True, head_dim=128, gguf=(GGUFArchitecture("ernie4_5"),)
     ),
     ModelFamily(
         ("ernie4_5_moe",),
+        "ERNIE 4.5",
         tensor_names={
             ".mlp.moe_statics.": ".mlp.gate.",
             ".mlp.gate.moe_statics.": ".mlp.gate.",
@@ -44,8 +42,6 @@ FAMILIES: Final = (
         },
         rotates_neighbours=True,
         reasoning=THINK,
-        gguf=(
-            GGUFArchitecture("ernie4_5-moe", "Ernie4_5_MoeForCausalLM", _ernie4_5_moe, SHARED_EXPERT, is_mixture=True),
-        ),
+        gguf=(GGUFArchitecture("ernie4_5-moe", _ernie4_5_moe, SHARED_EXPERT, is_mixture=True),),
     ),
 )

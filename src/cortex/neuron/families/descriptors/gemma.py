@@ -95,15 +95,15 @@ def _beside_tower(text: Mapping[str, Any]) -> dict[str, Any]:
 
 _GEMMA3_TEXT: Final = ModelFamily(
     ("gemma3_text",),
+    "Gemma 3, EmbeddingGemma",
     gguf=(
-        GGUFArchitecture("gemma3", "Gemma3ForCausalLM", _gemma3, AROUND_BLOCKS, norms="plus_one"),
-        GGUFArchitecture(
-            "gemma-embedding", "Gemma3TextModel", _embedding_gemma, AROUND_BLOCKS, norms="plus_one", pools=True
-        ),
+        GGUFArchitecture("gemma3", _gemma3, AROUND_BLOCKS, norms="plus_one"),
+        GGUFArchitecture("gemma-embedding", _embedding_gemma, AROUND_BLOCKS, norms="plus_one", pools=True),
     ),
 )
 _GEMMA4_TEXT: Final = ModelFamily(
     ("gemma4_text",),
+    "Gemma 4",
     tensor_names={
         # Experts are parallel to the feed-forward block. Layers have them in it, and so have GGUF files.
         ".mlp.experts.": ".mlp.experts.",
@@ -124,7 +124,6 @@ _GEMMA4_TEXT: Final = ModelFamily(
     gguf=(
         GGUFArchitecture(
             "gemma4",
-            "Gemma4ForCausalLM",
             _gemma4,
             {
                 **AROUND_BLOCKS,
@@ -162,6 +161,7 @@ FAMILIES: Final = (
     _GEMMA3_TEXT,
     ModelFamily(
         ("gemma3",),
+        "Gemma 3",
         pictures=PictureDefaults(
             "square",
             PictureText(

@@ -46,6 +46,7 @@ def _glm4moe(keys: GGUFKeys, config: Mapping[str, Any]) -> dict[str, Any]:
 FAMILIES: Final = (
     ModelFamily(
         ("glm4",),
+        "GLM-4",
         rotates_neighbours=True,
         head_dim=128,
         rotated_fraction=0.5,
@@ -55,7 +56,6 @@ FAMILIES: Final = (
         gguf=(
             GGUFArchitecture(
                 "glm4",
-                "Glm4ForCausalLM",
                 tensor_names={
                     **FUSED,
                     "post_attention_norm": "post_self_attn_layernorm",
@@ -67,13 +67,13 @@ FAMILIES: Final = (
     ),
     ModelFamily(
         ("glm4_moe",),
+        "GLM-4.5 to 4.7",
         tensor_names=SHARED_NAMES,
         tool_syntaxes=(GLM_XML,),
         reasoning=THINK,
         gguf=(
             GGUFArchitecture(
                 "glm4moe",
-                "Glm4MoeForCausalLM",
                 _glm4moe,
                 {**SHARED_EXPERT, "post_attention_norm": "post_attention_layernorm"},
                 is_mixture=True,
@@ -84,6 +84,7 @@ FAMILIES: Final = (
     ),
     ModelFamily(
         ("glm4_moe_lite",),
+        "GLM-4.7-Flash",
         tensor_names=SHARED_NAMES,
         tool_syntaxes=(GLM_XML,),
         reasoning=THINK,

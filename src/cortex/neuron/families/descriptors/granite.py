@@ -50,12 +50,14 @@ def _granitehybrid(keys: GGUFKeys, config: Mapping[str, Any]) -> dict[str, Any]:
 FAMILIES: Final = (
     ModelFamily(
         ("granite",),
-        tool_syntaxes=(framed_json("granite_json", "<|tool_call|>", "", is_control=True), HERMES_JSON),
+        "Granite 3 and 4, dense",
+        tool_syntaxes=(framed_json("granite_json", "<|tool_call|>", "", is_control=True, precedence=1), HERMES_JSON),
         reasoning=THINK,
-        gguf=(GGUFArchitecture("granite", "GraniteForCausalLM", _granite, is_interleaved=True),),
+        gguf=(GGUFArchitecture("granite", _granite, is_interleaved=True),),
     ),
     ModelFamily(
         ("granitemoehybrid",),
+        "Granite 4",
         tensor_names={
             ".block_sparse_moe.input_linear.weight": ".mlp.experts.gate_up_proj",
             ".block_sparse_moe.output_linear.weight": ".mlp.experts.down_proj",
@@ -63,15 +65,6 @@ FAMILIES: Final = (
             ".shared_mlp.input_linear.": ".mlp.shared_expert.gate_up_proj.",
             ".shared_mlp.output_linear.": ".mlp.shared_expert.down_proj.",
         },
-        gguf=(
-            GGUFArchitecture(
-                "granitehybrid",
-                "GraniteMoeHybridForCausalLM",
-                _granitehybrid,
-                SHARED_EXPERT,
-                mixer="mamba",
-                is_interleaved=True,
-            ),
-        ),
+        gguf=(GGUFArchitecture("granitehybrid", _granitehybrid, SHARED_EXPERT, mixer="mamba", is_interleaved=True),),
     ),
 )

@@ -60,21 +60,23 @@ def _lfm2moe(keys: GGUFKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _architecture(name: str, class_name: str, options: Options) -> GGUFArchitecture:
-    return GGUFArchitecture(name, class_name, options, mixer="short_convolution", last_norm="token_embd_norm")
+def _architecture(name: str, options: Options) -> GGUFArchitecture:
+    return GGUFArchitecture(name, options, mixer="short_convolution", last_norm="token_embd_norm")
 
 
 FAMILIES: Final = (
     ModelFamily(
         ("lfm2",),
+        "LFM2",
         tensor_names=_NAMES,
         tool_syntaxes=(_CALLS,),
         reasoning=THINK,
         pretokenizers={"lfm2": CL100K_WHOLE},
-        gguf=(_architecture("lfm2", "Lfm2ForCausalLM", _lfm2),),
+        gguf=(_architecture("lfm2", _lfm2),),
     ),
     ModelFamily(
         ("lfm2_moe",),
+        "LFM2-MoE",
         tensor_names={
             **_NAMES,
             ".feed_forward.expert_bias": ".mlp.gate.e_score_correction_bias",
@@ -85,6 +87,6 @@ FAMILIES: Final = (
         },
         tool_syntaxes=(_CALLS,),
         reasoning=THINK,
-        gguf=(_architecture("lfm2moe", "Lfm2MoeForCausalLM", _lfm2moe),),
+        gguf=(_architecture("lfm2moe", _lfm2moe),),
     ),
 )

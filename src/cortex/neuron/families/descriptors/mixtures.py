@@ -56,22 +56,18 @@ def _laguna(keys: GGUFKeys, config: Mapping[str, Any]) -> dict[str, Any]:
 FAMILIES: Final = (
     ModelFamily(
         ("gpt_oss",),
+        "gpt-oss",
         tensor_names={".mlp.router.": ".mlp.gate."},
         experts="interleaved",
         tool_syntaxes=(HARMONY,),
         reasoning=ReasoningMarkers("<|channel|>analysis", ""),
         gguf=(
-            GGUFArchitecture(
-                "gpt-oss",
-                "GptOssForCausalLM",
-                _gpt_oss,
-                {"post_attention_norm": "post_attention_layernorm"},
-                is_mixture=True,
-            ),
+            GGUFArchitecture("gpt-oss", _gpt_oss, {"post_attention_norm": "post_attention_layernorm"}, is_mixture=True),
         ),
     ),
     ModelFamily(
         ("minimax_m2",),
+        "MiniMax-M2",
         tensor_names={
             ".block_sparse_moe.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
             ".block_sparse_moe.": ".mlp.",
@@ -94,10 +90,11 @@ FAMILIES: Final = (
         ),
         reasoning=THINK,
         pretokenizers={"minimax-m2": O200K},
-        gguf=(GGUFArchitecture("minimax-m2", "MiniMaxM2ForCausalLM", _minimax_m2, is_mixture=True, rotates_part=True),),
+        gguf=(GGUFArchitecture("minimax-m2", _minimax_m2, is_mixture=True, rotates_part=True),),
     ),
     ModelFamily(
         ("laguna",),
+        "Laguna",
         tensor_names={
             ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
             ".mlp.experts.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
@@ -109,7 +106,6 @@ FAMILIES: Final = (
         gguf=(
             GGUFArchitecture(
                 "laguna",
-                "LagunaForCausalLM",
                 _laguna,
                 {**SHARED_EXPERT, "attn_gate": "self_attn.g_proj"},
                 is_mixture=True,

@@ -26,6 +26,7 @@ def _muse_glimmer(keys: GGUFKeys, config: Mapping[str, Any]) -> dict[str, Any]:
 
 _MUSE_TEXT: Final = ModelFamily(
     ("muse_glimmer_text",),
+    "Muse Glimmer",
     tool_syntaxes=(
         tagged(
             "muse_xml",
@@ -42,7 +43,6 @@ _MUSE_TEXT: Final = ModelFamily(
     gguf=(
         GGUFArchitecture(
             "muse-glimmer",
-            "MuseGlimmerForConditionalGeneration",
             _muse_glimmer,
             {**AROUND_BLOCKS, "attn_gate": "self_attn.gate_proj"},
             is_interleaved=True,

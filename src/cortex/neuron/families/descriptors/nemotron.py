@@ -57,6 +57,7 @@ def _nemotron_experts(keys: GGUFKeys) -> dict[str, Any]:
 FAMILIES: Final = (
     ModelFamily(
         ("nemotron_h",),
+        "Nemotron-H, Nemotron 3",
         tensor_names={
             "backbone.embeddings.": "model.embed_tokens.",
             "backbone.norm_f.": "model.norm.",
@@ -72,10 +73,9 @@ FAMILIES: Final = (
         tool_syntaxes=(QWEN_XML, framed_json("nemotron_json", "<TOOLCALL>", "</TOOLCALL>", precedence=3)),
         reasoning=THINK,
         gguf=(
-            GGUFArchitecture("nemotron_h", "NemotronHForCausalLM", _nemotron_h, {"attn_norm": "norm"}, mixer="mamba"),
+            GGUFArchitecture("nemotron_h", _nemotron_h, {"attn_norm": "norm"}, mixer="mamba"),
             GGUFArchitecture(
                 "nemotron_h_moe",
-                "NemotronHForCausalLM",
                 _nemotron_h,
                 {
                     **SHARED_EXPERT,

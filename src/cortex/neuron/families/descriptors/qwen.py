@@ -17,10 +17,7 @@ QWEN_XML: Final = replace(
         "qwen_xml",
         "<function=",
         form=TagForm(
-            TOOL_CALL,
-            *("<function=", ">", "</function>"),
-            *("<parameter=", (">",), "</parameter>"),
-            value_break="\n",
+            TOOL_CALL, *("<function=", ">", "</function>"), *("<parameter=", (">",), "</parameter>"), value_break="\n"
         ),
     ),
     precedence=1,
@@ -36,11 +33,10 @@ _PROJECTOR: Final = "qwen3vl_merger"
 _QWEN35_WORDS: Final = words(r"\p{N}", r"[\p{L}\p{M}]", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*")
 
 
-def _hybrid(name: str, class_name: str, *, is_mixture: bool = False, is_tiled: bool = False) -> GGUFArchitecture:
-    """Gated delta nets, whose own tensors `weights/gguf/delta.py` names."""
+def _hybrid(name: str, *, is_mixture: bool = False, is_tiled: bool = False) -> GGUFArchitecture:
+    """Gated delta nets, whose own tensors `weights/gguf/recurrent.py` names."""
     return GGUFArchitecture(
         name,
-        class_name,
         tensor_names=_HYBRID,
         is_mixture=is_mixture,
         is_tiled=is_tiled,
@@ -60,52 +56,61 @@ def _mellum(keys: GGUFKeys, config: Mapping[str, Any]) -> dict[str, Any]:
 FAMILIES: Final = (
     ModelFamily(
         ("qwen2",),
+        "Qwen2, Qwen2.5",
         reasoning=THINK,
         pretokenizers=dict.fromkeys(("qwen2", "deepseek-r1-qwen"), ONE_DIGIT_NFC),
-        gguf=(GGUFArchitecture("qwen2", "Qwen2ForCausalLM"),),
+        gguf=(GGUFArchitecture("qwen2"),),
     ),
     ModelFamily(
         ("qwen3",),
+        "Qwen3",
         reasoning=THINK,
-        gguf=(GGUFArchitecture("qwen3", "Qwen3ForCausalLM"), GGUFArchitecture("qwen3vl", "Qwen3ForCausalLM")),
+        gguf=(GGUFArchitecture("qwen3"), GGUFArchitecture("qwen3vl")),
         may_rerank=True,
     ),
     ModelFamily(
         ("qwen3_moe",),
+        "Qwen3-MoE, Qwen3-Coder",
         tool_syntaxes=(HERMES_JSON, QWEN_XML),
         reasoning=THINK,
-        gguf=(
-            GGUFArchitecture("qwen3moe", "Qwen3MoeForCausalLM", is_mixture=True),
-            GGUFArchitecture("qwen3vlmoe", "Qwen3MoeForCausalLM", is_mixture=True),
-        ),
+        gguf=(GGUFArchitecture("qwen3moe", is_mixture=True), GGUFArchitecture("qwen3vlmoe", is_mixture=True)),
     ),
-    ModelFamily(("qwen3_vl",), reasoning=THINK, pictures=_PICTURES, tower="qwen", projectors={_PROJECTOR: ("qwen3",)}),
+    ModelFamily(
+        ("qwen3_vl",),
+        "Qwen3-VL",
+        reasoning=THINK,
+        pictures=_PICTURES,
+        tower="qwen",
+        projectors={_PROJECTOR: ("qwen3",)},
+    ),
     ModelFamily(
         ("qwen3_vl_moe",),
+        "Qwen3-VL-MoE",
         experts="by_columns",
         reasoning=THINK,
         pictures=_PICTURES,
         tower="qwen",
         projectors={_PROJECTOR: ("qwen3_moe",)},
     ),
-    ModelFamily(
-        ("qwen3_next",), reasoning=THINK, gguf=(_hybrid("qwen3next", "Qwen3NextForCausalLM", is_mixture=True),)
-    ),
+    ModelFamily(("qwen3_next",), "Qwen3-Next", reasoning=THINK, gguf=(_hybrid("qwen3next", is_mixture=True),)),
     ModelFamily(
         ("qwen3_5_text",),
+        "Qwen3.5",
         tool_syntaxes=(QWEN_XML,),
         reasoning=THINK,
         pretokenizers={"qwen35": Split((_QWEN35_WORDS,), normal_form_c=True)},
-        gguf=(_hybrid("qwen35", "Qwen3_5ForCausalLM", is_tiled=True),),
+        gguf=(_hybrid("qwen35", is_tiled=True),),
     ),
     ModelFamily(
         ("qwen3_5_moe_text",),
+        "Qwen3.5-MoE",
         tool_syntaxes=(QWEN_XML,),
         reasoning=THINK,
-        gguf=(_hybrid("qwen35moe", "Qwen3_5MoeForCausalLM", is_mixture=True, is_tiled=True),),
+        gguf=(_hybrid("qwen35moe", is_mixture=True, is_tiled=True),),
     ),
     ModelFamily(
         ("qwen3_5",),
+        "Qwen3.5",
         tool_syntaxes=(QWEN_XML,),
         reasoning=THINK,
         pictures=_PICTURES,
@@ -114,6 +119,7 @@ FAMILIES: Final = (
     ),
     ModelFamily(
         ("qwen3_5_moe",),
+        "Qwen3.5-MoE",
         tool_syntaxes=(QWEN_XML,),
         reasoning=THINK,
         pictures=_PICTURES,
@@ -122,7 +128,8 @@ FAMILIES: Final = (
     ),
     ModelFamily(
         ("mellum",),
+        "Mellum 2",
         pretokenizers={"mellum": GPT2, "mellum2": DIGITS},
-        gguf=(GGUFArchitecture("mellum", "MellumForCausalLM", _mellum, is_mixture=True),),
+        gguf=(GGUFArchitecture("mellum", _mellum, is_mixture=True),),
     ),
 )

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cortex.neuron.families.registry import family_of
-from cortex.neuron.models.config import count_in, layer_count_in, number_in
-from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.config import UnsupportedModel, count_in, layer_count_in, number_in
 from cortex.neuron.models.towers.config import Activation, LayerNames, TowerConfig, TowerTensor, side_of
 from cortex.neuron.vision.picture import PictureRules
 

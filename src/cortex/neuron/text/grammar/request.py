@@ -15,9 +15,7 @@ from typing import Any, Final
 
 from cortex.neuron.families.family import ADDRESSED, ReasoningMarkers
 from cortex.neuron.families.tool_calls import HARMONY, ToolSyntax
-from cortex.neuron.text.grammar.gbnf.emitter import to_lark
-from cortex.neuron.text.grammar.gbnf.reader import defines_a_rule, read_gbnf
-from cortex.neuron.text.grammar.gbnf.tree import GbnfError
+from cortex.neuron.text.grammar.gbnf.reader import GbnfError, defines_a_rule, read_gbnf, to_lark
 from cortex.neuron.text.grammar.harmony import HarmonyRules
 from cortex.neuron.text.grammar.lark import LarkGrammar, literal
 from cortex.neuron.text.grammar.trial import GrammarTrial

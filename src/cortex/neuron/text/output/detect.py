@@ -3,7 +3,7 @@
 A template writes the tool calls and reasoning of earlier turns in the model's own syntax, so it contains the markers of
 one (`families/registry.py`, listed in docs/models.md). A template with a place for tools and no markers is that of a
 model with tokens for one, of Llama's JSON if it spells `"name"` and `"parameters"`, or else of plain JSON. A template
-without a place for tools gets Hermes JSON, as `template/generic_tools.py` describes it to the model.
+without a place for tools gets Hermes JSON, as `template/conversation.py` describes it to the model.
 
 A model whose template contains one of the pairs in `REASONING_MARKERS` writes its reasoning between them.
 With one of `RESPONSE_TAGS`, its response may be between tags as well.

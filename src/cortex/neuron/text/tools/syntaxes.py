@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from cortex.neuron.families.tool_calls import ToolSyntax
 from cortex.neuron.text.tools.call import CallSyntax
-from cortex.neuron.text.tools.json_syntax import MarkedJSON, PlainJSON, PythonTagJSON
-from cortex.neuron.text.tools.named import NamedSyntax, NameLine
+from cortex.neuron.text.tools.json_call import MarkedJSON, NamedSyntax, NameLine, PlainJSON, PythonTagJSON
 from cortex.neuron.text.tools.pythonic import PythonicSyntax
 from cortex.neuron.text.tools.tags import TagSyntax
 from cortex.neuron.text.tools.unquoted import UnquotedSyntax

@@ -13,7 +13,6 @@ from cortex.neuron.weights.directory import model_file
 from cortex.neuron.weights.errors import Malformed, TensorMissing, Unsupported
 from cortex.neuron.weights.family_tensors import arranged
 from cortex.neuron.weights.gguf.config import config_of, delta_heads
-from cortex.neuron.weights.gguf.delta import delta_tensors
 from cortex.neuron.weights.gguf.metadata import GGUFFile, GGUFTensor, HeaderBudget, parse_header
 from cortex.neuron.weights.gguf.names import (
     ROPE_TABLES,
@@ -23,9 +22,8 @@ from cortex.neuron.weights.gguf.names import (
     is_expert_stack,
     layer_part,
 )
-from cortex.neuron.weights.gguf.projector import projector_of, whole_config
-from cortex.neuron.weights.gguf.recurrent import recurrent_tensor
-from cortex.neuron.weights.gguf.towers import tower_tensors
+from cortex.neuron.weights.gguf.recurrent import delta_tensors, recurrent_tensor
+from cortex.neuron.weights.gguf.towers import projector_of, tower_tensors, whole_config
 from cortex.neuron.weights.gguf.types import READABLE
 from cortex.neuron.weights.mapping import MappedFile
 from cortex.neuron.weights.stored import Adjustment, StoredTensor, TensorInfo

@@ -57,7 +57,6 @@ def encoder_config(file: GGUFFile, model_type: str, keys: Keys) -> dict[str, Any
     tensors, hidden = file.tensors, keys.count("embedding_length")
     return {
         "model_type": model_type,
-        "architectures": [],
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
         "num_hidden_layers": keys.count("block_count"),

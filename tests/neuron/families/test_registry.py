@@ -51,9 +51,11 @@ def stems() -> set[str]:
 
 def mentions(code: str, names: set[str]) -> Iterator[str]:
     """Identifiers and strings with one of the names. Comments and docstrings may explain things by example."""
-    pattern = re.compile("|".join(sorted(names, key=len, reverse=True)), re.IGNORECASE)
-    if not pattern.search(code):
+    lowered = code.lower()
+    found = {name for name in names if name in lowered}
+    if not found:
         return
+    pattern = re.compile("|".join(found), re.IGNORECASE)
     before = tokenize.NEWLINE
     for token in tokenize.generate_tokens(io.StringIO(code).readline):
         is_statement = before in (tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT)

@@ -18,12 +18,13 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src"
 
 ENGINE_LIBRARIES = frozenset({"torch", "triton", "numpy", "safetensors", "tokenizers"})
+FAMILIES = {"neuron.families", "neuron.vision"}
 KERNELS = {"neuron.kernels", "neuron.private_api", "neuron.delta_sizes", "cache_folder", "quant_names"}
 LAYERS = {"neuron.layers", *KERNELS}
-MODELS = {"neuron.models", "neuron.vision", "neuron.weights", *LAYERS}
+MODELS = {"neuron.models", "neuron.weights", *FAMILIES, *LAYERS}
 ENGINE = {"neuron.engine", "units", *MODELS}
 WORKER = {"neuron.worker", "engine_packages", "ipc", "routing", "tasks", "telemetry", "wire", *ENGINE}
-TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.vision", "neuron.weights"}
+TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.weights", *FAMILIES}
 HUB = {"neuron.hub_process", "ipc", "neuron.weights"}
 PICTURES = {"neuron.picture_process", "ipc", "settings", "neuron.vision", "wire"}
 NODE = {"neuron.node", "neuron.config", "neuron.servers", "http", "private_file", "quant_names"}
@@ -103,10 +104,11 @@ RULES: dict[str, Rule] = {
     "neuron.private_api": Rule({"neuron.private_api"}, ENGINE_LIBRARIES, frozenset({"transformers"})),
     "neuron.kernels": Rule(KERNELS, ENGINE_LIBRARIES),
     "neuron.layers": Rule(LAYERS, ENGINE_LIBRARIES),
-    "neuron.weights": Rule({"neuron.weights", "neuron.delta_sizes", "quant_names"}, ENGINE_LIBRARIES),
+    "neuron.families": Rule(FAMILIES, frozenset()),
+    "neuron.weights": Rule({"neuron.weights", "neuron.delta_sizes", "quant_names", *FAMILIES}, ENGINE_LIBRARIES),
     "neuron.models": Rule(MODELS, ENGINE_LIBRARIES, frozenset({"transformers"})),
     "neuron.engine": Rule({*ENGINE, "neuron.text"}, ENGINE_LIBRARIES, frozenset({"llguidance"})),
-    "neuron.text": Rule({"neuron.text", "neuron.vision", "neuron.weights", "wire", "settings"}),
+    "neuron.text": Rule({"neuron.text", "neuron.weights", "wire", "settings", *FAMILIES}),
     "neuron.vision": Rule({"neuron.vision"}, frozenset(), frozenset({"numpy", "PIL"})),
     "neuron.picture_process": Rule(PICTURES, frozenset({"msgspec", "numpy", "PIL"})),
     "neuron.config": Rule({"neuron.picture_process", "neuron.servers", "wire", "settings", "telemetry"}),

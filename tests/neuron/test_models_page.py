@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cortex.neuron.models.registry import FAMILIES
+from cortex.neuron.families.registry import BY_TYPE
+from cortex.neuron.models.registry import ENCODERS, FAMILIES
 from cortex.neuron.models.transformers.library import COMPARED
 from cortex.neuron.models_page import models_page
-from cortex.neuron.text.output.detect import REASONING_MARKERS
-from cortex.neuron.text.output.family_syntaxes import FAMILY_SYNTAXES
 
 from .models.transformers_models import TABLE
 
@@ -19,10 +18,8 @@ def test_page_is_generated_from_the_tables() -> None:
     assert PAGE.read_text(encoding="utf-8") == models_page(), "run `make docs`"
 
 
-def test_every_family_says_what_its_models_write() -> None:
-    assert FAMILY_SYNTAXES.keys() == FAMILIES.keys()
-    opened = {markers.open for markers in REASONING_MARKERS} | {"", "<|channel|>analysis"}
-    assert {syntax.reasoning for syntax in FAMILY_SYNTAXES.values()} <= opened
+def test_every_family_has_a_descriptor_and_an_architecture() -> None:
+    assert BY_TYPE.keys() == {*FAMILIES, *ENCODERS}
 
 
 def test_page_names_every_type_and_the_compared_ones_of_the_library() -> None:

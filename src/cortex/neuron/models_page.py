@@ -5,23 +5,20 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from inspect import getdoc, getmodule
+from inspect import getmodule
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from cortex.neuron.families import registry
+from cortex.neuron.families.family import ModelFamily
+from cortex.neuron.families.tool_calls import HERMES_JSON, PLAIN_JSON
 from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS
 from cortex.neuron.kernels.quantised.recipes import RECIPES
-from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.architecture import Architecture, TextPart
 from cortex.neuron.models.registry import ENCODERS, FAMILIES
-from cortex.neuron.models.text_part import TextPart
-from cortex.neuron.models.towers.families import TOWERS
 from cortex.neuron.models.transformers.library import COMPARED, EXTRA
-from cortex.neuron.text.output.detect import MARKERS, REASONING_MARKERS, ToolSyntax
-from cortex.neuron.text.output.family_syntaxes import FAMILY_SYNTAXES
-from cortex.neuron.weights.gguf.config import ALSO_READ, ARCHITECTURES
-from cortex.neuron.weights.gguf.encoders import ENCODERS as GGUF_ENCODERS
-from cortex.neuron.weights.gguf.projector import WHOLE_TYPES
+from cortex.neuron.text.output.detect import MARKERS
 from cortex.neuron.weights.safetensors.published import MODELOPT_ALGORITHMS, READABLE_METHODS
 
 Family = Callable[[Mapping[str, Any]], Architecture]
@@ -36,10 +33,9 @@ Generated from the tables of the code by `make docs`; edit those, not this page.
 
 ## Native families
 
-A model's family follows from the `model_type` of its `config.json`. **Shape**: families of one shape share a file of
-the code, and this is what it describes. **Formats**: all are read from safetensors, dense and [quantised](#formats);
-GGUF has the architecture's name in such files. **Divided**: `tensor_parallel` divides every layer, `pipeline_parallel`
-divides by layers. **Tools** and **reasoning** are what the published models write
+A model's family follows from the `model_type` of its `config.json`. **Formats**: all are read from safetensors, dense
+and [quantised](#formats); GGUF has the architecture's name in such files. **Divided**: `tensor_parallel` divides every
+layer, `pipeline_parallel` divides by layers. **Tools** and **reasoning** are what the published models write
 ([below](#tool-calls-and-reasoning)); — if they do not reason. **Images**: whether
 images in prompts are read, in families that are published with a vision tower: from safetensors, and from GGUF with the
 model's `mmproj` file in the same directory, which is downloaded with it; — without a tower.
@@ -102,18 +98,18 @@ def models_page() -> str:
     return "\n".join(
         [
             INTRODUCTION,
-            *_table(["`model_type`", "shape", "formats", "divided", "tools", "reasoning", "images"], sorted(_rows())),
+            *_table(["`model_type`", "models", "formats", "divided", "tools", "reasoning", "images"], sorted(_rows())),
             "",
             ENCODED,
-            *_table(["`model_type`", "shape", "GGUF"], sorted(_encoder_rows())),
+            *_table(["`model_type`", "models", "GGUF"], sorted(_encoder_rows())),
             "",
             LIBRARY.format(extra=EXTRA, compared=compared),
             FORMATS.format(methods=methods, modelopt=" or ".join(MODELOPT_ALGORITHMS), ggml=ggml, recipes=recipes),
-            SYNTAXES.format(plain=ToolSyntax.PLAIN_JSON, hermes=ToolSyntax.HERMES_JSON),
+            SYNTAXES.format(plain=PLAIN_JSON, hermes=HERMES_JSON),
             *_table(["marks", "tool calls"], ([_code(*marks), f"`{syntax}`"] for marks, syntax in MARKERS)),
             "",
             "Reasoning is what a model writes between a pair of marks that its template contains:\n",
-            *_table(["begin", "end"], ([_code(pair.open), _code(pair.close)] for pair in REASONING_MARKERS)),
+            *_table(["begin", "end"], ([_code(pair.open), _code(pair.close)] for pair in registry.REASONING_MARKERS)),
             "",
         ]
     )
@@ -121,24 +117,31 @@ def models_page() -> str:
 
 def _rows() -> Iterator[list[str]]:
     """A row for each family: the types that one class or function reads."""
-    files = {name: {stored, *ALSO_READ.get(name, ())} for name, (stored, _) in ARCHITECTURES.items()}
-    for name, (stored, library) in ARCHITECTURES.items():
-        if library.endswith("ForCausalLM"):
-            files[name] |= {kinds[stored] for kinds in WHOLE_TYPES.values() if stored in kinds}
     for family, names in _grouped(FAMILIES):
-        for syntax in dict.fromkeys(map(FAMILY_SYNTAXES.__getitem__, names)):
-            types = [name for name in names if FAMILY_SYNTAXES[name] == syntax]
-            known = _code(*(name for name, read in files.items() if not read.isdisjoint(types)))
+        rows: defaultdict[tuple[Any, ...], list[str]] = defaultdict(list)
+        for name in names:
+            described = registry.BY_TYPE[name]
+            rows[described.models, described.tool_syntaxes, described.reasoning].append(name)
+        for (models, syntaxes, markers), types in rows.items():
+            known = _code(*dict.fromkeys(file for name in types for file in _files(registry.BY_TYPE[name])))
             formats = f"safetensors, GGUF ({known})" if known else "safetensors"
-            tools = ", ".join(f"`{kind}`" for kind in syntax.tools)
-            reasoning = _code(syntax.reasoning) if syntax.reasoning else "—"
-            yield [_code(*types), _models(family), formats, _division(family), tools, reasoning, _images(family) or "—"]
+            tools = ", ".join(f"`{syntax}`" for syntax in syntaxes)
+            reasoning = _code(markers.open) if markers is not None else "—"
+            yield [_code(*types), models, formats, _division(family), tools, reasoning, _images(family) or "—"]
+
+
+def _files(family: ModelFamily) -> Iterator[str]:
+    """The architectures of GGUF files with models of a family, or with their language model."""
+    yield from (architecture.name for architecture in family.gguf)
+    yield from family.also_gguf
+    for language in (registry.BY_TYPE[name] for names in family.projectors.values() for name in names):
+        yield from (architecture.name for architecture in language.gguf if not architecture.pools)
 
 
 def _encoder_rows() -> Iterator[list[str]]:
-    files = {name: model_type for name, (model_type, _) in ARCHITECTURES.items()} | GGUF_ENCODERS
-    for family, names in _grouped(ENCODERS):
-        yield [_code(*names), _models(family), _code(*(name for name, read in files.items() if read in names))]
+    for _, names in _grouped(ENCODERS):
+        files = dict.fromkeys(file for name in names for file in _files(registry.BY_TYPE[name]))
+        yield [_code(*names), registry.BY_TYPE[names[0]].models, _code(*files)]
 
 
 def _grouped(families: Mapping[str, Family]) -> Iterator[tuple[Family, list[str]]]:
@@ -147,12 +150,6 @@ def _grouped(families: Mapping[str, Family]) -> Iterator[tuple[Family, list[str]
     for model_type, family in families.items():
         types[family].append(model_type)
     yield from types.items()
-
-
-def _models(family: Family) -> str:
-    """What the docstring of the family's module says before its first colon."""
-    text = " ".join((getdoc(_module(family)) or "").split())
-    return text.split(":")[0].split(". ")[0].rstrip(".").replace("|", r"\|")
 
 
 def _division(family: Family) -> str:
@@ -166,7 +163,7 @@ def _images(family: Family) -> str:
     is_part = any(isinstance(each, type) and issubclass(each, TextPart) and each is not TextPart for each in parts)
     if not is_part:
         return ""
-    has_tower = any(FAMILIES[name] is family for name in TOWERS)
+    has_tower = any(each.tower for name, each in registry.BY_TYPE.items() if FAMILIES.get(name) is family)
     return "read" if has_tower else "not read"
 
 

@@ -13,8 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from cortex.neuron.kernels.attention.rotate import Rotation
 from cortex.neuron.layers import configs
 from cortex.neuron.layers.rope import RopeTables, inverse_frequencies, rope_table
-from cortex.neuron.models.config import read_rope
-from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.config import UnsupportedModel, read_rope
 
 LLAMA3 = {
     "rope_type": "llama3",

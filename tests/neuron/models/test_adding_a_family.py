@@ -1,4 +1,4 @@
-"""A family is one file and one line in the registry: the walk-through's own code, against the reference library."""
+"""A family is an architecture and a descriptor: the walk-through's own code, against the reference library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ import transformers
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.families.family import ModelFamily
+from cortex.neuron.families.registry import BY_TYPE
 from cortex.neuron.models import registry
 from cortex.neuron.models.sizes import WeightStorage
 
@@ -25,14 +27,16 @@ PROMPT = (5, 90, 3, 17, 44, 2, 61, 8, 33, 70) * 5
 
 @pytest.fixture
 def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adds the file and the line from the walk-through."""
-    file, line = re.findall(r"```python\n(.*?)```", WALK_THROUGH.read_text(), flags=re.DOTALL)
-    added = re.fullmatch(r'\s*"(\w+)": (\w+),\s*', line)
-    assert added is not None
-    (tmp_path / "walk_through_family.py").write_text(file)
+    """Adds the two files of the walk-through."""
+    architecture, descriptor = re.findall(r"```python\n(.*?)```", WALK_THROUGH.read_text(), flags=re.DOTALL)
+    (tmp_path / "walk_through_architecture.py").write_text(architecture)
+    (tmp_path / "walk_through_descriptor.py").write_text(descriptor)
     monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module("walk_through_family")
-    monkeypatch.setitem(registry.FAMILIES, added[1], getattr(module, added[2]))
+    for model_type, read in importlib.import_module("walk_through_architecture").ARCHITECTURES.items():
+        monkeypatch.setitem(registry.FAMILIES, model_type, read)
+    for family in importlib.import_module("walk_through_descriptor").FAMILIES:
+        for model_type in family.model_types:
+            monkeypatch.setitem(cast("dict[str, ModelFamily]", BY_TYPE), model_type, family)
 
 
 @pytest.mark.usefixtures("added")

@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from cortex.neuron.layers.configs import KV_MIXERS, MoEConfig, RopeConfig
 from cortex.neuron.layers.rope import inverse_frequencies
 from cortex.neuron.models.architecture import Architecture
-from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.config import UnsupportedModel
 from cortex.neuron.models.layer import LayerConfig
 from cortex.neuron.models.registry import read_architecture
 

@@ -17,8 +17,8 @@ from cortex.neuron.engine.request import LoadSpec, RankSpec, StageSpec
 from cortex.neuron.kernels.batch import Batch
 from cortex.neuron.layers.parallel import SingleRank
 from cortex.neuron.layers.parameters import Parameters
+from cortex.neuron.models.config import UnsupportedModel
 from cortex.neuron.models.decoder import Decoder
-from cortex.neuron.models.errors import UnsupportedModel
 
 from .family_models import TABLE
 from .test_parity import CPU, Driver

@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cortex.neuron.layers.configs import KV_MIXERS, RopeConfig
 from cortex.neuron.layers.rope import inverse_frequencies
-from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.config import UnsupportedModel
 from cortex.neuron.models.registry import read_architecture
 
 from .family_models import TABLE

@@ -15,7 +15,7 @@ import transformers
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.text.files import picture_spec
-from cortex.neuron.weights.gguf.projector import best_projector
+from cortex.neuron.weights.gguf.towers import best_projector
 
 from .gguf_builds import WINDOWS
 from .gguf_models import write_gguf

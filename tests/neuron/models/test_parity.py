@@ -21,8 +21,8 @@ from cortex.neuron.engine.loading.loading import load_model
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.batch import Batch, PrefillRow
+from cortex.neuron.models.config import UnsupportedModel
 from cortex.neuron.models.decoder import Decoder
-from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.families.qwen import Qwen3
 
 from ..tiny_models import tiny_sizes

@@ -16,9 +16,9 @@ from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.kernels.batch import Batch, PrefillRow
 from cortex.neuron.layers.configs import MoEConfig
+from cortex.neuron.models.config import UnsupportedModel
 from cortex.neuron.models.decoder import Decoder
-from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.mixtures.qwen3_moe import Qwen3Moe
+from cortex.neuron.models.families.qwen import Qwen3Moe
 
 from ..tiny_models import tiny_sizes
 from .reference_models import randomised

@@ -14,8 +14,8 @@ from cortex.neuron.engine.loading.loading import LoadedModel, load_model
 from cortex.neuron.engine.memory.plan import PAGE_TOKENS
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.batch import Batch, PrefillRow
-from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.hybrids.qwen3_next import Qwen3Next
+from cortex.neuron.models.config import UnsupportedModel
+from cortex.neuron.models.families.qwen import Qwen3Next
 
 from ..tiny_models import tiny_delta, tiny_sizes
 from .reference_models import randomised

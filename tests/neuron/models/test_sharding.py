@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cortex.neuron.layers.configs import AttentionConfig, Shard
-from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.config import UnsupportedModel
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.weights.sharded import TensorSlice
 

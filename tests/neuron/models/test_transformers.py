@@ -20,7 +20,7 @@ from cortex.neuron.engine.memory.sequences import KVCache
 from cortex.neuron.engine.request import EngineRequest, RankSpec, SamplingParams
 from cortex.neuron.kernels.quantised.recipes import RECIPES
 from cortex.neuron.layers.configs import Shard
-from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.config import UnsupportedModel
 from cortex.neuron.models.packing import MatrixDevice, choose_layouts
 from cortex.neuron.models.registry import open_model, read_architecture
 from cortex.neuron.models.sizes import WeightStorage, kv_bytes_per_token, weight_bytes

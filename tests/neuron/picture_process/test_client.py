@@ -17,8 +17,7 @@ from PIL import Image as Files
 from cortex.neuron.picture_process.client import Pictures, PictureWork
 from cortex.neuron.picture_process.limits import PictureLimits
 from cortex.neuron.vision.picture import Picture, PictureGrid, PicturePlace
-from cortex.neuron.vision.preparing import prepare
-from cortex.neuron.vision.spec import PictureSpec
+from cortex.neuron.vision.spec import PictureSpec, prepare
 from cortex.wire.errors import InvalidValue, Overloaded, PreparationLimitExceeded, RateLimitExceeded
 from cortex.wire.packed_request import PackedRequest, pack
 from cortex.wire.requests import GenerateRequest, Image, Message

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.config import UnsupportedModel
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.transformers import library
 from cortex.neuron.models.transformers.library import library_model

@@ -6,7 +6,8 @@ import itertools
 import json
 from typing import Any
 
-from cortex.neuron.text.output.detect import ReasoningMarkers, ToolSyntax
+from cortex.neuron.families.family import ReasoningMarkers
+from cortex.neuron.families.tool_calls import ToolSyntax
 from cortex.neuron.text.output.harmony import HarmonyParser
 from cortex.neuron.text.output.parser import OutputParser
 from cortex.neuron.text.output.reasoning import ReasoningSplitter
@@ -14,6 +15,8 @@ from cortex.neuron.text.tools.scanner import CallScanner
 from cortex.neuron.text.tools.syntaxes import call_syntax
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart, ToolCallStop
 from cortex.wire.requests import Tool
+
+from .syntax_names import S
 
 THINK = ReasoningMarkers("<think>", "</think>", response_tags=("<answer>", "</answer>"))
 SCHEMA = {
@@ -33,7 +36,7 @@ Parts = list[tuple[str, ...]]
 
 def parser(syntax: ToolSyntax | None, *, thinks: bool = False, opened: bool = False) -> OutputParser | HarmonyParser:
     numbers = itertools.count()
-    if syntax is ToolSyntax.HARMONY:
+    if syntax is S.HARMONY:
         return HarmonyParser([tool.name for tool in TOOLS], lambda: f"call_{next(numbers)}", 0)
     splitter = ReasoningSplitter(THINK, starts_in_reasoning=opened) if thinks or opened else None
     if syntax is None:

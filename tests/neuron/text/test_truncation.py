@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 
 from cortex.neuron.text.model import TextModel
+from cortex.neuron.text.preparation import render_within
 from cortex.neuron.text.template.prompt import PromptRules
-from cortex.neuron.text.truncation import render_within
 from cortex.wire.errors import ContextLengthExceeded
 from cortex.wire.requests import GenerateRequest, Message, Sampling, Text, ToolCall, ToolResult
 

@@ -12,10 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from cortex.neuron.families.registry import BY_TYPE, family_of
 from cortex.neuron.vision.picture import PictureGrid, content_key
-from cortex.neuron.vision.preparing import prepare
-from cortex.neuron.vision.reading import PICTURE_FAMILIES, image_processor_in, read_picture_spec
-from cortex.neuron.vision.spec import MAX_ASPECT, MAX_PICTURE_TOKENS, Detail, PictureSpec, UnusablePicture
+from cortex.neuron.vision.spec import (
+    MAX_ASPECT,
+    MAX_PICTURE_TOKENS,
+    Detail,
+    PictureSpec,
+    UnusablePicture,
+    image_processor_in,
+    prepare,
+    read_picture_spec,
+)
 
 SIZES = [
     (1, 1),
@@ -32,7 +40,7 @@ SIZES = [
 
 
 def spec_of(model_type: str, vision: Mapping[str, Any] = {}, processor: Mapping[str, Any] = {}) -> PictureSpec:
-    spec = read_picture_spec({"model_type": model_type, "vision_config": vision}, processor)
+    spec = read_picture_spec(BY_TYPE[model_type].pictures, {"vision_config": vision}, processor)
     assert spec is not None
     return spec
 
@@ -94,7 +102,7 @@ def test_sizes_and_pixels_are_those_of_the_library(model_type: str) -> None:
 
 
 @given(
-    model_type=st.sampled_from(sorted(PICTURE_FAMILIES)),
+    model_type=st.sampled_from(sorted(name for name, family in BY_TYPE.items() if family.pictures)),
     width=st.integers(1, 30_000),
     height=st.integers(1, 30_000),
     detail=st.sampled_from(["auto", "low", "high"]),
@@ -146,8 +154,8 @@ def test_files_decide_over_the_familys_defaults() -> None:
 
 
 def test_a_model_without_a_tower_takes_no_pictures() -> None:
-    assert read_picture_spec({"model_type": "qwen3_5"}, {}) is None
-    assert read_picture_spec({"model_type": "llama", "vision_config": {}}, {}) is None
+    assert read_picture_spec(family_of({"model_type": "qwen3_5"}).pictures, {}, {}) is None
+    assert read_picture_spec(family_of({"model_type": "llama"}).pictures, {"vision_config": {}}, {}) is None
 
 
 def test_rows_of_a_picture_are_written_with_their_ends() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.config import UnsupportedModel
 from cortex.neuron.models.pooling.config import DenseStep, LogitStep, NormalizeStep, PoolingConfig
 from cortex.neuron.weights.errors import CheckpointError, Malformed, Unsupported
 from cortex.neuron.weights.pooling_files import pooling_of, with_pooling

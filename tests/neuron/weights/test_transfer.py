@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cortex.neuron.weights import placement, staging
+from cortex.neuron.weights import placement, transfer
 from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
 from cortex.neuron.weights.errors import Cancelled, Malformed, TensorMissing
 from cortex.neuron.weights.transfer import Placement, load_into
@@ -39,7 +39,7 @@ def fill(checkpoint: Checkpoint, *placements: Placement) -> list[tuple[int, int]
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes pieces so small that every tensor here is read in several."""
     monkeypatch.setattr(placement, "PIECE_BYTES", 100)
-    monkeypatch.setattr(staging, "MAX_PINNED_BYTES", 400)
+    monkeypatch.setattr(transfer, "MAX_PINNED_BYTES", 400)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -193,10 +193,10 @@ def test_file_that_shrinks_during_the_read_raises_malformed(model_directory: Dir
     pieces = list(placement.Target(Placement("w", torch.empty(1000, 4)), checkpoint.stored("w")).pieces())
     os.truncate(directory / "model.safetensors", 5000)
     memory = memoryview(bytearray(100))
-    buffers = [staging.Buffer(torch.frombuffer(memory, dtype=torch.uint8), memory) for _ in range(2)]
+    buffers = [transfer.Buffer(torch.frombuffer(memory, dtype=torch.uint8), memory) for _ in range(2)]
 
     def drain() -> None:
-        with staging.Readers(pieces, buffers) as readers:
+        with transfer.Readers(pieces, buffers) as readers:
             while True:
                 filled = readers.next_filled(1)
                 assert filled is not None

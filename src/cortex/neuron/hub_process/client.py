@@ -12,8 +12,8 @@ from cortex.ipc.helper import Function, Helper
 from cortex.ipc.pool import HelperOfThread, PoolLost
 from cortex.neuron.hub_process.protocol import Failed, FetchFiles
 from cortex.neuron.weights.errors import Cancelled, HubError
-from cortex.neuron.weights.hub.endpoint import endpoint_of
 from cortex.neuron.weights.hub.listing import Listing
+from cortex.neuron.weights.hub.source import endpoint_of
 
 T = TypeVar("T")
 

@@ -13,12 +13,10 @@ from typing import Final
 from cortex.neuron.hub_process.client import HubProcess
 from cortex.neuron.hub_process.protocol import FetchFiles
 from cortex.neuron.weights.errors import HubError, HubUnreachable, NoDiskSpace, NotOnHub
-from cortex.neuron.weights.hub.cache import RepositoryCache, cache_directory
-from cortex.neuron.weights.hub.cached import in_cache, in_directory
-from cortex.neuron.weights.hub.endpoint import is_offline
+from cortex.neuron.weights.hub.cache import RepositoryCache, cache_directory, in_cache, in_directory
 from cortex.neuron.weights.hub.listing import Listing, RemoteFile
 from cortex.neuron.weights.hub.selection import Objection, missing_parts, select, variants
-from cortex.neuron.weights.hub.source import HubSource, parse_source
+from cortex.neuron.weights.hub.source import HubSource, is_offline, parse_source
 
 _SPARE_DISK_BYTES: Final = 64 << 20
 

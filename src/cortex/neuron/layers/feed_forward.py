@@ -1,4 +1,4 @@
-"""The feed-forward block of encoders: with a gate or without, and any activation."""
+"""The blocks of a layer besides its mixer: feed-forward blocks, and the inputs of its own."""
 
 from __future__ import annotations
 
@@ -10,9 +10,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.layers.configs import MLPConfig
-from cortex.neuron.layers.linear import Linear
+from cortex.neuron.kernels.relu_squared import relu_squared_
+from cortex.neuron.layers.configs import MLPConfig, PerLayerInputConfig, PerLayerInputsConfig
+from cortex.neuron.layers.embedding import Embedding
+from cortex.neuron.layers.linear import GatedLinear, Linear, RowParallelLinear
+from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
+
+
+class MLP:
+    def __init__(self, parameters: Parameters, config: MLPConfig, prefix: str) -> None:
+        hidden, inner = config.hidden, config.inner
+        self.gate_up: GatedLinear | None = None
+        if config.gated:
+            gate, up = config.input_rows(prefix)
+            self.gate_up = GatedLinear(
+                parameters, hidden, inner, gate, up, bias=config.bias, activation=config.activation
+            )
+        else:
+            self.up = Linear(parameters, hidden, config.input_rows(prefix), bias=config.bias)
+        self.down = RowParallelLinear(parameters, inner, {f"{prefix}.down_proj": hidden}, bias=config.output_bias)
+
+    def __call__(self, x: Tensor, norm: RMSNorm | None, residual: Tensor | None = None) -> Tensor:
+        """x: [tokens, hidden] → residual + mlp(norm(x)). `residual` may be overwritten: use the result."""
+        if self.gate_up is None:
+            return self.down(relu_squared_(self.up(x, norm=norm)), residual=residual)
+        inner = self.gate_up.fused(x, norm)
+        if inner is not None:
+            return self.down(inner, residual=residual)
+        return self.down.activated(self.gate_up.gate_up(x, norm=norm), residual, self.gate_up.activation)
+
 
 ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "gelu": F.gelu,
@@ -42,3 +69,35 @@ class FeedForward:
         else:
             inner = self._activation(inner)
         return self._down(inner, residual=residual)
+
+
+class PerLayerInputs:
+    """Makes the inputs of all layers. On the ranks of a divided model the embedding is divided by token, the projection
+    is on all of them."""
+
+    def __init__(self, parameters: Parameters, config: PerLayerInputsConfig, prefix: str) -> None:
+        self._config = config
+        name = f"{prefix}.embed_tokens_per_layer.weight"
+        self._embedding = Embedding(parameters, config.vocab, config.width, name)
+        self._projection = Linear(parameters, config.hidden, {f"{prefix}.per_layer_model_projection": config.width})
+        self._norm = RMSNorm(parameters, config.size, config.norm, f"{prefix}.per_layer_projection_norm.weight")
+
+    def __call__(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """tokens: [tokens], hidden: their scaled embeddings [tokens, hidden] → [tokens, layers, size]"""
+        shape = (len(tokens), self._config.num_layers, self._config.size)
+        projected = self._norm(self._projection(hidden).view(shape))
+        return projected.add_(self._embedding(tokens).view(shape), alpha=self._config.embedding_scale)
+
+
+class PerLayerInput:
+    """What one layer does with its input. Small, and whole on every rank of a divided model."""
+
+    def __init__(self, parameters: Parameters, config: PerLayerInputConfig, prefix: str) -> None:
+        self._gate = Linear(parameters, config.hidden, {f"{prefix}.per_layer_input_gate": config.size})
+        self._projection = Linear(parameters, config.size, {f"{prefix}.per_layer_projection": config.hidden})
+        self._norm = RMSNorm(parameters, config.hidden, config.norm, f"{prefix}.post_per_layer_input_norm.weight")
+
+    def __call__(self, hidden: Tensor, own: Tensor, factor: Tensor | None) -> Tensor:
+        """hidden: [tokens, hidden], own: [tokens, size] → [tokens, hidden], times `factor`"""
+        gated = F.gelu(self._gate(hidden), approximate="tanh").mul_(own)
+        return self._norm(self._projection(gated), residual=hidden, factor=factor)

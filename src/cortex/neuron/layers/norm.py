@@ -1,10 +1,11 @@
-"""Normalisation of hidden states."""
+"""Norms of the residual stream."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from cortex.neuron.kernels.layer_norm import layer_norm
 from cortex.neuron.kernels.norm import rms_norm
 from cortex.neuron.layers.configs import NormConfig
 from cortex.neuron.layers.parameters import Parameters
@@ -34,3 +35,15 @@ class RMSNorm:
         if not self._subtracts_mean:
             return x
         return (x - x.mean(-1, keepdim=True, dtype=torch.float32)).to(x.dtype)
+
+
+class LayerNorm:
+    def __init__(self, parameters: Parameters, size: int, eps: float, source: str, *, bias: bool) -> None:
+        """`source`: the tensors of the checkpoint, without `.weight`."""
+        self._eps = eps
+        self._weight = parameters.load(f"{source}.weight", size)
+        self._bias = parameters.load(f"{source}.bias", size) if bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [..., size] → the same, normalised over the last dimension"""
+        return layer_norm(x, self._weight, self._bias, self._eps)

@@ -10,7 +10,7 @@ import copy
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -26,13 +26,19 @@ from cortex.neuron.layers.configs import (
     Shard,
 )
 from cortex.neuron.layers.recurrent.configs import RecurrentConfig
-from cortex.neuron.models.config import DecoderConfig
-from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.layer import BlockNorms, LayerConfig
+from cortex.neuron.models.config import DecoderConfig, UnsupportedModel
+from cortex.neuron.models.layer import (
+    BlockNorms,
+    LayerConfig,
+    MixerConfig,
+    PredictionConfig,
+    Slices,
+    feed_forward_slices,
+    mixer_slices,
+)
 from cortex.neuron.models.pooling.config import PoolingConfig
-from cortex.neuron.models.prediction import PredictionConfig
-from cortex.neuron.models.sharding import MixerConfig, Slices, feed_forward_slices, mixer_slices
 from cortex.neuron.models.towers.config import TowerConfig
+from cortex.neuron.models.towers.families import read_tower
 from cortex.neuron.vision.picture import PictureRules
 from cortex.neuron.weights.sharded import TensorSlice
 
@@ -274,3 +280,33 @@ def windows_of(attentions: Iterable[AttentionConfig | LatentAttentionConfig]) ->
     """The windows of attention layers, each once: None (no window) first, then the widest."""
     found = {attention.window for attention in attentions} or {None}
     return tuple(sorted(found, key=lambda window: window or math.inf, reverse=True))
+
+
+TEXT_ONLY = "text only: the vision tower is not loaded"
+
+
+class TextPart(Architecture):
+    """Goes before the family of the language model among the bases of a class. Its config is one level down."""
+
+    prefix = "model.language_model"
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        text = raw.get("text_config")
+        if not isinstance(text, Mapping):
+            raise UnsupportedModel(f"the config of this {raw['model_type']} model has no 'text_config'")
+        whole = {"model_type": raw["model_type"]}
+        if "tie_word_embeddings" in raw:
+            whole["tie_word_embeddings"] = raw["tie_word_embeddings"]
+        super().__init__({**text, **whole})
+        self.tower = read_tower(raw, self.config.hidden)
+        if self.tower is None:
+            self.notes = (TEXT_ONLY,)
+
+    def without_tower(self) -> Architecture:
+        part = super().without_tower()
+        part.notes = (TEXT_ONLY,)
+        return part
+
+
+Architectures = Mapping[str, Callable[[Mapping[str, Any]], Architecture]]
+"""`model_type` in a model's config → the architecture that reads the config."""

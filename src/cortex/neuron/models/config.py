@@ -6,8 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cortex.neuron.layers.configs import SCALINGS, Activation, RopeConfig
-from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.layers.configs import SCALINGS, Activation, MoEConfig, RopeConfig
+
+
+class UnsupportedModel(Exception):
+    """The checkpoint is of a family, or uses an option, that this engine does not run."""
+
 
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """`hidden_act` in a model's config → the activation."""
@@ -179,3 +183,16 @@ def _check_factors(settings: Mapping[str, Any], count: int) -> None:
         factors, needed = settings.get(name), f"{count} positive values in {name!r}"
         if not isinstance(factors, Sequence) or len(factors) != count or not all(map(is_positive, factors)):
             raise UnsupportedModel(f"rope scaling 'longrope' needs {needed}: {factors!r:.80}")
+
+
+_MAX_EXPERTS = 1 << 12
+"""Far above every published model; bounds what a damaged config can make a node compute."""
+
+
+def routed(hidden: int, inner: int, experts: int, top_k: int, renormalise: bool, **options: Any) -> MoEConfig:
+    """Raises UnsupportedModel for values that contradict each other."""
+    if not 0 < experts <= _MAX_EXPERTS:
+        raise UnsupportedModel(f"the model's config has {experts} experts; at most {_MAX_EXPERTS} are supported")
+    if top_k > experts:
+        raise UnsupportedModel(f"the model's config asks for {top_k} of {experts} experts; is it complete?")
+    return MoEConfig(hidden, inner, experts, top_k, renormalise, **options)

@@ -11,26 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.layers.attention import Attention, CachedAttention
+from cortex.neuron.layers.attention import Attention, CachedAttention, LatentAttention
 from cortex.neuron.layers.configs import AttentionConfig, LatentAttentionConfig, MLPConfig, NormConfig
 from cortex.neuron.layers.embedding import Embedding, Head
-from cortex.neuron.layers.latent_attention import LatentAttention
-from cortex.neuron.layers.mlp import MLP
+from cortex.neuron.layers.feed_forward import MLP, PerLayerInput, PerLayerInputs
 from cortex.neuron.layers.moe import MoE, ParallelExperts
 from cortex.neuron.layers.norm import RMSNorm
 from cortex.neuron.layers.parameters import Parameters
-from cortex.neuron.layers.per_layer import PerLayerInput, PerLayerInputs
 from cortex.neuron.layers.recurrent.configs import GatedDeltaConfig, MambaConfig, RecurrentConfig, ShortConvConfig
-from cortex.neuron.layers.recurrent.gated_delta import GatedDelta
-from cortex.neuron.layers.recurrent.layer import RecurrentLayer
-from cortex.neuron.layers.recurrent.mamba import Mamba
-from cortex.neuron.layers.recurrent.short_conv import ShortConv
+from cortex.neuron.layers.recurrent.layers import GatedDelta, Mamba, RecurrentLayer, ShortConv
 from cortex.neuron.layers.rope import RopeTables
 from cortex.neuron.models.architecture import Architecture
-from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.config import UnsupportedModel
 from cortex.neuron.models.layer import EXPERT_NORMS, LayerConfig
 from cortex.neuron.models.packing import draft_output
-from cortex.neuron.models.prediction_head import PredictionHead
+from cortex.neuron.models.proposer import PredictionHead
 from cortex.neuron.models.towers.tower import Tower
 
 RECURRENT_LAYERS: Mapping[type[RecurrentConfig], Callable[[Parameters, Any, str], RecurrentLayer]] = {

@@ -7,44 +7,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cortex.neuron.models.architecture import Architecture
-from cortex.neuron.models.encoders.bert import Bert, Roberta
-from cortex.neuron.models.encoders.eurobert import EuroBert, jina_embeddings
-from cortex.neuron.models.encoders.gte import Gte
-from cortex.neuron.models.encoders.modernbert import ModernBert
-from cortex.neuron.models.encoders.nomic import NomicBert
-from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.families.cohere2 import Cohere2
-from cortex.neuron.models.families.ernie4_5 import Ernie45
-from cortex.neuron.models.families.gemma3 import Gemma3, Gemma3Multimodal
-from cortex.neuron.models.families.gemma4 import (
-    Gemma4,
-    Gemma4Multimodal,
-    Gemma4Unified,
-    Gemma4UnifiedMultimodal,
+from cortex.neuron.models.architecture import Architecture, Architectures
+from cortex.neuron.models.config import UnsupportedModel
+from cortex.neuron.models.families import (
+    cohere,
+    deepseek,
+    encoders,
+    ernie,
+    gemma,
+    glm,
+    granite,
+    lfm2,
+    llama,
+    mistral,
+    mixtures,
+    muse,
+    nemotron,
+    qwen,
 )
-from cortex.neuron.models.families.glm4 import Glm4
-from cortex.neuron.models.families.granite import Granite
-from cortex.neuron.models.families.hunyuan import HunyuanDense
-from cortex.neuron.models.families.latent import Youtu
-from cortex.neuron.models.families.llama import Llama, SeedOss, SmolLM3
-from cortex.neuron.models.families.mistral import Ministral3, Mistral, mistral3
-from cortex.neuron.models.families.muse_glimmer import MuseGlimmer, MuseGlimmerMultimodal
-from cortex.neuron.models.families.olmo import Exaone4, Olmo2, Olmo3
-from cortex.neuron.models.families.phi3 import Phi3
-from cortex.neuron.models.families.qwen import Qwen2, Qwen3, Qwen3VL
-from cortex.neuron.models.hybrids.granite_hybrid import GraniteMoeHybrid
-from cortex.neuron.models.hybrids.lfm2 import Lfm2
-from cortex.neuron.models.hybrids.lfm2_moe import Lfm2Moe
-from cortex.neuron.models.hybrids.nemotron_h import NemotronH
-from cortex.neuron.models.hybrids.qwen3_next import Qwen3Next, Qwen35Multimodal
-from cortex.neuron.models.mixtures.deepseek import DeepseekV2, DeepseekV3, Glm4MoeLite
-from cortex.neuron.models.mixtures.ernie4_5_moe import Ernie45Moe
-from cortex.neuron.models.mixtures.glm4_moe import Glm4Moe
-from cortex.neuron.models.mixtures.gpt_oss import GptOss
-from cortex.neuron.models.mixtures.laguna import Laguna
-from cortex.neuron.models.mixtures.minimax_m2 import MiniMaxM2
-from cortex.neuron.models.mixtures.qwen3_moe import Mellum, Qwen3Moe, Qwen3VLMoe
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
 from cortex.neuron.models.transformers.library import library_model
 from cortex.neuron.weights.checkpoint import Checkpoint, open_checkpoint
@@ -52,68 +32,22 @@ from cortex.neuron.weights.safetensors.checkpoint import SafetensorsCheckpoint
 from cortex.neuron.weights.safetensors.published import unreadable_method
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
-    "cohere2": Cohere2,
-    "deepseek_v2": DeepseekV2,
-    "deepseek_v3": DeepseekV3,
-    "ernie4_5": Ernie45,
-    "ernie4_5_moe": Ernie45Moe,
-    "exaone4": Exaone4,
-    "gemma3": Gemma3Multimodal,
-    "gemma3_text": Gemma3,
-    "gemma4": Gemma4Multimodal,
-    "gemma4_text": Gemma4,
-    "gemma4_unified": Gemma4UnifiedMultimodal,
-    "gemma4_unified_text": Gemma4Unified,
-    "glm4": Glm4,
-    "glm4_moe": Glm4Moe,
-    "gpt_oss": GptOss,
-    "glm4_moe_lite": Glm4MoeLite,
-    "granite": Granite,
-    "granitemoehybrid": GraniteMoeHybrid,
-    "hunyuan_v1_dense": HunyuanDense,
-    "kimi_k2": DeepseekV3,
-    "laguna": Laguna,
-    "lfm2": Lfm2,
-    "lfm2_moe": Lfm2Moe,
-    "llama": Llama,
-    "mellum": Mellum,
-    "minimax_m2": MiniMaxM2,
-    "ministral3": Ministral3,
-    "mistral": Mistral,
-    "mistral3": mistral3,
-    "muse_glimmer": MuseGlimmerMultimodal,
-    "muse_glimmer_text": MuseGlimmer,
-    "nemotron_h": NemotronH,
-    "olmo2": Olmo2,
-    "olmo3": Olmo3,
-    "phi3": Phi3,
-    "qwen2": Qwen2,
-    "qwen3": Qwen3,
-    "qwen3_moe": Qwen3Moe,
-    "qwen3_5": Qwen35Multimodal,
-    "qwen3_5_moe": Qwen35Multimodal,
-    "qwen3_5_moe_text": Qwen3Next,
-    "qwen3_5_text": Qwen3Next,
-    "qwen3_next": Qwen3Next,
-    "qwen3_vl": Qwen3VL,
-    "qwen3_vl_moe": Qwen3VLMoe,
-    "seed_oss": SeedOss,
-    "smollm3": SmolLM3,
-    "youtu": Youtu,
+    **cohere.ARCHITECTURES,
+    **deepseek.ARCHITECTURES,
+    **ernie.ARCHITECTURES,
+    **gemma.ARCHITECTURES,
+    **glm.ARCHITECTURES,
+    **granite.ARCHITECTURES,
+    **lfm2.ARCHITECTURES,
+    **llama.ARCHITECTURES,
+    **mistral.ARCHITECTURES,
+    **mixtures.ARCHITECTURES,
+    **muse.ARCHITECTURES,
+    **nemotron.ARCHITECTURES,
+    **qwen.ARCHITECTURES,
 }
-"""`model_type` in a model's config → the architecture that reads the config."""
-ENCODERS: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
-    "bert": Bert,
-    "camembert": Roberta,
-    "eurobert": EuroBert,
-    "gte": Gte,
-    "jina_embeddings_v5": jina_embeddings,
-    "modernbert": ModernBert,
-    "new": Gte,
-    "nomic_bert": NomicBert,
-    "roberta": Roberta,
-    "xlm-roberta": Roberta,
-}
+"""Those of models that generate text."""
+ENCODERS: Architectures = encoders.ARCHITECTURES
 """Those of models that only make vectors and scores."""
 
 
@@ -179,3 +113,17 @@ def _reject_quantised(config: Mapping[str, Any]) -> None:
                 f"the weights are quantised ({method}), which is not supported in safetensors; "
                 "use FP8, MXFP4, AWQ, GPTQ or compressed-tensors, the model's unquantised repository, or a GGUF file"
             )
+
+
+def check_draft(architecture: Architecture) -> None:
+    """Raises UnsupportedModel."""
+    family = architecture.raw.get("model_type")
+    if architecture.pooling is not None:
+        raise UnsupportedModel("an embedding or rerank model draws no tokens and cannot be a draft model")
+    if architecture.is_recurrent:
+        raise UnsupportedModel(
+            f"{family} has recurrent layers, whose state cannot leave rejected tokens out, so it cannot be a draft "
+            'model; use speculation = "mtp" where the large model has such a head, or "lookup"'
+        )
+    if architecture.backend != "native":
+        raise UnsupportedModel(f"{family} is run by the transformers library and cannot be a draft model")

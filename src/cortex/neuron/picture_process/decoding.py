@@ -15,8 +15,7 @@ import numpy as np
 from PIL import GifImagePlugin, Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
 from cortex.neuron.vision.picture import PictureGrid
-from cortex.neuron.vision.preparing import prepare
-from cortex.neuron.vision.spec import PictureSpec
+from cortex.neuron.vision.spec import PictureSpec, prepare
 from cortex.wire.pictures.header import UnreadablePicture, read_header, swaps_sides
 from cortex.wire.pictures.parts import invalid
 

@@ -11,7 +11,7 @@ from cortex.wire.node.sampling import SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)
-class TextFacts:
+class TextFiles:
     """Everything that a `TextModel` is built from, except its encoder."""
 
     vocabulary: Vocabulary

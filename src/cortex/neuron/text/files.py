@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from cortex.neuron.families.registry import family_of
 from cortex.neuron.text.errors import TextFileMalformed
-from cortex.neuron.vision.reading import PROCESSOR_FILES, image_processor_in, read_picture_spec
-from cortex.neuron.vision.spec import PictureSpec
+from cortex.neuron.vision.spec import PROCESSOR_FILES, PictureSpec, image_processor_in, read_picture_spec
 from cortex.neuron.weights.gguf.metadata import read_metadata
-from cortex.neuron.weights.gguf.projector import picture_config, processor_config, projector_of
+from cortex.neuron.weights.gguf.towers import picture_config, processor_config, projector_of
 
 TEKKEN: Final = "tekken.json"
 """The tokenizer of Mistral's own library, which some of its repositories have in place of `tokenizer.json`."""
@@ -60,7 +60,7 @@ def _gguf_picture_spec(model: Path) -> PictureSpec | None:
     if (config := picture_config(file)) is None:
         return None
     try:
-        return read_picture_spec(config, processor_config(file))
+        return read_picture_spec(family_of(config).pictures, config, processor_config(file))
     except ValueError as error:
         raise TextFileMalformed(f"the image processor of {projector} cannot be used: {error}") from error
 
@@ -84,6 +84,7 @@ def picture_spec(directory: Path) -> PictureSpec | None:
         return _gguf_picture_spec(gguf)
     processors = {name: read_json(directory / name) for name in PROCESSOR_FILES}
     try:
-        return read_picture_spec(read_json(directory / "config.json"), image_processor_in(processors))
+        config = read_json(directory / "config.json")
+        return read_picture_spec(family_of(config).pictures, config, image_processor_in(processors))
     except ValueError as error:
         raise TextFileMalformed(f"the image processor of {directory} cannot be used: {error}") from error

@@ -10,19 +10,15 @@ from pathlib import Path
 
 import msgspec
 
+from cortex.neuron.families.family import ADDRESSED, ReasoningMarkers
+from cortex.neuron.families.tool_calls import HARMONY, ToolSyntax
 from cortex.neuron.text import defaults, files
-from cortex.neuron.text.facts import TextFacts
+from cortex.neuron.text.facts import TextFiles
 from cortex.neuron.text.grammar.request import LeadingReasoning, build_grammar
 from cortex.neuron.text.grammar.trial import GrammarTrial
 from cortex.neuron.text.output import harmony
 from cortex.neuron.text.output.addressed import AddressedSplitter
-from cortex.neuron.text.output.detect import (
-    ADDRESSED,
-    ReasoningMarkers,
-    ToolSyntax,
-    reasoning_markers,
-    tool_syntax,
-)
+from cortex.neuron.text.output.detect import reasoning_markers, tool_syntax
 from cortex.neuron.text.output.harmony import HarmonyParser
 from cortex.neuron.text.output.parser import OutputParser, new_call_id
 from cortex.neuron.text.output.reasoning import (
@@ -76,7 +72,7 @@ class TextModel:
     """How the model takes pictures; None: it reads text only."""
 
     @classmethod
-    def of(cls, facts: TextFacts, encoder: TextEncoder) -> TextModel:
+    def of(cls, facts: TextFiles, encoder: TextEncoder) -> TextModel:
         """Encodes a short text: do not call it on the event loop."""
         tokenizer = Tokenizer(facts.vocabulary, encoder)
         template, tools_template = _templates(facts.templates)
@@ -92,7 +88,7 @@ class TextModel:
 
     @classmethod
     def without_encoder(
-        cls, facts: TextFacts, reasoning_end: tuple[int, ...], takes_tools: tuple[bool, bool]
+        cls, facts: TextFiles, reasoning_end: tuple[int, ...], takes_tools: tuple[bool, bool]
     ) -> TextModel:
         """For a process that only turns tokens into text: rendering and encoding raise AssertionError. `takes_tools`:
         as the `takes_tools` of the complete model, so that no template is compiled."""
@@ -251,7 +247,7 @@ class TextModel:
 
     @cached_property
     def _is_harmony(self) -> bool:
-        return self._tool_syntax is ToolSyntax.HARMONY
+        return self._tool_syntax is HARMONY
 
     @cached_property
     def _literal_content(self) -> tuple[LiteralContent | None, LiteralContent | None]:
@@ -355,12 +351,12 @@ def _notes(sources: TemplateSources, tools_template: ChatTemplate) -> tuple[str,
 
 
 def _reasoning_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
-    if tool_syntax(template) is ToolSyntax.HARMONY:
+    if tool_syntax(template) is HARMONY:
         return tuple(tokenizer.encode(harmony.REASONING_END))
     markers = reasoning_markers(template)
     return () if markers is None else tuple(tokenizer.encode(f"\n{markers.close}{markers.follow}"))
 
 
 def _capabilities(template: ChatTemplate, notes: tuple[str, ...], *, vision: bool) -> Capabilities:
-    has_reasoning = tool_syntax(template) is ToolSyntax.HARMONY or reasoning_markers(template) is not None
+    has_reasoning = tool_syntax(template) is HARMONY or reasoning_markers(template) is not None
     return Capabilities(tools=True, reasoning=has_reasoning, vision=vision, notes=notes)

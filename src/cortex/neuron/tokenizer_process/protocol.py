@@ -10,7 +10,7 @@ import msgspec
 
 from cortex.ipc.channel import ChannelMessage
 from cortex.neuron.text.errors import TextFileMalformed, TextModelError, TokenizerMissing, TokenizerUnsupported
-from cortex.neuron.text.facts import TextFacts
+from cortex.neuron.text.facts import TextFiles
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import Rendered
 from cortex.neuron.text.tokenizer.encoder import EncodedTexts
@@ -31,7 +31,7 @@ _ERROR_TYPES = (
 
 
 class Described(ChannelMessage, frozen=True):
-    facts: TextFacts
+    facts: TextFiles
     fingerprint: str
     reasoning_end: tuple[int, ...]
     takes_tools: tuple[bool, bool]
@@ -68,7 +68,7 @@ class FilesUnreadable(ChannelMessage, frozen=True):
     message: str
 
 
-def fingerprint_of(facts: TextFacts) -> str:
+def fingerprint_of(facts: TextFiles) -> str:
     """A digest that is equal for equal facts, in every process."""
     return hashlib.blake2b(msgspec.msgpack.encode(facts), digest_size=16).hexdigest()
 

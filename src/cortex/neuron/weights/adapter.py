@@ -1,7 +1,7 @@
 """The adapter that a repository has next to its weights: low-rank changes, added to matrices as they are loaded.
 
-jina-embeddings-v5 has one for each of four tasks, over weights that make no useful vectors alone. That for retrieval is
-used here; each task also has a repository of its own, in which its adapter is merged.
+A repository may have one for each of several tasks, over weights that make no useful vectors alone. That for retrieval
+is used here; each task also has a repository of its own, in which its adapter is merged.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from cortex.neuron.families.registry import family_of
 from cortex.neuron.weights.directory import read_json
 from cortex.neuron.weights.errors import Malformed, Unsupported
 from cortex.neuron.weights.pooling_files import module_folder
@@ -17,8 +18,6 @@ from cortex.neuron.weights.pooling_files import module_folder
 if TYPE_CHECKING:
     import torch
 
-ADAPTED: Final = frozenset({"jina_embeddings_v5"})
-"""The `model_type` of models that have adapters."""
 ADAPTER_KEY: Final = "adapter_scale"
 """Where a checkpoint's config has the factor of the changes. A model without an adapter has none."""
 WEIGHTS: Final = "adapter_model.safetensors"
@@ -42,8 +41,7 @@ class AdaptedFiles(Protocol):
 
 def adapter_folder(directory: Path, config: Mapping[str, Any]) -> Path | None:
     """Where the adapter of a model is; None for a model without one. Raises Malformed."""
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in ADAPTED or not (directory / _FOLDERS[0]).exists():
+    if not family_of(config).has_adapters or not (directory / _FOLDERS[0]).exists():
         return None
     for name in _FOLDERS:
         directory = module_folder(directory, name)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeGuard
 
+from cortex.neuron.families.registry import family_of
 from cortex.neuron.weights.directory import MAX_JSON_BYTES, model_file, parse_json, read_json
-from cortex.neuron.weights.encoder_tensors import is_encoder
 from cortex.neuron.weights.errors import Malformed, Unsupported
 
 POOLING_KEY: Final = "pooling"
@@ -53,8 +53,7 @@ RERANK_TEMPLATE: Final = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {instruction}\n'
     "<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
-"""The prompt that Qwen3-Reranker was trained with."""
-RERANK_FAMILIES: Final = frozenset({"qwen3"})
+"""The prompt of decoders that were trained to rerank."""
 
 
 def pooling_of(directory: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -64,12 +63,12 @@ def pooling_of(directory: Path, config: Mapping[str, Any]) -> dict[str, Any] | N
     if head is not None:
         return {**head, **_limits(directory)}
     if modules is None:
-        model_type = config.get("model_type")
-        if is_encoder(model_type) or model_type == "eurobert":
-            return {"task": "embed", "modes": ["mean"], "steps": [], **_limits(directory)}
-        if model_type == "jina_embeddings_v5":
-            normal: list[Any] = [("normalize", {})]
-            return {"task": "embed", "modes": ["last"], "steps": normal, **_limits(directory), **_prompts(directory)}
+        family = family_of(config)
+        if family.pooling:
+            pooled = {"task": "embed", "modes": [family.pooling], "steps": [], **_limits(directory)}
+            if not family.has_adapters:
+                return pooled
+            return {**pooled, "steps": [("normalize", {})], **_prompts(directory)}
         return _named_reranker(directory, config)
     found: dict[str, Any] = {"task": "embed", "modes": [], "steps": [], **_limits(directory), **_prompts(directory)}
     for index, (kind, path) in enumerate(modules):
@@ -142,16 +141,11 @@ def _add_module(
             raise Unsupported(f"{directory / 'modules.json'} has a module {kind[:80]!r}, which is not supported")
 
 
-def _may_rerank(config: Mapping[str, Any]) -> bool:
-    model_type = config.get("model_type")
-    return isinstance(model_type, str) and model_type in RERANK_FAMILIES
-
-
 def _named_reranker(directory: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Qwen3-Reranker has the files of a chat model: only its name says what it is. A snapshot of the hub cache has the
-    name of its repository in its path."""
+    """Rerankers may have the files of a chat model: only their name says what they are. A snapshot of the hub cache
+    has the name of its repository in its path."""
     parts = directory.absolute().parts[-3:]
-    if not _may_rerank(config) or not any("rerank" in part.lower() for part in parts):
+    if not family_of(config).may_rerank or not any("rerank" in part.lower() for part in parts):
         return None
     true_token, false_token = _vocabulary_ids(directory, ("yes", "no"))
     steps = [("logit", {"true_token": true_token, "false_token": false_token})]
@@ -173,8 +167,8 @@ def _vocabulary_ids(directory: Path, tokens: tuple[str, ...]) -> list[int]:
 
 
 def _template(config: Mapping[str, Any], directory: Path) -> str:
-    if not _may_rerank(config):
-        raise Unsupported(f"{directory} compares logits after a prompt of its own, which is only known for Qwen3")
+    if not family_of(config).may_rerank:
+        raise Unsupported(f"{directory} compares logits after a prompt of its own, which is not known for its family")
     return RERANK_TEMPLATE
 
 
@@ -255,12 +249,13 @@ def _score_head(config: Mapping[str, Any]) -> dict[str, Any] | None:
         }
 
     mode, steps = "cls", []
-    match config.get("model_type"):
-        case "bert" | "gte" | "new" | "nomic_bert":
+    family = family_of(config)
+    match family.score_head:
+        case "pooler":
             steps = [dense("pooler.dense", hidden, activation="tanh"), dense("classifier", 1)]
-        case "roberta" | "xlm-roberta" | "camembert":
+        case "classifier":
             steps = [dense("classifier.dense", hidden, activation="tanh"), dense("classifier.out_proj", 1)]
-        case "modernbert":
+        case "normed":
             bias = config.get("classifier_bias") is True
             activation = _activation(config.get("classifier_activation", "gelu"), Path(str(name)))
             eps, has_bias = config.get("norm_eps", 1e-5), config.get("norm_bias") is True
@@ -272,13 +267,12 @@ def _score_head(config: Mapping[str, Any]) -> dict[str, Any] | None:
             ]
         case _:
             mode, steps = "last", [dense("score", 1, bias=False)]
-    is_decoder = not is_encoder(config.get("model_type"))
     return {
         "task": "score",
         "modes": [mode],
         "steps": steps,
         "activation": _score_activation(config),
-        **({"template": RERANK_TEMPLATE} if is_decoder else {}),
+        **({"template": RERANK_TEMPLATE} if not family.is_encoder else {}),
     }
 
 

@@ -27,7 +27,7 @@ from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.native import library
 from cortex.neuron.kernels.native.library import native_library_or_none
 from cortex.neuron.kernels.native.operations import Recording
-from cortex.neuron.layers.mlp import MLP
+from cortex.neuron.layers.feed_forward import MLP
 from cortex.neuron.private_api.torch import FOUR_BIT_PRODUCTS
 from cortex.neuron.weights import placement
 

@@ -24,7 +24,7 @@ from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams, StageSpec
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
-from cortex.neuron.layers.mlp import MLP
+from cortex.neuron.layers.feed_forward import MLP
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.packing import MatrixDevice, choose_layouts
 from cortex.neuron.node.loading.preflight import inspect

@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 
+from cortex.neuron.families.family import ADDRESSED
 from cortex.neuron.text.output.addressed import AddressedSplitter
-from cortex.neuron.text.output.detect import ADDRESSED, ToolSyntax, reasoning_markers
+from cortex.neuron.text.output.detect import reasoning_markers
 from cortex.neuron.text.output.parser import OutputEvent, OutputParser
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.tools.scanner import CallScanner
@@ -16,6 +17,7 @@ from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCal
 
 from ..conftest import random_splits
 from ..responses import TOOLS
+from ..syntax_names import S
 
 CALL = (
     '<atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter name="days">3</atem:parameter>\n'
@@ -61,7 +63,7 @@ def shown(events: list[OutputEvent]) -> list[str]:
 @pytest.mark.parametrize(("text", "expected"), CASES)
 def test_messages_become_the_same_events_for_any_split(text: str, expected: list[str]) -> None:
     for pieces in ([text], *random_splits(text, seed=1, count=20)):
-        scanner = CallScanner(call_syntax(ToolSyntax.MUSE_XML, TOOLS), lambda: "call_0", 0)
+        scanner = CallScanner(call_syntax(S.MUSE_XML, TOOLS), lambda: "call_0", 0)
         reading = OutputParser(AddressedSplitter(starts_in_reasoning=False), scanner, 0)
         events = [event for piece in pieces for event in reading.push(piece)] + reading.finish()
         assert shown(events) == expected

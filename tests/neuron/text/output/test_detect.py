@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from cortex.neuron.text.output.detect import ToolSyntax, reasoning_markers, tool_syntax
+from cortex.neuron.families.tool_calls import ToolSyntax
+from cortex.neuron.text.output.detect import reasoning_markers, tool_syntax
 from cortex.neuron.text.template.chat_template import ChatTemplate
 
+from ..syntax_names import S
 from ..syntax_templates import MENTIONS, template_of
 
 
@@ -14,7 +16,7 @@ def test_markers_of_the_template_decide(syntax: ToolSyntax) -> None:
 
 
 def test_without_a_place_for_tools_calls_are_as_the_generic_description_has_them() -> None:
-    assert tool_syntax(ChatTemplate("{{ messages }} [TOOL_CALLS]")) is ToolSyntax.HERMES_JSON
+    assert tool_syntax(ChatTemplate("{{ messages }} [TOOL_CALLS]")) is S.HERMES_JSON
 
 
 @pytest.mark.parametrize("opening", ["<think>", "[THINK]", "<seed:think>", "<|START_THINKING|>", "<|channel>thought"])

@@ -7,14 +7,14 @@ import itertools
 import pytest
 
 from cortex.neuron.text.output import harmony
-from cortex.neuron.text.output.detect import ToolSyntax
 from cortex.neuron.text.output.harmony import HarmonyParser
 from cortex.wire.events import TextDelta
 
 from ..conftest import random_splits
 from ..responses import Parts, call, parse
+from ..syntax_names import S
 
-H = ToolSyntax.HARMONY
+H = S.HARMONY
 STOP = call("stop")
 ANALYSIS = "<|channel|>analysis<|message|>I look.<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>It rains.\n"

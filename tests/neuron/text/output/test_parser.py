@@ -8,15 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cortex.neuron.families.registry import SYNTAXES
+from cortex.neuron.families.tool_calls import ToolSyntax
 from cortex.neuron.text.output import harmony
-from cortex.neuron.text.output.detect import ToolSyntax
 from cortex.neuron.text.tools.syntaxes import call_syntax
-from cortex.neuron.text.tools.values import typed
+from cortex.neuron.text.tools.tags import typed
 from cortex.wire.events import ToolCallDelta, ToolCallStart
 
 from ....examples import MANY
 from ..conftest import random_splits
 from ..responses import Parts, call, parse, parser
+from ..syntax_names import S
 
 HERMES = (
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich }\\" </tool_call>", "days": 3}}\n</tool_call>'
@@ -30,7 +32,7 @@ XML_CALL = call("get_weather", city="Zürich", days=3)
 LLAMA = '{"name": "get_weather", "parameters": {"city": "Zürich {"}}'
 LLAMA_CALL = call("get_weather", city="Zürich {")
 
-Q, H, L, P = ToolSyntax.QWEN_XML, ToolSyntax.HERMES_JSON, ToolSyntax.LLAMA_JSON, ToolSyntax.PLAIN_JSON
+Q, H, L, P = S.QWEN_XML, S.HERMES_JSON, S.LLAMA_JSON, S.PLAIN_JSON
 
 Case = tuple[str, ToolSyntax | None, dict[str, bool], Parts]
 
@@ -254,7 +256,7 @@ FRAGMENTS = st.sampled_from(
 @MANY
 @given(
     pieces=st.lists(FRAGMENTS, max_size=12),
-    syntax=st.sampled_from([None, *ToolSyntax]),
+    syntax=st.sampled_from([None, *SYNTAXES.values()]),
     thinks=st.booleans(),
     opened=st.booleans(),
     seed=st.integers(0, 1000),
@@ -266,14 +268,14 @@ def test_any_text_gives_the_same_events_for_any_split(
     whole = parse([text], syntax, thinks=thinks, opened=opened)
     for split in (pieces, *random_splits(text, seed, 3)):
         assert parse(split, syntax, thinks=thinks, opened=opened) == whole
-    if any(marker in text for marker in harmony.MARKERS) and syntax is ToolSyntax.HARMONY:
+    if any(marker in text for marker in harmony.MARKERS) and syntax is S.HARMONY:
         assert not [part for part in whole for shown in part[1:] for marker in harmony.MARKERS if marker in shown]
     elif all(kind == "text" for kind, *_ in whole) and not (thinks or opened):
         assert "".join(parts[1] for parts in whole) == without_control_tokens(text, syntax)
 
 
 def without_control_tokens(text: str, syntax: ToolSyntax | None) -> str:
-    for marker in call_syntax(syntax, ()).never_text if syntax not in (None, ToolSyntax.HARMONY) else ():
+    for marker in call_syntax(syntax, ()).never_text if syntax not in (None, S.HARMONY) else ():
         text = text.replace(marker, "")
     return text
 

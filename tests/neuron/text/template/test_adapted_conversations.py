@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from cortex.neuron.families.registry import SYNTAXES
+from cortex.neuron.families.tool_calls import ToolSyntax
 from cortex.neuron.text.model import TextModel
-from cortex.neuron.text.output.detect import ToolSyntax
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.literal_content import LiteralContent
 from cortex.neuron.text.tools.write import SpelledText, Written
@@ -17,6 +18,7 @@ from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.requests import GenerateRequest, Message, Text, ToolCall, ToolChoice, ToolResult
 
 from ..responses import call, parse
+from ..syntax_names import S
 from ..syntax_templates import MENTIONS
 from .conversations import ARGUMENTS, CALLING, TOOLS, said
 
@@ -53,7 +55,7 @@ def test_tools_are_described_in_the_first_message_of_a_template_without_system_m
     assert text.endswith("tags.\n\nx|")
 
 
-@pytest.mark.parametrize("syntax", [each for each in ToolSyntax if each is not ToolSyntax.HARMONY])
+@pytest.mark.parametrize("syntax", [each for each in SYNTAXES.values() if each is not S.HARMONY])
 def test_calls_that_a_template_does_not_show_are_written_in_the_syntax_of_the_model(
     make_model: Any, syntax: ToolSyntax
 ) -> None:
@@ -66,10 +68,10 @@ def test_calls_that_a_template_does_not_show_are_written_in_the_syntax_of_the_mo
     calling = Message(role="assistant", parts=CALLING.parts + stop.parts)
     request = GenerateRequest(model="m", messages=(said("user", "x"), calling), tools=TOOLS)
     text = model.render(request).text.split("#", 1)[1].removeprefix("\nx|").removesuffix("|")
-    if syntax is ToolSyntax.NAME_LINE:
+    if syntax is S.NAME_LINE:
         text = text.replace("|", "\n")
     # A template without markers is that of a model which has tokens for Hermes JSON.
-    parts = parse([text.lstrip()], ToolSyntax.HERMES_JSON if syntax is ToolSyntax.PLAIN_JSON else syntax)
+    parts = parse([text.lstrip()], S.HERMES_JSON if syntax is S.PLAIN_JSON else syntax)
     assert parts == [call("get_weather", **ARGUMENTS), call("stop")]
 
 

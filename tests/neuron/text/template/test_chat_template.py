@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from cortex.neuron.text.errors import TextFileMalformed
 from cortex.neuron.text.model import TextModel
-from cortex.neuron.text.template.call_form import CallForm, call_form
 from cortex.neuron.text.template.chat_template import ChatTemplate
+from cortex.neuron.text.template.conversation import CallForm, call_form
 from cortex.wire.errors import InvalidValue, TemplateRenderFailed, UnsupportedModality
 from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.requests import GenerateRequest, Image, Message, Text, Thinking, ToolCall, ToolResult

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.output import harmony
-from cortex.neuron.text.template.call_form import CallForm, call_form
+from cortex.neuron.text.template.conversation import CallForm, call_form
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 from cortex.wire.errors import InvalidValue
 from cortex.wire.events import ReasoningDelta, TextDelta

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
+from cortex.neuron.families.tool_calls import ToolSyntax
 from cortex.neuron.text.errors import TokenizerUnsupported
 from cortex.neuron.text.model import TextModel
-from cortex.neuron.text.output.detect import ToolSyntax, reasoning_markers, tool_syntax
+from cortex.neuron.text.output.detect import reasoning_markers, tool_syntax
 from cortex.neuron.text.template.chat_template import ChatTemplate
-from cortex.neuron.text.template.mistral_template import mistral_template
-from cortex.neuron.text.template.template_source import from_directory
+from cortex.neuron.text.template.template_source import from_directory, mistral_template
 from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.requests import GenerateRequest
 
+from ..syntax_names import S
 from .conversations import said
 from .test_official_templates import AGENT, TOOLS, TURNS, template_of
 
@@ -49,10 +50,10 @@ def test_prompt_is_that_of_the_published_template(
 @pytest.mark.parametrize(
     ("version", "tokens", "expected"),
     [
-        ("v3", None, ToolSyntax.MISTRAL_JSON),
-        ("v7", ["[SYSTEM_PROMPT]"], ToolSyntax.MISTRAL_JSON),
-        ("v11", ["[ARGS]"], ToolSyntax.MISTRAL),
-        ("v13", ["[ARGS]", "[THINK]"], ToolSyntax.MISTRAL),
+        ("v3", None, S.MISTRAL_JSON),
+        ("v7", ["[SYSTEM_PROMPT]"], S.MISTRAL_JSON),
+        ("v11", ["[ARGS]"], S.MISTRAL),
+        ("v13", ["[ARGS]", "[THINK]"], S.MISTRAL),
     ],
 )
 def test_tokenizer_without_a_template_gets_that_of_its_version(

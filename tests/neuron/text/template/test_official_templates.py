@@ -13,9 +13,9 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from cortex.neuron.families.registry import BY_TYPE
 from cortex.neuron.text.model import TextModel
-from cortex.neuron.text.output.detect import ToolSyntax, reasoning_markers, tool_syntax
-from cortex.neuron.text.output.family_syntaxes import FAMILY_SYNTAXES
+from cortex.neuron.text.output.detect import reasoning_markers, tool_syntax
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.prompt import Rendered
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
@@ -23,9 +23,9 @@ from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.requests import GenerateRequest, Message, Reasoning, Text, Tool, ToolCall, ToolResult
 
 from ..conftest import TEMPLATES, random_splits
+from ..syntax_names import S
 from .conversations import ARGUMENTS, WEATHER, said
 
-S = ToolSyntax
 SYNTAXES = {
     "bielik-3": S.HERMES_JSON,
     "deepseek-r1-distill": S.DEEPSEEK_BLOCK,
@@ -239,10 +239,10 @@ FAMILIES = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_documented_syntaxes_of_a_family_are_those_of_its_templates(name: str) -> None:
-    documented, template = FAMILY_SYNTAXES[FAMILIES[name]], template_of(name)
-    assert tool_syntax(template) in documented.tools
+    documented, template = BY_TYPE[FAMILIES[name]], template_of(name)
+    assert tool_syntax(template) in documented.tool_syntaxes
     markers = reasoning_markers(template)
-    assert markers is None or markers.open == documented.reasoning
+    assert markers is None or (documented.reasoning and markers.open == documented.reasoning.open)
 
 
 def shared_beginning(one: str, other: str) -> str:

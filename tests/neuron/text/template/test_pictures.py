@@ -9,10 +9,10 @@ import pytest
 from tests.neuron.text.conftest import load_text, write_model
 from tokenizers import AddedToken, Tokenizer
 
+from cortex.neuron.families.registry import BY_TYPE
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import prepare
 from cortex.neuron.text.template.prompt import PromptRules
-from cortex.neuron.vision.reading import GEMMA3_TEXT, PIXTRAL_TEXT, QWEN_TEXT
 from cortex.neuron.vision.spec import PictureText
 from cortex.wire.errors import ContextLengthExceeded, InvalidValue, TemplateRenderFailed, UnsupportedModality
 from cortex.wire.requests import GenerateRequest, Image, Message, Part, Text, ToolCall, ToolResult
@@ -25,15 +25,21 @@ TEMPLATE = (
     "{% if message.role == 'tool' %}TOOL{% else %}{{ show(message.content) }}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if tools %}{% endif %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-FAMILIES: dict[str, tuple[PictureText, dict[str, Any]]] = {
-    "qwen3_5": (QWEN_TEXT, {"size": {"shortest_edge": 1024, "longest_edge": 1 << 20}}),
-    "gemma3": (GEMMA3_TEXT, {"size": {"height": 112, "width": 112}}),
-    "mistral3": (PIXTRAL_TEXT, {"size": {"longest_edge": 112}}),
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {"size": {"shortest_edge": 1024, "longest_edge": 1 << 20}},
+    "gemma3": {"size": {"height": 112, "width": 112}},
+    "mistral3": {"size": {"longest_edge": 112}},
 }
 
 
+def text_of(family: str) -> PictureText:
+    defaults = BY_TYPE[family].pictures
+    assert defaults is not None
+    return defaults.text
+
+
 def model_of(directory: Path, backend: Tokenizer, family: str, tool: str = "{{ show(message.content) }}") -> TextModel:
-    text, processor = FAMILIES[family]
+    text, processor = text_of(family), PROCESSORS[family]
     with_tokens = Tokenizer.from_str(backend.to_str())
     tokens = {*text.tokens, "<end_of_image>"}
     with_tokens.add_special_tokens([AddedToken(each, normalized=False, special=True) for each in sorted(tokens)])
@@ -54,12 +60,12 @@ def ask(*turns: tuple[Part, ...] | Message, **fields: Any) -> GenerateRequest:
     return GenerateRequest(model="m", messages=messages, **fields)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PROCESSORS)
 def test_a_picture_takes_its_positions_between_the_text(tmp_path: Path, backend: Tokenizer, family: str) -> None:
     model = model_of(tmp_path, backend, family)
     request = ask((Text(text="look"), picture(1), Text(text="and"), picture(0, 96, 32)), (picture(2),))
     rendered = model.render(request)
-    text, spec = FAMILIES[family][0], model.pictures
+    text, spec = text_of(family), model.pictures
     assert spec is not None
     assert [place.number for place in rendered.places] == [1, 0, 2]
     for place in rendered.places:
@@ -93,11 +99,11 @@ def test_turn_ends_follow_the_pictures(tmp_path: Path, backend: Tokenizer) -> No
 @pytest.mark.parametrize("as_control", [False, True])
 def test_a_placeholder_in_text_is_only_text(tmp_path: Path, backend: Tokenizer, as_control: bool) -> None:
     rules = PromptRules(control_tokens_in_messages=as_control)
-    for number, family in enumerate(FAMILIES):
+    for number, family in enumerate(PROCESSORS):
         directory = tmp_path / str(number)
         directory.mkdir()
         model = model_of(directory, backend, family)
-        text = FAMILIES[family][0]
+        text = text_of(family)
         typed = "".join(sorted({text.placeholder, text.feature, text.row_end or "x"}))
         rendered = model.render(ask((Text(text=typed), picture(0), Text(text=typed))), rules)
         assert len(rendered.places) == 1

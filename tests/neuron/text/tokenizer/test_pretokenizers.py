@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from cortex.neuron.families.registry import GGUF, SPLITS
 from cortex.neuron.text.errors import TokenizerUnsupported
-from cortex.neuron.text.tokenizer.pretokenizers import BY_NAME, by_name
-from cortex.neuron.weights.gguf.config import ARCHITECTURES
+from cortex.neuron.text.tokenizer.gguf_vocabulary import pre_tokenizer, split_named
 
 PUBLISHED = {
     "cohere2": ["command-r"],
@@ -51,17 +51,17 @@ PUBLISHED = {
 
 
 def test_every_architecture_has_the_ways_to_split_of_its_published_files() -> None:
-    assert set(PUBLISHED) == set(ARCHITECTURES)
-    assert {name for names in PUBLISHED.values() for name in names} <= set(BY_NAME)
+    assert set(PUBLISHED) == {name for name, stored in GGUF.items() if not stored.family.is_encoder}
+    assert {name for names in PUBLISHED.values() for name in names} <= set(SPLITS)
     with pytest.raises(TokenizerUnsupported, match="'of tomorrow'"):
-        by_name("of tomorrow")
+        split_named("of tomorrow")
 
 
 TEXT = "World's camelCase 12345 你好 ありがとう안녕! x=f(a_b);\n\n  e"
 
 
 def split(name: str, text: str) -> str:
-    pieces = by_name(name).pre_tokenizer().pre_tokenize_str(text)
+    pieces = pre_tokenizer(split_named(name)).pre_tokenize_str(text)
     return "|".join(text[start:end] for _, (start, end) in pieces)
 
 

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Encoding, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from cortex.neuron.families.registry import SPLITS
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
-from cortex.neuron.text.tokenizer.pretokenizers import BY_NAME
 from cortex.neuron.text.tokenizer.segments import SegmentEncoder
 
 from ..conftest import CONTROL, CORPUS, WHOLE
 
-NAMES = sorted({way: name for name, way in BY_NAME.items()}.values())
+NAMES = sorted({way: name for name, way in SPLITS.items()}.values())
 """A name of each way to split."""
 PIECES = st.one_of(st.text(), st.sampled_from([*CONTROL, *WHOLE, *CORPUS, "<|im_", "<think", CORPUS[0] * 4]))
 

@@ -14,11 +14,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, tra
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
 
+from cortex.neuron.families.registry import SPLITS
 from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing, TokenizerUnsupported
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.neuron.text.tokenizer.gguf_vocabulary import SPACE
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
-from cortex.neuron.text.tokenizer.pretokenizers import BY_NAME
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer as TextTokenizer
 from cortex.neuron.text.tokenizer.vocabulary import Vocabulary
 
@@ -58,10 +58,10 @@ def test_byte_level_gguf_vocabulary_encodes_like_the_reference(gguf_metadata: di
     ours = from_gguf(metadata)
     theirs = reference(metadata)
     for text in TEXTS:
-        if BY_NAME[name].normal_form_c:
+        if SPLITS[name].normal_form_c:
             text = normalizers.NFC().normalize_str(text)
         expected = theirs.encode(text, add_special_tokens=False)
-        if BY_NAME[name].whole_words_first:  # the reference lacks this option, but must split alike
+        if SPLITS[name].whole_words_first:  # the reference lacks this option, but must split alike
             cuts = LibraryTokenizer.from_gguf(metadata).backend.pre_tokenizer
             assert cuts.pre_tokenize_str(text) == theirs.pre_tokenizer.pre_tokenize_str(text)
         else:

@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from cortex.neuron.families.registry import SYNTAXES
+from cortex.neuron.families.tool_calls import ToolSyntax
 from cortex.neuron.text.grammar.matcher import Matcher
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.output import harmony
-from cortex.neuron.text.output.detect import ToolSyntax
 from cortex.neuron.text.template.chat_template import CHATML
-from cortex.neuron.text.tools.frame import FRAMES
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from cortex.wire.requests import GenerateRequest, Message, Text, Tool, ToolChoice
 
 from ..conftest import load_text, write_model
 from ..grammar.drawing import draw
+from ..syntax_names import S
 from ..syntax_templates import MENTIONS, template_of
 
 CONTROL = (
@@ -92,18 +93,19 @@ def test_forced_call_is_always_parsed(
             assert name == "stop"
 
 
-@pytest.mark.parametrize("syntax", FRAMES)
+@pytest.mark.parametrize("syntax", [each for each in SYNTAXES.values() if each.frame], ids=str)
 def test_without_a_choice_no_call_can_be_written(directory: Path, matcher: Matcher, syntax: ToolSyntax) -> None:
     model = load(directory, syntax)
     text = draw(matcher, model, model.grammar(request("none")) or "", 1, tools=())
-    assert FRAMES[syntax].opening not in text
+    assert syntax.frame is not None
+    assert syntax.frame.opening not in text
 
 
 @pytest.mark.parametrize(("tools", "shown"), [(TOOLS, "[TOOL_CALLS]f[ARGS]{}"), ((), "f{}")])
 def test_control_tokens_of_calls_are_hidden_where_no_calls_are_read(
     directory: Path, tools: tuple[Tool, ...], shown: str
 ) -> None:
-    model = load(directory, ToolSyntax.MISTRAL)
+    model = load(directory, S.MISTRAL)
     asked = GenerateRequest(model="m", tools=tools)
     assert model.detokenizer(asked).push(model.encode("[TOOL_CALLS]f[ARGS]{}<|im_end|>")) == shown
 

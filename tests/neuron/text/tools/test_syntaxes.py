@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from cortex.neuron.text.output.detect import ToolSyntax
+from cortex.neuron.families.tool_calls import ToolSyntax
 
 from ..conftest import random_splits
 from ..responses import Parts, call, parse
+from ..syntax_names import S
 
-S = ToolSyntax
 CALL = call("get_weather", city="Zürich\n", days=3)
 STOP = call("stop")
 CITY = '{"city": "Zürich\\n", "days": 3}'

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.neuron.weights.errors import CheckpointError
+from cortex.neuron.weights.gguf.config import rope_scaling
 from cortex.neuron.weights.gguf.metadata import read_metadata
-from cortex.neuron.weights.gguf.rope import rope_scaling
 
 Writer = Callable[[], Any]
 

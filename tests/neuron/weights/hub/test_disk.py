@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cortex.neuron.weights.errors import FilesMissing
-from cortex.neuron.weights.gguf.projector import projector_of
+from cortex.neuron.weights.gguf.towers import projector_of
 from cortex.neuron.weights.hub import disk
 from cortex.neuron.weights.hub.cache import RepositoryCache
 from cortex.neuron.weights.hub.listing import RemoteFile

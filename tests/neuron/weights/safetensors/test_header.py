@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cortex.neuron.weights.errors import CheckpointError, Malformed, Unsupported
 from cortex.neuron.weights.mapping import MappedFile
-from cortex.neuron.weights.safetensors.header import parse_header
+from cortex.neuron.weights.safetensors.checkpoint import parse_header
 from cortex.neuron.weights.stored import StoredTensor
 
 from ....examples import MANY

@@ -14,11 +14,10 @@ from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.config import UnsupportedModel
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.draft_model import DraftModel
-from cortex.neuron.models.drafting import check_draft
-from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.registry import open_model
+from cortex.neuron.models.registry import check_draft, open_model
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.text.errors import TextModelError
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer

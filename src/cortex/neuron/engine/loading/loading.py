@@ -30,6 +30,7 @@ from cortex.neuron.engine.memory.plan import (
 )
 from cortex.neuron.engine.memory.sequences import NoSequences, SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
+from cortex.neuron.families.registry import family_of
 from cortex.neuron.kernels.cpu.forms import best_form
 from cortex.neuron.kernels.cpu.layout import CpuForm
 from cortex.neuron.kernels.device_facts import facts_of
@@ -38,22 +39,21 @@ from cortex.neuron.kernels.quantised.recipes import RECIPES, recipe_of
 from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.config import UnsupportedModel
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.draft_model import DraftModel
-from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.packing import MatrixDevice, choose_layouts, draft_output, with_draft_output
 from cortex.neuron.models.pooling.model import PooledModel
 from cortex.neuron.models.proposer import Proposer
 from cortex.neuron.models.registry import open_model, read_architecture
 from cortex.neuron.models.sizes import WeightStorage, head_bytes, weight_bytes
-from cortex.neuron.models.towers.build import build_tower
 from cortex.neuron.models.towers.config import PASS_PATCHES
+from cortex.neuron.models.towers.kinds import build_tower
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
 from cortex.neuron.models.transformers.model import TransformersModel
 from cortex.neuron.models.transformers.network import Network
 from cortex.neuron.text.files import picture_spec
-from cortex.neuron.vision.reading import read_picture_spec
-from cortex.neuron.vision.spec import PictureSpec
+from cortex.neuron.vision.spec import PictureSpec, read_picture_spec
 from cortex.neuron.weights.adapter import ADAPTER_KEY
 from cortex.neuron.weights.errors import Cancelled, CheckpointError, Unsupported
 from cortex.neuron.weights.sharded import ShardedCheckpoint
@@ -291,7 +291,7 @@ def build_model(
         fill(parameters)
         num_bytes = parameters.num_bytes
         if isinstance(model, Decoder) and architecture.held_tower is not None:
-            pictures = pictures or read_picture_spec(config, {})
+            pictures = pictures or read_picture_spec(family_of(config).pictures, config, {})
             if pictures is None:
                 raise UnsupportedModel(
                     "the model has a vision tower, and its config does not say how it takes pictures"

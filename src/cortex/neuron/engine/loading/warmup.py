@@ -19,8 +19,8 @@ from cortex.neuron.kernels.jit import TRITON
 from cortex.neuron.layers.configs import WHOLE, Shard
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.config import UnsupportedModel
 from cortex.neuron.models.decoder import Decoder
-from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.registry import open_model, read_architecture
 from cortex.neuron.private_api.triton import COLLECTED_LAUNCHES, OFFLINE_DRIVER, use_offline
 from cortex.neuron.weights.directory import read_json

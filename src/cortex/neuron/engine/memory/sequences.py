@@ -14,7 +14,7 @@ from cortex.neuron.engine.memory.plan import StateSlots
 from cortex.neuron.engine.scheduling.step_plan import PageCopy, StateCopy
 from cortex.neuron.layers.attention import CachedAttention, LayerCache
 from cortex.neuron.layers.configs import LatentAttentionConfig
-from cortex.neuron.layers.recurrent.layer import RecurrentLayer
+from cortex.neuron.layers.recurrent.layers import RecurrentLayer
 from cortex.neuron.models.decoder import Decoder
 
 

@@ -1,5 +1,4 @@
-"""Mistral and Ministral 3, also as the language model of Mistral Small 3.1 and later: Llama's shape with a window on
-every layer, where the config has one. Queries of Ministral 3 grow beyond the context that it was trained on."""
+"""Mistral, Ministral 3 and Phi-3."""
 
 from __future__ import annotations
 
@@ -7,14 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from cortex.neuron.layers.configs import AttentionConfig, QueryGrowth
-from cortex.neuron.models.architecture import Architecture
-from cortex.neuron.models.config import count_in, number_in, rope_settings
+from cortex.neuron.layers.configs import AttentionConfig, QueryGrowth, RopeConfig
+from cortex.neuron.models.architecture import Architecture, Architectures, TextPart
+from cortex.neuron.models.config import count_in, number_in, read_rope, rope_settings
 from cortex.neuron.models.families.llama import Llama
-from cortex.neuron.models.text_part import TextPart
 
 
 class Mistral(Llama):
+    """Mistral and Ministral 3, also as the language model of Mistral Small 3.1 and later: Llama's shape with a window
+    on every layer, where the config has one. Queries of Ministral 3 grow beyond the context that it was trained
+    on."""
+
     defaults: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131_072,
@@ -68,3 +70,26 @@ def mistral3(raw: Mapping[str, Any]) -> Architecture:
     text = raw.get("text_config")
     is_ministral = isinstance(text, Mapping) and text.get("model_type") == "ministral3"
     return (_Ministral3Text if is_ministral else _MistralText)({"tie_word_embeddings": True, **raw})
+
+
+class Phi3(Mistral):
+    """Phi-3 and Phi-4: Llama's shape; part of each head may rotate, with other frequencies in long contexts. Their
+    files have one matrix for queries, keys and values, and one for gate and up (`weights/family_tensors.py`)."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+    }
+    implemented: ClassVar[Mapping[str, tuple[Any, ...]]] = {"full_attn_mod": (1, None), "lm_head_bias": (False, None)}
+
+    def rope(self, index: int) -> RopeConfig | None:
+        del index
+        settings = dict(rope_settings(self.raw))
+        if settings.get("rope_type", settings.get("type")) in ("longrope", "su", "yarn"):  # older names of the same
+            settings["rope_type"] = "longrope"
+            settings["original_max_position_embeddings"] = count_in(self.raw, "original_max_position_embeddings")
+        return read_rope(self.raw, self.config.head_dim, settings)
+
+
+ARCHITECTURES: Architectures = {"ministral3": Ministral3, "mistral": Mistral, "mistral3": mistral3, "phi3": Phi3}

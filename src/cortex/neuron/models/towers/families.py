@@ -1,4 +1,4 @@
-"""The towers of each family, read from the whole model's config. Imports no torch."""
+"""The kinds of vision towers, read from the whole model's config. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cortex.neuron.models.config import count_in, layer_count_in, number_in
-from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.families.registry import family_of
+from cortex.neuron.models.config import UnsupportedModel, count_in, layer_count_in, number_in
 from cortex.neuron.models.towers.config import Activation, LayerNames, TowerConfig, TowerTensor, side_of
 from cortex.neuron.vision.picture import PictureRules
 
@@ -315,21 +315,18 @@ def _side(num_positions: int) -> int:
 
 
 TOWERS: Mapping[str, Callable[[Json, Json, int], TowerConfig]] = {
-    "gemma3": _siglip,
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4_unified,
-    "mistral3": _pixtral,
-    "qwen3_5": _qwen,
-    "qwen3_5_moe": _qwen,
-    "qwen3_vl": _qwen,
-    "qwen3_vl_moe": _qwen,
+    "pixtral": _pixtral,
+    "qwen": _qwen,
+    "siglip": _siglip,
 }
-"""By the `model_type` of the whole model."""
+"""By the kind that a family names."""
 
 
 def read_tower(whole: Json, hidden: int) -> TowerConfig | None:
     """The tower of a model whose residual stream is `hidden` wide; None: it has none here. Raises UnsupportedModel."""
-    vision, read = whole.get("vision_config"), TOWERS.get(str(whole.get("model_type")))
+    vision, read = whole.get("vision_config"), TOWERS.get(family_of(whole).tower)
     if read is None or not isinstance(vision, Mapping):
         return None
     return read(vision, whole, hidden)

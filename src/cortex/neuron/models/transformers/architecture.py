@@ -11,9 +11,8 @@ from typing import Any, ClassVar, Final
 from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.layers.configs import AttentionConfig, Shard
 from cortex.neuron.models.architecture import Architecture, windows_of
-from cortex.neuron.models.config import count_in, layer_type_in
-from cortex.neuron.models.errors import UnsupportedModel
-from cortex.neuron.models.sharding import Slices
+from cortex.neuron.models.config import UnsupportedModel, count_in, layer_type_in
+from cortex.neuron.models.layer import Slices
 from cortex.neuron.models.transformers.library import LibraryModel, library_model
 from cortex.neuron.private_api.transformers import library_version
 from cortex.neuron.weights.sharded import TensorSlice

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
-from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.config import UnsupportedModel
 from cortex.neuron.private_api.transformers import Unreadable, class_facts, library_version
 
 EXTRA: Final = ".[neuron,transformers]"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -17,22 +19,74 @@ from cortex.neuron.layers.configs import AttentionConfig
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.layers.rope import RopeTables
 from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.config import UnsupportedModel
 from cortex.neuron.models.decoder import Decoder
-from cortex.neuron.models.errors import UnsupportedModel
 from cortex.neuron.models.transformers.architecture import TransformersArchitecture
-from cortex.neuron.models.transformers.modules import (
+from cortex.neuron.models.transformers.network import (
     CurrentStep,
     GivenHidden,
     MatrixLinear,
+    Network,
     PagedAttention,
     RowParallelMatrixLinear,
     replace_module,
 )
-from cortex.neuron.models.transformers.network import Network
-from cortex.neuron.models.transformers.sources import TensorSource, places, sources_of
 from cortex.neuron.private_api.torch import with_child
-from cortex.neuron.private_api.transformers import exact_modules, initialise
+from cortex.neuron.private_api.transformers import exact_modules, initialise, renamed
 from cortex.neuron.weights.stored import TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """A tensor of the checkpoint, and the conversion that puts it in its place; None: it is the whole parameter."""
+
+    name: str
+    conversion: Any = None
+    pattern: str = ""
+
+
+def sources_of(model: Any, names: Iterable[str], targets: Mapping[str, Tensor]) -> dict[str, list[TensorSource]]:
+    """The tensors that fill each parameter. `names`: those of the checkpoint; `targets`: the model's parameters."""
+    found: dict[str, list[TensorSource]] = defaultdict(list)
+    for name, place in renamed(model, names, targets):
+        found[place.target].append(TensorSource(name, place.conversion, place.pattern))
+    return found
+
+
+def places(target: str, destination: Tensor, sources: list[TensorSource]) -> list[tuple[str, Tensor]]:
+    """The part of a parameter that each tensor fills. Raises UnsupportedModel for a conversion that is not a copy."""
+    conversion = sources[0].conversion
+    if conversion is None:
+        if len(sources) > 1:
+            raise UnsupportedModel(f"the checkpoint has {' and '.join(each.name for each in sources)} for {target}")
+        return [(sources[0].name, destination)]
+    by_pattern = {pattern: [each.name for each in sources if each.pattern == pattern] for pattern in _patterns(sources)}
+    operations = [(type(each).__name__, getattr(each, "dim", None)) for each in conversion.operations]
+    merges = ("MergeModulelist", 0)
+    if merges in operations and any(len(names) != len(destination) for names in by_pattern.values()):
+        counts = ", ".join(f"{len(names)} of {pattern}" for pattern, names in by_pattern.items())
+        raise UnsupportedModel(f"{target} has {len(destination)} parts, but the checkpoint has {counts}")
+    if operations == [merges] and len(by_pattern) == 1:
+        (names,) = by_pattern.values()
+        return list(zip(names, destination.unbind(0), strict=True))
+    if operations == [merges, ("Concatenate", 1)]:
+        parts = destination.chunk(len(by_pattern), dim=1)
+        return [
+            pair
+            for names, part in zip(by_pattern.values(), parts, strict=True)
+            for pair in zip(names, part.unbind(0), strict=True)
+        ]
+    if operations == [("Concatenate", 0)] and all(len(names) == 1 for names in by_pattern.values()):
+        parts = destination.chunk(len(by_pattern), dim=0)
+        return [(names[0], part) for names, part in zip(by_pattern.values(), parts, strict=True)]
+    described = ", ".join(f"{name}({dim})" for name, dim in operations)
+    raise UnsupportedModel(f"{target} is made of tensors of the checkpoint by {described}, which is not supported")
+
+
+def _patterns(sources: list[TensorSource]) -> list[str]:
+    """In the order in which the conversion joins them."""
+    return [pattern for pattern in sources[0].conversion.source_patterns if any(s.pattern == pattern for s in sources)]
+
 
 _FILLED_LATER: Final = float("nan")
 _MAX_BUFFER_BYTES: Final = 256 << 20

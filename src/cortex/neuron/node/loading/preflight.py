@@ -22,11 +22,10 @@ from cortex.neuron.kernels.quantised.layout import PUBLISHED_LAYOUTS
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.architecture import Architecture
-from cortex.neuron.models.drafting import check_draft
-from cortex.neuron.models.errors import UnsupportedModel
+from cortex.neuron.models.config import UnsupportedModel
 from cortex.neuron.models.packing import MatrixDevice, choose_layouts, with_draft_output
 from cortex.neuron.models.pooling.config import PoolingConfig
-from cortex.neuron.models.registry import open_model
+from cortex.neuron.models.registry import check_draft, open_model
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.models.towers.config import PASS_PATCHES
 from cortex.neuron.weights.checkpoint import Checkpoint, content_sample

@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any, Final
 
-from cortex.neuron.text.grammar.gbnf.emitter import to_lark
-from cortex.neuron.text.grammar.gbnf.reader import defines_a_rule, read_gbnf
-from cortex.neuron.text.grammar.gbnf.tree import GbnfError
+from cortex.neuron.families.family import ADDRESSED, ReasoningMarkers
+from cortex.neuron.families.tool_calls import HARMONY, ToolSyntax
+from cortex.neuron.text.grammar.gbnf.reader import GbnfError, defines_a_rule, read_gbnf, to_lark
 from cortex.neuron.text.grammar.harmony import HarmonyRules
 from cortex.neuron.text.grammar.lark import LarkGrammar, literal
 from cortex.neuron.text.grammar.trial import GrammarTrial
 from cortex.neuron.text.output.addressed import MESSAGE, ROLE, START
-from cortex.neuron.text.output.detect import ADDRESSED, ReasoningMarkers, ToolSyntax
 from cortex.neuron.text.template.prompt import PromptRules
-from cortex.neuron.text.tools.grammar import MARKED, OPENINGS, add_calls, add_free_response
+from cortex.neuron.text.tools.grammar import add_calls, add_free_response
+from cortex.neuron.text.tools.syntaxes import call_syntax
 from cortex.wire.errors import InvalidValue, shorten
 from cortex.wire.fields.constraints import is_constrained
 from cortex.wire.requests import GenerateRequest, OutputFormat, Tool
@@ -52,7 +52,7 @@ def build_grammar(
     """The grammar, or None for unconstrained output. Raises InvalidValue, which names the client's field, for what
     cannot be enforced or breaks `rules`."""
     grammar = LarkGrammar(trial.tokenizer)
-    if syntax is ToolSyntax.HARMONY and request.prompt is None:
+    if syntax is HARMONY and request.prompt is None:
         return _harmony(request, grammar, trial, reasoning, rules)
     if not is_constrained(request) or (request.output is None and _parser_suffices(request, syntax)):
         return None
@@ -68,10 +68,11 @@ def build_grammar(
             calls = add_calls(grammar, syntax, request.callable_tools, parallel=choice.parallel)
             constrained, param = f"({constrained} | {calls})", "tools"
     elif choice.mode == "none":
-        constrained, param = grammar.text_without(*OPENINGS[syntax]), "tools"
+        constrained, param = grammar.text_without(*call_syntax(syntax, ()).openings), "tools"
     else:
-        constrained = add_free_response(grammar, syntax, request.callable_tools, parallel=choice.parallel)
-        param = "tools"
+        assert syntax.frame is not None, "otherwise the parser suffices"
+        tools, param = request.callable_tools, "tools"
+        constrained = add_free_response(grammar, syntax, syntax.frame, tools, parallel=choice.parallel)
     _check(grammar, constrained, param, trial, rules)
     return grammar.build(f"{before}{constrained}")
 
@@ -102,8 +103,8 @@ def _parser_suffices(request: GenerateRequest, syntax: ToolSyntax) -> bool:
     """Whether the restriction holds without a grammar: if calls have no markers, the output parser treats only JSON
     that names a callable tool as a call, and everything else as text."""
     if request.tool_choice.mode == "none":
-        return syntax not in OPENINGS
-    return request.tool_choice.mode == "auto" and syntax not in MARKED
+        return syntax is HARMONY or not call_syntax(syntax, ()).openings
+    return request.tool_choice.mode == "auto" and syntax.frame is None
 
 
 def _chosen(request: GenerateRequest) -> tuple[Tool, ...]:

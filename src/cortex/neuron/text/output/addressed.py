@@ -11,7 +11,7 @@ import re
 from enum import Enum, auto
 from typing import Final
 
-from cortex.neuron.text.output.detect import ADDRESSED
+from cortex.neuron.families.family import ADDRESSED
 from cortex.neuron.text.output.reasoning import OutputPiece
 from cortex.neuron.text.output.stops import held_suffix
 

@@ -9,10 +9,76 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Final, NamedTuple, Protocol
 
-from cortex.neuron.text.output.detect import ReasoningMarkers
-from cortex.neuron.text.output.response_tags import ResponseTags
+from cortex.neuron.families.family import ReasoningMarkers
 from cortex.neuron.text.output.stops import held_suffix
 from cortex.neuron.text.tokenizer.detokenizer import Detokenizer
+
+
+class _TagState(Enum):
+    BEGINNING = auto()
+    OPENED = auto()
+    """After the opening tag, before any text: line breaks are layout."""
+    INSIDE = auto()
+    CLOSED = auto()
+    """After the closing tag: line breaks are layout."""
+    OUTSIDE = auto()
+
+
+class ResponseTags:
+    """Reads one response. Owned by one request. The joined text does not depend on the split."""
+
+    def __init__(self, tags: tuple[str, str]) -> None:
+        self._open, self._close = tags
+        self._state = _TagState.BEGINNING
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """The text of the response that is certain."""
+        self._held += text
+        match self._state:
+            case _TagState.BEGINNING:
+                return self._begin()
+            case _TagState.OPENED:
+                return self._skip_breaks(_TagState.INSIDE)
+            case _TagState.CLOSED:
+                return self._skip_breaks(_TagState.OUTSIDE)
+            case _TagState.INSIDE:
+                return self._inside()
+            case _TagState.OUTSIDE:
+                held, self._held = self._held, ""
+                return held
+
+    def finish(self) -> str:
+        """The held-back text, after the last push."""
+        held, self._held = self._held, ""
+        return held
+
+    def _begin(self) -> str:
+        stripped = self._held.lstrip()
+        if stripped.startswith(self._open):
+            self._state, self._held = _TagState.OPENED, stripped[len(self._open) :]
+            return self.push("")
+        if self._open.startswith(stripped):
+            return ""
+        self._state = _TagState.OUTSIDE
+        return self.push("")
+
+    def _skip_breaks(self, following: _TagState) -> str:
+        self._held = self._held.lstrip(_BREAKS)
+        if not self._held:
+            return ""
+        self._state = following
+        return self.push("")
+
+    def _inside(self) -> str:
+        text, close, rest = self._held.partition(self._close)
+        if close:
+            self._state, self._held = _TagState.CLOSED, rest
+            return text.rstrip(_BREAKS) + self.push("")
+        clear = len(text[: len(text) - held_suffix(text, self._close)].rstrip(_BREAKS))
+        self._held = text[clear:]
+        return text[:clear]
+
 
 _BREAKS: Final = "\r\n"
 

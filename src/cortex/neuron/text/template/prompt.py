@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from cortex.neuron.text.output.detect import ReasoningMarkers, tool_syntax
+from cortex.neuron.families.family import ReasoningMarkers
+from cortex.neuron.text.output.detect import tool_syntax
 from cortex.neuron.text.output.reasoning import opens_reasoning
 from cortex.neuron.text.template import conversation
 from cortex.neuron.text.template.chat_template import ChatTemplate

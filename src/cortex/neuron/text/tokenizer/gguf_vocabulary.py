@@ -8,8 +8,32 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from cortex.neuron.families.registry import SPLITS
+from cortex.neuron.families.splits import Split
 from cortex.neuron.text.errors import TextFileMalformed, TextModelError, TokenizerMissing, TokenizerUnsupported
-from cortex.neuron.text.tokenizer import pretokenizers
+
+
+def split_named(name: str) -> Split:
+    """Raises TokenizerUnsupported: a wrong split would silently make the model worse."""
+    try:
+        return SPLITS[name]
+    except KeyError:
+        raise TokenizerUnsupported(
+            f"the GGUF file names the pre-tokenizer {name!r}, supported are {', '.join(sorted(SPLITS))}; "
+            "serve the model from safetensors, or add the name to its family in neuron/families/"
+        ) from None
+
+
+def pre_tokenizer(split: Split) -> pre_tokenizers.PreTokenizer:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split.patterns)
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if split.single_digits else []
+    return pre_tokenizers.Sequence([*steps, *digits, byte_level]) if steps or digits else byte_level
+
+
+def normalizer(split: Split) -> normalizers.Normalizer | None:
+    return normalizers.NFC() if split.normal_form_c else None
+
 
 SPACE: Final = "▁"
 """How SentencePiece vocabularies write a space."""
@@ -104,15 +128,18 @@ def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
-    cut = pretokenizers.by_name(metadata.get("tokenizer.ggml.pre", "default"))
+    split = split_named(metadata.get("tokenizer.ggml.pre", "default"))
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or ()]
     model = models.BPE(
-        vocab=_ids(tokens, metadata), merges=_checked_pairs(merges), ignore_merges=cut.whole_words_first, fuse_unk=False
+        vocab=_ids(tokens, metadata),
+        merges=_checked_pairs(merges),
+        ignore_merges=split.whole_words_first,
+        fuse_unk=False,
     )
     tokenizer = Tokenizer(model)
-    if (normalizer := cut.normalizer()) is not None:
-        tokenizer.normalizer = normalizer
-    tokenizer.pre_tokenizer = cut.pre_tokenizer()
+    if (form := normalizer(split)) is not None:
+        tokenizer.normalizer = form
+    tokenizer.pre_tokenizer = pre_tokenizer(split)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

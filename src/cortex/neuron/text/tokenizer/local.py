@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cortex.neuron.text import defaults
-from cortex.neuron.text.facts import TextFacts
+from cortex.neuron.text.facts import TextFiles
 from cortex.neuron.text.files import gguf_file, picture_spec, read_json
 from cortex.neuron.text.template import template_source
 from cortex.neuron.text.tokenizer.encoder import EncodedTexts, Segmented, TextsToEncode
@@ -44,14 +44,14 @@ class LocalEncoder:
         return self._segments.encode(text, literal_at, tenant)
 
 
-def read_text(path: Path) -> tuple[TextFacts, LocalEncoder]:
+def read_text(path: Path) -> tuple[TextFiles, LocalEncoder]:
     """Reads a model directory or a .gguf file; raises TextModelError, or CheckpointError for a bad GGUF header."""
     gguf = gguf_file(path)
     if gguf is not None:
         facts, encoder = text_of_gguf(read_metadata(gguf).metadata)
         return replace(facts, pictures=picture_spec(gguf)), encoder
     tokenizer = LibraryTokenizer.load(path)
-    facts = TextFacts(
+    facts = TextFiles(
         tokenizer.vocabulary,
         template_source.from_directory(path),
         defaults.from_generation_config(read_json(path / "generation_config.json")),
@@ -60,8 +60,8 @@ def read_text(path: Path) -> tuple[TextFacts, LocalEncoder]:
     return facts, LocalEncoder(tokenizer)
 
 
-def text_of_gguf(metadata: Mapping[str, Any]) -> tuple[TextFacts, LocalEncoder]:
+def text_of_gguf(metadata: Mapping[str, Any]) -> tuple[TextFiles, LocalEncoder]:
     """Reads a GGUF file's metadata; raises TextModelError."""
     tokenizer = LibraryTokenizer.from_gguf(metadata)
-    facts = TextFacts(tokenizer.vocabulary, template_source.from_gguf(metadata), defaults.from_gguf(metadata))
+    facts = TextFiles(tokenizer.vocabulary, template_source.from_gguf(metadata), defaults.from_gguf(metadata))
     return facts, LocalEncoder(tokenizer)

@@ -5,72 +5,61 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cortex.neuron.families.tool_calls import CallFrame, NamedForm, TagForm, ToolSyntax
 from cortex.neuron.text.grammar.lark import LarkGrammar, literal
-from cortex.neuron.text.output.detect import ToolSyntax
-from cortex.neuron.text.tools.frame import CALL_KEYS, FRAMES
-from cortex.neuron.text.tools.named import NAMED_FORMS, NamedForm
-from cortex.neuron.text.tools.syntaxes import call_syntax
-from cortex.neuron.text.tools.tags import TAG_FORMS, TagForm
 from cortex.wire.requests import Tool
 
-MARKED = frozenset(FRAMES)
-"""Syntaxes in which a call is between markers, anywhere in the response."""
-_READ_IN_TEXT = [kind for kind in ToolSyntax if kind is not ToolSyntax.HARMONY]
-OPENINGS: Mapping[ToolSyntax, tuple[str, ...]] = {
-    kind: openings for kind in _READ_IN_TEXT if (openings := call_syntax(kind, ()).openings)
-}
-"""What begins a call anywhere in the response."""
 
-
-def add_calls(grammar: LarkGrammar, kind: ToolSyntax, tools: Sequence[Tool], *, parallel: bool) -> str:
+def add_calls(grammar: LarkGrammar, syntax: ToolSyntax, tools: Sequence[Tool], *, parallel: bool) -> str:
     """Adds rules for one call of one of `tools`, or for several in a row; returns the rule's name."""
-    calls = [_add_call(grammar, kind, tool) for tool in tools]
+    calls = [_add_call(grammar, syntax, tool) for tool in tools]
     one = grammar.rule("call", " | ".join(calls))
-    if kind not in MARKED:  # only with markers is it clear where one call ends and the next begins
+    if syntax.frame is None:  # only with markers is it clear where one call ends and the next begins
         return one
     several = f'{one} ("\\n"? {one})*' if parallel else one
-    section = [grammar.marker(marker) for marker in FRAMES[kind].section]
+    section = [grammar.marker(marker) for marker in syntax.frame.section]
     return grammar.rule("calls", " ".join([*section[:1], several, *section[1:]])) if parallel or section else one
 
 
-def add_free_response(grammar: LarkGrammar, kind: ToolSyntax, tools: Sequence[Tool], *, parallel: bool) -> str:
+def add_free_response(
+    grammar: LarkGrammar, syntax: ToolSyntax, frame: CallFrame, tools: Sequence[Tool], *, parallel: bool
+) -> str:
     """Adds rules for any text, in which what follows the marker is a call of one of `tools`; returns the rule's name.
 
-    Only for `MARKED` syntaxes. Unless `parallel`, the response ends with its first call.
+    `frame`: that of the syntax. Unless `parallel`, the response ends with its first call.
     """
-    bodies = " | ".join(_body(grammar, kind, tool) for tool in tools)
-    rest = grammar.rule("rest", _closed(grammar, kind, f"({bodies})"))
-    call = f"{grammar.text_until(FRAMES[kind].opening)} {rest}"
-    text = grammar.text_without(FRAMES[kind].opening)
+    bodies = " | ".join(_body(grammar, syntax, tool) for tool in tools)
+    rest = grammar.rule("rest", _closed(grammar, frame, f"({bodies})"))
+    call = f"{grammar.text_until(frame.opening)} {rest}"
+    text = grammar.text_without(frame.opening)
     return grammar.rule("free", f"({call})* {text}" if parallel else f"{text} | {call}")
 
 
-def _add_call(grammar: LarkGrammar, kind: ToolSyntax, tool: Tool) -> str:
-    body = _body(grammar, kind, tool)
-    if kind in MARKED:
-        body = f"{grammar.marker(FRAMES[kind].opening)} {_closed(grammar, kind, body)}"
+def _add_call(grammar: LarkGrammar, syntax: ToolSyntax, tool: Tool) -> str:
+    body = _body(grammar, syntax, tool)
+    if syntax.frame is not None:
+        body = f"{grammar.marker(syntax.frame.opening)} {_closed(grammar, syntax.frame, body)}"
     return grammar.rule("tool", body)
 
 
-def _closed(grammar: LarkGrammar, kind: ToolSyntax, body: str) -> str:
+def _closed(grammar: LarkGrammar, frame: CallFrame, body: str) -> str:
     """What follows the opening."""
-    frame = FRAMES[kind]
     before, after = ([literal(layout)] if layout else [] for layout in (frame.before, frame.after))
     closing = [grammar.marker(frame.closing)] if frame.closing else []
     return " ".join([*before, body, *after, *closing])
 
 
-def _body(grammar: LarkGrammar, kind: ToolSyntax, tool: Tool) -> str:
-    if (form := TAG_FORMS.get(kind)) is not None:
-        return _tagged_function(grammar, form, tool)
-    if kind in (ToolSyntax.LFM2, ToolSyntax.OLMO):
+def _body(grammar: LarkGrammar, syntax: ToolSyntax, tool: Tool) -> str:
+    if syntax.tags is not None:
+        return _tagged_function(grammar, syntax.tags, tool)
+    if syntax.kind == "python":
         return _python_call(grammar, tool)
     arguments = grammar.json({"type": "object", **tool.parameters}, lenient=True)
-    if (named := NAMED_FORMS.get(kind)) is not None and kind is not ToolSyntax.MISTRAL_JSON:
-        return " ".join([*_named_head(grammar, named, tool), arguments])
-    if kind is ToolSyntax.GEMMA:
+    if syntax.kind == "named" and syntax.named is not None:
+        return " ".join([*_named_head(grammar, syntax.named, tool), arguments])
+    if syntax.kind == "unquoted":
         return f"{literal(f'call:{tool.name}')} {arguments}"
-    name_key, arguments_key = CALL_KEYS.get(kind, ("name", "arguments"))
+    name_key, arguments_key = syntax.keys
     name = literal(f'{{"{name_key}": {literal(tool.name)}, "{arguments_key}": ')
     return f"{name} {arguments} {literal('}')}"
 

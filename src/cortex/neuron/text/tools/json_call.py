@@ -1,23 +1,75 @@
-"""Reads a call that is a JSON object, `{"name": "f", "arguments": {…}}`, and streams its arguments.
+"""Tool calls with JSON: objects between markers or bare, in lists, and arguments behind a name.
 
-With the name first and an object for arguments, as nearly every model writes it, the call is announced at the
-arguments' opening brace. From there on their text is streamed to the client and cannot be taken back. Arguments that
-turn out not to be JSON stay what the model wrote: the client's parser rejects them, and they are never repaired into a
-call that the model did not make. Every other shape (arguments first, wrapped, or as a string) is read whole. The object
-may be an item of a list, whose brackets are layout.
+A bare object is a call only at the start of the response, and only if it names one of the request's tools; other JSON
+is text. Models that write bare calls also write a list of Python calls. Behind a name, models leave out markers between
+the name and the arguments, and the marker around all calls; instead of a name, the JSON object of a call may follow, or
+a list of them. The arguments are streamed.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from enum import Enum, auto
-from typing import Final
+from typing import Any, Final, NamedTuple
 
-from cortex.neuron.text.tools.call import NOTHING_YET, CallProgress, NotACall, call_from_json, tool_name
-from cortex.neuron.text.tools.json_object import ObjectScanner
+from cortex.neuron.families.tool_calls import PYTHON_TAG, CallFrame, NamedForm
+from cortex.neuron.text.output.stops import held_suffix
+from cortex.neuron.text.tools.call import NOTHING_YET, CallProgress, CallReader, NotACall, call_from_json, tool_name
+from cortex.neuron.text.tools.pythonic import PythonCallReader
+
+_STRUCTURE: Final = re.compile(r'[{}"]')
+_STRING_EVENT: Final = re.compile(r'["\\\x00-\x1f]')
+
+
+class Scanned(NamedTuple):
+    """The part of an object in a piece of text."""
+
+    text: str
+    """The text of the object. Raw line breaks in strings, which models do write, are escaped."""
+    end: int | None
+    """Number of characters of the piece that belong to the object; None while the object continues."""
+
+
+class ObjectScanner:
+    """Scans an object from its opening brace on. Constant state, linear time."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def feed(self, text: str, *, depth: int = 0) -> Scanned:
+        """Scans until only `depth` objects are open: 0 is the end of the outermost."""
+        kept: list[str] = []
+        taken = position = 0
+        while position < len(text):
+            if self._escaped:
+                self._escaped = False
+                position += 1
+                continue
+            found = (_STRING_EVENT if self._in_string else _STRUCTURE).search(text, position)
+            if found is None:
+                break
+            position = found.end()
+            match found.group():
+                case '"':
+                    self._in_string = not self._in_string
+                case "\\":
+                    self._escaped = True
+                case "{":
+                    self._depth += 1
+                case "}":
+                    self._depth -= 1
+                    if self._depth == depth:
+                        return Scanned("".join([*kept, text[taken:position]]), position)
+                case control:
+                    kept += [text[taken : found.start()], json.dumps(control)[1:-1]]
+                    taken = position
+        return Scanned("".join([*kept, text[taken:]]), None)
+
 
 _MAX_HEAD_CHARACTERS: Final = 1024
 """A call whose arguments begin later than this is read whole, so that the search for them stays cheap."""
@@ -181,3 +233,158 @@ def _spelled(name: str) -> str | None:
         return tool_name(str(json.loads(name, strict=False)))
     except ValueError:
         return None
+
+
+class MarkedJSON:
+    """`<tool_call>{"name": "f", "arguments": {…}}</tool_call>`, or a list of such objects between the markers."""
+
+    bare_openings: tuple[str, ...] = ()
+    next_openings: tuple[str, ...] = ("{",)
+    separators = ","
+
+    def __init__(self, frame: CallFrame, tool_names: Iterable[str]) -> None:
+        self._frame = frame
+        self._tool_names = frozenset(tool_names)
+        self.openings: tuple[str, ...] = (frame.opening,)
+        self.markers = frame.markers
+        self.never_text = frame.markers if frame.is_control else ()
+
+    def reader(self, opening: str) -> CallReader:
+        if opening == self._frame.opening:
+            return JSONCallReader(names=None, closing=self._frame.closing)
+        return JSONCallReader(names=self._tool_names, closing=self._frame.closing, begun=opening, in_list=True)
+
+
+class PlainJSON:
+    """`{"name": "f", "parameters": {…}}`, or `[f(a=1), g()]`"""
+
+    openings: tuple[str, ...] = ()
+    separators = ";,"
+    markers: tuple[str, ...] = ()
+    never_text: tuple[str, ...] = ()
+
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        """`schemas`: each tool's parameters by its name."""
+        self._schemas = schemas
+        self.next_openings = tuple(f"{name}(" for name in schemas)
+        self.bare_openings = ("{", *(f"[{call}" for call in self.next_openings))
+
+    def reader(self, opening: str) -> CallReader:
+        if opening.endswith("("):
+            return PythonCallReader("", self._schemas, opening.removeprefix("["))
+        return JSONCallReader(names=self._schemas.keys(), closing="", begun=opening if opening == "{" else "")
+
+
+class PythonTagJSON(PlainJSON):
+    """Plain JSON, and `<|python_tag|>` begins a call anywhere."""
+
+    openings: tuple[str, ...] = (PYTHON_TAG,)
+    markers: tuple[str, ...] = (PYTHON_TAG,)
+    never_text: tuple[str, ...] = (PYTHON_TAG,)
+
+
+_MAX_NAME_CHARACTERS: Final = 512
+_FENCE: Final = "```"
+
+
+class NamedSyntax(MarkedJSON):
+    def __init__(self, form: NamedForm, frame: CallFrame, tool_names: Iterable[str]) -> None:
+        super().__init__(frame, tool_names)
+        self._form = form
+        self.openings = frame.openings
+        self.markers = self.never_text = (*frame.markers, *self._form.separators)
+
+    def reader(self, opening: str) -> CallReader:
+        return _NamedReader(self._form, self._frame) if opening in self.openings else super().reader(opening)
+
+
+class NameLine:
+    """`f` in a line of its own and JSON after it, at the start of the response."""
+
+    openings: tuple[str, ...] = ()
+    next_openings: tuple[str, ...] = ()
+    separators = ""
+    markers: tuple[str, ...] = ()
+    never_text: tuple[str, ...] = ()
+
+    def __init__(self, form: NamedForm, tool_names: Iterable[str]) -> None:
+        self._form = form
+        self.bare_openings = tuple(f"{name}\n" for name in tool_names)
+
+    def reader(self, opening: str) -> CallReader:
+        return _NamedReader(self._form, None, begun=opening)
+
+
+class _NamedReader:
+    """Owned by one call of one response."""
+
+    def __init__(self, form: NamedForm, frame: CallFrame | None, *, begun: str = "") -> None:
+        """`begun`: the beginning of the head, which was already consumed."""
+        self._form = form
+        self._frame = frame
+        fence = _FENCE if _FENCE in form.head.pattern else ""
+        self._closings = () if frame is None else tuple(filter(None, (fence, frame.closing)))
+        """What may follow the arguments."""
+        self._markers = (*form.separators, _FENCE + "json", _FENCE, *(frame.markers if frame else ()))
+        self._json_reader: CallReader | None = None
+        self._head: str | None = begun
+        """What precedes the arguments; None once they have begun."""
+        self._scanner = ObjectScanner()
+        self._tail: str | None = None
+        """What follows the arguments, once they are complete."""
+
+    def feed(self, text: str) -> CallProgress:
+        if self._json_reader is not None:
+            return self._json_reader.feed(text)
+        if self._tail is not None:
+            return CallProgress(rest=self._close(text))
+        if self._head is None:
+            return self._read_arguments(text)
+        self._head += text
+        if self._frame is not None and self._head.lstrip().startswith(("[", "{")):
+            self._json_reader = JSONCallReader(names=None, closing=self._frame.closing)
+            return self._json_reader.feed(self._head)
+        head, brace, arguments = self._head.partition("{")
+        if not brace:
+            self._check_beginning(head)
+            return NOTHING_YET
+        found = self._form.head.fullmatch(head[:_MAX_NAME_CHARACTERS])
+        if found is None or len(head) > _MAX_NAME_CHARACTERS:
+            raise NotACall
+        self._head = None
+        progress = self._read_arguments(brace + arguments)
+        return CallProgress(tool_name(found["name"]), progress.arguments, progress.rest)
+
+    def finish(self) -> CallProgress:
+        if self._json_reader is not None:
+            return self._json_reader.finish()
+        return NOTHING_YET if self._tail is None else CallProgress(rest="")
+
+    def _check_beginning(self, head: str) -> None:
+        """A head is one word between markers: gives up at the second, so that text streams."""
+        held = max((held_suffix(head, marker) for marker in self._markers), default=0)
+        for marker in self._markers:
+            head = head.replace(marker, "\0")
+        words = re.sub(r"\s*\0\s*", "\0", head[: len(head) - held].strip())
+        if len(head) > _MAX_NAME_CHARACTERS or re.search(r"\s", words):
+            raise NotACall
+
+    def _read_arguments(self, text: str) -> CallProgress:
+        scanned = self._scanner.feed(text)
+        if scanned.end is None:
+            return CallProgress(arguments=scanned.text)
+        self._tail = ""
+        return CallProgress(arguments=scanned.text, rest=self._close(text[scanned.end :]))
+
+    def _close(self, text: str) -> str | None:
+        """The text after the closing markers; None until it is certain that there are none."""
+        assert self._tail is not None, "the arguments are complete"
+        self._tail += text
+        rest = self._tail
+        for closing in self._closings:
+            following = rest.lstrip()
+            if following.startswith(closing):
+                rest = following[len(closing) :]
+            elif closing.startswith(following):
+                return None
+        return rest

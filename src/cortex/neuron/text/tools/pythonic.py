@@ -14,8 +14,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
+from cortex.neuron.families.tool_calls import CallFrame
 from cortex.neuron.text.tools.call import NOTHING_YET, Call, CallProgress, CallReader, NotACall, well_formed
-from cortex.neuron.text.tools.frame import CallFrame
 
 _MAX_CHARACTERS: Final = 1 << 20
 """A longer call is text: the syntax tree takes about a hundred bytes for each character."""

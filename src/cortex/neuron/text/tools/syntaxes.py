@@ -4,36 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cortex.neuron.text.output.detect import ToolSyntax
+from cortex.neuron.families.tool_calls import ToolSyntax
 from cortex.neuron.text.tools.call import CallSyntax
-from cortex.neuron.text.tools.frame import FRAMES
-from cortex.neuron.text.tools.gemma import GemmaSyntax
-from cortex.neuron.text.tools.json_syntax import LlamaJSON, MarkedJSON, PlainJSON
-from cortex.neuron.text.tools.named import NAMED_FORMS, NamedSyntax, NameLine
+from cortex.neuron.text.tools.json_call import MarkedJSON, NamedSyntax, NameLine, PlainJSON, PythonTagJSON
 from cortex.neuron.text.tools.pythonic import PythonicSyntax
-from cortex.neuron.text.tools.tags import TAG_FORMS, TagSyntax
+from cortex.neuron.text.tools.tags import TagSyntax
+from cortex.neuron.text.tools.unquoted import UnquotedSyntax
 from cortex.wire.requests import Tool
 
 
-def call_syntax(kind: ToolSyntax, tools: Sequence[Tool]) -> CallSyntax:
+def call_syntax(syntax: ToolSyntax, tools: Sequence[Tool]) -> CallSyntax:
     """The syntax for calls of these tools. Harmony has none: `output/harmony.py` reads its messages."""
-    assert kind is not ToolSyntax.HARMONY
     names = [tool.name for tool in tools]
     schemas = {tool.name: tool.parameters for tool in tools}
-    match kind:
-        case _ if kind in TAG_FORMS:
-            return TagSyntax(TAG_FORMS[kind], schemas)
-        case ToolSyntax.NAME_LINE:
-            return NameLine(names)
-        case _ if kind in NAMED_FORMS:
-            return NamedSyntax(kind, names)
-        case ToolSyntax.LFM2 | ToolSyntax.OLMO:
-            return PythonicSyntax(FRAMES[kind], schemas)
-        case ToolSyntax.GEMMA:
-            return GemmaSyntax(FRAMES[kind])
-        case ToolSyntax.LLAMA_JSON:
-            return LlamaJSON(schemas)
-        case ToolSyntax.PLAIN_JSON:
-            return PlainJSON(schemas)
-        case _:
-            return MarkedJSON(FRAMES[kind], names)
+    if syntax.tags is not None:
+        return TagSyntax(syntax.tags, schemas)
+    if syntax.kind == "plain":
+        return PlainJSON(schemas)
+    if syntax.kind == "python_tag":
+        return PythonTagJSON(schemas)
+    if syntax.frame is None:
+        assert syntax.named is not None, f"{syntax} has neither a frame nor a name"
+        return NameLine(syntax.named, names)
+    if syntax.named is not None:
+        return NamedSyntax(syntax.named, syntax.frame, names)
+    if syntax.kind == "python":
+        return PythonicSyntax(syntax.frame, schemas)
+    if syntax.kind == "unquoted":
+        return UnquotedSyntax(syntax.frame)
+    return MarkedJSON(syntax.frame, names)

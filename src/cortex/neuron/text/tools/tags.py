@@ -1,6 +1,5 @@
-"""Calls whose parameters are between tags: as Qwen writes them,
-`<tool_call><function=f><parameter=p>value</parameter></function></tool_call>`, and the forms of Seed, MiniMax, Muse,
-GLM and DeepSeek (DSML).
+"""Calls whose parameters are between tags, in forms such as
+`<tool_call><function=f><parameter=p>value</parameter></function></tool_call>`.
 
 Values are raw text; the tool's schema has their types. Models forget the marker around the function, so `<function=`
 also opens a call, and `</function>` ends one. The arguments are streamed as JSON: text as it is written, other values
@@ -9,16 +8,14 @@ once they are complete.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from cortex.neuron.text.output.detect import TOOL_CALL_CLOSE, ToolSyntax
+from cortex.neuron.families.tool_calls import TagForm
 from cortex.neuron.text.output.stops import held_suffix
 from cortex.neuron.text.tools.call import NOTHING_YET, CallProgress, CallReader, NotACall, json_text, tool_name
-from cortex.neuron.text.tools.frame import FRAMES, CallFrame
-from cortex.neuron.text.tools.values import is_text, schema_of, typed
 
 _NAME_END: Final = re.compile(r"[>\n<]")
 _QUOTED: Final = re.compile(r"""(["'])([^"']+)\1\s*(.*)""", re.DOTALL)
@@ -28,80 +25,6 @@ _STATED: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """The schema that the attribute of a parameter states."""
 _FIRST_WORD: Final = re.compile(r"\s*([^\s<]+)(?=[\s<])")
-
-
-@dataclass(frozen=True, slots=True)
-class TagForm:
-    """How a function and its parameters are written. Names may be quoted."""
-
-    frame: CallFrame
-    function_open: str
-    """Empty if the name follows the frame's opening."""
-    function_name_close: str
-    function_close: str
-    """The frame's closing marker if there is no other."""
-    parameter_open: str
-    parameter_name_close: tuple[str, ...]
-    """What follows the name of a parameter, up to its value; white space may be between."""
-    parameter_close: str
-    quote: str = ""
-    """What the model was trained to write around names."""
-    value_break: str = ""
-    """A line break next to the value that is layout."""
-    token: str = ""
-    """A control token in the markers."""
-    says_type: bool = False
-    """Whether an attribute of each parameter says if its value is text: ` string="true"`, or JSON."""
-
-    @property
-    def closing(self) -> str:
-        """What may follow the end of the function."""
-        return "" if self.function_close == self.frame.closing else self.frame.closing
-
-
-def _equals_form(kind: ToolSyntax, value_break: str) -> TagForm:
-    return TagForm(
-        FRAMES[kind],
-        *("<function=", ">", "</function>"),
-        *("<parameter=", (">",), "</parameter>"),
-        value_break=value_break,
-    )
-
-
-def _dsml_form(kind: ToolSyntax) -> TagForm:
-    return TagForm(
-        FRAMES[kind],
-        *("<｜DSML｜invoke name=", ">", "</｜DSML｜invoke>"),
-        *("<｜DSML｜parameter name=", (">",), "</｜DSML｜parameter>"),
-        quote='"',
-        token="｜DSML｜",
-        says_type=True,
-    )
-
-
-TAG_FORMS: Final[Mapping[ToolSyntax, TagForm]] = {
-    ToolSyntax.QWEN_XML: _equals_form(ToolSyntax.QWEN_XML, "\n"),
-    ToolSyntax.SEED_XML: _equals_form(ToolSyntax.SEED_XML, ""),
-    ToolSyntax.MINIMAX_XML: TagForm(
-        FRAMES[ToolSyntax.MINIMAX_XML],
-        *("<invoke name=", ">", "</invoke>"),
-        *("<parameter name=", (">",), "</parameter>"),
-        quote='"',
-    ),
-    ToolSyntax.MUSE_XML: TagForm(
-        FRAMES[ToolSyntax.MUSE_XML],
-        *("<atem:invoke name=", ">", "</atem:invoke>"),
-        *("<atem:parameter name=", (">",), "</atem:parameter>"),
-        quote='"',
-    ),
-    ToolSyntax.DSML: _dsml_form(ToolSyntax.DSML),
-    ToolSyntax.DSML_CALLS: _dsml_form(ToolSyntax.DSML_CALLS),
-    ToolSyntax.GLM_XML: TagForm(
-        FRAMES[ToolSyntax.GLM_XML],
-        *("", "", TOOL_CALL_CLOSE),
-        *("<arg_key>", ("</arg_key>", "<arg_value>"), "</arg_value>"),
-    ),
-}
 
 
 class TagSyntax:
@@ -314,3 +237,67 @@ def _name(text: str, *closings: str) -> _Found | None:
             return None
         rest = marker.rest
     return _Found(name, rest)
+
+
+def is_text(schema: Mapping[str, Any]) -> bool:
+    """Whether a parameter of this schema is always text, so that it can be streamed."""
+    kinds = _kinds(schema)
+    return not kinds or kinds == {"string"}
+
+
+def typed(text: str, schema: Mapping[str, Any]) -> Any:
+    """The value of `text` for a parameter of this schema; text that does not fit stays text, for the tool to reject."""
+    if is_text(schema):
+        return text
+    kinds = _kinds(schema)
+    stripped = text.strip()
+    if "boolean" in kinds and stripped.lower() in ("true", "false"):
+        return stripped.lower() == "true"
+    if "null" in kinds and stripped.lower() in ("null", "none"):
+        return None
+    try:
+        value = json.loads(stripped, strict=False)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        return text
+    return value if _kind_of(value) & kinds else text
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str]:
+    """The JSON types that a schema allows; empty if it has none."""
+    stated = schema.get("type")
+    kinds = {stated} if isinstance(stated, str) else {kind for kind in stated or () if isinstance(kind, str)}
+    for key in ("anyOf", "oneOf", "allOf"):
+        for option in schema.get(key) or ():
+            if isinstance(option, Mapping):
+                kinds |= _kinds(option)
+    if not kinds:
+        for value in schema.get("enum") or ():
+            kinds |= _kind_of(value)
+    if not kinds and "$ref" in schema:
+        kinds = {"object", "array", "number", "integer", "boolean", "null", "string"}
+    return kinds
+
+
+def _kind_of(value: Any) -> set[str]:
+    match value:
+        case None:
+            return {"null"}
+        case bool():
+            return {"boolean"}
+        case int():
+            return {"integer", "number"}
+        case float():
+            return {"number", "integer"} if value.is_integer() else {"number"}
+        case str():
+            return {"string"}
+        case list():
+            return {"array"}
+        case _:
+            return {"object"}
+
+
+def schema_of(parameters: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
+    properties = (parameters or {}).get("properties")
+    schema = properties.get(name) if isinstance(properties, Mapping) else None
+    return schema if isinstance(schema, Mapping) else {}

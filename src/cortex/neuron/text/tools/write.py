@@ -6,12 +6,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cortex.neuron.text.output.detect import ToolSyntax
+from cortex.neuron.families.tool_calls import TagForm, ToolSyntax
 from cortex.neuron.text.tools.call import json_text
-from cortex.neuron.text.tools.frame import CALL_KEYS, FRAMES
-from cortex.neuron.text.tools.gemma import QUOTE
-from cortex.neuron.text.tools.named import NAMED_FORMS
-from cortex.neuron.text.tools.tags import TAG_FORMS, TagForm
+from cortex.neuron.text.tools.unquoted import QUOTE
 
 
 class Written(NamedTuple):
@@ -33,10 +30,10 @@ class SpelledText(str):
         return text
 
 
-def written_calls(calls: Sequence[tuple[str, Mapping[str, Any]]], kind: ToolSyntax) -> list[Written]:
+def written_calls(calls: Sequence[tuple[str, Mapping[str, Any]]], syntax: ToolSyntax) -> list[Written]:
     """Calls of one turn: the name of each and its arguments. Harmony has no such form: its templates show calls."""
-    frame = FRAMES.get(kind)
-    bodies = [list(_body(name, arguments, kind)) for name, arguments in calls]
+    frame = syntax.frame
+    bodies = [list(_body(name, arguments, syntax)) for name, arguments in calls]
     if frame is None:
         return _joined(bodies, "\n")
     if frame.before.startswith("["):  # one list for all
@@ -46,24 +43,24 @@ def written_calls(calls: Sequence[tuple[str, Mapping[str, Any]]], kind: ToolSynt
     return [*_markup(begin), *_joined(framed, "\n" if frame.before == "\n" else ""), *_markup(end)]
 
 
-def _body(name: str, arguments: Mapping[str, Any], kind: ToolSyntax) -> Iterator[Written]:
-    if (form := TAG_FORMS.get(kind)) is not None:
-        yield from _tagged(name, arguments, form)
-    elif kind in (ToolSyntax.LFM2, ToolSyntax.OLMO):
+def _body(name: str, arguments: Mapping[str, Any], syntax: ToolSyntax) -> Iterator[Written]:
+    if syntax.tags is not None:
+        yield from _tagged(name, arguments, syntax.tags)
+    elif syntax.kind == "python":
         written = ", ".join(f"{key}={json_text(value)}" for key, value in arguments.items())
         if not all(map(str.isidentifier, arguments)):
             written = f"**{json_text(dict(arguments))}"
         yield Written(f"{name}({written})", False)
-    elif kind is ToolSyntax.GEMMA:
+    elif syntax.kind == "unquoted":
         yield Written(f"call:{name}", False)
-        yield from _gemma_value(arguments)
-    elif (named := NAMED_FORMS.get(kind)) is not None and kind is not ToolSyntax.MISTRAL_JSON:
+        yield from _unquoted_value(arguments)
+    elif syntax.kind == "named" and (named := syntax.named) is not None:
         yield from _markup("".join(named.before))
         yield Written(name, False)
         yield from _markup("".join(named.between))
         yield Written(json_text(dict(arguments)), False)
     else:
-        name_key, arguments_key = CALL_KEYS.get(kind, ("name", "arguments"))
+        name_key, arguments_key = syntax.keys
         yield Written(json_text({name_key: name, arguments_key: dict(arguments)}), False)
 
 
@@ -82,7 +79,7 @@ def _tagged(name: str, arguments: Mapping[str, Any], form: TagForm) -> Iterator[
         yield from _markup(form.function_close)
 
 
-def _gemma_value(value: Any) -> Iterator[Written]:
+def _unquoted_value(value: Any) -> Iterator[Written]:
     match value:
         case str():
             yield from (Written(QUOTE, True), Written(value, False), Written(QUOTE, True))
@@ -90,13 +87,13 @@ def _gemma_value(value: Any) -> Iterator[Written]:
             yield Written("{", True)
             for place, (key, item) in enumerate(value.items()):
                 yield Written(f"{',' if place else ''}{key}:", False)
-                yield from _gemma_value(item)
+                yield from _unquoted_value(item)
             yield Written("}", True)
         case list():
             yield Written("[", True)
             for place, item in enumerate(value):
                 yield Written("," if place else "", True)
-                yield from _gemma_value(item)
+                yield from _unquoted_value(item)
             yield Written("]", True)
         case _:
             yield Written(json_text(value), False)

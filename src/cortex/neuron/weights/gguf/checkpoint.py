@@ -8,18 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from cortex.neuron.families.registry import GGUF
 from cortex.neuron.weights.directory import model_file
 from cortex.neuron.weights.errors import Malformed, TensorMissing, Unsupported
 from cortex.neuron.weights.family_tensors import arranged
-from cortex.neuron.weights.gguf.config import (
-    HEADED,
-    INTERLEAVED,
-    PLAIN_LAST_NORM,
-    PLUS_ONE_NORMS,
-    config_of,
-    delta_heads,
-)
-from cortex.neuron.weights.gguf.delta import delta_tensors
+from cortex.neuron.weights.gguf.config import config_of, delta_heads
 from cortex.neuron.weights.gguf.metadata import GGUFFile, GGUFTensor, HeaderBudget, parse_header
 from cortex.neuron.weights.gguf.names import (
     ROPE_TABLES,
@@ -29,9 +22,8 @@ from cortex.neuron.weights.gguf.names import (
     is_expert_stack,
     layer_part,
 )
-from cortex.neuron.weights.gguf.projector import projector_of, whole_config
-from cortex.neuron.weights.gguf.recurrent import recurrent_tensor
-from cortex.neuron.weights.gguf.towers import tower_tensors
+from cortex.neuron.weights.gguf.recurrent import delta_tensors, recurrent_tensor
+from cortex.neuron.weights.gguf.towers import projector_of, tower_tensors, whole_config
 from cortex.neuron.weights.gguf.types import READABLE
 from cortex.neuron.weights.mapping import MappedFile
 from cortex.neuron.weights.stored import Adjustment, StoredTensor, TensorInfo
@@ -64,8 +56,8 @@ class GGUFCheckpoint:
             parts = [head, *(self._open(part, budget) for part in _following_parts(head))]
             whole = replace(head, tensors=_merged_tensors(parts))
             self.config: Mapping[str, Any] = config_of(whole)
-            self._architecture: str = head.metadata["general.architecture"]
-            self._num_blocks: int = head.metadata[f"{self._architecture}.block_count"]
+            self._architecture = GGUF[head.metadata["general.architecture"]].architecture
+            self._num_blocks: int = head.metadata[f"{self._architecture.name}.block_count"]
             for file, mapped in zip(parts, self._mapped, strict=True):
                 for tensor in file.tensors.values():
                     self._register(mapped, tensor)
@@ -120,28 +112,28 @@ class GGUFCheckpoint:
         stored = StoredTensor(
             mapped, tensor.offset, tensor.shape, tensor.type.name, tensor.num_bytes, name=tensor.name[:200]
         )
-        heads, place = delta_heads(self.config), layer_part(tensor.name)
+        heads, place = delta_heads(self.config, self._architecture), layer_part(tensor.name)
         if place is not None:
             layer, part = place
             if layer >= self.config["num_hidden_layers"]:
                 self._register_head(layer, part, tensor, stored)
                 return
             found = delta_tensors(part, stored, heads) if heads is not None else None
-            if (recurrent := recurrent_tensor(self._architecture, part, stored)) is not None:
+            if (recurrent := recurrent_tensor(self._architecture.mixer, part, stored)) is not None:
                 found = dict([recurrent])
             if found is not None:
                 for name, made in found.items():
                     self._add(f"model.layers.{layer}.{name}", made)
                 return
-        self._register_as(hub_name(tensor.name, self._architecture), tensor, stored)
+        self._register_as(hub_name(tensor.name, self._architecture.name), tensor, stored)
 
     def _register_as(self, name: str, tensor: GGUFTensor, stored: StoredTensor) -> None:
         if is_expert_stack(name):
             self._add_experts(name, stored)
             return
-        is_plain = self._architecture in PLAIN_LAST_NORM and name == "model.norm.weight"
-        is_norm = name.endswith("norm.weight") or ".pre_fc_norm_" in name
-        if self._architecture in PLUS_ONE_NORMS and is_norm and not is_plain:
+        norms = self._architecture.norms
+        is_plain = norms == "plain" or (norms == "plus_one_but_last" and name == "model.norm.weight")
+        if not is_plain and (name.endswith("norm.weight") or ".pre_fc_norm_" in name):
             stored = replace(stored, adjustment=Adjustment.PLUS_ONE)
         if name.endswith((".shared_expert_gate.weight", "cls.output.weight")) and len(stored.shape) == 1:
             stored = replace(stored, shape=(1, *stored.shape))
@@ -161,7 +153,7 @@ class GGUFCheckpoint:
             raise Malformed(
                 f"{self.path}: {tensor.name[:200]} is in layer {layer} of {self._num_blocks}; convert the model again"
             )
-        if layer == self.config["num_hidden_layers"] and self._architecture in HEADED:
+        if layer == self.config["num_hidden_layers"] and self._architecture.head:
             self._register_as(head_tensor(tensor.name, self._architecture, layer, part), tensor, stored)
 
     def _add_experts(self, name: str, stored: StoredTensor) -> None:
@@ -179,8 +171,8 @@ class GGUFCheckpoint:
                 self._add(pattern.format(expert), replace(part, offset=offset))
 
     def _interleaved_rows(self, name: str, tensor: GGUFTensor) -> int:
-        """The rows per head, if GGUF stores them interleaved: converters of Llama put rotary pairs side by side."""
-        if self._architecture not in INTERLEAVED or not re.search(r"\.self_attn\.[qk]_proj\.", name):
+        """The rows per head, if GGUF stores them interleaved: some converters put rotary pairs side by side."""
+        if not self._architecture.is_interleaved or not re.search(r"\.self_attn\.[qk]_proj\.", name):
             return 0
         head_dim: int = self.config["head_dim"]
         if tensor.shape[0] % head_dim or head_dim % 2:

@@ -2,131 +2,61 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Mapping
 from typing import Any, Final
 
+from cortex.neuron.families.gguf import MAX_EXPERTS, MAX_HEADS, GGUFArchitecture
+from cortex.neuron.families.registry import GGUF
 from cortex.neuron.weights.delta_heads import DeltaHeads
 from cortex.neuron.weights.errors import Malformed, Unsupported
-from cortex.neuron.weights.gguf.encoders import ENCODERS, encoder_config, gguf_pooling
-from cortex.neuron.weights.gguf.family_options import OPTIONS
+from cortex.neuron.weights.gguf.encoders import encoder_config, gguf_pooling
 from cortex.neuron.weights.gguf.keys import Keys
 from cortex.neuron.weights.gguf.metadata import GGUFFile
-from cortex.neuron.weights.gguf.rope import rope_scaling
+from cortex.neuron.weights.gguf.names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
+from cortex.neuron.weights.gguf.types import GGMLType
 from cortex.neuron.weights.pooling_files import with_pooling
 
-ARCHITECTURES: Final = {
-    "cohere2": ("cohere2", "Cohere2ForCausalLM"),
-    "deepseek2": ("deepseek_v3", "DeepseekV3ForCausalLM"),
-    "ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM"),
-    "ernie4_5-moe": ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
-    "eurobert": ("eurobert", "EuroBertModel"),
-    "exaone4": ("exaone4", "Exaone4ForCausalLM"),
-    "gemma-embedding": ("gemma3_text", "Gemma3TextModel"),
-    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
-    "gemma4": ("gemma4_text", "Gemma4ForCausalLM"),
-    "glm4": ("glm4", "Glm4ForCausalLM"),
-    "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
-    "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
-    "granite": ("granite", "GraniteForCausalLM"),
-    "granitehybrid": ("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
-    "hunyuan-dense": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
-    "laguna": ("laguna", "LagunaForCausalLM"),
-    "lfm2": ("lfm2", "Lfm2ForCausalLM"),
-    "lfm2moe": ("lfm2_moe", "Lfm2MoeForCausalLM"),
-    "llama": ("llama", "LlamaForCausalLM"),
-    "mellum": ("mellum", "MellumForCausalLM"),
-    "minimax-m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
-    "mistral3": ("mistral", "MistralForCausalLM"),
-    "muse-glimmer": ("muse_glimmer_text", "MuseGlimmerForConditionalGeneration"),
-    "nemotron_h": ("nemotron_h", "NemotronHForCausalLM"),
-    "nemotron_h_moe": ("nemotron_h", "NemotronHForCausalLM"),
-    "olmo2": ("olmo2", "Olmo2ForCausalLM"),
-    "phi3": ("phi3", "Phi3ForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
-    "qwen3next": ("qwen3_next", "Qwen3NextForCausalLM"),
-    "qwen35": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
-    "qwen35moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
-    "qwen3vl": ("qwen3", "Qwen3ForCausalLM"),
-    "qwen3vlmoe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
-    "seed_oss": ("seed_oss", "SeedOssForCausalLM"),
-    "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
-}
-ALSO_READ: Final[Mapping[str, tuple[str, ...]]] = {
-    "deepseek2": ("deepseek_v2", "glm4_moe_lite", "kimi_k2"),
-    "mistral3": ("ministral3",),
-    "olmo2": ("olmo3",),
-}
-"""Other families whose models have files of an architecture: the options in a file say what differs."""
-INTERLEAVED: Final = frozenset({"granite", "granitehybrid", "llama", "mistral3", "muse-glimmer", "smollm3"})
-"""Architectures whose converters interleave the rotary halves of queries and keys."""
-_MIXTURES: Final = frozenset(
-    {"deepseek2", "ernie4_5-moe", "glm4moe", "gpt-oss", "laguna", "mellum", "minimax-m2", "qwen3moe", "qwen3next"}
-    | {"qwen35moe", "qwen3vlmoe"}
-)
-_HYBRIDS: Final = frozenset({"qwen3next", "qwen35", "qwen35moe"})
-"""Architectures with gated delta nets in most layers."""
-_RECURRENT: Final = frozenset({"granitehybrid", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"})
-"""Architectures with other recurrent layers: what differs from layer to layer is in their options."""
-_PARTIAL: Final = frozenset({"deepseek2", "glm4", "glm4moe", "laguna", "minimax-m2", "phi3"}) | _HYBRIDS
-"""Architectures that rotate a part of each head."""
-_HEADS_BY_LAYER: Final = frozenset({"laguna"})
-"""Architectures whose layers may have different numbers of heads."""
-PLUS_ONE_NORMS: Final = frozenset({"gemma-embedding", "gemma3", "muse-glimmer"}) | _HYBRIDS
-"""Architectures whose converters add one to the weights of norms."""
-PLAIN_LAST_NORM: Final = frozenset({"muse-glimmer"})
-"""Those of them that keep the weight of the last norm as it is."""
-_BY_LAYER: Final = frozenset({"gemma4"})
-"""Architectures whose layers differ in their sizes, and whose options say how; here they have those of the first."""
-_TILED: Final = frozenset({"qwen35", "qwen35moe"})
-"""Architectures whose value heads converters put into another order."""
-
-HEADED: Final = frozenset({"deepseek2", "glm4moe"}) | _HYBRIDS
-"""Architectures whose heads for further tokens are read."""
-
-# Far above every published model; they bound the work for a damaged file.
-_MAX_EXPERTS: Final = 1 << 12
-_MAX_HEADS: Final = 1 << 12
+_RECURRENT: Final = ("short_convolution", "mamba")
+"""Mixers that only some layers have: what differs from layer to layer is in the options."""
 
 
 def config_of(file: GGUFFile) -> dict[str, Any]:
     """The config of the model in the hub's format. Raises CheckpointError if it is incomplete or not supported."""
-    architecture = file.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES and architecture not in ENCODERS:
-        known = ", ".join([*ARCHITECTURES, *ENCODERS])
-        raise Unsupported(f"{file.path} has the architecture {str(architecture)[:80]!r}; supported in GGUF: {known}")
-    keys = Keys(file, architecture)
+    name = file.metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in GGUF:
+        raise Unsupported(
+            f"{file.path} has the architecture {str(name)[:80]!r}; supported in GGUF: {', '.join(sorted(GGUF))}"
+        )
+    architecture, family = GGUF[name]
+    keys = Keys(file, name)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise Malformed(f"{file.path} has no token_embd.weight; is the model complete?")
-    pooling = gguf_pooling(file, architecture, keys.count("embedding_length"))
-    if architecture in ENCODERS:
-        return with_pooling(encoder_config(file, architecture, keys), pooling)
-
-    model_type, class_name = ARCHITECTURES[architecture]
     hidden_size = keys.count("embedding_length")
+    pooling = gguf_pooling(file, architecture, hidden_size)
+    if family.is_encoder:
+        config = encoder_config(file, family.model_types[0], keys)
+        return with_pooling(config | (architecture.options(keys, config) if architecture.options else {}), pooling)
+
     num_layers = _num_layers(file, keys)
     num_heads = (
         max(keys.counts("attention.head_count", num_layers))
-        if architecture in _HEADS_BY_LAYER
+        if architecture.heads_by_layer
         else keys.count("attention.head_count")
     )
     head_dim = keys.count("attention.key_length", hidden_size // num_heads)
     rotary_dim = keys.count("rope.dimension_count", head_dim)
-    is_hybrid = architecture in _HYBRIDS
-    if rotary_dim % 2 or rotary_dim > head_dim or (rotary_dim < head_dim and architecture not in _PARTIAL):
+    if rotary_dim % 2 or rotary_dim > head_dim or (rotary_dim < head_dim and not architecture.rotates_part):
         raise Unsupported(f"{file.path} rotates {rotary_dim} of {head_dim} dimensions, which is not supported in GGUF")
     rope_theta = keys.number("rope.freq_base", 10000.0)
-    is_mixture = architecture in _MIXTURES
-    varies = architecture in _BY_LAYER or architecture in _RECURRENT
-    if not is_mixture and not varies and file.metadata.get(f"{architecture}.expert_count"):
-        raise Unsupported(f"{file.path} is a {architecture} mixture of experts, which is not supported in GGUF")
+    varies = architecture.sizes_by_layer or architecture.mixer in _RECURRENT
+    if not architecture.is_mixture and not varies and file.metadata.get(f"{name}.expert_count"):
+        raise Unsupported(f"{file.path} is a {name} mixture of experts, which is not supported in GGUF")
 
-    num_layers = _num_layers(file, keys)
-    config: dict[str, Any] = {
-        "model_type": model_type,
-        "architectures": [class_name],
+    config = {
+        "model_type": family.model_types[0],
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
         "num_hidden_layers": num_layers,
@@ -135,32 +65,32 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": keys.count("context_length"),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", 1e-6 if architecture == "cohere2" else None),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", architecture.norm_eps),
         "rope_theta": rope_theta,
-        "rope_scaling": rope_scaling(file, architecture, rope_theta, rotary_dim),
+        "rope_scaling": rope_scaling(file, name, rope_theta, rotary_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": any(name.endswith(".attn_q.bias") for name in file.tensors),
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "torch_dtype": "bfloat16",
     }
-    if keys.has("nextn_predict_layers") and architecture in HEADED:
+    if keys.has("nextn_predict_layers") and architecture.head:
         config["num_nextn_predict_layers"] = keys.count("nextn_predict_layers")
-    if is_mixture:
+    if architecture.is_mixture:
         config |= _mixture(keys)
-    elif architecture not in _RECURRENT or architecture == "lfm2":
+    elif architecture.mixer not in _RECURRENT:
         config["intermediate_size"] = _of_first_layer(keys, architecture, "feed_forward_length")
-    if sections := file.metadata.get(f"{architecture}.rope.dimension_sections"):
+    if sections := file.metadata.get(f"{name}.rope.dimension_sections"):
         config["mrope_section"] = list(sections)[:3]
-    if architecture in _PARTIAL:
+    if architecture.rotates_part:
         config["partial_rotary_factor"] = rotary_dim / head_dim
-    if is_hybrid:
+    if architecture.mixer == "gated_delta":
         config |= _gated_delta(keys)
-    if architecture in OPTIONS:
-        config |= OPTIONS[architecture](keys, config)
+    if architecture.options is not None:
+        config |= architecture.options(keys, config)
     return with_pooling(config, pooling)
 
 
-def delta_heads(config: Mapping[str, Any]) -> DeltaHeads | None:
+def delta_heads(config: Mapping[str, Any], architecture: GGUFArchitecture) -> DeltaHeads | None:
     """The gated delta nets of a config that `config_of` returned; None: the model has none."""
     if "linear_num_key_heads" not in config:
         return None
@@ -169,7 +99,7 @@ def delta_heads(config: Mapping[str, Any]) -> DeltaHeads | None:
         config["linear_num_value_heads"],
         config["linear_key_head_dim"],
         config["linear_value_head_dim"],
-        is_tiled=config["model_type"] in [ARCHITECTURES[architecture][0] for architecture in _TILED],
+        is_tiled=architecture.is_tiled,
     )
 
 
@@ -182,21 +112,21 @@ def _num_layers(file: GGUFFile, keys: Keys) -> int:
     return num_layers - extra
 
 
-def _num_kv_heads(keys: Keys, architecture: str, num_layers: int, num_heads: int) -> int:
-    if architecture in _RECURRENT:
+def _num_kv_heads(keys: Keys, architecture: GGUFArchitecture, num_layers: int, num_heads: int) -> int:
+    if architecture.mixer in _RECURRENT:
         return keys.count_of_layers("attention.head_count_kv", num_layers, num_heads)
     return _of_first_layer(keys, architecture, "attention.head_count_kv", num_heads)
 
 
-def _of_first_layer(keys: Keys, architecture: str, name: str, default: int | None = None) -> int:
-    return keys.counts(name, 1, default)[0] if architecture in _BY_LAYER else keys.count(name, default)
+def _of_first_layer(keys: Keys, architecture: GGUFArchitecture, name: str, default: int | None = None) -> int:
+    return keys.counts(name, 1, default)[0] if architecture.sizes_by_layer else keys.count(name, default)
 
 
 def _mixture(keys: Keys) -> dict[str, Any]:
     shared = "expert_shared_feed_forward_length"
     return {
         "intermediate_size": keys.count("feed_forward_length", keys.count("expert_feed_forward_length")),
-        "num_experts": keys.count("expert_count", limit=_MAX_EXPERTS),
+        "num_experts": keys.count("expert_count", limit=MAX_EXPERTS),
         "num_experts_per_tok": keys.count("expert_used_count"),
         "moe_intermediate_size": keys.count("expert_feed_forward_length"),
         "norm_topk_prob": True,
@@ -207,8 +137,8 @@ def _mixture(keys: Keys) -> dict[str, Any]:
 
 
 def _gated_delta(keys: Keys) -> dict[str, Any]:
-    value_heads, inner = keys.count("ssm.time_step_rank", limit=_MAX_HEADS), keys.count("ssm.inner_size")
-    key_heads = keys.count("ssm.group_count", limit=_MAX_HEADS)
+    value_heads, inner = keys.count("ssm.time_step_rank", limit=MAX_HEADS), keys.count("ssm.inner_size")
+    key_heads = keys.count("ssm.group_count", limit=MAX_HEADS)
     if inner % value_heads or value_heads % key_heads:
         raise keys.malformed(
             f"has {inner} values in {value_heads} heads for {key_heads} key heads, which do not divide"
@@ -221,3 +151,122 @@ def _gated_delta(keys: Keys) -> dict[str, Any]:
         "linear_conv_kernel_dim": keys.count("ssm.conv_kernel"),
         "full_attention_interval": keys.count("full_attention_interval", 4),
     }
+
+
+# The values of the published models, for heads that are too small for the table to determine them.
+_LOW_FREQ_FACTOR: Final = 1.0
+_HIGH_FREQ_FACTOR: Final = 4.0
+_ORIGINAL_POSITIONS: Final = 8192
+_TOLERANCE: Final = 1e-3
+_STANDS_STILL: Final = 1e20
+"""Pairs of dimensions that are divided by more do not turn."""
+_YARN_SETTINGS: Final = {
+    "yarn_attn_factor": ("attention_factor",),
+    "yarn_beta_fast": ("beta_fast",),
+    "yarn_beta_slow": ("beta_slow",),
+    "yarn_log_multiplier": ("mscale", "mscale_all_dim"),
+}
+
+
+def rope_scaling(file: GGUFFile, architecture: str, theta: float, head_dim: int) -> dict[str, Any] | None:
+    """The hub's `rope_scaling` for the file, None if positions are not scaled; raises CheckpointError."""
+    factors = _factors(file, head_dim, ROPE_FACTORS)
+    if factors is not None and max(factors) >= _STANDS_STILL:
+        return _proportional(file, factors)
+    if factors is not None and any(factor != 1.0 for factor in factors):
+        return _llama3(file, factors, theta, head_dim)
+    short, long = (_factors(file, head_dim, name) for name in (SHORT_FACTORS, LONG_FACTORS))
+    if short is not None and long is not None:
+        scale = file.metadata.get(f"{architecture}.rope.scaling.attn_factor")
+        longrope: dict[str, Any] = {"rope_type": "longrope", "short_factor": list(short), "long_factor": list(long)}
+        return longrope | ({"attention_factor": scale} if isinstance(scale, float) else {})
+
+    def key(name: str, default: Any = None) -> Any:
+        return file.metadata.get(f"{architecture}.rope.scaling.{name}", default)
+
+    kind, factor = key("type", "none"), key("factor", 0.0)
+    if kind == "none" or not isinstance(factor, float) or factor in (0.0, 1.0):
+        return None
+    if kind not in ("linear", "yarn") or not 0 < factor < math.inf:
+        raise Unsupported(f"{file.path} scales positions by {str(kind)[:40]!r} × {factor}, which is not supported")
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if isinstance(original := key("original_context_length"), int):
+        scaling["original_max_position_embeddings"] = original
+    if kind == "yarn":
+        for name, hub_names in _YARN_SETTINGS.items():
+            if isinstance(value := key(name), float) and 0 < value < math.inf:
+                scaling |= dict.fromkeys(hub_names, value)
+    return scaling
+
+
+def _factors(file: GGUFFile, head_dim: int, name: str) -> tuple[float, ...] | None:
+    tensor = file.tensors.get(name)
+    if tensor is None:
+        return None
+    if tensor.type is not GGMLType.F32 or tensor.shape != (head_dim // 2,):
+        raise Malformed(f"{file.path}: {name} does not match heads of size {head_dim}; convert the model again")
+    with file.path.open("rb") as raw:
+        raw.seek(tensor.offset)
+        factors = struct.unpack(f"<{head_dim // 2}f", raw.read(tensor.num_bytes))
+    lowest = 1 if name == ROPE_FACTORS else 1e-3
+    if not all(lowest <= factor < math.inf for factor in factors):
+        raise Malformed(f"{file.path}: {name} holds a divisor below {lowest} or not finite; convert the model again")
+    return factors
+
+
+def _proportional(file: GGUFFile, factors: tuple[float, ...]) -> dict[str, Any]:
+    """The first pairs of dimensions turn, the rest do not. Raises Unsupported for any other table."""
+    turning = sum(factor < _STANDS_STILL for factor in factors)
+    if turning == 0 or any(factor != 1.0 for factor in factors[:turning]):
+        raise Unsupported(f"{file.path}: {ROPE_FACTORS} is not a proportional scaling; use a safetensors model")
+    return {"rope_type": "proportional", "partial_rotary_factor": turning / len(factors)}
+
+
+def _llama3(file: GGUFFile, factors: tuple[float, ...], theta: float, head_dim: int) -> dict[str, Any]:
+    """Fit Llama 3 scaling to the table. Raises Unsupported if the fit does not reproduce the table.
+
+    Short wavelengths have divisor 1, long ones `factor`. Between them 1/divisor is linear in the number of waves that
+    fit the original context. Two points determine the slope and the offset of that line. Only ratios matter, so the
+    low end is set to 1.
+    """
+    frequencies = [theta ** (-2 * index / head_dim) for index in range(head_dim // 2)]
+    factor = float(f"{max(factors):.7g}")
+    between = [
+        (frequency / (2 * math.pi), (1 / divisor - 1 / factor) / (1 - 1 / factor))
+        for frequency, divisor in zip(frequencies, factors, strict=True)
+        if 1.0 < divisor < factor * (1 - 1e-6)
+    ]
+    high, original = _HIGH_FREQ_FACTOR, float(_ORIGINAL_POSITIONS)
+    if len(between) >= 2:
+        (first_waves, first_blend), (last_waves, last_blend) = between[0], between[-1]
+        slope = (first_blend - last_blend) / (first_waves - last_waves)
+        root = last_blend - slope * last_waves
+        if slope > 0 and root < 0:
+            high = _snapped(1 - 1 / root)
+            original = _snapped(slope * (high - _LOW_FREQ_FACTOR))
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": _LOW_FREQ_FACTOR,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": int(original) if original.is_integer() else original,
+    }
+    expected = [_divisor(frequency, factor, high, original) for frequency in frequencies]
+    if any(abs(a - b) > _TOLERANCE * b for a, b in zip(factors, expected, strict=True)):
+        raise Unsupported(f"{file.path}: {ROPE_FACTORS} is not a Llama 3 scaling; use a safetensors model")
+    return scaling
+
+
+def _snapped(value: float) -> float:
+    """`value`, rounded to an integer if float32 rounding explains the difference."""
+    return float(round(value)) if math.isclose(value, round(value), rel_tol=1e-5) else value
+
+
+def _divisor(frequency: float, factor: float, high: float, original: float) -> float:
+    waves = original * frequency / (2 * math.pi)
+    if waves > high:
+        return 1.0
+    if waves < _LOW_FREQ_FACTOR:
+        return factor
+    blend = (waves - _LOW_FREQ_FACTOR) / (high - _LOW_FREQ_FACTOR)
+    return 1 / ((1 - blend) / factor + blend)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
+from cortex.neuron.families.gguf import GGUFArchitecture
 from cortex.neuron.weights.errors import Unsupported
 from cortex.neuron.weights.gguf.keys import Keys
 from cortex.neuron.weights.gguf.metadata import GGUFFile
 from cortex.neuron.weights.pooling_files import RERANK_TEMPLATE
 
-ENCODERS: Final = {"bert": "bert", "modern-bert": "modernbert", "nomic-bert": "nomic_bert"}
-"""Architectures that generate no text → the `model_type` of their config."""
 _MODES: Final = {1: "mean", 2: "cls", 3: "last"}
 _RANK: Final = 4
 _WHOLE: Final = {
@@ -41,25 +40,23 @@ _PER_LAYER: Final = {
 _NAME: Final = re.compile(r"(?:blk\.(?P<layer>\d{1,6})\.)?(?P<part>[\w.]+?)\.(?P<kind>weight|bias)")
 
 
-def encoder_tensor(name: str, architecture: str) -> str:
+def encoder_tensor(name: str, architecture: GGUFArchitecture) -> str:
     """The name under which layers read a tensor. Raises Unsupported."""
     match = _NAME.fullmatch(name)
     own = None if match is None else (_WHOLE if match["layer"] is None else _PER_LAYER).get(match["part"])
     if match is None or own is None:
-        raise Unsupported(f"the GGUF file has a tensor {name[:200]!r} that {architecture} does not use")
+        raise Unsupported(f"the GGUF file has a tensor {name[:200]!r} that {architecture.name} does not use")
     if match["layer"] is None:
         return f"{own}.{match['kind']}"
-    if architecture == "modern-bert" and match["part"] == "ffn_up":
-        own = "mlp.gate_up_proj"
+    own = architecture.tensor_names.get(match["part"], own)
     return f"model.layers.{int(match['layer'])}.{own}.{match['kind']}"
 
 
-def encoder_config(file: GGUFFile, architecture: str, keys: Keys) -> dict[str, Any]:
-    """The config in the hub's format. Raises CheckpointError."""
+def encoder_config(file: GGUFFile, model_type: str, keys: Keys) -> dict[str, Any]:
+    """The config in the hub's format, without the family's own options. Raises CheckpointError."""
     tensors, hidden = file.tensors, keys.count("embedding_length")
-    config: dict[str, Any] = {
-        "model_type": ENCODERS[architecture],
-        "architectures": [],
+    return {
+        "model_type": model_type,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
         "num_hidden_layers": keys.count("block_count"),
@@ -70,35 +67,15 @@ def encoder_config(file: GGUFFile, architecture: str, keys: Keys) -> dict[str, A
         "type_vocab_size": tensors["token_types.weight"].shape[0] if "token_types.weight" in tensors else 0,
         "torch_dtype": "float16",
     }
-    if architecture == "bert":
-        # Converters leave out the rows that the positions of padding have in some models.
-        config["max_position_embeddings"] = tensors["position_embd.weight"].shape[0]
-        config["hidden_act"] = "gelu"
-    if architecture == "nomic-bert":
-        if keys.has("moe_every_n_layers"):
-            raise keys.unsupported("moe_every_n_layers", "mixtures of experts are not supported in encoders")
-        config |= {"hidden_act": "silu", "rope_theta": keys.number("rope.freq_base", 1000.0)}
-    if architecture == "modern-bert":
-        config |= {
-            "hidden_activation": "gelu",
-            "norm_eps": config["layer_norm_eps"],
-            "global_rope_theta": keys.number("rope.freq_base", 160_000.0),
-            "local_rope_theta": keys.number("rope.freq_base_swa", 10_000.0),
-            "local_attention": keys.count("attention.sliding_window", 128),
-            "norm_bias": "output_norm.bias" in tensors,
-            "attention_bias": "blk.0.attn_qkv.bias" in tensors,
-        }
-    return config
 
 
-def gguf_pooling(file: GGUFFile, architecture: str, hidden: int) -> dict[str, Any] | None:
+def gguf_pooling(file: GGUFFile, architecture: GGUFArchitecture, hidden: int) -> dict[str, Any] | None:
     """As `pooling_files.pooling_of`; None for a model that generates text. Raises Unsupported."""
-    kind = file.metadata.get(f"{architecture}.pooling_type")
-    is_encoder = architecture in ENCODERS or architecture in ("eurobert", "gemma-embedding")
-    if kind in (None, 0) and not is_encoder:
+    kind = file.metadata.get(f"{architecture.name}.pooling_type")
+    if kind in (None, 0) and not architecture.pools:
         return None
     if kind == _RANK:
-        return _rank(file, hidden, is_encoder=is_encoder)
+        return _rank(file, hidden, is_encoder=architecture.pools)
     mode = _MODES.get(kind or 1)
     if mode is None:
         raise Unsupported(f"{file.path} pools in a way ({str(kind)[:20]}) that is not supported")

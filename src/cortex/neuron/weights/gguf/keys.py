@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Any
 
+from cortex.neuron.families.gguf import FLOAT32_DIGITS
 from cortex.neuron.weights.errors import Malformed, Unsupported
 from cortex.neuron.weights.gguf.metadata import GGUFFile
-
-# GGUF stores float32. Rounding restores the value in the hub's config: 1e-05, not 9.999999747378752e-06.
-FLOAT32_DIGITS: Final = 7
 
 
 class Keys:

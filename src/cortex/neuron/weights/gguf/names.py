@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Final
 
+from cortex.neuron.families.gguf import GGUFArchitecture
+from cortex.neuron.families.registry import GGUF
 from cortex.neuron.weights.errors import Unsupported
-from cortex.neuron.weights.gguf.encoders import ENCODERS, encoder_tensor
+from cortex.neuron.weights.gguf.encoders import encoder_tensor
 
 _WHOLE_MODEL: Final = {
     "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
     "output": "lm_head",
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
@@ -35,80 +35,6 @@ _PER_LAYER: Final = {
     "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
-_SHARED: Final = {
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-_HYBRID: Final = {
-    **_SHARED,
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-}
-"""In models with gated delta nets, whose own tensors `delta.py` names."""
-_AFTER_BLOCKS: Final = {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_FUSED: Final = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-_OWN_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
-    "deepseek2": {
-        **_SHARED,
-        "attn_q_a": "self_attn.q_a_proj",
-        "attn_q_a_norm": "self_attn.q_a_layernorm",
-        "attn_q_b": "self_attn.q_b_proj",
-        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-        "attn_kv_b": "self_attn.kv_b_proj",
-        "attn_k_b": "self_attn.k_b_proj",
-        "attn_v_b": "self_attn.v_b_proj",
-    },
-    "ernie4_5-moe": _SHARED,
-    "exaone4": _AFTER_BLOCKS,
-    "gemma-embedding": {**_AFTER_BLOCKS, "ffn_norm": "pre_feedforward_layernorm"},
-    "gemma3": {**_AFTER_BLOCKS, "ffn_norm": "pre_feedforward_layernorm"},
-    "gemma4": {
-        **_AFTER_BLOCKS,
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm_1": "post_feedforward_layernorm_1",
-        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
-        "post_ffw_norm_2": "post_feedforward_layernorm_2",
-        "inp_gate": "per_layer_input_gate",
-        "proj": "per_layer_projection",
-        "post_norm": "post_per_layer_input_norm",
-    },
-    "glm4": {
-        **_FUSED,
-        "ffn_norm": "post_attention_layernorm",
-        "post_attention_norm": "post_self_attn_layernorm",
-        "post_ffw_norm": "post_mlp_layernorm",
-    },
-    "laguna": {**_SHARED, "attn_gate": "self_attn.g_proj"},
-    "granitehybrid": _SHARED,
-    "nemotron_h": {"attn_norm": "norm"},
-    "nemotron_h_moe": {
-        **_SHARED,
-        "attn_norm": "norm",
-        "ffn_latent_down": "mlp.fc1_latent_proj",
-        "ffn_latent_up": "mlp.fc2_latent_proj",
-    },
-    "muse-glimmer": {
-        **_AFTER_BLOCKS,
-        "ffn_norm": "pre_feedforward_layernorm",
-        "attn_gate": "self_attn.gate_proj",
-    },
-    "glm4moe": {**_SHARED, "post_attention_norm": "post_attention_layernorm"},
-    "gpt-oss": {"post_attention_norm": "post_attention_layernorm"},
-    "olmo2": _AFTER_BLOCKS,
-    "phi3": _FUSED,
-    "qwen3next": _HYBRID,
-    "qwen35": _HYBRID,
-    "qwen35moe": _HYBRID,
-    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
-}
-"""Architecture → tensors of a layer that have another meaning than in Llama, or that Llama lacks."""
-_LAST_NORM_IS_CALLED_FIRST: Final = frozenset({"lfm2", "lfm2moe"})
-"""Architectures whose files call the last norm that of the embedding."""
 _OF_POOLING: Final = frozenset({"dense_2.weight", "dense_3.weight", "cls.output.weight", "cls.output.bias"})
 _WHOLE_NAMES: Final = {
     "attn_sinks.weight": "self_attn.sinks",
@@ -138,28 +64,26 @@ _OF_HEAD: Final = {
     "shared_head_head": "shared_head.head",
 }
 """What a head that predicts further tokens has besides a layer."""
-_QWEN_HEAD: Final = {
+_MTP_HEAD: Final = {
     "eh_proj": "mtp.fc",
     "enorm": "mtp.pre_fc_norm_embedding",
     "hnorm": "mtp.pre_fc_norm_hidden",
     "shared_head_norm": "mtp.norm",
 }
-_QWEN_HEADS: Final = frozenset({"qwen3next", "qwen35", "qwen35moe"})
-"""Architectures whose head is published together with the layers."""
 _HEAD_PART: Final = re.compile(r"nextn\.(\w+)\.weight")
 
 
-def head_tensor(name: str, architecture: str, layer: int, part: str) -> str:
+def head_tensor(name: str, architecture: GGUFArchitecture, layer: int, part: str) -> str:
     """The hub's name of a tensor in the head that predicts further tokens, which files have as the layer after the last
     one. Raises Unsupported for an unknown tensor."""
     own = f"model.layers.{layer}"
     if match := _HEAD_PART.fullmatch(part):
-        names = _QWEN_HEAD if architecture in _QWEN_HEADS else {key: f"{own}.{to}" for key, to in _OF_HEAD.items()}
+        names = _MTP_HEAD if architecture.head == "mtp" else {key: f"{own}.{to}" for key, to in _OF_HEAD.items()}
         if match[1] not in names:
             raise Unsupported(f"the GGUF file has a tensor {name[:200]!r} in its prediction head, which is unknown")
         return f"{names[match[1]]}.weight"
-    found = hub_name(name, architecture)
-    return found.replace(f"{own}.", "mtp.layers.0.") if architecture in _QWEN_HEADS else found
+    found = hub_name(name, architecture.name)
+    return found.replace(f"{own}.", "mtp.layers.0.") if architecture.head == "mtp" else found
 
 
 def layer_part(name: str) -> tuple[int, str] | None:
@@ -173,21 +97,22 @@ def hub_name(name: str, architecture: str = "llama") -> str:
 
     Raises Unsupported for an unknown tensor: dropping it would change the output of the model.
     """
-    if architecture in ENCODERS:
-        return encoder_tensor(name, architecture)
+    stored = GGUF[architecture]
+    if stored.family.is_encoder:
+        return encoder_tensor(name, stored.architecture)
     if name in _OF_POOLING:
         return name
     if match := _LAYER.fullmatch(name):
         layer, part, kind = match.groups()
         if (whole := _WHOLE_NAMES.get(f"{part}.{kind}")) is not None:
             return f"model.layers.{int(layer)}.{whole}"
-        own = None if kind == "scale" else _OWN_NAMES.get(architecture, {}).get(part) or _PER_LAYER.get(part)
+        own = None if kind == "scale" else stored.architecture.tensor_names.get(part) or _PER_LAYER.get(part)
         if own is not None:
             return f"model.layers.{int(layer)}.{own}.{kind}"
     elif match := _GLOBAL.fullmatch(name):
         part, kind = match.groups()
-        if part == "token_embd_norm" and architecture in _LAST_NORM_IS_CALLED_FIRST:
-            part = "output_norm"
+        if part == stored.architecture.last_norm:
+            return f"model.norm.{kind}"
         if part in _WHOLE_MODEL:
             return f"{_WHOLE_MODEL[part]}.{kind}"
     raise Unsupported(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -41,3 +42,16 @@ def parse_source(source: str) -> Path | HubSource:
     if match is None or ".." in source:
         raise FilesMissing(f"{source!r} does not exist; name a model directory, a .gguf file or owner/name on the hub")
     return HubSource(match["repository"], match["revision"] or DEFAULT_REVISION, match["quant"])
+
+
+_DEFAULT: Final = "https://huggingface.co"
+
+
+def endpoint_of(environment: Mapping[str, str]) -> str:
+    """The URL of the hub or of its mirror, without a slash at the end."""
+    return (environment.get("HF_ENDPOINT") or _DEFAULT).rstrip("/")
+
+
+def is_offline(environment: Mapping[str, str]) -> bool:
+    """Whether `HF_HUB_OFFLINE` forbids the use of the hub."""
+    return environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")

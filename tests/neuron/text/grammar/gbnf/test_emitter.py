@@ -10,9 +10,7 @@ import llguidance
 import pytest
 from hypothesis import strategies as st
 
-from cortex.neuron.text.grammar.gbnf.emitter import to_lark
-from cortex.neuron.text.grammar.gbnf.reader import read_gbnf
-from cortex.neuron.text.grammar.gbnf.tree import (
+from cortex.neuron.text.grammar.gbnf.reader import (
     Alternation,
     CharacterClass,
     Concatenation,
@@ -22,6 +20,8 @@ from cortex.neuron.text.grammar.gbnf.tree import (
     Reference,
     Repetition,
     Rule,
+    read_gbnf,
+    to_lark,
 )
 
 from .trees import nodes, written

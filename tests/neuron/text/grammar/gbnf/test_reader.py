@@ -6,10 +6,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from cortex.neuron.text.grammar.gbnf.emitter import to_lark
-from cortex.neuron.text.grammar.gbnf.reader import MAX_DEPTH, defines_a_rule, read_gbnf
-from cortex.neuron.text.grammar.gbnf.tree import (
+from cortex.neuron.text.grammar.gbnf.reader import (
     ANY_CHARACTER,
+    MAX_DEPTH,
     Alternation,
     CharacterClass,
     Concatenation,
@@ -19,6 +18,9 @@ from cortex.neuron.text.grammar.gbnf.tree import (
     Reference,
     Repetition,
     Rule,
+    defines_a_rule,
+    read_gbnf,
+    to_lark,
 )
 
 from .trees import NAMES, nodes, written

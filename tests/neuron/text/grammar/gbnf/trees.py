@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from cortex.neuron.text.grammar.gbnf.tree import (
+from cortex.neuron.text.grammar.gbnf.reader import (
     ANY_CHARACTER,
     Alternation,
     CharacterClass,

@@ -1,32 +1,199 @@
-"""Reads GBNF: recursive descent over the text.
+"""Reads GBNF, checks it, and translates it into llguidance's dialect of Lark.
 
 It accepts the notation of llama.cpp and what its relatives allow beyond it: line breaks anywhere (a rule ends where the
-next one begins), underscores in names, and an escape before any punctuation.
+next one begins), underscores in names, and an escape before any punctuation. Rules without recursion become terminals,
+which are matched as regular expressions: exactly, and fast with a large vocabulary. A grammar without any recursion is
+a single terminal. In other grammars the library ends a terminal only where it cannot go on, as lexers do.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Final
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
 
-from cortex.neuron.text.grammar.gbnf.checks import check
-from cortex.neuron.text.grammar.gbnf.tree import (
-    ANY_CHARACTER,
-    LAST_CHARACTER,
-    SURROGATES,
-    Alternation,
-    CharacterClass,
-    Concatenation,
-    GbnfError,
-    Literal,
-    Node,
-    Reference,
-    Repetition,
-    Rule,
-    Rules,
-    place,
-)
+from cortex.neuron.text.grammar.lark import literal
 from cortex.wire.errors import shorten
+
+LAST_CHARACTER: Final = 0x10FFFF
+SURROGATES: Final = range(0xD800, 0xE000)
+"""Code points that are no characters."""
+
+
+class GbnfError(Exception):
+    """The text is not a grammar. The message names the place and what is expected there."""
+
+    def __init__(self, text: str, at: int, problem: str) -> None:
+        super().__init__(f"{place(text, at)}: {problem}")
+
+
+def place(text: str, at: int) -> str:
+    """The place of the character `at` of `text` in words; lines and columns are counted from 1."""
+    return f"line {text.count(chr(10), 0, at) + 1}, column {at - text.rfind(chr(10), 0, at)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CharacterClass:
+    """One character from `ranges` of code points (both ends included), or, if negated, one outside of them."""
+
+    ranges: tuple[tuple[int, int], ...]
+    is_negated: bool = False
+
+
+ANY_CHARACTER: Final = CharacterClass((), is_negated=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    name: str
+    at: int = field(compare=False)
+    """Its first character in the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    item: Node
+    least: int
+    most: int | None
+    """None: no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Concatenation:
+    """Its items one after another; without items, the empty text."""
+
+    items: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Alternation:
+    """One of at least two options."""
+
+    options: tuple[Node, ...]
+
+
+Node: TypeAlias = Literal | CharacterClass | Reference | Repetition | Concatenation | Alternation
+"""Its depth is bounded by the reader, so recursive functions over it need no bound of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    name: str
+    body: Node
+    at: int = field(compare=False)
+
+
+Rules: TypeAlias = Mapping[str, Rule]
+"""By name, in the order of the text."""
+
+
+def references(node: Node) -> Iterator[Reference]:
+    """Every reference below `node`, in the order of the text."""
+    match node:
+        case Reference():
+            yield node
+        case Repetition(item):
+            yield from references(item)
+        case Concatenation(parts) | Alternation(parts):
+            for part in parts:
+                yield from references(part)
+
+
+ROOT: Final = "root"
+
+
+def check(rules: Rules, text: str) -> None:
+    """Raises GbnfError, with the place in `text`, unless there is a root, every reference has a rule, and from every
+    rule that the root needs the output can begin or end."""
+    if ROOT not in rules:
+        known = f"; the rules are {shorten(', '.join(rules))}" if rules else ""
+        raise GbnfError(text, 0, f"expected a rule named {ROOT}, with which the output begins{known}")
+    for rule in rules.values():
+        for reference in references(rule.body):
+            if reference.name not in rules:
+                raise GbnfError(text, reference.at, f"expected a defined rule; '{shorten(reference.name)}' is not")
+    stuck = reachable(rules) - _productive(rules)
+    for name in rules:
+        if name in stuck:
+            problem = f"the rule '{shorten(name)}' allows nothing before it needs itself again"
+            raise GbnfError(text, rules[name].at, f"{problem}; expected an option that begins otherwise")
+
+
+def reachable(rules: Rules) -> set[str]:
+    """The names of the rules that the root needs."""
+    found, pending = {ROOT}, [ROOT]
+    while pending:
+        new = {reference.name for reference in references(rules[pending.pop()].body)} - found
+        found |= new
+        pending += new
+    return found
+
+
+def regular(rules: Rules) -> list[str]:
+    """The names of the rules without recursion, each after those that it refers to."""
+    users: dict[str, list[str]] = defaultdict(list)
+    num_pending: dict[str, int] = {}
+    for name, rule in rules.items():
+        used = {reference.name for reference in references(rule.body)}
+        num_pending[name] = len(used)
+        for other in used:
+            users[other].append(name)
+    found = [name for name, count in num_pending.items() if count == 0]
+    for name in found:  # grows
+        for user in users[name]:
+            num_pending[user] -= 1
+            if num_pending[user] == 0:
+                found.append(user)
+    return found
+
+
+def _productive(rules: Rules) -> set[str]:
+    """Rules that match the empty text or allow a first character, as a least fixed point."""
+    order = dict.fromkeys([*regular(rules), *reversed(list(rules))])  # most rules follow those that refer to them
+    nullable: set[str] = set()
+    beginning: set[str] = set()
+    while True:
+        before = len(nullable) + len(beginning)
+        for name in order:
+            can_be_empty, can_begin = _starts(rules[name].body, nullable, beginning)
+            if can_be_empty:
+                nullable.add(name)
+            if can_begin:
+                beginning.add(name)
+        if len(nullable) + len(beginning) == before:
+            return nullable | beginning
+
+
+def _starts(node: Node, nullable: set[str], beginning: set[str]) -> tuple[bool, bool]:
+    """Whether `node` matches the empty text, and whether it allows a first character, if these rules do."""
+    match node:
+        case Literal(text):
+            return not text, bool(text)
+        case CharacterClass():
+            return False, True
+        case Reference(name):
+            return name in nullable, name in beginning
+        case Repetition(item, least, most):
+            can_be_empty, can_begin = _starts(item, nullable, beginning)
+            return can_be_empty or least == 0, can_begin and most != 0
+        case Alternation(options):
+            found = [_starts(option, nullable, beginning) for option in options]
+            return any(each[0] for each in found), any(each[1] for each in found)
+        case Concatenation(items):
+            can_be_empty, can_begin = True, False
+            for item in items:
+                item_empty, item_begins = _starts(item, nullable, beginning)
+                can_begin = can_begin or (can_be_empty and item_begins)
+                can_be_empty = can_be_empty and item_empty
+            return can_be_empty, can_begin
+
 
 MAX_DEPTH: Final = 60
 """How deep groups nest, and how many quantifiers may follow one another."""
@@ -270,3 +437,73 @@ def _has_character(ranges: list[tuple[int, int]], *, is_negated: bool) -> bool:
             return True
         next_code = max(next_code, last + 1)
     return next_code <= LAST_CHARACTER
+
+
+_MAX_INLINE_DEPTH: Final = 8
+"""How deep groups nest within a rule; the library has a limit. Deeper ones become rules."""
+
+
+def to_lark(rules: Rules) -> str:
+    """The same grammar in Lark. `rules` are checked."""
+    return _Emitter(rules).text()
+
+
+class _Emitter:
+    def __init__(self, rules: Rules) -> None:
+        self._lines: list[str] = []
+        terminals, needed = set(regular(rules)), reachable(rules)
+        self._names = {
+            name: f"{'T' if name in terminals else 't'}{number}" for number, name in enumerate(rules) if name in needed
+        }
+        for name, lark_name in self._names.items():
+            self._lines.append(f"{lark_name}: {self._node(rules[name].body, lark_name, 0)}")
+
+    def text(self) -> str:
+        return "\n".join([f"start: {self._names[ROOT]}", *self._lines])
+
+    def _node(self, node: Node, owner: str, depth: int) -> str:
+        """Part of the rule `owner`; as one operand if `depth` is above 0."""
+        match node:
+            case Literal(text):
+                return literal(text)
+            case CharacterClass():
+                return f"/{_regex(node)}/"
+            case Reference(name):
+                return self._names[name]
+            case Repetition(_, _, 0) | Concatenation(()):
+                return '""'
+            case Repetition(item, least, most):
+                repeated = self._node(item, owner, depth + 1)
+                if isinstance(item, Repetition):
+                    repeated = self._group(repeated, owner, depth + 1)
+                return f"{repeated}{_quantifier(least, most)}"
+            case Concatenation(parts):
+                joined = " ".join(self._node(part, owner, depth + 1) for part in parts)
+            case Alternation(parts):
+                joined = " | ".join(self._node(part, owner, depth + 1) for part in parts)
+        return joined if depth == 0 else self._group(joined, owner, depth)
+
+    def _group(self, body: str, owner: str, depth: int) -> str:
+        if depth <= _MAX_INLINE_DEPTH:
+            return f"({body})"
+        name = f"{owner}_{len(self._lines)}"
+        self._lines.append(f"{name}: {body}")
+        return name
+
+
+def _quantifier(least: int, most: int | None) -> str:
+    match least, most:
+        case 0, None:
+            return "*"
+        case 1, None:
+            return "+"
+        case 0, 1:
+            return "?"
+    return f"{{{least},{'' if most is None else most}}}"
+
+
+def _regex(characters: CharacterClass) -> str:
+    if characters == ANY_CHARACTER:
+        return "(?s:.)"
+    ranges = "".join(f"\\x{{{first:X}}}-\\x{{{last:X}}}" for first, last in characters.ranges)
+    return f"[{'^' if characters.is_negated else ''}{ranges}]"

@@ -1,0 +1,1 @@
+"""A file for each maker of models, or for several with one family each."""

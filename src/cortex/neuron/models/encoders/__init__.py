@@ -1,1 +1,0 @@
-"""Encoder families: attention in both directions, no KV cache."""

@@ -1,1 +1,0 @@
-"""Families with recurrent layers, with and without experts."""

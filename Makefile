@@ -12,6 +12,7 @@ BIN      := .venv/bin
 RUNNABLE := .venv/.runnable
 TESTABLE := .venv/.testable
 LOWEST   := .cache/lowest/$(subst ==,-,$(TORCH))
+RELEASE  := .cache/release
 NEWEST   := .cache/next/$(subst ==,-,$(TORCH))
 CLIENTS  := $(addprefix tests/clients/,.venv/frameworks/.made .venv/aider/.made node_modules/.made)
 SOURCES  := src tests bench
@@ -25,7 +26,7 @@ ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test lint types suite kernels lowest next fuzz soak hostile clients mixed swaps distribution format bench docs locks sbom clean
+.PHONY: help setup up test lint types suite kernels lowest next fuzz soak hostile clients mixed swaps release distribution site format bench docs locks sbom clean
 
 help: ## Show this table of contents
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 14 | sed 's/^/  make /'
@@ -85,8 +86,19 @@ bench/swaps/.venv/.made:
 	$(@D)/bin/pip install --quiet 'llama-cpp-python[server]'
 	touch $@
 
-distribution: $(TESTABLE) ## Build wheel and sdist and try them in clean environments (needs a package index)
-	TEST_INSTALLATION=1 $(BIN)/python -m pytest tests/packaging/test_installation.py $(ARGS)
+release: $(TESTABLE) $(RELEASE)/.made ## Build wheel, sdist, SBOMs, provenance and checksums into dist/ and try them (needs a package index)
+	$(RELEASE)/bin/python packaging/release.py dist
+	$(RELEASE)/bin/twine check --strict dist/*.whl dist/*.tar.gz
+	@$(MAKE) --no-print-directory distribution site
+
+distribution: $(TESTABLE) $(RELEASE)/.made ## Install wheel and sdist, those of dist/ or new ones, in clean environments and try them
+	TEST_INSTALLATION=$(RELEASE)/bin/python $(BIN)/python -m pytest tests/packaging/test_installation.py $(ARGS)
+
+site: $(RELEASE)/.made ## Build the documentation site into dist/site; a broken link is an error
+	@rm -rf .cache/site dist/site && mkdir -p .cache/site/pages dist
+	@cp -r *.md LICENSE docs examples .cache/site/pages && cp packaging/site.toml .cache/site/zensical.toml
+	$(RELEASE)/bin/zensical build --strict --config-file .cache/site/zensical.toml
+	@mv .cache/site/site dist/site
 
 format: $(TESTABLE) ## Rewrite the sources in house format
 	$(BIN)/ruff check --fix-only --quiet $(SOURCES)
@@ -144,6 +156,13 @@ $(NEWEST)/.made:
 	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check uv "$(TORCH)"
 	@printf '%s\n' "$(TORCH)" transformers > $(NEWEST)/overrides.txt
 	@$(NEWEST)/bin/uv pip install --python $(NEWEST)/bin/python --prerelease allow --overrides $(NEWEST)/overrides.txt -e ".[neuron,dev]"
+	@touch $@
+
+$(RELEASE)/.made: packaging/requirements-release.txt packaging/requirements-build.lock
+	@echo "setting up $(RELEASE) (once)"
+	@$(PYTHON) -m venv --clear $(RELEASE)
+	@$(RELEASE)/bin/pip install --quiet --disable-pip-version-check -r packaging/requirements-release.txt
+	@$(RELEASE)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r packaging/requirements-build.lock
 	@touch $@
 
 # Every client has the versions that it was tested with. aider needs other versions than the frameworks.

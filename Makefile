@@ -89,9 +89,9 @@ bench/swaps/.venv/.made:
 release: $(TESTABLE) $(RELEASE)/.made ## Build wheel, sdist, SBOMs, provenance and checksums into dist/ and try them (needs a package index)
 	$(RELEASE)/bin/python packaging/release.py dist
 	$(RELEASE)/bin/twine check --strict dist/*.whl dist/*.tar.gz
-	@$(MAKE) --no-print-directory distribution site
+	@DIST=dist $(MAKE) --no-print-directory distribution site
 
-distribution: $(TESTABLE) $(RELEASE)/.made ## Install wheel and sdist, those of dist/ or new ones, in clean environments and try them
+distribution: $(TESTABLE) $(RELEASE)/.made ## Build wheel and sdist, install them in clean environments and try them (needs a package index)
 	TEST_INSTALLATION=$(RELEASE)/bin/python $(BIN)/python -m pytest tests/packaging/test_installation.py $(ARGS)
 
 site: $(RELEASE)/.made ## Build the documentation site into dist/site; a broken link is an error

@@ -33,12 +33,13 @@ PROVENANCE = """# Provenance of cortex-fleet {version}
 | command | `make release` |
 | built twice with equal bytes | yes |
 
-The files were built from an export of the commit (`git archive`) with `SOURCE_DATE_EPOCH={epoch}`. Only `src/cortex/COMMIT`, which `/version`
-reports, was added. To reproduce them, check out the commit and run `make release`: `SHA256SUMS` must be the same for wheel and sdist
-with the same version of setuptools (`packaging/requirements-build.lock`).
+The files were built from an export of the commit (`git archive`) with `SOURCE_DATE_EPOCH={epoch}`. Only
+`src/cortex/COMMIT`, which `/version` reports, was added. To reproduce them, check out the commit and run
+`make release`: with the same setuptools (`packaging/requirements-build.lock`), wheel and sdist have the same digests.
 
-`sbom-*.cdx.json` list what the container images install, with digests, from `packaging/requirements-*.lock`. The wheel itself contains no
-third-party code other than the libraries of the page in `cortex/gateway/page/files/vendor`, which records their versions and licences.
+`sbom-*.cdx.json` list what the container images install, with digests, from `packaging/requirements-*.lock`. The
+wheel contains no third-party code other than the libraries of the page in `cortex/gateway/page/files/vendor`, which
+records their versions and licences.
 
 | file | SHA-256 |
 |---|---|

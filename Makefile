@@ -1,6 +1,7 @@
 # What you can do in a checkout. Every target sets up what it needs; nothing is installed outside .venv.
 #
 #   make up      a real model that responds on http://127.0.0.1:31313
+#   make check   what fails fast, while you work
 #   make test    everything that must hold before a change goes in
 
 PYTHON  ?= python3
@@ -16,6 +17,7 @@ RELEASE  := .cache/release
 NEWEST   := .cache/next/$(subst ==,-,$(TORCH))
 CLIENTS  := $(addprefix tests/clients/,.venv/frameworks/.made .venv/aider/.made node_modules/.made)
 SOURCES  := src tests bench
+QUICK    := tests/docs tests/fleet tests/http tests/neuron/engine/scheduling tests/neuron/text tests/routing tests/test_import_rules.py tests/wire
 ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests/http/server tests/gateway/test_reload.py \
   tests/gateway/test_access.py tests/gateway/test_frozen_database.py tests/gateway/page/test_failed_sign_ins.py \
   tests/gateway/dispatch/operator/test_audit.py tests/gateway/proxy/accounting/test_metering.py tests/neuron/engine/loading/test_damaged_checkpoints.py \
@@ -26,7 +28,7 @@ ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test lint types suite kernels lowest next fuzz soak hostile clients mixed swaps release distribution site format bench docs locks sbom clean
+.PHONY: help setup up check test lint types suite kernels lowest next fuzz soak hostile clients mixed swaps release distribution site format bench docs locks sbom clean
 
 help: ## Show this table of contents
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 14 | sed 's/^/  make /'
@@ -35,6 +37,9 @@ setup: $(TESTABLE) ## Create .venv with cortex, the engine and the development t
 
 up: $(RUNNABLE) ## Bring the demo model, start gateway and neuron; Ctrl-C ends both (ARGS="--port 8000 MODEL")
 	@exec $(BIN)/cortex up $(ARGS)
+
+check: lint ## Lint, types, import rules and the fast tests (QUICK), in about a minute: while you work
+	@$(MAKE) --no-print-directory -j2 types suite ARGS="$(QUICK)"
 
 test: lint ## Lint, format check, types, import rules and the whole test suite
 	@$(MAKE) --no-print-directory -j2 types suite kernels # side by side, so that no core idles while one of them ends

@@ -1,6 +1,7 @@
 # What you can do in a checkout. Every target sets up what it needs; nothing is installed outside .venv.
 #
 #   make up      a real model that responds on http://127.0.0.1:31313
+#   make check   what fails fast, while you work
 #   make test    everything that must hold before a change goes in
 
 PYTHON  ?= python3
@@ -12,9 +13,11 @@ BIN      := .venv/bin
 RUNNABLE := .venv/.runnable
 TESTABLE := .venv/.testable
 LOWEST   := .cache/lowest/$(subst ==,-,$(TORCH))
+RELEASE  := .cache/release
 NEWEST   := .cache/next/$(subst ==,-,$(TORCH))
 CLIENTS  := $(addprefix tests/clients/,.venv/frameworks/.made .venv/aider/.made node_modules/.made)
 SOURCES  := src tests bench
+QUICK    := tests/docs tests/fleet tests/http tests/neuron/engine/scheduling tests/neuron/text tests/routing tests/test_import_rules.py tests/wire
 ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests/http/server tests/gateway/test_reload.py \
   tests/gateway/test_access.py tests/gateway/test_frozen_database.py tests/gateway/page/test_failed_sign_ins.py \
   tests/gateway/dispatch/operator/test_audit.py tests/gateway/proxy/accounting/test_metering.py tests/neuron/engine/loading/test_damaged_checkpoints.py \
@@ -25,7 +28,7 @@ ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test lint types suite kernels lowest next fuzz soak hostile clients mixed swaps distribution format bench docs locks sbom clean
+.PHONY: help setup up check test lint types suite kernels lowest next fuzz soak hostile clients mixed swaps release distribution site format bench docs locks sbom clean
 
 help: ## Show this table of contents
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 14 | sed 's/^/  make /'
@@ -34,6 +37,9 @@ setup: $(TESTABLE) ## Create .venv with cortex, the engine and the development t
 
 up: $(RUNNABLE) ## Bring the demo model, start gateway and neuron; Ctrl-C ends both (ARGS="--port 8000 MODEL")
 	@exec $(BIN)/cortex up $(ARGS)
+
+check: lint ## Lint, types, import rules and the fast tests (QUICK), in about a minute: while you work
+	@$(MAKE) --no-print-directory -j2 types suite ARGS="$(QUICK)"
 
 test: lint ## Lint, format check, types, import rules and the whole test suite
 	@$(MAKE) --no-print-directory -j2 types suite kernels # side by side, so that no core idles while one of them ends
@@ -85,8 +91,19 @@ bench/swaps/.venv/.made:
 	$(@D)/bin/pip install --quiet 'llama-cpp-python[server]'
 	touch $@
 
-distribution: $(TESTABLE) ## Build wheel and sdist and try them in clean environments (needs a package index)
-	TEST_INSTALLATION=1 $(BIN)/python -m pytest tests/packaging/test_installation.py $(ARGS)
+release: $(TESTABLE) $(RELEASE)/.made ## Build wheel, sdist, SBOMs, provenance and checksums into dist/ and try them (needs a package index)
+	$(RELEASE)/bin/python packaging/release.py dist
+	$(RELEASE)/bin/twine check --strict dist/*.whl dist/*.tar.gz
+	@DIST=dist $(MAKE) --no-print-directory distribution site
+
+distribution: $(TESTABLE) $(RELEASE)/.made ## Build wheel and sdist, install them in clean environments and try them (needs a package index)
+	TEST_INSTALLATION=$(RELEASE)/bin/python $(BIN)/python -m pytest tests/packaging/test_installation.py $(ARGS)
+
+site: $(RELEASE)/.made ## Build the documentation site into dist/site; a broken link is an error
+	@rm -rf .cache/site dist/site && mkdir -p .cache/site/pages dist
+	@cp -r *.md LICENSE docs examples .cache/site/pages && cp packaging/site.toml .cache/site/zensical.toml
+	$(RELEASE)/bin/zensical build --strict --config-file .cache/site/zensical.toml
+	@mv .cache/site/site dist/site
 
 format: $(TESTABLE) ## Rewrite the sources in house format
 	$(BIN)/ruff check --fix-only --quiet $(SOURCES)
@@ -144,6 +161,13 @@ $(NEWEST)/.made:
 	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check uv "$(TORCH)"
 	@printf '%s\n' "$(TORCH)" transformers > $(NEWEST)/overrides.txt
 	@$(NEWEST)/bin/uv pip install --python $(NEWEST)/bin/python --prerelease allow --overrides $(NEWEST)/overrides.txt -e ".[neuron,dev]"
+	@touch $@
+
+$(RELEASE)/.made: packaging/requirements-release.txt packaging/requirements-build.lock
+	@echo "setting up $(RELEASE) (once)"
+	@$(PYTHON) -m venv --clear $(RELEASE)
+	@$(RELEASE)/bin/pip install --quiet --disable-pip-version-check -r packaging/requirements-release.txt
+	@$(RELEASE)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r packaging/requirements-build.lock
 	@touch $@
 
 # Every client has the versions that it was tested with. aider needs other versions than the frameworks.

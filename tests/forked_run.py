@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import warnings
 from collections import deque
@@ -22,6 +23,7 @@ from typing import Any
 
 import pytest
 from _pytest import runner
+from _pytest.config import create_terminal_writer
 
 from cortex.ipc.child import die_with_parent
 
@@ -201,7 +203,7 @@ def _run_groups(
         folders._basetemp = folders.mktemp("process")  # noqa: SLF001
         plugins = session.config.pluginmanager
         plugins.unregister(name="terminalreporter")
-        plugins.register(_Sender(session.config, connection))
+        plugins.register(_Sender(session.config, connection), "terminalreporter")
         capture = plugins.getplugin("capturemanager")
         if capture is not None:  # its files are shared with the other processes
             capture.stop_global_capturing()
@@ -246,6 +248,7 @@ class _Sender:
         self._config = config
         self._connection = connection
         self._reports: list[dict[str, Any]] = []
+        self._tw = create_terminal_writer(config, sys.stderr)  # where the time limit of a test writes all stacks
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         hook = self._config.hook

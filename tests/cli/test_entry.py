@@ -66,7 +66,7 @@ def test_every_command_is_imported_when_it_is_needed() -> None:
 
 def test_notice_about_the_configuration_is_printed_once(tmp_path: Path) -> None:
     (tmp_path / "cortex.toml").write_text('models_config = "models.toml"\n')
-    arguments = ["cortex", "doctor", "--config", "cortex.toml"]
+    arguments = ["cortex", "keys", "list", "--config", "cortex.toml"]
     code = f"import sys; sys.argv = {arguments!r}; from cortex.cli.entry import cortex; cortex()"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S)
     notice = "models_config in cortex.toml line 1 is now called `gateway.models`: rename it"

@@ -35,7 +35,7 @@ SHARED_TOKENS = 70
 BUDGETS = (0, 40_000, 200_000, 64 << 20)
 EVENTS = (*["ask"] * 8, "sleep", "swap", "other", "idle", "limit", "shrink")
 FEW = hypothesis.settings(
-    max_examples=max(5, hypothesis.settings().max_examples // 6), phases=(hypothesis.Phase.generate,)
+    max_examples=max(3, hypothesis.settings().max_examples // 10), phases=(hypothesis.Phase.generate,)
 )
 """A history takes most of a second: one that fails is reported as it is, rather than made shorter for minutes."""
 HISTORIES = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 1 << 30)), min_size=8, max_size=20)

@@ -19,9 +19,9 @@ CLIENTS  := $(addprefix tests/clients/,.venv/frameworks/.made .venv/aider/.made 
 SOURCES  := src tests bench
 QUICK    := tests/docs tests/fleet tests/http tests/neuron/engine/scheduling tests/neuron/text tests/routing tests/test_import_rules.py tests/wire
 ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests/http/server tests/gateway/test_reload.py \
-  tests/gateway/test_access.py tests/gateway/test_frozen_database.py tests/gateway/page/test_failed_sign_ins.py \
+  tests/gateway/test_access.py tests/gateway/test_frozen_database.py tests/gateway/page/test_sign_in_attempts.py \
   tests/gateway/dispatch/operator/test_audit.py tests/gateway/proxy/accounting/test_metering.py tests/neuron/engine/loading/test_damaged_checkpoints.py \
-  tests/neuron/engine/scheduling/test_prefill_shares.py tests/neuron/engine/scheduling/test_scheduler.py tests/neuron/engine/parallel/test_store.py \
+  tests/neuron/engine/scheduling/test_budget.py tests/neuron/engine/scheduling/test_scheduler.py tests/neuron/node/harness/command/test_group.py \
   tests/neuron/kernels/native/test_library.py tests/neuron/hub_process/test_resolver.py tests/test_private_file.py
 
 # The suite starts many programs. Without compiled files every one of them would compile the sources again.

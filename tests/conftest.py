@@ -40,7 +40,7 @@ WITH_ENGINE_WORKERS = {
     f"{NEURON}node/{file}.py"
     for file in (
         *("bench/test_benches", "divided/test_pipeline_parallel", "divided/test_tensor_parallel"),
-        *("spanning/test_spanning", "test_pooling", "test_real_engine"),
+        *("test_pooling", "test_real_engine"),
     )
 }
 """The tests of these files share a fork server that has imported the engine, which takes four seconds."""

@@ -20,7 +20,7 @@ from cortex.neuron.servers.ready_made import BY_NAME, completed_server
 from cortex.settings import Listen, Section
 from cortex.telemetry import logs
 from cortex.telemetry.tracing import TelemetrySection
-from cortex.wire.node.load_options import Count, LoadOptions
+from cortex.wire.node.load_options import Count, PlacedOptions
 
 Seconds = Annotated[float, Meta(gt=0)]
 Megabytes = Annotated[int, Meta(ge=0)]
@@ -126,7 +126,7 @@ class TextLimits(Section, frozen=True):
         return self.workers or min(max(2, os.cpu_count() or 2), 4)
 
 
-class ModelOptions(Section, LoadOptions, frozen=True, kw_only=True):
+class ModelOptions(Section, PlacedOptions, frozen=True, kw_only=True):
     """How a model is loaded and sampled."""
 
     id: str

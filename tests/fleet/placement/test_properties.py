@@ -47,8 +47,8 @@ class Drawing:
         return ModelSpec(
             id=model_id,
             vram_mb=self.random.choice((None, self.random.randint(5, 40))),
-            context=self.mostly(None, 2000, 40_000),
-            min_devices=self.mostly(1, 2),
+            context_tokens=self.mostly(None, 2000, 40_000),
+            tensor_parallel=self.mostly(1, 2),
             min_device_vram_mb=self.mostly(0, 20),
             pinned_on=self.mostly((), ("a",), ("b",)),
             load=self.mostly(None, "on_demand", "pinned", "manual"),
@@ -192,7 +192,7 @@ def test_decided_load_fits(fleet: Fleet, name: str, origin: str) -> None:
     assert not node.draining
     devices = {device.index: device for device in ledger(node)}
     share = -(-decision.need_bytes // len(decision.devices))
-    assert fleet.catalogue.spec(name).min_devices <= len(decision.devices) <= node.max_devices_per_model
+    assert fleet.catalogue.spec(name).tensor_parallel <= len(decision.devices) <= node.max_devices_per_model
     for index in decision.devices:
         given_back = sum(devices[index].held_by(victim) for victim in decision.victims)
         committed = devices[index].committed_bytes - given_back

@@ -127,7 +127,7 @@ def test_waits_for_a_load_over_the_same_devices(model: Make, node: Make, fleet: 
     ("newcomer", "divided", "expected"),
     [
         ({"nodes": NODES}, True, Verdict.FITS_AFTER_EVICTION),
-        ({"min_devices": 2}, True, Verdict.FITS_AFTER_EVICTION),
+        ({"tensor_parallel": 2}, True, Verdict.FITS_AFTER_EVICTION),
         ({}, True, Verdict.FITS),
         ({"nodes": NODES}, False, Verdict.FITS),
     ],

@@ -45,7 +45,7 @@ def verdicts(fake: FakeFleet) -> dict[str, tuple[Verdict, int | None]]:
         (SPEC, [("n", "a"), ("m", "a")]),
         (ModelSpec(id="a", source="~/a"), [("n", "a"), ("m", "a")]),
         (ModelSpec(id="a", source="/srv/a", only_on=("m",)), [("m", "a")]),
-        (ModelSpec(id="a", source="/srv/a", nodes=("n", "m"), min_devices=2), [("n", "a")]),
+        (ModelSpec(id="a", source="/srv/a", nodes=("n", "m"), tensor_parallel=2), [("n", "a")]),
         (ModelSpec(id="a", source="/srv/a", harness="llama"), []),
         (ModelSpec(id="a", source="org/a"), []),
         (ModelSpec(id="a"), []),

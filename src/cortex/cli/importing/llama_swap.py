@@ -129,7 +129,7 @@ def _model(model_id: str, raw: Any, data: Mapping[str, Any], note: Any) -> _Mode
     else:
         noted("its memory is unknown before the first load; add `memory_mb` to its harness in neuron.toml")
     if server.context_tokens is not None:
-        entry["context_tokens"] = spec["context"] = server.context_tokens
+        entry["context_tokens"] = spec["context_tokens"] = server.context_tokens
     if server.replaced_port is not None:
         noted(f"the port {server.replaced_port} of its cmd is now ${{PORT}}, which the node chooses")
     elif not server.has_port and not any(server_command.PORT in value for value in env.values()):
@@ -176,7 +176,7 @@ def _environment(lines: Iterable[str], entry: dict[str, Any], spec: dict[str, An
         if all(part.isdigit() for part in indices):
             entry["devices"] = [int(part) for part in indices]
             if len(indices) > 1:
-                entry["tensor_parallel"] = spec["min_devices"] = len(indices)
+                entry["tensor_parallel"] = spec["tensor_parallel"] = len(indices)
         else:
             noted(f"{name}={value} is left out: give the indices of `neuron discover` as `devices` in neuron.toml")
     return env

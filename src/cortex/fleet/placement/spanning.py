@@ -54,7 +54,11 @@ class _Span:
         self.by_layers = lead.divides_by_layers(spec)
         held = lead.residencies.get(spec.id)
         self._count = max(spec.devices_per_node(len(self.names)), 1 if held is None else held.status.num_devices)
-        by = {"min_devices": 1, "pipeline_parallel": self._count} if self.by_layers else {"min_devices": self._count}
+        by = (
+            {"tensor_parallel": 1, "pipeline_parallel": self._count}
+            if self.by_layers
+            else {"tensor_parallel": self._count}
+        )
         self._part = msgspec.structs.replace(spec, nodes=(), **by)
         self._spec, self._lead, self._fleet, self._now, self._need = spec, lead, fleet, now, need
         self._origin = origin

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.fleet_state import FleetState
-from cortex.gateway.dispatch.load_requests import load_request
 from cortex.gateway.dispatch.model_jobs import Effects
 from cortex.wire.errors import CortexError, LoadFailed, SourceNotAllowed, SourceNotFound
 from cortex.wire.node.load_options import is_path
@@ -42,7 +41,7 @@ class SourceSurveys:
             return
         asked = self._asked.setdefault(name, set())
         asked -= self._listed.setdefault(name, set()) - node.residencies.keys()
-        requests = tuple(load_request(spec) for spec in self._named_by_path(node) if spec.id not in asked)
+        requests = tuple(spec.load_request for spec in self._named_by_path(node) if spec.id not in asked)
         if requests:
             self._busy.add(name)
             asked.update(request.model_id for request in requests)

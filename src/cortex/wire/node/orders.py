@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from cortex.wire.fields.body import MAX_MODEL_NAME
-from cortex.wire.node.load_options import Count, LoadOptions
+from cortex.wire.node.load_options import Count, PlacedOptions
 from cortex.wire.node.protocol import NodeValue
 
 log = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 ModelName = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
 
 
-class LoadRequest(LoadOptions, frozen=True, kw_only=True):
+class LoadRequest(PlacedOptions, frozen=True, kw_only=True):
     """`POST /models/load`. What it does not give is as the node is configured. Idempotent: a request for a model that
     is ready or loading joins it, unless it names another `quant` than that one has, which is rejected with 409."""
 

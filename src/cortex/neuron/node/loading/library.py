@@ -20,7 +20,7 @@ from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directo
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
 from cortex.wire.errors import LoadFailed, ModelNotFound, SourceNotAllowed, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
-from cortex.wire.node.load_options import KVDtype, LoadOptions, Speculation, Vision, draft_of, is_path
+from cortex.wire.node.load_options import PlacedOptions, draft_of, is_path
 from cortex.wire.node.orders import LoadRequest
 
 _CACHE_PREFIX = "models--"
@@ -30,15 +30,12 @@ MAX_ADOPTED = 1000
 """Ids that load requests may add. They are kept until the end of the daemon."""
 
 
-class KnownModel(LoadOptions, frozen=True, kw_only=True):
-    """A model that can be loaded, and its options."""
+class KnownModel(PlacedOptions, frozen=True, kw_only=True):
+    """A model that can be loaded, and its options, with their defaults where none are given."""
 
     id: str
     source: str
     harness: str = "torch"
-    kv_dtype: KVDtype = "auto"
-    speculation: Speculation = "lookup"
-    vision: Vision = "device"
     memory_bytes: int | None = None
     """The most that one replica may take."""
     min_context_tokens: int | None = None
@@ -48,6 +45,10 @@ class KnownModel(LoadOptions, frozen=True, kw_only=True):
     """With those that are added while requests wait; no more than `replicas`: none are."""
     max_bytes_of_nodes: tuple[int | None, ...] = ()
     """The most that its layers take of each of `nodes`; empty: no limits."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._fill_defaults()
 
     @property
     def num_devices(self) -> int:
@@ -160,7 +161,7 @@ class Library:
         source = request.source or (known.source if known is not None else request.model_id)
         if known is None or source != known.source:
             self._check_source(source)
-        draft = draft_of(request.speculation or "")
+        draft = draft_of(request.speculation)
         if draft is not None and draft not in self._models and (known is None or draft != draft_of(known.speculation)):
             try:
                 self._check_source(draft)  # the name of a draft model that is not known is its source

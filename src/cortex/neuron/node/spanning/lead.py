@@ -156,19 +156,7 @@ def _size(model: KnownModel) -> int:
 
 def _request(model: KnownModel) -> LoadRequest:
     """What a peer needs to find the files of the model."""
-    return LoadRequest(
-        model_id=model.id,
-        source=model.source,
-        harness=model.harness,
-        quant=model.quant,
-        tensor_parallel=model.tensor_parallel,
-        pipeline_parallel=model.pipeline_parallel,
-        context_tokens=model.context_tokens,
-        kv_dtype=model.kv_dtype,
-        speculation=model.speculation,
-        vision=model.vision,
-        nodes=model.nodes,
-    )
+    return LoadRequest(model_id=model.id, **model.shared_with(LoadRequest.__struct_fields__))
 
 
 def _held_ports(host: str) -> tuple[socket.socket, socket.socket]:

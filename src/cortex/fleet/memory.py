@@ -10,6 +10,7 @@ import msgspec
 
 from cortex.quant_names import at_load, is_same_quant
 from cortex.wire.node.contexts import ContextSizes, tried
+from cortex.wire.node.load_options import ENGINE
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
 from .catalogue import ModelSpec
@@ -18,7 +19,6 @@ from .holdings import ON_DEVICE, as_model, bytes_held
 from .index import remembered
 from .topology import Fleet, Measured, Node
 
-ENGINES = ("torch", "candle")
 """The harnesses that are no servers: what their models take follows from their files and options."""
 
 Basis = Literal["measured", "estimated", "reserved"]
@@ -221,7 +221,7 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
     status = None if held is None else sized_for(spec, held.status)
     contexts = None if status is None else _contexts(spec, status)
     takes_bytes = None if status is None else whole_measured_bytes(node, status, fleet)
-    if takes_bytes is None and status is not None and status.harness not in ENGINES and status.estimate_bytes:
+    if takes_bytes is None and status is not None and status.harness != ENGINE and status.estimate_bytes:
         takes_bytes = spec.vram_bytes or _whole(status, status.estimate_bytes)  # its node knows its latest runs
     if takes_bytes is None:
         takes_bytes = fleet.measured.get((spec.id, spec.quant, spec.context_tokens), spec.vram_bytes)
@@ -274,7 +274,7 @@ def measurements(fleet: Fleet, models: Iterable[str] | None = None) -> Measured:
         for node in fleet.listing(model_id):
             status = node.residencies[model_id].status
             whole_bytes = whole_measured_bytes(node, status, fleet)
-            if whole_bytes is not None and status.harness not in ENGINES:
+            if whole_bytes is not None and status.harness != ENGINE:
                 whole_bytes = _whole(status, status.estimate_bytes)  # what it holds now may be unusual
             is_wanted = spec.quant is None or _is_as_wanted(spec.quant, status)
             if whole_bytes is not None and is_wanted and not _is_cut(status):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from msgspec import Meta
@@ -38,11 +38,6 @@ COMMAND_VARIABLES = frozenset(
 
 class GatewaySection(Section, frozen=True):
     """Addresses, timeouts and queues of the gateway."""
-
-    renamed: ClassVar = {"models_config": "models"}
-    removed: ClassVar = {
-        "workers": "a gateway is one process; to use more cores, run several gateways behind a load balancer"
-    }
 
     listen: Listen = Listen("0.0.0.0:31313")
     """Address of the API."""
@@ -293,8 +288,6 @@ class DiscoverySection(Section, frozen=True):
 
 class Config(Section, frozen=True):
     """`cortex.toml`."""
-
-    renamed: ClassVar = {"models_config": "gateway.models"}
 
     gateway: GatewaySection = GatewaySection()
     limits: LimitsSection = LimitsSection()

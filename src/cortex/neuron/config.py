@@ -9,18 +9,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from cortex import settings
 from cortex.neuron.picture_process.limits import PictureLimits
-from cortex.neuron.servers.entry import ENGINE_NAMES, HarnessEntry, check_server
+from cortex.neuron.servers.entry import HarnessEntry, check_server
 from cortex.neuron.servers.ready_made import BY_NAME, completed_server
 from cortex.settings import Listen, Section
 from cortex.telemetry import logs
 from cortex.telemetry.tracing import TelemetrySection
-from cortex.wire.node.load_options import Count, PlacedOptions
+from cortex.wire.node.load_options import ENGINE, Count, PlacedOptions
 
 Seconds = Annotated[float, Meta(gt=0)]
 Megabytes = Annotated[int, Meta(ge=0)]
@@ -42,15 +43,17 @@ class TorchHarness(Section, frozen=True):
 class HarnessSettings(Section, frozen=True):
     """Settings of the engine, under its name."""
 
-    renamed: ClassVar = {"candle": "torch"}
-
     torch: TorchHarness = TorchHarness()
+    candle: TorchHarness | None = None
+    """The former name of `torch`."""
+
+    def __post_init__(self) -> None:
+        if self.candle is not None:
+            msgspec.structs.force_setattr(self, "torch", self.candle)
 
 
 class Limits(Section, frozen=True):
     """How much of the machine requests may use."""
-
-    renamed: ClassVar = {"parked_mb": "sleep_mb"}
 
     max_connections: Count = 4096
     """Client connections open at once; a further one is rejected with 503. Each request of a gateway takes one. A
@@ -149,8 +152,6 @@ class DefaultModel(ModelOptions, frozen=True):
     """A model that is loaded at start, in the background, in the order of the file. What it leaves out is as in its
     entry under `models`."""
 
-    renamed: ClassVar = {"model_id": "id"}
-
 
 class PeerEntry(Section, frozen=True):
     """Another node, on which models of this node may have a part (`nodes` of a model)."""
@@ -181,12 +182,6 @@ class DeviceEntry(Section, frozen=True):
 
 class NeuronConfig(Section, frozen=True):
     """`neuron.toml`."""
-
-    renamed: ClassVar = {
-        "prefill_chunk_tokens": "limits.prefill_chunk_tokens",
-        "max_prompt_tokens": "limits.max_prompt_tokens",
-        "min_free_vram_mb": "limits.min_free_vram_mb",
-    }
 
     listen: Listen = Listen("0.0.0.0:13131")
     """Address of the node's API."""
@@ -259,7 +254,7 @@ class NeuronConfig(Section, frozen=True):
             if twice := sorted({model_id for model_id in ids if ids.count(model_id) > 1}):
                 raise ValueError(f"`{twice[0]}` is listed twice in [[{name}]]; remove one entry")
         for harness in self.harnesses:
-            if harness.name in ENGINE_NAMES and harness.cmd:
+            if harness.name == ENGINE and harness.cmd:
                 raise ValueError(f"`{harness.name}` is the built-in engine and takes no cmd; choose another name")
         for server in self.commands:
             check_server(server)
@@ -278,7 +273,7 @@ class NeuronConfig(Section, frozen=True):
 
     def _check_model(self, section: str, options: ModelOptions) -> None:
         model_id, nodes = options.id, options.nodes
-        harnesses = [*ENGINE_NAMES, *{**BY_NAME, **{entry.name: entry for entry in self.commands}}]
+        harnesses = [ENGINE, *{**BY_NAME, **{entry.name: entry for entry in self.commands}}]
         if options.harness is not None and options.harness not in harnesses:
             raise ValueError(
                 f"`{model_id}` in [[{section}]]: there is no harness `{options.harness}`; choose one of "
@@ -308,7 +303,7 @@ class NeuronConfig(Section, frozen=True):
     @property
     def commands(self) -> tuple[HarnessEntry, ...]:
         """The harnesses that are servers, complete: those with an entry, and ready-made ones that models name."""
-        listed = {entry.name: completed_server(entry) for entry in self.harnesses if entry.name not in ENGINE_NAMES}
+        listed = {entry.name: completed_server(entry) for entry in self.harnesses if entry.name != ENGINE}
         named = [options.harness for options in (*self.models, *self.default_models)]
         return (*listed.values(), *(BY_NAME[name] for name in BY_NAME if name in named and name not in listed))
 

@@ -26,8 +26,7 @@ from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.errors import CortexError, Family, InvalidValue, MalformedJSON, RouteNotFound, shorten
-from cortex.wire.node.orders import SleepOption
-from cortex.wire.node.protocol import ModelState, Progress
+from cortex.wire.node.protocol import ModelState, NodeValue, Progress
 
 _MODELS = "/fleet/models/"
 _NODES = "/fleet/nodes/"
@@ -35,11 +34,13 @@ _MODEL_ORDERS = ("load", "unload", "pin", "unpin")
 _NODE_ORDERS = ("drain", "undrain")
 
 
-class _Order(SleepOption, frozen=True, forbid_unknown_fields=True):
+class _Order(NodeValue, frozen=True, forbid_unknown_fields=True):
     """The optional body of an order."""
 
     node: str | None = None
     force: bool = False
+    sleep: bool = False
+    """Keep the weights of an unloaded model in host memory if there is room."""
     pinned: bool = True
     unpin: bool = False
     """Unload the model even if it is pinned."""

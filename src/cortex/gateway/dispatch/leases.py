@@ -10,13 +10,13 @@ from typing import Literal
 import msgspec
 
 from cortex.fleet.demand import SOMEBODY, Demand
-from cortex.fleet.memory import ENGINES
 from cortex.fleet.placement.decision import Origin
 from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.fleet_state import ChangedNode, FleetState
 from cortex.gateway.dispatch.replicas import ReadyReplica, ReadyReplicas, ReplicaLoads, ready_models
 from cortex.routing.prefixes import PrefixRecord
 from cortex.wire.errors import CortexError, Overloaded, UnsupportedModality
+from cortex.wire.node.load_options import ENGINE
 from cortex.wire.node.protocol import Dialect, ModelState, ModelStatus
 from cortex.wire.pictures.rejection import reads_text_only
 
@@ -250,7 +250,7 @@ class LeasePool:
         spec = self._fleet_state.fleet.catalogue.spec(model)
         nodes = self._fleet_state.fleet.listing(model)
         harnesses = {node.residencies[model].status.harness if node.has_lifecycle else None for node in nodes}
-        if spec.harness is None and harnesses and harnesses <= set(ENGINES):
+        if spec.harness is None and harnesses == {ENGINE}:
             raise UnsupportedModality(
                 f"{model} runs on the built-in engine, which serves conversations, embeddings and scores; use a model "
                 "that a server of its own runs (`harness`)."
@@ -370,7 +370,7 @@ def _counts_tokens(node: Node) -> bool:
 
 def _reports_what_it_reads(node: Node, status: ModelStatus) -> bool:
     """Models of servers do not, nor those whose files no node has read yet."""
-    return node.has_lifecycle and status.harness in ENGINES and status.family is not None
+    return node.has_lifecycle and status.harness == ENGINE and status.family is not None
 
 
 @cache

@@ -57,7 +57,6 @@ def describe_node(inventory: Inventory, sleep_mb: int | None, harnesses: tuple[s
         max_devices_per_model=len(inventory.devices),
         can_sleep=can_sleep(sleep_mb, inventory.devices),
         harnesses=harnesses,
-        more_dialects=("ollama_chat", "ollama_generate", "llama_cpp_infill", "openai_compaction"),
     )
 
 

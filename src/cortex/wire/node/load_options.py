@@ -36,6 +36,17 @@ Speculation = Annotated[str, Meta(max_length=4096)]
 _DRAFT: Final = "draft:"
 
 
+ENGINE: Final = "torch"
+"""The name of the built-in engine as a harness."""
+_FORMER_ENGINE: Final = "candle"
+"""Its name in the programs before these, whose configurations are still in use."""
+
+
+def harness_name(name: str) -> str:
+    """The present name of the harness that `name` stands for."""
+    return ENGINE if name == _FORMER_ENGINE else name
+
+
 _PATH_PREFIXES = ("/", "./", "../", "~")
 
 
@@ -123,6 +134,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         speculation = checked_speculation(self.speculation, self.draft)
         msgspec.structs.force_setattr(self, "speculation", speculation)
         msgspec.structs.force_setattr(self, "draft", None)
+        if self.harness is not None:
+            msgspec.structs.force_setattr(self, "harness", harness_name(self.harness))
 
     def over(self, base: Options) -> Options:
         """`base` with every option that is given here and that it has; `sampling` value by value. Empty text gives

@@ -7,7 +7,7 @@ Unknown fields are ignored, so that nodes of different versions can share a flee
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -78,14 +78,8 @@ class Discovery(NodeValue, frozen=True):
     can_sleep: bool = True
     """Whether it keeps the weights of unloaded models in host memory; nodes without a GPU do not by default."""
     harnesses: tuple[str, ...] = ("torch",)
-    dialects: tuple[Dialect, ...] = (
-        "openai_chat",
-        "openai_completions",
-        "openai_responses",
-        "anthropic_messages",
-    )
-    more_dialects: tuple[str, ...] = ()
-    """Dialects that came later. Gateways that do not know `dialects` of other names would reject the whole report."""
+    dialects: tuple[str, ...] = get_args(Dialect)
+    """Gateways of other versions may not know all of them."""
 
 
 class Fallback(NodeValue, frozen=True):
@@ -120,8 +114,7 @@ class DeviceHealth(NodeValue, frozen=True):
 
 class Progress(NodeValue, frozen=True):
     stage: str
-    """`resolve`, `download`, `read`, `place` or `warm`. Nodes send no other: older gateways would reject the whole
-    report."""
+    """`resolve`, `download`, `read`, `place` or `warm`."""
     substage: str | None = None
     """The part of the stage that has a name of its own: `compile` in `place`. Any string may follow later."""
     done_bytes: int = 0

@@ -40,7 +40,7 @@ ALIASES = {"draft"}
 
 def example(name: str) -> Any:
     """A value that is not the default."""
-    chosen = {"source": "owner/model", "harness": "candle", "speculation": "off", "sampling": {"temperature": 0.5}}
+    chosen = {"source": "owner/model", "harness": "vllm", "speculation": "off", "sampling": {"temperature": 0.5}}
     if name in chosen:
         return chosen[name]
     (kind,) = schema.alternatives(SCHEMA[name].type)

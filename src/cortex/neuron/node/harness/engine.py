@@ -24,12 +24,11 @@ from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.node.spanning.lead import Lead
 from cortex.neuron.node.survey_process.client import Surveys
 from cortex.neuron.node.survey_process.protocol import Read
-from cortex.neuron.servers.entry import ENGINE_NAMES
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.wire.errors import ModelUnsupported, shorten
-from cortex.wire.node.load_options import draft_of
+from cortex.wire.node.load_options import ENGINE, draft_of
 
 _SPEC_FIELDS = frozenset(field.name for field in fields(LoadSpec))
 
@@ -37,7 +36,7 @@ _SPEC_FIELDS = frozenset(field.name for field in fields(LoadSpec))
 class EngineHarness:
     """Belongs to the daemon's loop."""
 
-    names = ENGINE_NAMES
+    names = (ENGINE,)
     restarts = True
 
     def __init__(

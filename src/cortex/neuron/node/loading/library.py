@@ -20,7 +20,7 @@ from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directo
 from cortex.neuron.weights.hub.source import is_hub_id, parse_source
 from cortex.wire.errors import LoadFailed, ModelNotFound, SourceNotAllowed, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
-from cortex.wire.node.load_options import PlacedOptions, draft_of, is_path
+from cortex.wire.node.load_options import ENGINE, PlacedOptions, draft_of, is_path
 from cortex.wire.node.orders import LoadRequest
 
 _CACHE_PREFIX = "models--"
@@ -35,7 +35,7 @@ class KnownModel(PlacedOptions, frozen=True, kw_only=True):
 
     id: str
     source: str
-    harness: str = "torch"
+    harness: str = ENGINE
     memory_bytes: int | None = None
     """The most that one replica may take."""
     min_context_tokens: int | None = None

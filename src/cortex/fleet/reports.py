@@ -24,7 +24,7 @@ def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -
         max_devices_per_model=discovery.max_devices_per_model,
         can_sleep=discovery.can_sleep,
         harnesses=discovery.harnesses,
-        dialects=discovery.dialects,
+        abilities=msgspec.structs.replace(before.abilities, dialects=discovery.dialects),
         healthy=True,
         draining=health.status == "draining",
         missed_polls=0,

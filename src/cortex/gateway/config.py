@@ -18,6 +18,7 @@ from cortex import settings
 from cortex.fleet.catalogue import MEBIBYTE
 from cortex.fleet.devices import Ceilings
 from cortex.fleet.rules import EvictionRules, PlacementRules
+from cortex.fleet.topology import Abilities
 from cortex.gateway.database import check_location, is_url
 from cortex.gateway.ledger.groups import GroupSection, check_groups
 from cortex.gateway.ledger.keys import Keyring, KeySection, PrefixSharing
@@ -250,6 +251,12 @@ class NeuronSection(Section, frozen=True):
     """The most memory that models may take over all devices of the node, weights and KV caches together. Where the
     node's own `limits.memory_mb` is smaller, that counts."""
     devices: tuple[NeuronDevice, ...] = ()
+
+    @property
+    def abilities(self) -> Abilities:
+        """What it can do, as far as its kind says it; the node reports its dialects."""
+        is_own = self.kind == "neuron"
+        return Abilities(takes_orders=is_own, reads_headers=is_own, reads_salt=self.cache_salt)
 
     @property
     def ceilings(self) -> Ceilings:

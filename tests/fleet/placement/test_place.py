@@ -12,6 +12,7 @@ from cortex.fleet.placement.decision import Verdict
 from cortex.fleet.placement.explain import rejection
 from cortex.fleet.placement.place import place, place_new, unmet_pins
 from cortex.fleet.rules import PlacementRules
+from cortex.fleet.topology import Abilities
 from cortex.wire.node.protocol import ModelState
 
 GIB = 1024**3
@@ -258,7 +259,7 @@ def test_background_request_evicts_nothing(model: Make, node: Make, fleet: Make,
     [
         ({"healthy": False, "problem": "refused"}, {}, "unhealthy"),
         ({"draining": True}, {}, "draining"),
-        ({"has_lifecycle": False}, {}, "not_listed"),
+        ({"abilities": Abilities(takes_orders=False)}, {}, "not_listed"),
         ({"harnesses": ("llama.cpp",)}, {"harness": "torch"}, "wrong_harness"),
         ({"harnesses": ()}, {}, "wrong_harness"),
         ({}, {"load": "manual"}, "manual"),

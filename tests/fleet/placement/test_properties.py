@@ -15,7 +15,7 @@ from cortex.fleet.memory import ledger
 from cortex.fleet.placement.explain import as_json, rejection, rows, text
 from cortex.fleet.placement.place import place
 from cortex.fleet.rules import EvictionRules
-from cortex.fleet.topology import Fleet, Node, Residency
+from cortex.fleet.topology import Abilities, Fleet, Node, Residency
 from cortex.wire.node.bench import BenchResult, StreamRate
 from cortex.wire.node.contexts import ContextSize, ContextSizes
 from cortex.wire.node.contexts import wanted as wanted_of
@@ -124,7 +124,7 @@ class Drawing:
             residencies=held,
             healthy=self.mostly(True, False),
             draining=self.mostly(False, True),
-            has_lifecycle=self.mostly(True, False),
+            abilities=Abilities(takes_orders=self.mostly(True, False)),
             max_devices_per_model=self.random.randint(1, 3),
             reservations=self.mostly((), (reservation,)),
             ceiling_bytes=self.mostly(None, 20 * MIB, 60 * MIB),
@@ -168,7 +168,7 @@ def test_protected_model_is_never_evicted(fleet: Fleet, name: str, origin: str) 
         assert not evicted
     if not evicted:
         return
-    assert node.has_lifecycle
+    assert node.takes_orders
     newcomer = fleet.catalogue.spec(name)
     for victim in evicted:
         held, spec = node.residencies[victim], fleet.catalogue.spec(victim)

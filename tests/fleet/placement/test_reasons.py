@@ -13,6 +13,7 @@ from cortex.fleet.placement.decision import Verdict
 from cortex.fleet.placement.eviction import Protection
 from cortex.fleet.placement.explain import rejection
 from cortex.fleet.placement.place import place
+from cortex.fleet.topology import Abilities
 from cortex.wire.node.protocol import ModelState
 
 NOW = 10_000.0
@@ -138,7 +139,7 @@ NODE_CASES: list[tuple[dict[str, Any], dict[str, Any], Verdict, str]] = [
     ({"draining": True}, {}, Verdict.DRAINING, "shutting down"),
     ({"draining": True, "drained": True}, {}, Verdict.DRAINING, "drained by the operator: run `cortex undrain n`"),
     (
-        {"has_lifecycle": False},
+        {"abilities": Abilities(takes_orders=False)},
         {},
         Verdict.NOT_LISTED,
         "does not serve this model, and does not load models on request",

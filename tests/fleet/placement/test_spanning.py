@@ -13,7 +13,7 @@ from cortex.fleet.memory import measurements
 from cortex.fleet.placement.decision import Verdict
 from cortex.fleet.placement.explain import as_json, outcome, rejection
 from cortex.fleet.placement.place import place
-from cortex.fleet.topology import ModelOnNode
+from cortex.fleet.topology import Abilities, ModelOnNode
 from cortex.wire.errors import Overloaded
 from cortex.wire.node.protocol import ModelState
 
@@ -49,7 +49,7 @@ def test_needs_its_part_on_every_node_and_is_served_by_the_first(node: Make, fle
             "benjy: drained by the operator: run `cortex undrain benjy`",
         ),
         ({"name": "renamed"}, Verdict.UNHEALTHY, "benjy: the fleet has no such node; add it under [[neurons]]"),
-        ({"has_lifecycle": False}, Verdict.WRONG_HARNESS, "benjy: takes no parts of models"),
+        ({"abilities": Abilities(takes_orders=False)}, Verdict.WRONG_HARNESS, "benjy: takes no parts of models"),
     ],
 )
 def test_is_not_loaded_while_one_of_its_nodes_cannot_take_part(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import pytest
 
-from cortex.fleet.topology import ModelOnNode
+from cortex.fleet.topology import Abilities, ModelOnNode
 from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.dispatch.nodes.poller import FOREIGN_DIALECTS
 from cortex.gateway.ledger.keys import generate
@@ -109,9 +109,9 @@ def outgoing(route: Route, body: bytes) -> OutgoingBody:
     return OutgoingBody(cast("ReceivedRequest", received), cast("AdmittedRequest", admitted), None)
 
 
-def lease(*, has_lifecycle: bool) -> Lease:
-    dialects = (*FOREIGN_DIALECTS, "anthropic_messages") if has_lifecycle else FOREIGN_DIALECTS
-    return Lease("n", "m", ModelOnNode("n", "m"), dialects, has_lifecycle)
+def lease(*, is_ours: bool) -> Lease:
+    dialects = (*FOREIGN_DIALECTS, "anthropic_messages") if is_ours else FOREIGN_DIALECTS
+    return Lease("n", "m", ModelOnNode("n", "m"), Abilities(is_ours, is_ours, dialects=dialects))
 
 
 def picture_body(route: Route, url: str, num_padding: int = 0) -> bytes:
@@ -126,9 +126,9 @@ def picture_body(route: Route, url: str, num_padding: int = 0) -> bytes:
 @pytest.mark.parametrize("route", [CHAT, MESSAGES], ids=["relayed", "translated"])
 def test_foreign_server_gets_no_address_of_a_picture(route: Route) -> None:
     body = outgoing(route, picture_body(route, "https://10.0.0.1/x.png"))
-    assert body.choose(lease(has_lifecycle=True))
+    assert body.choose(lease(is_ours=True))
     assert body.made()[1] == picture_body(route, "https://10.0.0.1/x.png"), "our own nodes reject it themselves"
-    assert body.choose(lease(has_lifecycle=False))
+    assert body.choose(lease(is_ours=False))
     with pytest.raises(InvalidValue, match=r"address|may not fetch"):
         body.made()
 
@@ -136,9 +136,9 @@ def test_foreign_server_gets_no_address_of_a_picture(route: Route) -> None:
 async def test_large_body_for_a_foreign_server_is_written_elsewhere() -> None:
     body = outgoing(CHAT, picture_body(CHAT, data_url(picture(8, 8)), 200_000))
     parser = BodyParser()
-    assert not body.choose(lease(has_lifecycle=False))
+    assert not body.choose(lease(is_ours=False))
     await body.prepare(parser)
-    assert body.choose(lease(has_lifecycle=False))
+    assert body.choose(lease(is_ours=False))
     assert body.made()[1] == picture_body(CHAT, data_url(picture(8, 8)), 200_000)
-    assert body.choose(lease(has_lifecycle=True)), "our own nodes get the client's bytes"
+    assert body.choose(lease(is_ours=True)), "our own nodes get the client's bytes"
     await parser.close()

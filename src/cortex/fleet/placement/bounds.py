@@ -99,7 +99,7 @@ def node_room(node: Node) -> _NodeRoom:
         bool(rooms)
         and node.healthy
         and not node.draining
-        and node.has_lifecycle
+        and node.takes_orders
         and "torch" in node.harnesses
         and not (node.reservations or may_be_leaving or node.raised_needs),
         may_be_leaving,

@@ -237,7 +237,7 @@ def without_memory(
         return Verdict.STARTING, "load ordered"
     if held is not None and held.state is ModelState.UNLOADING:
         return Verdict.BLOCKED, f"unloading for {duration(now - held.state_since)}"
-    if not node.has_lifecycle:
+    if not node.takes_orders:
         return Verdict.NOT_LISTED, "does not serve this model, and does not load models on request"
     if held is None and not fleet.catalogue.has(spec.id):
         return Verdict.NOT_LISTED, "does not list this model, and neither does the catalogue"

@@ -218,7 +218,7 @@ def _unfit(spec: ModelSpec, name: str, node: Node | None) -> Assessment | None:
         verdict, reason = Verdict.UNHEALTHY, node.problem or "no poll has succeeded yet"
     elif node.draining:
         verdict, reason = Verdict.DRAINING, node.why_draining
-    elif not node.has_lifecycle or node.harness_of(spec) not in node.harnesses:
+    elif not node.takes_orders or node.harness_of(spec) not in node.harnesses:
         verdict, reason = Verdict.WRONG_HARNESS, "takes no parts of models"
     else:
         return None

@@ -102,7 +102,7 @@ class BenchRoutes:
         self._dispatcher.check_node(node)
         ready = [here for here, _ in self._dispatcher.fleet.replicas(model) if node in (None, here.name)]
         if ready:
-            own = [ModelOnNode(here.name, model) for here in ready if here.has_lifecycle]
+            own = [ModelOnNode(here.name, model) for here in ready if here.takes_orders]
             if not own:
                 names = ", ".join(here.name for here in ready)
                 raise ModelUnsupported(f"{model} is served by {names}, which is no neuron: it cannot be measured.")

@@ -115,7 +115,7 @@ class FileRoutes:
 
     def _places(self, name: str, num_bytes: int) -> list[dict[str, Any]]:
         """The verdict of every node that loads models, by the size of the weights alone."""
-        by_name = {node.name: node for node in self._dispatcher.fleet.nodes if node.has_lifecycle}
+        by_name = {node.name: node for node in self._dispatcher.fleet.nodes if node.takes_orders}
         decision = self._dispatcher.explain_new(name, num_bytes)
         return [
             {
@@ -190,7 +190,7 @@ class FileRoutes:
         def free_bytes(node: Node) -> int:
             return node.disk.free_bytes if node.disk is not None else 0
 
-        candidates = [node for node in self._dispatcher.fleet.nodes if node.healthy and node.has_lifecycle]
+        candidates = [node for node in self._dispatcher.fleet.nodes if node.healthy and node.takes_orders]
         if not candidates:
             raise UpstreamUnavailable("No node that downloads models is up.")
         return max(candidates, key=lambda node: (not node.draining, free_bytes(node))).name
@@ -198,8 +198,8 @@ class FileRoutes:
     def _client(self, name: str) -> NodeClient:
         client = self._nodes.get(name)
         node = self._dispatcher.fleet.node(name)
-        if client is None or node is None or not node.has_lifecycle:
-            known = ", ".join(node.name for node in self._dispatcher.fleet.nodes if node.has_lifecycle) or "none"
+        if client is None or node is None or not node.takes_orders:
+            known = ", ".join(node.name for node in self._dispatcher.fleet.nodes if node.takes_orders) or "none"
             raise NodeNotFound(f"There is no node {shorten(name)} that keeps files; there are: {known}.", param="node")
         return client
 

@@ -51,7 +51,7 @@ class ModelServerRoutes:
         name = path.removeprefix(_MODELS).removesuffix(_LOG if is_log else _SIZE)
         model = self._dispatcher.resolve(name).model_id
         wanted = query(request, "node")
-        fleet = [node for node in self._dispatcher.fleet.nodes if node.has_lifecycle and model in node.residencies]
+        fleet = [node for node in self._dispatcher.fleet.nodes if node.takes_orders and model in node.residencies]
         clients = [self._nodes[node.name] for node in fleet if wanted in (None, node.name)]
         if not clients:
             raise NodeNotFound(f"No node{f' {shorten(wanted)}' if wanted else ''} that loads models has {model}.")

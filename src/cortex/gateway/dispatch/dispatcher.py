@@ -166,7 +166,7 @@ class Dispatcher(DispatchView, StateMachine):
         for name in self._fleet_state:
             self._surveys.forget(name)
         for node in self._fleet_state.fleet.nodes if gone else ():
-            if node.name in self._fleet_state and node.has_lifecycle and node.healthy:
+            if node.name in self._fleet_state and node.takes_orders and node.healthy:
                 for model in gone & node.residencies.keys():
                     self._effects.forget(node.name, model)
 

@@ -145,14 +145,11 @@ class FleetState:
         self.settings = settings
         self._resolved.clear()
         self._is_reconfigured = True
-        self._reported = {
-            neuron.name: msgspec.structs.replace(
-                self._reported.get(neuron.name, Node(name=neuron.name)),
-                has_lifecycle=neuron.kind == "neuron",
-                ceilings=neuron.ceilings,
-            )
-            for neuron in settings.neurons
-        }
+        before, self._reported = self._reported, {}
+        for neuron in settings.neurons:
+            known = before.get(neuron.name, Node(name=neuron.name))
+            abilities = msgspec.structs.replace(neuron.abilities, dialects=known.abilities.dialects)
+            self._reported[neuron.name] = msgspec.structs.replace(known, abilities=abilities, ceilings=neuron.ceilings)
         for entries in (self.loads, self.unloads, self.failures, self.shortfalls, self.rejected_sources):
             for node in [node for node in entries.nodes if node not in self]:
                 entries.drop_node(node)

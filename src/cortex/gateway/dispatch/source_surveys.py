@@ -37,7 +37,7 @@ class SourceSurveys:
     def ask(self, name: str) -> None:
         """Ask a node that is up about the models that it was not asked about, or does not list any more."""
         node = self._fleet_state.reported(name)
-        if not self._fleet_state.settings.catalogue.named_by_path or name in self._busy or not node.has_lifecycle:
+        if not self._fleet_state.settings.catalogue.named_by_path or name in self._busy or not node.takes_orders:
             return
         asked = self._asked.setdefault(name, set())
         asked -= self._listed.setdefault(name, set()) - node.residencies.keys()

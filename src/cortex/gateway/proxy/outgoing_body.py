@@ -81,15 +81,15 @@ class OutgoingBody:
         """What a foreign server gets of a body that is not translated, once it is made."""
         self._translated: tuple[GenerateRequest, ServerBody] | None = None
 
-    def choose(self, lease: Lease, *, takes_salt: bool = False) -> bool:
-        """Choose the form for the node of `lease`; False: call `prepare` before `made`. `takes_salt`: the node reads
-        the tenant in `cache_salt`."""
+    def choose(self, lease: Lease) -> bool:
+        """Choose the form for the node of `lease`; False: call `prepare` before `made`."""
         route, body = self._route, self._received
-        self._is_foreign = not lease.has_lifecycle
-        self._translates = route.generates and route.dialect not in lease.dialects
+        self._is_foreign = not lease.abilities.reads_headers
+        self._translates = route.generates and route.dialect not in lease.abilities.dialects
         if route.target:
             return self._edited is not None or not is_parsed_elsewhere(body)
-        tenant = narrowed_tenant(self._request, self._admitted) if takes_salt and route.generates else EVERYBODY
+        is_salted = lease.abilities.reads_salt and route.generates
+        tenant = narrowed_tenant(self._request, self._admitted) if is_salted else EVERYBODY
         if tenant != self._tenant:
             self._tenant, self._served, self._translated = tenant, None, None
         if self._translates:

@@ -51,7 +51,7 @@ def for_node(
     anything else that is only for our nodes."""
     reservation = admitted.reservation
     headers: Headers = ((b"x-request-id", accounting.received.id),)
-    if not lease.has_lifecycle:
+    if not lease.abilities.reads_headers:
         return headers if traceparent is None else (*headers, (b"traceparent", traceparent))
     headers = (
         *headers,

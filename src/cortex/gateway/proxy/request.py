@@ -163,11 +163,11 @@ class ProxyRequest:
         self._lease = lease
         services = self.services
         node = services.nodes[lease.node]
-        if not self._body.choose(lease, takes_salt=node.section.cache_salt):
+        if not self._body.choose(lease):
             self._rewriting = run_once(self._prepare_elsewhere(lease), "edit or translate a large request")
             return
         route, received, admitted, accounting = self.route, self.received, self.admitted, self._accounting
-        if received.envelope.facts.loads_only and not lease.has_lifecycle:
+        if received.envelope.facts.loads_only and not lease.abilities.takes_orders:
             self._reply_loaded()
             return
         target, body, translation = self._body.made()
@@ -181,7 +181,7 @@ class ProxyRequest:
         config = services.config
         for_client = outgoing_headers.for_client(lease, route, admitted, names_node=config.node_header)
         silence_s = route.silence_s(config.idle_timeout_s, is_stream=accounting.stream)
-        when_down_s = silence_s if route.outlasts_polls(has_lifecycle=lease.has_lifecycle) else None
+        when_down_s = silence_s if route.outlasts_polls(lease.abilities) else None
         self._relay.send(
             node.pool, self._body.method, target, headers, body, translation, for_client, silence_s, when_down_s
         )
@@ -248,7 +248,7 @@ class ProxyRequest:
             if name in _REPORTS:
                 self._take_report(name, value)
         lease = self._lease
-        if status < 400 and lease is not None and not lease.has_lifecycle:
+        if status < 400 and lease is not None and not lease.abilities.reads_headers:
             self.services.nodes[lease.node].served_needs.add((lease.model, self.route.need))
         key = self.admitted.key
         if status < 400 or lease is None:
@@ -257,7 +257,7 @@ class ProxyRequest:
             if key is not None and self._hides_errors_of_stream(key, lease):
                 relay.translate(StreamRedaction(key, self.route.codec.stream_error))
             return True
-        if status in NOT_ADMITTED and lease.has_lifecycle:
+        if status in NOT_ADMITTED and lease.abilities.reads_headers:
             # The client's key was checked here. This is about the gateway's own key for the node.
             self.on_fault(relay, NotAdmitted(f"status {status}: the node does not admit this gateway, check key_env"))
             return False
@@ -265,16 +265,17 @@ class ProxyRequest:
             relay.translate(ErrorRedaction(key, self.route.family, self._error_of_node))
         if not self.route.runs_model or self._accounting.num_attempts >= MAX_ATTEMPTS:
             return True
-        if status == 404 and lease.has_lifecycle:
+        is_ours = lease.abilities.reads_headers
+        if status == 404 and lease.abilities.takes_orders:
             # The model was there at the last poll and has been unloaded since. Its node will load it again.
             self.services.dispatcher.model_not_found(lease)
             self._excluded = NO_NODES
-        elif status in _OVERLOADED and lease.has_lifecycle and any(name == _RECOVERS_HEADER for name, _ in headers):
+        elif status in _OVERLOADED and is_ours and any(name == _RECOVERS_HEADER for name, _ in headers):
             self.services.dispatcher.model_recovers(lease)
             self._excluded = NO_NODES
         elif status in _OVERLOADED and lease.has_alternatives:
             self._excluded |= {lease.node}
-        elif status == errors.InsufficientQuota.status and lease.has_lifecycle and self._has_more_tokens(headers):
+        elif status == errors.InsufficientQuota.status and is_ours and self._has_more_tokens(headers):
             self._release(f"status {status}")
             self.go()
             return False
@@ -287,7 +288,7 @@ class ProxyRequest:
 
     def _hides_errors_of_stream(self, key: KeySection, lease: Lease | None) -> bool:
         """Whether a foreign server's stream may contain errors that the owner of `key` must not see."""
-        is_foreign = lease is not None and not lease.has_lifecycle and self._translation is None
+        is_foreign = lease is not None and not lease.abilities.reads_headers and self._translation is None
         return is_foreign and self._accounting.stream and not key.operator
 
     def _take_report(self, name: bytes, value: bytes) -> None:
@@ -338,7 +339,7 @@ class ProxyRequest:
         if self._accounting.stream or not self.route.runs_model or not isinstance(fault, UpstreamSilent):
             return False
         client = self.services.nodes.get(lease.node)
-        outlasts_polls = self.route.outlasts_polls(has_lifecycle=lease.has_lifecycle)
+        outlasts_polls = self.route.outlasts_polls(lease.abilities)
         return client is not None and (outlasts_polls or not client.pool.is_down)
 
     def late_response(self, relay: ObservedRelay, status: int, body: bytes) -> bytes:  # noqa: ARG002
@@ -382,7 +383,7 @@ class ProxyRequest:
         if self._translation is not None:
             usage = self._translation.usage
         else:
-            is_foreign = self._is_unread or (lease is not None and not lease.has_lifecycle)
+            is_foreign = self._is_unread or (lease is not None and not lease.abilities.reads_headers)
             usage = reported_usage(self._usage_header, end_of_body, is_foreign)
         if self.services.activity.captures:
             is_stream = accounting.stream

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import msgspec
 
+from cortex.fleet.topology import Abilities
 from cortex.gateway.dispatch.leases import Need
 from cortex.http.observer import Keepalive
 from cortex.http.request import Headers
@@ -78,10 +79,10 @@ class Route:
         """How long a node that responds to polls may be silent in a response."""
         return max(idle_timeout_s, WHOLE_SILENCE_S) if self.runs_model and not is_stream else idle_timeout_s
 
-    def outlasts_polls(self, *, has_lifecycle: bool) -> bool:
+    def outlasts_polls(self, abilities: Abilities) -> bool:
         """Whether a node may miss polls because it works for such a request: a foreign server of speech or images may
         do one thing at a time."""
-        return self.need == "relay" and not has_lifecycle
+        return self.need == "relay" and not abilities.takes_orders
 
     def id_headers(self, request_id: bytes) -> Headers:
         """The request's id under the names that clients of this path know."""

@@ -368,7 +368,7 @@ class Endpoint(NodeValue, frozen=True):
 
     model_id: str
     base_url: str
-    dialects: tuple[Dialect, ...]
+    dialects: tuple[str, ...]
 
 
 class NodeEvent(NodeValue, frozen=True):

@@ -46,7 +46,7 @@ def example(name: str) -> Any:
     (kind,) = schema.alternatives(SCHEMA[name].type)
     match kind:
         case inspect.LiteralType():
-            return max(kind.values)  # "fp8", "off"
+            return max(map(str, kind.values))  # "fp8", "off"
         case inspect.BoolType():
             return True
         case inspect.IntType():
@@ -104,7 +104,7 @@ def test_engine_has_type_and_default_of_the_schema(name: str) -> None:
     assert getattr(KnownModel(id="m", source="m"), name) == default
     for kind in schema.alternatives(SCHEMA[name].type):
         if isinstance(kind, inspect.LiteralType):
-            assert sorted(get_args(SPEC_TYPES[name])) == sorted(kind.values)
+            assert sorted(get_args(SPEC_TYPES[name])) == sorted(map(str, kind.values))
 
 
 @pytest.mark.parametrize("form", [Catalogue, NeuronConfig])

@@ -15,7 +15,6 @@ from cortex.wire.node.protocol import Capabilities, Dialect, Discovery, Health, 
 
 FOREIGN_DIALECTS: tuple[Dialect, ...] = ("openai_chat", "openai_completions")
 """The dialects of any OpenAI-compatible server."""
-
 REDISCOVER_EVERY = 60
 """The hardware of a node is read again after this many polls."""
 

@@ -132,7 +132,7 @@ class RequestAccounting:
         is_estimated = usage is None and (has_response or is_unpaid_work)
         estimate = self._estimate(num_response_bytes) if is_estimated else None
         may_node_know = self.route.runs_model and self.route.need != "relay"  # of those it reads no tokens
-        if is_cut_off and usage is None and lease is not None and lease.has_lifecycle and may_node_know:
+        if is_cut_off and usage is None and lease is not None and lease.abilities.reads_headers and may_node_know:
             services.disconnected_usage.fetch(
                 services.nodes.get(node), self.attempt_id.decode(), estimate, partial(self._settle, lease, outcome)
             )

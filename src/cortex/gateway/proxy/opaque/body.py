@@ -32,9 +32,9 @@ class OpaqueBody:
             self._own_target, self.headers, self._body = written(request, found, {"model": model})
         self._target = self._own_target
 
-    def choose(self, lease: Lease, *, takes_salt: bool = False) -> bool:  # noqa: ARG002 - no prompt in it is cached
+    def choose(self, lease: Lease) -> bool:
         self._target = self._own_target  # the attempt before may have been at a node of the other kind
-        if self._upstream is not None and lease.has_lifecycle:
+        if self._upstream is not None and lease.abilities.reads_headers:
             self._target = self._upstream
         return True
 

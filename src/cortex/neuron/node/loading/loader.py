@@ -67,7 +67,7 @@ class Survey:
     """They describe the whole model, or one rank of a divided one."""
     text: TextSurvey
     requested_quant: str | None
-    speculation: str
+    speculation: str | None
     quantised: Mapping[str, Footprint]
     """The memory of dense weights with each recipe; empty if they are quantised, or cannot be here."""
 

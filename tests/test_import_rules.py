@@ -28,7 +28,7 @@ HUB = {"neuron.hub_process", "ipc", "neuron.weights"}
 PICTURES = {"neuron.picture_process", "ipc", "settings", "neuron.vision", "wire"}
 NODE = {"neuron.node", "neuron.config", "neuron.servers", "http", "private_file", "quant_names"}
 NODE |= {*HUB, *PICTURES, *TOKENIZER, *WORKER}
-API = {"neuron.api", "build", "open_files", "service_manager", "parsing", "http", "settings", "tls", *NODE}
+API = {"neuron.api", "build", "open_files", "service_manager", "foreign", "parsing", "http", "settings", "tls", *NODE}
 NEURON = {"neuron", "exits", *API}
 LEDGER = {"gateway.ledger", "gateway.database", "gateway.config", "http", "private_file", "tasks", "wire", "settings"}
 DISPATCH = {
@@ -46,7 +46,7 @@ DISPATCH = {
     "tls",
     "wire",
 }
-PROXY = {"gateway.proxy", "gateway.pictures", "parsing", "ipc", "telemetry", *DISPATCH, *LEDGER}
+PROXY = {"gateway.proxy", "gateway.pictures", "foreign", "parsing", "ipc", "telemetry", *DISPATCH, *LEDGER}
 HISTORY = {"gateway.history", *PROXY}
 GATEWAY_API = {"gateway.api", "build", *HISTORY}
 GATEWAY_PAGE = {"gateway.page", "cortex", *PROXY}
@@ -84,7 +84,8 @@ RULES: dict[str, Rule] = {
     "routing": Rule({"routing"}, frozenset({"msgspec"})),
     "http": Rule({"http", "wire"}, frozenset({"httptools"})),
     "ipc": Rule({"ipc", "telemetry"}, frozenset({"msgspec"})),
-    "parsing": Rule({"parsing", "ipc", "telemetry", "wire"}, frozenset({"msgspec"})),
+    "foreign": Rule({"foreign", "http", "ipc", "wire"}, frozenset({"msgspec"})),
+    "parsing": Rule({"parsing", "foreign", "ipc", "telemetry", "wire"}, frozenset({"msgspec"})),
     "gateway.config": Rule(
         {"fleet", "gateway.database", "gateway.ledger", "settings", "telemetry"}, frozenset({"msgspec"})
     ),

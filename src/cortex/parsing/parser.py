@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
+from cortex.foreign.body import Access, ServerBody
 from cortex.ipc.channel import Unsendable
 from cortex.ipc.pool import JobLost, PoolLost, RestartedPool, WorkerPool
 from cortex.parsing import protocol
@@ -18,7 +19,6 @@ from cortex.parsing.items import StoredTexts
 from cortex.parsing.picture_urls import PictureUrl
 from cortex.parsing.protocol import Job, Reply, Result
 from cortex.parsing.relayed import RelayedBody, envelope_of
-from cortex.parsing.servers import Access, ServerBody
 from cortex.wire.errors import BodyTooLarge, Overloaded, PreparationLimitExceeded, RateLimitExceeded
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import PackedRequest

@@ -6,12 +6,12 @@ import itertools
 
 import msgspec
 
+from cortex.foreign.body import Access, ServerBody, server_body
 from cortex.ipc.channel import ChannelMessage
 from cortex.parsing import conversations, picture_urls, relayed
 from cortex.parsing.conversations import Completion, Joined, StoredSize
 from cortex.parsing.picture_urls import PictureUrl
 from cortex.parsing.relayed import ByteRange
-from cortex.parsing.servers import Access, ServerBody, server_body
 from cortex.wire import packed_request
 from cortex.wire.dialects import anthropic_messages, openai_chat
 from cortex.wire.dialects.anthropic_messages import BILLED, strip_billing_header

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from urllib.parse import quote
 
+from cortex.foreign.embeddings import ASKED
 from cortex.gateway.dispatch.leases import Lease
-from cortex.gateway.proxy import float_vectors
 from cortex.gateway.proxy.accounting.request_accounting import RequestAccounting
 from cortex.gateway.proxy.admission import AdmittedRequest
 from cortex.gateway.proxy.redaction import hides_details
@@ -67,7 +67,7 @@ def for_node(
     if reservation.token_limit is not None:
         headers = (*headers, (_TOKEN_LIMIT, b"%d" % reservation.token_limit))
     if route.need == "embeddings":
-        headers = (*headers, *float_vectors.ASKED)
+        headers = (*headers, *ASKED)
     if hides_details(admitted.key):
         headers = (*headers, _NO_DETAILS)
     return headers if traceparent is None else (*headers, (b"traceparent", traceparent))

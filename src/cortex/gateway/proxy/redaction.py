@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from cortex.foreign.chat_response import MAX_ERROR_BYTES
 from cortex.gateway.ledger.keys import KeySection, may_use
 from cortex.http.event_boundary import EventBoundary
 from cortex.http.request import Headers
@@ -23,8 +24,6 @@ from cortex.wire.public_errors import public
 log = logging.getLogger(__name__)
 
 _ERROR_FIELD = b'"error"'
-MAX_ERROR_BYTES = 1024 * 1024
-"""The longest error response that is held to be rewritten."""
 _EVENTS = re.compile(rb".+?(?:\r?\n\r?\n|\r\r|\Z)", re.DOTALL)
 
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 
+from cortex.foreign.embeddings import FloatVectors, OllamaEmbeddings, are_encoded
 from cortex.gateway.dispatch.leases import NO_NODES, Lease, PendingRequest
 from cortex.gateway.dispatch.nodes.client import NOT_ADMITTED, error_from
 from cortex.gateway.ledger.keys import KeySection
-from cortex.gateway.proxy import float_vectors, outgoing_headers
+from cortex.gateway.proxy import outgoing_headers
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE, RequestAccounting
 from cortex.gateway.proxy.accounting.running import RunningRequest
 from cortex.gateway.proxy.accounting.usage import reported_usage
 from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, narrowed_tenant
-from cortex.gateway.proxy.embedding_translation import EmbeddingTranslation
 from cortex.gateway.proxy.opaque.body import OpaqueBody
 from cortex.gateway.proxy.outgoing_body import OutgoingBody
 from cortex.gateway.proxy.redaction import ErrorRedaction, StreamRedaction, hides_errors_of, shown_to
@@ -95,7 +95,7 @@ class ProxyRequest:
         self._lease: Lease | None = None
         self._pending: PendingRequest | None = None
         self._excluded = NO_NODES
-        self._translation: ChatTranslation | EmbeddingTranslation | None = None
+        self._translation: ChatTranslation | OllamaEmbeddings | None = None
         self._rewriting: asyncio.Task[None] | None = None
         """Work on a large body in another process, before it is sent."""
         self._usage_header: bytes | None = None
@@ -252,8 +252,8 @@ class ProxyRequest:
             self.services.nodes[lease.node].served_needs.add((lease.model, self.route.need))
         key = self.admitted.key
         if status < 400 or lease is None:
-            if self._translation is None and self.route.need == "embeddings" and float_vectors.are_encoded(headers):
-                relay.translate(float_vectors.FloatVectors(self.route.path.decode()))
+            if self._translation is None and self.route.need == "embeddings" and are_encoded(headers):
+                relay.translate(FloatVectors(self.route.path.decode()))
             if key is not None and self._hides_errors_of_stream(key, lease):
                 relay.translate(StreamRedaction(key, self.route.codec.stream_error))
             return True

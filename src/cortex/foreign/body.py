@@ -7,7 +7,7 @@ gets what this program has read and checked, and nothing else.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -18,6 +18,7 @@ from cortex.wire.fields.body import decode_object
 from cortex.wire.fields.tables.by_path import TABLES
 from cortex.wire.pictures.media_urls import check_media
 from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
+from cortex.wire.tenant import EVERYBODY, SALT
 
 
 class ServerBody(ChannelMessage, frozen=True):
@@ -58,10 +59,38 @@ def server_body(path: str, body: bytes, without: tuple[str, ...], access: Access
         raise MalformedJSON("The body is nested too deeply; flatten it.") from None
 
 
-def check_limit(max_tokens: int) -> None:
-    """Raises InvalidValue for a limit of a budget that a server could read as none."""
-    if max_tokens < 1:
-        raise InvalidValue("max_tokens: this server may read 0 as no limit; send at least 1.", param="max_tokens")
+class ServerFields(NamedTuple):
+    """The fields that a request to `path` gets in place of the client's."""
+
+    path: str
+    values: Mapping[str, Any]
+    tenant: bytes = EVERYBODY
+    """Written where the server separates what it caches by a salt, unless `values` has one."""
+    stripped: tuple[str, ...] = ()
+    """Fields of the client that the server does not get."""
+    is_limited: bool = False
+    """Whether a budget limits the tokens of each choice, in place of the client's limits."""
+
+    @property
+    def without(self) -> tuple[str, ...]:
+        """The fields of the client that `server_body` leaves out."""
+        limits = TABLES[self.path].limits if self.is_limited else ()
+        salt = (SALT,) if self.tenant else ()
+        return (*self.stripped, *limits, *salt, *self.values)
+
+    def written(self, limit: int | None) -> dict[str, Any]:
+        """The fields with the limit of a choice, or with one that `values` has if that is smaller. Raises InvalidValue
+        for a limit of a budget that a server could read as none."""
+        fields = {SALT: self.tenant.hex(), **self.values} if self.tenant else dict(self.values)
+        if limit is None:
+            return fields
+        names = TABLES[self.path].limits
+        given = (fields.get(name) for name in names)
+        limit = min([limit, *(value for value in given if isinstance(value, int) and value >= 0)])
+        if limit < 1:
+            raise InvalidValue("max_tokens: this server may read 0 as no limit; send at least 1.", param="max_tokens")
+        # `best_of` would have more candidates than the budget knows of.
+        return {name: fields[name] for name in fields if name not in (*names, "best_of")} | {names[0]: limit}
 
 
 def _check_parsed(path: str, body: bytes) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.parsing.servers import ServerBody, server_body
+from cortex.foreign.body import ServerBody, server_body
 from cortex.wire.errors import InvalidValue, MalformedJSON
 from cortex.wire.fields.tables.by_path import TABLES
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from cortex.gateway.api.parts import DeferredResponses, expect, read_body
+from cortex.gateway.api.parts import ApiRoute, DeferredResponses, read_body
 from cortex.gateway.ledger.groups import CostLeft
 from cortex.gateway.ledger.key_file import KeyFile, KeyFileError, UnknownKey
 from cortex.gateway.ledger.keys import KeySection, Limit, Money, generate
@@ -23,6 +23,7 @@ from cortex.gateway.ledger.limits import Account
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
+from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.settings import SettingsError
@@ -79,13 +80,11 @@ class KeyRoutes:
         self._reload = reload
         self._deferred = deferred
 
-    def serves(self, path: str) -> bool:
-        return path == PATH or path.startswith(f"{PATH}/")
+    def routes(self) -> list[ApiRoute]:
+        return [Route("GET POST", PATH, self._handle), Route("PATCH DELETE", f"{PATH}/(?P<name>.+)", self._handle)]
 
-    def handle(self, exchange: Exchange, path: str) -> Response | None:
+    def _handle(self, exchange: Exchange, name: str = "") -> Response | None:
         request = exchange.request
-        name = path.removeprefix(PATH).removeprefix("/")
-        expect(request, *((b"PATCH", b"DELETE") if name else (b"GET", b"HEAD", b"POST")))
         if request.method in (b"GET", b"HEAD"):
             return self._list(request)
         operator = self._operator(request)

@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from cortex.http.head import encode_head
-from cortex.neuron.api.routing import ApiCall
+from cortex.neuron.api.calls import ApiCall
 from cortex.neuron.config import PeerEntry
 from cortex.neuron.node.spanning.protocol import PeerRejected, PeerUnreachable
 from cortex.settings import SettingsError

@@ -14,7 +14,7 @@ from msgspec import Raw
 from cortex.parsing.picture_scan import find_pictures
 from cortex.wire.dialects.openai_responses import read_state
 from cortex.wire.dialects.registry import DIALECTS
-from cortex.wire.facts import Facts
+from cortex.wire.facts import RequestSummary
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.tenant import SALT
 
@@ -25,7 +25,7 @@ _INFILLED = ("input_prefix", "prompt", "input_suffix")
 class Envelope(msgspec.Struct, frozen=True):
     """What a gateway reads of a body."""
 
-    facts: Facts
+    facts: RequestSummary
     conversation: Sequence[Raw]
     """The values that hold it, from its start; `input` is the last."""
 
@@ -52,7 +52,7 @@ def read(body: bytes, dialect: Dialect, generates: bool = True) -> Envelope:
     elif dialect == "openai_responses":
         facts = read_state(fields)
     else:
-        facts = Facts(fields.model(), False, 0, 1)
+        facts = RequestSummary(fields.model(), False, 0, 1)
     if not fields.is_empty(SALT):
         facts = msgspec.structs.replace(facts, cache_salt=bytes(fields.bytes_of(SALT)[0]))
     pictures = find_pictures(body, fields, dialect)

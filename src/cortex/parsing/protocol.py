@@ -18,7 +18,7 @@ from cortex.wire.dialects.anthropic_messages import BILLED, strip_billing_header
 from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import InvalidValue
-from cortex.wire.facts import Facts
+from cortex.wire.facts import RequestSummary
 from cortex.wire.fields.body import parse
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
@@ -161,7 +161,7 @@ class Edited(ChannelMessage, frozen=True):
 
 
 class ReadRelayedBody(ChannelMessage, frozen=True):
-    facts: Facts
+    facts: RequestSummary
     spans: tuple[ByteRange, ...]
     """Where the conversation is in the body."""
     is_stripped: bool
@@ -192,7 +192,7 @@ class FoundReferences(ChannelMessage, frozen=True):
 
 
 class CompletedBody(ChannelMessage, frozen=True):
-    facts: Facts
+    facts: RequestSummary
     spans: tuple[ByteRange, ...]
     """As in `ReadRelayedBody`."""
     stored_input: bytes | None

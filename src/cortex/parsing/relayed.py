@@ -9,7 +9,7 @@ from cortex.parsing import envelope as envelopes
 from cortex.parsing.envelope import Envelope
 from cortex.wire.dialects.anthropic_messages import BILLED, strip_billing_header
 from cortex.wire.errors import MalformedJSON
-from cortex.wire.facts import Facts
+from cortex.wire.facts import RequestSummary
 from cortex.wire.fields.body import ABSENT, without_lone_surrogates
 from cortex.wire.node.protocol import Dialect
 
@@ -50,7 +50,7 @@ def _span(body: bytes, value: bytes) -> ByteRange:
     return start, start + len(value)
 
 
-def envelope_of(body: bytes, facts: Facts, spans: tuple[ByteRange, ...]) -> Envelope:
+def envelope_of(body: bytes, facts: RequestSummary, spans: tuple[ByteRange, ...]) -> Envelope:
     """The envelope of `body`, from what another process found in it. Copies nothing."""
     view = memoryview(body)
     return Envelope(facts, tuple(Raw(view[start:end]) if end > start else ABSENT for start, end in spans))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Facts(msgspec.Struct, frozen=True, array_like=True):
+class RequestSummary(msgspec.Struct, frozen=True, array_like=True):
     """What a body says, without the conversation."""
 
     model: str

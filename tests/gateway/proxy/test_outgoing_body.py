@@ -19,7 +19,7 @@ from cortex.gateway.proxy.routes import CHAT, MESSAGES, Route
 from cortex.parsing import relayed
 from cortex.parsing.parser import BodyParser
 from cortex.wire.errors import InvalidValue
-from cortex.wire.facts import Facts
+from cortex.wire.facts import RequestSummary
 
 from ...picture_files import data_url, picture
 from ..fake_neuron import GB
@@ -69,7 +69,7 @@ async def test_prompt_with_more_bytes_than_the_context_has_tokens_gets_a_respons
 ) -> None:
     alice = generate("alice", balance_tokens=BALANCE)
     ledger, meter = await opened(str(tmp_path / "ledger.db"), alice)
-    facts = Facts("a", False, limit, 1)
+    facts = RequestSummary("a", False, limit, 1)
     reservation = meter.admit(meter.key(bearer(alice)), 10_000, facts, lambda _: 8192)
     assert choice_limit(reservation, facts, 10_000) == limit
     reservation.cancel()
@@ -94,7 +94,7 @@ async def test_texts_beyond_the_budget_are_not_sent(
 async def test_choice_without_a_limit_gets_no_more_than_servers_accept(tmp_path: Path) -> None:
     alice = generate("alice", balance_tokens=BALANCE)
     ledger, meter = await opened(str(tmp_path / "ledger.db"), alice)
-    facts = Facts("a", False, None, 1)
+    facts = RequestSummary("a", False, None, 1)
     reservation = meter.admit(meter.key(bearer(alice)), 200, facts)
     assert choice_limit(reservation, facts, 200) == MOST_UNASKED_TOKENS
     reservation.cancel()

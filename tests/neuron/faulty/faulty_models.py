@@ -20,7 +20,7 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.loading.files import find_local
 from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.node import Node
-from cortex.neuron.node.parts import Parts
+from cortex.neuron.node.parts import NodeDependencies
 from cortex.neuron.node.survey_process.jobs import read_facts
 from cortex.neuron.node.survey_process.protocol import Read
 from cortex.neuron.text.model import TextModel, TextSurvey
@@ -109,10 +109,10 @@ class LocalSurveys:
         pass
 
 
-def parts(**changes: Any) -> Parts:
+def parts(**changes: Any) -> NodeDependencies:
     """The real node but for the engine, the survey process and the tokenizer, and impatient."""
     find = changes.pop("find_local", find_local)
-    return Parts(
+    return NodeDependencies(
         **{
             "make_workers": partial(lasting_workers, "faulty_engine:load"),
             "open_text": PlainText,

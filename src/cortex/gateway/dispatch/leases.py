@@ -20,9 +20,9 @@ from cortex.wire.node.load_options import ENGINE
 from cortex.wire.node.protocol import ModelState, ModelStatus
 from cortex.wire.pictures.rejection import reads_text_only
 
-Need = Literal["response", "count", "embeddings", "rerank", "relay"]
+RequestKind = Literal["response", "count", "embeddings", "rerank", "relay"]
 """What a request needs from a node: a generated response, a token count, vectors, scores, or a server that reads it."""
-_CAPABILITIES: dict[Need, tuple[tuple[str, ...], str]] = {
+_CAPABILITIES: dict[RequestKind, tuple[tuple[str, ...], str]] = {
     "response": (("chat",), "generates no text"),
     "embeddings": (("embeddings",), "makes no embeddings"),
     "rerank": (("rerank", "embeddings"), "makes no scores"),
@@ -72,7 +72,7 @@ class PendingRequest:
         since: float,
         *,
         origin: Origin = "request",
-        need: Need = "response",
+        need: RequestKind = "response",
         excluded: frozenset[str] = NO_NODES,
         has_pictures: bool = False,
         client: str = SOMEBODY,
@@ -219,7 +219,7 @@ class LeasePool:
         }
         raise reads_text_only(model, sorted(filter(may_use, reported)), "messages")
 
-    def check_capable(self, model: str, need: Need) -> None:
+    def check_capable(self, model: str, need: RequestKind) -> None:
         """Raises UnsupportedModality where it is known that `model` cannot do what a request needs, with a model that
         can. A model whose files no node has read yet passes."""
         if need == "relay":

@@ -10,7 +10,7 @@ from cortex.fleet.queueing import Plan, Waiting, plan
 from cortex.fleet.topology import Fleet, ModelOnNode
 
 
-class Undecided:
+class PendingDecisions:
     """True if there is something to decide. What only time changes is decided at the next tick. Owned by the
     dispatcher."""
 

@@ -24,7 +24,7 @@ from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.parser import BodyParser
 from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
-from cortex.wire.facts import Facts
+from cortex.wire.facts import RequestSummary
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.tenant import EVERYBODY
@@ -184,7 +184,7 @@ MOST_UNASKED_TOKENS = 16_384
 and many do not report it."""
 
 
-def choice_limit(reservation: Reservation, facts: Facts, most_prompt_tokens: int) -> int | None:
+def choice_limit(reservation: Reservation, facts: RequestSummary, most_prompt_tokens: int) -> int | None:
     """The most tokens of one choice at a server that takes no limit for the whole request; None without a
     budget, and where the model's context ends a choice before the budget does. The prompt counts as one token per byte,
     because that is the most that it can have. Raises InsufficientQuota or RateLimitExceeded."""

@@ -9,7 +9,7 @@ from functools import lru_cache
 import msgspec
 
 from cortex.fleet.topology import Abilities
-from cortex.gateway.dispatch.leases import Need
+from cortex.gateway.dispatch.leases import RequestKind
 from cortex.http.observer import Keepalive
 from cortex.http.request import Headers
 from cortex.http.response_head import stream_headers
@@ -41,7 +41,7 @@ class Route:
 
     path: bytes
     dialect: DialectName
-    need: Need = "response"
+    need: RequestKind = "response"
     """What it needs of a node."""
     target: bytes = b""
     """The path at a node, if it is another one."""

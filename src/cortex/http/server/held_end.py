@@ -10,7 +10,7 @@ MAX_HELD_S = 5.0
 """No client waits longer than this for something that does not happen."""
 
 
-class HeldEnd:
+class DeferredEnd:
     """Stands between an exchange and its connection. Used on the loop's thread.
 
     Everything passes until `hold`. What the exchange writes from then on, its end included, is kept until `release`,
@@ -29,7 +29,7 @@ class HeldEnd:
         """How the exchange ended while it was held; None: it has not."""
 
     @classmethod
-    def of(cls, exchange: Exchange, max_bytes: int) -> HeldEnd:
+    def of(cls, exchange: Exchange, max_bytes: int) -> DeferredEnd:
         """For the response of `exchange`, which has not begun."""
         held = cls(exchange.connection, max_bytes)
         exchange.connection = held

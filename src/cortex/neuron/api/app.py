@@ -23,7 +23,7 @@ from cortex.neuron.api.access import NodeAccess, NodeKeys
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.api.drain_gate import DrainGate
-from cortex.neuron.api.inference.departures import Departures
+from cortex.neuron.api.inference.departures import KeepAliveUnloads
 from cortex.neuron.api.inference.opaque import OpaqueRoutes
 from cortex.neuron.api.inference.pooling import PoolingRoutes
 from cortex.neuron.api.inference.routes import Inference
@@ -68,7 +68,7 @@ class NodeApi:
         self._access = access or NodeAccess(NodeKeys())
         self._metrics = Metrics(backend)
         self._parser = BodyParser()
-        self._departures = Departures(backend)
+        self._departures = KeepAliveUnloads(backend)
         self._tasks: set[asyncio.Task[None]] = set()
         ticker = Ticker(asyncio.get_running_loop())
         usage_records = UsageRecords()

@@ -22,7 +22,7 @@ from cortex.neuron.api.peers import PeerConnector
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.config import load as load_config
 from cortex.neuron.node.node import Node
-from cortex.neuron.node.parts import Parts
+from cortex.neuron.node.parts import NodeDependencies
 from cortex.service_manager import READY, STOPPING, ServiceManager
 from cortex.settings import Listen, SettingsError, Stamp, stamp
 from cortex.tasks import Supervisor
@@ -151,7 +151,7 @@ async def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         connector = PeerConnector(path.parent if path is not None else Path.cwd())
-        node = await Node.start(config, Parts(connect_peer=connector.connect))
+        node = await Node.start(config, NodeDependencies(connect_peer=connector.connect))
         if node.discovery.driver_problem is not None:
             log.warning("%s", node.discovery.driver_problem)
         try:

@@ -26,8 +26,8 @@ from cortex.neuron.node.harness.command.harness import CommandHarness
 from cortex.neuron.node.harness.engine import EngineHarness
 from cortex.neuron.node.harness.harness import Harnesses
 from cortex.neuron.node.harness.upstream import Upstream
-from cortex.neuron.node.loading.context_room import ContextRoom
-from cortex.neuron.node.loading.device_room import DeviceRoom
+from cortex.neuron.node.loading.context_room import ContextAllocator
+from cortex.neuron.node.loading.device_room import DeviceAllocator
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel, Library, scan_cache
 from cortex.neuron.node.loading.loader import ModelLoader
@@ -36,7 +36,7 @@ from cortex.neuron.node.loading.model_folders import scan_folders
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings
 from cortex.neuron.node.memory.sleep_budget import SleepBudget, sleep_budget_bytes
 from cortex.neuron.node.models import Models
-from cortex.neuron.node.parts import Parts
+from cortex.neuron.node.parts import NodeDependencies
 from cortex.neuron.node.replicas.demand import ReplicaDemand, ReplicaRules
 from cortex.neuron.node.spanning.hosted_share import ShareResources
 from cortex.neuron.node.spanning.lead import Lead
@@ -63,7 +63,7 @@ _SCAN_S = 30.0
 class Node:
     """Made by `start`, ended by `close`; every method in between is called on the same loop."""
 
-    def __init__(self, config: NeuronConfig, inventory: Inventory, parts: Parts) -> None:
+    def __init__(self, config: NeuronConfig, inventory: Inventory, parts: NodeDependencies) -> None:
         limits = config.limits
         timeouts = parts.timeouts or WorkerTimeouts(step_s=limits.step_timeout_s, load_s=limits.load_timeout_s)
         forecast = Forecast(config)
@@ -100,7 +100,7 @@ class Node:
             lambda model_id: self._models.prompt_rules(model_id),
         )
         held = self._ceilings = MemoryCeilings(ceilings, lambda: [*self.shares.holdings(), *self._models.holdings()])
-        room = DeviceRoom(
+        room = DeviceAllocator(
             self.devices,
             forecast,
             lambda model: self._harnesses.of(model).estimates,
@@ -142,7 +142,7 @@ class Node:
             self.devices.kv_host,
         )
         default_ids = [default.id for default in config.default_models]
-        self._context_room = ContextRoom(room, self._loader, self._models, parts.context_rules, kept=default_ids)
+        self._context_room = ContextAllocator(room, self._loader, self._models, parts.context_rules, kept=default_ids)
         self.benches = Benches(
             self._models,
             lambda controller, on_stage: Measurement(
@@ -168,9 +168,9 @@ class Node:
         self._closing = False
 
     @classmethod
-    async def start(cls, config: NeuronConfig, parts: Parts | None = None) -> Node:
+    async def start(cls, config: NeuronConfig, parts: NodeDependencies | None = None) -> Node:
         """Returns a node that serves at once; default models load in the background."""
-        parts = parts or Parts()
+        parts = parts or NodeDependencies()
         inventory = await asyncio.to_thread(inventory_of, config, parts.discover)
         node = cls(config, inventory, parts)
         warn_of_unknown_devices(config.devices, inventory)

@@ -21,7 +21,7 @@ from cortex.neuron.worker.process import WorkerTimeouts
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class NodeDependencies:
     """What a node is made with. Tests replace single parts, to inject faults."""
 
     make_workers: Callable[[], WorkerFactory] = WorkerFactory

@@ -11,7 +11,7 @@ import cortex
 from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loader import Estimate, Survey
+from cortex.neuron.node.loading.loader import Estimate, Inspection
 from cortex.neuron.node.memory.sleep_budget import can_sleep
 from cortex.neuron.worker.discovery import Inventory
 from cortex.wire.errors import CortexError
@@ -60,7 +60,7 @@ def describe_node(inventory: Inventory, sleep_mb: int | None, harnesses: tuple[s
     )
 
 
-def served_model(model: KnownModel, controller: ModelController | None, survey: Survey | None) -> ServedModel:
+def served_model(model: KnownModel, controller: ModelController | None, survey: Inspection | None) -> ServedModel:
     instance = controller.instance if controller is not None else None
     if instance is not None:
         context_tokens: int | None = instance.resident.info.context_tokens or None
@@ -80,7 +80,7 @@ def served_model(model: KnownModel, controller: ModelController | None, survey: 
 def describe_model(
     model: KnownModel,
     controller: ModelController | None,
-    survey: Survey | None,
+    survey: Inspection | None,
     estimate: Estimate | None,
     num_in_preparation: int,
     disk_bytes: int | None,
@@ -154,7 +154,7 @@ def describe_model(
     )
 
 
-def _capabilities(survey: Survey | None, engine_notes: tuple[str, ...]) -> Capabilities:
+def _capabilities(survey: Inspection | None, engine_notes: tuple[str, ...]) -> Capabilities:
     if survey is None:
         return Capabilities()
     template, pooling = survey.text.capabilities, survey.facts.pooling

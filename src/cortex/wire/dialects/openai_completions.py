@@ -30,7 +30,7 @@ from cortex.wire.events import (
     TokenLogprob,
     UsageSoFar,
 )
-from cortex.wire.facts import Facts
+from cortex.wire.facts import RequestSummary
 from cortex.wire.fields.body import MAX_PROMPTS, Fields, PromptIds
 from cortex.wire.fields.sampling import (
     MAX_CHOICES,
@@ -67,12 +67,12 @@ __all__ = [
 ]
 
 
-def read_facts(fields: Fields) -> Facts:
+def read_facts(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
     max_tokens, n = read_limits(fields, fewest_tokens=0)
     if (num_prompts := fields.num_prompts("prompt")) > MAX_PROMPTS:
         raise fields.invalid("prompt", f"a request may have at most {MAX_PROMPTS} prompts; send fewer")
-    return Facts(fields.model(), fields.flag("stream") or False, max_tokens, n * num_prompts)
+    return RequestSummary(fields.model(), fields.flag("stream") or False, max_tokens, n * num_prompts)
 
 
 def pictures(fields: Fields) -> tuple[str, ...]:  # noqa: ARG001 - as the other dialects

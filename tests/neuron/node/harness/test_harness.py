@@ -14,7 +14,7 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loads_in_progress import LoadRoom
+from cortex.neuron.node.loading.loads_in_progress import DeviceAllocation
 from cortex.neuron.node.memory.limits import NodeLimits
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.model_host import ModelHost
@@ -98,7 +98,9 @@ class EchoHarness:
     async def read(self, model: KnownModel, path: Path) -> tuple[EchoFacts, dict[str, Footprint]]:
         return EchoFacts(path), {}
 
-    async def host(self, model: KnownModel, facts: EchoFacts, room: LoadRoom) -> tuple[ModelHost, ChosenDevices]:
+    async def host(
+        self, model: KnownModel, facts: EchoFacts, room: DeviceAllocation
+    ) -> tuple[ModelHost, ChosenDevices]:
         return self.host_of_model, room.chosen
 
     def replica(self, model: KnownModel, facts: EchoFacts, chosen: ChosenDevices) -> ModelHost:

@@ -18,7 +18,7 @@ from cortex.parsing.envelope import Envelope
 from cortex.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.wire.errors import CortexError, ModelNotFound, ShuttingDown
-from cortex.wire.facts import Facts
+from cortex.wire.facts import RequestSummary
 from cortex.wire.opaque.fields import OpaqueFields
 from cortex.wire.opaque.health_checks import HEALTH_CHECKS
 from cortex.wire.opaque.routes import split_upstream
@@ -73,7 +73,7 @@ class OpaqueInference:
             services.metrics.disconnects.labels("wait").inc()
             span.end({}, error="client_disconnected")
             raise
-        envelope = Envelope(Facts(name, stream=False, completion_limit=0, num_choices=1), ())
+        envelope = Envelope(RequestSummary(name, stream=False, completion_limit=0, num_choices=1), ())
         received = ReceivedRequest(exchange, route, b"", envelope, key, id, span, received_at)
         is_check = route.is_upstream and request.method == b"GET" and found in HEALTH_CHECKS
         self._inference.serve(received, make_body=lambda model: OpaqueBody(request, model, found), is_check=is_check)

@@ -16,7 +16,7 @@ from cortex.wire.requests import GenerateRequest
 log = logging.getLogger(__name__)
 
 
-class Departures:
+class KeepAliveUnloads:
     """Counts the requests of each model, so that none leaves while another request runs. Owns a task per unload."""
 
     def __init__(self, backend: Backend) -> None:

@@ -13,7 +13,7 @@ from cortex.neuron.node.bench.workload import (
     DECODE_PROMPT_TOKENS,
     PROBE_TOKENS,
     STREAMS,
-    ModelRoom,
+    ModelCapacity,
     ReplicaLimits,
     mean_tokens,
     steady_rate,
@@ -187,10 +187,10 @@ class Measurement:
     def _num_requests(self) -> int:
         return self._instance().num_requests
 
-    def _room(self, instance: Instance) -> ModelRoom:
+    def _room(self, instance: Instance) -> ModelCapacity:
         info, limits = instance.resident.info, self._config.limits
         used = instance.stats.used_pages * info.page_tokens if self._num_requests() else 0
-        return ModelRoom(
+        return ModelCapacity(
             context_tokens=info.context_tokens,
             max_prompt_tokens=limits.max_prompt_tokens,
             slots=limits.max_num_seqs * len(instance.host.replica_devices),

@@ -18,7 +18,7 @@ from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.forecast import Forecast, wanted_tokens
 from cortex.neuron.node.loading.library import KnownModel, Library
-from cortex.neuron.node.loading.loads_in_progress import LoadRoom
+from cortex.neuron.node.loading.loads_in_progress import DeviceAllocation
 from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.node.spanning.lead import Lead
@@ -117,7 +117,9 @@ class EngineHarness:
             stages=chosen.stages,
         )
 
-    async def host(self, model: KnownModel, facts: ModelFacts, room: LoadRoom) -> tuple[ModelHost, ChosenDevices]:
+    async def host(
+        self, model: KnownModel, facts: ModelFacts, room: DeviceAllocation
+    ) -> tuple[ModelHost, ChosenDevices]:
         """One replica on each equal part of the devices, the lowest index first. Those of a model that spans nodes are
         here and there."""
         chosen = room.chosen

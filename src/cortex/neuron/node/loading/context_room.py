@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from cortex.neuron.node.harness.estimates import FileFacts
-from cortex.neuron.node.loading.device_room import DeviceRoom
+from cortex.neuron.node.loading.device_room import DeviceAllocator
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.memory.ceilings import ModelHolding
@@ -83,12 +83,12 @@ class _Reload:
         return tokens < tolerated(self.target)
 
 
-class ContextRoom:
+class ContextAllocator:
     """Belongs to the daemon's loop."""
 
     def __init__(
         self,
-        room: DeviceRoom,
+        room: DeviceAllocator,
         loader: ModelLoader,
         models: Models,
         rules: ContextRules,

@@ -12,7 +12,7 @@ from cortex.neuron.node.devices import NodeDevices, ReadDevices
 from cortex.neuron.node.harness.estimates import Estimates, FileFacts
 from cortex.neuron.node.loading.device_choice import ChosenDevices, DeviceChoice
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loads_in_progress import LoadRoom, LoadsInProgress, OnWait, Reservation
+from cortex.neuron.node.loading.loads_in_progress import DeviceAllocation, LoadsInProgress, OnWait, Reservation
 from cortex.neuron.node.loading.preflight import usable_now
 from cortex.neuron.node.memory.ceilings import MemoryCeilings, ModelHolding, smallest
 from cortex.neuron.node.memory.limits import NodeLimits
@@ -33,7 +33,7 @@ class RoomElsewhere(InsufficientCapacity):
     """A sleeping model has no room on its devices, but has on others."""
 
 
-class DeviceRoom:
+class DeviceAllocator:
     """Belongs to the daemon's loop.
 
     A load is decided alone and reserves the memory that it may take. Then it runs next to others, up to
@@ -71,7 +71,7 @@ class DeviceRoom:
     @contextlib.asynccontextmanager
     async def for_load(
         self, model: KnownModel, facts: FileFacts, on_wait: OnWait = lambda _: None
-    ) -> AsyncIterator[LoadRoom]:
+    ) -> AsyncIterator[DeviceAllocation]:
         """The devices with room for the model, as many as it needs. Raises InsufficientCapacity."""
         async with contextlib.AsyncExitStack() as held:
             candidates = self._devices
@@ -83,7 +83,7 @@ class DeviceRoom:
             held.callback(self._loads.end, reservation)
             await self._take_back(reservation, is_whole=not model.is_divided)
             on_wait(None)
-            yield LoadRoom(chosen, partial(self._for_reload, model, facts), reservation)
+            yield DeviceAllocation(chosen, partial(self._for_reload, model, facts), reservation)
 
     async def _likely_devices(self, model: KnownModel, facts: FileFacts, on_wait: OnWait) -> tuple[Device, ...]:
         """Where a load would run in workers now; if possible, where no other one does. Raises InsufficientCapacity."""

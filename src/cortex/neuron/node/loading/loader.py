@@ -23,7 +23,7 @@ from cortex.neuron.node.harness.estimates import FileFacts, Footprint
 from cortex.neuron.node.harness.harness import Harnesses
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.loading.device_choice import capacity_bytes, check_devices
-from cortex.neuron.node.loading.device_room import DeviceRoom, RoomElsewhere, wake_settled
+from cortex.neuron.node.loading.device_room import DeviceAllocator, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.library import Fetch, KnownModel, Library
 from cortex.neuron.node.loading.loads_in_progress import OnWait
 from cortex.neuron.node.survey_process.client import Surveys
@@ -60,7 +60,7 @@ _DOWNLOAD_ERRORS: dict[type[CheckpointError], type[LoadFailed]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class Inspection:
     """What a model's files say about it."""
 
     facts: FileFacts
@@ -91,7 +91,7 @@ class ModelLoader:
         library: Library,
         devices: NodeDevices,
         harnesses: Harnesses,
-        room: DeviceRoom,
+        room: DeviceAllocator,
         *,
         fetch: Fetch,
         surveys: Surveys,
@@ -109,7 +109,7 @@ class ModelLoader:
         self._reader = surveys
         self._texts = texts
         self._make_room = make_room
-        self.surveys: dict[str, Survey] = {}
+        self.surveys: dict[str, Inspection] = {}
         """By model id; kept after an unload."""
         self._estimates: dict[str, tuple[object, Estimate]] = {}
         """By model id: the latest one, and what it was computed from."""
@@ -272,7 +272,7 @@ class ModelLoader:
 
     # Preflight
 
-    async def survey(self, model: KnownModel, path: Path) -> Survey:
+    async def survey(self, model: KnownModel, path: Path) -> Inspection:
         """Reads the model's headers and chat template, once. Raises LoadFailed."""
         known = self.surveys.get(model.id)
         wanted = (path, model.quant, model.tensor_parallel, model.speculation)
@@ -284,12 +284,12 @@ class ModelLoader:
         self.damaged.pop(model.id, None)
         return survey
 
-    async def read(self, model: KnownModel, path: Path) -> Survey:
+    async def read(self, model: KnownModel, path: Path) -> Inspection:
         """What `survey` finds, without keeping it: for other files than those of a model in memory. Raises
         LoadFailed."""
         harness = self._harnesses.of(model)
         facts, quantised = await harness.read(model, path)
-        return Survey(facts, await harness.read_text(model, path), model.quant, model.speculation, quantised)
+        return Inspection(facts, await harness.read_text(model, path), model.quant, model.speculation, quantised)
 
     def forget(self, model_id: str) -> None:
         """The model's files are gone."""

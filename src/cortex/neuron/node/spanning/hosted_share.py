@@ -15,7 +15,7 @@ from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.harness.engine import EngineHarness
 from cortex.neuron.node.loading.device_choice import ChosenDevices
-from cortex.neuron.node.loading.device_room import DeviceRoom, RoomElsewhere, wake_settled
+from cortex.neuron.node.loading.device_room import DeviceAllocator, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.preflight import ModelFacts
@@ -58,7 +58,7 @@ class ShareResources:
 
     library: Library
     loader: ModelLoader
-    room: DeviceRoom
+    room: DeviceAllocator
     devices: NodeDevices
     harness: EngineHarness
     sleep_budget: SleepBudget

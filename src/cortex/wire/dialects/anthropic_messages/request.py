@@ -8,7 +8,7 @@ from cortex.wire.dialects.anthropic_messages.client_tools import read_client_too
 from cortex.wire.dialects.anthropic_messages.content import block_pictures, read_blocks, read_text_blocks
 from cortex.wire.dialects.openai_chat.request import CONTINUE
 from cortex.wire.errors import shorten
-from cortex.wire.facts import Facts
+from cortex.wire.facts import RequestSummary
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.sampling import MAX_TEMPERATURE, read_response_format, read_speculation, read_stops
 from cortex.wire.fields.tables.anthropic_messages import FIELDS
@@ -32,10 +32,10 @@ _ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
-def read_facts(fields: Fields) -> Facts:
+def read_facts(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
     limit = fields.integer("max_tokens", low=0, high=LARGEST_COUNT)
-    return Facts(fields.model(), fields.flag("stream") or False, limit, 1)
+    return RequestSummary(fields.model(), fields.flag("stream") or False, limit, 1)
 
 
 def pictures(fields: Fields) -> Iterator[str]:

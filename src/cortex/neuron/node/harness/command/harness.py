@@ -24,7 +24,7 @@ from cortex.neuron.node.harness.command.server_memory import ServerMemory
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loads_in_progress import LoadRoom
+from cortex.neuron.node.loading.loads_in_progress import DeviceAllocation
 from cortex.neuron.servers.entry import HarnessEntry
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker import amd, gpu_processes
@@ -166,7 +166,7 @@ class CommandHarness:
         self,
         model: KnownModel,
         facts: ServedFiles,
-        room: LoadRoom,
+        room: DeviceAllocation,
     ) -> tuple[ModelHost, ChosenDevices]:
         entry, chosen, devices = self._entry, room.chosen, room.chosen.devices
         is_on_gpus = devices[0].kind != "cpu"

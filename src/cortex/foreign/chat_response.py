@@ -23,7 +23,7 @@ def check_length(num_bytes: int, status: int) -> None:
         raise ResponseTooLarge(f"its response is over {most} bytes, more than is read as a whole")
 
 
-class ChatResponse:
+class ForeignResponse:
     """One response. Call `head`, then `feed` with each piece, then `finish`. A server that does not stream although it
     was asked to sends its events at the end."""
 

@@ -15,7 +15,7 @@ from cortex.gateway.dispatch.nodes.poller import FOREIGN_DIALECTS
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.outgoing_body import MOST_UNASKED_TOKENS, OutgoingBody, choice_limit
-from cortex.gateway.proxy.routes import CHAT, MESSAGES, Route
+from cortex.gateway.proxy.routes import CHAT, MESSAGES, InferenceRoute
 from cortex.parsing import relayed
 from cortex.parsing.parser import BodyParser
 from cortex.wire.errors import InvalidValue
@@ -101,7 +101,7 @@ async def test_choice_without_a_limit_gets_no_more_than_servers_accept(tmp_path:
     await ledger.close()
 
 
-def outgoing(route: Route, body: bytes) -> OutgoingBody:
+def outgoing(route: InferenceRoute, body: bytes) -> OutgoingBody:
     admitted = SimpleNamespace(model="m", key=None, reservation=SimpleNamespace(token_limit=None))
     envelope = relayed.read(body, route.dialect, generates=True, strip_billing=False).envelope
     exchange = SimpleNamespace(request=SimpleNamespace(client="alice"))
@@ -114,7 +114,7 @@ def lease(*, is_ours: bool) -> Lease:
     return Lease("n", "m", ModelOnNode("n", "m"), Abilities(is_ours, is_ours, dialects=dialects))
 
 
-def picture_body(route: Route, url: str, num_padding: int = 0) -> bytes:
+def picture_body(route: InferenceRoute, url: str, num_padding: int = 0) -> bytes:
     if route is CHAT:
         part: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
     else:
@@ -124,7 +124,7 @@ def picture_body(route: Route, url: str, num_padding: int = 0) -> bytes:
 
 
 @pytest.mark.parametrize("route", [CHAT, MESSAGES], ids=["relayed", "translated"])
-def test_foreign_server_gets_no_address_of_a_picture(route: Route) -> None:
+def test_foreign_server_gets_no_address_of_a_picture(route: InferenceRoute) -> None:
     body = outgoing(route, picture_body(route, "https://10.0.0.1/x.png"))
     assert body.choose(lease(is_ours=True))
     assert body.made()[1] == picture_body(route, "https://10.0.0.1/x.png"), "our own nodes reject it themselves"

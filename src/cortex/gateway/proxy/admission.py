@@ -16,7 +16,7 @@ from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger.keys import KeySection, PrefixSharing, check_model, may_use, tenant_of_key
 from cortex.gateway.ledger.meter import FreeReservation, Meter, Reservation
 from cortex.gateway.proxy.redaction import shown_to
-from cortex.gateway.proxy.routes import Route
+from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.parsing.envelope import Envelope
@@ -35,7 +35,7 @@ class ReceivedRequest(msgspec.Struct, frozen=True):
     """An authenticated request whose body was read, before it is admitted."""
 
     exchange: Exchange
-    route: Route
+    route: InferenceRoute
     body: bytes
     envelope: Envelope
     key: KeySection | None

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from cortex.foreign.chat_response import ChatResponse
-from cortex.gateway.proxy.routes import Route
+from cortex.foreign.chat_response import ForeignResponse
+from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import MalformedResponse, ResponseTooLarge
 from cortex.wire import error_encoding
@@ -47,7 +47,7 @@ class ChatTranslation:
 
     def __init__(
         self,
-        route: Route,
+        route: InferenceRoute,
         request: GenerateRequest,
         *,
         id: str,
@@ -61,7 +61,7 @@ class ChatTranslation:
         self._id = id
         self._model = model
         self._created = int(time.time())
-        self._response = ChatResponse(is_stream=request.stream)
+        self._response = ForeignResponse(is_stream=request.stream)
         self._encoder = route.codec.Encoder(request, id=id, created=self._created, model=model)
         self._finishes: list[Finish] = []
         self._num_held_bytes = 0

@@ -17,7 +17,7 @@ from msgspec import Raw
 from cortex.gateway.proxy.admission import ReceivedRequest
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
-from cortex.gateway.proxy.routes import Route
+from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.gateway.responses.background import BackgroundRuns
 from cortex.gateway.responses.conversations import StoredConversations
 from cortex.gateway.responses.keeper import NotStored, StoringKeeper
@@ -72,7 +72,7 @@ class StatefulInference:
         self._background = background
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, exchange: Exchange, route: Route) -> None:
+    def begin(self, exchange: Exchange, route: InferenceRoute) -> None:
         """Take over an exchange of `route`."""
         self._inference.receive(exchange, route, self._serve)
 

@@ -12,7 +12,7 @@ from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.proxy.accounting.activity import Capture, RequestRecord
 from cortex.gateway.proxy.accounting.running import Phase, RunningRequest
 from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
-from cortex.gateway.proxy.routes import Route
+from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.gateway.proxy.services import Services
 from cortex.http.observer import Outcome
 from cortex.telemetry.tracing import UNTRACED
@@ -38,7 +38,7 @@ class RequestAccounting:
     """The facts about one request. The `ProxyRequest` writes them and calls `close` exactly once."""
 
     services: Services
-    route: Route
+    route: InferenceRoute
     received: ReceivedRequest
     admitted: AdmittedRequest
     stream: bool

@@ -9,7 +9,7 @@ from cortex.gateway.ledger.keys import KeySection, check_operator
 from cortex.gateway.proxy.admission import ReceivedRequest
 from cortex.gateway.proxy.inference import Inference, request_id_of
 from cortex.gateway.proxy.opaque.body import OpaqueBody
-from cortex.gateway.proxy.routes import Route
+from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.opaque_request import read_fields
 from cortex.http.request import Request
@@ -32,7 +32,7 @@ class OpaqueInference:
         """Replaced by a reload."""
         self._inference = inference
 
-    def begin(self, exchange: Exchange, route: Route) -> None:
+    def begin(self, exchange: Exchange, route: InferenceRoute) -> None:
         """Take over an exchange: it gets a response in every case."""
         services, request = self._inference.services, exchange.request
         received_at = services.clock()
@@ -56,7 +56,13 @@ class OpaqueInference:
         exchange.on_disconnect(partial(_cancel, task))
 
     async def _receive(
-        self, exchange: Exchange, route: Route, key: KeySection | None, id: bytes, span: Span, received_at: float
+        self,
+        exchange: Exchange,
+        route: InferenceRoute,
+        key: KeySection | None,
+        id: bytes,
+        span: Span,
+        received_at: float,
     ) -> None:
         request, services = exchange.request, self._inference.services
         try:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from cortex.foreign.body import Access, ServerFields, server_body
-from cortex.foreign.chat_response import ChatResponse
+from cortex.foreign.chat_response import ForeignResponse
 from cortex.http.request import Headers
 from cortex.http.upstream.call import UpstreamCall
 from cortex.http.upstream.faults import UpstreamFault, UpstreamSilent
@@ -208,7 +208,7 @@ class _Response:
     def __init__(self, is_stream: bool, ended: asyncio.Future[None]) -> None:
         self.ended = ended
         self.deliver: Deliver = lambda _: None
-        self._read = ChatResponse(is_stream=is_stream)
+        self._read = ForeignResponse(is_stream=is_stream)
 
     def on_head(self, status: int, headers: Headers, content_length: int | None) -> None:  # noqa: ARG002 - as Sink
         self._read.head(status, headers)

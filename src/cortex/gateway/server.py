@@ -29,8 +29,7 @@ from cortex.gateway.api.orders import OrderRoutes
 from cortex.gateway.api.parts import DeferredResponses
 from cortex.gateway.api.usage import UsageRoutes
 from cortex.gateway.config import Config
-from cortex.gateway.configuration_files import ConfigurationFiles
-from cortex.gateway.configuration_warnings import warn_about_access, warn_about_restart
+from cortex.gateway.configuration_files import ConfigurationFiles, warn_about_access, warn_about_restart
 from cortex.gateway.database import StoreError
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.effects import NodeEffects

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cortex.cli.output import console
-from cortex.cli.up.command import example_request, print_ready
+from cortex.cli.up.command import example_request, load_failure, print_ready, wait_until_loaded
 from cortex.cli.up.plan import UpPlan
-from cortex.cli.up.readiness import load_failure, wait_until_loaded
 from cortex.cli.up.run_files import Ports
 from cortex.cli.up.sources import ModelSource
 from cortex.cli.up.supervisor import ProcessSupervisor

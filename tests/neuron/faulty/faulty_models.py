@@ -25,8 +25,8 @@ from cortex.neuron.node.survey_process.jobs import read_facts
 from cortex.neuron.node.survey_process.protocol import Read
 from cortex.neuron.text.model import TextModel, TextSurvey
 from cortex.neuron.worker.backoff import BackoffPolicy
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.protocol import Capabilities
-from cortex.wire.node.sampling import SamplingDefaults
 
 CONFIG = {
     "model_type": "llama",

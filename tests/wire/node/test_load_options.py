@@ -5,9 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from cortex.wire.node.load_options import PlacedOptions
+from cortex.wire.node.load_options import PlacedOptions, SamplingDefaults
 from cortex.wire.node.orders import LoadRequest
-from cortex.wire.node.sampling import SamplingDefaults
 
 
 @pytest.mark.parametrize(

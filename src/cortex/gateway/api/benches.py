@@ -24,7 +24,7 @@ from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.wire.error_codes import from_code
+from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import CortexError, Family, ModelUnsupported
 from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.protocol import Progress

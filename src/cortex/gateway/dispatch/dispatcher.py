@@ -25,9 +25,8 @@ from cortex.gateway.dispatch.measured_sizes import Measured
 from cortex.gateway.dispatch.model_jobs import Effects, ModelJobs
 from cortex.gateway.dispatch.source_surveys import SourceSurveys
 from cortex.gateway.dispatch.state_machine import StateMachine, event
-from cortex.gateway.dispatch.undecided import PendingDecisions
+from cortex.gateway.dispatch.undecided import PendingDecisions, WaitingRequests
 from cortex.gateway.dispatch.view import DispatchView
-from cortex.gateway.dispatch.waiting_requests import WaitingRequests
 from cortex.wire.errors import CortexError, InsufficientCapacity, ShuttingDown
 from cortex.wire.node.protocol import Discovery, Health, ModelState, ModelStatus
 

@@ -19,7 +19,7 @@ from cortex.fleet.placement.eviction import is_freed_by_sleep
 from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import FleetState, LoadFailure, LoadJob
-from cortex.wire.error_codes import from_code
+from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import (
     CortexError,
     InsufficientCapacity,

@@ -17,7 +17,7 @@ from cortex.gateway.ledger.meter import ANONYMOUS
 from cortex.gateway.proxy.accounting.activity import RequestRecord
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE
 from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, client_of
-from cortex.gateway.proxy.opaque.body import OpaqueBody
+from cortex.gateway.proxy.outgoing_body import OpaqueBody
 from cortex.gateway.proxy.request import ProxyRequest
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import InferenceRoute, error_response

@@ -18,7 +18,9 @@ from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import CHAT
 from cortex.gateway.proxy.translation import ChatTranslation
-from cortex.http.request import Headers
+from cortex.http.composed_body import Body
+from cortex.http.opaque_request import passed_headers, target_of, written
+from cortex.http.request import Headers, Request
 from cortex.parsing import protocol
 from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.parser import BodyParser
@@ -26,8 +28,45 @@ from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
 from cortex.wire.facts import RequestSummary
 from cortex.wire.fields.raw_fields import replace_fields
+from cortex.wire.opaque.fields import OpaqueFields
+from cortex.wire.opaque.routes import upstream_path
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.tenant import EVERYBODY
+
+
+class OpaqueBody:
+    """The same for every attempt, but for the path below `/upstream/`: a foreign server is the upstream itself."""
+
+    __slots__ = ("_body", "_own_target", "_target", "_upstream", "headers", "method")
+
+    def __init__(self, request: Request, model: str, found: OpaqueFields | str) -> None:
+        """`found`: what is known of its fields; or, for a request below `/upstream/`, the path of the server."""
+        self.method = request.method
+        self.headers: Headers
+        self._body: Body
+        self._upstream: bytes | None = None
+        """The target at one of our nodes, for a request below `/upstream/`."""
+        if isinstance(found, str):
+            self._own_target = target_of(found.encode("latin-1"), request.query)
+            self._upstream = target_of(upstream_path(model, found).encode("latin-1"), request.query)
+            self.headers = passed_headers(request)
+            self._body = request.body if request.upload is None else request.upload
+        else:
+            self._own_target, self.headers, self._body = written(request, found, {"model": model})
+        self._target = self._own_target
+
+    def choose(self, lease: Lease) -> bool:
+        self._target = self._own_target  # the attempt before may have been at a node of the other kind
+        if self._upstream is not None and lease.abilities.reads_headers:
+            self._target = self._upstream
+        return True
+
+    async def prepare(self, parser: BodyParser) -> None:
+        """Nothing has to be prepared."""
+
+    def made(self) -> tuple[bytes, Body, None]:
+        return self._target, self._body, None
+
 
 _JSON = (b"content-type", b"application/json")
 _STREAM: Headers = (_JSON, (b"accept", b"text/event-stream"))

@@ -18,8 +18,8 @@ from cortex.http.event_boundary import EventBoundary
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import ResponseTooLarge
 from cortex.wire import error_encoding, errors, sse
+from cortex.wire.error_encoding import public
 from cortex.wire.errors import CortexError, Family, UpstreamInterrupted
-from cortex.wire.public_errors import public
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from cortex.http.request import Headers
 from cortex.http.upstream.faults import MalformedResponse, ResponseTooLarge
 from cortex.wire import error_encoding
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
-from cortex.wire.error_codes import from_code
+from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import CortexError
 from cortex.wire.events import (
     AnyEvent,

@@ -29,10 +29,9 @@ from cortex.neuron.node.harness.upstream import Upstream
 from cortex.neuron.node.loading.context_room import ContextAllocator
 from cortex.neuron.node.loading.device_room import DeviceAllocator
 from cortex.neuron.node.loading.forecast import Forecast
-from cortex.neuron.node.loading.library import KnownModel, Library, scan_cache
+from cortex.neuron.node.loading.library import KnownModel, Library, scan_cache, scan_folders
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
-from cortex.neuron.node.loading.model_folders import scan_folders
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings
 from cortex.neuron.node.memory.sleep_budget import SleepBudget, sleep_budget_bytes
 from cortex.neuron.node.models import Models

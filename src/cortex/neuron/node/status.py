@@ -16,6 +16,7 @@ from cortex.neuron.node.memory.sleep_budget import can_sleep
 from cortex.neuron.worker.discovery import Inventory
 from cortex.wire.errors import CortexError
 from cortex.wire.node.bench import BenchResult
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.protocol import (
     Capabilities,
     Discovery,
@@ -25,7 +26,6 @@ from cortex.wire.node.protocol import (
     ModelStatus,
     QuantisedSize,
 )
-from cortex.wire.node.sampling import SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from cortex.wire.dialects.openai_chunks import stream_error, timings_body
-from cortex.wire.error_codes import from_code
+from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure, Finish, ReasoningDelta, TextDelta
 from cortex.wire.facts import RequestSummary

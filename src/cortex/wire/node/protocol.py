@@ -14,8 +14,7 @@ from msgspec import Meta
 
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.contexts import ContextSizes
-from cortex.wire.node.load_options import Count
-from cortex.wire.node.sampling import SamplingDefaults
+from cortex.wire.node.load_options import Count, SamplingDefaults
 
 Dialect = Literal[
     "openai_chat",

@@ -19,9 +19,9 @@ from cortex.neuron.node.memory.limits import NodeLimits
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Capabilities, Device, ModelState
-from cortex.wire.node.sampling import SamplingDefaults
 
 from ...worker.hosts.fake_host import FakeHost
 

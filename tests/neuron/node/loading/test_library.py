@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from cortex.neuron.config import DefaultModel, HarnessSettings, ModelEntry, NeuronConfig, PeerEntry, TorchHarness
 from cortex.neuron.node.loading.library import MAX_ADOPTED, Library, cache_directory, scan_cache
 from cortex.wire.errors import LoadFailed, ModelNotFound
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.orders import LoadRequest
-from cortex.wire.node.sampling import SamplingDefaults
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from cortex.neuron.text.output.detect import ToolSyntax, reasoning_markers, tool
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.mistral_template import mistral_template
 from cortex.neuron.text.template.template_source import from_directory
-from cortex.wire.node.sampling import SamplingDefaults
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.requests import GenerateRequest
 
 from .conversations import said

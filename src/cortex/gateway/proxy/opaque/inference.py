@@ -8,7 +8,7 @@ from functools import partial
 from cortex.gateway.ledger.keys import KeySection, check_operator
 from cortex.gateway.proxy.admission import ReceivedRequest
 from cortex.gateway.proxy.inference import Inference, request_id_of
-from cortex.gateway.proxy.opaque.body import OpaqueBody
+from cortex.gateway.proxy.outgoing_body import OpaqueBody
 from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.opaque_request import read_fields

@@ -31,6 +31,7 @@ from cortex.wire import sse
 from cortex.wire.dialects import openai_responses
 from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.dialects.registry import DIALECTS, EventEncoder, client_field
+from cortex.wire.error_encoding import public
 from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import AnyEvent, Failure
 from cortex.wire.fields.body import check_content_type
@@ -38,7 +39,6 @@ from cortex.wire.node import headers as our_headers
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import Dialect as DialectName
 from cortex.wire.packed_request import PackedRequest
-from cortex.wire.public_errors import public
 
 _ATTEMPT_ID = our_headers.ATTEMPT_ID.encode()
 _ERROR_DETAILS = our_headers.ERROR_DETAILS.encode()

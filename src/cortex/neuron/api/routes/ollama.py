@@ -22,7 +22,7 @@ from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.stream import EventStream
 from cortex.parsing.parser import BodyParser
 from cortex.wire.dialects.ollama import embeddings, lines, models
-from cortex.wire.error_codes import from_code
+from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import LoadFailed, NotImplementedHere
 from cortex.wire.fields import body as wire_body
 from cortex.wire.model_names import split_quant

@@ -35,7 +35,7 @@ from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import LoadRejected
 from cortex.units import gib
-from cortex.wire.error_codes import from_code
+from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import (
     CortexError,
     DiskFull,

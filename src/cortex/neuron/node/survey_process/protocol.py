@@ -21,8 +21,8 @@ from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.weights.safetensors.arranged import expert_infos
 from cortex.neuron.weights.stored import TensorInfo
 from cortex.wire.errors import LoadFailed
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.protocol import Capabilities
-from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.rejection import Rejected
 
 MAX_REPLY_BYTES: Final = 48 << 20

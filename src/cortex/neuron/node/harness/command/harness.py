@@ -32,9 +32,9 @@ from cortex.neuron.worker.model_host import ModelHost
 from cortex.quant_names import label_in
 from cortex.tasks import finish_all
 from cortex.wire.errors import LoadFailed, Recovering, UnsupportedModality, shorten
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.model_log import ModelLog
 from cortex.wire.node.protocol import Capabilities, Device
-from cortex.wire.node.sampling import SamplingDefaults
 
 CHAT = "/v1/chat/completions"
 

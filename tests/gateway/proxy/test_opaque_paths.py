@@ -10,7 +10,8 @@ import pytest
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.topology import Abilities, ModelOnNode
 from cortex.gateway.dispatch.leases import Lease
-from cortex.gateway.proxy.outgoing_body import OpaqueBody, OpaqueInference
+from cortex.gateway.proxy.opaque.inference import OpaqueInference
+from cortex.gateway.proxy.outgoing_body import OpaqueBody
 from cortex.http.request import Request
 from cortex.wire.errors import ModelNotFound
 

@@ -10,10 +10,9 @@ from functools import partial
 
 from cortex.neuron.node.devices import NodeDevices, ReadDevices
 from cortex.neuron.node.harness.estimates import Estimates, FileFacts
-from cortex.neuron.node.loading.device_choice import ChosenDevices, DeviceChoice
+from cortex.neuron.node.loading.device_choice import ChosenDevices, DeviceChoice, usable_now
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loads_in_progress import DeviceAllocation, LoadsInProgress, OnWait, Reservation
-from cortex.neuron.node.loading.preflight import usable_now
 from cortex.neuron.node.memory.ceilings import MemoryCeilings, ModelHolding, smallest
 from cortex.neuron.node.memory.limits import NodeLimits
 from cortex.neuron.worker.discovery import DeviceReading

@@ -40,8 +40,8 @@ from cortex.neuron.api.app import NodeApi
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
+from cortex.neuron.node.dependencies import NodeDependencies
 from cortex.neuron.node.node import Node
-from cortex.neuron.node.parts import NodeDependencies
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.node.orders import LoadRequest
 from neuron import compiled_client, cpu_s, request_bytes

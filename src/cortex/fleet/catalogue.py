@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from cortex.fleet.known_models import AmbiguousName, known_model
-from cortex.quant_names import is_same_quant, label_in
+from cortex.formats.quant_names import is_same_quant, label_in
 from cortex.settings import Section
 from cortex.wire.errors import ModelNotFound, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from cortex.quant_names import at_load, is_same_quant
+from cortex.formats.quant_names import at_load, is_same_quant
 from cortex.wire.node.contexts import ContextSizes, tried
 from cortex.wire.node.load_options import ENGINE
 from cortex.wire.node.protocol import ModelState, ModelStatus

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from cortex.exits import ExitCode
+from cortex.system.exits import ExitCode
 from cortex.wire.words import os_error_in_words
 
 T = TypeVar("T")

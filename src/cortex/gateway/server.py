@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 
-from cortex import open_files
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.api.activity import ActivityRoutes
 from cortex.gateway.api.audit import AuditRoutes
@@ -67,7 +66,8 @@ from cortex.http.limits import Buffered
 from cortex.http.ticker import Ticker
 from cortex.parsing.parser import BodyParser
 from cortex.settings import SettingsError
-from cortex.tasks import SupervisedTask, Supervisor
+from cortex.system import open_files
+from cortex.system.tasks import SupervisedTask, Supervisor
 from cortex.telemetry import logs
 from cortex.telemetry.tracing import open_tracer
 

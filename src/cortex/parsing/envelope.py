@@ -14,8 +14,8 @@ from msgspec import Raw
 from cortex.parsing.picture_scan import find_pictures
 from cortex.wire.dialects.openai_responses import read_state
 from cortex.wire.dialects.registry import DIALECTS
-from cortex.wire.facts import RequestSummary
 from cortex.wire.node.protocol import Dialect
+from cortex.wire.request_summary import RequestSummary
 from cortex.wire.tenant import SALT
 
 _CONVERSATION = ("system", "instructions", "messages", "prompt", "input")

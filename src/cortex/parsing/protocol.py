@@ -18,7 +18,6 @@ from cortex.wire.dialects.anthropic_messages import BILLED, strip_billing_header
 from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import InvalidValue
-from cortex.wire.facts import RequestSummary
 from cortex.wire.fields.body import parse
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
@@ -27,6 +26,7 @@ from cortex.wire.pictures.files import check_files, take_files
 from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
 from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.rejection import Rejected
+from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.tenant import tenant_of
 

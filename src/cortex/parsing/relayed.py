@@ -9,9 +9,9 @@ from cortex.parsing import envelope as envelopes
 from cortex.parsing.envelope import Envelope
 from cortex.wire.dialects.anthropic_messages import BILLED, strip_billing_header
 from cortex.wire.errors import MalformedJSON
-from cortex.wire.facts import RequestSummary
 from cortex.wire.fields.body import ABSENT, without_lone_surrogates
 from cortex.wire.node.protocol import Dialect
+from cortex.wire.request_summary import RequestSummary
 
 ByteRange = tuple[int, int]
 

@@ -16,12 +16,12 @@ import pytest
 import yaml
 
 from cortex.cli.importing.llama_swap import NotLlamaSwap, convert
-from cortex.exits import ExitCode
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.config import Config
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.servers.entry import HarnessEntry
 from cortex.settings import loads
+from cortex.system.exits import ExitCode
 
 from .examples import FULL, GROUPS, MATRIX
 

@@ -13,7 +13,7 @@ from cortex.cli.up.plan import UpPlan
 from cortex.cli.up.run_files import Ports
 from cortex.cli.up.sources import ModelSource
 from cortex.cli.up.supervisor import ProcessSupervisor
-from cortex.exits import ExitCode
+from cortex.system.exits import ExitCode
 from cortex.wire.node.protocol import Capabilities, ModelState, ModelStatus
 
 from ...waiting import WAIT_S

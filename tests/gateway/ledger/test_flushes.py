@@ -15,7 +15,7 @@ from cortex.gateway.ledger.limits import Spent
 from cortex.gateway.ledger.meter import KeyedMeter, Meter
 from cortex.gateway.ledger.store import Store, open_store
 from cortex.gateway.ledger.tables import Claim, Counts, Slot
-from cortex.tasks import Supervisor
+from cortex.system.tasks import Supervisor
 
 from ...waiting import WAIT_S
 from .metered_requests import NOW, Clock, admit, opened, settle

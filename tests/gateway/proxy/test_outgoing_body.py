@@ -19,7 +19,7 @@ from cortex.gateway.proxy.routes import CHAT, MESSAGES, InferenceRoute
 from cortex.parsing import relayed
 from cortex.parsing.parser import BodyParser
 from cortex.wire.errors import InvalidValue
-from cortex.wire.facts import RequestSummary
+from cortex.wire.request_summary import RequestSummary
 
 from ...picture_files import data_url, picture
 from ..fake_neuron import GB

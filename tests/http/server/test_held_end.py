@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from cortex.http.request import Request
-from cortex.http.server import held_end
+from cortex.http.server import deferred_end as held_end
+from cortex.http.server.deferred_end import DeferredEnd
 from cortex.http.server.exchange import Exchange, ResponseTransport
-from cortex.http.server.held_end import DeferredEnd
 
 from ...waiting import WAIT_S
 

@@ -17,10 +17,10 @@ import msgspec
 from lasting_workers import lasting_workers
 
 from cortex.neuron.config import NeuronConfig
+from cortex.neuron.node.dependencies import NodeDependencies
 from cortex.neuron.node.loading.files import find_local
 from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.node import Node
-from cortex.neuron.node.parts import NodeDependencies
 from cortex.neuron.node.survey_process.jobs import read_facts
 from cortex.neuron.node.survey_process.protocol import Read
 from cortex.neuron.text.model import TextModel, TextSurvey

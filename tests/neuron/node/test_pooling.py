@@ -17,8 +17,8 @@ import transformers
 from tokenizers import Tokenizer
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
+from cortex.neuron.node.dependencies import NodeDependencies
 from cortex.neuron.node.node import Node
-from cortex.neuron.node.parts import NodeDependencies
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.node.headers import AS_BASE64, PRINCIPAL, TOKEN_LIMIT, VECTORS
 from cortex.wire.node.orders import UnloadRequest

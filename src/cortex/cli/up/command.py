@@ -31,11 +31,11 @@ from cortex.cli.up.sources import ModelSource, NamedModel, parse_source
 from cortex.cli.up.supervisor import ChildDied, ProcessSupervisor
 from cortex.cli.views.load import reason_of, show
 from cortex.cli.views.progress import ProgressView
-from cortex.exits import ending
 from cortex.fleet.known_models import KnownModel, known_repository
 from cortex.gateway.config import load
 from cortex.gateway.configuration_files import load_catalogue
-from cortex.tls import own_context
+from cortex.http.tls import own_context
+from cortex.system.exits import ending
 from cortex.wire.dialects.ollama.models import PORT
 from cortex.wire.error_encoding import BY_CODE
 from cortex.wire.node.protocol import Capabilities, Health, ModelState, ModelStatus

@@ -11,7 +11,7 @@ import msgspec
 from cortex.fleet.catalogue import MEBIBYTE, ModelSpec
 from cortex.fleet.memory import DeviceLedger, Need, ledger
 from cortex.fleet.topology import Fleet, ModelOnNode, Node
-from cortex.units import gib
+from cortex.formats.units import gib
 from cortex.wire.node.contexts import AGENT_TOKENS, tolerated
 from cortex.wire.node.protocol import ModelState, ModelStatus
 from cortex.wire.words import plural

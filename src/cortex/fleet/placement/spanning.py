@@ -9,7 +9,7 @@ import msgspec
 from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.memory import Need
 from cortex.fleet.topology import Fleet, ModelOnNode, Node
-from cortex.units import gib
+from cortex.formats.units import gib
 
 from .decision import RANK, SHORT_RANK, Assessment, Origin, Verdict
 from .fitting import Fitting, capacity_bytes

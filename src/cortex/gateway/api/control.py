@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from cortex import __version__
-from cortex.build import build_information
 from cortex.fleet.catalogue import Resolution
 from cortex.fleet.placement import explain
 from cortex.fleet.placement.decision import Origin
@@ -35,6 +34,7 @@ from cortex.http.request import Request
 from cortex.http.routing import Route, Router, path_of, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
+from cortex.system.build import build_information
 from cortex.wire import sse
 from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
 from cortex.wire.errors import (

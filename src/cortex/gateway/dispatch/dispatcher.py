@@ -23,9 +23,9 @@ from cortex.gateway.dispatch.fleet_state import DispatchSettings, FleetState, Lo
 from cortex.gateway.dispatch.leases import Lease, PendingRequest, RequestKind
 from cortex.gateway.dispatch.measured_sizes import Measured
 from cortex.gateway.dispatch.model_jobs import Effects, ModelJobs
+from cortex.gateway.dispatch.pending_decisions import PendingDecisions, WaitingRequests
 from cortex.gateway.dispatch.source_surveys import SourceSurveys
 from cortex.gateway.dispatch.state_machine import StateMachine, event
-from cortex.gateway.dispatch.undecided import PendingDecisions, WaitingRequests
 from cortex.gateway.dispatch.view import DispatchView
 from cortex.wire.errors import CortexError, InsufficientCapacity, ShuttingDown
 from cortex.wire.node.protocol import Discovery, Health, ModelState, ModelStatus

@@ -32,7 +32,7 @@ from cortex.gateway.ledger.store import Store
 from cortex.gateway.ledger.tables import MAX_RESERVED_TOKENS, Claim, Counts, GroupBy, Reserved, Slot, Spend
 from cortex.gateway.ledger.unwritten import UnwrittenUsage
 from cortex.gateway.ledger.users import is_user
-from cortex.tasks import SupervisedTask, Supervisor
+from cortex.system.tasks import SupervisedTask, Supervisor
 from cortex.wire.events import Usage
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from cortex.gateway.ledger.unwritten import UnwrittenUsage
 from cortex.gateway.ledger.users import SignInSection
 from cortex.http.request import Request
 from cortex.settings import Listen, SettingsError
-from cortex.tasks import Supervisor
+from cortex.system.tasks import Supervisor
 from cortex.wire.errors import InvalidAPIKey
 from cortex.wire.events import Usage
 

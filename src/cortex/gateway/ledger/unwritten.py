@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from cortex import private_file
 from cortex.gateway.ledger.store import Store
 from cortex.gateway.ledger.tables import Claim, Counts, Slot
+from cortex.system import private_file
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from cortex.parsing import relayed
 from cortex.parsing.cost import is_read_elsewhere
 from cortex.parsing.envelope import Envelope
 from cortex.parsing.relayed import RelayedBody
-from cortex.tasks import run_once
+from cortex.system.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.wire import error_encoding
 from cortex.wire.dialects.anthropic_messages import BILLED

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from cortex import open_files
 from cortex.gateway.config import Config
 from cortex.gateway.ledger.keys import KeySection, check_operator
 from cortex.gateway.metrics import CONTENT_TYPE, Metrics
@@ -17,6 +16,7 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.server.parser import Spooled
 from cortex.http.server.server import Handler, Response, Server
 from cortex.http.ticker import Ticker
+from cortex.system import open_files
 from cortex.wire.errors import CortexError, Family, RouteNotFound
 from cortex.wire.node.headers import ANTHROPIC_REQUEST_ID, BUDGET, DROPPED_TOOLS, IGNORED_FIELDS, NODE, UNENFORCED
 

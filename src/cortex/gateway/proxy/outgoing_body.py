@@ -26,10 +26,10 @@ from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.parser import BodyParser
 from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
-from cortex.wire.facts import RequestSummary
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.opaque.fields import OpaqueFields
 from cortex.wire.opaque.routes import upstream_path
+from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.tenant import EVERYBODY
 

@@ -30,7 +30,7 @@ from cortex.http.relay import Relay
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import NotAdmitted, ResponseTooLarge, UpstreamFault, UpstreamSilent
 from cortex.routing.prefixes import MAX_PREFIX_BYTES
-from cortex.tasks import run_once
+from cortex.system.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.telemetry.tracing import UNTRACED
 from cortex.wire import errors

@@ -18,7 +18,7 @@ from cortex.gateway.responses.tables import NewResponse
 from cortex.gateway.responses.whole_events import WholeEvents
 from cortex.http.observer import Outcome
 from cortex.http.request import Headers
-from cortex.http.server.held_end import DeferredEnd
+from cortex.http.server.deferred_end import DeferredEnd
 from cortex.parsing import items
 from cortex.wire.dialects.openai_responses.kept import KeptResponse
 from cortex.wire.node.headers import NOT_STORED

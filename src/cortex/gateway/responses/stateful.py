@@ -24,8 +24,8 @@ from cortex.gateway.responses.keeper import NotStored, StoringKeeper
 from cortex.gateway.responses.response_object import new_response_id
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import StoredResponse
+from cortex.http.server.deferred_end import DeferredEnd
 from cortex.http.server.exchange import Exchange
-from cortex.http.server.held_end import DeferredEnd
 from cortex.parsing import items
 from cortex.parsing.conversations import Completed, Completion, References
 from cortex.parsing.items import StoredTexts
@@ -37,8 +37,8 @@ from cortex.wire.errors import (
     PreviousResponseNotFound,
     shorten,
 )
-from cortex.wire.facts import RequestSummary
 from cortex.wire.fields.body import ABSENT
+from cortex.wire.request_summary import RequestSummary
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from cortex.neuron.api.access import NodeAccess, NodeKeys
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.api.drain_gate import DrainGate
-from cortex.neuron.api.inference.departures import KeepAliveUnloads
+from cortex.neuron.api.inference.keep_alive import KeepAliveUnloads
 from cortex.neuron.api.inference.opaque import OpaqueRoutes
 from cortex.neuron.api.inference.pooling import PoolingRoutes
 from cortex.neuron.api.inference.routes import Inference

@@ -14,12 +14,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from cortex.http.head import encode_head
+from cortex.http.tls import client_context
 from cortex.neuron.api.calls import ApiCall
 from cortex.neuron.config import PeerEntry
 from cortex.neuron.node.spanning.protocol import PeerRejected, PeerUnreachable
 from cortex.settings import SettingsError
-from cortex.tasks import run_once
-from cortex.tls import client_context
+from cortex.system.tasks import run_once
 from cortex.wire.errors import CrossSiteRequest, MalformedHTTP
 
 SHARES_PATH = "/shares"

@@ -20,7 +20,7 @@ from cortex.neuron.node.generation import Generation
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import ModelHost, Resident
-from cortex.tasks import run_once
+from cortex.system.tasks import run_once
 from cortex.wire.errors import (
     CortexError,
     GenerationFailed,

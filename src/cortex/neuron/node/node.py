@@ -19,6 +19,7 @@ from cortex.neuron.engine.request import EngineRequest, EngineStats
 from cortex.neuron.node.bench.benches import Benches
 from cortex.neuron.node.bench.measurement import Measurement
 from cortex.neuron.node.bench.results import BenchResults
+from cortex.neuron.node.dependencies import NodeDependencies
 from cortex.neuron.node.devices import NodeDevices, inventory_of, warn_of_unknown_devices
 from cortex.neuron.node.event_feed import EventFeed, model_event
 from cortex.neuron.node.generation import Generation
@@ -26,8 +27,8 @@ from cortex.neuron.node.harness.command.harness import CommandHarness
 from cortex.neuron.node.harness.engine import EngineHarness
 from cortex.neuron.node.harness.harness import Harnesses
 from cortex.neuron.node.harness.upstream import Upstream
-from cortex.neuron.node.loading.context_room import ContextAllocator
-from cortex.neuron.node.loading.device_room import DeviceAllocator
+from cortex.neuron.node.loading.context_allocator import ContextAllocator
+from cortex.neuron.node.loading.device_allocator import DeviceAllocator
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel, Library, scan_cache, scan_folders
 from cortex.neuron.node.loading.loader import ModelLoader
@@ -35,7 +36,6 @@ from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings
 from cortex.neuron.node.memory.sleep_budget import SleepBudget, sleep_budget_bytes
 from cortex.neuron.node.models import Models
-from cortex.neuron.node.parts import NodeDependencies
 from cortex.neuron.node.replicas.demand import ReplicaDemand, ReplicaRules
 from cortex.neuron.node.spanning.hosted_share import ShareResources
 from cortex.neuron.node.spanning.lead import Lead
@@ -50,7 +50,7 @@ from cortex.neuron.servers.ready_made import usable as usable_servers
 from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.discovery import Inventory
 from cortex.neuron.worker.process import WorkerTimeouts
-from cortex.tasks import SupervisedTask, Supervisor, run_once
+from cortex.system.tasks import SupervisedTask, Supervisor, run_once
 from cortex.wire.errors import ShuttingDown
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Health, ModelState, ModelStatus, NodeEvent

@@ -11,10 +11,10 @@ from cortex.wire.dialects.openai_chunks import stream_error, timings_body
 from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure, Finish, ReasoningDelta, TextDelta
-from cortex.wire.facts import RequestSummary
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.sampling import read_sampling
 from cortex.wire.fields.tables.llama_cpp_infill import FIELDS
+from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Reasoning, Text
 from cortex.wire.response import gather
 from cortex.wire.sse import COMMENT as KEEPALIVE

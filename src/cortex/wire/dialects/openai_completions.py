@@ -30,7 +30,6 @@ from cortex.wire.events import (
     TokenLogprob,
     UsageSoFar,
 )
-from cortex.wire.facts import RequestSummary
 from cortex.wire.fields.body import MAX_PROMPTS, Fields, PromptIds
 from cortex.wire.fields.sampling import (
     MAX_CHOICES,
@@ -43,6 +42,7 @@ from cortex.wire.fields.sampling import (
     read_truncation,
 )
 from cortex.wire.fields.tables.openai_completions import FIELDS
+from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Prompt, Reasoning, Text
 from cortex.wire.response import ResponseChoice, gather, total_usage
 from cortex.wire.sse import COMMENT as KEEPALIVE

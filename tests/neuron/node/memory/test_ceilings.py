@@ -13,7 +13,7 @@ from faulty_models import running_node, write_model
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import EngineInfo, LoadSpec
 from cortex.neuron.node.devices import NodeDevices
-from cortex.neuron.node.loading.device_room import DeviceAllocator
+from cortex.neuron.node.loading.device_allocator import DeviceAllocator
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings, ModelHolding

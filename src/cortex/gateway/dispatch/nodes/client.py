@@ -14,13 +14,13 @@ from urllib.parse import quote
 
 import msgspec
 
-from cortex import open_files
 from cortex.gateway.config import Config, NeuronSection
 from cortex.http.limits import UpstreamLimits
 from cortex.http.request import Headers
 from cortex.http.ticker import Ticker
+from cortex.http.tls import client_context
 from cortex.http.upstream.pool import Pool
-from cortex.tls import client_context
+from cortex.system import open_files
 from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, UpstreamUnavailable
 from cortex.wire.events import Usage

@@ -9,7 +9,7 @@ import msgspec
 
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.http.upstream.faults import UpstreamFault
-from cortex.tasks import SupervisedTask, Supervisor
+from cortex.system.tasks import SupervisedTask, Supervisor
 from cortex.wire.errors import CortexError
 from cortex.wire.node.protocol import Capabilities, Dialect, Discovery, Health, ModelState, ModelStatus
 

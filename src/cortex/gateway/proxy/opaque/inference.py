@@ -15,13 +15,13 @@ from cortex.http.opaque_request import read_fields
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.parsing.envelope import Envelope
-from cortex.tasks import run_once
+from cortex.system.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.wire.errors import CortexError, ModelNotFound, ShuttingDown
-from cortex.wire.facts import RequestSummary
 from cortex.wire.opaque.fields import OpaqueFields
 from cortex.wire.opaque.health_checks import HEALTH_CHECKS
 from cortex.wire.opaque.routes import split_upstream
+from cortex.wire.request_summary import RequestSummary
 
 
 class OpaqueInference:

@@ -15,7 +15,7 @@ from cortex.neuron.api import bodies, responses
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.calls import ApiCall, Handler
 from cortex.neuron.api.drain_gate import DrainGate
-from cortex.neuron.api.inference.departures import KeepAliveUnloads
+from cortex.neuron.api.inference.keep_alive import KeepAliveUnloads
 from cortex.neuron.api.inference.opaque_relay import OpaqueRelay
 from cortex.neuron.api.inference.relayed import RelayedSession, access_of, operator_fields
 from cortex.neuron.api.inference.session import Session

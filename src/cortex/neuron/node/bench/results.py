@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 
 import cortex
-from cortex.cache_folder import cache_folder
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.private_file import write
+from cortex.system.cache_folder import cache_folder
+from cortex.system.private_file import write
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.protocol import Device
 from cortex.wire.words import os_error_in_words

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cortex.engine_packages import REMEDY, missing_packages
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.quantised.layout import Layout
@@ -27,6 +26,7 @@ from cortex.neuron.node.survey_process.protocol import Read
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import ModelHost
+from cortex.system.engine_packages import REMEDY, missing_packages
 from cortex.wire.errors import ModelUnsupported, shorten
 from cortex.wire.node.load_options import ENGINE, draft_of
 

@@ -13,7 +13,7 @@ from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loads_in_progress import DeviceAllocation
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.model_host import ModelHost
-from cortex.tasks import finish_all
+from cortex.system.tasks import finish_all
 from cortex.wire.errors import ModelUnsupported, shorten
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cortex.formats.units import gib
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.node.harness.estimates import Estimates, FileFacts
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.worker.discovery import DeviceReading
-from cortex.units import gib
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
 from cortex.wire.node.protocol import Device
 from cortex.wire.words import plural

@@ -17,13 +17,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from cortex.formats.units import gib
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.harness.estimates import FileFacts, Footprint
 from cortex.neuron.node.harness.harness import Harnesses
 from cortex.neuron.node.instance import Instance, ModelCallbacks
+from cortex.neuron.node.loading.device_allocator import DeviceAllocator, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.device_choice import capacity_bytes, check_devices
-from cortex.neuron.node.loading.device_room import DeviceAllocator, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.library import Fetch, KnownModel, Library
 from cortex.neuron.node.loading.loads_in_progress import OnWait
 from cortex.neuron.node.survey_process.client import Surveys
@@ -34,7 +35,6 @@ from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import LoadRejected
-from cortex.units import gib
 from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import (
     CortexError,

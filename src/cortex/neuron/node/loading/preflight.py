@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from cortex.formats.quant_names import plain
 from cortex.neuron.engine.memory.dtypes import ITEM_BYTES
 from cortex.neuron.engine.memory.plan import ModelSizes
 from cortex.neuron.engine.memory.stages import most_stages
@@ -33,7 +34,6 @@ from cortex.neuron.weights.errors import CheckpointError, Unsupported
 from cortex.neuron.weights.hub.selection import gguf_of
 from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
-from cortex.quant_names import plain
 from cortex.wire.errors import LoadFailed, ModelUnsupported
 from cortex.wire.node.protocol import StoredForm
 

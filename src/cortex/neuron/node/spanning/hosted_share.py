@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from cortex.formats.units import gib
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.harness.engine import EngineHarness
+from cortex.neuron.node.loading.device_allocator import DeviceAllocator, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.device_choice import ChosenDevices
-from cortex.neuron.node.loading.device_room import DeviceAllocator, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.preflight import ModelFacts
@@ -37,8 +38,7 @@ from cortex.neuron.worker.faults import FaultKind, explain
 from cortex.neuron.worker.hosts.rendezvous import Rendezvous
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelHost, RelaySink, Resident, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
-from cortex.tasks import run_once
-from cortex.units import gib
+from cortex.system.tasks import run_once
 from cortex.wire.errors import CortexError, InsufficientCapacity, LoadFailed, ModelUnsupported
 from cortex.wire.node.protocol import ModelShare
 

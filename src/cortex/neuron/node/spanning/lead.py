@@ -10,6 +10,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
+from cortex.formats.units import gib
 from cortex.neuron.config import NeuronConfig, PeerEntry
 from cortex.neuron.engine.parallel import ports
 from cortex.neuron.engine.request import LoadSpec, RendezvousAddress, StageSpec
@@ -24,7 +25,6 @@ from cortex.neuron.worker.device_claims import DeviceClaim
 from cortex.neuron.worker.hosts.rendezvous import Rendezvous
 from cortex.neuron.worker.hosts.sharded import ShardedHost
 from cortex.neuron.worker.process import WorkerLost
-from cortex.units import gib
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node.orders import LoadRequest
 from cortex.wire.words import os_error_in_words

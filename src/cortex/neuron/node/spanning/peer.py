@@ -30,7 +30,7 @@ from cortex.neuron.node.spanning.protocol import (
     encode,
 )
 from cortex.neuron.worker.faults import FaultKind
-from cortex.tasks import run_once
+from cortex.system.tasks import run_once
 from cortex.wire.node.protocol import ModelShare
 
 log = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from cortex.neuron.node.spanning.protocol import (
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import LoadRejected, ModelSink, Resident, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
-from cortex.tasks import run_once
+from cortex.system.tasks import run_once
 from cortex.wire.node.orders import LoadRequest
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from cortex.wire.errors import UnsupportedModality, shorten
-from cortex.wire.facts import RequestSummary
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.custom_tools import arguments_of
 from cortex.wire.fields.prediction import read_prediction
@@ -26,6 +25,7 @@ from cortex.wire.fields.sampling import (
 from cortex.wire.fields.tables.openai_chat import FIELDS
 from cortex.wire.fields.tools import ToolList, read_arguments, read_function
 from cortex.wire.pictures.parts import PICTURE_PARTS, picture_urls, read_url_part
+from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import (
     GenerateRequest,
     Image,

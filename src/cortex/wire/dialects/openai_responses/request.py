@@ -9,7 +9,6 @@ import msgspec
 from cortex.wire.dialects.openai_responses.client_tools import SHAPES, add_tool, check_names, full_name
 from cortex.wire.dialects.openai_responses.items import read_input
 from cortex.wire.errors import shorten
-from cortex.wire.facts import RequestSummary
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.prediction import read_prediction
 from cortex.wire.fields.sampling import (
@@ -22,6 +21,7 @@ from cortex.wire.fields.sampling import (
 )
 from cortex.wire.fields.tables.openai_responses import FIELDS, TOOLS
 from cortex.wire.fields.tools import ToolList
+from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Message, Sampling, Text, Thinking, ToolChoice
 from cortex.wire.tenant import read_tenant
 

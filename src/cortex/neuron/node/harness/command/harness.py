@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from cortex.formats.quant_names import label_in
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.pool import Pool
 from cortex.neuron.config import NeuronConfig
@@ -29,8 +30,7 @@ from cortex.neuron.servers.entry import HarnessEntry
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker import amd, gpu_processes
 from cortex.neuron.worker.model_host import ModelHost
-from cortex.quant_names import label_in
-from cortex.tasks import finish_all
+from cortex.system.tasks import finish_all
 from cortex.wire.errors import LoadFailed, Recovering, UnsupportedModality, shorten
 from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.model_log import ModelLog

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cortex.quant_names import at_load, bits, is_same_quant, label_in
+from cortex.formats.quant_names import at_load, bits, is_same_quant, label_in
 
 
 @pytest.mark.parametrize(

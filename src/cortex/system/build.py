@@ -10,7 +10,7 @@ from pathlib import Path
 from cortex import __version__
 
 DISTRIBUTION = "cortex-fleet"
-COMMIT_FILE = Path(__file__).with_name("COMMIT")
+COMMIT_FILE = Path(__file__).parent.with_name("COMMIT")
 """Written by builds that know their commit, such as the container images."""
 
 

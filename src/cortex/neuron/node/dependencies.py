@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cortex.neuron.node.devices import ReadDevices
 from cortex.neuron.node.harness.harness import Harness
-from cortex.neuron.node.loading.context_room import ContextRules
+from cortex.neuron.node.loading.context_allocator import ContextRules
 from cortex.neuron.node.loading.files import fetch
 from cortex.neuron.node.loading.library import Fetch
 from cortex.neuron.node.spanning.lead import ConnectPeer, unconnected

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cortex.service_manager import READY, ServiceManager
+from cortex.system.service_manager import READY, ServiceManager
 
-from .waiting import WAIT_S
+from ..waiting import WAIT_S
 
 
 async def test_reports_readiness_and_a_running_loop(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from cortex import open_files
-from cortex.open_files import Connections
+from cortex.system import open_files
+from cortex.system.open_files import Connections
 
 RAISE = """
 import resource
-from cortex import open_files
+from cortex.system import open_files
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, min(hard, 300) if hard > 0 else 300))
 open_files.raise_limit()

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from cortex.tasks import FAILING_AFTER, Supervisor, finish_all, run_once
+from cortex.system.tasks import FAILING_AFTER, Supervisor, finish_all, run_once
 
-from .waiting import WAIT_S
+from ..waiting import WAIT_S
 
 
 async def test_failed_task_is_logged_counted_and_started_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from dataclasses import replace
 from functools import partial
 
+from cortex.formats.units import gib
 from cortex.neuron.node.devices import NodeDevices, ReadDevices
 from cortex.neuron.node.harness.estimates import Estimates, FileFacts
 from cortex.neuron.node.loading.device_choice import ChosenDevices, DeviceChoice, usable_now
@@ -19,7 +20,6 @@ from cortex.neuron.worker.discovery import DeviceReading
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.model_host import LoadRejected, ModelHost, Resident
 from cortex.neuron.worker.supervisor import WorkerSupervisor
-from cortex.units import gib
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
 from cortex.wire.node.protocol import Device
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cortex import private_file
+from cortex.system import private_file
 
 
 def test_content_is_private_and_replaced(tmp_path: Path) -> None:

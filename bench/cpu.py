@@ -25,6 +25,7 @@ import torch
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.loading.loading import load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from workloads import weights_read
 
 PROMPT_TOKENS, DECODED_TOKENS = 32, 64
 
@@ -70,8 +71,8 @@ def serve_runs(path: str, threads: int) -> None:
     spec = LoadSpec(path, max_num_seqs=1, context_tokens=1024, memory_bytes=160 << 20)
     loaded = load_model(spec, torch.device("cpu"), lambda *_: None, lambda: False)
     ratio = loaded.weight_bytes / Path(path).stat().st_size
-    print(f"weights take {ratio:.2f} times the file", file=sys.stderr)
     engine = Engine(loaded, spec)
+    print(f"{weights_read(engine.info)}; {ratio:.2f} times the file", file=sys.stderr)
     for number, line in enumerate(sys.stdin):
         prompt, decoded = map(int, line.split())
         tokens = tuple(range(1000 * number + 100, 1000 * number + 100 + prompt))

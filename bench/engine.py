@@ -35,7 +35,7 @@ from cortex.neuron.kernels.quantised.layout import FP4
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
 from cortex.neuron.layers.parameters import Parameters
 from shapes import SHAPES
-from workloads import DECODE_PROMPT_TOKENS, DECODED_TOKENS, Prompt, Workloads, table_row
+from workloads import DECODE_PROMPT_TOKENS, DECODED_TOKENS, Prompt, Workloads, table_row, weights_read
 
 SCENARIOS = (
     "decode-1",
@@ -241,7 +241,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if is_gpu else f"CPU, {torch.get_num_threads()} threads"
     model = arguments.checkpoint.name if arguments.checkpoint is not None else arguments.model
     print(f"{name}, torch {torch.__version__}, {model}, {arguments.quant or engine.info.dtype}")
-    print(f"weights: {engine.info.weight_bytes / 1e9:.2f} GB")
+    print(weights_read(engine.info))
     print(f"limits: {limits.bytes_per_s / 1e12:.3f} TB/s, {limits.flops / 1e12:.2f} TFLOP/s")
     print(
         f"built in {built - start:.1f} s, warmed up in {warm - built:.1f} s, "

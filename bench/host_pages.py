@@ -23,6 +23,7 @@ from cortex.neuron.engine.host_pages.store import HostPages
 from cortex.neuron.engine.memory.host_weights import HostBuffer
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from engine import random_engine
+from workloads import weights_read
 
 DEVICE = torch.device("cuda", 0)
 CONVERSATION_TOKENS = 16_384
@@ -97,6 +98,7 @@ def measure_conversation(shape: str, host: DeviceHostMemory, quant: str | None) 
     conversation = text(1, CONVERSATION_TOKENS)
     measured = Measured(shape, 40_000, host, quant)
     engine = measured.engine
+    print(weights_read(engine.info))
     measured.run([text(0, CONVERSATION_TOKENS)], 2)
     computed_s, _, tokens = measured.run([conversation], 1)
     print(f"16k computed {computed_s * 1e3:.1f} ms; graphs and copies while idle {measured.idle():.2f} s")

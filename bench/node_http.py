@@ -3,6 +3,7 @@
     PYTHONPATH=src python bench/node_http.py --streams 512 --tokens 64
     PYTHONPATH=src python bench/node_http.py --first-token 16384
     PYTHONPATH=src python bench/node_http.py --requests 512 --tokens 256
+    PYTHONPATH=src python bench/node_http.py --added --streams 200 --step-ms 10
 
 A whole node runs in a child: its HTTP API, a tokenizer process and a worker, whose engine (`bench/scripted_engine.py`)
 has a token for every stream at each step, `--step-ms` apart, so that every token is an event of its own. The daemon's
@@ -13,6 +14,10 @@ of a response of one token to a prompt of N token ids, of one that the engine ha
 
 With `--requests N`: which share of the engine's rate N requests at once reach over HTTP, prompts of 128 to 1,024 tokens
 and `--tokens` out. The engine is that of `bench/modelled_device.py`, `--slowdown` times slower than the GPU it models.
+
+With `--added`: the time that everything but the engine adds to `--streams` chat completions, which arrive at random, to
+the node and through a gateway: from the moment a client sends a request until the engine has it, and from the moment
+the engine has a token until the client does. Client, gateway, node and worker need a CPU each.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import os
 import random
@@ -28,7 +34,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+import urllib.request
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +43,7 @@ from typing import NamedTuple
 import msgspec
 
 import modelled_device
+import traffic
 from cortex.neuron.api.app import NodeApi
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.config import NeuronConfig
@@ -46,7 +54,8 @@ from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.node.orders import LoadRequest
 from neuron import compiled_client, cpu_s, request_bytes
 from random_checkpoint import write_checkpoint
-from scripted_engine import CONTEXT_TOKENS, FIRST_WORD, STEP_MS, VOCAB
+from scripted_engine import CONTEXT_TOKENS, FIRST_WORD, LOG, STEP_MS, VOCAB
+from workloads import percentile
 
 SHAPE = {
     "model_type": "llama",
@@ -62,6 +71,7 @@ SHAPE = {
 
 
 FIRST_TOKEN_RUNS = 25
+ARRIVALS_PER_S = 20
 
 
 async def serve(port: int, num_streams: int, folder: Path, engine: str) -> None:
@@ -141,6 +151,58 @@ def compare_rates(client: Path, port: int, num_requests: int, num_tokens: int) -
     )
 
 
+def added(url: str, log: Path, num_requests: int, num_tokens: int) -> None:
+    """Prints what lies between the clients and the engine, in milliseconds."""
+    log.write_text("")
+    server, draw, seeds = traffic.Server(url, "bench"), random.Random(1), range(num_requests)
+    arrivals = itertools.accumulate(draw.expovariate(ARRIVALS_PER_S) for _ in seeds)
+
+    async def one(seed: int, due_s: float) -> traffic.Record:
+        await asyncio.sleep(due_s)
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": num_tokens, "ignore_eos": True}
+        return await traffic.exchange(server, {**body, "seed": seed}, traffic.Record(time.monotonic()))
+
+    async def run() -> list[traffic.Record]:
+        return await asyncio.gather(*map(one, seeds, arrivals))
+
+    records = asyncio.run(run())
+    if errors := {record.error for record in records if record.error}:
+        sys.exit(f"{url}: {errors.pop()}")
+    engine = {int(seed): times for seed, *times in map(json.loads, log.read_text().splitlines())}
+    before = [engine[seed][0] - records[seed].sent_s for seed in seeds]
+    after = [
+        client_s - engine_s
+        for seed in seeds
+        for client_s, engine_s in zip(records[seed].events_s, engine[seed][1:], strict=False)
+    ]
+    both = [wait + records[seed].events_s[0] - engine[seed][1] for seed, wait in zip(seeds, before, strict=True)]
+    parts = {"to the engine": before, "to the client": after, "on the first token": both}
+    cells = [
+        f"{name} {' / '.join(f'{percentile(times, share) * 1e3:.2f}' for share in (0.1, 0.5, 0.99))}"
+        for name, times in parts.items()
+    ]
+    print(f"{url}, p10 / p50 / p99 ms: {', '.join(cells)}", flush=True)
+
+
+def add_gateway(stack: ExitStack, folder: Path, node_port: int) -> str:
+    """The address of a gateway in front of the node, with routing, metrics and accounting."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    config = folder / "cortex.toml"
+    node = f'[[neurons]]\nname = "bench"\nendpoint = "http://127.0.0.1:{node_port}"\n'
+    config.write_text(f'[gateway]\nlisten = "127.0.0.1:{port}"\n{node}')
+    child = subprocess.Popen([sys.executable, "-m", "cortex.gateway", "--config", str(config)])
+    stack.callback(child.wait)
+    stack.callback(child.kill)
+    url, deadline_s = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    while time.monotonic() < deadline_s and child.poll() is None:
+        with suppress(OSError), urllib.request.urlopen(f"{url}/v1/models", timeout=60) as response:
+            if json.load(response)["data"]:
+                return url
+        time.sleep(0.1)
+    sys.exit("the gateway did not list the model within 60 s")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=512)
@@ -148,6 +210,7 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=100.0)
     parser.add_argument("--first-token", type=int, metavar="N", help="time first tokens of prompts of N tokens instead")
     parser.add_argument("--requests", type=int, metavar="N", help="compare the rate of N requests with the engine's")
+    parser.add_argument("--added", action="store_true", help="time what node and gateway add to the engine instead")
     parser.add_argument("--slowdown", type=float, default=4.0)
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)  # in the child: the port, a folder, an engine
     options = parser.parse_args()
@@ -162,6 +225,7 @@ def main() -> int:
         client = compiled_client(stack)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         write_checkpoint(SHAPE, folder / "model")
+        os.environ[LOG] = str(folder / "log") if options.added else ""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         engine = "modelled_device" if options.requests else "scripted_engine"
@@ -170,6 +234,12 @@ def main() -> int:
         stack.callback(child.wait)
         stack.callback(child.kill)
         worker = _wait_for(folder / "worker", child)
+        if options.added:
+            log = Path(os.environ[LOG])
+            for url in (f"http://127.0.0.1:{port}", add_gateway(stack, folder, port)):
+                added(url, log, 8, 4)  # imports, caches and the first task of each kind
+                added(url, log, options.streams, options.tokens)
+            return 0
         if options.requests:
             compare_rates(client, port, options.requests, options.tokens)
             return 0

@@ -22,6 +22,7 @@ from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.roofline.device_limits import measure_limits
 from engine import GREEDY, random_engine
 from shapes import SHAPES
+from workloads import arriving_requests, percentile, weights_read
 
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.9)
 KINDS = {
@@ -114,11 +115,7 @@ class Bench:
             yield f"{per_s} arrivals per second: {self._arrive(per_s)}"
 
     def _arrive(self, per_s: int) -> str:
-        draw, at, coming = random.Random(5), 0.0, []
-        for _ in range(per_s * ARRIVAL_S):
-            at += draw.expovariate(per_s)
-            prompt, response = int(draw.lognormvariate(6.0, 1.0)) + 8, int(draw.lognormvariate(5.0, 0.8)) + 8
-            coming.append((at, min(4000, prompt), min(900, response)))
+        coming = arriving_requests(per_s, ARRIVAL_S)
         coming.reverse()
         born: dict[str, float] = {}
         last: dict[str, float] = {}
@@ -145,8 +142,7 @@ class Bench:
 
 
 def _percentiles(seconds: list[float]) -> str:
-    ordered = sorted(seconds)
-    p50, p90, p99 = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3 for share in (0.5, 0.9, 0.99))
+    p50, p90, p99 = (percentile(seconds, share) * 1e3 for share in (0.5, 0.9, 0.99))
     return f"p50 {p50:.1f} p90 {p90:.1f} p99 {p99:.1f} ms"
 
 
@@ -166,7 +162,7 @@ def main() -> None:
     engine.warm_up()
     while engine.prepare():
         pass
-    print(f"{torch.cuda.get_device_name()}, {arguments.model}, weights: {engine.info.weight_bytes / 1e9:.2f} GB")
+    print(f"{torch.cuda.get_device_name()}, {arguments.model}, {weights_read(engine.info)}")
     print(f"limits: {limits.bytes_per_s / 1e12:.2f} TB/s, {limits.flops / 1e12:.0f} TFLOP/s", flush=True)
     bench = Bench(engine)
     for what in arguments.what:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from pathlib import Path
 
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, FinishReason, StepOutput
 
@@ -14,6 +16,9 @@ FIRST_WORD = 300
 """Tokens below are single bytes, which a text of random ones would not show one by one."""
 STEP_MS = "SCRIPTED_STEP_MS"
 """The environment variable with the time of a step."""
+LOG = "SCRIPTED_LOG"
+"""The environment variable with a file that gets a line for each request: its seed, when it came, and when the engine
+had each of its tokens, in seconds of the monotonic clock. Empty: none."""
 
 
 def engine_info(num_pages: int, kv_bytes: int = 0) -> EngineInfo:
@@ -41,11 +46,14 @@ class ScriptedEngine:
         self._num_tokens: dict[str, int] = {}
         self._cancelled: set[str] = set()
         self._num_steps = 0
+        self._log = os.environ.get(LOG)
+        self._times: dict[str, list[float]] = {}
         self.info = engine_info(1 << 20)
 
     def submit(self, request: EngineRequest) -> None:
         self._requests[request.id] = request
         self._num_tokens[request.id] = 0
+        self._times[request.id] = [time.monotonic()]
 
     def cancel(self, request_id: str) -> None:
         if request_id in self._requests:
@@ -67,7 +75,12 @@ class ScriptedEngine:
                 token = FIRST_WORD + (self._num_steps * 7 + len(outputs)) % (VOCAB - FIRST_WORD)
                 finish: FinishReason | None = "length" if num_tokens == request.max_tokens else None
                 outputs.append(StepOutput(id, (token,), cached_tokens=0 if num_tokens == 1 else None, finish=finish))
+            self._times[id].append(time.monotonic())
             if outputs[-1].finish is not None:
+                times = self._times.pop(id)
+                if self._log:
+                    with Path(self._log).open("a") as log:
+                        log.write(json.dumps([request.sampling.seed, *times]) + "\n")
                 del self._requests[id], self._num_tokens[id]
         self._cancelled.clear()
         return outputs

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from operator import mul
@@ -31,11 +31,12 @@ from cortex.neuron.engine.loading.loading import build_model, load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.speculation.drafter import NO_DRAFT, Draft, Drafter
 from cortex.neuron.engine.speculation.width_rule import FastestWidths
+from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.packing import MatrixDevice, with_draft_output
 from engine import packing, synchronise
 from shapes import SHAPES
-from workloads import table_row
+from workloads import table_row, weights_read
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT_TOKENS, RESPONSE_TOKENS = 512, 512
@@ -289,6 +290,11 @@ def main() -> None:
     measure(arguments, arguments.scenarios.split(","))
 
 
+def layouts_of(quant: str | None, device: str) -> Mapping[str, MatrixLayout]:
+    """How matrices are packed. A head for further tokens gets a smaller output matrix unless that is quantised."""
+    return packing(quant) if quant else with_draft_output(MatrixDevice(device, "bfloat16"), {})
+
+
 def measure(arguments: argparse.Namespace, scenarios: Sequence[str]) -> None:
     """`arguments`: those of `main`."""
     device = torch.device(arguments.device)
@@ -296,7 +302,7 @@ def measure(arguments: argparse.Namespace, scenarios: Sequence[str]) -> None:
     if arguments.checkpoint is not None:
         loaded = load_model(spec, device, lambda *_: None, lambda: False)
     else:
-        layouts = with_draft_output(MatrixDevice(device.type, "bfloat16"), packing(arguments.quant) or {})
+        layouts = layouts_of(arguments.quant, device.type)
         loaded = build_model(SHAPES[arguments.model], spec, device, scripted, packing=layouts)
     rule = partial(widths_of, proposal_cost=loaded.proposal_cost)
     engine = Engine(loaded, spec, width_rule=rule, new_drafter=ReplayDrafter)
@@ -304,6 +310,7 @@ def measure(arguments: argparse.Namespace, scenarios: Sequence[str]) -> None:
     start = time.perf_counter()
     while engine.prepare():
         pass
+    print(weights_read(engine.info))
     print(f"graphs and plans: {time.perf_counter() - start:.1f} s", flush=True)
     bench = SpeculationBench(engine, device, arguments.response_tokens)
     for scenario in scenarios:

@@ -25,6 +25,7 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from engine import random_engine, read_limit
 from shapes import SHAPES
+from workloads import weights_read
 
 STEPS = 20
 TIMED_STEPS = 200
@@ -98,6 +99,7 @@ def main() -> None:
     engine.warm_up()
     while engine.prepare():
         pass
+    print(weights_read(engine.info))
     events, step_us = profiled(engine, arguments.streams)
     launches = by_kernel(events)
     adds_us = sum(sum(own.adds_us) for own in launches.values()) / STEPS

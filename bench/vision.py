@@ -26,6 +26,7 @@ from cortex.neuron.models.towers.tower import PixelGrid, Tower
 from cortex.neuron.vision.picture import Picture, PictureGrid
 from engine import matrix_limit
 from shapes import SHAPES
+from workloads import weights_read
 
 GREEDY = SamplingParams(temperature=0.0)
 SIDE, QUESTION_TOKENS, NUM_PICTURES, ROUNDS = 1024, 33, 16, 9
@@ -131,6 +132,7 @@ def main() -> None:
     engine = vision_engine(options.model, device)
     bench, tower = Bench(engine), engine.model.tower
     assert tower is not None
+    print(weights_read(engine.info))
     num_tokens = (SIDE // 32) ** 2 + QUESTION_TOKENS
     for _ in range(3):
         bench.first_token_s(bench.text(num_tokens))

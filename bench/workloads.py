@@ -6,7 +6,11 @@ Prompts are random token ids. Responses are greedy and ignore the end token, so 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the client of a server needs no package
+    from cortex.neuron.engine.request import EngineInfo
 
 Prompt = tuple[int, ...]
 Run = Callable[[Sequence[Prompt], int], float]
@@ -60,6 +64,29 @@ class Workloads:
 
     def _prompt(self, length: int) -> Prompt:
         return tuple(self._random.randrange(FIRST_TOKEN_ID, self._top_id) for _ in range(length))
+
+
+def arriving_requests(per_s: float, seconds: float, seed: int = 5) -> list[tuple[float, int, int]]:
+    """Poisson arrivals with log-normal lengths, as (second of arrival, prompt tokens, response tokens): medians of
+    about 400 and 150 tokens."""
+    draw, at_s, requests = random.Random(seed), 0.0, []
+    for _ in range(round(per_s * seconds)):
+        at_s += draw.expovariate(per_s)
+        prompt, response = int(draw.lognormvariate(6.0, 1.0)) + 8, int(draw.lognormvariate(5.0, 0.8)) + 8
+        requests.append((at_s, min(4000, prompt), min(900, response)))
+    return requests
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The value that `share` of all are below; NaN of none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+
+
+def weights_read(info: EngineInfo) -> str:
+    """What a model's weights take, and what of them a token really reads: shows whether they are quantised as asked."""
+    read = "" if info.work is None else f", {info.work.read_bytes(1) / 1e9:.3f} GB of them read for a token"
+    return f"weights: {info.weight_bytes / 1e9:.3f} GB{read}"
 
 
 def table_row(scenario: str, figures: Mapping[str, float]) -> str:

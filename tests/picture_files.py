@@ -54,6 +54,13 @@ def png_of_size(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
+def with_scans(jpeg: bytes, num_scans: int) -> bytes:
+    """A progressive JPEG whose last scan is repeated until there are `num_scans`: each takes the time of a decoding."""
+    last = jpeg.rindex(b"\xff\xda")
+    scan = jpeg[last:-2]
+    return jpeg[:-2] + scan * (num_scans - jpeg.count(b"\xff\xda")) + jpeg[-2:]
+
+
 def base64_of(file: bytes) -> str:
     return base64.b64encode(file).decode()
 

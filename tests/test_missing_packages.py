@@ -77,12 +77,12 @@ def import_without(blocked: frozenset[str], *packages: str, source: Path = SOURC
         ),
         pytest.param(
             frozenset({"torch", "triton", "transformers"}),
-            ("cortex.neuron.text", "cortex.neuron.tokenizer_process.__main__"),
+            ("cortex.neuron.text", "cortex.neuron.tokenizer_process.service"),
             id="prompts are parsed and encoded without torch",
         ),
         pytest.param(
             NO_ENGINE,
-            ("cortex.neuron.api", "cortex.neuron.node", "cortex.neuron.tokenizer_process", "cortex.ipc"),
+            ("cortex.neuron.api", "cortex.neuron.node", "cortex.neuron.tokenizer_process.client", "cortex.ipc"),
             id="a node's HTTP process runs without the engine's packages",
         ),
         pytest.param(

@@ -213,7 +213,7 @@ class Stage:
             listen = Listen(urlsplit(self.url).netloc)
             section = msgspec.structs.replace(config.gateway, listen=listen, metrics_listen=None)
             config = msgspec.structs.replace(config, gateway=section)
-            self._gateway = Gateway(config, catalogue, self._directory, files)
+            self._gateway = Gateway(config, catalogue, self._directory)
             await self._gateway.start()
 
         self.call(start())

@@ -236,7 +236,7 @@ def test_usage_has_cost_plot_and_csv(page: Page, sign_in: SignIn) -> None:
     by_key.get_by_text("ben").first.wait_for()
     with page.expect_download() as download:
         page.get_by_text("CSV", exact=True).click()
-        page.get_by_role("menuitem", name="By key").click()
+        page.get_by_role("menuitem", name="By key", exact=True).click()
     assert "anna" in Path(download.value.path()).read_text()
 
 
@@ -267,6 +267,29 @@ def test_key_is_made_limited_and_revoked(page: Page, stage: Stage, sign_in: Sign
     row.get_by_role("menuitem", name="Revoke…").click()
     page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
     row.wait_for(state="detached")
+
+
+def test_group_is_made_shared_and_removed_and_keys_of_the_file_have_no_actions(page: Page, sign_in: SignIn) -> None:
+    sign_in(OPERATOR.text, "usage")
+    page.get_by_role("button", name="Make a group").click()
+    page.get_by_label("Name", exact=True).fill("lab")
+    page.get_by_label("Tokens in its whole life").fill("5000")
+    page.get_by_role("button", name="Make the group").click()
+    group = page.get_by_role("row").filter(has=page.get_by_label("Actions for group lab"))
+    group.get_by_label("Tokens left").wait_for()
+    page.get_by_role("button", name="Make a key").click()
+    page.get_by_label("Name of its owner").fill("dora")
+    page.get_by_label("Group, whose").fill("lab")
+    page.get_by_role("button", name="Make the key").click()
+    page.get_by_role("button", name="Done").click()
+    group.get_by_title("dora").wait_for()
+    assert page.get_by_label("Actions for key dora").count() == 1
+    assert page.get_by_label("Actions for key anna").count() == 0, "it is in the file"
+    for label, verb in (("key dora", "Revoke"), ("group lab", "Remove")):
+        page.get_by_label(f"Actions for {label}").click()
+        page.get_by_role("menuitem", name=f"{verb}…").click()
+        page.get_by_role("dialog").get_by_role("button", name=verb).click()
+        page.get_by_label(f"Actions for {label}").wait_for(state="detached")
 
 
 NAMELESS = """() =>

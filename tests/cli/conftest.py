@@ -42,7 +42,7 @@ class CannedGateway:
                 self.end_headers()
                 self.wfile.write(content)
 
-            do_GET = do_POST = do_DELETE = _respond  # noqa: N815 - the names the base class looks for
+            do_GET = do_POST = do_PATCH = do_DELETE = _respond  # noqa: N815 - the names the base class looks for
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"

@@ -26,7 +26,7 @@ from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.store import LedgerSection
 from cortex.gateway.ledger.users import SignInSection
-from cortex.gateway.pictures.fetcher import PictureFetcher
+from cortex.gateway.pictures import PictureFetcher
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
 from cortex.telemetry.tracing import TelemetrySection

@@ -1,12 +1,36 @@
-"""The embedded database, opened several times."""
+"""The database that the stores of a gateway share."""
 
 from __future__ import annotations
 
+import asyncio
+import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any, cast
 
+import pytest
+
+from cortex.gateway.database import (
+    Database,
+    DatabaseConnection,
+    Schema,
+    Sqlite,
+    StoreError,
+    StoreSettingError,
+    WaitingRows,
+    statement_for,
+)
 from cortex.gateway.ledger.store import open_store
+
+from ..waiting import WAIT_S
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "x.db") if request.param == "sqlite" else request.getfixturevalue("postgres_url")
+
 
 READER = """
 import sqlite3, sys
@@ -29,3 +53,105 @@ def test_database_is_private(tmp_path: Path) -> None:
     path = tmp_path / "spend.db"
     open_store(str(path)).close()
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_question_mark_or_percent_sign_in_a_literal_is_no_parameter() -> None:
+    statement = "SELECT '?', \"a?\", x % 2 FROM t WHERE name LIKE '50%' AND id = ?"
+    assert statement_for("qmark", statement) == statement
+    expected = "SELECT '?', \"a?\", x %% 2 FROM t WHERE name LIKE '50%%' AND id = %s"
+    assert statement_for("format", statement) == expected
+
+
+async def test_what_waits_for_the_thread_fails_with_the_work_before_it_and_later_work_connects_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "folder").write_text("in the way")
+    database = Database(str(tmp_path / "folder" / "x.db"))
+    is_free, num_calls = threading.Event(), 0
+
+    def blocked() -> None:
+        is_free.wait(WAIT_S)
+        database.run(lambda _: None)
+
+    def counted() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        database.run(lambda _: None)
+
+    works = [database.submit(blocked), *(database.submit(counted) for _ in range(3))]
+    is_free.set()
+    assert [type(result) for result in await asyncio.gather(*works, return_exceptions=True)] == [StoreSettingError] * 4
+    assert (num_calls, database.is_failing) == (0, True)
+    (tmp_path / "folder").unlink()
+    await database.do(lambda _: None)
+    assert not database.is_failing
+    assert [record.levelname for record in caplog.records if record.levelname == "ERROR"] == ["ERROR"]
+    await database.close()
+    with pytest.raises(StoreError, match="closed"):
+        await database.do(lambda _: None)
+
+
+async def test_a_long_report_delays_no_write(tmp_path: Path) -> None:
+    database, is_free = Database(str(tmp_path / "x.db")), threading.Event()
+    reading = asyncio.create_task(database.report(lambda _: is_free.wait(WAIT_S)))
+    await asyncio.wait_for(database.do(lambda execute: execute("CREATE TABLE t (a BIGINT)", ())), WAIT_S)
+    assert not reading.done()
+    is_free.set()
+    await reading
+    await database.close()
+
+
+async def test_tables_of_an_older_version_get_the_columns_that_they_lack(database: str) -> None:
+    older = Schema(("CREATE TABLE IF NOT EXISTS aged (a BIGINT NOT NULL)",))
+    newer = older._replace(added_columns=(("aged", "b", "TEXT NOT NULL DEFAULT 'x'"),))
+    first = Database(database).use(older)
+    await first.do(lambda execute: execute("INSERT INTO aged (a) VALUES (?)", (1,)))
+    for _ in range(2):  # the second finds the column
+        second = Database(database).use(newer)
+        assert await second.do(lambda execute: [tuple(row) for row in execute("SELECT a, b FROM aged", ())]) == [
+            (1, "x")
+        ]
+        await second.close()
+    await first.do(lambda execute: execute("DROP TABLE aged", ()))
+    await first.close()
+
+
+@pytest.mark.parametrize("fault", ["full", "locked", "gone"])
+async def test_work_fails_whole_while_the_database_is_unusable_and_goes_on_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    path = tmp_path / "x.db"
+    database = Database(str(path)).use(Schema(("CREATE TABLE IF NOT EXISTS t (a TEXT NOT NULL)",)))
+    rows: WaitingRows[str] = WaitingRows(database, lambda execute, row: execute("INSERT INTO t VALUES (?)", (row,)), 10)
+    rows.append("first")
+    assert await rows.flush()
+    other = sqlite3.connect(path)
+    connect = Sqlite.connect
+
+    def connect_to_unusable(driver: Sqlite) -> DatabaseConnection:
+        if fault == "gone":
+            raise sqlite3.OperationalError("disk I/O error")
+        connection: Any = connect(driver)
+        connection.execute("PRAGMA max_page_count = 1")  # at least what it has
+        return cast("DatabaseConnection", connection)
+
+    with monkeypatch.context() as unusable:
+        unusable.setattr("cortex.gateway.database.WORK_S", 0.05)
+        database.close_connection()
+        if fault == "locked":
+            other.execute("BEGIN IMMEDIATE")
+        else:
+            unusable.setattr(Sqlite, "connect", connect_to_unusable)
+        for text in ("small", "x" * 200_000):
+            rows.append(text)
+        assert not await rows.flush()
+        was_failing = database.is_failing
+        assert was_failing
+    other.rollback()
+    assert other.execute("SELECT a FROM t").fetchall() == [("first",)], "nothing of a failed transaction"
+    database.close_connection()
+    assert await rows.flush()
+    assert not database.is_failing
+    assert [len(row[0]) for row in other.execute("SELECT a FROM t")] == [5, 5, 200_000]
+    other.close()
+    await database.close()

@@ -10,8 +10,8 @@ import pytest
 
 from cortex.gateway import database
 from cortex.gateway.ledger.keys import generate
+from cortex.gateway.ledger.ledger import UNWRITTEN_FILE
 from cortex.gateway.ledger.store import LedgerSection, open_store
-from cortex.gateway.ledger.unwritten import FILE
 from cortex.wire.node.protocol import ModelState
 
 from ..waiting import WAIT_S
@@ -49,9 +49,9 @@ async def test_a_frozen_server_degrades_health_and_neither_delays_the_end_nor_lo
         assert health[1]["status"] == "degraded"
         async with asyncio.timeout(WAIT_S):
             await client.gateway.close()
-        assert (tmp_path / FILE).exists()
+        assert (tmp_path / UNWRITTEN_FILE).exists()
     restarted = await start_gateway(node, keys=(key.section,), ledger=ledger)
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / UNWRITTEN_FILE).exists()
     await restarted.gateway.close()
     store = open_store(postgres_url)
     (spend,) = [each for each in store.usage("key", since=0, until=2**40) if each.group_name == "frozen"]

@@ -14,6 +14,7 @@ LISTED = [
     "cortex_prompt_tokens_total",
     "cortex_cached_prompt_tokens_total",
     "cortex_completion_tokens_total",
+    "cortex_cost_total",
     "cortex_queue_depth",
     "cortex_overhead_seconds_bucket",
     "cortex_node_up",

@@ -20,8 +20,8 @@ from cortex.gateway import server
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.metrics import OVERHEAD_BUCKETS
 from cortex.gateway.proxy.services import Services
-from cortex.parsing import relayed
-from cortex.parsing.relayed import RelayedBody
+from cortex.parsing import envelope as envelopes
+from cortex.parsing.envelope import RelayedBody
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import DeviceHealth, ModelLoad, ModelState
 
@@ -207,12 +207,12 @@ async def test_overhead_begins_with_the_last_byte_of_the_body(
 ) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
     client = await start_gateway(beast)
-    read = relayed.read
+    read = envelopes.read_relayed
 
     def read_slowly(*arguments: Any, **options: Any) -> RelayedBody:
         time.sleep(0.3)
         return read(*arguments, **options)
 
-    monkeypatch.setattr(relayed, "read", read_slowly)
+    monkeypatch.setattr(envelopes, "read_relayed", read_slowly)
     assert (await client.chat("a"))[0] == 200
     assert value(scraped(client), "cortex_overhead_seconds_sum", {}) >= 0.3

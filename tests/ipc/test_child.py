@@ -93,10 +93,11 @@ def test_child_is_killed_with_its_parent(tmp_path: Path, program: str) -> None:
     assert not is_running(child)
 
 
-def test_processes_of_pools_start_without_asyncio_and_settings() -> None:
-    check = "import sys, cortex.parsing.__main__, cortex.neuron.tokenizer_process.__main__; print(*sys.modules)"
+def test_helper_processes_start_without_asyncio_and_settings() -> None:
+    modules = "cortex.ipc.helper_process, cortex.parsing.functions, cortex.neuron.tokenizer_process.service"
+    check = f"import sys, {modules}; print(*sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    modules = subprocess.run(
+    imported = subprocess.run(
         [sys.executable, "-c", check], stdout=subprocess.PIPE, text=True, check=True, env=environment
     )
-    assert not {"asyncio", "cortex.settings"} & set(modules.stdout.split())
+    assert not {"asyncio", "cortex.settings"} & set(imported.stdout.split())

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cortex.ipc.channel import ChannelError
-from cortex.ipc.packets import MAX_PACKET_BYTES, PacketSocket
+from cortex.ipc.channel import MAX_PACKET_BYTES, ChannelError, PacketSocket
 from cortex.neuron.worker.protocol import DeviceAddress, ForkServerCommand, ForkWorker, KillWorker
 
 Pair = tuple[socket.socket, PacketSocket[ForkServerCommand]]

@@ -1,4 +1,4 @@
-"""A real pool of processes whose jobs hang, crash and allocate."""
+"""A real helper whose calls hang, crash and allocate."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from cortex.ipc.pool import JobLost, PoolLost, RestartedPool, WorkerPool
+from cortex.ipc.helper import Function, Helper, function_of
+from cortex.ipc.pool import CallLost, HelperOfThread, HelperPool, HelperProcess, PoolLost
 from cortex.ipc.start import start_child
+from cortex.wire.errors import CortexError, InvalidValue
 
 JOBS = str(Path(__file__).with_name("jobs"))
 if JOBS not in sys.path:
     sys.path.append(JOBS)  # the pool imports from where its parent does
 
-from pool_jobs import Done, Job  # noqa: E402
+from pool_jobs import Done, do  # noqa: E402
 
 from ..waiting import WAIT_S  # noqa: E402
 
-Pool = WorkerPool[Done]
+HELPER = Helper(name="jobs", purpose="the process of jobs", module="pool_jobs", memory_bytes=64 << 20)
+DO = function_of(do)
 
 
 def is_alive(process_id: int) -> bool:
@@ -40,105 +45,131 @@ async def until_gone(process_id: int) -> None:
 
 
 def children_of(process_id: int) -> set[int]:
+    if not is_alive(process_id):
+        return set()
     return {int(child) for child in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()}
 
 
-async def started_job(pool: Pool) -> tuple[asyncio.Task[Done], int]:
-    """A job that never ends, and the new process that runs it."""
-    before = children_of(pool.process_id)
-    task = asyncio.create_task(pool.run(Job("never"), in_background=True))
+async def started_call(pool: HelperPool) -> tuple[asyncio.Task[Done], int]:
+    """A call that never ends, and the new process that runs it."""
+    before = children_of(pool.process_id or 0)
+    task = asyncio.create_task(pool.call(DO, "never", 0, in_background=True))
     async with asyncio.timeout(WAIT_S):
-        while not (new := children_of(pool.process_id) - before):
+        while not (new := children_of(pool.process_id or 0) - before):
             await asyncio.sleep(0.01)
     return task, new.pop()
 
 
 @pytest.fixture
-async def pool() -> AsyncIterator[Pool]:
-    pool: Pool = await WorkerPool.start("pool_jobs", reply_type=Done)
-    await pool.run(Job("ready"))
+async def pool() -> AsyncIterator[HelperPool]:
+    pool = HelperPool(HELPER)
+    await pool.call(DO, "ready", 0)
     yield pool
-    await pool.stop()
+    await pool.close()
 
 
-async def test_jobs_one_after_the_other_share_a_worker_and_concurrent_ones_do_not(pool: Pool) -> None:
-    first, second = [await pool.run(Job("", number)) for number in (1, 2)]
-    assert (first.number, second.number) == (1, 2)
+async def test_calls_one_after_the_other_share_a_worker_and_concurrent_ones_do_not(pool: HelperPool) -> None:
+    first, second = [await pool.call(DO, "", number, body=bytes(number)) for number in (1, 2)]
+    assert (first.number, second.number) == (first.num_bytes, second.num_bytes) == (1, 2)
     assert first.process_id == second.process_id != pool.process_id
-    replies = await asyncio.gather(*(pool.run(Job("", number)) for number in range(3)))
+    replies = await asyncio.gather(*(pool.call(DO, "", number) for number in range(3)))
     assert [reply.number for reply in replies] == [0, 1, 2]
     assert len({reply.process_id for reply in replies}) == 3
 
 
-async def test_cancelled_job_ends_its_process_and_no_other(pool: Pool) -> None:
-    kept, kept_id = await started_job(pool)
-    cancelled, cancelled_id = await started_job(pool)
+async def test_error_of_a_function_is_raised_by_the_call_and_an_unexpected_one_is_internal(pool: HelperPool) -> None:
+    worker = (await pool.call(DO, "", 0)).process_id
+    with pytest.raises(InvalidValue, match="no such thing") as rejected:
+        await pool.call(DO, "reject", 0)
+    assert rejected.value.param == "x"
+    with pytest.raises(CortexError, match="Internal error in the process of jobs") as failed:
+        await pool.call(DO, "fail", 0)
+    assert failed.value.status == 500
+    assert (await pool.call(DO, "", 0)).process_id == worker, "neither ends the worker"
+
+
+async def test_cancelled_call_ends_its_process_and_no_other(pool: HelperPool) -> None:
+    kept, kept_id = await started_call(pool)
+    cancelled, cancelled_id = await started_call(pool)
     cancelled.cancel()
     await until_gone(cancelled_id)
     assert is_alive(kept_id)
-    assert (await pool.run(Job("", 7))).number == 7
+    assert (await pool.call(DO, "", 7)).number == 7
     kept.cancel()
     await asyncio.wait({kept, cancelled})
 
 
-async def test_job_in_background_yields_the_cores(pool: Pool) -> None:
-    usual = await pool.run(Job(""))
-    background = await pool.run(Job(""), in_background=True)
+async def test_call_that_takes_too_long_is_ended(pool: HelperPool) -> None:
+    (worker_id,) = children_of(pool.process_id or 0)
+    with pytest.raises(TimeoutError):
+        await pool.call(DO, "never", 0, timeout_s=0.01)
+    await until_gone(worker_id)
+
+
+async def test_call_in_background_yields_the_cores(pool: HelperPool) -> None:
+    usual = await pool.call(DO, "", 0)
+    background = await pool.call(DO, "", 0, in_background=True)
     assert os.getpriority(os.PRIO_PROCESS, background.process_id) > os.getpriority(os.PRIO_PROCESS, usual.process_id)
 
 
-@pytest.mark.parametrize("job", [Job("crash"), Job("allocate", 1 << 30)], ids=["crash", "memory"])
-async def test_job_that_ends_its_worker_fails_alone(pool: Pool, job: Job) -> None:
-    with pytest.raises(JobLost):
-        await pool.run(job)
-    assert not pool.has_ended
-    assert (await pool.run(Job("allocate", 1 << 20))).number == 1 << 20
+@pytest.mark.parametrize(("kind", "number"), [("crash", 0), ("allocate", 1 << 30)], ids=["crash", "memory"])
+async def test_call_that_ends_its_worker_fails_alone(pool: HelperPool, kind: str, number: int) -> None:
+    process_id = pool.process_id
+    with pytest.raises(CallLost):
+        await pool.call(DO, kind, number)
+    assert (await pool.call(DO, "allocate", 1 << 20)).number == 1 << 20
+    assert pool.process_id == process_id
 
 
-async def test_running_jobs_are_lost_with_the_pool_and_leave_no_process(pool: Pool) -> None:
-    task, worker_id = await started_job(pool)
-    os.kill(pool.process_id, signal.SIGKILL)
+async def test_running_calls_are_repeated_once_when_their_process_ends(pool: HelperPool) -> None:
+    task, worker_id = await started_call(pool)
+    os.kill(pool.process_id or 0, signal.SIGKILL)
+    await until_gone(worker_id)
+    async with asyncio.timeout(WAIT_S):
+        while not (pool.process_id and children_of(pool.process_id)):
+            await asyncio.sleep(0.01)
+    os.kill(pool.process_id or 0, signal.SIGKILL)
     with pytest.raises(PoolLost):
         await task
-    assert pool.has_ended
-    await until_gone(worker_id)
-    with pytest.raises(PoolLost):
-        await pool.run(Job(""))
 
 
-async def test_stop_ends_running_jobs(pool: Pool) -> None:
-    task, worker_id = await started_job(pool)
-    await pool.stop()
+async def test_close_ends_running_calls(pool: HelperPool) -> None:
+    task, worker_id = await started_call(pool)
+    await pool.close()
     with pytest.raises(PoolLost):
         await task
     await until_gone(worker_id)
 
 
-async def test_pool_that_reads_slowly_is_not_lost() -> None:
-    process, control = await start_child("pool_jobs")
+async def test_process_that_reads_slowly_is_not_lost() -> None:
+    started, control = await start_child("cortex.ipc.helper_process", "--helper", msgspec.json.encode(HELPER).decode())
     control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # a few messages fill it
-    pool: Pool = WorkerPool(process, control, Done)
-    await pool.run(Job("ready"))
-    os.kill(pool.process_id, signal.SIGSTOP)
-    cancelled = [asyncio.create_task(pool.run(Job("never"))) for _ in range(8)]
-    jobs = [asyncio.create_task(pool.run(Job("ready"))) for _ in range(4)]
+    process = HelperProcess(started, control)
+
+    def run(kind: str) -> asyncio.Task[Any]:
+        return asyncio.create_task(process.run(DO.call(kind, 0), DO.reply_type, b"", in_background=False))
+
+    await run("ready")
+    os.kill(process.process_id, signal.SIGSTOP)
+    cancelled = [run("never") for _ in range(8)]
+    calls = [run("ready") for _ in range(4)]
     await asyncio.sleep(0.05)
     for task in cancelled:
         task.cancel()
     await asyncio.wait(cancelled)
-    os.kill(pool.process_id, signal.SIGCONT)
+    os.kill(process.process_id, signal.SIGCONT)
     assert all(task.cancelled() for task in cancelled)
     async with asyncio.timeout(WAIT_S):
-        assert len(await asyncio.gather(*jobs)) == 4
-    assert not pool.has_ended
-    await pool.stop()
+        assert len(await asyncio.gather(*calls)) == 4
+    assert not process.has_ended
+    await process.stop()
 
 
-async def test_restarted_pool_starts_with_the_first_job_and_again_after_a_death_or_a_rest() -> None:
-    pool: RestartedPool[Done] = RestartedPool("jobs", lambda: WorkerPool.start("pool_jobs", reply_type=Done))
+async def test_process_starts_with_the_first_call_and_again_after_a_death_or_a_rest() -> None:
+    pool = HelperPool(HELPER)
     processes = [pool.process_id]
     for number in range(3):
-        assert (await pool.run(Job("", number))).number == number
+        assert (await pool.call(DO, "", number)).number == number
         processes.append(pool.process_id)
         if number == 0:
             os.kill(processes[-1] or 0, signal.SIGKILL)
@@ -151,4 +182,18 @@ async def test_restarted_pool_starts_with_the_first_job_and_again_after_a_death_
     assert len({first, second, third}) == 3
     await pool.close()
     with pytest.raises(PoolLost, match="closed"):
-        await pool.run(Job(""))
+        await pool.call(DO, "", 0)
+
+
+def test_helper_of_a_thread_runs_calls_itself_and_ends_with_its_block() -> None:
+    named: Function[bytes] = Function("name", bytes)
+    prefix = os.fsdecode(b"\xff ")  # as in the path of a file
+    with HelperOfThread(msgspec.structs.replace(HELPER, arguments=(prefix,)), os.environ) as helper:
+        assert helper.call(named, meanwhile=lambda: None) == b"\xff helper"
+        done = helper.call(DO, "", 3, meanwhile=lambda: None)
+        assert (done.number, is_alive(done.process_id)) == (3, True)
+        with pytest.raises(InvalidValue):
+            helper.call(DO, "reject", 0, meanwhile=lambda: None)
+        with pytest.raises(PoolLost):
+            helper.call(DO, "crash", 0, meanwhile=lambda: None)
+    assert not is_alive(done.process_id)

@@ -166,4 +166,4 @@ def test_pictures_are_counted_where_the_parser_finds_them(drawn: tuple[Dialect, 
     facts = envelope.read(encoded, dialect).facts
     assert facts.has_pictures == bool(files)
     assert facts.picture_bytes == sum(len(base64_of(file)) for file in files)
-    assert facts.picture_tokens == 256 * len(request.images)
+    assert facts.picture_tokens == 256 * len(request.pictures)

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from cortex.parsing import relayed
+from cortex.parsing import envelope as envelopes
 from cortex.parsing.conversations import Completion
 from cortex.parsing.cost import LARGE_BYTES, LARGE_RELAYED_BYTES
+from cortex.parsing.functions import ParsedText
 from cortex.parsing.items import StoredTexts
 from cortex.parsing.parser import BodyParser
-from cortex.parsing.protocol import ParsedText
 from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.anthropic_messages import BILLED
 from cortex.wire.dialects.registry import DIALECTS
@@ -140,7 +140,7 @@ async def test_relayed_body_reads_the_same_here_and_elsewhere(
     dialects: list[Dialect] = ["openai_chat", "openai_completions", "openai_responses", "anthropic_messages"]
     for dialect in dialects:
         for generates in (True, False):
-            here = relayed.read(sent, dialect, generates=generates, strip_billing=True)
+            here = envelopes.read_relayed(sent, dialect, generates=generates, strip_billing=True)
             elsewhere = await parser.read_relayed(dialect, sent, CLIENT, generates=generates, strip_billing=True)
             assert elsewhere.body == here.body
             assert elsewhere.is_stripped == here.is_stripped == (dialect in BILLED and "system" in fields)

@@ -45,6 +45,7 @@ _REMEDIES: dict[int | str, str] = {
     "hub_unavailable": "try again once the node reaches it",
     "route_not_found": "check --url: it must be the API of a gateway",
     "source_not_found": "check the name, the revision and the quantisation",
+    "managed_by_file": "name the file with --config",
     "disk_full": "delete models with `cortex rm`, or choose another node with --node",
     "operator_only": "set CORTEX_API_KEY to a key made with `cortex keys add NAME --operator`",
 }
@@ -127,6 +128,11 @@ class GatewayClient:
         with self._exchange("POST", path, {} if body is None else body) as response:
             content = response.read()
         return self._decode(content) if content else None
+
+    def patch(self, path: str, body: Any) -> Any:
+        """The decoded JSON of `PATCH path`."""
+        with self._exchange("PATCH", path, body) as response:
+            return self._decode(response.read())
 
     def delete(self, path: str) -> Any:
         """The decoded JSON of `DELETE path`."""

@@ -17,6 +17,7 @@ from cortex.fleet.known_models import AmbiguousName, known_model
 from cortex.formats.quant_names import is_same_quant, label_in
 from cortex.settings import Section
 from cortex.wire.errors import ModelNotFound, shorten
+from cortex.wire.events import Usage
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.model_names import plain_name, split_quant
 from cortex.wire.node.load_options import Count, LoadOptions, is_path
@@ -163,6 +164,17 @@ class Catalogue(Section, frozen=True, dict=True):
 
     def has(self, model_id: str) -> bool:
         return model_id in self._by_id
+
+    def cost(self, model_id: str, usage: Usage) -> float:
+        """What the usage of a model costs; nothing where it has no prices."""
+        spec = self._by_id.get(model_id)
+        if spec is None:
+            return 0.0
+        return spec.cost.of(
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+        )
 
     @cached_property
     def _by_id(self) -> dict[str, ModelSpec]:

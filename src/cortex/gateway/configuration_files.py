@@ -18,17 +18,17 @@ from cortex.settings.positions import positions
 log = logging.getLogger(__name__)
 
 
-def warn_about_access(config: Config, *, is_open: bool) -> None:
+def warn_about_access(config: Config, *, is_open: bool, has_keys: bool) -> None:
     """Warn when everybody may use the gateway, or nobody. `is_open`: it admits requests without a key."""
     section = config.gateway
     if not is_open:
-        if not config.keys:
+        if not has_keys and not config.sign_in.is_enabled:
             log.warning(
                 "every request is rejected: this gateway had keys and has none now. "
                 "Add one with `cortex keys add`, or set gateway.open = true to admit everybody"
             )
         elif section.open:
-            log.warning("gateway.open has no effect while [[keys]] are configured: remove one of the two")
+            log.warning("gateway.open has no effect while there are keys: remove it, or them")
         return
     reason = "gateway.open is true" if section.open else "it has no keys yet, and gateway.open_until_keys is true"
     for address in config.public_addresses:

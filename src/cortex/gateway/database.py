@@ -1,24 +1,35 @@
-"""A database of the gateway: SQLite or PostgreSQL, with the same statements.
+"""A database of the gateway: SQLite or PostgreSQL, with the same statements, on one thread.
 
-Calls block; use them from one thread at a time, never the event loop's. Several processes may share one database.
+Several processes may share one database.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import os
+import re
 import socket
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from cortex.system.exits import ExitCode
 from cortex.wire.words import os_error_in_words
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+ParameterStyle = Literal["qmark", "format"]
+"""How a driver marks parameters, as in PEP 249."""
+_TOKEN = re.compile(r"""('[^']*'|"[^"]*"|\?)""")
 
 Rows = list[Sequence[Any]]
 Execute = Callable[[str, Sequence[Any]], Rows]
@@ -48,6 +59,15 @@ class RejectedValue(StoreError):
     """The database is available, and cannot hold a value: PostgreSQL no text with a NUL character."""
 
 
+class Schema(NamedTuple):
+    """The tables of one store."""
+
+    tables: tuple[str, ...]
+    """Statements that create what does not exist yet."""
+    added_columns: tuple[tuple[str, str, str], ...] = ()
+    """Table, name and type of columns that older databases lack."""
+
+
 class DatabaseConnection(Protocol):
     """What the drivers of SQLite and PostgreSQL have in common."""
 
@@ -64,17 +84,22 @@ class Driver(Protocol):
     errors: tuple[type[Exception], ...]
     rejections: tuple[type[Exception], ...]
     """Those of the values, not of the database."""
-    placeholder: str
+    style: ParameterStyle
 
-    def connect(self) -> DatabaseConnection:
-        """Open a connection that holds the schema lock, so that processes may start at the same time."""
+    def connect(self) -> DatabaseConnection: ...
+
+    def lock_schema(self, execute: Execute) -> None:
+        """Wait until no other process creates tables, until the end of the transaction."""
+
+    def columns(self, execute: Execute, table: str) -> set[str]:
+        """The columns of a table."""
 
     def limited(self, connection: Any) -> AbstractContextManager[None]:
         """Work on `connection` fails inside of it once it has taken `WORK_S`."""
 
 
 class Sqlite:
-    placeholder = "?"
+    style: ParameterStyle = "qmark"
     errors: tuple[type[Exception], ...] = (sqlite3.Error, OSError, OverflowError)
     rejections: tuple[type[Exception], ...] = (sqlite3.DataError, sqlite3.IntegrityError, OverflowError)
 
@@ -88,12 +113,25 @@ class Sqlite:
         # opened here: closing it would drop the locks of this process's other connections to it, and the next program
         # that reads the database would take itself for the last and delete the journal that they write to.
         with contextlib.suppress(FileExistsError):
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        connection = sqlite3.connect(self.path, timeout=30.0, check_same_thread=False)
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("BEGIN IMMEDIATE")
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            if os.geteuid() == 0:  # a command of root; the gateway owns the folder
+                owner = self.path.parent.stat()
+                os.fchown(file, owner.st_uid, owner.st_gid)
+            os.close(file)
+        connection = sqlite3.connect(self.path, timeout=WORK_S, check_same_thread=False)
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")
+        except BaseException:
+            connection.close()
+            raise
         return connection
+
+    def lock_schema(self, execute: Execute) -> None:
+        execute("BEGIN IMMEDIATE", ())
+
+    def columns(self, execute: Execute, table: str) -> set[str]:
+        return {str(row[0]) for row in execute("SELECT name FROM pragma_table_info(?)", (table,))}
 
     def limited(self, connection: Any) -> AbstractContextManager[None]:
         del connection  # a file; waiting for a lock has a limit of its own
@@ -101,7 +139,7 @@ class Sqlite:
 
 
 class Postgres:
-    placeholder = "%s"
+    style: ParameterStyle = "format"
     _SCHEMA_LOCK = 0x636F7274
 
     def __init__(self, url: str) -> None:
@@ -124,8 +162,15 @@ class Postgres:
         connection = self._psycopg.connect(**self._options)
         with self.limited(connection):
             connection.execute(f"SET statement_timeout = {int(WORK_S * 1000)}")
-            connection.execute("SELECT pg_advisory_xact_lock(%s)", (self._SCHEMA_LOCK,))
+            connection.commit()
         return connection
+
+    def lock_schema(self, execute: Execute) -> None:
+        execute("SELECT pg_advisory_xact_lock(?)", (self._SCHEMA_LOCK,))
+
+    def columns(self, execute: Execute, table: str) -> set[str]:
+        statement = "SELECT column_name FROM information_schema.columns WHERE table_name = ? AND table_schema = ?"
+        return {str(row[0]) for row in execute(statement, (table, execute("SELECT current_schema()", ())[0][0]))}
 
     @contextlib.contextmanager
     def limited(self, connection: Any) -> Iterator[None]:
@@ -151,7 +196,7 @@ class Postgres:
 
 
 def _disconnect(connection: Any) -> None:
-    """Have the thread that waits for the server fail."""
+    """Unblock the thread that waits for the server."""
     with (
         contextlib.suppress(Exception),  # it is closed already, whatever the driver raises then
         socket.socket(fileno=os.dup(connection.fileno())) as duplicate,
@@ -177,34 +222,131 @@ def check_location(database: str | None) -> None:
 
 
 class Database:
-    """One connection, opened by the first `run`. After a failed `run` the next one connects again."""
+    """One database of a gateway: one connection, one thread that uses it, and one policy for failures. The stores share
+    it, each with its tables.
 
-    def __init__(self, driver: Driver, schema: Sequence[str], what: str) -> None:
-        """`schema` creates what does not exist yet. `what` names the database in errors, such as "usage database"."""
-        self._driver = driver
-        self._schema = schema
-        self._what = what
+    `run` and `run_each` block; a command may call them itself. A gateway calls `do`, `do_each` and `call`, which run
+    them on the thread, in order. `report` is for readings that may take seconds: it has a connection and a thread of
+    its own, so that it delays no write.
+
+    If the database is slow, locked, full or gone, a transaction fails after `WORK_S` at the latest with `StoreError`,
+    and nothing of it is written. Everything that was waiting for the thread fails with it, so that a frozen server
+    delays nobody twice; what comes later connects again. The failure is logged once. A store keeps what it could not
+    write in memory, within its bounds, and tries again at its next turn.
+    """
+
+    def __init__(self, location: str, schemas: list[Schema] | None = None) -> None:
+        """`location`: a file path or `postgresql://` URL, which is opened by the first use. Raises `StoreError` for one
+        that cannot be a database."""
+        self.location = location
+        self._driver = driver_of(location)
         self._connection: DatabaseConnection | None = None
+        self._schemas: list[Schema] = [] if schemas is None else schemas
+        self._num_created = 0
+        """Of `_schemas`, those that the connection has created."""
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="database")
+        self._failure: StoreError | None = None
+        self._num_failures = 0
+        self._is_closed = False
+        self._reports: Database | None = None
 
     @property
     def name(self) -> str:
+        """For messages; contains no secrets."""
         return self._driver.name
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other gateways may use it too."""
+        return is_url(self.location)
+
+    @property
+    def exists(self) -> bool:
+        """False for a file that the first use would create."""
+        return self.is_shared or Path(self.location).exists()
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether it could not be used the last time."""
+        return self._failure is not None
+
+    def use(self, schema: Schema) -> Database:
+        """Have these tables created before the next work. Returns itself."""
+        if schema not in self._schemas:
+            self._schemas.append(schema)
+        return self
+
+    async def do(self, work: Callable[[Execute], T]) -> T:
+        """`run` on the thread."""
+        return await self.call(lambda: self.run(work))
+
+    async def do_each(self, works: Sequence[Callable[[Execute], object]]) -> dict[int, Exception]:
+        """`run_each` on the thread."""
+        try:
+            return await self.call(lambda: self.run_each(works))
+        except StoreError as error:
+            return dict.fromkeys(range(len(works)), error)
+
+    async def call(self, blocking: Callable[[], T]) -> T:
+        """Call something that uses `run` on the thread. Raises `StoreError` without calling it if the database became
+        unavailable while it waited for its turn."""
+        return await self.submit(blocking)
+
+    def submit(self, blocking: Callable[[], T]) -> asyncio.Future[T]:
+        """`call` without waiting; it has its turn before everything that is submitted later."""
+        num_failures = self._num_failures
+
+        def guarded() -> T:
+            if self._failure is not None and self._num_failures != num_failures:
+                raise self._failure
+            return blocking()
+
+        if self._is_closed:
+            raise StoreError(f"the database {self.name} is closed")
+        return asyncio.get_running_loop().run_in_executor(self._thread, guarded)
+
+    async def report(self, work: Callable[[Execute], T]) -> T:
+        """Do a reading that may take seconds. It sees what `do` has written."""
+        if self._reports is None:
+            self._reports = Database(self.location, self._schemas)
+        return await self._reports.do(work)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if self._reports is not None:
+            await self._reports.close()
+        if not self._is_closed:
+            self._is_closed = True
+            await asyncio.get_running_loop().run_in_executor(self._thread, self.close_connection)
+            self._thread.shutdown(wait=False)
+
+    def close_connection(self) -> None:
+        """What `close` does, for a command."""
+        self._drop()
 
     def run(self, work: Callable[[Execute], T]) -> T:
         """Do `work` in one transaction. Raises `StoreError`, and then nothing was written."""
         try:
-            connection = self._connection = self._connection or self._open()
-            return self._work(connection, work)
+            connection = self._connection = self._connection or self._driver.connect()
+            self._create_tables(connection)
+            result = self._work(connection, work)
         except self._driver.errors as error:
             self._drop()
             reason = os_error_in_words(error) if isinstance(error, OSError) else " ".join(str(error).split())
             kind = StoreSettingError if _is_lasting(error) else StoreError
             if isinstance(error, self._driver.rejections):
                 kind = RejectedValue
-            raise kind(f"cannot use the {self._what} {self.name}: {reason}") from error
+            problem = kind(f"cannot use the database {self.name}: {reason}")
+            if is_unavailable(problem):
+                self._failed(problem)
+            raise problem from error
         except BaseException:
             self._drop()  # no later work may commit what this one has begun
             raise
+        if self._failure is not None:
+            log.info("the database %s is available again", self.name)
+            self._failure = None
+        return result
 
     def run_each(self, works: Sequence[Callable[[Execute], object]]) -> dict[int, Exception]:
         """Do all of `works` in one transaction, or, if one of them cannot be done, each in its own, so that it takes
@@ -225,40 +367,103 @@ class Database:
                 failures[position] = error
         return failures
 
-    def _work(self, connection: DatabaseConnection, work: Callable[[Execute], T]) -> T:
-        cursor = connection.cursor()
+    def _failed(self, problem: StoreError) -> None:
+        if self._failure is None:
+            log.error("the database is unavailable; requests are served, and usage waits in memory: %s", problem)
+        self._failure = problem
+        self._num_failures += 1
 
+    def _work(self, connection: DatabaseConnection, work: Callable[[Execute], T]) -> T:
         def execute(statement: str, values: Sequence[Any]) -> Rows:
-            cursor.execute(statement.replace("?", self._driver.placeholder), values)
+            cursor.execute(statement_for(self._driver.style, statement), values)
             return cursor.fetchall() if cursor.description else []
 
-        with self._driver.limited(connection):
+        # An open cursor would keep the locks of a SQLite connection that is closed after a failure.
+        with self._driver.limited(connection), contextlib.closing(connection.cursor()) as cursor:
             result = work(execute)
             connection.commit()
         return result
 
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+    def _create_tables(self, connection: DatabaseConnection) -> None:
+        if missing := self._schemas[self._num_created :]:
 
-    def _open(self) -> DatabaseConnection:
-        connection = self._driver.connect()
-        cursor = connection.cursor()
-        with self._driver.limited(connection):
-            for statement in self._schema:
-                cursor.execute(statement)
-            connection.commit()
-        return connection
+            def create(execute: Execute) -> None:
+                self._driver.lock_schema(execute)
+                for schema in missing:
+                    _create(execute, schema, lambda table: self._driver.columns(execute, table))
+
+            self._work(connection, create)
+            self._num_created += len(missing)
 
     def _drop(self) -> None:
         connection, self._connection = self._connection, None
+        self._num_created = 0
         if connection is None:
             return
         try:
             connection.close()
         except self._driver.errors:
             pass  # the connection is broken already
+
+
+class WaitingRows(Generic[T]):
+    """Rows of a table that are written in batches. Those that the database does not take now wait in memory, the newest
+    ones up to a limit. Belongs to the loop."""
+
+    def __init__(self, database: Database, add: Callable[[Execute, T], object], max_waiting: int) -> None:
+        """`add` writes one row."""
+        self._database = database
+        self._add = add
+        self._max_waiting = max_waiting
+        self._rows: deque[T] = deque(maxlen=max_waiting)
+        self._turn = asyncio.Lock()
+        self.append = self._rows.append
+
+    def __bool__(self) -> bool:
+        """Whether rows wait, or are being written."""
+        return bool(self._rows) or self._turn.locked()
+
+    async def flush(self, then: Callable[[Execute], object] | None = None) -> bool:
+        """Write what waits, and do `then`, after a flush that is under way; returns whether all of it was done. Never
+        raises. Goes on where its caller is cancelled."""
+        return await asyncio.shield(self._flush(then))
+
+    async def _flush(self, then: Callable[[Execute], object] | None) -> bool:
+        async with self._turn:
+            return await self._write(then)
+
+    async def _write(self, then: Callable[[Execute], object] | None) -> bool:
+        batch = list(self._rows)
+        self._rows.clear()
+        works: list[Callable[[Execute], object]] = [partial(_add_row, add=self._add, row=row) for row in batch]
+        failures = await self._database.do_each([*works, then] if then is not None else works)
+        unwritten = [row for at, row in enumerate(batch) if at in failures and is_unavailable(failures[at])]
+        room = self._max_waiting - len(self._rows)  # those that came meanwhile are newer
+        self._rows.extendleft(reversed(unwritten[max(0, len(unwritten) - room) :]))
+        for failure in failures.values():
+            if not is_unavailable(failure):
+                log.error("a row could not be written", exc_info=failure)
+        return not failures
+
+
+def _add_row(execute: Execute, add: Callable[[Execute, T], object], row: T) -> None:
+    add(execute, row)
+
+
+@lru_cache(maxsize=1024)
+def statement_for(style: ParameterStyle, statement: str) -> str:
+    """The statement as a driver takes it. Parameters are written as `?`; what is quoted is left alone."""
+    if style == "qmark":
+        return statement
+    return "".join("%s" if part == "?" else part.replace("%", "%%") for part in _TOKEN.split(statement))
+
+
+def _create(execute: Execute, schema: Schema, columns: Callable[[str], set[str]]) -> None:
+    for statement in schema.tables:
+        execute(statement, ())
+    for table, column, kind in schema.added_columns:
+        if column not in columns(table):
+            execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}", ())
 
 
 def is_unavailable(error: Exception) -> bool:

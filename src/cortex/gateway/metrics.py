@@ -61,6 +61,11 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cortex_model_running_requests": ("Requests that the model works on.", ("model", "node")),
     "cortex_model_waiting_requests": ("Requests queued in the model's engine.", ("model", "node")),
     "cortex_model_kv_used_ratio": ("Share of the model's KV pages in use, 0 to 1.", ("model", "node")),
+    "cortex_budget_limit": (
+        "Limit of a key or group: tokens, or cost in the currency of the prices.",
+        ("kind", "owner", "unit", "period"),
+    ),
+    "cortex_budget_left": ("What is left of `cortex_budget_limit`.", ("kind", "owner", "unit", "period")),
     "cortex_in_flight_requests": ("Requests that this gateway has open at the node.", ("model", "node")),
 }
 
@@ -167,14 +172,17 @@ class Traffic:
 class KeyTokens:
     """The tokens one key has used on one model."""
 
-    __slots__ = ("cached", "completion", "prompt")
+    __slots__ = ("cached", "completion", "cost", "prompt")
 
     def __init__(self) -> None:
+        self.cost = 0.0
+        """By the prices when each request ended."""
         self.prompt = 0
         self.cached = 0
         self.completion = 0
 
-    def add(self, usage: Usage) -> None:
+    def add(self, usage: Usage, cost: float = 0.0) -> None:
+        self.cost += cost
         self.prompt += usage.prompt_tokens
         self.cached += usage.cached_tokens
         self.completion += usage.completion_tokens
@@ -228,11 +236,15 @@ class _RequestMetrics(Collector):
             "cortex_cached_prompt_tokens", "Prompt tokens served from a prefix cache.", labels=labels
         )
         completion = CounterMetricFamily("cortex_completion_tokens", "Generated tokens.", labels=labels)
+        cost = CounterMetricFamily(
+            "cortex_cost", "Cost of tokens by the prices in models.toml, in their currency.", labels=labels
+        )
         for account, spend in self.spend.items():
+            cost.add_metric(account, spend.cost)
             prompt.add_metric(account, spend.prompt)
             cached.add_metric(account, spend.cached)
             completion.add_metric(account, spend.completion)
-        yield from (prompt, cached, completion)
+        yield from (prompt, cached, completion, cost)
 
 
 class Metrics:

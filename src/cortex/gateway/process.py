@@ -38,7 +38,7 @@ async def serve(config: Config, path: Path | None = None, *, takes_over: bool = 
     sockets = ListeningSockets(os.environ, takes_over=takes_over)
     files = ConfigurationFiles(path, os.environ)
     stamps = files.stamps(config)  # before the rest is read: the start takes seconds, and files may change meanwhile
-    gateway = Gateway(config, files.read_catalogue(config), files.directory, files)
+    gateway = Gateway(config, files.read_catalogue(config), files.directory)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(report_unhandled)
     stop, reload = asyncio.Event(), asyncio.Event()

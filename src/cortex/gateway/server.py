@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -29,7 +31,7 @@ from cortex.gateway.api.parts import DeferredResponses
 from cortex.gateway.api.usage import UsageRoutes
 from cortex.gateway.config import Config
 from cortex.gateway.configuration_files import ConfigurationFiles, warn_about_access, warn_about_restart
-from cortex.gateway.database import StoreError
+from cortex.gateway.database import Database, StoreError, driver_of
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.effects import NodeEffects
 from cortex.gateway.dispatch.event_log import EventLog
@@ -42,14 +44,13 @@ from cortex.gateway.dispatch.operator.state import OperatorState
 from cortex.gateway.history.store import HistoryStore
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.listening import ListeningSockets, certificate_of
-from cortex.gateway.metrics import Metrics, fleet_gauges
+from cortex.gateway.metrics import GaugeSample, Metrics, fleet_gauges
 from cortex.gateway.node_connections import NodeConnections
 from cortex.gateway.page.conversations import Conversations
 from cortex.gateway.page.page import Page
 from cortex.gateway.page.sign_in_attempts import SignInAttempts
 from cortex.gateway.page.signing_in import SigningIn
-from cortex.gateway.pictures.fetcher import PictureFetcher
-from cortex.gateway.pictures.inlining import PictureInlining
+from cortex.gateway.pictures import PictureFetcher, PictureInlining
 from cortex.gateway.proxy.accounting.activity import ActivityLog
 from cortex.gateway.proxy.accounting.activity_file import ActivityFile
 from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage
@@ -74,6 +75,8 @@ from cortex.telemetry.tracing import open_tracer
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
+WATCH_KEYS_S = 0.4
+"""How often the database is asked whether keys have changed: they are in force everywhere within a second."""
 
 
 class Gateway:
@@ -84,23 +87,21 @@ class Gateway:
         config: Config,
         catalogue: Catalogue,
         directory: Path,
-        files: ConfigurationFiles | None = None,
         resolve: Resolve = resolve_addresses,
         fetcher: PictureFetcher | None = None,
     ) -> None:
-        """Relative paths of the configuration start at `directory`. `files`: where the configuration came from; without
-        them keys cannot be edited. Raises SettingsError."""
+        """Relative paths of the configuration start at `directory`. Raises SettingsError or `StoreError`."""
         loop = asyncio.get_running_loop()
         self.config = config
         """With the nodes that were discovered."""
         self._configured, self._catalogue = config, catalogue
         self._discovery = DNSDiscovery(resolve)
         self._ticker = Ticker(loop)
+        self._tick_thread = ThreadPoolExecutor(1, thread_name_prefix="tick")
+        """The tick shares no thread with work that clients cause, which may occupy all of the default executor."""
         self._measured_sizes = MeasuredSizes(config.state_directory(directory))
         self.event_log = EventLog()
-        self.metrics = Metrics(
-            lambda: fleet_gauges(self.dispatcher.fleet, self.dispatcher.queue_depths, self.dispatcher.in_flight)
-        )
+        self.metrics = Metrics(self._gauges)
         self.tasks = Supervisor(lambda name: self.metrics.task_restarts.labels(name).inc())
         self._regular: list[SupervisedTask] = []
         self._connections = NodeConnections(self._ticker, directory, self.tasks)
@@ -114,8 +115,12 @@ class Gateway:
             measured=self._measured_sizes.read(),
         )
         self._effects.outcomes = self.dispatcher
-        self._metering = Metering(directory, self.tasks)
-        self._operator_state = OperatorState(self.dispatcher, config.database(directory))
+        self._database = Database(config.database(directory))
+        self._responses_database = self._database
+        if config.responses_database(directory) != self._database.location:
+            self._responses_database = Database(config.responses_database(directory))
+        self._metering = Metering(directory, self._database, self.tasks)
+        self._operator_state = OperatorState(self.dispatcher, self._database)
         self._tracer = open_tracer(config.telemetry, "cortex")
         self._admission = AdmissionController(self.dispatcher, self._metering.meter, config.gateway.prefix_sharing)
         limits = client_limits(config, open_files.limit())
@@ -136,14 +141,15 @@ class Gateway:
             buffered=buffered,
         )
         self._activity_file = ActivityFile(config.state_directory(directory), self._services.activity)
-        self._request_log = RequestLog(self._services.activity, config.database(directory))
-        self._audit = AuditLog(config.database(directory), config.ledger.audit_days)
-        self._history = HistoryStore(self._services.activity, self.event_log, config, directory)
+        self._request_log = RequestLog(self._services.activity, self._database)
+        self._audit = AuditLog(self._database, config.ledger.audit_days)
+        self._history = HistoryStore(
+            self._services.activity, self.event_log, self._database, config.gateway.listen.port
+        )
         self._inference = Inference(self._services)
-        self._responses = ResponsesService(config, directory, self._inference, self.tasks)
+        self._responses = ResponsesService(config, self._responses_database, self._inference, self.tasks)
         self._certificate = certificate_of(config, directory)
-        self._health = GatewayHealth(self.tasks, self._certificate, is_database_away=self._is_database_away)
-        self._files = files
+        self._health = GatewayHealth(self.tasks, self._certificate, is_database_away=lambda: self._database.is_failing)
         self._reloading = asyncio.Lock()
         self._deferred = DeferredResponses()
         self._streams = EventStreams(time.monotonic, self._metering)
@@ -176,7 +182,7 @@ class Gateway:
             ),
             HistoryRoutes(self._history.history, self._metering),
             UsageRoutes(self._metering, lambda: self.dispatcher.fleet.catalogue, self._deferred),
-            KeyRoutes(self._metering, files.path if files is not None else None, self._reload_files, self._deferred),
+            KeyRoutes(self._metering, self._refresh_keys, self._deferred),
         )
         self._control = Control(
             self.dispatcher,
@@ -191,7 +197,7 @@ class Gateway:
             self._audit,
         )
         attempts = SignInAttempts(self._audit)
-        self._signing_in = SigningIn(self._metering, Conversations(config.database(directory)), attempts)
+        self._signing_in = SigningIn(self._metering, Conversations(self._database), attempts)
         self._page = Page(self._metering.meter, self._signing_in, attempts, is_secure=self._certificate is not None)
         ollama = OllamaInference(self._inference, operator, self._control.cross_site)
         self._router = RequestRouter(self._inference, self._responses, ollama, self._control, self._page)
@@ -239,12 +245,13 @@ class Gateway:
             self.tasks.start("request log", self._request_log.run),
             self.tasks.start("audit log", self._audit.run),
             self.tasks.start("history", self._history.run),
+            self.tasks.start("keys", self._watch_keys),
             self.tasks.start("discover nodes", self._discover_nodes),
         ]
         if self._certificate is not None:
             self._regular.append(self.tasks.start("renew certificate", self._certificate.watch))
         self._responses.start()
-        warn_about_access(self.config, is_open=self._metering.is_open)
+        self._warn_about_access()
         return address
 
     async def close(self, grace_s: float = 0.0) -> None:
@@ -269,17 +276,17 @@ class Gateway:
         await self._file_routes.close()
         await self._bench_routes.close()
         self._connections.close()
-        # Each may wait for a database that hangs.
-        databases = (
-            self._operator_state,
-            self._request_log,
-            self._audit,
-            self._history,
-            self._signing_in,
-            self._responses,
-            self._metering,
+        # Together, so that a database that hangs delays the end once.
+        await asyncio.gather(
+            self._operator_state.synchronise(),
+            self._request_log.flush(),
+            self._audit.flush(),
+            self._history.save(),
+            self._signing_in.close(),
+            self._responses.close(),
+            self._metering.close(),
         )
-        await asyncio.gather(*(each.close() for each in databases))
+        await asyncio.gather(self._database.close(), self._responses_database.close())
         await asyncio.to_thread(self._tracer.close)
         await asyncio.to_thread(self._measured_sizes.write, self.dispatcher.fleet.measured)
         await self._activity_file.save()
@@ -317,15 +324,6 @@ class Gateway:
             listed = {model for node in nodes if node.name in names for model in node.residencies}
             files.check_aliases(config, catalogue, listed)
 
-    def _is_database_away(self) -> bool:
-        ledger = self._metering.ledger
-        is_failing = (self._request_log.is_failing, self._operator_state.is_failing, self._audit.is_failing)
-        return any(is_failing) or (ledger is not None and ledger.is_failing)
-
-    async def _reload_files(self) -> None:
-        if self._files is not None:
-            await self.reload(self._files)
-
     async def reconfigure(self, config: Config, catalogue: Catalogue) -> None:
         """Use a new configuration. Running responses continue; addresses need a restart.
 
@@ -335,6 +333,7 @@ class Gateway:
         configured, config = config, self._with_discovered(config)
         if config.telemetry != before.telemetry:
             await asyncio.to_thread(open_tracer(config.telemetry, "cortex").close)  # is it usable after a restart?
+        driver_of(config.ledger.database)  # is it, too?
         settings = DispatchSettings.of(config, catalogue)
         planned = self._connections.planned(config)
         await self._use_keys(config)
@@ -355,7 +354,7 @@ class Gateway:
         record_changed_keys(self._audit, before.keys, config.keys)
         warn_about_restart(before, config)
         if self._metering.is_open != was_open or bool(before.keys) != bool(config.keys):
-            warn_about_access(config, is_open=self._metering.is_open)
+            self._warn_about_access()
         await asyncio.gather(*(poller.stop() for poller in leaving))
 
     def _with_discovered(self, config: Config) -> Config:
@@ -376,6 +375,36 @@ class Gateway:
         await self._metering.use(config)
         self._admission.meter = self._control.meter = self._page.meter = self._metering.meter
 
+    def _gauges(self) -> Iterator[GaugeSample]:
+        yield from fleet_gauges(self.dispatcher.fleet, self.dispatcher.queue_depths, self.dispatcher.in_flight)
+        for kind, name, unit, period, limit, left in self._metering.budget_levels():
+            labels = {"kind": kind, "owner": name, "unit": unit, "period": period}
+            yield GaugeSample("cortex_budget_limit", limit, **labels)
+            yield GaugeSample("cortex_budget_left", left, **labels)
+
+    def _warn_about_access(self) -> None:
+        metering = self._metering
+        warn_about_access(self.config, is_open=metering.is_open, has_keys=bool(metering.in_force.keys))
+
+    async def _refresh_keys(self) -> None:
+        """Put in force what the database has now. Raises `StoreError`."""
+        async with self._reloading:
+            was_open = self._metering.is_open
+            await self._use_keys(self.config)
+            self._router.configure(self.config, is_open=self._metering.is_open)
+            if self._metering.is_open != was_open:
+                self._warn_about_access()
+
+    async def _watch_keys(self) -> None:
+        """Adopt the keys that other gateways and commands have written to the database."""
+        while True:
+            await asyncio.sleep(WATCH_KEYS_S)
+            try:
+                if await self._metering.have_keys_changed():
+                    await self._refresh_keys()
+            except StoreError:
+                pass  # logged; those in force stay
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
@@ -383,4 +412,5 @@ class Gateway:
             self._history.history.sample(self.dispatcher)
             self._control.feed.tick()
             self._streams.tick(self.config.gateway.keepalive_s)
-            await asyncio.to_thread(self._measured_sizes.write, self.dispatcher.fleet.measured)
+            measured = self.dispatcher.fleet.measured
+            await asyncio.get_running_loop().run_in_executor(self._tick_thread, self._measured_sizes.write, measured)

@@ -1,6 +1,6 @@
 """Messages between processes of one host, and child processes that end with their parent.
 
-`channel` carries batches of messages on a stream socket, `packets` single messages with file descriptors, and `child`
-starts processes. `pool` runs jobs in processes that can be killed. Device workers, tokenizer processes and `cortex up`
-use these.
+`channel` carries messages on a socket, `loop_channel` on an event loop. `child` and `start` are the two sides of a
+child process. `helper` is a table of functions that run in processes with limits: `pool` calls them, `helper_process`
+runs them, and a `fair_queue` shares them among clients.
 """

@@ -1,22 +1,27 @@
-"""Messages between two processes over a Unix stream socket.
+"""Messages between two processes over a Unix socket, a stream or one of packets.
 
-A frame is a four-byte length and one msgpack array of messages. It carries everything that was queued since the
-previous frame, so messages are batched under load. A frame that is longer than `MAX_FRAME_BYTES` or does not decode
-ends its connection, so neither side ever buffers more than that. `loop_channel` has the end on an event loop: the
-processes of a pool and the workers have none, and start sooner without asyncio.
+A frame of a stream is a four-byte length and one msgpack array of messages. It carries everything that was queued since
+the previous frame, so messages are batched under load. A frame that is longer than `MAX_FRAME_BYTES` or does not decode
+ends its connection, so neither side ever buffers more than that. `loop_channel` has the end on an event loop: helper
+processes and workers have none, and start sooner without asyncio.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 """Far above any valid frame: a longer one means that the stream is corrupt."""
+
+MAX_PACKET_BYTES = 4096
+"""Far above any message that is sent as a packet."""
 
 LENGTH = struct.Struct("<I")
 """The length prefix of a frame; it counts the bytes after the prefix."""
@@ -51,13 +56,22 @@ def encode_frame(messages: Sequence[msgspec.Struct] | Sequence[msgspec.Raw]) -> 
     return bytes(frame)
 
 
+@lru_cache(maxsize=256)
+def _decoder_of(message_type: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(list[message_type])
+
+
 class FrameDecoder(Generic[T]):
     """Turns bytes into batches of messages; keeps the incomplete frame between calls."""
 
     def __init__(self, message_type: Any) -> None:
         """`message_type` is the union `T` itself, which type checkers do not accept as `type[T]`."""
-        self._decoder: msgspec.msgpack.Decoder[list[T]] = msgspec.msgpack.Decoder(list[message_type])
+        self._decoder: msgspec.msgpack.Decoder[list[T]] = _decoder_of(message_type)
         self._buffer = bytearray()
+
+    def expect(self, message_type: Any) -> None:
+        """The next frames have messages of this type."""
+        self._decoder = _decoder_of(message_type)
 
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[list[T]]:
         """The frames that `data` completes. Raises ChannelError, after which the decoder must not be used."""
@@ -99,3 +113,37 @@ class BlockingChannel(Generic[T]):
     def send(self, messages: Sequence[msgspec.Struct]) -> None:
         """Blocks until the frame is written. Raises Unsendable, or OSError when the other side is gone."""
         self._connection.sendall(encode_frame(messages))
+
+
+class PacketSocket(Generic[T]):
+    """An end of a SEQPACKET socket: single messages, each with a file descriptor where one is passed along. Blocks or
+    not, as the socket does."""
+
+    def __init__(self, connection: socket.socket, message_type: Any) -> None:
+        """`message_type` is the union `T` of received messages, which type checkers do not accept as `type[T]`."""
+        self.connection = connection
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type)
+
+    def send(self, message: msgspec.Struct, descriptor: int | None = None) -> None:
+        """The other side gets its own copy of `descriptor`. Raises OSError."""
+        descriptors = [] if descriptor is None else [descriptor]
+        socket.send_fds(self.connection, [msgspec.msgpack.encode(message)], descriptors)
+
+    def receive(self) -> tuple[T, int | None] | None:
+        """A message and the descriptor that came with it, which the caller must close; None when the other side closed.
+
+        Raises ChannelError for a packet that is truncated or does not decode, or OSError.
+        """
+        packet, descriptors, flags, _ = socket.recv_fds(self.connection, MAX_PACKET_BYTES, 1)
+        if not packet:
+            return None
+        try:
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise ChannelError(f"a packet is longer than the limit of {MAX_PACKET_BYTES} bytes")
+            return self._decoder.decode(packet), descriptors[0] if descriptors else None
+        except (ChannelError, msgspec.MsgspecError) as error:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if isinstance(error, ChannelError):
+                raise
+            raise ChannelError(f"a packet of {len(packet)} bytes does not decode: {error}") from error

@@ -47,6 +47,10 @@ class LoopChannel(asyncio.Protocol, Generic[T]):
         connection.setblocking(False)
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=connection)
 
+    def expect(self, message_type: Any) -> None:
+        """The next messages that are received have this type."""
+        self._decoder.expect(message_type)
+
     def send(self, message: msgspec.Struct, payload: bytes = b"") -> None:
         """Queues `message` for the next frame; does nothing once the channel is closed.
 

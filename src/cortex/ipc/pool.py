@@ -1,57 +1,172 @@
-"""A pool of worker processes that run one job each, as the parent sees it. `pool_process` is the other side."""
+"""A helper as its program sees it: `HelperPool` on a loop, `HelperOfThread` on a thread. `helper_process` is the other
+side."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 import socket
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Final, TypeVar
 
 import msgspec
 
+from cortex.ipc.channel import ChannelError, FrameDecoder, PacketSocket, Unsendable, encode_frame
+from cortex.ipc.helper import Function, FunctionCall, Helper, Returned
+from cortex.ipc.helper_process import Fork, Kill
 from cortex.ipc.loop_channel import LoopChannel
-from cortex.ipc.packets import PacketSocket
-from cortex.ipc.pool_process import Fork, Kill
-from cortex.ipc.start import start_child
+from cortex.ipc.start import start_child, start_child_of_thread
+from cortex.wire.rejection import Rejected, error_of
 
 log = logging.getLogger(__name__)
 
-Reply = TypeVar("Reply")
+T = TypeVar("T")
+Reply = Returned[Any] | Rejected
+
+_MODULE: Final = "cortex.ipc.helper_process"
+_POLL_S: Final = 0.05
+_REST_AFTER_S: Final = 60.0
 
 
 class PoolLost(Exception):
-    """The process that workers are forked from has ended. Start another pool."""
+    """The process that workers are forked from has ended, or cannot be started."""
 
 
-class JobLost(Exception):
-    """The worker ended during the job and the pool did not: the job crashed it or took too much memory."""
+class CallLost(Exception):
+    """The worker ended during the call and the pool did not: the call crashed it, or exceeded a limit."""
 
 
-class WorkerPool(Generic[Reply]):
-    """Belongs to one loop. A worker is forked when no idle one is left, so callers bound the number of jobs."""
+class HelperPool:
+    """Calls the functions of a helper. Its process starts with the first call, and again when it has ended. Belongs to
+    one loop. Each concurrent call has a worker, so callers bound their number, with a `FairQueue` where clients share
+    them."""
 
-    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket, reply_type: Any) -> None:
+    def __init__(self, helper: Helper) -> None:
+        self.helper = helper
+        """A change is in force from the next start of the process on."""
+        self._starting = asyncio.Lock()
+        self._process: HelperProcess | None = None
+        self._is_closed = False
+        self._num_calls = 0
+        self._last_call_s = time.monotonic()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def process_id(self) -> int | None:
+        """None while no process was started."""
+        return self._process.process_id if self._process is not None else None
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last call ended; 0 during a call."""
+        return 0.0 if self._num_calls else time.monotonic() - self._last_call_s
+
+    async def call(
+        self,
+        function: Function[T],
+        *arguments: Any,
+        body: bytes = b"",
+        timeout_s: float | None = None,
+        in_background: bool = False,
+    ) -> T:
+        """What the function returns. `body` is its parameter of that name. `in_background`: it yields the cores to all
+        other work of the host. A call that is lost with its process runs once more, in a new one.
+
+        Raises the CortexError that the function raises; CallLost; TimeoutError after `timeout_s`, without the start of
+        the process; Unsendable; and PoolLost. Cancelling this ends the call, wherever it is.
+        """
+        try:
+            call = function.call(*arguments)
+        except (OverflowError, ValueError) as error:  # a number beyond 64 bits, text that is not Unicode
+            raise Unsendable(f"the arguments cannot be encoded: {error}") from error
+        self._num_calls += 1
+        try:
+            reply = await self._run(call, function.reply_type, body, timeout_s, in_background)
+        finally:
+            self._num_calls -= 1
+            self._last_call_s = time.monotonic()
+        value: T = _value(reply)
+        return value
+
+    async def start(self) -> None:
+        """Starts the process unless it runs, without waiting until it is ready. Raises OSError or PoolLost."""
+        await self._running()
+
+    async def rest(self) -> None:
+        """Ends the process; the next call starts a new one."""
+        async with self._starting:
+            await self._stop()
+
+    async def rest_idle(self) -> None:
+        """Ends the process if it was not used for a while."""
+        if self.idle_s > _REST_AFTER_S:
+            await self.rest()
+
+    async def close(self) -> None:
+        """Ends the process for good; running and later calls raise PoolLost."""
+        self._is_closed = True
+        await self.rest()
+
+    async def _run(
+        self, call: FunctionCall, reply_type: Any, body: bytes, timeout_s: float | None, in_background: bool
+    ) -> Reply:
+        for is_last in (False, True):
+            try:
+                process = await self._running()
+                async with asyncio.timeout(timeout_s):
+                    return await process.run(call, reply_type, body, in_background=in_background)
+            except PoolLost as error:
+                if is_last or self._is_closed:
+                    raise
+                log.warning("lost %s: %s", self.helper.purpose, error)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise PoolLost(f"no process can be started: {error}") from error
+        raise AssertionError
+
+    async def _running(self) -> HelperProcess:
+        """The process, started if necessary. Raises OSError, or PoolLost once this is closed."""
+        async with self._starting:
+            if self._is_closed:
+                raise PoolLost("it was closed")
+            if self._process is None or self._process.has_ended:
+                await self._stop()
+                self._process = await HelperProcess.start(self.helper)
+            return self._process
+
+    async def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            await process.stop()
+
+
+class HelperProcess:
+    """One process of a helper, until it ends. A worker is forked when no idle one is left."""
+
+    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         control.setblocking(False)
         self._process = process
         self._control: PacketSocket[Any] = PacketSocket(control, Any)
-        self._reply_type = reply_type
         self._numbers = itertools.count()
-        self._idle: list[_Worker[Reply]] = []
+        self._idle: list[_Worker] = []
         self._unsent: deque[tuple[Fork | Kill, socket.socket | None]] = deque()
         """Messages, each with the socket that is passed along, for which the control socket had no room."""
         self._is_lost = False
 
     @classmethod
-    async def start(
-        cls, module: str, *arguments: str, reply_type: Any, environment: Mapping[str, str] | None = None
-    ) -> WorkerPool[Reply]:
-        """Starts `module`, which ends in `serve_pool`. `reply_type` is the union `Reply`. Raises OSError."""
-        process, control = await start_child(module, *arguments, environment=environment)
-        return cls(process, control, reply_type)
+    async def start(cls, helper: Helper) -> HelperProcess:
+        """Raises OSError."""
+        return cls(*await start_child(_MODULE, *_arguments(helper), environment=helper.environment))
 
     @property
     def process_id(self) -> int:
@@ -59,12 +174,11 @@ class WorkerPool(Generic[Reply]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the pool is unusable. A job may notice that before the loop reaps the process."""
+        """Whether it is unusable. A call may notice that before the loop reaps the process."""
         return self._is_lost or self._process.returncode is not None
 
-    async def run(self, request: msgspec.Struct, payload: bytes = b"", *, in_background: bool = False) -> Reply:
-        """Runs one job; `payload` is as for `LoopChannel.send`. Raises PoolLost, JobLost or Unsendable. Cancelling
-        this call kills the worker."""
+    async def run(self, call: FunctionCall, reply_type: Any, body: bytes, *, in_background: bool) -> Reply:
+        """Runs one call. Raises PoolLost, CallLost or Unsendable. Cancelling this kills the worker."""
         worker = self._take_idle(in_background=in_background)
         connection = None
         if worker is None:
@@ -72,8 +186,8 @@ class WorkerPool(Generic[Reply]):
         try:
             if connection is not None:
                 await worker.attach(connection)
-            reply = await worker.run(request, payload)
-        except JobLost:
+            reply = await worker.run(call, reply_type, body)
+        except CallLost:
             self._kill(worker)  # raises PoolLost instead, if that is the reason
             raise
         except BaseException:
@@ -84,7 +198,7 @@ class WorkerPool(Generic[Reply]):
         return reply
 
     async def stop(self) -> None:
-        """Kills the process and its workers; running jobs raise PoolLost. Idempotent."""
+        """Kills the process and its workers; running calls raise PoolLost. Idempotent."""
         self._is_lost = True
         self._drop_unsent()
         self._control.connection.close()
@@ -95,7 +209,7 @@ class WorkerPool(Generic[Reply]):
             self._process.kill()  # it has no state to save
         await self._process.wait()
 
-    def _take_idle(self, *, in_background: bool) -> _Worker[Reply] | None:
+    def _take_idle(self, *, in_background: bool) -> _Worker | None:
         """The worker that was used last: its caches are the warmest."""
         self._idle = [worker for worker in self._idle if not worker.is_lost]
         for worker in reversed(self._idle):
@@ -104,9 +218,9 @@ class WorkerPool(Generic[Reply]):
                 return worker
         return None
 
-    def _fork(self, *, in_background: bool) -> tuple[_Worker[Reply], socket.socket]:
+    def _fork(self, *, in_background: bool) -> tuple[_Worker, socket.socket]:
         """A new worker, and the connection to it. Raises PoolLost."""
-        worker = _Worker[Reply](next(self._numbers), self._reply_type, in_background=in_background)
+        worker = _Worker(next(self._numbers), in_background=in_background)
         ours, theirs = socket.socketpair()
         try:
             self._send(Fork(worker.number, in_background), theirs)
@@ -115,7 +229,7 @@ class WorkerPool(Generic[Reply]):
             raise
         return worker, ours
 
-    def _kill(self, worker: _Worker[Reply]) -> None:
+    def _kill(self, worker: _Worker) -> None:
         """Raises PoolLost if the process that would kill it has ended: then its workers have, too."""
         worker.close()
         self._send(Kill(worker.number))
@@ -144,7 +258,7 @@ class WorkerPool(Generic[Reply]):
 
     def _continue(self) -> None:
         asyncio.get_running_loop().remove_writer(self._control.connection)
-        with contextlib.suppress(PoolLost):  # the workers' connections close, which ends the jobs
+        with contextlib.suppress(PoolLost):  # the workers' connections close, which ends the calls
             self._send_unsent()
 
     def _drop_unsent(self) -> None:
@@ -157,84 +271,29 @@ class WorkerPool(Generic[Reply]):
 
     def _lost(self, error: OSError) -> PoolLost:
         self._is_lost = True
-        return PoolLost(f"the pool's process has ended: {error}")
+        return PoolLost(f"its process has ended: {error}")
 
 
-class RestartedPool(Generic[Reply]):
-    """A pool that starts with its first job, and again when its process has ended. Belongs to one loop."""
-
-    def __init__(self, name: str, start: Callable[[], Awaitable[WorkerPool[Reply]]]) -> None:
-        """`name` is for the log."""
-        self._name = name
-        self._start = start
-        self._starting = asyncio.Lock()
-        self._pool: WorkerPool[Reply] | None = None
-        self._is_closed = False
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
-
-    @property
-    def process_id(self) -> int | None:
-        """None while no process was started."""
-        return self._pool.process_id if self._pool is not None else None
-
-    async def run(self, request: msgspec.Struct, payload: bytes = b"", *, in_background: bool = False) -> Reply:
-        """As `WorkerPool.run`, but a job that is lost with its pool runs once more, in a new one. Raises OSError, too,
-        when no pool can be started."""
-        pool = await self.running()
-        try:
-            return await pool.run(request, payload, in_background=in_background)
-        except PoolLost as error:
-            log.warning("lost %s: %s", self._name, error)
-        return await (await self.running()).run(request, payload, in_background=in_background)
-
-    async def running(self) -> WorkerPool[Reply]:
-        """The pool, started if necessary. Raises OSError, or PoolLost once this is closed."""
-        async with self._starting:
-            if self._is_closed:
-                raise PoolLost("it was closed")
-            if self._pool is None or self._pool.has_ended:
-                await self._stop()
-                self._pool = await self._start()
-            return self._pool
-
-    async def rest(self) -> None:
-        """Ends the pool; the next job starts a new one."""
-        async with self._starting:
-            await self._stop()
-
-    async def close(self) -> None:
-        """Ends the pool for good; running and later jobs raise PoolLost."""
-        self._is_closed = True
-        await self.rest()
-
-    async def _stop(self) -> None:
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            await pool.stop()
-
-
-class _Worker(Generic[Reply]):
+class _Worker:
     """One connection to one worker."""
 
-    def __init__(self, number: int, reply_type: Any, *, in_background: bool) -> None:
+    def __init__(self, number: int, *, in_background: bool) -> None:
         self.number = number
         self.in_background = in_background
         self.is_lost = False
-        self._channel: LoopChannel[Reply] = LoopChannel(reply_type, self._received, self._closed)
+        self._channel: LoopChannel[Reply] = LoopChannel(Rejected, self._received, self._closed)
         self._reply: asyncio.Future[Reply] | None = None
 
     async def attach(self, connection: socket.socket) -> None:
         await self._channel.attach(connection)
 
-    async def run(self, request: msgspec.Struct, payload: bytes) -> Reply:
+    async def run(self, call: FunctionCall, reply_type: Any, body: bytes) -> Reply:
         if self.is_lost:
-            raise JobLost("the worker ended before its job")
+            raise CallLost("the worker ended before its call")
         self._reply = asyncio.get_running_loop().create_future()
+        self._channel.expect(reply_type)
         try:
-            self._channel.send(request, payload)
+            self._channel.send(call, body)
             return await self._reply
         finally:
             self._reply = None
@@ -249,4 +308,62 @@ class _Worker(Generic[Reply]):
     def _closed(self, reason: str) -> None:
         self.is_lost = True
         if self._reply is not None and not self._reply.done():
-            self._reply.set_exception(JobLost(f"the worker ended during its job: {reason}"))
+            self._reply.set_exception(CallLost(f"the worker ended during its call: {reason}"))
+
+
+class HelperOfThread:
+    """A helper whose process runs the calls of one thread, which it makes wait, and forks nothing. A context manager:
+    the process ends with the block, at once."""
+
+    def __init__(self, helper: Helper, environment: Mapping[str, str]) -> None:
+        """`environment` is all that the process has. Raises OSError."""
+        self._process, self._control = start_child_of_thread(_MODULE, *_arguments(helper), environment=environment)
+        self._control.settimeout(_POLL_S)
+        self._decoder: FrameDecoder[Reply] = FrameDecoder(Rejected)
+
+    def __enter__(self) -> HelperOfThread:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._control.close()
+
+    def call(self, function: Function[T], *arguments: Any, meanwhile: Callable[[], None]) -> T:
+        """What the function returns. `meanwhile` is called every now and then; what it raises ends the wait. Raises the
+        CortexError that the function raises, and PoolLost."""
+        try:
+            self._decoder.expect(function.reply_type)
+            self._control.settimeout(None)
+            self._control.sendall(encode_frame([function.call(*arguments)]))
+            self._control.settimeout(_POLL_S)
+            while True:
+                meanwhile()
+                for [reply] in self._decoder.feed(self._received()):
+                    value: T = _value(reply)
+                    return value
+        except (OSError, ChannelError) as error:
+            raise PoolLost(str(error)) from error
+
+    def _received(self) -> bytes:
+        try:
+            data = self._control.recv(1 << 20)
+        except TimeoutError:
+            return b""
+        if not data:
+            raise ChannelError(f"exit status {self._process.wait()}")
+        return data
+
+
+def _arguments(helper: Helper) -> tuple[str, str]:
+    # By the standard library, because the path of a model need not be UTF-8.
+    return "--helper", json.dumps(msgspec.to_builtins(msgspec.structs.replace(helper, environment={})))
+
+
+def _value(reply: Reply) -> Any:
+    """Raises the CortexError that the function has raised."""
+    if isinstance(reply, Rejected):
+        raise error_of(reply)
+    return reply.value

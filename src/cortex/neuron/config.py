@@ -65,7 +65,11 @@ class Limits(Section, frozen=True):
     head_timeout_s: Seconds = 10.0
     """A request head must arrive within this time, or is rejected with 408; so must a TLS handshake."""
     prefill_chunk_tokens: Count | None = None
-    """Maximum prompt tokens in one step; a smaller value keeps running streams smoother. Absent: by device."""
+    """Maximum prompt tokens in one step. Absent: by device."""
+    step_ms: Annotated[float, Meta(gt=0)] = 50.0
+    """Prompts are computed in chunks that extend a step to about this time while streams run or other prompts wait: the
+    gap between two tokens of a stream. A smaller value keeps streams smoother, a larger one starts responses sooner.
+    Where streams alone take more than a third of it, steps may take three times as long as these."""
     max_prompt_tokens: Count | None = None
     """Longer prompts are rejected like those over the context, even if the model accepts them."""
     min_free_vram_mb: Megabytes = 256

@@ -13,8 +13,8 @@ from msgspec import Raw
 
 from cortex.parsing import envelope as envelopes
 from cortex.parsing import items
+from cortex.parsing.envelope import RelayedBody
 from cortex.parsing.items import StoredTexts
-from cortex.parsing.relayed import RelayedBody
 from cortex.wire.errors import BodyTooLarge
 from cortex.wire.fields.raw_fields import replace_fields
 

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 from cortex.foreign.body import Access, ServerBody
 from cortex.ipc.channel import Unsendable
-from cortex.ipc.pool import JobLost, PoolLost, RestartedPool, WorkerPool
-from cortex.parsing import protocol
+from cortex.ipc.fair_queue import FairQueue, NoPlace
+from cortex.ipc.helper import Helper, function_of
+from cortex.ipc.pool import CallLost, HelperPool, PoolLost
+from cortex.parsing import functions
 from cortex.parsing.conversations import Completed, Completion, Joined, References, join
 from cortex.parsing.cost import LARGE_BYTES, is_edited_elsewhere, is_parsed_elsewhere
-from cortex.parsing.fair_queue import FairQueue, NoPlace
+from cortex.parsing.envelope import RelayedBody, envelope_of
+from cortex.parsing.functions import Parsed, ParsedText
 from cortex.parsing.items import StoredTexts
 from cortex.parsing.picture_urls import PictureUrl
-from cortex.parsing.protocol import Job, Reply, Result
-from cortex.parsing.relayed import RelayedBody, envelope_of
 from cortex.wire.errors import BodyTooLarge, Overloaded, PreparationLimitExceeded, RateLimitExceeded
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import PackedRequest
 from cortex.wire.pooling.request import PoolingRequest
-from cortex.wire.rejection import Rejected, error_of
 from cortex.wire.requests import GenerateRequest
+
+T = TypeVar("T")
 
 _NUM_WORKERS = 3
 _MAX_WAITING = 1024
@@ -49,10 +51,13 @@ class BodyParser:
         self, memory_bytes: int = _MEMORY_BYTES, *, max_waiting_per_client: int = _MAX_WAITING_PER_CLIENT
     ) -> None:
         """`memory_bytes`: the most that parsing one body may allocate."""
-        arguments = ("--memory-bytes", str(memory_bytes))
-        self._pool: RestartedPool[Reply] = RestartedPool(
-            "the process that parses large requests",
-            lambda: WorkerPool.start("cortex.parsing", *arguments, reply_type=Reply),
+        self._pool = HelperPool(
+            Helper(
+                name="cortex-parse",
+                purpose="the process that parses large requests",
+                module="cortex.parsing.functions",
+                memory_bytes=memory_bytes,
+            )
         )
         self._queue = FairQueue(_NUM_WORKERS, _MAX_WAITING, max_waiting_per_client)
 
@@ -68,82 +73,66 @@ class BodyParser:
     ) -> PackedRequest:
         """An inference request, without its billing line if `strip_billing`. Without `generates` it may lack what only
         a response needs. `tenant`: as the client's gateway names it."""
-        job = protocol.ParseRequest(dialect, strip_billing, generates, tenant, body)
-        return _packed(await self._run(job, client, is_parsed_elsewhere(body)))
+        arguments = dialect, strip_billing, generates, tenant
+        return _packed(await self._parse(functions.parse_request, *arguments, body=body, client=client))
 
     async def translate(
         self, dialect: Dialect, body: bytes, model: str, client: str, *, tenant: bytes = b""
     ) -> tuple[GenerateRequest, ServerBody]:
         """The head of an inference request, and the request for `model` in OpenAI chat, without a limit of tokens and
         with `tenant` as its salt if that is given."""
-        job = protocol.TranslateRequest(dialect, model, tenant, body)
-        translated = _packed(await self._run(job, client, is_parsed_elsewhere(body)))
+        parsed = await self._parse(functions.translate_request, dialect, model, tenant, body=body, client=client)
+        translated = _packed(parsed)
         return translated.head, ServerBody(translated.rest)
 
     async def edit(
         self, body: bytes, values: dict[str, str | int], client: str, *, without: tuple[str, ...] = ()
     ) -> bytes:
         """`body`, which must be a JSON object, with other values for some fields and without others."""
-        reply = await self._run(protocol.EditFields(values, without, body), client, is_edited_elsewhere(body))
-        assert isinstance(reply, protocol.Edited)
-        return reply.body
+        if not is_edited_elsewhere(body):
+            return functions.edit_fields(values, without, body)
+        return await self._call(functions.edit_fields, values, without, body=body, client=client)
 
     async def server_body(
         self, path: str, body: bytes, client: str, *, without: tuple[str, ...], access: Access = "any"
     ) -> ServerBody:
         """A body for a server that is not ours, of a request to `path`."""
-        job = protocol.WriteServerBody(path, without, access, body)
-        reply = await self._run(job, client, is_parsed_elsewhere(body))
-        assert isinstance(reply, ServerBody)
-        return reply
+        return await self._parse(functions.write_server_body, path, without, access, body=body, client=client)
 
     async def read_relayed(
         self, dialect: Dialect, body: bytes, client: str, *, generates: bool, strip_billing: bool
     ) -> RelayedBody:
         """A body that is relayed, read in another process."""
-        reply = await self._run(protocol.ReadRelayed(dialect, generates, strip_billing, body), client, True)
-        assert isinstance(reply, protocol.ReadRelayedBody)
+        reply = await self._call(functions.read_relayed, dialect, generates, strip_billing, body=body, client=client)
         found = body if reply.changed is None else reply.changed
         return RelayedBody(found, envelope_of(found, reply.facts, reply.spans), reply.is_stripped)
 
     async def translate_embed(self, body: bytes, model: str | None, client: str) -> bytes:
         """The body for `/v1/embeddings` of a request of Ollama's embedding routes."""
-        reply = await self._run(protocol.TranslateEmbed(model, body), client, is_parsed_elsewhere(body))
-        assert isinstance(reply, protocol.Edited)
-        return reply.body
+        return await self._parse(functions.translate_embed, model, body=body, client=client)
 
-    async def parse_tokenize(
-        self, body: bytes, client: str, tenant: bytes = b""
-    ) -> PackedRequest | protocol.ParsedText:
+    async def parse_tokenize(self, body: bytes, client: str, tenant: bytes = b"") -> PackedRequest | ParsedText:
         """A request for the tokens of a conversation or of a text. `tenant`: as in `parse`."""
-        reply = await self._run(protocol.ParseTokenize(tenant, body), client, is_parsed_elsewhere(body))
-        return reply if isinstance(reply, protocol.ParsedText) else _packed(reply)
+        reply = await self._parse(functions.parse_tokenize, tenant, body=body, client=client)
+        return reply if isinstance(reply, ParsedText) else _packed(reply)
 
     async def parse_pooling(self, path: str, body: bytes, client: str) -> PoolingRequest:
         """A request for vectors or scores of the route `path`."""
-        reply = await self._run(protocol.ParsePooling(path, body), client, is_parsed_elsewhere(body))
-        assert isinstance(reply, protocol.ParsedPooling)
-        return reply.request
+        return await self._parse(functions.parse_pooling, path, body=body, client=client)
 
     async def find_picture_urls(self, body: bytes, client: str) -> tuple[PictureUrl, ...]:
         """The pictures of a request that are addresses."""
-        reply = await self._run(protocol.FindPictureUrls(body), client, is_parsed_elsewhere(body))
-        assert isinstance(reply, protocol.FoundPictureUrls)
-        return reply.found
+        return await self._parse(functions.find_picture_urls, body=body, client=client)
 
     async def inline_pictures(self, body: bytes, files: Mapping[str, bytes], client: str) -> bytes:
         """`body` with files in place of their addresses."""
         data = b"".join((body, *files.values()))
-        job = protocol.InlinePictures(tuple(files), tuple(map(len, files.values())), data)
-        reply = await self._run(job, client, is_parsed_elsewhere(data))
-        assert isinstance(reply, protocol.Edited)
-        return reply.body
+        sizes = tuple(map(len, files.values()))
+        return await self._parse(functions.inline_pictures, tuple(files), sizes, body=data, client=client)
 
     async def find_references(self, body: bytes, client: str, *, generates: bool) -> References:
         """What the items of a request of the Responses API refer to."""
-        reply = await self._run(protocol.FindReferences(generates, body), client, is_parsed_elsewhere(body))
-        assert isinstance(reply, protocol.FoundReferences)
-        return References(reply.are_any, reply.response_ids)
+        return await self._parse(functions.find_references, generates, body=body, client=client)
 
     async def complete(
         self,
@@ -155,9 +144,8 @@ class BodyParser:
     ) -> Completed:
         """A request of the Responses API with the responses that it continues and the items that it refers to."""
         data, sizes = await _joined(body, (*earlier, *referred))
-        job = protocol.CompleteConversation(completion, len(earlier), sizes, data)
-        reply = await self._run(job, client, is_parsed_elsewhere(data))
-        assert isinstance(reply, protocol.CompletedBody)
+        arguments = completion, len(earlier), sizes
+        reply = await self._parse(functions.complete_conversation, *arguments, body=data, client=client)
         envelope = envelope_of(reply.body, reply.facts, reply.spans)
         return Completed(RelayedBody(reply.body, envelope, False), reply.stored_input)
 
@@ -166,61 +154,40 @@ class BodyParser:
     ) -> bytes:
         """A page of the conversation that the last response of `chain` was made from, as JSON."""
         data, sizes = await _joined(b"", chain)
-        reply = await self._run(
-            protocol.ListItems(limit, ascending, after, sizes, data), client, is_parsed_elsewhere(data)
-        )
-        assert isinstance(reply, protocol.ListedItems)
-        return reply.body
+        return await self._parse(functions.list_items, limit, ascending, after, sizes, body=data, client=client)
 
     async def close(self) -> None:
         await self._pool.close()
 
-    async def _run(self, job: Job, client: str, is_expensive: bool) -> Result:
-        if not is_expensive:
-            return protocol.run(job)
+    async def _parse(self, function: Callable[..., T], *arguments: Any, body: bytes, client: str) -> T:
+        """What `function` returns: at once, or from another process if `body` is large."""
+        if not is_parsed_elsewhere(body):
+            return function(*arguments, body)
+        return await self._call(function, *arguments, body=body, client=client)
+
+    async def _call(self, function: Callable[..., T], *arguments: Any, body: bytes, client: str) -> T:
         try:
-            async with self._place(client), asyncio.timeout(_TIMEOUT_S):
-                without_body = msgspec.structs.replace(job, body=b"")
-                reply = await self._pool.run(without_body, job.body, in_background=True)
+            async with self._queue.hold(client):
+                return await self._pool.call(
+                    function_of(function), *arguments, body=body, timeout_s=_TIMEOUT_S, in_background=True
+                )
+        except NoPlace as full:
+            problem = f"{full.num_waiting} large requests are waiting to be parsed; try again."
+            if full.is_own:
+                raise RateLimitExceeded(f"Of yours, {problem}", retry_after_s=5) from None
+            raise Overloaded(problem, retry_after_s=5) from None
         except TimeoutError:
             raise PreparationLimitExceeded(
                 f"Parsing this request took longer than {_TIMEOUT_S:g} s; send a smaller or simpler body."
             ) from None
-        except JobLost as error:
+        except CallLost as error:
             raise PreparationLimitExceeded(
                 "Parsing this request took too much memory; send a body with fewer arrays and objects."
             ) from error
         except Unsendable as error:
             raise BodyTooLarge(f"The body cannot be parsed: {error}.") from error
-        except (PoolLost, OSError) as error:
+        except PoolLost as error:
             raise Overloaded(f"Large requests cannot be parsed now: {error}; try again.", retry_after_s=1) from error
-        if isinstance(reply, Rejected):
-            raise error_of(reply)
-        return reply
-
-    @asynccontextmanager
-    async def _place(self, client: str) -> AsyncIterator[None]:
-        """Waits for a place and holds it. Raises Overloaded, or RateLimitExceeded for a client that sends too many."""
-        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def start() -> None:
-            if not started.done():
-                started.set_result(None)
-
-        try:
-            entry = self._queue.enter(client, start)
-        except NoPlace as full:
-            problem = f"{full.num_waiting} large requests are waiting to be parsed; try again."
-            raise (
-                RateLimitExceeded(f"Of yours, {problem}", retry_after_s=5)
-                if full.is_own
-                else Overloaded(problem, retry_after_s=5)
-            ) from None
-        try:
-            await started
-            yield
-        finally:
-            self._queue.leave(entry)
 
 
 async def _joined(body: bytes, stored: Sequence[StoredTexts]) -> Joined:
@@ -231,6 +198,5 @@ async def _joined(body: bytes, stored: Sequence[StoredTexts]) -> Joined:
     return await asyncio.to_thread(join, body, stored)
 
 
-def _packed(reply: Result) -> PackedRequest:
-    assert isinstance(reply, protocol.Parsed)
-    return PackedRequest(_heads.decode(reply.head), reply.body, reply.files, reply.token_prompts)
+def _packed(parsed: Parsed) -> PackedRequest:
+    return PackedRequest(_heads.decode(parsed.head), parsed.body, parsed.files, parsed.token_prompts)

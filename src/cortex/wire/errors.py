@@ -190,6 +190,13 @@ class OperatorOnly(_InvalidRequest):
     anthropic_type = "permission_error"
 
 
+class ManagedByFile(_InvalidRequest):
+    """The key or group is in the configuration file of the gateway, which only its operator edits."""
+
+    status = 409
+    code = "managed_by_file"
+
+
 class CrossSiteRequest(_InvalidRequest):
     """A web page of another site made a browser send the request."""
 
@@ -244,7 +251,7 @@ class NotImplementedHere(RouteNotFound):
 
 
 class RateLimitExceeded(CortexError):
-    """Too many requests in the window; `Retry-After` says when to try again."""
+    """Too many requests per minute; `Retry-After` says when to try again."""
 
     status = 429
     code = "rate_limit_exceeded"
@@ -254,7 +261,7 @@ class RateLimitExceeded(CortexError):
 
 
 class InsufficientQuota(CortexError):
-    """The key's token budget is spent."""
+    """A budget of the key or its group has too little left; `Retry-After` says when that changes by itself."""
 
     status = 429
     code = "insufficient_quota"

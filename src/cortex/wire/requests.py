@@ -204,7 +204,7 @@ class GenerateRequest(Value, frozen=True):
     """Completions only: return the prompt before the continuation."""
     truncate_prompt_tokens: int | None = None
     """Keep only this many tokens at the end of the prompt; -1: as many as fit into the context."""
-    images: tuple[Image, ...] = ()
+    pictures: tuple[Image, ...] = ()
     """The pictures in the messages of a packed request, by their numbers."""
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()

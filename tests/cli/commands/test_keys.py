@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cortex.cli.failures import ExitCode
-from cortex.gateway.ledger.store import open_store
-from cortex.gateway.ledger.tables import Counts, Slot
+from cortex.gateway.ledger.store import Counts, Slot, open_store
 from cortex.wire.events import Usage
 
 if TYPE_CHECKING:
-    from ..conftest import Invoke
+    from ..conftest import CannedGateway, Invoke
 
 
 def test_operator_key_is_added_and_listed(invoke: Invoke, tmp_path: Path) -> None:
@@ -40,7 +39,7 @@ def test_added_key_leaves_a_valid_config(invoke: Invoke, tmp_path: Path) -> None
 
 
 def test_key_without_a_config_is_printed_as_toml(invoke: Invoke) -> None:
-    shown = invoke("keys", "add", "anna").stdout
+    shown = invoke("keys", "add", "anna", "--print").stdout
     assert "ck-" in shown
     assert "[[keys]]" in shown
 
@@ -201,3 +200,137 @@ def test_key_that_has_expired_already_is_not_made(invoke: Invoke, tmp_path: Path
     outcome = invoke("keys", "add", "anna", "--expires", "2020-01-31", "--config", str(config))
     assert (outcome.code, config.read_text()) == (ExitCode.USAGE, "")
     assert "in the future" in outcome.error
+
+
+GROUPED = """
+[[groups]]
+name = "lab"
+balance_tokens = 1000
+"""
+
+
+def test_keys_move_from_the_file_into_the_database_and_back(invoke: Invoke, tmp_path: Path) -> None:
+    config, copy = tmp_path / "cortex.toml", tmp_path / "keys.toml"
+    config.write_text(KEYED + GROUPED)
+    invoke("keys", "change", "anna", "--group", "lab", "--config", str(config))
+    in_file = config.read_text()
+    assert "win" in invoke("keys", "import", str(config), "--config", str(config)).stdout
+    assert config.read_text() == in_file
+    moved = invoke("keys", "import", str(config), "--move", "--config", str(config))
+    assert "Moved 3 keys and 1 group" in moved.stdout
+    assert "[[keys]]" not in config.read_text()
+    assert "[[groups]]" not in config.read_text()
+    assert "# bert is on leave\n" in config.read_text()
+    listed = json.loads(invoke("keys", "list", "--config", str(config), "--json").stdout)
+    assert [(key["name"], key["id"], key["source"]) for key in listed] == [
+        ("anna", "aaaaaaaa", "database"),
+        ("bert", "bbbbbbbb", "database"),
+        ("bert", "cccccccc", "database"),
+    ]
+    assert invoke("keys", "remove", "anna", "--config", str(config)).code is ExitCode.NOT_FOUND, "not in the file"
+    assert invoke("keys", "export", "--config", str(config), "--output", str(copy)).code is ExitCode.OK
+    assert copy.stat().st_mode & 0o777 == 0o600
+    assert invoke("keys", "export", "--config", str(config)).stdout == copy.read_text()
+    other = tmp_path / "other" / "cortex.toml"
+    other.parent.mkdir()
+    other.write_text("")
+    assert "Imported 3 keys and 1 group" in invoke("keys", "import", str(copy), "--config", str(other)).stdout
+    assert invoke("keys", "export", "--config", str(other)).stdout == copy.read_text()
+
+
+def test_import_of_a_key_whose_group_is_unknown_changes_nothing(invoke: Invoke, tmp_path: Path) -> None:
+    config, copy = tmp_path / "cortex.toml", tmp_path / "keys.toml"
+    config.write_text(KEYED + GROUPED)
+    invoke("keys", "import", str(config), "--move", "--config", str(config))
+    clash = '[[keys]]\nname = "anna"\nid = "dddddddd"\nsha256 = "{}"\n'.format("1" * 64)
+    copy.write_text(clash)
+    outcome = invoke("keys", "import", str(copy), "--config", str(config))
+    assert outcome.code is ExitCode.FAILED
+    assert "another key called `anna`" in outcome.error
+    assert "dddddddd" not in invoke("keys", "export", "--config", str(config)).stdout
+
+
+def test_groups_are_listed_with_what_is_left(invoke: Invoke, tmp_path: Path) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text(KEYED + GROUPED)
+    invoke("keys", "change", "anna", "--group", "lab", "--config", str(config))
+    store = open_store(str(tmp_path / "cortex-spend.db"))
+    slots = [Slot.at(time.time(), key_id=id, key_name="x", model="m", node="n") for id in ("aaaaaaaa", "group:lab")]
+    store.exchange({slot: Counts(requests=1, usage=Usage(completion_tokens=134)) for slot in slots}, {})
+    store.close()
+    (lab,) = json.loads(invoke("keys", "groups", "--config", str(config), "--json").stdout)
+    assert (lab["name"], lab["keys"], lab["spent_tokens"], lab["balance_left_tokens"]) == ("lab", ["anna"], 134, 866)
+    for command in ("groups", "list"):
+        assert "866 of 1,000" in invoke("keys", command, "--config", str(config)).stdout
+
+
+def test_keys_and_groups_of_the_database_are_managed_at_the_gateway(invoke: Invoke, gateway: CannedGateway) -> None:
+    described = {"name": "anna", "id": "aaaaaaaa", "source": "database"}
+    gateway.responses = {
+        ("POST", "/keys"): (201, {"key": "ck-x", **described}),
+        ("PATCH", "/keys/an%2Fna"): described,
+        ("DELETE", "/keys/anna"): {"revoked": {"name": "anna", "id": "aaaaaaaa"}},
+        ("GET", "/groups"): {"groups": [{"name": "lab"}]},
+        ("PATCH", "/groups/lab"): {"name": "lab", "balance_tokens": 5, "balance_left_tokens": 5},
+        ("POST", "/groups"): (201, {"name": "new"}),
+        ("DELETE", "/groups/lab"): {"removed": "lab"},
+        ("PATCH", "/keys/olga"): (409, {"error": {"message": "It is in the file.", "code": "managed_by_file"}}),
+    }
+    at = ("--url", gateway.url)
+    added = invoke("keys", "add", "anna", "--group", "lab", "--window-tokens", "9", "--operator", *at)
+    assert "ck-x" in added.stdout
+    assert invoke("keys", "change", "an/na", "--without", "group", *at).code is ExitCode.OK
+    assert "Removed anna" in invoke("keys", "remove", "anna", *at).stdout
+    assert "5 of 5" in invoke("keys", "set-group", "lab", "--balance-tokens", "5", *at).stdout
+    assert invoke("keys", "set-group", "new", "--model", "a", *at).code is ExitCode.OK
+    assert invoke("keys", "remove-group", "lab", *at).code is ExitCode.OK
+    assert [(method, sent) for method, _, sent, _ in gateway.requests if method != "GET"] == [
+        ("POST", {"name": "anna", "group": "lab", "window_tokens": 9, "operator": True}),
+        ("PATCH", {"group": None}),
+        ("DELETE", None),
+        ("PATCH", {"balance_tokens": 5}),
+        ("POST", {"name": "new", "models": ["a"]}),
+        ("DELETE", None),
+    ]
+    rejected = invoke("keys", "change", "olga", "--expires", "2099-01-01", *at)
+    assert "--config" in rejected.error
+
+
+def test_usage_has_bounds_groups_every_model_of_a_key_and_csv(invoke: Invoke, tmp_path: Path) -> None:
+    config = tmp_path / "cortex.toml"
+    config.write_text("")
+    store, day = open_store(str(tmp_path / "cortex-spend.db")), 1_700_000_000 // 86400 * 86400
+    store.exchange(
+        {
+            Slot.at(at, key_id=key * 8, key_name=key, model=model, node="n", key_group=group): Counts(
+                requests=1, usage=Usage(prompt_tokens=tokens)
+            )
+            for at, key, model, group, tokens in (
+                (day, "a", "m", "lab", 1),
+                (day, "a", "=x", "lab", 20),
+                (day, "b", "m", "", 300),
+                (day + 5 * 86400, "b", "m", "lab", 4000),
+            )
+        },
+        {},
+    )
+    store.close()
+
+    def rows(*options: str) -> list[tuple[str, str, int]]:
+        found = json.loads(invoke("usage", "--config", str(config), "--json", *options).stdout)
+        return [(row["name"], row["model"], row["prompt_tokens"]) for row in found]
+
+    since = ("--since", "2023-11-10")
+    assert rows("--by", "group", *since) == [("lab", "", 4021), ("(none)", "", 300)]
+    assert rows("--by", "key-model", *since) == [("a", "=x", 20), ("a", "m", 1), ("b", "m", 4300)]
+    assert rows("--by", "key", *since, "--until", "2023-11-17") == [("b", "", 300), ("a", "", 21)]
+    assert rows("--by", "key", "--since", "2023-11-17", "--until", "2023-12-01") == [("b", "", 4000)]
+    text = invoke("usage", "--config", str(config), "--by", "key-model", "--csv", *since).stdout
+    assert text.splitlines()[:2] == [
+        "key,id,model,requests,prompt_tokens,cached_tokens,completion_tokens,reasoning_tokens,total_tokens,cost",
+        "a,aaaaaaaa,'=x,1,20,0,0,0,20,0.000000",
+    ]
+    shown = invoke("usage", "--config", str(config), "--by", "key-model", *since).stdout
+    assert "MODEL" in shown
+    for options in (("--days", "1", *since), ("--since", "2023-11-10", "--until", "2023-11-09"), ("--until", "soon")):
+        assert invoke("usage", "--config", str(config), *options).code is ExitCode.USAGE

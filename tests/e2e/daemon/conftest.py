@@ -29,11 +29,11 @@ SOURCE = Path(__file__).parents[3] / "src"
 TINY, WIDE = "tiny", "wide"
 FORK_SERVER = "fork server"
 _PROGRAMS = {
-    "cortex.parsing": "cortex-parse",
-    "cortex.neuron.hub_process": "neuron-hub",
-    "cortex.neuron.node.survey_process": "neuron-survey",
-    "cortex.neuron.picture_process": "neuron-pictures",
-    "cortex.neuron.tokenizer_process": "neuron-tokenize",
+    "cortex.parsing.functions": "cortex-parse",
+    "cortex.neuron.hub_process.service": "neuron-hub",
+    "cortex.neuron.node.survey_process.reading": "neuron-survey",
+    "cortex.neuron.picture_process.decoding": "neuron-pictures",
+    "cortex.neuron.tokenizer_process.service": "neuron-tokenize",
     "cortex.neuron.worker.program.fork_server": FORK_SERVER,
 }
 """The module of a process → its name, which all but the last one give themselves a while after their start."""
@@ -120,7 +120,7 @@ def _program(process_id: int, name: str) -> str:
         arguments = Path(f"/proc/{process_id}/cmdline").read_text().split("\0")
     except OSError:
         return name  # it has ended
-    return next((_PROGRAMS[argument] for argument in arguments if argument in _PROGRAMS), name)
+    return next((found for module, found in _PROGRAMS.items() if any(module in each for each in arguments)), name)
 
 
 StartDaemon = Callable[..., Daemon]

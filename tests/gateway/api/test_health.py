@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sqlite3
+import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from cortex.gateway.ledger.keys import generate
 from cortex.system.tasks import Supervisor
 from cortex.wire.node.protocol import ModelState
 
+from ...waiting import WAIT_S
 from ..fake_neuron import GB
 from ..started_gateway import until
 
@@ -52,11 +53,11 @@ async def test_ready_while_a_node_takes_requests_and_degraded_while_one_does_not
 
 
 async def test_degraded_while_the_database_cannot_be_used(start_gateway: StartGateway, tmp_path: Path) -> None:
-    with sqlite3.connect(Config().database(tmp_path)) as database:
-        database.execute("CREATE VIEW pin AS SELECT 1 AS of_another_program")
     client = await start_gateway()
-    _, body = await client.get("/health")
-    assert body["status"] == "degraded"
+    Path(Config().database(tmp_path)).mkdir()
+    async with asyncio.timeout(WAIT_S):
+        while (body := (await client.get("/health"))[1])["status"] != "degraded" or len(body["reasons"]) < 2:
+            await asyncio.sleep(0.05)
     assert "the database cannot be used; usage and pins are kept in memory" in body["reasons"]
 
 

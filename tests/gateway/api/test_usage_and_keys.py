@@ -61,11 +61,11 @@ async def keyed(tmp_path: Path, neurons: StartNeuron) -> AsyncIterator[Keyed]:
     stack.file.write_text(
         f'# kept\n[gateway]\nlisten = "127.0.0.1:0"\nmetrics_listen = "127.0.0.1:0"\npoll_interval_s = 0.05\n'
         f'[[neurons]]\nname = "beast"\nendpoint = "{node.endpoint}"\n\n'
-        f"{as_toml(stack.olga.section)}\n{as_toml(stack.anna.section)}\n# also kept\n"
+        f'{as_toml(stack.olga.section)}\n{as_toml(stack.anna.section)}\n[[groups]]\nname = "lab"\n'
     )
     files = ConfigurationFiles(stack.file, os.environ)
     config, catalogue = files.read()
-    gateway = Gateway(config, catalogue, tmp_path, files)
+    gateway = Gateway(config, catalogue, tmp_path)
     _, port = await gateway.start()
     async with ClientSession(headers=JSON) as session:
         stack.client = Client(gateway, port, session)
@@ -112,6 +112,7 @@ async def test_invalid_usage_query_is_rejected_by_name(keyed: Keyed, query: str)
 
 
 async def test_key_is_made_limited_and_revoked_over_http(keyed: Keyed) -> None:
+    before = keyed.file.read_text()
     status, made = await keyed.call("POST", "/keys", {"name": "bert", "models": ["a"], "balance_tokens": 100})
     assert (status, made["in_force"], made["balance_left_tokens"]) == (201, True, 100)
     assert "sha256" not in made
@@ -126,19 +127,62 @@ async def test_key_is_made_limited_and_revoked_over_http(keyed: Keyed) -> None:
     assert (await keyed.call("PATCH", "/keys/bert", {"balance_tokens": None}))[1]["balance_left_tokens"] is None
     assert (await keyed.call("DELETE", f"/keys/{bert['id']}"))[1]["revoked"]["name"] == "bert"
     assert (await keyed.call("POST", "/v1/chat/completions", CHAT, made["key"]))[0] == 401
-    assert keyed.file.read_text().startswith("# kept\n")
-    assert "# also kept\n" in keyed.file.read_text()
+    assert keyed.file.read_text() == before
+
+
+async def test_key_and_group_of_the_file_are_not_changed_over_http(keyed: Keyed) -> None:
+    before = keyed.file.read_text()
+    for method, path, body in (
+        ("PATCH", "/keys/anna", {"balance_tokens": 5}),
+        ("DELETE", "/keys/anna", None),
+        ("PATCH", "/groups/lab", {"balance_tokens": 5}),
+        ("DELETE", "/groups/lab", None),
+    ):
+        status, response = await keyed.call(method, path, body)
+        assert (status, response["error"]["code"]) == (409, "managed_by_file"), path
+        assert "configuration file" in response["error"]["message"]
+    assert keyed.file.read_text() == before
+    assert (await keyed.call("POST", "/v1/chat/completions", CHAT, keyed.anna))[0] == 200
+    _, listed = await keyed.call("GET", "/keys")
+    assert {key["name"]: key["source"] for key in listed["keys"]} == {"olga": "file", "anna": "file"}
+
+
+async def test_group_is_made_shared_by_keys_changed_and_removed_over_http(keyed: Keyed) -> None:
+    status, made = await keyed.call("POST", "/groups", {"name": "team", "balance_tokens": 15})
+    assert (status, made["balance_left_tokens"], made["source"]) == (201, 15, "database")
+    keys = [(await keyed.call("POST", "/keys", {"name": name, "group": "team"}))[1]["key"] for name in ("bo", "cy")]
+    assert (await keyed.call("POST", "/v1/chat/completions", CHAT, keys[0]))[0] == 200
+    status, body = await keyed.call("POST", "/v1/chat/completions", CHAT | {"max_tokens": 5}, keys[1])
+    assert status == 200, "as many tokens as are left"
+    status, body = await keyed.call("POST", "/v1/chat/completions", CHAT, keys[1])
+    assert (status, body["error"]["code"]) == (429, "insufficient_quota")
+    assert "group `team`" in body["error"]["message"]
+    _, listed = await keyed.call("GET", "/groups", key=keys[0])
+    ((name, spent, left, members),) = [
+        (each["name"], each["spent_tokens"], each["balance_left_tokens"], each["keys"]) for each in listed["groups"]
+    ]
+    assert (name, spent, left, members) == ("team", 20, 0, ["bo", "cy"]), "members see their own group only"
+    assert [each["name"] for each in (await keyed.call("GET", "/keys"))[1]["groups"]] == ["lab", "team"]
+    status, changed = await keyed.call("PATCH", "/groups/team", {"balance_tokens": 100})
+    assert (status, changed["balance_left_tokens"]) == (200, 80)
+    assert (await keyed.call("POST", "/v1/chat/completions", CHAT, keys[1]))[0] == 200
+    assert (await keyed.call("DELETE", "/groups/team"))[0] == 400, "keys are in it"
+    for name in ("bo", "cy"):
+        assert (await keyed.call("DELETE", f"/keys/{name}"))[0] == 200
+    assert (await keyed.call("DELETE", "/groups/team"))[0] == 200
+    assert (await keyed.call("DELETE", "/groups/team"))[0] == 404
 
 
 async def test_expired_key_is_rejected_until_its_expiry_is_moved(keyed: Keyed) -> None:
-    status, body = await keyed.call("PATCH", "/keys/anna", {"expires": "2020-01-01"})
+    _, made = await keyed.call("POST", "/keys", {"name": "dana"})
+    status, body = await keyed.call("PATCH", "/keys/dana", {"expires": "2020-01-01"})
     assert (status, body["is_expired"]) == (200, True)
-    status, body = await keyed.call("POST", "/v1/chat/completions", CHAT, keyed.anna)
+    status, body = await keyed.call("POST", "/v1/chat/completions", CHAT, made["key"])
     assert (status, body["error"]["code"]) == (401, "invalid_api_key")
     assert "2020-01-01" in body["error"]["message"]
     tomorrow = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 86400))
-    assert (await keyed.call("PATCH", "/keys/anna", {"expires": tomorrow}))[0] == 200
-    assert (await keyed.call("POST", "/v1/chat/completions", CHAT, keyed.anna))[0] == 200
+    assert (await keyed.call("PATCH", "/keys/dana", {"expires": tomorrow}))[0] == 200
+    assert (await keyed.call("POST", "/v1/chat/completions", CHAT, made["key"]))[0] == 200
 
 
 async def test_only_operators_manage_keys_and_others_see_their_own(keyed: Keyed) -> None:
@@ -165,7 +209,11 @@ async def test_only_operators_manage_keys_and_others_see_their_own(keyed: Keyed)
         ("POST", "/keys", {"name": "x", "balance": 5}, 400),
         ("POST", "/keys", {"name": "x", "requests_per_min": 0}, 400),
         ("POST", "/keys", [], 400),
-        ("PATCH", "/keys/anna", {"expires": "soon"}, 400),
+        ("POST", "/keys", {"name": "x", "group": "nobody"}, 400),
+        ("POST", "/groups", {"name": "lab"}, 400),
+        ("PATCH", "/groups/nobody", {}, 404),
+        ("PATCH", "/keys/stored", {"expires": "soon"}, 400),
+        ("PATCH", "/keys/stored", {"group": "nobody"}, 400),
         ("PATCH", "/keys/nobody", {"balance_tokens": 1}, 404),
         ("DELETE", "/keys/nobody", None, 404),
         ("DELETE", "/keys/olga", None, 403),
@@ -176,9 +224,22 @@ async def test_only_operators_manage_keys_and_others_see_their_own(keyed: Keyed)
 async def test_invalid_change_of_keys_changes_nothing(
     keyed: Keyed, method: str, path: str, body: dict[str, Any], status: int
 ) -> None:
-    before = keyed.file.read_text()
+    await keyed.call("POST", "/keys", {"name": "stored"})
+    before = await keyed.call("GET", "/keys")
     assert (await keyed.call(method, path, body))[0] == status
-    assert keyed.file.read_text() == before
+    assert await keyed.call("GET", "/keys") == before
+
+
+async def test_cost_and_what_is_left_of_budgets_are_metrics(keyed: Keyed) -> None:
+    await keyed.call("POST", "/groups", {"name": "team", "window_cost": 1.0})
+    _, made = await keyed.call("POST", "/keys", {"name": "bo", "group": "team", "balance_tokens": 100})
+    assert (await keyed.call("POST", "/v1/chat/completions", CHAT, made["key"]))[0] == 200
+    found = dict(line.rsplit(" ", 1) for line in keyed.client.metrics().splitlines() if not line.startswith("#"))
+    assert float(found['cortex_cost_total{key="bo",model="a"}']) == pytest.approx(COST_OF_ONE)
+    balance = '{kind="key",owner="bo",period="balance",unit="tokens"}'
+    assert (found[f"cortex_budget_limit{balance}"], found[f"cortex_budget_left{balance}"]) == ("100.0", "90.0")
+    window = '{kind="group",owner="team",period="window",unit="cost"}'
+    assert float(found[f"cortex_budget_left{window}"]) == pytest.approx(1 - COST_OF_ONE)
 
 
 async def test_first_key_is_not_made_over_http(start_gateway: StartGateway) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from cortex.fleet.devices import DeviceState
 from cortex.fleet.topology import Fleet, Node, Residency
-from cortex.gateway.history import device_memory
-from cortex.gateway.history.device_memory import DeviceMemory
+from cortex.gateway.history import history
+from cortex.gateway.history.history import DeviceMemory
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
 GIB = 1 << 30
@@ -47,7 +47,7 @@ def test_what_held_before_a_window_is_its_beginning() -> None:
 
 def test_changes_of_a_large_fleet_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = DeviceMemory(keep_s=1e9)
-    monkeypatch.setattr(device_memory, "MAX_CHANGES", 5)
+    monkeypatch.setattr(history, "MAX_CHANGES", 5)
     for moment in range(20):
         memory.sample(fleet(a=moment + 1), float(moment))
     assert len(memory.since(0.0)) == 5

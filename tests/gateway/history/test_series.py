@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.gateway.history.series import Bucket, Ring
+from cortex.gateway.history.history import Bucket, Ring
 
 times_s = st.lists(st.floats(0.001, 1000.0), min_size=1, max_size=200)
 

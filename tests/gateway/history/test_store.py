@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cortex.gateway.config import Config
-from cortex.gateway.database import Database, Execute, driver_of
+from cortex.gateway.database import Database, Execute
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.history.store import SCHEMA, HistoryStore
 from cortex.gateway.ledger.keys import NewKey, generate
@@ -62,7 +62,7 @@ async def test_history_has_requests_loads_and_memory_and_outlives_a_restart(
 
 
 async def test_old_entries_of_former_gateways_are_deleted(tmp_path: Path) -> None:
-    database = Database(driver_of(Config().database(tmp_path)), SCHEMA, "database of the test")
+    database = Database(Config().database(tmp_path)).use(SCHEMA)
     now = time.time()
     ages_s = [("hour", 100), ("hour", 4_000), ("day", 4_000), ("day", 90_000), ("memory 0 n", 90_000)]
 
@@ -71,9 +71,8 @@ async def test_old_entries_of_former_gateways_are_deleted(tmp_path: Path) -> Non
             execute("INSERT INTO history VALUES (?, ?, ?, ?)", ("former:1", kind, now - age_s, "{}"))
 
     database.run(fill)
-    store = HistoryStore(ActivityLog(Config().activity), EventLog(), Config(), tmp_path)
+    store = HistoryStore(ActivityLog(Config().activity), EventLog(), database, 1)
     await store.save()
-    await store.close()
     rows = database.run(lambda execute: list(execute("SELECT kind, at FROM history WHERE gateway = 'former:1'", ())))
-    database.close()
+    await database.close()
     assert sorted((kind, round(now - at)) for kind, at in rows) == [("day", 4_000), ("hour", 100)]

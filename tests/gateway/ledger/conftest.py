@@ -16,5 +16,5 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     import psycopg
 
     with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute("DROP TABLE IF EXISTS spend, total, reservation")
+        connection.execute("DROP TABLE IF EXISTS spend, total, reservation, api_key, key_group, key_revision")
     return url

@@ -8,7 +8,7 @@ from cortex.gateway.ledger.keys import generate
 from cortex.gateway.ledger.ledger import LEASE_S, Ledger
 from cortex.gateway.ledger.store import open_store
 from cortex.gateway.ledger.usage_report import usage
-from cortex.wire.errors import RateLimitExceeded
+from cortex.wire.errors import InsufficientQuota
 
 from .metered_requests import NOW, Clock, admit, opened, settle
 
@@ -25,7 +25,7 @@ async def test_reservations_of_a_killed_gateway_stay_charged(database: str) -> N
     await crash(dead)
     ledger, meter = await opened(database, key)
     assert admit(meter, key, limit=300).token_limit == 100
-    with pytest.raises(RateLimitExceeded, match="has 0 of 500 tokens left, because its running requests hold 500"):
+    with pytest.raises(InsufficientQuota, match="has 0 of 500 tokens left, because its running requests hold 500"):
         admit(meter, key)
     await ledger.close()
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
-from cortex.gateway.database import StoreError
+from cortex.gateway.database import Database, Execute, StoreError
 from cortex.gateway.ledger.keys import Keyring, NewKey, generate
 from cortex.gateway.ledger.ledger import Ledger
-from cortex.gateway.ledger.limits import Spent
 from cortex.gateway.ledger.meter import KeyedMeter, Meter
 from cortex.gateway.ledger.store import Store, open_store
-from cortex.gateway.ledger.tables import Claim, Counts, Slot
 from cortex.system.tasks import Supervisor
 
 from ...waiting import WAIT_S
 from .metered_requests import NOW, Clock, admit, opened, settle
+
+T = TypeVar("T")
 
 
 async def test_flushes_at_the_same_time_do_not_give_a_reservation_back_twice(database: str) -> None:
@@ -33,37 +36,28 @@ async def test_flushes_at_the_same_time_do_not_give_a_reservation_back_twice(dat
     await ledger.close()
 
 
-class Away:
-    """A store whose database can be unavailable."""
+class Away(Database):
+    """A database that can be unavailable."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.is_away = False
-        self.failure: Exception = StoreError("gone")
-        self.name = "the database"
+    is_away = False
+    failure: Exception | None = None
 
-    def open_accounts(self, since_minute: Mapping[str, int], claim: Claim) -> dict[str, Spent]:
-        return self.store.open_accounts(since_minute, claim)
+    def run(self, work: Callable[[Execute], T]) -> T:
+        def failing(execute: Execute) -> T:
+            if self.is_away:
+                raise self.failure or sqlite3.OperationalError("gone")
+            return work(execute)
 
-    def exchange(
-        self, batch: Mapping[Slot, Counts], since_minute: Mapping[str, int], *, before: Claim, after: Claim
-    ) -> dict[str, Spent]:
-        if self.is_away:
-            raise self.failure
-        return self.store.exchange(batch, since_minute, before=before, after=after)
-
-    def other_claims(self, owner: str) -> dict[str, int]:
-        return self.store.other_claims(owner)
-
-    def close(self) -> None:
-        self.store.close()
+        return super().run(failing)
 
 
-async def test_loses_nothing_while_the_database_is_unavailable(database: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_loses_nothing_while_the_database_is_unavailable(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     key, clock = generate("alice", balance_tokens=500), Clock()
-    store = Away(open_store(database))
-    ledger = Ledger(store, Keyring([key.section]), flush_s=60, clock=clock)  # type: ignore[arg-type]
+    store = Away(str(tmp_path / "spend.db"))
+    ledger = Ledger(Store(store), Keyring([key.section]), flush_s=60, clock=clock)
     await ledger.start()
     meter: Meter = KeyedMeter(ledger)
     store.is_away = True
@@ -80,21 +74,23 @@ async def test_loses_nothing_while_the_database_is_unavailable(database: str, ca
     await ledger.flush()
     assert ledger.account(key.section).total_spent() == 400
     await ledger.close()
-    assert [record.levelname for record in caplog.records if "ledger" in record.name] == ["ERROR", "INFO"]
-    again = open_store(database)
+    assert [record.levelname for record in caplog.records if "database" in record.name] == ["ERROR", "INFO"]
+    again = open_store(str(tmp_path / "spend.db"))
     assert again.exchange({}, {key.section.id: 0})[key.section.id].total == 400
     again.close()
 
 
-async def test_flush_of_nothing_does_not_take_a_database_for_available(tmp_path: object) -> None:
-    store = Away(open_store(f"{tmp_path}/spend.db"))
-    ledger = Ledger(store, Keyring(()), flush_s=1000)  # type: ignore[arg-type]
-    ledger.is_failing = True
+async def test_flush_of_nothing_finds_out_that_the_database_is_available_again(tmp_path: object) -> None:
+    database = Away(f"{tmp_path}/spend.db")
+    ledger = Ledger(Store(database), Keyring(()), flush_s=1000)
+    database.is_away = True
+    with pytest.raises(StoreError):
+        await database.do(lambda _: None)
     found = []
     for is_away in (True, False):
-        store.is_away = is_away
+        database.is_away = is_away
         await ledger.flush()
-        found.append(ledger.is_failing)
+        found.append(database.is_failing)
     assert found == [True, False]
     await ledger.close()
 
@@ -102,10 +98,10 @@ async def test_flush_of_nothing_does_not_take_a_database_for_available(tmp_path:
 async def ledger_with_a_failed_flush(path: str, key: NewKey) -> tuple[Ledger, Away]:
     """One whose flush of ten tokens failed with an error that nobody expects. The store is still away."""
     restarted = asyncio.Event()
-    store = Away(open_store(path))
+    store = Away(path)
     store.failure = RuntimeError("not a failure of the database")
     tasks = Supervisor(lambda _: restarted.set())
-    ledger = Ledger(store, Keyring([key.section]), flush_s=0.01, tasks=tasks)  # type: ignore[arg-type]
+    ledger = Ledger(Store(store), Keyring([key.section]), flush_s=0.01, tasks=tasks)
     await ledger.start()
     store.is_away = True
     settle(admit(KeyedMeter(ledger), key), 5, 5)

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.gateway.ledger.estimate import Estimate
 from cortex.gateway.ledger.keys import generate
-from cortex.gateway.ledger.limits import Account, RateBucket, RollingSum, Spent
+from cortex.gateway.ledger.limits import Account, Estimate, RateBucket, RollingSum, Spent
 from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
 
 NOW = 1_000_000.0
@@ -65,7 +64,7 @@ def test_clock_step_back_adds_no_requests() -> None:
 def test_reservation_lasts_until_it_is_settled() -> None:
     limited = account(balance_tokens=100)
     first = limited.reserve(tokens(99), NOW)
-    with pytest.raises(RateLimitExceeded, match="has 1 of 100 tokens left, because its running requests hold 99"):
+    with pytest.raises(InsufficientQuota, match="has 1 of 100 tokens left, because its running requests hold 99"):
         limited.reserve(tokens(60), NOW)
     limited.settle(first, 10, NOW)
     assert (limited.reserved_tokens, limited.total_spent()) == (0, 10)
@@ -131,7 +130,7 @@ def test_extended_reservation_takes_what_a_counted_prompt_needs() -> None:
 
 def test_reservations_of_other_gateways_count_against_the_budget() -> None:
     limited = account(Spent(total=20, reserved_elsewhere=50), balance_tokens=100)
-    with pytest.raises(RateLimitExceeded, match="has 30 of 100"):
+    with pytest.raises(InsufficientQuota, match="has 30 of 100"):
         limited.reserve(tokens(31), NOW)
     limited.synchronise(Spent(total=60), {})
     limited.reserve(tokens(40), NOW)
@@ -145,12 +144,12 @@ def test_rejects_everything_with_a_balance_of_zero() -> None:
 def test_spend_leaves_the_window() -> None:
     limited = account(window_tokens=100, window_s=600)
     limited.settle(limited.reserve(tokens(100), NOW), 100, NOW)
-    with pytest.raises(RateLimitExceeded, match=r"its window of 10 min .* try again in 5 min") as caught:
+    with pytest.raises(InsufficientQuota, match=r"its window of 10 min .* try again in 5 min") as caught:
         limited.reserve(tokens(50), NOW + 300)
     wait_s = caught.value.retry_after_s
     assert wait_s is not None
     assert 300 <= wait_s <= 360
-    with pytest.raises(RateLimitExceeded):
+    with pytest.raises(InsufficientQuota):
         limited.reserve(tokens(50), NOW + 300 + wait_s - 1)
     limited.reserve(tokens(50), NOW + 300 + wait_s + 1)
 
@@ -158,7 +157,7 @@ def test_spend_leaves_the_window() -> None:
 def test_counts_stored_spend_from_the_start() -> None:
     minute = int(NOW // 60)
     spent = Spent(by_minute={minute - 1: 70, minute - 1000: 1000}, total=1070)
-    with pytest.raises(RateLimitExceeded):
+    with pytest.raises(InsufficientQuota):
         account(spent, window_tokens=100, window_s=600).reserve(tokens(31), NOW)
     account(spent, window_tokens=100, window_s=600).reserve(tokens(30), NOW)
     with pytest.raises(InsufficientQuota):
@@ -221,10 +220,10 @@ def test_keys_never_spend_more_than_their_budgets(
             try:
                 if reserved < (counted := estimate._replace(prompt_tokens=prompt_tokens)).least_tokens:
                     reserved = limited.extend(reserved, counted, now)
-            except (RateLimitExceeded, InsufficientQuota):
+            except InsufficientQuota:
                 limited.settle(reserved, 0, now)
                 raise
-        except (RateLimitExceeded, InsufficientQuota):
+        except InsufficientQuota:
             unspent = [] if balance is None else [balance - limited.total_spent()]
             unspent += [] if window is None else [window - limited.window_spent(now)]
             least = max(estimate.least_tokens, estimate._replace(prompt_tokens=prompt_tokens).least_tokens)

@@ -168,7 +168,7 @@ async def test_wall_clock_set_back_blocks_no_key(database: str) -> None:
     monotonic.now += 60
     settle(admit(meter, key, limit=900), 50, 50)
     monotonic.now += 60
-    with pytest.raises(RateLimitExceeded, match="has 0 of 1000 tokens left in its window"):
+    with pytest.raises(InsufficientQuota, match="has 0 of 1000 tokens left in its window"):
         admit(meter, key, limit=900)
     await ledger.close()
 

@@ -13,8 +13,7 @@ import pytest
 import cortex
 from cortex.gateway.database import StoreError, StoreSettingError
 from cortex.gateway.ledger.limits import Spent
-from cortex.gateway.ledger.store import open_store
-from cortex.gateway.ledger.tables import Counts, GroupBy, Slot
+from cortex.gateway.ledger.store import Counts, GroupBy, Slot, open_store
 from cortex.gateway.ledger.usage_report import usage
 from cortex.wire.events import Usage
 
@@ -86,8 +85,7 @@ def test_writes_a_whole_batch_or_nothing(database: str) -> None:
 WRITER = """
 import sys
 from cortex.gateway.database import StoreError, StoreSettingError
-from cortex.gateway.ledger.store import open_store
-from cortex.gateway.ledger.tables import Counts, Slot
+from cortex.gateway.ledger.store import Counts, Slot, open_store
 from cortex.wire.events import Usage
 store = open_store(sys.argv[1])
 for _ in range(20):
@@ -128,7 +126,7 @@ def test_reconnects_after_a_lost_connection(postgres_url: str) -> None:
     store = open_store(postgres_url)
     with psycopg.connect(postgres_url, autocommit=True) as other:
         other.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
-    with pytest.raises(StoreError, match="cannot use the usage database postgresql at"):
+    with pytest.raises(StoreError, match="cannot use the database postgresql at"):
         store.exchange({slot("lost"): counts(1, 1)}, {})
     assert store.exchange({slot("lost"): counts(1, 1)}, {"lost": 0})["lost"].total == 2
     store.close()
@@ -141,7 +139,7 @@ def test_error_names_an_unusable_file(tmp_path: Path, content: bytes | None) -> 
         path.mkdir()
     else:
         path.write_bytes(content)
-    with pytest.raises(StoreSettingError, match=r"cannot use the usage database .*spend\.db"):
+    with pytest.raises(StoreSettingError, match=r"cannot use the database .*spend\.db"):
         open_store(str(path))
 
 

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from cortex.gateway.config import Config
+from cortex.gateway.database import Database
 from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.keys import Keyring, check_model, generate
 from cortex.gateway.ledger.meter import KeyedMeter, Metering
@@ -55,7 +56,7 @@ async def test_users_have_the_models_of_their_group_unless_they_have_their_own(
     tmp_path: Path, own: tuple[str, ...], allowed: tuple[str, ...]
 ) -> None:
     section = SignInSection(proxy_addresses=("127.0.0.1",), models=own, group="lab")
-    metering = Metering(tmp_path)
+    metering = Metering(tmp_path, Database(Config().database(tmp_path)))
     await metering.use(Config(groups=(GroupSection(name="lab", models=("small",)),), sign_in=section))
     key = metering.meter.key(request((b"x-forwarded-user", b"anna"), (b"x-cortex-page", b"1")))
     assert key is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
@@ -30,6 +31,9 @@ class OpenIDProvider:
         self.issuer = ""
         self.is_failing_at: str | None = None
         """The path that responds 500."""
+        self.hangs_at: str | None = None
+        """The path that does not respond until `released`."""
+        self.hanging, self.released = asyncio.Event(), asyncio.Event()
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
@@ -57,6 +61,9 @@ class OpenIDProvider:
     async def _fail(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path == self.is_failing_at:
             raise web.HTTPInternalServerError
+        if request.path == self.hangs_at:
+            self.hanging.set()
+            await self.released.wait()
         return await handler(request)
 
     async def _configuration(self, request: web.Request) -> web.Response:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from aiohttp import FormData
 
 from cortex.gateway.dispatch.operator.audit import SIGN_IN_ACTIONS
 from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.ledger.users import SignInSection
-from cortex.gateway.page.failed_sign_ins import MOST_FAILURES
-from cortex.gateway.page.openid import roles_in
+from cortex.gateway.page.openid import OpenIDClient, roles_in
+from cortex.gateway.page.sign_in_attempts import MOST_FAILURES
+from cortex.wire.errors import InvalidAPIKey, Overloaded, UpstreamUnavailable
 from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB
-from ..started_gateway import Client
+from ..started_gateway import Client, until
 
 pytest.importorskip("jwt", reason="needs the extra `oidc`")
 
@@ -248,6 +251,85 @@ async def test_provider_that_does_not_respond_is_a_502(start_gateway: StartGatew
     client = await start_gateway(sign_in=wanted)
     status, _, body = await visit(client, f"{client.url}/session/start", {})
     assert (status, "does not respond" in body["error"]["message"]) == (502, True)
+
+
+class HangingProvider:
+    """Accepts connections and never responds, until it is released."""
+
+    def __init__(self) -> None:
+        self.num_connections = 0
+        self.released = asyncio.Event()
+
+    async def __aenter__(self) -> HangingProvider:
+        self._server = await asyncio.start_server(self._hold, "127.0.0.1", 0)
+        self.issuer = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.released.set()
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        del reader
+        self.num_connections += 1
+        await self.released.wait()
+        writer.close()
+
+
+async def test_sign_ins_at_a_provider_that_hangs_share_one_call_and_hold_up_nothing_else(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": ModelState.READY})
+    async with HangingProvider() as hanging:
+        wanted = SignInSection(issuer=hanging.issuer, client_id="c", public_url=PUBLIC)
+        key = generate("anna")
+        client = await start_gateway(beast, keys=(key.section,), sign_in=wanted)
+        visits = [asyncio.create_task(visit(client, f"{client.url}/session/start", {})) for _ in range(50)]
+        await until(lambda: hanging.num_connections)
+        async with client.session.get(f"{client.url}/") as page:
+            assert page.status == 200
+        form = FormData({"model": "a"})
+        form.add_field("file", bytes(100_000), filename="a.wav")
+        authorized = {"Authorization": f"Bearer {key.text}"}
+        url = f"{client.url}/v1/audio/transcriptions"
+        async with client.session.post(url, data=form, headers=authorized) as uploaded:
+            assert uploaded.status not in (401, 502, 503), "it was read"
+        hanging.released.set()
+        for status, _, body in await asyncio.gather(*visits):
+            assert (status, "does not respond" in body["error"]["message"]) == (502, True)
+        assert hanging.num_connections == 1
+
+
+async def test_failure_of_the_provider_is_remembered_for_a_moment() -> None:
+    now = 100.0
+    async with HangingProvider() as hanging:
+        hanging.released.set()
+        wanted = SignInSection(issuer=hanging.issuer, client_id="c", public_url=PUBLIC)
+        client = OpenIDClient(wanted, {}, clock=lambda: now)
+        for _ in range(3):
+            with pytest.raises(UpstreamUnavailable, match="does not respond"):
+                await client.begin()
+        assert hanging.num_connections == 1
+        now += 60.0
+        with pytest.raises(UpstreamUnavailable, match="does not respond"):
+            await client.begin()
+        assert hanging.num_connections == 2
+
+
+async def test_code_exchanges_at_a_provider_that_hangs_are_limited(provider: OpenIDProvider) -> None:
+    client = OpenIDClient(section(provider), {"OIDC_SECRET": SECRET})
+    _, flow = await client.begin()
+    provider.hangs_at = "/token"
+    query = f"code=x&state={flow.state}".encode()
+    calls = [asyncio.create_task(client.complete(query, flow)) for _ in range(40)]
+    await provider.hanging.wait()
+    rejected, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+    assert all(isinstance(each.exception(), Overloaded) for each in rejected)
+    provider.hangs_at = None
+    provider.released.set()
+    ends = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(each) for each in ends} == {Overloaded, InvalidAPIKey}, "the others were tried"
 
 
 async def test_trusted_proxy_names_the_user_and_nobody_else_can(start_gateway: StartGateway) -> None:

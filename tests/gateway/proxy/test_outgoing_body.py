@@ -16,7 +16,7 @@ from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.outgoing_body import MOST_UNASKED_TOKENS, OutgoingBody, choice_limit
 from cortex.gateway.proxy.routes import CHAT, MESSAGES, InferenceRoute
-from cortex.parsing import relayed
+from cortex.parsing import envelope as envelopes
 from cortex.parsing.parser import BodyParser
 from cortex.wire.errors import InvalidValue
 from cortex.wire.request_summary import RequestSummary
@@ -103,7 +103,7 @@ async def test_choice_without_a_limit_gets_no_more_than_servers_accept(tmp_path:
 
 def outgoing(route: InferenceRoute, body: bytes) -> OutgoingBody:
     admitted = SimpleNamespace(model="m", key=None, reservation=SimpleNamespace(token_limit=None))
-    envelope = relayed.read(body, route.dialect, generates=True, strip_billing=False).envelope
+    envelope = envelopes.read_relayed(body, route.dialect, generates=True, strip_billing=False).envelope
     exchange = SimpleNamespace(request=SimpleNamespace(client="alice"))
     received = SimpleNamespace(exchange=exchange, route=route, body=body, envelope=envelope, id=b"req_1")
     return OutgoingBody(cast("ReceivedRequest", received), cast("AdmittedRequest", admitted), None)

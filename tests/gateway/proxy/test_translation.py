@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from openai.types.responses import FunctionToolParam, Response
 
-from cortex.ipc.pool import WorkerPool
+from cortex.ipc.pool import HelperProcess
 
 from ..fake_neuron import GB
 from ..fake_responses import USAGE, begin_stream, chunk, reset_connection, stream_chat
@@ -263,14 +263,14 @@ async def test_disconnected_client_ends_the_work_on_its_large_request(
 ) -> None:
     node, client = foreign
     starting, started = asyncio.Event(), asyncio.Event()
-    start = WorkerPool.start
+    start = HelperProcess.start
 
     async def slow_start(*arguments: Any, **options: Any) -> Any:
         starting.set()
         await started.wait()
         return await start(*arguments, **options)
 
-    monkeypatch.setattr(WorkerPool, "start", slow_start)
+    monkeypatch.setattr(HelperProcess, "start", slow_start)
     turns = [{"role": "user", "content": "word " * num_words}]
     body = {"model": "m", "max_tokens": 100, "messages": turns}
     request = asyncio.create_task(client.post("/v1/messages", body))

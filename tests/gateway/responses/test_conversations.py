@@ -11,7 +11,7 @@ from msgspec import Raw
 from openai.types.conversations import Conversation, ConversationDeletedResource, ConversationItemList, Message
 
 from cortex.gateway.config import ResponsesSection
-from cortex.gateway.database import Execute
+from cortex.gateway.database import Database, Execute
 from cortex.gateway.ledger import keys
 from cortex.gateway.responses import conversation_tables, tables
 from cortex.gateway.responses.store import ResponseStore
@@ -205,7 +205,7 @@ async def test_gateway_that_stores_nothing_has_no_conversations(node: FakeNeuron
 async def test_conversations_expire_and_are_bounded(database: str) -> None:
     now = 1000.0
     section = ResponsesSection(retention_s=100, max_total_mb=1)
-    store = ResponseStore(database, section, Supervisor(lambda _: None), lambda _: None, lambda: now)
+    store = ResponseStore(Database(database), section, Supervisor(lambda _: None), lambda _: None, lambda: now)
 
     async def make(key_id: str, id: str, num_bytes: int) -> None:
         metadata = '{"k":"' + "v" * num_bytes + '"}'
@@ -240,7 +240,7 @@ def new_response(id: str, input: bytes = b"[]", conversation_id: str | None = No
 
 async def test_response_that_cannot_be_stored_takes_no_other_with_it(database: str) -> None:
     counted: list[str] = []
-    store = ResponseStore(database, ResponsesSection(), Supervisor(lambda _: None), counted.append)
+    store = ResponseStore(Database(database), ResponsesSection(), Supervisor(lambda _: None), counted.append)
     owner = conversation_tables.Owner("anna", store.clock(), 1000.0)
     await store.run(lambda execute: conversation_tables.create(execute, "conv_1", owner, "{}", ()))
     wanted = [
@@ -253,18 +253,20 @@ async def test_response_that_cannot_be_stored_takes_no_other_with_it(database: s
     for response in wanted:
         store.save(lambda response=response: response, 10)  # type: ignore[misc]
     stored = [(await store.read("anna", f"resp_{number}")) is not None for number in (0, 1, 2, 4)]
-    assert (stored, store.failure) == ([True, False, True, True], None)
+    assert (stored, store.database.is_failing) == ([True, False, True, True], False)
     is_postgres = "://" in database
     assert sorted(counted) == (["failed"] * 2 + ["stored"] * 3 if is_postgres else ["failed"] + ["stored"] * 4)
     if is_postgres:
         with pytest.raises(InvalidValue):
             await store.read("anna", "\0")
-        assert store.failure is None, "the database is available"
+        assert store.database.is_failing is False, "the database is available"
     await store.close()
 
 
 async def test_gateways_on_one_database_add_to_one_conversation(database: str) -> None:
-    stores = [ResponseStore(database, ResponsesSection(), Supervisor(lambda _: None), lambda _: None) for _ in "ab"]
+    stores = [
+        ResponseStore(Database(database), ResponsesSection(), Supervisor(lambda _: None), lambda _: None) for _ in "ab"
+    ]
     owner = conversation_tables.Owner("anna", stores[0].clock(), 1000.0)
     await stores[0].run(lambda execute: conversation_tables.create(execute, "conv_1", owner, "{}", ()))
 
@@ -338,7 +340,7 @@ async def test_next_turn_at_another_gateway_has_the_previous_one(
 
 async def test_responses_and_conversations_share_the_total_size(database: str) -> None:
     section = ResponsesSection(max_total_mb=1)
-    store = ResponseStore(database, section, Supervisor(lambda _: None), lambda _: None)
+    store = ResponseStore(Database(database), section, Supervisor(lambda _: None), lambda _: None)
     owner = conversation_tables.Owner("anna", store.clock(), section.retention_s)
     metadata = '{"k":"' + "v" * 600_000 + '"}'
     await store.run(lambda execute: conversation_tables.create(execute, "conv_1", owner, metadata, ()))

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from cortex.gateway.database import Database, driver_of
+from cortex.gateway.database import Database
 from cortex.gateway.responses import tables
 from cortex.gateway.responses.tables import NewResponse
 
@@ -15,9 +15,9 @@ Call = Callable[..., Any]
 @pytest.fixture
 def call(database: str) -> Iterator[Call]:
     """Calls a function of the tables in a transaction of its own."""
-    opened = Database(driver_of(database), tables.SCHEMA, "database")
+    opened = Database(database).use(tables.SCHEMA)
     yield lambda function, *values: opened.run(lambda execute: function(execute, *values))
-    opened.close()
+    opened.close_connection()
 
 
 def response(id: str, previous_id: str | None = None, *, key: str = "k", status: str = "completed") -> NewResponse:

@@ -1,39 +1,39 @@
-"""A pool whose jobs do what a test asks: `python -m pool_jobs`."""
+"""A helper whose functions do what a test asks."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-import msgspec
-
-from cortex.ipc.child import attach_to_parent
-from cortex.ipc.pool_process import serve_pool
-
-
-class Job(msgspec.Struct, frozen=True, array_like=True):
-    kind: str
-    number: int = 0
+from cortex.wire.errors import InvalidValue
 
 
-class Done(msgspec.Struct, frozen=True, array_like=True):
+class Done(NamedTuple):
     process_id: int
     number: int
+    num_bytes: int = 0
 
 
-def run_job(job: Job) -> Done:
-    match job.kind:
+def functions(prefix: str = "") -> dict[str, Callable[..., Any]]:
+    def name() -> bytes:
+        return os.fsencode(f"{prefix}helper")
+
+    return {each.__name__: each for each in (do, name)}
+
+
+def do(kind: str, number: int, body: bytes) -> Done:
+    match kind:
         case "never":
             while True:
                 time.sleep(3600)
         case "crash":
             os.abort()
         case "allocate":
-            bytearray(job.number)
-    return Done(os.getpid(), job.number)
-
-
-if __name__ == "__main__":
-    _, control = attach_to_parent(argparse.ArgumentParser())
-    serve_pool(control, Job, run_job, memory_bytes=64 << 20)
+            bytearray(number)
+        case "reject":
+            raise InvalidValue("no such thing", param="x")
+        case "fail":
+            raise ZeroDivisionError
+    return Done(os.getpid(), number, len(body))

@@ -21,8 +21,7 @@ from cortex.neuron.node.dependencies import NodeDependencies
 from cortex.neuron.node.loading.files import find_local
 from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.node import Node
-from cortex.neuron.node.survey_process.jobs import read_facts
-from cortex.neuron.node.survey_process.protocol import Read
+from cortex.neuron.node.survey_process.reading import Read, read_facts
 from cortex.neuron.text.model import TextModel, TextSurvey
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.wire.node.load_options import SamplingDefaults

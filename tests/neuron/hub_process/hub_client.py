@@ -16,8 +16,10 @@ import pytest
 from huggingface_hub import file_download
 from huggingface_hub.utils import _http as client_http
 
-from cortex.neuron.hub_process import client as hub_client
-from cortex.neuron.hub_process import remote_listing, transfer
+from cortex.ipc import pool
+from cortex.ipc.helper import Helper
+from cortex.ipc.helper_process import Calls
+from cortex.neuron.hub_process import service
 from cortex.neuron.hub_process.resolver import resolve
 
 StartHub = Callable[..., Any]
@@ -48,10 +50,9 @@ class ThreadProcess:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
-        from cortex.neuron.hub_process.service import serve
-
+        helper = Helper(name="hub", purpose="", module="")
         with contextlib.suppress(OSError):
-            serve(self._control)
+            Calls(helper, service.functions()).serve(self._control)
 
     def kill(self) -> None:
         self._control.close()
@@ -66,12 +67,11 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequ
     if "real_process" in request.fixturenames:
         return
 
-    def start(module: str, *, environment: Mapping[str, str]) -> tuple[ThreadProcess, socket.socket]:
-        assert module == "cortex.neuron.hub_process"
+    def start(*_: str, environment: Mapping[str, str]) -> tuple[ThreadProcess, socket.socket]:
         ours, theirs = socket.socketpair()
         return ThreadProcess(theirs), ours
 
-    monkeypatch.setattr(hub_client, "start_child_of_thread", start)
+    monkeypatch.setattr(pool, "start_child_of_thread", start)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ class Sleeps(list[float]):
 @pytest.fixture
 def sleeps(monkeypatch: pytest.MonkeyPatch) -> Sleeps:
     recorded = Sleeps()
-    for module in (transfer, remote_listing, file_download, client_http):
+    for module in (service, file_download, client_http):
         monkeypatch.setattr(module, "time", recorded)
     return recorded
 

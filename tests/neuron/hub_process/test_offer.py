@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cortex.neuron.hub_process.offer import Offer, OfferRequest, Variant
+from cortex.neuron.hub_process.resolver import Offer, OfferRequest, Variant
 from cortex.neuron.weights.errors import Cancelled, FilesMissing, HubUnreachable, NotOnHub
 
 COMMIT = "c0ffee" + "0" * 34

@@ -9,7 +9,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from cortex.neuron.hub_process.remote_listing import fetch_listing
+from cortex.neuron.hub_process.service import fetch_listing
 from cortex.neuron.weights.checkpoint import open_checkpoint
 from cortex.neuron.weights.errors import FilesMissing, HubError, HubUnreachable, NoDiskSpace, NotOnHub
 

@@ -14,16 +14,16 @@ import pytest
 import pytest_asyncio
 from PIL import Image as Files
 
-from cortex.neuron.picture_process.client import Pictures
+from cortex.neuron.picture_process.client import Pictures, PictureWork
 from cortex.neuron.picture_process.limits import PictureLimits
 from cortex.neuron.vision.picture import Picture, PictureGrid, PicturePlace
 from cortex.neuron.vision.preparing import prepare
 from cortex.neuron.vision.spec import PictureSpec
-from cortex.wire.errors import InvalidValue, Overloaded, PreparationLimitExceeded
+from cortex.wire.errors import InvalidValue, Overloaded, PreparationLimitExceeded, RateLimitExceeded
 from cortex.wire.packed_request import PackedRequest, pack
 from cortex.wire.requests import GenerateRequest, Image, Message
 
-from ...picture_files import picture, png_of_size, saved
+from ...picture_files import picture, png_of_size, saved, with_scans
 from ...waiting import WAIT_S
 
 SPEC = PictureSpec("area", patch=16, merge=2, most=1 << 20, least=1 << 10)
@@ -42,12 +42,14 @@ def request(*files: bytes) -> PackedRequest:
     return pack(GenerateRequest(model="m", messages=(Message(role="user", parts=parts),)))
 
 
-async def prepared(pictures: Pictures, *files: bytes, tenant: bytes = b"") -> tuple[Picture, ...]:
+async def prepared(
+    pictures: Pictures, *files: bytes, tenant: bytes = b"", work: PictureWork | None = None
+) -> tuple[Picture, ...]:
     packed = request(*files)
     packed = replace(packed, head=msgspec.structs.replace(packed.head, tenant=tenant))
-    grids = [SPEC.grid(image.width, image.height, image.detail) for image in packed.head.images]
+    grids = [SPEC.grid(image.width, image.height, image.detail) for image in packed.head.pictures]
     places = [PicturePlace(number, 1000 * number, grid) for number, grid in enumerate(grids)]
-    return await pictures.prepare(packed, SPEC, places)
+    return await pictures.prepare(packed, SPEC, places, work or PictureWork("anna"))
 
 
 async def test_pixels_are_those_of_the_library(pictures: Pictures) -> None:
@@ -124,6 +126,58 @@ async def test_pixels_of_a_request_fit_one_message(pictures: Pictures) -> None:
     grid = PictureGrid(100, 100, 10_000, 6400, 6400)
     places = [PicturePlace(number, 10_000 * number, grid) for number in range(2)]
     with pytest.raises(InvalidValue, match="81 million pixels") as caught:
-        await pictures.prepare(packed, SPEC, places)
+        await pictures.prepare(packed, SPEC, places, PictureWork("anna"))
     assert caught.value.param == "messages[0].content[1]"
     assert pictures.process_id is None
+
+
+async def test_client_with_many_pictures_delays_no_other(pictures: Pictures) -> None:
+    flood = [
+        asyncio.create_task(prepared(pictures, picture(400 + at, 400, kind="JPEG", progressive=True)))
+        for at in range(24)
+    ]
+    await asyncio.sleep(0)  # they are all in the queue
+    (found,) = await prepared(pictures, picture(), work=PictureWork("bob"))
+    assert found.pixels
+    assert sum(each.done() for each in flood) < 12, "bob did not wait for all of anna's"
+    await asyncio.gather(*flood)
+
+
+async def test_pictures_that_wait_are_bounded_for_each_client(pictures: Pictures) -> None:
+    calls = [asyncio.create_task(prepared(pictures, picture(64 + at, 48))) for at in range(200)]
+    ends = await asyncio.gather(*calls, return_exceptions=True)
+    rejected = [end for end in ends if isinstance(end, BaseException)]
+    assert rejected
+    assert all(isinstance(end, RateLimitExceeded) and "your pictures are waiting" in str(end) for end in rejected)
+
+
+async def test_progressive_picture_with_too_many_scans_is_rejected_without_being_decoded(pictures: Pictures) -> None:
+    work = PictureWork("anna")
+    with pytest.raises(InvalidValue, match=r"150 scans, at most 32 .*pictures\.max_scans") as caught:
+        await prepared(pictures, with_scans(picture(64, 64, kind="JPEG", progressive=True), 150), work=work)
+    assert caught.value.param == "messages[0].content[0]"
+    assert (pictures.process_id, work.num_tokens) == (None, 0)
+    await prepared(pictures, picture(64, 64, kind="JPEG", progressive=True))
+
+
+async def test_computing_for_one_request_is_limited_and_what_was_computed_is_counted() -> None:
+    hurried = Pictures(PictureLimits(request_s=1e-9))
+    work = PictureWork("anna")
+    try:
+        with pytest.raises(PreparationLimitExceeded, match=r"pictures\.request_s"):
+            await prepared(hurried, *(picture(64 + at, 64) for at in range(8)), work=work)
+    finally:
+        await hurried.close()
+    assert work.cpu_s > 0
+    assert work.num_tokens > 0
+
+
+async def test_picture_that_cannot_be_decoded_counts_and_one_that_is_known_does_not(pictures: Pictures) -> None:
+    work = PictureWork("anna")
+    with pytest.raises(InvalidValue):
+        await prepared(pictures, png_of_size(400, 400), work=work)
+    assert work.num_tokens == SPEC.grid(400, 400).num_tokens
+    await prepared(pictures, picture(), work=work)
+    before = work.num_tokens
+    await prepared(pictures, picture(), work=work)
+    assert work.num_tokens == before

@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from cortex.ipc.pool import WorkerPool
+from cortex.ipc.helper import Helper
+from cortex.ipc.pool import HelperProcess
 from cortex.neuron.text.errors import TextFileMalformed, TokenizerMissing, TokenizerUnsupported
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import prepare
@@ -198,14 +199,14 @@ async def test_process_that_dies_twice_is_a_retryable_error(
 ) -> None:
     await tokenizer.read()
     await tokenizer.rest()
-    start = WorkerPool.start
+    start = HelperProcess.start
 
-    async def start_dead(module: str, *arguments: str, **options: Any) -> WorkerPool[Any]:
-        pool: WorkerPool[Any] = await start(module, *arguments, **options)
-        os.kill(pool.process_id, signal.SIGKILL)
-        return pool
+    async def start_dead(helper: Helper) -> HelperProcess:
+        process = await start(helper)
+        os.kill(process.process_id, signal.SIGKILL)
+        return process
 
-    monkeypatch.setattr(WorkerPool, "start", start_dead)
+    monkeypatch.setattr(HelperProcess, "start", start_dead)
     with pytest.raises(Recovering, match="try again"):
         await encode(tokenizer, "hello")
 

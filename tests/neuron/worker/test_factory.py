@@ -15,8 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cortex.ipc.channel import encode_frame
-from cortex.ipc.packets import PacketSocket
+from cortex.ipc.channel import PacketSocket, encode_frame
 from cortex.neuron.worker.factory import WorkerFactory, WorkerHandle
 from cortex.neuron.worker.program.fork_server import ForkServer
 from cortex.neuron.worker.program.worker import EXIT_FAULTED

@@ -95,8 +95,8 @@ def test_packed_request_has_sizes_instead_of_files(place: str) -> None:
     request = parsed(dialect, body)
     packed = pack(request)
     assert packed.files == (PNG,)
-    assert packed.head.images == (Image(param=param, num_bytes=len(PNG), width=31, height=17),)
-    assert images_of(unpack(packed.whole())) == list(packed.head.images)
+    assert packed.head.pictures == (Image(param=param, num_bytes=len(PNG), width=31, height=17),)
+    assert images_of(unpack(packed.whole())) == list(packed.head.pictures)
     assert base64_of(PNG)[:40].encode() not in packed.whole()
     restored = images_of(with_files(unpack(packed.whole()), packed.files))
     assert [data_url(image) for image in restored] == [URL]

@@ -97,7 +97,7 @@ def _logged(gateway: GatewayClient, limit: int, filters: dict[str, str], since: 
     return found[::-1]
 
 
-def moment(text: str, now: float) -> str:
+def moment(text: str, now: float, option: str = "--since") -> str:
     """A time for the gateway: `12h` before `now`, or the text itself, in the time zone of this machine."""
     number, unit = text[:-1], text[-1:]
     if unit in _UNITS_S and number.isdecimal():
@@ -105,7 +105,7 @@ def moment(text: str, now: float) -> str:
     try:
         return f"{datetime.fromisoformat(text).timestamp():.0f}"
     except (ValueError, OverflowError) as problem:
-        raise click.BadParameter("use 30m, 12h, 7d, a date or a time", param_hint="--since") from problem
+        raise click.BadParameter("use 30m, 12h, 7d, a date or a time", param_hint=option) from problem
 
 
 class _ServerOutput:

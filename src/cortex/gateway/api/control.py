@@ -185,7 +185,7 @@ class Control:
                 ],
                 "audit": "/fleet/audit",
                 "activity": ["/fleet/activity", "/fleet/activity/events", "/fleet/activity/{id}"],
-                "usage": ["/fleet/usage", "/fleet/usage.csv", "/keys"],
+                "usage": ["/fleet/usage", "/fleet/usage.csv", "/keys", "/groups"],
                 "orders": [
                     "/fleet/models/{model}/{load,unload,pin,unpin,bench,log,size}",
                     "/fleet/nodes/{node}/{drain,undrain}",

@@ -1,47 +1,49 @@
-"""`/keys`: list, make, change and revoke API keys. Operators only, but every key may read its own limits.
+"""`/keys` and `/groups`: list, make, change and revoke API keys, and the limits that groups of them share. Operators
+only, but every key may read its own limits and those of its group.
 
-The keys are those of the configuration file, which `cortex keys` edits as well; an edit is in force when the response
-is sent.
+What is made here is in the database: it is in force when the response is sent, and within a second on every other
+gateway that shares the database. Keys and groups of the configuration file are listed and cannot be changed here.
 """
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from cortex.gateway.api.parts import ApiRoute, DeferredResponses, read_body
-from cortex.gateway.ledger.groups import CostLeft
-from cortex.gateway.ledger.key_file import KeyFile, KeyFileError, UnknownKey
+from cortex.gateway.database import Execute, StoreError
+from cortex.gateway.ledger import key_store
+from cortex.gateway.ledger.groups import Counters, GroupSection, budget_left, cost_id, group_id
+from cortex.gateway.ledger.key_store import KeyConflict
 from cortex.gateway.ledger.keys import KeySection, Limit, Money, generate
-from cortex.gateway.ledger.limits import Account
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
 from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.settings import SettingsError
-from cortex.wire.errors import CortexError, InvalidValue, OperatorOnly, RouteNotFound, shorten
-from cortex.wire.words import os_error_in_words
+from cortex.wire.errors import DatabaseUnavailable, InvalidValue, ManagedByFile, OperatorOnly, RouteNotFound, shorten
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PATH = "/keys"
+KEYS_PATH, GROUPS_PATH = "/keys", "/groups"
 MAX_NAME = 100
 
 _UNSET = msgspec.UNSET
 _Rate = Annotated[int, msgspec.Meta(ge=1)]
 _Window = Annotated[int, msgspec.Meta(ge=60)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 
 
-class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The limits of a key in a request. Absent: as it is, or the default; null: without this limit."""
+class _Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits in a request. Absent: as it is, or the default; null: without this limit."""
 
     models: tuple[str, ...] | msgspec.UnsetType = _UNSET
     requests_per_min: _Rate | msgspec.UnsetType | None = _UNSET
@@ -50,65 +52,67 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     balance_tokens: Limit | msgspec.UnsetType | None = _UNSET
     window_cost: Money | msgspec.UnsetType | None = _UNSET
     balance_cost: Money | msgspec.UnsetType | None = _UNSET
+
+    def given(self) -> dict[str, Any]:
+        """The fields that the client sent, without the name."""
+        values = {field: getattr(self, field) for field in self.__struct_fields__ if field != "name"}
+        return {field: value for field, value in values.items() if value is not _UNSET}
+
+
+class _KeyFields(_Limits, frozen=True, kw_only=True):
     group: str | msgspec.UnsetType | None = _UNSET
     operator: bool | msgspec.UnsetType = _UNSET
     expires: str | msgspec.UnsetType | None = _UNSET
 
-    def given(self) -> dict[str, Any]:
-        """The fields that the client sent."""
-        values = {field: getattr(self, field) for field in self.__struct_fields__}
-        return {field: value for field, value in values.items() if value is not _UNSET}
+
+class _NewKey(_KeyFields, frozen=True, kw_only=True):
+    name: _Name
 
 
-class _NewKey(_Fields, frozen=True, kw_only=True):
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+class _NewGroup(_Limits, frozen=True, kw_only=True):
+    name: _Name
 
 
 class KeyRoutes:
-    """Edits the keys in the configuration file and puts them in force."""
+    """Edits the keys and groups in the database and puts them in force."""
 
-    def __init__(
-        self,
-        metering: Metering,
-        path: Path | None,
-        reload: Callable[[], Awaitable[None]],
-        deferred: DeferredResponses,
-    ) -> None:
-        """`path`: the configuration file, if there is one. `reload` puts it in force and never raises."""
+    def __init__(self, metering: Metering, refresh: Callable[[], Awaitable[None]], deferred: DeferredResponses) -> None:
+        """`refresh` puts in force what the database has. Raises `StoreError`."""
         self._metering = metering
-        self._path = path
-        self._reload = reload
+        self._refresh = refresh
         self._deferred = deferred
 
     def routes(self) -> list[ApiRoute]:
-        return [Route("GET POST", PATH, self._handle), Route("PATCH DELETE", f"{PATH}/(?P<name>.+)", self._handle)]
+        return [
+            route
+            for root in (KEYS_PATH, GROUPS_PATH)
+            for route in (
+                Route("GET POST", root, partial(self._handle, root=root)),
+                Route("PATCH DELETE", f"{root}/(?P<name>.+)", partial(self._handle, root=root)),
+            )
+        ]
 
-    def _handle(self, exchange: Exchange, name: str = "") -> Response | None:
+    def _handle(self, exchange: Exchange, *, root: str, name: str = "") -> None:
         request = exchange.request
         if request.method in (b"GET", b"HEAD"):
-            return self._list(request)
-        operator = self._operator(request)
-        if request.method == b"POST":
-            work = self._make(read_body(request.body, _NewKey))
-        elif request.method == b"PATCH":
-            work = self._change(operator, name, read_body(request.body, _Fields))
+            work = self._list(self._metering.meter.key(request), with_keys=root == KEYS_PATH)
         else:
-            work = self._revoke(operator, name)
+            work = self._changing(request, root, name)
         self._deferred.respond(exchange, work)
-        return None
 
-    def _list(self, request: Request) -> Response:
-        key = self._metering.meter.key(request)
-        ledger, now = self._metering.ledger, time.time()
-        accounts = [] if ledger is None else ledger.accounts
-        shown = [account for account in accounts if key is None or key.operator or account.key.id == key.id]
-        return json_response(
-            {
-                "keys": [self._account_json(account, now) for account in shown],
-                "is_open": self._metering.is_open,
-                "is_operator": key is None or key.operator,
-            }
-        )
+    def _changing(self, request: Request, root: str, name: str) -> Any:
+        operator, body = self._operator(request), request.body
+        if root == KEYS_PATH:
+            if request.method == b"POST":
+                return self._make(read_body(body, _NewKey))
+            if request.method == b"PATCH":
+                return self._change(operator, name, read_body(body, _KeyFields))
+            return self._revoke(operator, name)
+        if request.method == b"POST":
+            return self._make_group(read_body(body, _NewGroup))
+        if request.method == b"PATCH":
+            return self._change_group(name, read_body(body, _Limits))
+        return self._remove_group(name)
 
     def _operator(self, request: Request) -> KeySection:
         """The operator's key. On an open gateway nobody may make keys here: the first one would lock all others out."""
@@ -121,92 +125,174 @@ class KeyRoutes:
             )
         return key
 
+    async def _list(self, key: KeySection | None, *, with_keys: bool) -> Response:
+        in_force, counters = self._metering.in_force, await self._counters()
+        sees_all = key is None or key.operator
+        body: dict[str, Any] = {
+            "groups": [
+                self._group_json(group, counters)
+                for group in in_force.groups
+                if sees_all or (key is not None and key.group == group.name)
+            ],
+            "is_open": self._metering.is_open,
+            "is_operator": sees_all,
+        }
+        if with_keys:
+            shown = [each for each in self._keys() if sees_all or (key is not None and each.id == key.id)]
+            body["keys"] = [self._key_json(each, counters) for each in shown]
+        return json_response(body)
+
     async def _make(self, wanted: _NewKey) -> Response:
-        name = wanted.name.strip()
-        if not name or "/" in name or any(account.key.name == name for account in self._accounts()):
-            raise InvalidValue(
-                f"A key cannot be called {shorten(name)!r}: use a name without `/` that no other key has.", param="name"
-            )
-        given = {field: value for field, value in wanted.given().items() if field != "name"}
+        name = self._checked_name(wanted.name, {key.name for key in self._keys()}, "key")
+        given = wanted.given()
+        self._check_group(given.get("group"))
         try:
             made = generate(name, **given)
         except ValueError as problem:
             raise InvalidValue(f"{problem}.") from problem
-        await self._edit(lambda file: file.add(made.section))
-        return json_response({"key": made.text, **self._described(made.section)}, 201)
+        await self._edit(lambda execute: key_store.add_key(execute, made.section))
+        return json_response({"key": made.text, **await self._described(made.section)}, 201)
 
-    async def _change(self, operator: KeySection, name: str, fields: _Fields) -> Response:
-        given = fields.given()
-        if operator.id == self._find(name).id and ("expires" in given or given.get("operator") is False):
+    async def _change(self, operator: KeySection, name: str, fields: _KeyFields) -> Response:
+        given, found = fields.given(), self._find(name)
+        if operator.id == found.id and ("expires" in given or given.get("operator") is False):
             raise _own_key("change who may use")
+        self._check_in_database(found)
+        self._check_group(given.get("group"))
 
-        def changed(section: KeySection) -> KeySection:
-            return msgspec.structs.replace(section, **given)
+        def change(execute: Execute) -> KeySection:
+            before = key_store.read_keys(execute).find(found.id)
+            if before is None:
+                raise _unknown(name)
+            after = msgspec.structs.replace(before, **given)
+            key_store.put_key(execute, after)
+            return after
 
         try:
-            section = await self._edit(lambda file: file.change(name, changed))
+            section = await self._edit(change)
         except ValueError as problem:
             raise InvalidValue(f"{problem}.") from problem
-        return json_response(self._described(section))
+        return json_response(await self._described(section))
 
     async def _revoke(self, operator: KeySection, name: str) -> Response:
-        if operator.id == self._find(name).id:
+        found = self._find(name)
+        if operator.id == found.id:
             raise _own_key("revoke")
-        section, _ = await self._edit(lambda file: file.remove(name))
-        return json_response({"revoked": {"name": section.name, "id": section.id}})
+        self._check_in_database(found)
+        if not await self._edit(lambda execute: key_store.remove_key(execute, found.id)):
+            raise _unknown(name)
+        return json_response({"revoked": {"name": found.name, "id": found.id}})
 
-    def _accounts(self) -> tuple[Account, ...]:
-        return self._metering.ledger.accounts if self._metering.ledger is not None else ()
+    async def _make_group(self, wanted: _NewGroup) -> Response:
+        name = self._checked_name(wanted.name, {group.name for group in self._metering.in_force.groups}, "group")
+        section = GroupSection(name=name, **wanted.given())
+        await self._edit(lambda execute: key_store.put_group(execute, section))
+        return json_response(self._group_json(section, await self._counters()), 201)
+
+    async def _change_group(self, name: str, limits: _Limits) -> Response:
+        found, given = self._group_in_database(name), limits.given()
+
+        def change(execute: Execute) -> GroupSection:
+            before = next((group for group in key_store.read_keys(execute).groups if group.name == name), found)
+            after = msgspec.structs.replace(before, **given)
+            key_store.put_group(execute, after)
+            return after
+
+        return json_response(self._group_json(await self._edit(change), await self._counters()))
+
+    async def _remove_group(self, name: str) -> Response:
+        found = self._group_in_database(name)
+        await self._edit(lambda execute: key_store.remove_group(execute, found.name))
+        return json_response({"removed": found.name})
+
+    def _keys(self) -> tuple[KeySection, ...]:
+        """Those in force, with the models of their groups."""
+        return () if self._metering.ledger is None else tuple(self._metering.ledger.keyring)
 
     def _find(self, name_or_id: str) -> KeySection:
-        for account in self._accounts():
-            if name_or_id in (account.key.id, account.key.name):
-                return account.key
-        raise RouteNotFound(f"There is no key {shorten(name_or_id)}; GET /keys lists them.")
+        for key in self._keys():
+            if name_or_id in (key.id, key.name):
+                return key
+        raise _unknown(name_or_id)
 
-    async def _edit(self, edit: Callable[[KeyFile], T]) -> T:
-        """Edit the file on a thread and put it in force. Raises InvalidValue, RouteNotFound or CortexError."""
-        if self._path is None:
-            raise CortexError("This gateway runs without a configuration file, so keys cannot be stored.")
+    def _checked_name(self, given: str, taken: set[str], kind: str) -> str:
+        name = given.strip()
+        if not name or "/" in name or name in taken:
+            raise InvalidValue(
+                f"A {kind} cannot be called {shorten(name)!r}: use a name without `/` that no other {kind} has.",
+                param="name",
+            )
+        return name
+
+    def _check_group(self, name: str | None) -> None:
+        groups = [group.name for group in self._metering.in_force.groups]
+        if name is not None and name not in groups:
+            known = ", ".join(f"`{group}`" for group in groups) or "none"
+            raise InvalidValue(f"There is no group {shorten(name)!r}; groups: {known}.", param="group")
+
+    def _check_in_database(self, key: KeySection) -> None:
+        if key.id in self._metering.in_force.file_ids:
+            raise ManagedByFile(
+                f"The key `{key.name}` is in the configuration file, which wins over the database: change it there, "
+                "with `cortex keys change` or `cortex keys remove` and `--config`."
+            )
+
+    def _group_in_database(self, name: str) -> GroupSection:
+        for group in self._metering.in_force.groups:
+            if group.name == name:
+                if name in self._metering.in_force.file_groups:
+                    raise ManagedByFile(f"The group `{name}` is in the configuration file: change it there.")
+                return group
+        raise RouteNotFound(f"There is no group {shorten(name)}; GET /groups lists them.")
+
+    async def _edit(self, work: Callable[[Execute], T]) -> T:
+        """Edit the database and put it in force. Raises DatabaseUnavailable, InvalidValue, and what `work` raises."""
         try:
-            result = await asyncio.to_thread(partial(edit, KeyFile(self._path)))
-        except UnknownKey as problem:
-            raise RouteNotFound(f"{problem}.") from problem
-        except OSError as problem:
-            raise CortexError(f"The keys were not changed: {os_error_in_words(problem)}.") from problem
-        except (KeyFileError, SettingsError) as problem:
-            raise CortexError(f"The keys were not changed: {problem}.") from problem
-        await self._reload()
+            result = await self._metering.key_store.edit(work)
+            await self._refresh()
+        except KeyConflict as problem:
+            raise InvalidValue(f"Nothing has changed: {problem}.") from problem
+        except StoreError as error:
+            log.error("keys cannot be changed: %s", error)
+            raise DatabaseUnavailable("Keys cannot be changed now; the gateway's log has the reason.") from error
         return result
 
-    def _described(self, section: KeySection) -> dict[str, Any]:
-        """The key as it is in force; with its limits only when the file could not be put in force."""
-        for account in self._accounts():
-            # Its models may be those of its group.
-            if msgspec.structs.replace(account.key, models=section.models) == section:
-                return self._account_json(account, time.time()) | {"in_force": True}
-        return _public(section) | {"in_force": False}
+    async def _counters(self) -> Mapping[str, Counters]:
+        """What keys and groups have spent, at all gateways; as far as this one knows while the database is away."""
+        ledger = self._metering.ledger
+        if ledger is None:
+            return {}
+        try:
+            return await ledger.counters()
+        except StoreError:
+            return ledger.known_counters()
 
-    def _account_json(self, account: Account, now: float) -> dict[str, Any]:
-        key, ledger = account.key, self._metering.ledger
-        spent, in_window = account.total_spent(), account.window_spent(now)
-        costs = () if ledger is None else (each for budget, each in ledger.budgets(key) if budget.owns(key))
-        left = next((CostLeft.of(key, each.window_spent(now), each.total_spent()) for each in costs), CostLeft())
-        return _public(key) | {
-            "is_expired": now >= key.expires_at,
-            "spent_tokens": spent,
-            "window_spent_tokens": in_window,
-            "balance_left_tokens": None if key.balance_tokens is None else max(0, key.balance_tokens - spent),
-            "window_left_tokens": None if key.window_tokens is None else max(0, key.window_tokens - in_window),
-            "balance_left_cost": left.balance,
-            "window_left_cost": left.window,
-        }
+    async def _described(self, section: KeySection) -> dict[str, Any]:
+        """The key as it is in force."""
+        in_force = next((key for key in self._keys() if key.id == section.id), None)
+        return self._key_json(in_force or section, await self._counters()) | {"in_force": in_force is not None}
+
+    def _key_json(self, key: KeySection, counters: Mapping[str, Counters]) -> dict[str, Any]:
+        """A key without its hash, and what is left of its limits."""
+        public = {name: value for name, value in msgspec.to_builtins(key).items() if name != "sha256"}
+        is_file = key.id in self._metering.in_force.file_ids
+        left = budget_left(key, counters.get(key.id, Counters()), counters.get(cost_id(key), Counters()))
+        return (
+            public | left | {"is_expired": time.time() >= key.expires_at, "source": "file" if is_file else "database"}
+        )
+
+    def _group_json(self, group: GroupSection, counters: Mapping[str, Counters]) -> dict[str, Any]:
+        is_file = group.name in self._metering.in_force.file_groups
+        none = Counters()
+        left = budget_left(group, counters.get(group_id(group.name), none), counters.get(cost_id(group), none))
+        members = sorted(key.name for key in self._keys() if key.group == group.name)
+        limits: dict[str, Any] = msgspec.to_builtins(group)
+        return limits | left | {"keys": members, "source": "file" if is_file else "database"}
 
 
 def _own_key(what: str) -> OperatorOnly:
     return OperatorOnly(f"An operator cannot {what} its own key: use another operator's key, or `cortex keys`.")
 
 
-def _public(key: KeySection) -> dict[str, Any]:
-    """A key without its hash."""
-    return {name: value for name, value in msgspec.to_builtins(key).items() if name != "sha256"}
+def _unknown(name_or_id: str) -> RouteNotFound:
+    return RouteNotFound(f"There is no key {shorten(name_or_id)}; GET /keys lists them.")

@@ -1,12 +1,10 @@
-"""`/fleet/usage`: requests, tokens and their cost by day, key, model or node, as JSON or CSV.
+"""`/fleet/usage`: requests, tokens and their cost by day, key, group, model or node, as JSON or CSV.
 
 Operators see all of it, or with `key` one key. The owner of another key sees the usage of that key.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import logging
 import time
 from collections.abc import Callable
@@ -19,15 +17,14 @@ from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.api.parts import ApiRoute, DeferredResponses, time_in_query
 from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.meter import Metering
-from cortex.gateway.ledger.tables import GroupBy
-from cortex.gateway.ledger.usage_report import UsageRow, report
+from cortex.gateway.ledger.store import GroupBy
+from cortex.gateway.ledger.usage_report import UsageRow, as_csv, report
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
 from cortex.http.routing import Route, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.errors import DatabaseUnavailable, InvalidValue, OperatorOnly
-from cortex.wire.events import Usage
 
 log = logging.getLogger(__name__)
 
@@ -39,16 +36,6 @@ _CSV_HEADERS = (
     (b"content-type", b"text/csv; charset=utf-8"),
     (b"content-disposition", b'attachment; filename="cortex-usage.csv"'),
 )
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
-
-
-def cost_of(catalogue: Catalogue, model: str, usage: Usage) -> float:
-    """What the usage of a model costs by the catalogue."""
-    return catalogue.spec(model).cost.of(
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.cached_tokens,
-        completion_tokens=usage.completion_tokens,
-    )
 
 
 class UsageRoutes:
@@ -95,9 +82,9 @@ class UsageRoutes:
         except StoreError as error:
             log.error("usage cannot be read: %s", error)
             raise DatabaseUnavailable("Usage cannot be read now; the gateway's log has the reason.") from error
-        rows = report(group, spends, lambda model, usage: cost_of(catalogue, model, usage))
+        rows = report(group, spends, catalogue.cost)
         if wants_csv:
-            return Response(200, _CSV_HEADERS, _as_csv(group, rows))
+            return Response(200, _CSV_HEADERS, as_csv(group, rows).encode())
         body = {"by": group, "since": since, "until": until, "is_recorded": ledger is not None}
         return json_response(body | {"rows": [_as_json(row) for row in rows]})
 
@@ -112,19 +99,3 @@ def _group(name: str) -> GroupBy:
 def _as_json(row: UsageRow) -> dict[str, Any]:
     values: dict[str, Any] = msgspec.to_builtins(row)
     return values | {"total_tokens": row.total_tokens, "cost": round(row.cost, 6)}
-
-
-def _as_csv(group: GroupBy, rows: tuple[UsageRow, ...]) -> bytes:
-    out = io.StringIO()
-    writer = csv.writer(out)
-    columns = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens", "total_tokens")
-    writer.writerow([group, "id", *columns, "cost"])
-    for row in rows:
-        cells = [_as_text(row.name), _as_text(row.id), *(getattr(row, name) for name in columns)]
-        writer.writerow([*cells, f"{row.cost:.6f}"])
-    return out.getvalue().encode()
-
-
-def _as_text(name: str) -> str:
-    """The name, so that a spreadsheet does not take it for a formula."""
-    return f"'{name}" if name.startswith(_FORMULA) else name

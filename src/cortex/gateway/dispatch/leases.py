@@ -18,7 +18,7 @@ from cortex.routing.prefixes import PrefixRecord
 from cortex.wire.errors import CortexError, Overloaded, UnsupportedModality
 from cortex.wire.node.load_options import ENGINE
 from cortex.wire.node.protocol import ModelState, ModelStatus
-from cortex.wire.pictures.rejection import reads_text_only
+from cortex.wire.pictures.parts import reads_text_only
 
 RequestKind = Literal["response", "count", "embeddings", "rerank", "relay"]
 """What a request needs from a node: a generated response, a token count, vectors, scores, or a server that reads it."""

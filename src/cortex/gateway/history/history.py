@@ -1,14 +1,195 @@
-"""The gateway's traffic and the fleet's memory over the last hour and the last day, in a few megabytes."""
+"""The gateway's traffic and the fleet's memory over the last hour and the last day, in a few megabytes. Pure.
+
+Traffic is in rings of buckets, each a step of time. First-token times are counted in buckets of their own, each a tenth
+longer than the one before: two of them can be added, and a quantile of the sum is exact to a twentieth. What models
+held of each device changes only when models come and go, so that changes are kept instead of samples.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, Protocol
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
 
+import msgspec
+
+from cortex.fleet.holdings import as_model, bytes_held
 from cortex.fleet.topology import Fleet
-from cortex.gateway.history.device_memory import DeviceMemory, Holdings
-from cortex.gateway.history.series import Bucket, Ring
 from cortex.gateway.proxy.accounting.activity import RequestRecord
+from cortex.wire.node.protocol import ModelState
+
+_GROWTH = math.log(1.1)
+_SHORTEST_S = 1e-4
+
+
+@dataclass(slots=True, kw_only=True)
+class Bucket:
+    """What happened in one step of time."""
+
+    at: float
+    """When the step began: seconds since 1970."""
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    first_tokens: dict[int, int] = field(default_factory=dict)
+    """How many times to the first token were of each length, on a scale that grows by a tenth."""
+    waiting: int = 0
+    """The most requests that waited at a time."""
+    loads: int = 0
+    evictions: int = 0
+
+    def count_first_token(self, first_token_s: float) -> None:
+        length = int(math.log(first_token_s / _SHORTEST_S) / _GROWTH) if first_token_s > _SHORTEST_S else 0
+        self.first_tokens[length] = self.first_tokens.get(length, 0) + 1
+
+    def add(self, other: Bucket) -> None:
+        """Count what happened in `other` here too."""
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        for length, count in other.first_tokens.items():
+            self.first_tokens[length] = self.first_tokens.get(length, 0) + count
+        self.waiting = max(self.waiting, other.waiting)
+        self.loads += other.loads
+        self.evictions += other.evictions
+
+    def quantile(self, part: float) -> float | None:
+        """The time to the first token that `part` of the requests did not exceed."""
+        total = sum(self.first_tokens.values())
+        left = math.ceil(part * total)
+        for length in sorted(self.first_tokens):
+            left -= self.first_tokens[length]
+            if left <= 0:
+                return _SHORTEST_S * math.exp((length + 0.5) * _GROWTH)
+        return None
+
+
+class Ring:
+    """The latest buckets of one step. Those of times in which nothing happened are absent."""
+
+    def __init__(self, step_s: int, num_steps: int) -> None:
+        self.step_s = step_s
+        self.num_steps = num_steps
+        self._buckets: deque[Bucket] = deque()
+
+    def current(self, now: float) -> Bucket:
+        """The bucket of this moment. A clock that was set back continues the latest one."""
+        at = now - now % self.step_s
+        if not self._buckets or self._buckets[-1].at < at:
+            self._buckets.append(Bucket(at=at))
+            while self._buckets[0].at <= at - self.num_steps * self.step_s:
+                self._buckets.popleft()
+        return self._buckets[-1]
+
+    def restore(self, buckets: Iterable[Bucket], now: float) -> None:
+        """Begin with the buckets of an earlier process, before the first of this one."""
+        oldest = now - self.num_steps * self.step_s
+        self._buckets = deque(sorted((each for each in buckets if oldest < each.at <= now), key=lambda each: each.at))
+
+    def since(self, at: float) -> list[Bucket]:
+        """The buckets that began at `at` or later, the current one included."""
+        return [bucket for bucket in self._buckets if bucket.at >= at]
+
+    def window(self, now: float) -> list[Bucket]:
+        """One bucket for every step until now, oldest first."""
+        last = int(now // self.step_s)
+        known = {int(bucket.at // self.step_s): bucket for bucket in self._buckets}
+        steps = range(last - self.num_steps + 1, last + 1)
+        return [known.get(step) or Bucket(at=float(step * self.step_s)) for step in steps]
+
+
+MAX_CHANGES = 20_000
+"""Changes that are kept of all devices together; the oldest are dropped."""
+
+
+class DeviceKey(NamedTuple):
+    node: str
+    device: int
+
+
+class Holdings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What was on a device from a moment on."""
+
+    at: float
+    node: str
+    index: int
+    total_bytes: int
+    used_bytes: int
+    """By anything, other programs included; as of that moment."""
+    models: tuple[tuple[str, int], ...]
+
+    @property
+    def key(self) -> DeviceKey:
+        return DeviceKey(self.node, self.index)
+
+
+class DeviceMemory:
+    """The changes of a day, oldest first."""
+
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
+        self._changes: deque[Holdings] = deque()
+        self._latest: dict[DeviceKey, Holdings] = {}
+
+    def sample(self, fleet: Fleet, now: float) -> None:
+        """Record the devices that hold other models than before. One whose node is down or gone holds none."""
+        found = list(holdings_of(fleet, now))
+        unknown = {node.name for node in fleet.nodes if not node.healthy and node.problem is None}
+        for key in self._latest.keys() - {each.key for each in found}:
+            latest = self._latest[key]
+            if latest.models and key.node not in unknown:
+                found.append(msgspec.structs.replace(latest, at=now, used_bytes=0, models=()))
+            elif not latest.models and latest.at < now - self._keep_s:
+                del self._latest[key]
+        for holdings in found:
+            before = self._latest.get(holdings.key)
+            if before is None or before.models != holdings.models or before.total_bytes != holdings.total_bytes:
+                self._add(holdings)
+        while self._changes and (self._changes[0].at < now - self._keep_s or len(self._changes) > MAX_CHANGES):
+            self._changes.popleft()
+
+    def restore(self, changes: list[Holdings], now: float) -> None:
+        for holdings in sorted(changes, key=lambda each: each.at):
+            if now - self._keep_s <= holdings.at <= now:
+                self._add(holdings)
+
+    def since(self, at: float) -> list[Holdings]:
+        """The changes at `at` or later, and for each device what held before."""
+        before: dict[DeviceKey, Holdings] = {}
+        later: list[Holdings] = []
+        for holdings in self._changes:
+            if holdings.at < at:
+                before[holdings.key] = holdings
+            else:
+                later.append(holdings)
+        missing = {key: latest for key, latest in self._latest.items() if latest.at < at and key not in before}
+        return [*before.values(), *missing.values(), *later]
+
+    def _add(self, holdings: Holdings) -> None:
+        self._changes.append(holdings)
+        self._latest[holdings.key] = holdings
+
+
+def holdings_of(fleet: Fleet, now: float) -> Iterator[Holdings]:
+    """What each device holds now; nothing of a node that is down."""
+    for node in fleet.nodes:
+        if not node.healthy:
+            continue
+        statuses = [held.status for held in node.residencies.values() if held.state is not ModelState.COLD]
+        statuses += map(as_model, node.shares)
+        for device in node.devices:
+            sizes = ((status.id, bytes_held(device.index, device.kind, status)) for status in statuses)
+            yield Holdings(
+                at=now,
+                node=node.name,
+                index=device.index,
+                total_bytes=device.total_bytes,
+                used_bytes=device.total_bytes - device.free_bytes,
+                models=tuple(sorted((model, num_bytes) for model, num_bytes in sizes if num_bytes)),
+            )
+
 
 Window = Literal["hour", "day"]
 WINDOWS: tuple[Window, ...] = ("hour", "day")

@@ -6,29 +6,26 @@ Only what has changed is written, about once a minute. While the database is una
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from cortex.gateway.config import Config
-from cortex.gateway.database import Database, Execute, StoreError, driver_of, is_url
+from cortex.gateway.database import Database, Execute, Schema, StoreError
 from cortex.gateway.dispatch.event_log import EventLog
-from cortex.gateway.history.device_memory import Holdings
-from cortex.gateway.history.history import WINDOWS, History
-from cortex.gateway.history.series import Bucket
+from cortex.gateway.history.history import WINDOWS, Bucket, History, Holdings
 from cortex.gateway.proxy.accounting.activity import ActivityLog
 
 log = logging.getLogger(__name__)
 
-SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS history (gateway TEXT NOT NULL, kind TEXT NOT NULL, at DOUBLE PRECISION NOT NULL, "
-    "entry TEXT NOT NULL, PRIMARY KEY (gateway, kind, at))",
+SCHEMA = Schema(
+    (
+        "CREATE TABLE IF NOT EXISTS history (gateway TEXT NOT NULL, kind TEXT NOT NULL, at DOUBLE PRECISION NOT NULL, "
+        "entry TEXT NOT NULL, PRIMARY KEY (gateway, kind, at))",
+    ),
 )
 INTERVAL_S = 60.0
 KEEP_S = 86_400.0
@@ -48,35 +45,27 @@ class _Entry(NamedTuple):
     text: str
 
 
-Work = Callable[[], list[_Entry] | None]
-
-
 class HistoryStore:
-    """Owned by the loop. Never raises: a failure is logged once."""
+    """Owned by the loop. Never raises. A database that does not exist is not created."""
 
-    def __init__(self, activity: ActivityLog, event_log: EventLog, config: Config, directory: Path) -> None:
-        """A file of a database that is not there is not created."""
+    def __init__(self, activity: ActivityLog, event_log: EventLog, database: Database, port: int) -> None:
+        """`port` tells the gateways of a host apart."""
         self.history = History(time.time)
         activity.subscribe(self.history.request_ended)
         event_log.subscribe(self.history.happened)
-        self._location = config.database(directory)
-        self._gateway = f"{socket.gethostname()}:{config.gateway.listen.port}"
-        self._database: Database | None = None
+        self._gateway = f"{socket.gethostname()}:{port}"
+        self._database = database.use(SCHEMA)
         self._saved_at = 0.0
-        self._is_failing = False
-        self._is_closed = False
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="history")
 
     async def restore(self) -> None:
         """Continue with what the database has, before the first request."""
-        entries = await self._run(self._read)
-        now = time.time()
+        entries, now = await self._read(), time.time()
         try:
             for window in WINDOWS:
-                texts = [entry.text for entry in entries or () if entry.kind == window]
+                texts = [entry.text for entry in entries if entry.kind == window]
                 buckets = [msgspec.json.decode(text, type=Bucket) for text in texts]
                 self.history.rings[window].restore(buckets, now)
-            texts = [entry.text for entry in entries or () if entry.kind.startswith("memory ")]
+            texts = [entry.text for entry in entries if entry.kind.startswith("memory ")]
             self.history.memory.restore([msgspec.json.decode(text, type=Holdings) for text in texts], now)
         except msgspec.DecodeError as problem:
             log.warning("the history before the restart is unreadable: %s", problem)
@@ -102,52 +91,22 @@ class HistoryStore:
             for change in self.history.memory.since(since)
             if change.at >= since
         ]
-        if await self._run(lambda: self._write(entries, now)) is not None:
-            self._saved_at = now
+        if self._database.exists:
+            with contextlib.suppress(StoreError):  # the next time writes it, too
+                await self._database.do(lambda execute: self._write(execute, entries, now))
+                self._saved_at = now
 
-    async def close(self) -> None:
-        """Write what is not written yet. Idempotent."""
-        if self._is_closed:
-            return
-        await self.save()
-        self._is_closed = True
-        if self._database is not None:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._database.close)
-        self._thread.shutdown(wait=False)
-
-    async def _run(self, work: Work) -> list[_Entry] | None:
-        """What `work` returns; None if there is no database, or it cannot be used."""
+    async def _read(self) -> list[_Entry]:
+        if not self._database.exists:
+            return []
+        query, oldest = "SELECT kind, at, entry FROM history WHERE gateway = ? AND at >= ?", time.time() - KEEP_S
         try:
-            found = await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        except StoreError as error:
-            if not self._is_failing:
-                log.error("the history is kept in memory until the database is available: %s", error)
-            self._is_failing = True
-            return None
-        self._is_failing = False
-        return found
-
-    def _open(self) -> Database | None:
-        if self._database is None and (is_url(self._location) or Path(self._location).exists()):
-            self._database = Database(driver_of(self._location), SCHEMA, "database of the history")
-        return self._database
-
-    def _read(self) -> list[_Entry] | None:
-        if (database := self._open()) is None:
-            return None
-        oldest = time.time() - KEEP_S
-        query = "SELECT kind, at, entry FROM history WHERE gateway = ? AND at >= ?"
-        rows = database.run(lambda execute: list(execute(query, (self._gateway, oldest))))
+            rows = await self._database.do(lambda execute: execute(query, (self._gateway, oldest)))
+        except StoreError:
+            return []
         return [_Entry(str(kind), float(at), str(text)) for kind, at, text in rows]
 
-    def _write(self, entries: list[_Entry], now: float) -> list[_Entry] | None:
-        if (database := self._open()) is None:
-            return None
-
-        def write(execute: Execute) -> list[_Entry]:
-            for entry in entries:
-                execute(_WRITE, (self._gateway, *entry))
-            execute(_DELETE_OLD, (now - KEEP_S, now - KEEP_HOUR_S))
-            return entries
-
-        return database.run(write)
+    def _write(self, execute: Execute, entries: list[_Entry], now: float) -> None:
+        for entry in entries:
+            execute(_WRITE, (self._gateway, *entry))
+        execute(_DELETE_OLD, (now - KEEP_S, now - KEEP_HOUR_S))

@@ -22,6 +22,13 @@ _GROUP, _COST = "group:", "cost:"
 Member = TypeVar("Member", KeySection, SignInSection)
 
 
+class Counters(NamedTuple):
+    """What a key or another budget has spent, in tokens or billionths of money."""
+
+    in_window: int = 0
+    total: int = 0
+
+
 class Prices(Protocol):
     """The price of a million tokens of a model, as the catalogue has it."""
 
@@ -71,33 +78,39 @@ class Budget(NamedTuple):
     """For messages: `The group lab`."""
     is_cost: bool
 
-    def owns(self, key: KeySection) -> bool:
-        """Whether it is the key's own, not its group's."""
-        return self.section.id == cost_id(key)
-
     def amount(self, tokens: int, usage: Usage, prices: Prices) -> int:
         """What a request with this usage takes of it."""
         return cost_nano(prices, usage) if self.is_cost else tokens
 
 
-class CostLeft(NamedTuple):
-    """What a key may still cost, in the currency of the prices; None: without a limit."""
+def budget_left(owner: KeySection | GroupSection, tokens: Counters, cost: Counters) -> dict[str, float | None]:
+    """What a key or group has spent and what it may still spend; None: without a limit. `cost` is in billionths."""
 
-    window: float | None = None
-    balance: float | None = None
+    def left(limit: float | None, spent: float) -> float | None:
+        return None if limit is None else max(0, limit - spent)
 
-    @classmethod
-    def of(cls, key: KeySection, spent_in_window: int, spent: int) -> CostLeft:
-        """`spent`: by the account of its cost, in billionths."""
-        return cls(
-            None if key.window_cost is None else max(0.0, round(key.window_cost - spent_in_window / NANO, 6)),
-            None if key.balance_cost is None else max(0.0, round(key.balance_cost - spent / NANO, 6)),
-        )
+    def money_left(limit: float | None, spent: int) -> float | None:
+        found = left(limit, spent / NANO)
+        return None if found is None else round(found, 6)
+
+    return {
+        "spent_tokens": tokens.total,
+        "window_spent_tokens": tokens.in_window,
+        "balance_left_tokens": left(owner.balance_tokens, tokens.total),
+        "window_left_tokens": left(owner.window_tokens, tokens.in_window),
+        "balance_left_cost": money_left(owner.balance_cost, cost.total),
+        "window_left_cost": money_left(owner.window_cost, cost.in_window),
+    }
 
 
-def cost_id(key: KeySection) -> str:
-    """The id of the account of what the key costs."""
-    return f"{_COST}{key.id}"
+def group_id(name: str) -> str:
+    """The id of the account of a group."""
+    return f"{_GROUP}{name}"
+
+
+def cost_id(owner: KeySection | GroupSection) -> str:
+    """The id of the account of what a key or group costs."""
+    return f"{_COST}{owner.id if isinstance(owner, KeySection) else group_id(owner.name)}"
 
 
 def cost_nano(prices: Prices, usage: Usage) -> int:
@@ -141,35 +154,33 @@ def budgets_of(keys: Iterable[KeySection], groups: Iterable[GroupSection]) -> di
     """The budgets that requests of each key are charged to beyond its own tokens, by key id; and those of each group by
     its id, for users without a key."""
     shared = {group.name: tuple(_budgets_of_group(group)) for group in groups}
-    by_group = {f"{_GROUP}{name}": budgets for name, budgets in shared.items()}
+    by_group = {group_id(name): budgets for name, budgets in shared.items()}
     return by_group | {
-        key.id: (*_cost_of(key, cost_id(key), f"The key `{key.name}`"), *shared.get(key.group or "", ()))
-        for key in keys
+        key.id: (*_cost_of(key, f"The key `{key.name}`"), *shared.get(key.group or "", ())) for key in keys
     }
 
 
 def _budgets_of_group(group: GroupSection) -> Iterable[Budget]:
     label = f"The group `{group.name}`"
-    if any(limit is not None for limit in (group.requests_per_min, group.window_tokens, group.balance_tokens)):
-        section = KeySection(
-            name=group.name,
-            id=f"{_GROUP}{group.name}",
-            sha256="",
-            requests_per_min=group.requests_per_min,
-            window_tokens=group.window_tokens,
-            window_s=group.window_s,
-            balance_tokens=group.balance_tokens,
-        )
-        yield Budget(section, label, is_cost=False)
-    yield from _cost_of(group, f"{_COST}{_GROUP}{group.name}", label)
+    section = KeySection(
+        name=group.name,
+        id=group_id(group.name),
+        sha256="",
+        requests_per_min=group.requests_per_min,
+        window_tokens=group.window_tokens,
+        window_s=group.window_s,
+        balance_tokens=group.balance_tokens,
+    )
+    yield Budget(section, label, is_cost=False)  # also without limits: what the group spends is shown
+    yield from _cost_of(group, label)
 
 
-def _cost_of(owner: KeySection | GroupSection, id: str, label: str) -> Iterable[Budget]:
+def _cost_of(owner: KeySection | GroupSection, label: str) -> Iterable[Budget]:
     if owner.window_cost is None and owner.balance_cost is None:
         return
     section = KeySection(
         name=owner.name,
-        id=id,
+        id=cost_id(owner),
         sha256="",
         window_tokens=None if owner.window_cost is None else round(owner.window_cost * NANO),
         window_s=owner.window_s,

@@ -1,4 +1,4 @@
-"""The `[[keys]]` of a `cortex.toml`: added, changed and removed in the file, for the commands and for the API.
+"""The `[[keys]]` of a `cortex.toml`: added, changed and removed in the file, for the commands.
 
 Everything else in the file stays as the operator wrote it. An edit is complete or does not happen: the new text is
 validated first and replaces the file at once. Edits of several processes are made one after the other.
@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +20,10 @@ import msgspec
 
 from cortex import settings
 from cortex.gateway.config import Config, load
+from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.keys import KeySection, as_toml
 
 _TABLE = re.compile(r"\s*\[")
-_KEYS_TABLE = re.compile(r"\s*\[\[\s*keys\s*\]\]")
 
 
 class KeyFileError(Exception):
@@ -93,6 +93,23 @@ class KeyFile:
             self._edit(before, section, as_toml(after), keys)
         return after
 
+    def remove_all(self, keys: Iterable[KeySection], groups: Iterable[GroupSection]) -> None:
+        """Remove these keys and groups, which are in the database now."""
+        with self._locked():
+            before, text = self._read(), self._text()
+            for table, field, values in (
+                ("keys", "id", [key.id for key in keys]),
+                ("groups", "name", [group.name for group in groups]),
+            ):
+                for value in values:
+                    shorter = _with_table(text, table, field, value, "")
+                    if shorter is None:
+                        raise self._not_editable(value)
+                    text = shorter
+            if settings.loads(Config, text, file=self.path) != msgspec.structs.replace(before, keys=(), groups=()):
+                raise self._not_editable("a key")
+            self._replace(text)
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
         self._read()  # with a clear error where there is no such file, or no such directory
@@ -112,7 +129,10 @@ class KeyFile:
     def _find(self, config: Config, name_or_id: str) -> KeySection:
         found = [section for section in config.keys if name_or_id in (section.id, section.name)]
         if not found:
-            raise UnknownKey(f"{self.path} has no key {name_or_id}", "see `cortex keys list`")
+            raise UnknownKey(
+                f"{self.path} has no key {name_or_id}",
+                "see `cortex keys list`; one of the database is changed without --config",
+            )
         if len(found) > 1:
             ids = ", ".join(section.id for section in found)
             raise AmbiguousKey(f"{len(found)} keys are called {name_or_id}", f"name one by its id: {ids}")
@@ -120,21 +140,19 @@ class KeyFile:
 
     def _edit(self, before: Config, section: KeySection, table: str, keys: tuple[KeySection, ...]) -> None:
         """Put `table` in the place of the key's table; the file must then have exactly these `keys`."""
-        text = _with_table(self._text(), section.id, table)
+        text = _with_table(self._text(), "keys", "id", section.id, table)
         if text is None or settings.loads(Config, text, file=self.path) != msgspec.structs.replace(before, keys=keys):
-            raise self._not_editable(section)
+            raise self._not_editable(section.name)
         self._replace(text)
 
     def _without(self, text: str, section: KeySection) -> str:
-        shorter = _with_table(text, section.id, "")
+        shorter = _with_table(text, "keys", "id", section.id, "")
         if shorter is None:
-            raise self._not_editable(section)
+            raise self._not_editable(section.name)
         return shorter
 
-    def _not_editable(self, section: KeySection) -> KeyFileError:
-        return KeyFileError(
-            f"the table of {section.name} in {self.path} cannot be edited by program", "edit it by hand"
-        )
+    def _not_editable(self, name: str) -> KeyFileError:
+        return KeyFileError(f"the table of {name} in {self.path} cannot be edited by program", "edit it by hand")
 
     def _replace(self, text: str) -> None:
         """Replace the contents of the file atomically and durably; its mode and its owner stay, and so does a link to
@@ -164,15 +182,17 @@ class KeyFile:
             os.close(directory)
 
 
-def _with_table(text: str, key_id: str, table: str) -> str | None:
-    """The text with `table` in place of the `[[keys]]` table of the key; comments and blank lines after it stay. None:
-    not found."""
-    id_line = re.compile(rf"""\s*id\s*=\s*["']{re.escape(key_id)}["']""")
+def _with_table(text: str, table: str, field: str, value: str, replacement: str) -> str | None:
+    """The text with `replacement` in place of the `[[table]]` whose `field` is `value`; comments and blank lines after
+    it stay. None: not found."""
+    begin = re.compile(rf"\s*\[\[\s*{table}\s*\]\]")
+    line = re.compile(rf"""\s*{field}\s*=\s*(["'])(?P<value>.*)\1\s*(#.*)?$""")
     lines = text.splitlines(keepends=True)
     starts = [number for number, line in enumerate(lines) if _TABLE.match(line)]
     for start, end in itertools.pairwise([*starts, len(lines)]):
         while lines[end - 1].strip() == "" or lines[end - 1].lstrip().startswith("#"):
             end -= 1
-        if _KEYS_TABLE.match(lines[start]) and any(id_line.match(line) for line in lines[start:end]):
-            return "".join([*lines[:start], table, *lines[end:]])
+        found = (line.match(each.rstrip("\n")) for each in lines[start:end])
+        if begin.match(lines[start]) and any(match and match["value"] == value for match in found):
+            return "".join([*lines[:start], replacement, *lines[end:]])
     return None

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -102,46 +102,19 @@ class NewKey(msgspec.Struct, frozen=True, kw_only=True):
     section: KeySection
 
 
-def generate(
-    name: str,
-    *,
-    models: tuple[str, ...] = (),
-    requests_per_min: int | None = None,
-    window_tokens: int | None = None,
-    window_s: int = 86400,
-    balance_tokens: int | None = None,
-    window_cost: float | None = None,
-    balance_cost: float | None = None,
-    group: str | None = None,
-    operator: bool = False,
-    expires: str | None = None,
-) -> NewKey:
-    """A new key for `name`. Raises ValueError, also when it has expired already."""
+def generate(name: str, *, expires: str | None = None, **limits: Any) -> NewKey:
+    """A new key for `name`; `limits` are other fields of its section. Raises ValueError, also when it has expired
+    already."""
     if expires is not None and expiry_of(expires) <= time.time():
         raise ValueError(f"expires must be in the future, got `{expires}`")
     key_id = _random_text(_ID_LENGTH)
     text = f"{PREFIX}-{key_id}-{_random_text(_SECRET_LENGTH)}"
-    section = KeySection(
-        name=name,
-        id=key_id,
-        sha256=_hash(text),
-        models=models,
-        requests_per_min=requests_per_min,
-        window_tokens=window_tokens,
-        window_s=window_s,
-        balance_tokens=balance_tokens,
-        window_cost=window_cost,
-        balance_cost=balance_cost,
-        group=group,
-        operator=operator,
-        expires=expires,
-    )
-    return NewKey(text=text, section=section)
+    return NewKey(text=text, section=KeySection(name=name, id=key_id, sha256=_hash(text), expires=expires, **limits))
 
 
-def as_toml(section: KeySection) -> str:
-    """The `[[keys]]` table to append to a configuration file, without fields at their default."""
-    lines = ["[[keys]]"]
+def as_toml(section: Section, table: str = "keys") -> str:
+    """The `[[keys]]` or `[[groups]]` table to append to a configuration file, without fields at their default."""
+    lines = [f"[[{table}]]"]
     for field in msgspec.structs.fields(section):
         value = getattr(section, field.name)
         if value != field.default:

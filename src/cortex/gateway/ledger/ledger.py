@@ -20,18 +20,31 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from cortex.gateway.database import StoreError
-from cortex.gateway.ledger.groups import Budget
+from cortex.gateway.ledger.groups import Budget, Counters
 from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.gateway.ledger.limits import MINUTE_S, Account, Spent
-from cortex.gateway.ledger.store import Store
-from cortex.gateway.ledger.tables import MAX_RESERVED_TOKENS, Claim, Counts, GroupBy, Reserved, Slot, Spend
-from cortex.gateway.ledger.unwritten import UnwrittenUsage
+from cortex.gateway.ledger.store import (
+    MAX_RESERVED_TOKENS,
+    Claim,
+    Counts,
+    GroupBy,
+    Reserved,
+    Slot,
+    Spend,
+    Store,
+    minutes_between,
+    read_counters,
+    read_usage,
+)
 from cortex.gateway.ledger.users import is_user
+from cortex.system import private_file
 from cortex.system.tasks import SupervisedTask, Supervisor
 from cortex.wire.events import Usage
 
@@ -44,10 +57,43 @@ LEASE_S = 60.0
 RENEW_S = LEASE_S / 4
 
 _EMPTY = Usage()
+UNWRITTEN_FILE = "usage-unwritten.json"
+
+
+class _Unwritten(msgspec.Struct, frozen=True):
+    claim: Claim
+    """The reservations as the database has them. They end when the usage is written."""
+    usage: list[tuple[Slot, Counts]]
+
+
+class UnwrittenUsage:
+    """Usage that a gateway could not write before it ended, in a file of its state directory until the next start.
+    Calls block."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / UNWRITTEN_FILE
+
+    def save(self, usage: Mapping[Slot, Counts], claim: Claim) -> None:
+        """Keep `usage`. Raises OSError."""
+        private_file.write(self._path, msgspec.json.encode(_Unwritten(claim, list(usage.items()))))
+        log.warning("usage that the database did not take is in %s and is written at the next start", self._path)
+
+    def recover(self, store: Store) -> None:
+        """Write what was kept, if anything. Raises `StoreError`, and then it stays kept."""
+        try:
+            kept = msgspec.json.decode(self._path.read_bytes(), type=_Unwritten)
+        except FileNotFoundError:
+            return
+        except (OSError, msgspec.MsgspecError) as problem:
+            log.error("usage of the last run is not counted: %s cannot be read: %s", self._path, problem)
+            return
+        store.exchange(dict(kept.usage), {}, before=kept.claim, after=Claim(owner=kept.claim.owner))
+        self._path.unlink()
+        log.info("usage of the last run is written: %d rows", len(kept.usage))
 
 
 class Ledger:
-    """The accounts of all keys. Owned by the event loop; only the ledger's own thread uses the store.
+    """The accounts of all keys. Owned by the event loop; only the database's thread uses the store.
 
     Call `start` before the first request and `close` at the end, which writes the remaining usage.
     """
@@ -82,15 +128,12 @@ class Ledger:
         self._others: dict[str, tuple[int, float]] = {}
         """Other gateways with reservations: their last renewal, and when this gateway first saw it."""
         self._checked_at = -math.inf
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         self._tasks = tasks or Supervisor()
         self._task: SupervisedTask | None = None
         self._writing = asyncio.Lock()  # two writes at once would replace the same claim twice
         self._closing = asyncio.Event()
         self._keyring = keyring
         self._budgets: Mapping[str, tuple[Budget, ...]] = {} if budgets is None else budgets
-        self.is_failing = False
-        """Whether the database could not be written to; usage is kept in memory meanwhile."""
 
     async def start(self) -> None:
         """Read past usage and start the regular flush. Raises `StoreError` when the database cannot be read."""
@@ -136,9 +179,6 @@ class Ledger:
                 self._unwritten.save(self._batch, self._claim)
             except OSError as problem:
                 raise StoreError(f"usage is lost, because it cannot be kept in a file either: {problem}") from problem
-        finally:
-            await self._in_thread(self._store.close)
-            self._thread.shutdown()
 
     @property
     def keyring(self) -> Keyring:
@@ -152,9 +192,20 @@ class Ledger:
     async def usage(self, group: GroupBy, *, since: float, until: float, key_id: str | None = None) -> list[Spend]:
         """The recorded usage, with that of requests that have just ended. Raises `StoreError`."""
         await self.flush()
-        return await self._in_thread(
-            lambda: self._store.usage(group, since=since, until=until, key_id=key_id),
-        )
+        bounds = minutes_between(since, until)
+        return await self._store.database.report(lambda execute: read_usage(execute, group, bounds, key_id))
+
+    async def counters(self) -> dict[str, Counters]:
+        """What every key and every other budget has spent, by id: that of all gateways, whether it is limited or not.
+        Raises `StoreError`."""
+        await self.flush()
+        windows = _windows((account.key for account in self._accounts.values()), self.clock())
+        return await self._store.database.report(lambda execute: read_counters(execute, windows))
+
+    def known_counters(self) -> dict[str, Counters]:
+        """`counters` as far as this gateway knows, without the database."""
+        now = self.clock()
+        return {id: Counters(each.window_spent(now), each.total_spent()) for id, each in self._accounts.items()}
 
     def account(self, key: KeySection) -> Account:
         """The account of a key, or of a user who signed in without one, whose own tokens are not limited."""
@@ -185,12 +236,19 @@ class Ledger:
     def _settle(self, account: Account, reserved: int, counts: Counts, *, model: str, node: str) -> None:
         now = self.clock()
         account.settle(reserved, counts.tokens, now)
-        slot = Slot.at(now, key_id=account.key.id, key_name=account.key.name, model=model, node=node)
+        slot = Slot.at(
+            now,
+            key_id=account.key.id,
+            key_name=account.key.name,
+            model=model,
+            node=node,
+            key_group=account.key.group or "",
+        )
         earlier = self._batch.get(slot)
         self._batch[slot] = counts if earlier is None else earlier + counts
 
     async def flush(self) -> None:
-        """Write now, after a flush that is under way. A failure is logged once, and the batch is kept for the next."""
+        """Write now, after a flush that is under way. After a failure, the batch is kept for the next."""
         async with self._writing:
             await self._flush()
 
@@ -198,15 +256,8 @@ class Ledger:
         try:
             await self._write()
             await self._settle_dead_gateways()
-        except StoreError as error:
+        except StoreError:
             self._others.clear()  # nobody could renew while the database was unavailable
-            if not self.is_failing:
-                log.error("usage is kept in memory until the database is available: %s", error)
-            self.is_failing = True
-        else:
-            if self.is_failing:
-                log.info("usage is written to %s again", self._store.name)
-            self.is_failing = False
 
     async def _flush_regularly(self) -> None:
         while not self._closing.is_set():
@@ -225,7 +276,7 @@ class Ledger:
             for key in (*self._keyring, *extra.values())
             if key.window_tokens is not None or key.balance_tokens is not None
         ]
-        if not self._batch and not limited and after is before and not self.is_failing:
+        if not self._batch and not limited and after is before and not self._store.database.is_failing:
             return  # while it fails, an empty batch finds out whether the database is back
         batch, self._batch = self._batch, {}
         windows = _windows(limited, now)
@@ -278,7 +329,7 @@ class Ledger:
                 log.warning("reservations of a dead gateway recorded as spent: %d tokens", tokens)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await self._store.database.call(work)
 
 
 def _windows(keys: Iterable[KeySection], now: float) -> dict[str, int]:

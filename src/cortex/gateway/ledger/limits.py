@@ -1,21 +1,112 @@
 """The limits of a key: pure arithmetic on numbers and a clock that is passed in.
 
 A request reserves what it may use before it runs, and settles with what it did use, so that concurrent requests cannot
-spend the same tokens. No request uses more than it reserved, so what a key has spent and reserved never exceeds its
-budgets. Spend is kept by the minute of the wall clock, as in the store. Rates use a monotonic clock.
+spend the same tokens. The gateway does not tokenise, so a prompt is estimated by its size, and what a request reserves
+is also the most that its node lets it use. An estimate that is too low therefore never exceeds a budget: it ends the
+response early or, where the prompt alone is larger, makes the gateway reserve again with the number of tokens that the
+node counted. Spend is kept by the minute of the wall clock, as in the store. Rates use a monotonic clock.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from cortex.gateway.ledger.estimate import UNKNOWN, Estimate
 from cortex.gateway.ledger.keys import KeySection
-from cortex.wire.errors import CortexError, InsufficientQuota, RateLimitExceeded
+from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
+from cortex.wire.fields.sampling import DEFAULT_COMPLETION_TOKENS
 from cortex.wire.words import duration, plural
+
+BYTES_PER_TOKEN = 4
+"""As in most texts. No token has less than one byte."""
+LIKELY_TEMPLATE_TOKENS = 256
+"""What a chat template adds to the texts of a request."""
+MAX_TEMPLATE_TOKENS = 4096
+UNKNOWN = 2**62
+"""More tokens than any budget has."""
+
+
+class TokenLimits(Protocol):
+    """What the body of a request says about the tokens that may be generated for it."""
+
+    @property
+    def model(self) -> str:
+        """As the client named it."""
+
+    @property
+    def completion_limit(self) -> int | None:
+        """The most tokens of one choice; None where the client sets no limit."""
+
+    @property
+    def num_choices(self) -> int: ...
+
+    @property
+    def picture_tokens(self) -> int:
+        """About the most that its pictures take; their bytes are no part of the prompt's."""
+
+
+class Estimate(NamedTuple):
+    """What is known about the tokens of a request before it runs."""
+
+    prompt_bytes: int
+    completion_limit: int | None
+    """Tokens of one choice; None where the client sets no limit, 0 where nothing is generated."""
+    num_choices: int = 1
+    context_tokens: int | None = None
+    """The context of its model, if that is known."""
+    prompt_tokens: int | None = None
+    """The tokens of its prompt, once somebody has counted them."""
+    picture_tokens: int = 0
+    """What its pictures take, beyond `prompt_bytes`."""
+
+    @property
+    def least_tokens(self) -> int:
+        """A request with fewer tokens than this cannot be served."""
+        if not self.prompt_bytes and not self.picture_tokens and not self.completion_limit:
+            return 0
+        return max(1, self.prompt_tokens or 0) + (0 if self.completion_limit == 0 else self.num_choices)
+
+    def max_prompt_tokens(self, most: int) -> int:
+        """The tokens of a prompt that has at most `most` tokens by its size: no prompt has more than the context."""
+        if self.context_tokens is None or self.completion_limit == 0:
+            return most
+        return min(most, self.context_tokens * self.num_choices)
+
+    @property
+    def likely_tokens(self) -> int:
+        """The prompt, by its size unless it was counted, and the limit of every choice or a default."""
+        prompt = self.prompt_tokens
+        if prompt is None:
+            prompt = -(-self.prompt_bytes // BYTES_PER_TOKEN) + self.picture_tokens
+        completion = DEFAULT_COMPLETION_TOKENS if self.completion_limit is None else self.completion_limit
+        return prompt + completion * self.num_choices
+
+    @property
+    def most_tokens(self) -> int:
+        """What it cannot exceed; `UNKNOWN` where neither a limit nor the context is known."""
+        prompt_bytes, limit, num_choices, context, prompt, picture_tokens = self
+        if limit == 0:
+            return prompt_bytes + picture_tokens
+        most = UNKNOWN if context is None else context * num_choices
+        if limit is not None:
+            most_prompt = prompt_bytes + picture_tokens + MAX_TEMPLATE_TOKENS if prompt is None else prompt
+            by_limit = most_prompt + limit * num_choices
+            if by_limit < most:
+                return by_limit
+        return most
+
+    def reserved(self, left: int) -> int:
+        """What it reserves of the tokens that are left to its key: all that it can use, up to half of what is left so
+        that other requests of the key can run meanwhile, or what it likely uses where that is more."""
+        most, half = self.most_tokens, left // 2
+        if most <= half:
+            return most
+        likely = self.likely_tokens + (LIKELY_TEMPLATE_TOKENS if self.completion_limit != 0 else 0)
+        return min(most, left, max(likely, half))
+
 
 MINUTE_S = 60
 MAX_SKEW_MINUTES = 5
@@ -162,7 +253,8 @@ class Account:
         With a budget they are the most that it may use; without one, what it likely uses. `monotonic_now` is the time
         for the rate; without it, `now` is. `price`: the amount of one token, 1 where the account counts tokens.
 
-        Raises `RateLimitExceeded` or `InsufficientQuota` without reserving anything.
+        Raises `RateLimitExceeded` for too many requests, `InsufficientQuota` for a budget that has too little left, and
+        then reserves nothing.
         """
         key = self.key
         if key.requests_per_min is not None:
@@ -172,7 +264,7 @@ class Account:
                 raise RateLimitExceeded(f"{message}; try again in {duration(max(1.0, wait_s))}.", retry_after_s=wait_s)
         try:
             tokens = self._granted(estimate, now, price) if self.has_budget else estimate.likely_tokens
-        except (RateLimitExceeded, InsufficientQuota):
+        except InsufficientQuota:
             self._bucket.give_back()
             raise
         self._reserved += tokens * price
@@ -180,7 +272,7 @@ class Account:
         return tokens * price
 
     def extend(self, reserved: int, estimate: Estimate, now: float, *, price: int = 1) -> int:
-        """Replace a reservation by a larger one, by what is known now; returns its amount. Raises as `reserve` does,
+        """Replace a reservation by a larger one, by what is known now; returns its amount. Raises `InsufficientQuota`,
         and then the reservation is unchanged."""
         self._reserved -= reserved
         amount = reserved
@@ -245,18 +337,22 @@ class Account:
             left = min(left, left_in_window)
         return estimate.reserved(max(0, left // price))
 
-    def _over_balance(self, unspent: int, held: int, least: int, balance: int) -> CortexError:
+    def _over_balance(self, unspent: int, held: int, least: int, balance: int) -> InsufficientQuota:
         show = self._shown
         has = f"{self._label} has {show(max(0, unspent - held))} of {show(balance)}{self._noun} left"
         if 0 < least <= unspent:
-            return RateLimitExceeded(
-                f"{has}, because its running requests hold {show(held)}; try again when one has ended."
-            )
+            return self._held(has, held)
         return InsufficientQuota(
             f"{has} and this request needs at least {show(max(1, least))}; ask the operator to top it up."
         )
 
-    def _over_window(self, unspent: int, held: int, least: int, budget: int, now: float) -> CortexError:
+    def _held(self, has: str, held: int) -> InsufficientQuota:
+        return InsufficientQuota(
+            f"{has}, because its running requests hold {self._shown(held)}; try again when one has ended.",
+            retry_after_s=1.0,
+        )
+
+    def _over_window(self, unspent: int, held: int, least: int, budget: int, now: float) -> InsufficientQuota:
         window, show = duration(self.key.window_s), self._shown
         if least > budget or budget == 0:
             return InsufficientQuota(
@@ -266,11 +362,9 @@ class Account:
         left = max(0, unspent - held)
         has = f"{self._label} has {show(left)} of {show(budget)}{self._noun} left in its window of {window}"
         if least <= unspent:
-            return RateLimitExceeded(
-                f"{has}, because its running requests hold {show(held)}; try again when one has ended."
-            )
+            return self._held(has, held)
         wait_s = self._until_free(least - unspent, now)
-        return RateLimitExceeded(
+        return InsufficientQuota(
             f"{has} and this request needs at least {show(least)}; try again in {duration(max(1.0, wait_s))}.",
             retry_after_s=wait_s,
         )

@@ -8,27 +8,39 @@ Meters and reservations are called on the event loop's thread and never wait.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cortex.gateway.config import Config
-from cortex.gateway.database import is_url
-from cortex.gateway.ledger.estimate import Estimate, TokenLimits
-from cortex.gateway.ledger.groups import Budget, NoPrices, Prices, budgets_of, with_models_of_groups
-from cortex.gateway.ledger.keyed_reservation import KeyedReservation
+from cortex.gateway.database import Database
+from cortex.gateway.ledger.groups import (
+    Budget,
+    Counters,
+    NoPrices,
+    Prices,
+    budget_left,
+    budgets_of,
+    cost_id,
+    group_id,
+    nano_per_token,
+    with_models_of_groups,
+)
+from cortex.gateway.ledger.key_store import KeysInForce, KeyStore, merged
 from cortex.gateway.ledger.keys import Keyring, KeySection, check_operator
-from cortex.gateway.ledger.ledger import Ledger
+from cortex.gateway.ledger.ledger import Ledger, UnwrittenUsage
+from cortex.gateway.ledger.limits import Account, Estimate, TokenLimits
 from cortex.gateway.ledger.sessions import Sessions, check_from_page, session_of
-from cortex.gateway.ledger.store import open_store
-from cortex.gateway.ledger.unwritten import UnwrittenUsage
+from cortex.gateway.ledger.store import Store, has_keys
 from cortex.gateway.ledger.users import SignInSection
 from cortex.http.request import Request
 from cortex.settings import Listen, SettingsError
 from cortex.system.tasks import Supervisor
-from cortex.wire.errors import InvalidAPIKey
+from cortex.wire.errors import CortexError, InvalidAPIKey
 from cortex.wire.events import Usage
+
+log = logging.getLogger(__name__)
 
 ANONYMOUS = "anonymous"
 """The principal of every request to a gateway without keys."""
@@ -65,7 +77,7 @@ class Reservation(Protocol):
         """The most tokens that the request may use, prompt and all choices together; None without a budget."""
 
     @property
-    def is_tight(self) -> bool:
+    def may_end_response(self) -> bool:
         """Whether the budget may end the response before the client's limit or the model's context does."""
 
     def max_prompt_tokens(self, most: int) -> int:
@@ -73,7 +85,7 @@ class Reservation(Protocol):
 
     def extend(self, prompt_tokens: int) -> int | None:
         """Reserve enough for a prompt with this many tokens, and for a response; returns `token_limit`. Raises
-        RateLimitExceeded or InsufficientQuota."""
+        InsufficientQuota."""
 
     def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
         """Replace the reservation by `usage`; None when there was no response."""
@@ -121,13 +133,13 @@ class Meter(Protocol):
 class FreeReservation:
     """What a request holds that is charged to nobody: any on an open gateway, and health checks of servers."""
 
-    __slots__ = ("is_tight", "key", "principal", "token_limit")
+    __slots__ = ("key", "may_end_response", "principal", "token_limit")
 
     def __init__(self, key: KeySection | None = None) -> None:
         self.principal = ANONYMOUS if key is None else key.name
         self.key = key
         self.token_limit = None
-        self.is_tight = False
+        self.may_end_response = False
 
     def max_prompt_tokens(self, most: int) -> int:
         return most
@@ -169,6 +181,96 @@ class OpenMeter:
 
     def sign_in(self, key_text: str) -> tuple[KeySection, str] | None:  # noqa: ARG002
         return None
+
+
+class _Charge:
+    """What one request holds of one budget beyond its key's."""
+
+    __slots__ = ("account", "amount", "budget", "price")
+
+    def __init__(self, budget: Budget, account: Account, price: int, amount: int) -> None:
+        self.budget = budget
+        self.account = account
+        self.price = price
+        self.amount = amount
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.amount // self.price if self.account.has_budget else None
+
+
+class KeyedReservation:
+    """Tokens of one request, reserved in the account of its key and in the other budgets that it is charged to."""
+
+    __slots__ = ("_account", "_charges", "_estimate", "_ledger", "_prices", "_tokens", "token_limit")
+
+    def __init__(self, ledger: Ledger, account: Account, estimate: Estimate, prices: Prices) -> None:
+        """Raises what `Account.reserve` raises."""
+        self._ledger = ledger
+        self._account = account
+        self._estimate = estimate
+        self._prices = prices
+        now, monotonic_now = ledger.clock(), ledger.monotonic()
+        self._tokens = account.reserve(estimate, now, monotonic_now)
+        self._charges: list[_Charge] = []
+        try:
+            for budget, other in ledger.budgets(account.key):
+                price = nano_per_token(prices) if budget.is_cost else 1
+                if price:  # a model without prices is free
+                    amount = other.reserve(estimate, now, monotonic_now, price=price)
+                    self._charges.append(_Charge(budget, other, price, amount))
+        except CortexError:
+            account.withdraw(self._tokens)
+            for charge in self._charges:
+                charge.account.withdraw(charge.amount)
+            raise
+        self.token_limit = self._limit()
+
+    def _limit(self) -> int | None:
+        own = self._tokens if self._account.has_budget else None
+        limits = (own, *(charge.token_limit for charge in self._charges))
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def principal(self) -> str:
+        return self._account.key.name
+
+    @property
+    def key(self) -> KeySection:
+        return self._account.key
+
+    @property
+    def may_end_response(self) -> bool:
+        return self.token_limit is not None and self.token_limit < self._estimate.most_tokens
+
+    def max_prompt_tokens(self, most: int) -> int:
+        return self._estimate.max_prompt_tokens(most)
+
+    def extend(self, prompt_tokens: int) -> int | None:
+        if self.token_limit is not None:
+            self._estimate = self._estimate._replace(prompt_tokens=prompt_tokens)
+            now = self._ledger.clock()
+            if self._account.has_budget:
+                self._tokens = self._account.extend(self._tokens, self._estimate, now)
+            for charge in self._charges:
+                if charge.account.has_budget:
+                    charge.amount = charge.account.extend(charge.amount, self._estimate, now, price=charge.price)
+            self.token_limit = self._limit()
+        return self.token_limit
+
+    def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
+        self._ledger.settle(self._account, self._tokens, usage, model=model, node=node)
+        used = usage or Usage()
+        for charge in self._charges:
+            amount = charge.budget.amount(used.prompt_tokens + used.completion_tokens, used, self._prices)
+            self._ledger.settle_budget(charge.account, charge.amount, amount)
+
+    def cancel(self) -> None:
+        """Return the tokens. The request still counts towards the key's requests per minute."""
+        now = self._ledger.clock()
+        self._account.settle(self._tokens, 0, now)
+        for charge in self._charges:
+            charge.account.settle(charge.amount, 0, now)
 
 
 class KeyedMeter:
@@ -252,13 +354,31 @@ class KeysNeeded(SettingsError):
         )
 
 
+class BudgetLevel(NamedTuple):
+    """One limit, for metrics."""
+
+    kind: str
+    """`key` or `group`."""
+    name: str
+    unit: str
+    """`tokens` or `cost`."""
+    period: str
+    """`window` or `balance`."""
+    limit: float
+    left: float
+
+
 class Metering:
     """Owns the ledger and the meter in force. Running requests settle with the meter that admitted them."""
 
-    def __init__(self, directory: Path, tasks: Supervisor | None = None) -> None:
-        """`tasks` runs what the ledger does regularly."""
+    def __init__(self, directory: Path, database: Database, tasks: Supervisor | None = None) -> None:
+        """Relative paths of the configuration start at `directory`. `tasks` runs what the ledger does regularly."""
         self.meter: Meter = OpenMeter()
         self._directory = directory
+        self._store = Store(database)
+        self.key_store = KeyStore(database)
+        self.in_force = KeysInForce()
+        """The keys and groups of the file and of the database."""
         self._tasks = tasks
         self._ledger: Ledger | None = None
         self._sessions: Sessions | None = None
@@ -281,50 +401,65 @@ class Metering:
         return self._ledger
 
     async def use(self, config: Config) -> None:
-        """Put the keys of `config` in force. Raises `StoreError` or `KeysNeeded`, and then nothing has changed.
+        """Put the keys of `config` and of the database in force. Raises `StoreError` or `KeysNeeded`, and then nothing
+        has changed.
 
         Without keys the gateway is open if `gateway.open` says so, or if it never had any and only this host reaches
         it, or `gateway.open_until_keys` is set. Otherwise nobody gets in: removing the last key must not admit
         everybody.
         """
-        keyring = Keyring(with_models_of_groups(config.keys, config.groups))
-        (sign_in,) = with_models_of_groups((config.sign_in,), config.groups)
-        budgets = budgets_of(config.keys, config.groups)
+        in_force = merged(config.keys, config.groups, await self.key_store.read())
+        keys, groups = in_force.keys, in_force.groups
+        keyring = Keyring(with_models_of_groups(keys, groups))
+        (sign_in,) = with_models_of_groups((config.sign_in,), groups)
+        budgets = budgets_of(keys, groups)
         if self._ledger is not None:
             await self._ledger.use(keyring, budgets)
-        elif config.keys or config.sign_in.is_enabled or (not config.gateway.open and await self._had_keys(config)):
+        elif keys or config.sign_in.is_enabled or (not config.gateway.open and await self._had_keys()):
             self._ledger = await self._open_ledger(config, keyring, budgets)
-        is_open = not config.keys and not config.sign_in.is_enabled and (config.gateway.open or self._ledger is None)
+        is_open = not keys and not config.sign_in.is_enabled and (config.gateway.open or self._ledger is None)
         public = (*self._public_addresses, *config.public_addresses)
         if is_open and not (config.gateway.open or config.gateway.open_until_keys) and public:
             raise KeysNeeded(public[0])
         self._public_addresses = public[:1]
+        if in_force.ignored != self.in_force.ignored:
+            for what in in_force.ignored:
+                log.warning("not in force, although it is in the database: %s", what)
+        self.in_force = in_force
         if self._sessions is None:
             self._sessions = Sessions(config.state_directory(self._directory))
         self.meter = (
             OpenMeter() if is_open or self._ledger is None else KeyedMeter(self._ledger, self._sessions, sign_in)
         )
 
-    async def _had_keys(self, config: Config) -> bool:
+    def budget_levels(self) -> Iterator[BudgetLevel]:
+        """Every limit of every key and group, and what is left of it as far as this gateway knows."""
+        if self._ledger is None:
+            return
+        counters, none = self._ledger.known_counters(), Counters()
+        for owner in self.in_force.owners:
+            kind, id = ("key", owner.id) if isinstance(owner, KeySection) else ("group", group_id(owner.name))
+            left = budget_left(owner, counters.get(id, none), counters.get(cost_id(owner), none))
+            for unit in ("tokens", "cost"):
+                for period in ("window", "balance"):
+                    limit, rest = getattr(owner, f"{period}_{unit}"), left[f"{period}_left_{unit}"]
+                    if limit is not None and rest is not None:
+                        yield BudgetLevel(kind, owner.name, unit, period, limit, rest)
+
+    async def have_keys_changed(self) -> bool:
+        """Whether the keys of the database have been edited since `use`, here or by another program. Raises
+        `StoreError`."""
+        return await self.key_store.revision() != self.in_force.revision
+
+    async def _had_keys(self) -> bool:
         """Whether the database has recorded keys. Creates none."""
-        database = config.database(self._directory)
-        if not is_url(database) and not Path(database).exists():
-            return False
-        store = await asyncio.to_thread(open_store, database)
-        try:
-            return await asyncio.to_thread(store.has_keys)
-        finally:
-            await asyncio.to_thread(store.close)
+        return self._store.database.exists and await self._store.database.do(has_keys)
 
     async def _open_ledger(self, config: Config, keyring: Keyring, budgets: Mapping[str, tuple[Budget, ...]]) -> Ledger:
-        store = await asyncio.to_thread(open_store, config.database(self._directory))
         unwritten = UnwrittenUsage(config.state_directory(self._directory))
-        ledger = Ledger(store, keyring, budgets, flush_s=config.ledger.flush_s, tasks=self._tasks, unwritten=unwritten)
-        try:
-            await ledger.start()
-        except BaseException:
-            await asyncio.to_thread(store.close)
-            raise
+        flush_s = config.ledger.flush_s
+        ledger = Ledger(self._store, keyring, budgets, flush_s=flush_s, tasks=self._tasks, unwritten=unwritten)
+        await ledger.start()
         return ledger
 
     async def close(self) -> None:

@@ -1,16 +1,18 @@
-"""Usage by key, model, node or day, for `cortex usage` and for billing."""
+"""Usage by key, group, model, node or day, for `cortex usage` and for billing, as rows and as CSV."""
 
 from __future__ import annotations
 
+import csv
 import datetime
+import io
 from collections.abc import Callable, Iterable
 
 import msgspec
 
-from cortex.gateway.ledger.store import Store
-from cortex.gateway.ledger.tables import GroupBy, Spend
+from cortex.gateway.ledger.store import GroupBy, Spend, Store
 from cortex.wire.events import Usage
 
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 HEADER = ("requests", "prompt", "cached", "completion", "reasoning", "total", "cost")
 
 CostOf = Callable[[str, Usage], float]
@@ -23,12 +25,14 @@ def free(model: str, usage: Usage) -> float:  # noqa: ARG001
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The spend of one key, model, node or day."""
+    """The spend of one key, group, model, node or day, or of one key on one model."""
 
     id: str
-    """The key's id, the model's or node's name, or the day as `2026-01-31`."""
+    """The key's id, the name of the group, model or node, or the day as `2026-01-31`."""
     name: str
     """The key's name; otherwise as `id`."""
+    model: str = ""
+    """Only in usage by `key-model`."""
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -65,14 +69,17 @@ def usage(
 
 def report(group: GroupBy, spends: Iterable[Spend], cost_of: CostOf) -> tuple[UsageRow, ...]:
     """One row for each group, in the order of `usage`."""
-    rows: dict[str, UsageRow] = {}
+    rows: dict[tuple[str, str], UsageRow] = {}
     for spend in spends:
         label = _date(int(spend.group_id)) if group == "day" else spend.group_id
+        model = spend.model if group == "key-model" else ""
         used = spend.counts.usage
-        before = rows.get(label) or UsageRow(id=label, name=label if group == "day" else spend.group_name)
-        rows[label] = UsageRow(
+        name = label if group == "day" else spend.group_name or "(none)"
+        before = rows.get((label, model)) or UsageRow(id=label, name=name, model=model)
+        rows[label, model] = UsageRow(
             id=label,
             name=before.name,
+            model=model,
             requests=before.requests + spend.counts.requests,
             prompt_tokens=before.prompt_tokens + used.prompt_tokens,
             cached_tokens=before.cached_tokens + used.cached_tokens,
@@ -82,7 +89,27 @@ def report(group: GroupBy, spends: Iterable[Spend], cost_of: CostOf) -> tuple[Us
         )
     if group == "day":
         return tuple(sorted(rows.values(), key=lambda row: row.id))
+    if group == "key-model":
+        return tuple(sorted(rows.values(), key=lambda row: (row.name, row.id, -row.total_tokens, row.model)))
     return tuple(sorted(rows.values(), key=lambda row: (-row.total_tokens, row.id)))
+
+
+def as_csv(group: GroupBy, rows: Iterable[UsageRow]) -> str:
+    """The rows under a header, with costs to the millionth. No cell is a formula to a spreadsheet."""
+    out = io.StringIO()
+    writer = csv.writer(out)
+    columns = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens", "total_tokens")
+    has_model = group == "key-model"
+    writer.writerow(["key" if has_model else group, "id", *(["model"] if has_model else []), *columns, "cost"])
+    for row in rows:
+        names = [row.name, row.id, *([row.model] if has_model else [])]
+        cells = [*map(_as_text, names), *(getattr(row, name) for name in columns)]
+        writer.writerow([*cells, f"{row.cost:.6f}"])
+    return out.getvalue()
+
+
+def _as_text(name: str) -> str:
+    return f"'{name}" if name.startswith(_FORMULA) else name
 
 
 def _date(day: int) -> str:

@@ -5,14 +5,11 @@ Each belongs to one key or user, and only they can read it. They are kept in the
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from cortex.gateway.database import Database, Execute, StoreError, driver_of
+from cortex.gateway.database import Database, Execute, Schema, StoreError
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.proxy.listener import CONVERSATIONS_PATH
 from cortex.gateway.proxy.routes import json_response
@@ -20,30 +17,31 @@ from cortex.http.request import Request
 from cortex.http.server.server import Response
 from cortex.wire.errors import DatabaseUnavailable, InvalidValue, MethodNotAllowed, RouteNotFound
 
-T = TypeVar("T")
 MAX_KEPT = 60
 """Conversations of one person, as many as the page shows. The oldest ones beyond it are deleted."""
 _MAX_ID = 100
 
-SCHEMA = (
-    """CREATE TABLE IF NOT EXISTS conversation (
+SCHEMA = Schema(
+    (
+        """CREATE TABLE IF NOT EXISTS page_conversation (
         owner TEXT NOT NULL,
         id TEXT NOT NULL,
         changed_ms BIGINT NOT NULL,
         content TEXT NOT NULL,
         PRIMARY KEY (owner, id)
     )""",
+    ),
 )
-_LIST = "SELECT content FROM conversation WHERE owner = ? ORDER BY changed_ms DESC, id"
+_LIST = "SELECT content FROM page_conversation WHERE owner = ? ORDER BY changed_ms DESC, id"
 _PUT = """
-    INSERT INTO conversation (owner, id, changed_ms, content) VALUES (?, ?, ?, ?)
+    INSERT INTO page_conversation (owner, id, changed_ms, content) VALUES (?, ?, ?, ?)
     ON CONFLICT (owner, id) DO UPDATE SET changed_ms = excluded.changed_ms, content = excluded.content
 """
 _TRIM = """
-    DELETE FROM conversation WHERE owner = ? AND id NOT IN
-        (SELECT id FROM conversation WHERE owner = ? ORDER BY changed_ms DESC, id LIMIT ?)
+    DELETE FROM page_conversation WHERE owner = ? AND id NOT IN
+        (SELECT id FROM page_conversation WHERE owner = ? ORDER BY changed_ms DESC, id LIMIT ?)
 """
-_DELETE = "DELETE FROM conversation WHERE owner = ? AND id = ? RETURNING id"
+_DELETE = "DELETE FROM page_conversation WHERE owner = ? AND id = ? RETURNING id"
 
 
 class _Conversation(msgspec.Struct, frozen=True):
@@ -55,25 +53,22 @@ class _Conversation(msgspec.Struct, frozen=True):
 
 
 class Conversations:
-    """Used on the loop's thread; only its own thread uses the database."""
+    """Used on the loop's thread."""
 
-    def __init__(self, location: str) -> None:
-        """`location`: a file path or URL, which is opened by the first request."""
-        self._database = Database(driver_of(location), SCHEMA, "database of conversations")
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="conversations")
-        self._is_closed = False
+    def __init__(self, database: Database) -> None:
+        self._database = database.use(SCHEMA)
 
     async def respond(self, request: Request, key: KeySection) -> Response:
         """Raises `DatabaseUnavailable`, InvalidValue, RouteNotFound and MethodNotAllowed."""
         name = request.path.removeprefix(CONVERSATIONS_PATH).removeprefix(b"/").decode("latin-1")
         try:
             if not name and request.method in (b"GET", b"HEAD"):
-                rows = await self._run(lambda execute: execute(_LIST, (key.id,)))
+                rows = await self._database.do(lambda execute: execute(_LIST, (key.id,)))
                 return json_response({"conversations": [msgspec.Raw(str(row[0]).encode()) for row in rows]})
             if name and request.method == b"PUT":
                 return await self._put(name, request.body, key)
             if name and request.method == b"DELETE":
-                if not await self._run(lambda execute: execute(_DELETE, (key.id, name))):
+                if not await self._database.do(lambda execute: execute(_DELETE, (key.id, name))):
                     raise RouteNotFound("There is no such conversation.")
                 return json_response({"deleted": name})
         except StoreError as error:
@@ -94,15 +89,5 @@ class Conversations:
             execute(_PUT, (key.id, name, min(max(found.changed, 0), 2**53), body.decode()))
             execute(_TRIM, (key.id, key.id, MAX_KEPT))
 
-        await self._run(work)
+        await self._database.do(work)
         return json_response({"stored": name})
-
-    async def close(self) -> None:
-        """Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._database.close)
-            self._thread.shutdown(wait=False)
-
-    async def _run(self, work: Callable[[Execute], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._database.run, work)

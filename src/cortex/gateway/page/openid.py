@@ -1,7 +1,11 @@
 """Sign-in through OpenID Connect: the authorisation code flow with PKCE.
 
 PyJWT verifies the tokens of the provider. What the flow has to remember is in a signed cookie, so that the gateway
-stores nothing until somebody has signed in. Calls of the provider block, on a thread.
+stores nothing until somebody has signed in.
+
+Anybody can begin a sign-in, so a provider that hangs must not hold what others need: calls of the provider block, one
+at a time, on a thread of their own. Sign-ins that begin together share one call, and a provider that failed is not
+called again for `_FAILED_S`.
 """
 
 from __future__ import annotations
@@ -11,12 +15,15 @@ import base64
 import hashlib
 import hmac
 import json
+import math
 import os
 import secrets
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from urllib.parse import parse_qs, urlencode
 
@@ -24,7 +31,7 @@ import msgspec
 
 from cortex.gateway.ledger.users import MAX_NAME, SignInSection, User, openid_id
 from cortex.settings import SettingsError
-from cortex.wire.errors import CortexError, InvalidAPIKey, UpstreamUnavailable
+from cortex.wire.errors import CortexError, InvalidAPIKey, Overloaded, UpstreamUnavailable
 
 if TYPE_CHECKING:
     import jwt
@@ -34,6 +41,9 @@ FLOW_S = 600
 """How long somebody may take to sign in at the provider."""
 _TIMEOUT_S = 10.0
 _CACHED_S = 3600.0
+_FAILED_S = 5.0
+_MAX_CALLS = 16
+"""Calls of the provider that run or wait; further sign-ins are rejected."""
 _LEEWAY_S = 60
 _MAX_BYTES = 1 << 20
 _ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
@@ -86,6 +96,10 @@ class _Tokens(msgspec.Struct, frozen=True, kw_only=True):
     id_token: Annotated[str, msgspec.Meta(max_length=1 << 16)]
 
 
+class _NoResponse(UpstreamUnavailable):
+    """The provider did not respond in time, or cannot be reached."""
+
+
 def check_library(section: SignInSection) -> None:
     """Raises SettingsError where the extra is missing that `section` needs."""
     if section.issuer is None:
@@ -101,21 +115,36 @@ def check_library(section: SignInSection) -> None:
 class OpenIDClient:
     """Begins and completes sign-ins. Belongs to the loop."""
 
-    def __init__(self, section: SignInSection, env: Mapping[str, str] = os.environ) -> None:
-        """`section` has an issuer."""
+    def __init__(
+        self,
+        section: SignInSection,
+        env: Mapping[str, str] = os.environ,
+        *,
+        timeout_s: float = _TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`section` has an issuer. `timeout_s` limits each wait for the provider."""
         self._section = section
         self._env = env
+        self._timeout_s = timeout_s
+        self._clock = clock
         self._provider: _Provider | None = None
         self._keys: jwt.PyJWKClient | None = None
         self._read_at = 0.0
+        self._reading: asyncio.Task[_Provider] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="openid")
+        self._turn = asyncio.Lock()
+        self._num_calls = 0
+        self._failure = ""
+        self._failed_at = -math.inf
 
     @property
     def _redirect_url(self) -> str:
         return f"{(self._section.public_url or '').rstrip('/')}/session/callback"
 
     async def begin(self) -> tuple[str, Flow]:
-        """The address at the provider, and what its callback needs. Raises UpstreamUnavailable."""
-        provider = await asyncio.to_thread(self._known_provider)
+        """The address at the provider, and what its callback needs. Raises UpstreamUnavailable or Overloaded."""
+        provider = await self._known_provider()
         flow = Flow(
             state=secrets.token_urlsafe(32),
             nonce=secrets.token_urlsafe(32),
@@ -139,7 +168,7 @@ class OpenIDClient:
         return f"{provider.authorization_endpoint}{joint}{query}", flow
 
     async def complete(self, query: bytes, flow: Flow | None) -> User:
-        """The user whom the provider sent back. Raises InvalidAPIKey or UpstreamUnavailable."""
+        """The user whom the provider sent back. Raises InvalidAPIKey, UpstreamUnavailable or Overloaded."""
         fields = {name: values[0] for name, values in parse_qs(query.decode("latin-1")).items()}
         if flow is None or flow.expires <= time.time():
             raise InvalidAPIKey("This sign-in took too long or began elsewhere; sign in again.")
@@ -151,18 +180,19 @@ class OpenIDClient:
             description = fields.get("error_description")
             details = {"error_description": description[:200]} if description else {}
             raise InvalidAPIKey(f"The provider did not sign you in: {reason}", details=details)
-        claims = await asyncio.to_thread(self._claims, fields["code"], flow)
+        provider = await self._known_provider()
+        claims = await self._call(lambda: self._claims(provider, fields["code"], flow))
         name = claims.get(self._section.name_claim) or claims["sub"]
         if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_NAME:
             raise InvalidAPIKey(f"The provider names you in a form that cannot be used: {str(name)[:60]!r}")
         subject = openid_id(self._section.issuer or "", str(claims["sub"]))
         return User(name=name, id=subject, roles=roles_in(claims, self._section.roles_claim))
 
-    def _claims(self, code: str, flow: Flow) -> dict[str, Any]:
+    def _claims(self, provider: _Provider, code: str, flow: Flow) -> dict[str, Any]:
         """The verified claims of the id token for `code`. Blocking."""
         import jwt
 
-        provider, section = self._known_provider(), self._section
+        section = self._section
         body = {
             "grant_type": "authorization_code",
             "code": code,
@@ -179,7 +209,7 @@ class OpenIDClient:
             headers["authorization"] = f"Basic {base64.b64encode(pair).decode()}"
         else:
             body |= {"client_id": section.client_id or "", "client_secret": secret}
-        tokens = _decoded(_fetch(provider.token_endpoint, urlencode(body).encode(), headers), _Tokens)
+        tokens = _decoded(self._fetch(provider.token_endpoint, urlencode(body).encode(), headers), _Tokens)
         algorithms = [name for name in provider.id_token_signing_alg_values_supported if name in _ALGORITHMS]
         try:
             assert self._keys is not None
@@ -194,7 +224,8 @@ class OpenIDClient:
                 options={"require": ["exp", "iat", "iss", "aud", "sub"]},
             )
         except jwt.PyJWKClientConnectionError as problem:
-            raise UpstreamUnavailable(f"The sign-in provider does not send its keys: {problem}") from problem
+            kind = UpstreamUnavailable if isinstance(problem.__cause__, urllib.error.HTTPError) else _NoResponse
+            raise kind(f"The sign-in provider does not send its keys: {problem}") from problem
         except jwt.PyJWTError as problem:
             raise InvalidAPIKey(f"The token of the provider is not valid: {problem}") from problem
         if not hmac.compare_digest(str(claims.get("nonce", "")).encode(), flow.nonce.encode()):
@@ -203,20 +234,65 @@ class OpenIDClient:
             raise InvalidAPIKey("The token of the provider was made for another program.")
         return claims
 
-    def _known_provider(self) -> _Provider:
-        """What the provider says about itself, read again once in an hour. Blocking."""
+    async def _known_provider(self) -> _Provider:
+        """What the provider says about itself, read again once in an hour. Sign-ins share one call."""
+        if self._provider is not None and self._clock() - self._read_at <= _CACHED_S:
+            return self._provider
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read_provider())
+        return await asyncio.shield(self._reading)
+
+    async def _read_provider(self) -> _Provider:
         import jwt
 
-        if self._provider is None or time.monotonic() - self._read_at > _CACHED_S:
-            issuer = self._section.issuer or ""
-            found = _decoded(_fetch(f"{issuer.rstrip('/')}/.well-known/openid-configuration"), _Provider)
+        issuer = self._section.issuer or ""
+        url = f"{issuer.rstrip('/')}/.well-known/openid-configuration"
+        try:
+            found = _decoded(await self._call(lambda: self._fetch(url)), _Provider)
             if found.issuer != issuer:
                 raise UpstreamUnavailable(
                     f"The provider calls itself {found.issuer}, not {issuer}: correct sign_in.issuer"
                 )
-            self._provider, self._read_at = found, time.monotonic()
-            self._keys = jwt.PyJWKClient(found.jwks_uri, cache_keys=True, timeout=_TIMEOUT_S)
-        return self._provider
+        except UpstreamUnavailable as problem:
+            self._remember(problem)
+            raise
+        self._provider, self._read_at = found, self._clock()
+        self._keys = jwt.PyJWKClient(found.jwks_uri, cache_keys=True, timeout=self._timeout_s)
+        return found
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        """Run `work`, which calls the provider, on its thread. Raises what it raises, UpstreamUnavailable while an
+        earlier failure is remembered, and Overloaded."""
+        if self._num_calls >= _MAX_CALLS:
+            raise Overloaded("Too many sign-ins wait for the sign-in provider; try again.", retry_after_s=_FAILED_S)
+        self._num_calls += 1
+        try:
+            async with self._turn:
+                if self._clock() - self._failed_at < _FAILED_S:
+                    raise UpstreamUnavailable(self._failure)
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except _NoResponse as problem:
+            self._remember(problem)
+            raise
+        finally:
+            self._num_calls -= 1
+
+    def _remember(self, problem: UpstreamUnavailable) -> None:
+        if self._clock() - self._failed_at >= _FAILED_S:
+            self._failure, self._failed_at = problem.message, self._clock()
+
+    def _fetch(self, url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
+        """Raises UpstreamUnavailable, without what the provider sent: it may contain secrets. Blocking."""
+        try:
+            request = urllib.request.Request(url, body, dict(headers or {}))
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
+                content: bytes = response.read(_MAX_BYTES)
+                return content
+        except urllib.error.HTTPError as problem:
+            with problem:
+                raise _rejected(problem) from problem
+        except (OSError, ValueError, HTTPException) as problem:
+            raise _NoResponse(f"The sign-in provider does not respond: {problem}") from problem
 
 
 def roles_in(claims: Mapping[str, Any], path: str) -> tuple[str, ...]:
@@ -227,20 +303,6 @@ def roles_in(claims: Mapping[str, Any], path: str) -> tuple[str, ...]:
     if isinstance(found, str):
         return (found,)
     return tuple(role for role in found if isinstance(role, str)) if isinstance(found, list) else ()
-
-
-def _fetch(url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
-    """Raises UpstreamUnavailable, without what the provider sent: it may contain secrets."""
-    try:
-        request = urllib.request.Request(url, body, dict(headers or {}))
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            content: bytes = response.read(_MAX_BYTES)
-            return content
-    except urllib.error.HTTPError as problem:
-        with problem:
-            raise _rejected(problem) from problem
-    except (OSError, ValueError) as problem:
-        raise UpstreamUnavailable(f"The sign-in provider does not respond: {problem}") from problem
 
 
 def _rejected(problem: urllib.error.HTTPError) -> CortexError:

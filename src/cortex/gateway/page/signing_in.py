@@ -50,7 +50,6 @@ class SigningIn:
 
     async def close(self) -> None:
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._conversations.close()
 
     def handle(self, exchange: Exchange) -> None:
         task = asyncio.create_task(self._respond(exchange))

@@ -24,10 +24,9 @@ from cortex.gateway.proxy.routes import InferenceRoute, error_response
 from cortex.gateway.proxy.services import Services
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
-from cortex.parsing import relayed
+from cortex.parsing import envelope as envelopes
 from cortex.parsing.cost import is_read_elsewhere
-from cortex.parsing.envelope import Envelope
-from cortex.parsing.relayed import RelayedBody
+from cortex.parsing.envelope import Envelope, RelayedBody
 from cortex.system.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.wire import error_encoding
@@ -95,7 +94,7 @@ class Inference:
                 task = run_once(reading, "read a large request")
                 exchange.on_disconnect(partial(_cancel, task))
                 return
-            read = relayed.read(request.body, route.dialect, route.generates, strip_billing)
+            read = envelopes.read_relayed(request.body, route.dialect, route.generates, strip_billing)
         except CortexError as error:
             self.reject_unread(exchange, route, key, id, span, error)
             return

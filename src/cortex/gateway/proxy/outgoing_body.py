@@ -21,11 +21,11 @@ from cortex.gateway.proxy.translation import ChatTranslation
 from cortex.http.composed_body import Body
 from cortex.http.opaque_request import passed_headers, target_of, written
 from cortex.http.request import Headers, Request
-from cortex.parsing import protocol
+from cortex.parsing import functions
 from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.parser import BodyParser
 from cortex.wire.dialects.ollama import embeddings
-from cortex.wire.errors import InsufficientQuota, RateLimitExceeded
+from cortex.wire.errors import InsufficientQuota
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.opaque.fields import OpaqueFields
 from cortex.wire.opaque.routes import upstream_path
@@ -153,7 +153,7 @@ class OutgoingBody:
 
     def made(self) -> tuple[bytes, bytes, ChatTranslation | OllamaEmbeddings | None]:
         """The path, the body, and the translation of the response. Raises CortexError on an invalid body, among them
-        InsufficientQuota or RateLimitExceeded where the budget is too small for a foreign server, which cannot receive
+        InsufficientQuota where the budget is too small for a foreign server, which cannot receive
         a limit for the tokens of the prompt."""
         model = self._admitted.model
         if self._route.target:
@@ -198,7 +198,7 @@ class OutgoingBody:
     def _translation(self) -> tuple[bytes, ChatTranslation]:
         if self._translated is None:
             request = self._route.codec.parse(self._received)
-            self._translated = request, ServerBody(protocol.translated(request, self._admitted.model, self._tenant))
+            self._translated = request, ServerBody(functions.translated(request, self._admitted.model, self._tenant))
         request, served = self._translated
         limits = (request.sampling.max_tokens, self._foreign_limit(len(served.body)))
         limit = min((each for each in limits if each is not None), default=None)
@@ -226,16 +226,16 @@ and many do not report it."""
 def choice_limit(reservation: Reservation, facts: RequestSummary, most_prompt_tokens: int) -> int | None:
     """The most tokens of one choice at a server that takes no limit for the whole request; None without a
     budget, and where the model's context ends a choice before the budget does. The prompt counts as one token per byte,
-    because that is the most that it can have. Raises InsufficientQuota or RateLimitExceeded."""
+    because that is the most that it can have. Raises InsufficientQuota."""
     prompt_tokens = reservation.max_prompt_tokens(most_prompt_tokens)
     try:
         limit = reservation.extend(prompt_tokens)
-    except (InsufficientQuota, RateLimitExceeded) as error:
+    except InsufficientQuota as error:
         counted = f"At this server the prompt counts as {prompt_tokens} tokens, one for each byte."
-        raise type(error)(f"{error.message} {counted}", retry_after_s=error.retry_after_s) from error
+        raise InsufficientQuota(f"{error.message} {counted}", retry_after_s=error.retry_after_s) from error
     if limit is None:
         return None
-    if not reservation.is_tight:  # the budget has all that the client's limit or the context allows
+    if not reservation.may_end_response:  # the budget has all that the client's limit or the context allows
         return facts.completion_limit
     left = (limit - prompt_tokens) // facts.num_choices
     return min(left, MOST_UNASKED_TOKENS if facts.completion_limit is None else facts.completion_limit)

@@ -78,7 +78,7 @@ def for_client(lease: Lease, route: InferenceRoute, admitted: AdmittedRequest, *
     is_named = names_node and (admitted.key is None or admitted.key.sees_nodes)
     ours: Headers = ((_NODE, header_value(lease.node)),) if is_named else ()
     reservation = admitted.reservation
-    if reservation.token_limit is not None and reservation.is_tight:
+    if reservation.token_limit is not None and reservation.may_end_response:
         ours = (*ours, (_BUDGET, b"%d tokens" % reservation.token_limit))
     return (*ours, *_SAFE) if route.need == "relay" else ours
 

@@ -11,7 +11,7 @@ from cortex.gateway.config import GatewaySection
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.metrics import Metrics
-from cortex.gateway.pictures.inlining import PictureInlining
+from cortex.gateway.pictures import PictureInlining
 from cortex.gateway.proxy.accounting.activity import ActivityLog
 from cortex.gateway.proxy.accounting.disconnected_usage import DisconnectedUsage
 from cortex.gateway.proxy.accounting.running import RunningRequests

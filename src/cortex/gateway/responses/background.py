@@ -176,7 +176,7 @@ class BackgroundRuns:
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
         # Where this gateway alone continues the response, the next request is behind its end in the store anyway.
-        is_awaited = self._store.is_shared or run.kept.conversation_id is not None
+        is_awaited = self._store.database.is_shared or run.kept.conversation_id is not None
         loop.call_later(held_end.MAX_HELD_S if is_awaited else 0, run.settle)
 
     async def _write_end(self, run: BackgroundRun) -> None:

@@ -8,8 +8,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from cortex.gateway.responses.response_object import build_last_event, ended_body, last_event, response_in_event
-from cortex.gateway.responses.whole_events import WholeEvents
+from cortex.gateway.responses.response_object import (
+    WholeEvents,
+    build_last_event,
+    ended_body,
+    last_event,
+    response_in_event,
+)
 from cortex.http.observer import Outcome
 from cortex.http.request import Headers
 from cortex.http.response_head import STREAM_HEADERS

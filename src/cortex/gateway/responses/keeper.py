@@ -12,10 +12,9 @@ from functools import partial
 
 from msgspec import Raw
 
-from cortex.gateway.responses.response_object import head_of, last_event, response_in_event
+from cortex.gateway.responses.response_object import WholeEvents, head_of, last_event, response_in_event
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import NewResponse
-from cortex.gateway.responses.whole_events import WholeEvents
 from cortex.http.observer import Outcome
 from cortex.http.request import Headers
 from cortex.http.server.deferred_end import DeferredEnd
@@ -160,5 +159,5 @@ def _built(kept: KeptResponse, key_id: str, input: Raw | bytes, capture: StreamC
         stored_input,
         response,
         kept.conversation_id,
-        is_kept=kept.store,
+        is_retrievable=kept.store,
     )

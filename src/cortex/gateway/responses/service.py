@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from cortex.gateway.config import Config, ResponsesSection
+from cortex.gateway.database import Database
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.responses.api import StoredResponses
 from cortex.gateway.responses.background import BackgroundRuns
@@ -17,11 +16,10 @@ from cortex.system.tasks import Supervisor
 class ResponsesService:
     """Stored responses, requests with state, and background runs. One per gateway."""
 
-    def __init__(self, config: Config, directory: Path, inference: Inference, tasks: Supervisor) -> None:
-        """Raises `StoreError` when the configured database cannot be one."""
+    def __init__(self, config: Config, database: Database, inference: Inference, tasks: Supervisor) -> None:
         services = inference.services
         self._store = ResponseStore(
-            config.responses_database(directory),
+            database,
             config.responses,
             tasks,
             lambda result: services.metrics.stored_responses.labels(result).inc(),
@@ -47,7 +45,7 @@ class ResponsesService:
         await self._background.close(grace_s)
 
     async def close(self) -> None:
-        """Write what is left and close the database. Nothing may be sent to a node any more."""
+        """Nothing may be sent to a node any more. What is left is written before the database closes."""
         await self.stateful.close()
         await self.stored.close()
         await self.conversations.close()

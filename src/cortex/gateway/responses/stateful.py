@@ -142,12 +142,12 @@ class StatefulInference:
         """What keeps the response, as `id` if there is one already; None when the client or the operator does not want
         it to be stored."""
         section = self._store.section
-        is_kept = facts.store is not False
-        if not _makes_response(received) or not (is_kept or facts.conversation_id is not None):
+        is_retrievable = facts.store is not False
+        if not _makes_response(received) or not (is_retrievable or facts.conversation_id is not None):
             return None
         if not section.store:
             return NotStored("this gateway stores no responses (responses.store)") if facts.store else None
-        if self._store.failure is not None:
+        if self._store.database.is_failing:
             return NotStored("the database of stored responses is not available")
         if memoryview(input).nbytes > self._store.max_entry_bytes:
             return NotStored(f"the input is larger than {section.max_entry_mb} MB (responses.max_entry_mb)")
@@ -155,10 +155,10 @@ class StatefulInference:
             id or new_response_id(),
             facts.previous_response_id,
             conversation_id=facts.conversation_id,
-            store=is_kept,
+            store=is_retrievable,
         )
         held_end = None
-        if self._store.is_shared or facts.conversation_id is not None:
+        if self._store.database.is_shared or facts.conversation_id is not None:
             held_end = DeferredEnd.of(received.exchange, self._store.max_entry_bytes)
         return StoringKeeper(self._store, kept, _key_id(received), input, stream=facts.stream, held_end=held_end)
 

@@ -11,15 +11,14 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
 import msgspec
 
 from cortex.gateway.config import ResponsesSection
-from cortex.gateway.database import Database, Execute, RejectedValue, StoreError, driver_of, is_unavailable, is_url
+from cortex.gateway.database import Database, Execute, RejectedValue, StoreError, is_unavailable
 from cortex.gateway.responses import conversation_tables, tables
 from cortex.gateway.responses.tables import NewResponse, StoredResponse
 from cortex.system.tasks import SupervisedTask, Supervisor
@@ -39,46 +38,35 @@ class ResponseStore:
 
     def __init__(
         self,
-        database: str,
+        database: Database,
         section: ResponsesSection,
         tasks: Supervisor,
         count: Callable[[str], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`count` counts what became of each response: "stored", "too_large" or "failed". Raises `StoreError` when
-        `database` cannot be one."""
+        """`count` counts what became of each response: "stored", "too_large" or "failed"."""
         self.section = section
         """Replaced by a reload."""
-        self.failure: str | None = None
-        """Why the database could not be used last time; None when it could."""
-        self.is_shared = is_url(database)
-        """Whether other gateways may use the database too."""
-        self._database = Database(driver_of(database), tables.SCHEMA, "database of stored responses")
+        self.database = database.use(tables.SCHEMA)
         self._tasks = tasks
         self._count = count
         self.clock = clock
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="responses")
         self._lock = threading.Lock()
         self._unwritten: list[tuple[Callable[[], NewResponse], Callable[[], None]]] = []
         """How each is built, and what is called afterwards."""
         self._num_unwritten_bytes = 0
         self._purging: SupervisedTask | None = None
-        self._is_closed = False
 
     def start(self) -> None:
         """Start to delete what has expired."""
         self._purging = self._tasks.start("purge of stored responses", self._purge_regularly)
 
     async def close(self) -> None:
-        """Write what is left and close the database. Idempotent."""
+        """Stop to delete what has expired. What is left is written before the database closes. Idempotent."""
         if self._purging is not None:
             self._purging.cancel()
             await self._purging.ended()
             self._purging = None
-        if not self._is_closed:
-            self._is_closed = True
-            await self._in_thread(self._database.close)
-            self._thread.shutdown()
 
     @property
     def max_entry_bytes(self) -> int:
@@ -105,8 +93,7 @@ class ResponseStore:
             self._count("failed")
             then()
         elif is_first:
-            loop = asyncio.get_running_loop()
-            loop.run_in_executor(self._thread, self._write, loop).add_done_callback(self._written)
+            self.database.submit(self._write).add_done_callback(self._written)
 
     def too_large(self) -> None:
         """Count a response that is not stored because of its size."""
@@ -154,58 +141,44 @@ class ResponseStore:
         """Do `work` in one transaction, after what was saved before. Raises `DatabaseUnavailable`, and InvalidValue
         for a value that the database cannot hold."""
         try:
-            result = await self._in_thread(partial(self._database.run, work))
+            return await self.database.do(work)
         except RejectedValue as error:
             raise InvalidValue("A value of the request cannot be stored: send ids without NUL characters.") from error
         except StoreError as error:
-            self._report(str(error))
             raise DatabaseUnavailable(
                 "Stored responses are not available now: their database failed. Try again later."
             ) from error
-        self._report(None)
-        return result
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    def _write(self, loop: asyncio.AbstractEventLoop) -> tuple[int, int, Exception | None]:
-        """Write what waits; on the thread. Returns how many were written, how many were not, and why, if the database
-        is unavailable."""
+    def _take_unwritten(self) -> list[tuple[Callable[[], NewResponse], Callable[[], None]]]:
         with self._lock:
             unwritten, self._unwritten = self._unwritten, []
             self._num_unwritten_bytes = 0
-        try:
-            return self._write_all([build for build, _ in unwritten])
-        finally:
-            for _, then in unwritten:
-                loop.call_soon_threadsafe(then)
+        return unwritten
 
-    def _write_all(self, builds: Sequence[Callable[[], NewResponse]]) -> tuple[int, int, Exception | None]:
-        responses = [response for build in builds if (response := _built(build)) is not None]
+    def _write(self) -> tuple[int, list[Callable[[], None]]]:
+        """Write what waits; on the thread. Returns how many were written, and what to call."""
+        unwritten = self._take_unwritten()
+        responses = [response for build, _ in unwritten if (response := _built(build)) is not None]
         responses.sort(key=lambda response: response.conversation_id or "")  # all gateways lock rows in this order
         now_s, retention_s = self.clock(), self.section.retention_s
         adding = (
             partial(tables.add, response=response, now_s=now_s, retention_s=retention_s) for response in responses
         )
-        failures = self._database.run_each(list(adding))
+        failures = self.database.run_each(list(adding))
         for failure in failures.values():
             if not is_unavailable(failure):
                 log.error("a response could not be stored", exc_info=failure)
-        num_stored = len(responses) - len(failures)
-        return num_stored, len(builds) - num_stored, next(filter(is_unavailable, failures.values()), None)
+        return len(responses) - len(failures), [then for _, then in unwritten]
 
-    def _written(self, task: asyncio.Future[tuple[int, int, Exception | None]]) -> None:
-        num_stored, num_failed, error = task.result()
-        for result in ("stored",) * num_stored + ("failed",) * num_failed:
+    def _written(self, writing: asyncio.Future[tuple[int, list[Callable[[], None]]]]) -> None:
+        try:
+            num_stored, thens = writing.result()
+        except StoreError:  # it failed before its turn: what waited is not stored
+            num_stored, thens = 0, [then for _, then in self._take_unwritten()]
+        for result in ("stored",) * num_stored + ("failed",) * (len(thens) - num_stored):
             self._count(result)
-        self._report(None if error is None else str(error))
-
-    def _report(self, failure: str | None) -> None:
-        if failure is not None and self.failure is None:
-            log.error("responses are served but not stored until the database is available: %s", failure)
-        elif failure is None and self.failure is not None:
-            log.info("responses are stored again")
-        self.failure = failure
+        for then in thens:
+            then()
 
     async def _purge_regularly(self) -> None:
         while True:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from msgspec import Raw
 
-from cortex.gateway.database import Execute
+from cortex.gateway.database import Execute, Schema
 from cortex.gateway.responses import conversation_tables
-from cortex.gateway.responses.bounded_table import BoundedTable
+from cortex.gateway.responses.conversation_tables import BoundedTable
 from cortex.parsing import items
 from cortex.parsing.items import StoredTexts
 
@@ -22,8 +22,9 @@ UNFINISHED = ("queued", "in_progress")
 ADDED = ("completed", "incomplete")
 """Responses that are added to their conversation."""
 
-SCHEMA = (
-    """CREATE TABLE IF NOT EXISTS response (
+SCHEMA = Schema(
+    (
+        """CREATE TABLE IF NOT EXISTS response (
         id TEXT PRIMARY KEY,
         key_id TEXT NOT NULL,
         previous_id TEXT,
@@ -34,13 +35,14 @@ SCHEMA = (
         input TEXT NOT NULL,
         body TEXT NOT NULL
     )""",
-    "CREATE INDEX IF NOT EXISTS response_expiry ON response (expires_s)",
-    "CREATE INDEX IF NOT EXISTS response_size ON response (key_id, created_s, num_bytes)",
-    """CREATE TABLE IF NOT EXISTS background_run (
+        "CREATE INDEX IF NOT EXISTS response_expiry ON response (expires_s)",
+        "CREATE INDEX IF NOT EXISTS response_size ON response (key_id, created_s, num_bytes)",
+        """CREATE TABLE IF NOT EXISTS background_run (
         id TEXT PRIMARY KEY,
         renewed_s BIGINT NOT NULL
     )""",
-    *conversation_tables.SCHEMA,
+        *conversation_tables.TABLES,
+    ),
 )
 _COLUMNS = "response.id, response.previous_id, status, renewed_s, input, body"
 _ADD = """
@@ -96,7 +98,7 @@ class NewResponse(NamedTuple):
     """The response object."""
     conversation_id: str | None = None
     """The conversation that its items are added to once it has ended."""
-    is_kept: bool = True
+    is_retrievable: bool = True
     """False: it is only added to its conversation."""
 
     @property
@@ -130,14 +132,14 @@ def add(execute: Execute, response: NewResponse, now_s: float, retention_s: floa
     """Store `response`, and keep the responses that it continues for as long as it."""
     expires_s = int(now_s + retention_s)
     num_bytes = len(response.input) + len(response.body)
-    id, key_id, previous_id, status, input, body, conversation_id, is_kept = response
+    id, key_id, previous_id, status, input, body, conversation_id, is_retrievable = response
     if conversation_id is not None:
         if status in ADDED:
             owner = conversation_tables.Owner(key_id, now_s, retention_s)
             conversation_tables.append(execute, conversation_id, owner, response.items)
         elif status in UNFINISHED:
             conversation_tables.link(execute, id, conversation_id)
-    if not is_kept:
+    if not is_retrievable:
         return
     execute(
         _ADD,

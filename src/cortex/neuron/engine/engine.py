@@ -31,6 +31,8 @@ from cortex.neuron.engine.loading.filling import Progress
 from cortex.neuron.engine.loading.loading import LoadedModel, load_model, step_tokens
 from cortex.neuron.engine.request import Counters, EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
 from cortex.neuron.engine.roofline.model_work import work_of
+from cortex.neuron.engine.roofline.step_costs import StepCosts
+from cortex.neuron.engine.roofline.step_work import DeviceLimits, StepWork
 from cortex.neuron.engine.sampling.constraints import Constraints
 from cortex.neuron.engine.scheduling.budget import SchedulerLimits
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
@@ -42,9 +44,11 @@ from cortex.neuron.engine.step_loop import StepLoop
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.towers.config import PASS_PATCHES
 
-MIXED_PREFILL_TOKENS = {"cuda": 2_048, "cpu": 128}
+LEAST_PROMPT_TOKENS = 32
 RESERVED_TOKENS = 512
 """Responses up to this length do not preempt each other."""
+ASSUMED_LIMITS = {"cuda": DeviceLimits(1e12, 1e14), "cpu": DeviceLimits(2e10, 2e11)}
+"""Until steps were measured."""
 STEP_SIZES = {
     "cuda": SIZES,
     "cpu": (*range(1, MAX_NATIVE_ROWS + 1), *(size for size in SIZES if size > MAX_NATIVE_ROWS)),
@@ -105,10 +109,12 @@ class Engine:
         self._limits = SchedulerLimits(
             max_rows=memory.slots.rows,
             step_tokens=most,
-            mixed_prefill_tokens=min(most, MIXED_PREFILL_TOKENS[device.type]),
+            step_s=spec.step_ms / 1e3,
             context_tokens=loaded.context_tokens,
             reserved_tokens=RESERVED_TOKENS,
+            least_prompt_tokens=LEAST_PROMPT_TOKENS,
         )
+        self._work = work_of(loaded.body) if isinstance(loaded.body, Decoder) else None
         self._constraints = Constraints(Path(spec.path), loaded.body.config.vocab, device)
         self._counters = Counters()
         self._host_memory: DeviceHostMemory | None = None
@@ -126,7 +132,7 @@ class Engine:
             page_tokens=memory.page_tokens,
             num_pages=self.stats().num_pages,
             notes=loaded.notes,
-            work=work_of(loaded.body) if isinstance(loaded.body, Decoder) else None,
+            work=self._work,
         )
 
     @classmethod
@@ -179,8 +185,11 @@ class Engine:
             checkpoints = RecurrentCheckpoints(*slots, *spacing, cuts_rows=not self._spec.deterministic)
         architecture = self.model.architecture
         rules = None if architecture.tower is None else architecture.pictures
-        scheduler = Scheduler(KVPages(memory.num_pages, memory.page_tokens), limits, checkpoints, rules)
-        runner = self._new_runner()
+        runner, weight_bytes = self._new_runner(), loaded.weight_bytes
+        work = self._work or StepWork(weight_bytes, weights_per_token=weight_bytes // loaded.dtype.itemsize)
+        costs = StepCosts(work, ASSUMED_LIMITS[self._device.type])
+        limits = replace(limits, mixed_sizes=runner.mixed_sizes)
+        scheduler = Scheduler(KVPages(memory.num_pages, memory.page_tokens), limits, costs, checkpoints, rules)
         kind: ProposalKind | None = None
         if loaded.proposer is not None:
             kind = "mtp" if loaded.draft is None else "draft"

@@ -231,6 +231,8 @@ class LoadSpec:
     max_num_seqs: int = 256
     prefill_chunk_tokens: int | None = None
     """Most tokens of prefill in one step; None: the default of the device."""
+    step_ms: float = 50.0
+    """Expected time that prompts may extend a step to while others wait for it."""
     memory_bytes: int | None = None
     """Limit for weights and KV together; None: all that is free on the device, less a reserve."""
     min_free_bytes: int = 0

@@ -18,7 +18,7 @@ from cortex.neuron.engine.request import Counters, EngineRequest, EngineStats, S
 from cortex.neuron.engine.sampling.constraints import Constraints
 from cortex.neuron.engine.sampling.sampler import Draw, GrammarMask
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
-from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepPlan
+from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepPlan, step_shape
 from cortex.neuron.engine.speculation.speculation import Speculation
 from cortex.neuron.engine.speculation.width_rule import StepTime
 
@@ -33,6 +33,8 @@ class _InFlight:
     checks_drafts: bool
     follows: bool
     """See `StepTime`."""
+    launched_at: float
+    """When the host began to launch it."""
 
 
 class StepLoop:
@@ -51,8 +53,11 @@ class StepLoop:
         speculation: Speculation,
         *,
         overlaps: bool,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`overlaps`: a step is launched before the host reads the previous one, as a GPU needs to stay busy."""
+        """`overlaps`: a step is launched before the host reads the previous one, as a GPU needs to stay busy. `clock`:
+        seconds."""
+        self._clock = clock
         self._speculation = speculation
         self._scheduler = scheduler
         self._runner = runner
@@ -245,7 +250,7 @@ class StepLoop:
         drawing = [(active, row) for active, row in rows if row.outputs.draws]
         checks_drafts = plan.has_drafts
         draws = [draw for active, row in drawing for draw in draws_of(active.request, row)]
-        follows = bool(self._in_flight) or not self._overlaps
+        follows, launched_at = bool(self._in_flight) or not self._overlaps, self._clock()
         mask = None
         try:
             if self._constrained and any(active.constraint is not None for active, _ in drawing):
@@ -265,7 +270,7 @@ class StepLoop:
             self._suspects.popleft()
         if self.host is not None:
             self.host.after_launch()
-        self._in_flight.append(_InFlight(launched, plan, rows, checks_drafts, follows))
+        self._in_flight.append(_InFlight(launched, plan, rows, checks_drafts, follows, launched_at))
         num_prompt_tokens = sum([row.inputs.count for row in plan.rows if not row.decodes])
         self._counters = self._counters.plus(Counters(steps=1, prompt_tokens=num_prompt_tokens))
 
@@ -284,8 +289,10 @@ class StepLoop:
             self._collect(self._in_flight.popleft())
 
     def _time(self, step: _InFlight) -> None:
-        """Reports how long a step of decode rows took: the time since the step before it was read."""
-        now = time.perf_counter()
+        """Reports how long a step took: the time since the step before it was read, or since its own launch."""
+        now, costs = self._clock(), self._scheduler.costs
+        began = step.launched_at if self._read_at is None else max(self._read_at, step.launched_at)
+        costs.record(step_shape(step.plan.rows, costs.work), now - began)
         if self._read_at is not None and step.plan.only_decodes:
             took = StepTime(
                 num_rows=len(step.rows),

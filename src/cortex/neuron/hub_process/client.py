@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
-import subprocess
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Final
+from typing import Any, Final, TypeVar
 
-from cortex.ipc.channel import ChannelError, FrameDecoder, encode_frame
-from cortex.ipc.start import start_child_of_thread
-from cortex.neuron.hub_process.protocol import Failed, HubReply, HubRequest
+from cortex.ipc.helper import Function, Helper
+from cortex.ipc.pool import HelperOfThread, PoolLost
+from cortex.neuron.hub_process.protocol import Failed, FetchFiles
 from cortex.neuron.weights.errors import Cancelled, HubError
 from cortex.neuron.weights.hub.endpoint import endpoint_of
+from cortex.neuron.weights.hub.listing import Listing
 
-_MODULE: Final = "cortex.neuron.hub_process"
-_POLL_S: Final = 0.05
+T = TypeVar("T")
+
+_HELPER: Final = Helper(
+    name="neuron-hub", purpose="the process that talks to the hub", module="cortex.neuron.hub_process.service"
+)
+_LIST_FILES: Function[Listing | Failed] = Function("list_files", Listing | Failed)
+_FETCH: Function[Failed | None] = Function("fetch", Failed | None)
 _OF_THE_HUB: Final = ("HF_", "HUGGING_FACE_")
 
 
@@ -39,9 +43,13 @@ class HubProcess:
             )
         self.endpoint = endpoint_of(environment)
         self._cancelled = cancelled
-        self._decoder: FrameDecoder[HubReply] = FrameDecoder(HubReply)
-        self._process, self._control = self._start(environment)
-        self._control.settimeout(_POLL_S)
+        own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_HUB)}
+        hub = {name: value for name, value in environment.items() if name.startswith(_OF_THE_HUB)}
+        settings = {"HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        try:
+            self._helper = HelperOfThread(_HELPER, {**own, **hub, **settings})
+        except OSError as error:
+            raise HubError(f"no process for the hub can be started: {error.strerror}") from error
 
     def __enter__(self) -> HubProcess:
         return self
@@ -49,47 +57,28 @@ class HubProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._control.close()
+        self._helper.__exit__(kind, error, traceback)
 
-    def ask(self, request: HubRequest, meanwhile: Callable[[], None] = lambda: None) -> HubReply:
-        """The reply. `meanwhile` is called while it is awaited. Raises HubError, or Cancelled soon after `cancelled`
-        returns true."""
+    def list_files(self, repository: str, revision: str) -> Listing:
+        """Raises HubError, or Cancelled soon after `cancelled` returns true."""
+        return self._call(_LIST_FILES, self.endpoint, repository, revision)
+
+    def fetch(self, files: FetchFiles, meanwhile: Callable[[], None]) -> None:
+        """Downloads what the cache lacks. `meanwhile` is called until then. Raises as `list_files` does."""
+        self._call(_FETCH, files, meanwhile=meanwhile)
+
+    def _call(self, function: Function[T | Failed], *arguments: Any, meanwhile: Callable[[], None] = lambda: None) -> T:
+        def check() -> None:
+            if self._cancelled():
+                raise Cancelled("the download was cancelled")
+            meanwhile()
+
         try:
-            self._send(encode_frame([request]))
-            while True:
-                if self._cancelled():
-                    raise Cancelled("the download was cancelled")
-                meanwhile()
-                for [reply] in self._decoder.feed(self._received()):
-                    if isinstance(reply, Failed):
-                        raise reply.error
-                    return reply
-        except (OSError, ChannelError) as error:
+            reply = self._helper.call(function, *arguments, meanwhile=check)
+        except PoolLost as error:
             raise HubError(
                 f"the process that talks to the hub has ended ({error}); see the log and try again"
             ) from error
-
-    def _send(self, frame: bytes) -> None:
-        self._control.settimeout(None)
-        self._control.sendall(frame)
-        self._control.settimeout(_POLL_S)
-
-    def _received(self) -> bytes:
-        try:
-            data = self._control.recv(1 << 20)
-        except TimeoutError:
-            return b""
-        if not data:
-            raise ChannelError(f"exit status {self._process.wait()}")
-        return data
-
-    def _start(self, environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_HUB)}
-        hub = {name: value for name, value in environment.items() if name.startswith(_OF_THE_HUB)}
-        settings = {"HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        try:
-            return start_child_of_thread(_MODULE, environment={**own, **hub, **settings})
-        except OSError as error:
-            raise HubError(f"no process for the hub can be started: {error.strerror}") from error
+        if isinstance(reply, Failed):
+            raise reply.error
+        return reply

@@ -1,26 +1,16 @@
-"""Messages between a thread of the daemon and its hub process: each request gets one reply."""
+"""What the daemon and its hub process send each other."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 from cortex.ipc.channel import ChannelMessage
 from cortex.neuron.weights.errors import DownloadCorrupt, HubError, HubUnreachable, NoDiskSpace, NotOnHub
-from cortex.neuron.weights.hub.listing import Listing, RemoteFile
+from cortex.neuron.weights.hub.listing import RemoteFile
 
 _ERRORS = {error.__name__: error for error in (HubError, NotOnHub, HubUnreachable, DownloadCorrupt, NoDiskSpace)}
 
 
-class ListFiles(ChannelMessage, frozen=True):
-    """Asks for the listing of a repository; `Listed` or `Failed` follows."""
-
-    endpoint: str
-    repository: str
-    revision: str
-
-
 class FetchFiles(ChannelMessage, frozen=True):
-    """Asks for files in the cache, verified and linked into the commit's snapshot; `Fetched` or `Failed` follows."""
+    """Files of a repository that the cache is to have."""
 
     endpoint: str
     repository: str
@@ -29,15 +19,9 @@ class FetchFiles(ChannelMessage, frozen=True):
     cache_directory: str
 
 
-class Listed(ChannelMessage, frozen=True):
-    listing: Listing
-
-
-class Fetched(ChannelMessage, frozen=True):
-    pass
-
-
 class Failed(ChannelMessage, frozen=True):
+    """The HubError of this kind."""
+
     kind: str
     reason: str
 
@@ -48,7 +32,3 @@ class Failed(ChannelMessage, frozen=True):
     @property
     def error(self) -> HubError:
         return _ERRORS.get(self.kind, HubError)(self.reason)
-
-
-HubRequest: TypeAlias = ListFiles | FetchFiles
-HubReply: TypeAlias = Listed | Fetched | Failed

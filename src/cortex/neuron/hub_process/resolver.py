@@ -1,22 +1,23 @@
-"""Resolves a model name to files on disk; downloads them if necessary."""
+"""Resolves a model name to files on disk, downloads them if necessary, and says what a repository offers."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from cortex.neuron.hub_process.client import HubProcess
-from cortex.neuron.hub_process.protocol import FetchFiles, Listed, ListFiles
+from cortex.neuron.hub_process.protocol import FetchFiles
 from cortex.neuron.weights.errors import HubError, HubUnreachable, NoDiskSpace, NotOnHub
 from cortex.neuron.weights.hub.cache import RepositoryCache, cache_directory
 from cortex.neuron.weights.hub.cached import in_cache, in_directory
 from cortex.neuron.weights.hub.endpoint import is_offline
 from cortex.neuron.weights.hub.listing import Listing, RemoteFile
-from cortex.neuron.weights.hub.selection import Objection, missing_parts, select
+from cortex.neuron.weights.hub.selection import Objection, missing_parts, select, variants
 from cortex.neuron.weights.hub.source import HubSource, parse_source
 
 _SPARE_DISK_BYTES: Final = 64 << 20
@@ -56,7 +57,7 @@ def resolve(
         return in_cache(cache, parsed, objection, reason)
     with HubProcess(environment, cancelled) as hub:
         try:
-            listing = list_files(hub, parsed)
+            listing = hub.list_files(parsed.repository, parsed.revision)
         except HubError as error:
             return in_cache(cache, parsed, objection, error)
         selection = select(parsed.repository, listing.files, parsed.quant, objection=objection)
@@ -66,13 +67,6 @@ def resolve(
         _download(hub, cache, parsed.repository, listing.commit, files, progress)
     cache.remember(parsed.revision, listing.commit)
     return cache.snapshot(listing.commit) / (selection.entry or "")
-
-
-def list_files(hub: HubProcess, source: HubSource) -> Listing:
-    """Raises HubError or Cancelled."""
-    reply = hub.ask(ListFiles(hub.endpoint, source.repository, source.revision))
-    assert isinstance(reply, Listed)
-    return reply.listing
 
 
 def _download(
@@ -85,7 +79,7 @@ def _download(
 ) -> None:
     _check_disk(cache, files)
     meter = _Meter(cache, files, progress)
-    hub.ask(FetchFiles(hub.endpoint, repository, commit, files, str(cache.root.parent)), meter.show)
+    hub.fetch(FetchFiles(hub.endpoint, repository, commit, files, str(cache.root.parent)), meter.show)
     meter.show()
 
 
@@ -122,3 +116,56 @@ def _check_disk(cache: RepositoryCache, files: Sequence[RemoteFile]) -> None:
             f"the download needs {need / 1e9:.1f} GB, but {have / 1e9:.1f} GB are free on the disk of {cache.root}; "
             "free some space, or set HF_HUB_CACHE to another disk"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One form of the model. `quant` is None for the repository's safetensors."""
+
+    quant: str | None
+    num_bytes: int
+    num_files: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    repository: str
+    commit: str
+    variants: tuple[Variant, ...]
+    """The smallest first."""
+
+
+class OfferRequest:
+    """One question to the hub. `read` blocks, so call it on a thread; `abort` ends it from another one."""
+
+    def __init__(self, source: str, environment: Mapping[str, str] = os.environ) -> None:
+        """Raises FilesMissing, NotOnHub or HubUnreachable for a source about which the hub cannot be asked."""
+        parsed = parse_source(source)
+        if isinstance(parsed, Path):
+            raise NotOnHub(f"{source} is a path on this node; name a repository of the hub, such as owner/name")
+        if is_offline(environment):
+            raise HubUnreachable(
+                f"what {parsed.repository} offers is not known: the node is offline (HF_HUB_OFFLINE is set)"
+            )
+        self._source: HubSource = parsed
+        self._environment = environment
+        self._aborted = threading.Event()
+
+    def read(self) -> Offer:
+        """Raises HubError, or Cancelled after `abort`."""
+        with HubProcess(self._environment, self._aborted.is_set) as hub:
+            listing = hub.list_files(self._source.repository, self._source.revision)
+            return _offer(self._source.repository, listing)
+
+    def abort(self) -> None:
+        self._aborted.set()
+
+
+def _offer(repository: str, listing: Listing) -> Offer:
+    found = [
+        Variant(quant, sum(listing.files[path].num_bytes for path in selection.paths), len(selection.paths))
+        for quant, selection in variants(listing.files).items()
+    ]
+    if not found:
+        raise NotOnHub(f"{repository} has neither safetensors nor GGUF weights; choose a repository that has")
+    return Offer(repository, listing.commit, tuple(sorted(found, key=lambda variant: variant.num_bytes)))

@@ -1,15 +1,27 @@
-"""From the file of a picture to an upright RGB picture. Blocks, and may take any time and memory: it is not trusted."""
+"""The functions of the picture process: from the file of a picture to the pixels that a model takes.
+
+They block, and may take any time and memory: files are not trusted. A worker that exceeds a limit, or that a file
+crashes, is ended and replaced.
+"""
 
 from __future__ import annotations
 
 import io
+import time
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
-from PIL import Image
+from PIL import GifImagePlugin, Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
-from cortex.wire.pictures.header import UnreadablePicture, read_header
-from cortex.wire.pictures.orientation import swaps_sides
+from cortex.neuron.vision.picture import PictureGrid
+from cortex.neuron.vision.preparing import prepare
+from cortex.neuron.vision.spec import PictureSpec
+from cortex.wire.pictures.header import UnreadablePicture, read_header, swaps_sides
+from cortex.wire.pictures.parts import invalid
+
+_LOADED = (GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin)
+"""Imported before the workers are forked, so that they start at once."""
 
 _FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF")
 _TURNS: Final = {
@@ -26,6 +38,21 @@ _WHITE: Final = (255, 255, 255, 255)
 
 # The size was checked before, by limits of our own.
 Image.MAX_IMAGE_PIXELS = None
+
+
+def functions() -> dict[str, Callable[..., tuple[bytes, float]]]:
+    return {"pixels": pixels}
+
+
+def pixels(spec: PictureSpec, grid: PictureGrid, param: str, body: bytes) -> tuple[bytes, float]:
+    """The pixels of the file `body` as `vision.preparing.prepare` returns them, and the seconds that this computed.
+    `param`: where the client has the picture. Raises InvalidValue."""
+    began_s = time.process_time()
+    try:
+        prepared = prepare(spec, grid, decode(body)).tobytes()
+    except UnreadablePicture as problem:
+        raise invalid(param, f"the picture cannot be read: {problem}") from None
+    return prepared, time.process_time() - began_s
 
 
 def decode(file: bytes) -> Image.Image:

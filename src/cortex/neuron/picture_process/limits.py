@@ -26,34 +26,39 @@ class PictureLimits(Section, frozen=True):
     """Pictures of more million pixels are rejected with 400."""
     max_aspect: Count = 200
     """So are those whose longer side is more than this many times the shorter one."""
-    workers: Count = 2
-    """Pictures that are decoded at once."""
+    max_scans: Count = 32
+    """Progressive JPEGs with more scans are rejected with 400: each takes as long as a baseline picture, and cameras
+    and editors write about ten."""
+    workers: Count = 3
+    """Pictures that are decoded at once. One of these places is always left for other clients."""
     timeout_s: Annotated[float, Meta(gt=0)] = 20.0
     """A picture that takes longer to decode is rejected with 400."""
+    request_s: Annotated[float, Meta(gt=0)] = 60.0
+    """Computing time for all pictures of one request; once it is used up, the others are rejected with 400."""
     memory_mb: Count = 1024
     """Memory that decoding one picture may take."""
     cache_mb: Annotated[int, Meta(ge=0)] = 256
     """Memory for decoded pictures: a conversation sends them again with each turn."""
 
-    def check(self, images: Sequence[Image]) -> None:
+    def check(self, pictures: Sequence[Image]) -> None:
         """Raises InvalidValue, which names the first picture that exceeds a limit."""
-        if len(images) > self.max_pictures:
+        if len(pictures) > self.max_pictures:
             raise invalid(
-                images[self.max_pictures].param,
-                f"the request has {len(images)} pictures, at most {self.max_pictures} are allowed on this node "
+                pictures[self.max_pictures].param,
+                f"the request has {len(pictures)} pictures, at most {self.max_pictures} are allowed on this node "
                 "(pictures.max_pictures in neuron.toml); send fewer",
             )
-        for image in images:
-            if (problem := self._problem(image)) is not None:
-                raise invalid(image.param, problem)
+        for picture in pictures:
+            if (problem := self._problem(picture)) is not None:
+                raise invalid(picture.param, problem)
 
-    def _problem(self, image: Image) -> str | None:
-        longer, shorter = max(image.width, image.height), min(image.width, image.height)
-        size = f"the picture has {image.width} × {image.height} pixels"
-        if image.num_bytes > self.max_mb * 1_000_000:
-            size = f"the picture has {image.num_bytes / 1e6:.1f} MB"
+    def _problem(self, picture: Image) -> str | None:
+        longer, shorter = max(picture.width, picture.height), min(picture.width, picture.height)
+        size = f"the picture has {picture.width} × {picture.height} pixels"
+        if picture.num_bytes > self.max_mb * 1_000_000:
+            size = f"the picture has {picture.num_bytes / 1e6:.1f} MB"
             return f"{size}, at most {self.max_mb} are allowed (pictures.max_mb); compress it"
-        if image.width * image.height > self.max_megapixels * 1_000_000:
+        if picture.width * picture.height > self.max_megapixels * 1_000_000:
             return f"{size}, at most {self.max_megapixels} million are allowed (pictures.max_megapixels); shrink it"
         if longer > self.max_aspect * shorter:
             return (

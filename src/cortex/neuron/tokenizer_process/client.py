@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
 from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
 
 from cortex.ipc.channel import Unsendable
-from cortex.ipc.pool import JobLost, PoolLost, RestartedPool, WorkerPool
+from cortex.ipc.helper import Function, Helper
+from cortex.ipc.pool import CallLost, HelperPool, PoolLost
 from cortex.neuron.text.errors import TextFileMalformed, TextModelError, TokenizerUnsupported
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.neuron.tokenizer_process import protocol
-from cortex.neuron.tokenizer_process.protocol import Job, PackedTexts, Reply
+from cortex.neuron.tokenizer_process.protocol import Described, FilesUnreadable, PackedPrepared, PackedTexts
 from cortex.neuron.weights.errors import CheckpointError, Unsupported
-from cortex.wire.errors import BodyTooLarge, LoadFailed, ModelUnsupported, Recovering
-from cortex.wire.rejection import Rejected
+from cortex.wire.errors import BodyTooLarge, LoadFailed, ModelUnsupported, PreparationLimitExceeded, Recovering
+
+T = TypeVar("T")
+
+_DESCRIBE: Function[Described | FilesUnreadable] = Function("describe", Described | FilesUnreadable)
+_ENCODE: Function[bytes] = Function("encode", bytes)
+_ENCODE_TEXTS: Function[PackedTexts] = Function("encode_texts", PackedTexts)
+_COUNT: Function[tuple[int, int]] = Function("count", tuple[int, int])
+_PREPARE: Function[PackedPrepared] = Function("prepare", PackedPrepared)
 
 UNREADABLE = (OSError, TextModelError, CheckpointError)
 """The errors that reading a model's text files may raise."""
@@ -43,17 +52,25 @@ class TokenizerClient:
         self._model = model
         self._memory_bytes = memory_bytes
         self._read_s = read_s
-        self._pool: RestartedPool[Reply] = RestartedPool(f"the tokenizer process of {model}", self._start)
-        self._fingerprint: str | None = None
+        self._pool = HelperPool(
+            Helper(
+                name="neuron-tokenize",
+                purpose=f"the tokenizer process of {model}",
+                module="cortex.neuron.tokenizer_process.service",
+                arguments=(str(model), None),
+                memory_bytes=memory_bytes,
+                start_cpu_s=math.ceil(read_s),
+                # A worker is one job; threads of the library's own would also not survive a fork.
+                environment={"TOKENIZERS_PARALLELISM": "false"},
+            )
+        )
         self.num_tokenised = 0
         """Characters of prompts that were tokenised, not known from earlier ones."""
-        self._num_calls = 0
-        self._last_call_s = time.monotonic()
 
     @property
     def idle_s(self) -> float:
         """Seconds since the last call ended; 0 during a call."""
-        return 0.0 if self._num_calls else time.monotonic() - self._last_call_s
+        return self._pool.idle_s
 
     @property
     def process_id(self) -> int | None:
@@ -64,23 +81,25 @@ class TokenizerClient:
         """The model's text. Raises the errors in `UNREADABLE`, or Recovering. A process that exceeds its limits
         while it reads is ended."""
         try:
-            async with asyncio.timeout(self._read_s):
-                reply = await self._run(protocol.Describe(), is_long=False)
+            reply = await self._pool.call(_DESCRIBE, timeout_s=self._read_s)
         except TimeoutError:
             await self._pool.rest()
             raise self._exceeded() from None
-        except (JobLost, Recovering):
+        except (CallLost, PoolLost) as error:
             if self._pool.is_closed:
-                raise
+                raise self._recovering(error) from error
             raise self._exceeded() from None
-        assert isinstance(reply, protocol.Described)
-        self._fingerprint = reply.fingerprint
+        if isinstance(reply, FilesUnreadable):
+            raise protocol.error_of(reply)
+        # A later process must find the same.
+        arguments = (str(self._model), reply.fingerprint)
+        self._pool.helper = msgspec.structs.replace(self._pool.helper, arguments=arguments)
         return TextModel.without_encoder(reply.facts, reply.reasoning_end, reply.takes_tools)
 
     async def wake(self) -> None:
         """Starts the process unless it runs, without waiting until it is ready. Raises OSError or Recovering."""
         try:
-            await self._pool.running()
+            await self._pool.start()
         except PoolLost as error:
             raise self._recovering(error) from error
 
@@ -97,54 +116,36 @@ class TokenizerClient:
 
     async def prepare(self, request: bytes, rules: PromptRules, *, is_long: bool, with_text: bool = False) -> Prepared:
         """The prompts and the grammar of a packed request."""
-        reply = await self._run_job(protocol.Prepare(request, rules, with_text), is_long=is_long)
-        assert isinstance(reply, protocol.PackedPrepared)
+        reply = await self._call(_PREPARE, rules, with_text, body=request, is_long=is_long)
         self.num_tokenised += reply.num_tokenised
         return protocol.unpack_prepared(reply)
 
     async def count(self, request: bytes, rules: PromptRules, *, is_long: bool) -> int:
         """The number of tokens in the prompt of a packed request."""
-        reply = await self._run_job(protocol.Count(request, rules), is_long=is_long)
-        assert isinstance(reply, protocol.Counted)
-        self.num_tokenised += reply.num_tokenised
-        return reply.num_tokens
+        num_tokens, num_tokenised = await self._call(_COUNT, rules, body=request, is_long=is_long)
+        self.num_tokenised += num_tokenised
+        return num_tokens
 
     async def encode(self, text: str, rules: PromptRules, *, is_long: bool) -> tuple[int, ...]:
         """The tokens of `text`, including control tokens in it."""
-        reply = await self._run_job(protocol.Encode(text, rules), is_long=is_long)
-        assert isinstance(reply, protocol.Encoded)
-        return protocol.unpacked(reply.ids)
+        return protocol.unpacked(await self._call(_ENCODE, text, rules, is_long=is_long))
 
     async def encode_texts(self, texts: TextsToEncode, rules: PromptRules, *, is_long: bool) -> PackedTexts:
         """The tokens of texts that are pooled."""
-        reply = await self._run_job(protocol.EncodeTexts(texts, rules), is_long=is_long)
-        assert isinstance(reply, PackedTexts)
-        return reply
+        return await self._call(_ENCODE_TEXTS, texts, rules, is_long=is_long)
 
-    async def _run_job(self, job: Job, *, is_long: bool) -> Reply:
+    async def _call(self, function: Function[T], *arguments: Any, body: bytes = b"", is_long: bool) -> T:
         try:
-            return await self._run(job, is_long=is_long)
-        except UNREADABLE as error:
-            raise LoadFailed(f"the tokenizer of {self._model.name} can no longer be read: {error}") from error
-        except JobLost as error:
-            raise protocol.out_of_memory() from error
+            return await self._pool.call(function, *arguments, body=body, in_background=is_long)
+        except CallLost as error:
+            raise PreparationLimitExceeded(
+                "Preparing this request took more memory than this node allows (text.memory_mb in neuron.toml). "
+                "Send a shorter conversation, or a simpler schema or grammar, with shorter chains of references."
+            ) from error
         except Unsendable as error:
             raise BodyTooLarge(f"The prompt cannot be tokenised: {error}.") from error
-
-    async def _run(self, job: Job, *, is_long: bool) -> Reply:
-        """Raises the error that the tokenizer process replied with, JobLost, Unsendable, or Recovering when the
-        process died twice."""
-        self._num_calls += 1
-        try:
-            reply = await self._pool.run(job, in_background=is_long)
         except PoolLost as error:
             raise self._recovering(error) from error
-        finally:
-            self._num_calls -= 1
-            self._last_call_s = time.monotonic()
-        if isinstance(reply, protocol.FilesUnreadable | Rejected):
-            raise protocol.error_of(reply)
-        return reply
 
     def _exceeded(self) -> TextFileMalformed:
         memory = "" if self._memory_bytes is None else f", or {self._memory_bytes / 1e6:.0f} MB of memory"
@@ -153,20 +154,5 @@ class TokenizerClient:
             "(text.timeout_s and text.memory_mb in neuron.toml); they are damaged: download the model again"
         )
 
-    def _recovering(self, error: PoolLost) -> Recovering:
+    def _recovering(self, error: Exception) -> Recovering:
         return Recovering(f"the tokenizer of {self._model.name} cannot run: {error}; try again")
-
-    async def _start(self) -> WorkerPool[Reply]:
-        """A process that reads the model's files, which must match what was read before."""
-        fingerprint = () if self._fingerprint is None else ("--fingerprint", self._fingerprint)
-        memory = () if self._memory_bytes is None else ("--memory-bytes", str(self._memory_bytes))
-        return await WorkerPool.start(
-            "cortex.neuron.tokenizer_process",
-            *("--model", str(self._model)),
-            *fingerprint,
-            *memory,
-            *("--read-cpu-s", str(math.ceil(self._read_s))),
-            reply_type=Reply,
-            # A worker is one job; threads of the library's own would also not survive a fork.
-            environment={"TOKENIZERS_PARALLELISM": "false"},
-        )

@@ -1,4 +1,4 @@
-"""The protocol between the daemon and a tokenizer process: jobs and their replies."""
+"""What a tokenizer process returns, packed: token ids as 32-bit integers decode much faster than lists."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from cortex.ipc.channel import ChannelMessage
 from cortex.neuron.text.errors import TextFileMalformed, TextModelError, TokenizerMissing, TokenizerUnsupported
 from cortex.neuron.text.facts import TextFacts
 from cortex.neuron.text.preparation import Prepared
-from cortex.neuron.text.template.prompt import PromptRules, Rendered
-from cortex.neuron.text.tokenizer.encoder import EncodedTexts, TextsToEncode
+from cortex.neuron.text.template.prompt import Rendered
+from cortex.neuron.text.tokenizer.encoder import EncodedTexts
 from cortex.neuron.vision.picture import PicturePlace
 from cortex.neuron.weights.errors import CheckpointError, Malformed, Unsupported
-from cortex.wire import rejection
-from cortex.wire.errors import PreparationLimitExceeded
-from cortex.wire.rejection import Rejected
 
 _ERROR_TYPES = (
     TokenizerMissing,
@@ -33,39 +30,6 @@ _ERROR_TYPES = (
 """Errors of a model's files that keep their type; subclasses come before their bases."""
 
 
-class Describe(ChannelMessage, frozen=True):
-    """Asks for the facts in the model's text files."""
-
-
-class Encode(ChannelMessage, frozen=True):
-    """Asks for the tokens of a text, including control tokens in it."""
-
-    text: str
-    rules: PromptRules
-
-
-class EncodeTexts(ChannelMessage, frozen=True):
-    """Asks for the tokens of texts that are pooled."""
-
-    texts: TextsToEncode
-    rules: PromptRules
-
-
-class Prepare(ChannelMessage, frozen=True):
-    """Asks for the prompts and the grammar of a request. `with_text`: with the text of the prompts."""
-
-    request: bytes
-    rules: PromptRules
-    with_text: bool = False
-
-
-class Count(ChannelMessage, frozen=True):
-    """Asks for the number of tokens in the prompt of a request."""
-
-    request: bytes
-    rules: PromptRules
-
-
 class Described(ChannelMessage, frozen=True):
     facts: TextFacts
     fingerprint: str
@@ -73,22 +37,11 @@ class Described(ChannelMessage, frozen=True):
     takes_tools: tuple[bool, bool]
 
 
-class Encoded(ChannelMessage, frozen=True):
-    ids: bytes
-    """Token ids as packed 32-bit integers, which decode much faster than a list."""
-
-
 class PackedTexts(ChannelMessage, frozen=True):
     ids: bytes
     """The tokens of all texts, one after another."""
     lengths: tuple[int, ...]
     first_segments: tuple[int, ...]
-
-
-class Counted(ChannelMessage, frozen=True):
-    num_tokens: int
-    num_tokenised: int
-    """Characters that were tokenised for it; the tokens of the others were known."""
 
 
 class PackedPrompt(ChannelMessage, frozen=True):
@@ -105,7 +58,7 @@ class PackedPrepared(ChannelMessage, frozen=True):
     response_grammar: str | None
     prediction: bytes
     num_tokenised: int
-    """As in `Counted`."""
+    """Characters that were tokenised for it; the tokens of the others were known."""
 
 
 class FilesUnreadable(ChannelMessage, frozen=True):
@@ -113,10 +66,6 @@ class FilesUnreadable(ChannelMessage, frozen=True):
 
     kind: str
     message: str
-
-
-Job = Describe | Encode | EncodeTexts | Prepare | Count
-Reply = Described | Encoded | PackedTexts | Counted | PackedPrepared | FilesUnreadable | Rejected
 
 
 def fingerprint_of(facts: TextFacts) -> str:
@@ -164,14 +113,5 @@ def unreadable(error: Exception) -> FilesUnreadable:
     return FilesUnreadable(kind.__name__, str(error))
 
 
-def error_of(reply: FilesUnreadable | Rejected) -> Exception:
-    if isinstance(reply, Rejected):
-        return rejection.error_of(reply)
+def error_of(reply: FilesUnreadable) -> Exception:
     return next(kind for kind in _ERROR_TYPES if kind.__name__ == reply.kind)(reply.message)
-
-
-def out_of_memory() -> PreparationLimitExceeded:
-    return PreparationLimitExceeded(
-        "Preparing this request took more memory than this node allows (text.memory_mb in neuron.toml). "
-        "Send a shorter conversation, or a simpler schema or grammar, with shorter chains of references."
-    )

@@ -10,8 +10,7 @@ import os
 import signal
 import socket
 
-from cortex.ipc.channel import ChannelError
-from cortex.ipc.packets import PacketSocket
+from cortex.ipc.channel import ChannelError, PacketSocket
 from cortex.ipc.start import start_child
 from cortex.neuron.worker.protocol import DeviceAddress, Exited, Forked, ForkServerEvent, ForkWorker, KillWorker, Warm
 from cortex.system.tasks import run_once

@@ -19,27 +19,27 @@ MAX_PICTURES = 1000
 def take_files(request: GenerateRequest) -> tuple[GenerateRequest, tuple[bytes, ...]]:
     """`request` without the files of its pictures but with their sizes, and the files. Raises InvalidValue for a
     picture that is only an address, and for a file that is no picture."""
-    images: list[Image] = []
+    pictures: list[Image] = []
     files: list[bytes] = []
 
-    def take(image: Image) -> Image:
-        if len(images) == MAX_PICTURES:
-            raise invalid(image.param, f"more than {MAX_PICTURES} pictures in one request; send fewer")
-        taken = _taken(image, len(images))
-        images.append(taken)
-        files.append(image.data)
+    def take(picture: Image) -> Image:
+        if len(pictures) == MAX_PICTURES:
+            raise invalid(picture.param, f"more than {MAX_PICTURES} pictures in one request; send fewer")
+        taken = _taken(picture, len(pictures))
+        pictures.append(taken)
+        files.append(picture.data)
         return taken
 
-    changed = _with_images(request, take)
-    return (msgspec.structs.replace(changed, images=tuple(images)), tuple(files)) if images else (request, ())
+    changed = _with_pictures(request, take)
+    return (msgspec.structs.replace(changed, pictures=tuple(pictures)), tuple(files)) if pictures else (request, ())
 
 
 def with_files(request: GenerateRequest, files: Sequence[bytes]) -> GenerateRequest:
     """What `take_files` was given; it reverses it."""
-    if not request.images:
+    if not request.pictures:
         return request
-    changed = _with_images(request, lambda image: msgspec.structs.replace(image, data=files[image.number]))
-    return msgspec.structs.replace(changed, images=())
+    changed = _with_pictures(request, lambda picture: msgspec.structs.replace(picture, data=files[picture.number]))
+    return msgspec.structs.replace(changed, pictures=())
 
 
 def check_files(request: GenerateRequest) -> None:
@@ -51,41 +51,41 @@ def check_files(request: GenerateRequest) -> None:
                     header_of(each)
 
 
-def data_url(image: Image) -> str:
+def data_url(picture: Image) -> str:
     """The file as a URL, with the type that it has rather than the declared one."""
-    found = format_of(image.data)
-    media_type = f"image/{found}" if found is not None else image.media_type or "application/octet-stream"
-    return f"data:{media_type};base64,{binascii.b2a_base64(image.data, newline=False).decode()}"
+    found = format_of(picture.data)
+    media_type = f"image/{found}" if found is not None else picture.media_type or "application/octet-stream"
+    return f"data:{media_type};base64,{binascii.b2a_base64(picture.data, newline=False).decode()}"
 
 
-def header_of(image: Image) -> PictureHeader:
+def header_of(picture: Image) -> PictureHeader:
     """Raises InvalidValue for a picture that is only an address, and for a file that is no picture."""
-    if image.url:
+    if picture.url:
         raise InvalidValue(
-            f"Invalid value for '{image.param}': pictures are not fetched from addresses here; send the picture "
+            f"Invalid value for '{picture.param}': pictures are not fetched from addresses here; send the picture "
             "itself, as a `data:` URL with base64. An operator can allow https addresses (`pictures.urls` in "
             "cortex.toml).",
-            param=image.param,
+            param=picture.param,
         )
     try:
-        return read_header(image.data)
+        return read_header(picture.data)
     except UnreadablePicture as problem:
-        raise invalid(image.param, f"the picture cannot be read: {problem}") from None
+        raise invalid(picture.param, f"the picture cannot be read: {problem}") from None
 
 
-def _taken(image: Image, number: int) -> Image:
-    header = header_of(image)
+def _taken(picture: Image, number: int) -> Image:
+    header = header_of(picture)
     return Image(
-        detail=image.detail,
-        param=image.param,
+        detail=picture.detail,
+        param=picture.param,
         number=number,
-        num_bytes=len(image.data),
+        num_bytes=len(picture.data),
         width=header.width,
         height=header.height,
     )
 
 
-def _with_images(request: GenerateRequest, change: Callable[[Image], Image]) -> GenerateRequest:
+def _with_pictures(request: GenerateRequest, change: Callable[[Image], Image]) -> GenerateRequest:
     def changed_part(part: Part) -> Part:
         if isinstance(part, Image):
             return change(part)

@@ -5,11 +5,16 @@ The size is that of the upright picture: cameras store pictures lying down and n
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
-from cortex.wire.pictures.orientation import UPRIGHT, read_orientation, swaps_sides
+UPRIGHT = 1
+_ORIENTATION_TAG = 0x0112
+_SHORT = 3
+_MAX_ENTRIES = 512
+_PREFIX = b"Exif\0\0"
 
 PictureFormat = Literal["jpeg", "png", "webp", "gif"]
 
@@ -71,6 +76,40 @@ def read_header(data: bytes) -> PictureHeader:
     if swaps_sides(orientation):
         width, height = height, width
     return PictureHeader(found_format, width, height, orientation)
+
+
+def num_jpeg_scans(data: bytes) -> int:
+    """The scans of a JPEG, or more: what looks like a scan behind the first one counts. 0 for other files."""
+    if format_of(data) != "jpeg":
+        return 0
+    start = 2
+    with contextlib.suppress(struct.error, IndexError):
+        for _, _, end in _jpeg_segments(data):
+            start = end
+    return data.count(b"\xff\xda", start)  # in the data of a scan, another byte follows 0xff
+
+
+def read_orientation(exif: bytes) -> int:
+    """The orientation as EXIF numbers it, 1 to 8; `UPRIGHT` if the data has none or is malformed."""
+    data = exif.removeprefix(_PREFIX)
+    order = {b"II": "<", b"MM": ">"}.get(data[:2])
+    if order is None:
+        return UPRIGHT
+    try:
+        (start,) = struct.unpack_from(f"{order}I", data, 4)
+        (num_entries,) = struct.unpack_from(f"{order}H", data, start)
+        for index in range(min(num_entries, _MAX_ENTRIES)):
+            tag, kind, _, value = struct.unpack_from(f"{order}HHIH", data, start + 2 + 12 * index)
+            if tag == _ORIENTATION_TAG and kind == _SHORT and UPRIGHT <= value <= 8:
+                return int(value)
+    except struct.error:
+        pass
+    return UPRIGHT
+
+
+def swaps_sides(orientation: int) -> bool:
+    """Whether width and height of the upright picture are height and width of the stored one."""
+    return orientation >= 5
 
 
 def _read_png(data: bytes) -> _Found | None:

@@ -1,13 +1,13 @@
-"""Reads the pictures in a body: `data:` URLs, base64 texts and addresses."""
+"""Reads the pictures in a body: `data:` URLs, base64 texts and addresses. And the errors about them."""
 
 from __future__ import annotations
 
 import binascii
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
-from cortex.wire.errors import InvalidValue, shorten
+from cortex.wire.errors import InvalidValue, UnsupportedModality, shorten
 from cortex.wire.fields.body import Fields
 from cortex.wire.requests import Detail, Image
 
@@ -15,6 +15,7 @@ _DETAILS: Final[dict[str, Detail]] = {"auto": "auto", "low": "low", "high": "hig
 _DATA_URL = re.compile(r"\s*data:(?P<media_type>[^,;]*)(?P<options>(?:;[^,;]*)*),", re.IGNORECASE)
 _ADDRESS = re.compile(r"\s*https?://", re.IGNORECASE)
 _MAX_DATA_URL_HEAD = 256
+_MAX_NAMED = 8
 _SPACES = str.maketrans("", "", " \t\r\n")
 
 
@@ -71,6 +72,19 @@ def invalid(param: str, problem: str) -> InvalidValue:
     return InvalidValue(f"Invalid value for '{shorten(param)}': {problem}.", param=shorten(param))
 
 
+def reads_text_only(model: str, others: Sequence[str], param: str) -> UnsupportedModality:
+    """`others`: the models that the client could send the pictures to."""
+    named = list(others[:_MAX_NAMED])
+    if named:
+        more = f" and {len(others) - len(named)} more" if len(others) > len(named) else ""
+        advice = f"send them to {', '.join(named)}{more}, or remove them"
+    else:
+        advice = "remove them, or choose a model that GET /v1/models lists with vision"
+    return UnsupportedModality(
+        f"{model} reads text only, and the request has pictures; {advice}.", param=param, details={"models": named}
+    )
+
+
 def _padded(text: str) -> str:
     """Without line breaks, and with the padding that some clients leave out."""
     if "\n" in text or "\r" in text or " " in text:
@@ -80,11 +94,11 @@ def _padded(text: str) -> str:
     return text + "=" * (-len(text) % 4)
 
 
-def _with_detail(image: Image, fields: Fields) -> Image:
+def _with_detail(picture: Image, fields: Fields) -> Image:
     given = fields.text("detail")
     if given is None:
-        return image
+        return picture
     detail = _DETAILS.get(given)
     if detail is None:
         raise fields.invalid("detail", f"'{shorten(given)}' is not known; choose {', '.join(_DETAILS)}")
-    return Image(data=image.data, media_type=image.media_type, url=image.url, detail=detail, param=image.param)
+    return Image(data=picture.data, media_type=picture.media_type, url=picture.url, detail=detail, param=picture.param)

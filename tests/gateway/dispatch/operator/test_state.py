@@ -8,6 +8,7 @@ import pytest
 
 from cortex.fleet.catalogue import Catalogue, LoadPolicy, ModelSpec
 from cortex.fleet.topology import ModelOnNode
+from cortex.gateway.database import Database
 from cortex.gateway.dispatch.operator.state import READ_EVERY, OperatorState
 
 from ...fake_fleet import GB, FakeFleet
@@ -34,7 +35,7 @@ class Gateway:
         self.fleet = FakeFleet({"n": {"a": GB}, "m": {"a": GB}})
         self.fleet.poll()
         self.dispatcher = self.fleet.dispatcher
-        self.state = OperatorState(self.dispatcher, location)
+        self.state = OperatorState(self.dispatcher, Database(location))
 
     async def synchronise(self) -> None:
         """As many calls as it takes to read what other gateways decided."""
@@ -46,7 +47,7 @@ async def test_decisions_outlive_a_gateway_and_reach_the_others(location: str) -
     first, second = Gateway(location), Gateway(location)
     first.dispatcher.change_pins(added=[PIN])
     first.dispatcher.drain("m", drained=True)
-    await first.state.close()
+    await first.state.synchronise()
     await second.synchronise()
     assert (second.dispatcher.pins, second.dispatcher.drained) == (frozenset({PIN}), frozenset({"m"}))
     second.dispatcher.change_pins(removed=[PIN])
@@ -56,7 +57,7 @@ async def test_decisions_outlive_a_gateway_and_reach_the_others(location: str) -
     await third.synchronise()
     assert (third.dispatcher.pins, third.dispatcher.drained) == (frozenset(), frozenset())
     for gateway in (second, third):
-        await gateway.state.close()
+        await gateway.state.synchronise()
 
 
 async def test_changes_of_two_gateways_are_merged(location: str) -> None:
@@ -67,7 +68,7 @@ async def test_changes_of_two_gateways_are_merged(location: str) -> None:
         await gateway.synchronise()
     assert first.dispatcher.pins == second.dispatcher.pins == {PIN, ModelOnNode("m", "a")}
     for gateway in (first, second):
-        await gateway.state.close()
+        await gateway.state.synchronise()
 
 
 async def test_no_database_is_created_without_decisions(tmp_path: Path) -> None:
@@ -84,11 +85,11 @@ async def test_pin_is_kept_and_written_once_the_database_is_back(tmp_path: Path)
     await gateway.synchronise()
     assert gateway.dispatcher.pins == {PIN}
     broken.unlink()
-    await gateway.state.close()
+    await gateway.state.synchronise()
     other = Gateway(str(broken / "gateway.db"))
     await other.synchronise()
     assert other.dispatcher.pins == {PIN}
-    await other.state.close()
+    await other.state.synchronise()
 
 
 @pytest.mark.parametrize("policy", ["on_demand", "manual"])

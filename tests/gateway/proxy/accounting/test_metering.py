@@ -96,6 +96,20 @@ async def test_meters_what_the_node_reports_in_every_dialect(
     assert b": usage" not in received, "the report is for the gateway"
 
 
+async def test_what_a_node_computed_before_it_rejected_a_request_is_charged(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    async def rejecting(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        headers = {usage_report.HEADER: usage_report.header_value(REPORTED)}
+        return web.json_response({"error": {"message": "a damaged picture"}}, status=400, headers=headers)
+
+    beast = await neurons("beast", sizes={"a": GB}, states={"a": READY}, respond=rejecting)
+    client = await start_gateway(beast)
+    async with client.session.post(f"{client.url}/v1/chat/completions", json={"model": "a"}) as response:
+        assert response.status == 400
+    assert counted_tokens(client) == REPORTED_TOKENS
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_meters_a_foreign_server_by_the_usage_of_its_dialect(
     neurons: StartNeuron, start_gateway: StartGateway, stream: bool

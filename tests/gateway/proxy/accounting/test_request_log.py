@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from cortex.gateway.config import ActivitySection
-from cortex.gateway.database import StoreError
+from cortex.gateway.database import Database, StoreError
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.accounting import request_log
 from cortex.gateway.proxy.accounting.activity import ActivityLog, Capture, RequestRecord
@@ -59,7 +59,7 @@ def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 async def test_keeps_requests_without_texts_until_they_are_too_old(location: str) -> None:
     now = NOW
     activity = ActivityLog(ActivitySection())
-    kept = RequestLog(activity, location, lambda: now)
+    kept = RequestLog(activity, Database(location), lambda: now)
     activity.append(record(1, NOW))
     await kept.flush()
     assert await kept.read(0, NOW + 1, 10, lambda _: True) == [], "it is off"
@@ -76,23 +76,23 @@ async def test_keeps_requests_without_texts_until_they_are_too_old(location: str
     now += 3 * DAY_S
     await kept.flush()
     assert await kept.read(0, now, 10, lambda _: True) == []
-    await kept.close()
+    await kept.flush()
 
 
 async def test_newest_is_first_also_within_a_millisecond(tmp_path: Path) -> None:
     activity = ActivityLog(ActivitySection())
-    kept = RequestLog(activity, str(tmp_path / "log.db"), lambda: NOW)
+    kept = RequestLog(activity, Database(str(tmp_path / "log.db")), lambda: NOW)
     kept.retention_days = 1
     for number, later_s in ((9, 0.0001), (10, 0.0002), (11, 0.0002), (12, 0.0)):
         activity.append(record(number, NOW + later_s))
     assert [each.number for each in await kept.read(0, NOW + 1, 10, lambda _: True)] == [11, 10, 9, 12]
     assert [each.number for each in await kept.read(0, NOW + 1, 1, lambda _: True)] == [11]
-    await kept.close()
+    await kept.flush()
 
 
 async def test_a_cancelled_flush_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     activity = ActivityLog(ActivitySection())
-    kept = RequestLog(activity, str(tmp_path / "log.db"), lambda: NOW)
+    kept = RequestLog(activity, Database(str(tmp_path / "log.db")), lambda: NOW)
     kept.retention_days = 1
     await kept.flush()  # which deletes what is too old
     is_free = threading.Event()
@@ -108,24 +108,25 @@ async def test_a_cancelled_flush_loses_nothing(tmp_path: Path, monkeypatch: pyte
         is_free.set()
         await reading
     assert [each.number for each in await kept.read(0, NOW + 1, 10, lambda _: True)] == [1]
-    await kept.close()
+    await kept.flush()
 
 
 async def test_waits_in_memory_while_the_database_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "folder").write_text("in the way")
     activity = ActivityLog(ActivitySection())
-    kept = RequestLog(activity, str(tmp_path / "folder" / "log.db"), lambda: NOW)
+    database = Database(str(tmp_path / "folder" / "log.db"))
+    kept = RequestLog(activity, database, lambda: NOW)
     kept.retention_days = 1
     activity.append(record(1, NOW))
     await kept.flush()
     await kept.flush()
-    was_failing = kept.is_failing
+    was_failing = database.is_failing
     assert was_failing
-    assert caplog.text.count("waits in memory") == 1
+    assert caplog.text.count("the database is unavailable") == 1
     (tmp_path / "folder").unlink()
     assert [each.number for each in await kept.read(0, NOW + 1, 9, lambda _: True)] == [1]
-    assert not kept.is_failing
-    await kept.close()
+    assert not database.is_failing
+    await kept.flush()
 
 
 async def test_reads_pages_of_requests_that_ended_at_the_same_time_and_those_of_one_key_alone(
@@ -133,7 +134,7 @@ async def test_reads_pages_of_requests_that_ended_at_the_same_time_and_those_of_
 ) -> None:
     monkeypatch.setattr(request_log, "_PAGE", 2)
     activity = ActivityLog(ActivitySection())
-    kept = RequestLog(activity, location, lambda: NOW)
+    kept = RequestLog(activity, Database(location), lambda: NOW)
     kept.retention_days = 1
     for number, age_s in ((1, 9), (2, 5), (3, 5), (4, 5), (5, 5), (6, 5), (7, 1)):
         activity.append(
@@ -157,18 +158,18 @@ async def test_reads_pages_of_requests_that_ended_at_the_same_time_and_those_of_
     with pytest.raises(SearchTooLong):
         await kept.read(0, NOW + 1, 3, lambda each: each.number == 1)
     assert await kept.forget(matches, request_id="same") == 7, "all of them, however many there are"
-    await kept.close()
+    await kept.flush()
 
 
 async def test_forgets_only_what_matches_where_clients_chose_the_same_id(tmp_path: Path) -> None:
     activity = ActivityLog(ActivitySection())
-    kept = RequestLog(activity, str(tmp_path / "log.db"), lambda: NOW)
+    kept = RequestLog(activity, Database(str(tmp_path / "log.db")), lambda: NOW)
     kept.retention_days = 1
     for number, key_id in ((1, "abcdefgh"), (2, "ijklmnop"), (3, "abcdefgh")):
         activity.append(replace(record(number, NOW - number), id=b"same", key_id=key_id))
     assert await kept.forget(lambda each: each.number == 1) == 1
     assert [each.number for each in await kept.read(0, NOW + 1, 9, lambda _: True)] == [2, 3]
-    await kept.close()
+    await kept.flush()
 
 
 async def test_newest_requests_wait_when_there_is_no_room_for_all(
@@ -176,7 +177,7 @@ async def test_newest_requests_wait_when_there_is_no_room_for_all(
 ) -> None:
     monkeypatch.setattr(request_log, "MAX_WAITING", 3)
     activity = ActivityLog(ActivitySection())
-    kept = RequestLog(activity, str(tmp_path / "log.db"), lambda: NOW)
+    kept = RequestLog(activity, Database(str(tmp_path / "log.db")), lambda: NOW)
     kept.retention_days = 1
 
     def write(*_: object) -> None:
@@ -185,12 +186,12 @@ async def test_newest_requests_wait_when_there_is_no_room_for_all(
         raise StoreError("away")
 
     with monkeypatch.context() as away:
-        away.setattr(request_log, "_write", write)
+        away.setattr(Database, "run", write)
         for number in (1, 2):
             activity.append(record(number, NOW + number))
         await kept.flush()
     assert [each.number for each in await kept.read(0, NOW + 9, 9, lambda _: True)] == [5, 4, 3]
-    await kept.close()
+    await kept.flush()
 
 
 async def test_is_served_to_operators_and_to_owners_of_keys_after_a_restart(

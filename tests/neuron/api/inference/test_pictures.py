@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from cortex.neuron.picture_process.limits import PictureLimits
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.tokenizer.local import read_text
 
-from ....picture_files import animated, base64_of, data_url, picture, png_of_size
+from ....picture_files import animated, base64_of, data_url, picture, png_of_size, with_scans
 from ..conftest import Api, ScriptedNode, add_pictures, write_text_files
 from .route_calls import message_of, text_of
 
@@ -175,3 +176,18 @@ async def test_model_without_a_tower_names_those_that_have_one(api: Api, text: T
         assert status == 400
         assert "org/tiny reads text only" in message_of(reply)
     assert not api.node.loads
+
+
+async def test_pictures_that_were_decoded_before_an_error_are_reported_to_the_gateway(api: Api) -> None:
+    body = asking("/v1/chat/completions", RED, png_of_size(640, 640))
+    status, _, headers = await api.post("/v1/chat/completions", body, **{"x-cortex-principal": "alice"})
+    assert status == 400
+    assert json.loads(headers["x-cortex-usage"])["prompt_tokens"] >= 20 * 20
+    status, _, headers = await api.post("/v1/chat/completions", body)
+    assert status == 400
+    assert "x-cortex-usage" not in headers, "nobody is charged"
+    body = asking("/v1/chat/completions", with_scans(picture(64, 64, kind="JPEG", progressive=True), 150))
+    status, reply, headers = await api.post("/v1/chat/completions", body, **{"x-cortex-principal": "alice"})
+    assert status == 400
+    assert "150 scans" in message_of(reply)
+    assert "x-cortex-usage" not in headers, "nothing was decoded"

@@ -33,4 +33,4 @@ def test_model_that_was_not_read_yet_may_read_pictures() -> None:
     backend: Any = SimpleNamespace(
         pictures=SimpleNamespace(limits=limits), model=lambda _: status, models=lambda: (), upstream=lambda _: None
     )
-    check_pictures(backend, GenerateRequest(model="m", images=(Image(data=b"x"),)), is_of_gateway=True)
+    check_pictures(backend, GenerateRequest(model="m", pictures=(Image(data=b"x"),)), is_of_gateway=True)

@@ -23,7 +23,7 @@ from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.families.llama import Llama
 
 from ...tiny_models import tiny_sizes
-from ..scheduling.planned_steps import read
+from ..scheduling.planned_steps import read, token_costs
 from .replays import ReplayOnCpu
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ class Bench:
         self.runner = Runner(
             model, memory, RunnerConfig(MAX_ROWS, CONTEXT, 64, checks_drafts=checks_drafts), capture=capture
         )
-        self.scheduler = Scheduler(KVPages({None: 40}, 8), SchedulerLimits(MAX_ROWS, 64, 64, CONTEXT))
+        self.scheduler = Scheduler(KVPages({None: 40}, 8), SchedulerLimits(MAX_ROWS, 64, 1.0, CONTEXT), token_costs())
 
     @property
     def capture(self) -> ReplayOnCpu:

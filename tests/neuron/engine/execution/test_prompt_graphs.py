@@ -13,6 +13,7 @@ from cortex.neuron.engine.execution.prompt_graphs import (
     PROMPT_SIZES,
     arrange,
     empty_input,
+    mixed_sizes,
     num_tiles,
     prompt_sizes,
     stream_sizes,
@@ -37,6 +38,13 @@ def test_sizes_end_with_the_one_that_holds_every_step_that_can_be_captured(
     assert prompt_sizes(max_tokens, max_captured) == tuple(size for size in PROMPT_SIZES if size <= largest)
 
 
+def test_streams_and_prompts_fill_tiles_together() -> None:
+    assert mixed_sizes(48)[:5] == (16, 64, 80, 144, 208)
+    assert mixed_sizes(256)[:4] == (16, 64, 128, 256)
+    for streams in (16, 32, 48, 64, 128, 256):
+        assert list(mixed_sizes(streams)) == sorted(set(mixed_sizes(streams)))
+
+
 def test_nothing_is_captured_where_messages_are_too_large() -> None:
     assert prompt_sizes(16_384, 12) == ()
 
@@ -49,7 +57,7 @@ def test_streams_of_a_step_find_a_size(max_rows: int, sizes: tuple[int, ...]) ->
     assert sizes[-1] >= min(max_rows, 256)
 
 
-@given(st.lists(st.integers(2, 600), min_size=1, max_size=MAX_PROMPTS), st.integers(0, 9), st.sampled_from([16, 64]))
+@given(st.lists(st.integers(2, 290), min_size=1, max_size=MAX_PROMPTS), st.integers(0, 9), st.sampled_from([16, 64]))
 def test_streams_come_first_and_prompts_follow_their_padding(counts: list[int], singles: int, streams: int) -> None:
     prompts = [RowPlan(20 + row, 0, RowInputs(count, (7,) * count)) for row, count in enumerate(counts)]
     decodes = [RowPlan(row, 4 + row, LATEST_TOKEN, DRAW_ONE, decodes=True) for row in range(singles)]
@@ -72,13 +80,13 @@ def test_streams_come_first_and_prompts_follow_their_padding(counts: list[int], 
     assert np.diff(by_row[2 * num_rows :][: len(counts) + 1]).tolist() == counts
 
 
-@given(st.lists(st.integers(2, 600), min_size=1, max_size=MAX_PROMPTS), st.integers(0, 50))
+@given(st.lists(st.integers(2, 290), min_size=1, max_size=MAX_PROMPTS), st.integers(0, 50))
 def test_arranged_input_has_every_token_row_and_tile_and_the_rest_is_empty(counts: list[int], start: int) -> None:
     rows = tuple(
         RowPlan(row, start, RowInputs(count, (7,) * count), cut=StateCut(1, 40 + row) if row else None)
         for row, count in enumerate(counts)
     )
-    pages = np.arange(1, 1 + 3 * 700, dtype=np.int32).reshape(3, 700)
+    pages = np.arange(1, 1 + 7 * 700, dtype=np.int32).reshape(7, 700)
     inputs = StepInputs.of(StepPlan(rows, 0, (), ()), [pages], 1)
     size = next(size for size in PROMPT_SIZES if size >= sum(counts))
     memory = empty_input(size, 1, 99)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cortex.neuron.engine.engine import Engine
-from cortex.neuron.engine.errors import RequestError
+from cortex.neuron.engine.errors import RequestError, StepBlamed
 from cortex.neuron.engine.loading.loading import load_model
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from cortex.neuron.engine.sampling.constraints import Constraints
@@ -193,6 +193,80 @@ def test_error_in_the_grammar_library_ends_only_its_own_request(
     assert finish["bound"] == "error"
     assert errors["bound"] == "the grammar could not be followed (OverflowError); simplify it and try again"
     assert tokens["free"] == alone["free"]
+
+
+def test_grammar_that_fails_among_others_ends_only_its_own_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The masks of several requests are filled in one call, which does not say whose failed."""
+    bound = [request(str(seed), json_grammar(), temperature=1.5, seed=seed) for seed in range(3)]
+    alone, _ = run(engine, *bound)
+    failing: list[MatchState] = []
+    compile_grammar, fill_mask, fill_masks = Constraints.compile, MatchState.fill_mask, MatchState.fill_masks
+
+    def compiled(constraints: Constraints, *arguments: Any) -> Any:
+        constraint = compile_grammar(constraints, *arguments)
+        failing.append(constraint.state)
+        return constraint
+
+    def fill_one(state: MatchState, row: torch.Tensor) -> None:
+        if state is failing[1]:
+            raise OverflowError("out of range")
+        fill_mask(state, row)
+
+    def fill_all(states: Any, rows: torch.Tensor) -> None:
+        fill_masks(states, rows)
+        if failing[1] in states:
+            raise OverflowError("out of range")
+
+    monkeypatch.setattr(Constraints, "compile", compiled)
+    monkeypatch.setattr(MatchState, "fill_mask", fill_one)
+    monkeypatch.setattr(MatchState, "fill_masks", staticmethod(fill_all))
+    errors: dict[str, str] = {}
+    tokens, finish = run(engine, *bound, errors=errors)
+    assert [finish[name] for name in "012"] == ["stop", "error", "stop"]
+    assert list(errors) == ["1"]
+    assert (tokens["0"], tokens["2"]) == (alone["0"], alone["2"])
+
+
+def test_error_in_the_callback_of_a_mask_is_blamed_on_its_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device computes the step when the callback raises: what the step before drew is not lost."""
+    free = request("free", None, temperature=1.0, seed=5)
+    alone, _ = run(engine, free)
+    mask, num_masks = Constraints.mask, 0
+
+    def failing(constraints: Constraints, drawing: Any) -> Any:
+        nonlocal num_masks
+        num_masks += 1
+        if num_masks > 2 and any(constraint is not None for constraint, _ in drawing):
+            raise RuntimeError("no page-locked memory")
+        return mask(constraints, drawing)
+
+    monkeypatch.setattr(Constraints, "mask", failing)
+    engine.submit(free)
+    engine.submit(request("bound", json_grammar(), temperature=1.0, seed=6))
+    tokens: dict[str, list[int]] = {"free": [], "bound": []}
+    finish: dict[str, str | None] = {}
+    blamed: list[str] = []
+    while engine.has_work:
+        try:
+            outputs = engine.step()
+        except StepBlamed as error:
+            blamed.append(error.request_id)
+            engine.cancel(error.request_id)
+            continue
+        except RuntimeError:
+            assert engine.isolate()
+            continue
+        for output in outputs:
+            tokens[output.request_id] += output.tokens
+            finish[output.request_id] = output.finish
+    assert blamed == ["bound"]
+    assert finish == {"free": "stop" if alone["free"][-1] == END else "length", "bound": "cancelled"}
+    assert tokens["free"] == alone["free"]
+    engine.check_integrity()
 
 
 def test_step_is_computed_before_the_grammar_knows_the_last_token(

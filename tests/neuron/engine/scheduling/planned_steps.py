@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from cortex.neuron.engine.kv.page_groups import KVPages
 from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.engine.roofline.step_costs import StepCosts
+from cortex.neuron.engine.roofline.step_work import DeviceLimits, StepWork
 from cortex.neuron.engine.scheduling.budget import SchedulerLimits
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.scheduling.sequence import Sequence
@@ -13,6 +15,13 @@ from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepPlan
 from cortex.neuron.vision.picture import PictureRules
 
 PAGE = 4
+TOKEN_S = 1e-3
+"""Expected time of a token, in a prompt and in a stream alike."""
+
+
+def token_costs() -> StepCosts:
+    """Costs of steps that depend on nothing but their tokens."""
+    return StepCosts(StepWork(0, weights_per_token=10**9), DeviceLimits(1e18, 2e9 / TOKEN_S))
 
 
 def scheduler_of(
@@ -20,13 +29,17 @@ def scheduler_of(
     *,
     rows: int = 8,
     step_tokens: int = 64,
-    mixed: int = 16,
+    mixed: int | None = None,
     context: int | None = None,
     reserved: int = 0,
     pictures: PictureRules | None = None,
 ) -> Scheduler:
-    limits = SchedulerLimits(rows, step_tokens, mixed, context or pages * PAGE, reserved)
-    return Scheduler(KVPages({None: pages + 1}, PAGE), limits, pictures=pictures)
+    """`mixed`: tokens of a step that streams or several prompts wait for, unless streams are more than a third of it;
+    None: as of any step."""
+    limits = SchedulerLimits(
+        rows, step_tokens, ((mixed or step_tokens) + 0.5) * TOKEN_S, context or pages * PAGE, reserved
+    )
+    return Scheduler(KVPages({None: pages + 1}, PAGE), limits, token_costs(), pictures=pictures)
 
 
 def request(name: str, prompt: int | tuple[int, ...], max_tokens: int = 4, principal: str = "") -> EngineRequest:

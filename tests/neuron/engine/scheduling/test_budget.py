@@ -3,11 +3,28 @@ more."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.neuron.engine.scheduling.budget import LEAST_TOKENS, PrefillShares, SchedulerLimits, fair_shares
+from cortex.neuron.engine.roofline.step_costs import StepCosts, StepShape
+from cortex.neuron.engine.roofline.step_work import DeviceLimits, StepWork
+from cortex.neuron.engine.scheduling.budget import (
+    LEAST_TOKENS,
+    READS_PER_STEP,
+    STREAM_SHARE,
+    PrefillShares,
+    Prompt,
+    SchedulerLimits,
+    StepShares,
+    fair_shares,
+    turns,
+)
+
+NONE: Mapping[int, tuple[int, ...]] = {}
+MIXED_SIZES = {48: (16, 64, 80, 208, 336, 464, 592, 720, 976), 256: (16, 64, 128, 256, 384, 512, 768, 1024)}
 
 NEEDED = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 5000), max_size=8)
 
@@ -49,20 +66,94 @@ def test_over_many_steps_principals_that_always_wait_get_the_same(budget: int, p
     assert max(total.values()) - min(total.values()) <= 2 * budget
 
 
+def costs() -> StepCosts:
+    """An 8B model in bfloat16 on an H200, as steps were measured there."""
+    work = StepWork(15_000_000_000, token_bytes=131_072, weights_per_token=7_500_000_000, attention_width=131_072)
+    return StepCosts(work, DeviceLimits(4.0e12, 7.5e14))
+
+
+def limits(step_ms: float, mixed_sizes: Mapping[int, tuple[int, ...]] = NONE) -> SchedulerLimits:
+    return SchedulerLimits(512, 16_384, step_ms / 1e3, 40_960, mixed_sizes=mixed_sizes)
+
+
 @pytest.mark.parametrize(
-    ("num_decodes", "num_waiting", "expected"),
+    ("step_ms", "mixed_sizes", "num_streams", "num_prompts", "expected"),
     [
-        (0, 1, 16_384),  # no stream to delay
-        (0, 200, 16_384),
-        (1, 1, 2_048),
-        (200, 7, 2_048),
-        (1, 15, 2_048),
-        (1, 16, 4_096),  # more waiting prompts get more
-        (16, 31, 6_144),
-        (16, 240, 8_192),  # but never more than half of a step
-        (15_000, 240, 1_384),  # the rest of the step
+        (50, NONE, 0, 1, None),  # nobody waits for the step but its one prompt
+        (50, NONE, 0, 2, 2_812),  # long enough to be efficient: 16 times as long as reading the weights
+        (100, NONE, 0, 2, 4_812),
+        (50, NONE, 1, 1, 2_311),
+        (50, NONE, 48, 9, 2_264),
+        (50, MIXED_SIZES, 48, 9, 976),  # the largest graph: as efficient, and half as long
+        (20, MIXED_SIZES, 48, 9, 720),  # the largest that fits into the bound
+        (4, MIXED_SIZES, 48, 1, 464),  # streams alone take longer than the bound: prompts take twice as long again
+        (50, MIXED_SIZES, 200, 9, 1_024),
+        (50, MIXED_SIZES, 500, 9, 1_812),  # there are no graphs of as many
+        (50, MIXED_SIZES, 1500, 9, 3_375),  # where streams take half of a step, its prompts are long
     ],
 )
-def test_prefill_budget_of_a_step(num_decodes: int, num_waiting: int, expected: int) -> None:
-    limits = SchedulerLimits(max_rows=512, step_tokens=16_384, mixed_prefill_tokens=2_048, context_tokens=40_960)
-    assert limits.prefill_tokens(num_decodes, num_waiting) == expected
+def test_prompts_of_a_step_by_its_expected_time(
+    step_ms: float, mixed_sizes: Mapping[int, tuple[int, ...]], num_streams: int, num_prompts: int, expected: int | None
+) -> None:
+    streams = StepShape(num_streams)
+    assert limits(step_ms, mixed_sizes).prompt_budget(costs(), streams, num_prompts) == expected
+
+
+@given(st.floats(1.0, 500.0), st.integers(0, 512), st.integers(0, 40_000), st.integers(1, 300), st.booleans())
+def test_streams_wait_no_longer_than_the_bound(
+    step_ms: float, num_streams: int, context: int, num_prompts: int, has_graphs: bool
+) -> None:
+    streams, expected = StepShape(num_streams, num_streams * context), costs()
+    step = limits(step_ms, MIXED_SIZES if has_graphs else NONE)
+    budget = step.prompt_budget(expected, streams, num_prompts)
+    if budget is None:
+        assert (num_streams, num_prompts) == (0, 1)
+        return
+    assert 1 <= budget <= step.step_tokens - num_streams
+    streams_s = expected.seconds(streams)
+    most_s = max(step_ms / 1e3, streams_s / STREAM_SHARE if num_streams else READS_PER_STEP * streams_s)
+    assert expected.seconds(streams.with_prompts(budget)) <= most_s * (1 + 1e-9)
+
+
+PROMPTS = st.lists(st.builds(Prompt, st.sampled_from("ab"), st.integers(1, 3000)), max_size=12)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "share", "overtaking"),
+    [
+        ([111_000, 5], 1024, [1]),
+        ([111_000, 300, 200, 5, 20], 1024, [3, 4, 2]),  # the shortest first, up to half of the share
+        ([111_000, 513], 1024, []),  # it would take more than half
+        ([1000, 5], 1024, []),  # the oldest ends with this step
+        ([5, 111_000], 1024, []),
+        ([111_000], 1024, []),
+        ([], 1024, []),
+    ],
+)
+def test_short_prompts_overtake_a_long_one_of_their_principal(
+    prompts: list[int], share: int, overtaking: list[int]
+) -> None:
+    assert turns([Prompt("a", worth) for worth in prompts], {"a": share}).overtaking == overtaking
+
+
+@given(PROMPTS, st.integers(0, 2000), st.integers(0, 2000))
+def test_the_oldest_prompt_of_each_principal_keeps_half_of_its_share(prompts: list[Prompt], a: int, b: int) -> None:
+    shares = {"a": a, "b": b}
+    order = turns(prompts, shares)
+    assert sorted([*order.overtaking, *order.by_age]) == list(range(len(prompts)))
+    assert order.by_age == sorted(order.by_age)
+    for principal, share in shares.items():
+        own = [index for index, prompt in enumerate(prompts) if prompt.principal == principal]
+        taken = [index for index in own if index in order.overtaking]
+        assert sum(prompts[index].worth for index in taken) <= share // 2
+        assert not taken or own[0] not in taken
+
+
+@given(st.integers(0, 120_000), st.integers(1, 20_000))
+def test_chunk_takes_from_the_share_what_it_is_worth(start: int, share: int) -> None:
+    shares = StepShares(costs().work, {"a": share})
+    count = shares.tokens("a", start, 10**6)
+    assert 1 <= count <= share
+    shares.take("a", start, count)
+    assert shares.left["a"] >= 0 or count == 1
+    assert shares.tokens("b", start, 10) == 0

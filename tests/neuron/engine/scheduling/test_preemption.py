@@ -23,7 +23,7 @@ def test_preempts_the_youngest_sequence_when_pages_run_out() -> None:
 
 def test_oldest_prompt_takes_what_is_free_where_those_it_would_preempt_have_their_rows() -> None:
     """The response of the younger has grown past what was reserved for it."""
-    scheduler = scheduler_of(pages=53, step_tokens=32)
+    scheduler = scheduler_of(pages=53, step_tokens=32, mixed=20)
     old = scheduler.add(request("old", 200, max_tokens=1, principal="old"))
     young = scheduler.add(other("young", PAGE, 1000, max_tokens=20, principal="young"))
     chunks = []

@@ -12,6 +12,7 @@ from tests.neuron.engine.scheduling.planned_steps import (
     run_to_the_end,
     scheduler_of,
     spans,
+    token_costs,
 )
 
 from cortex.neuron.engine.kv.page_groups import KVPages
@@ -78,7 +79,7 @@ def test_page_that_is_used_again_is_not_copied() -> None:
 
 def test_without_a_page_for_the_copy_the_last_page_is_computed() -> None:
     """The pool has the pages of one sequence, and no other."""
-    scheduler = Scheduler(KVPages({None: 1 + 2}, PAGE), SchedulerLimits(1, 16, 16, 2 * PAGE))
+    scheduler = Scheduler(KVPages({None: 1 + 2}, PAGE), SchedulerLimits(1, 16, 1.0, 2 * PAGE), token_costs())
     scheduler.add(request("first", 7, max_tokens=1))
     run_to_the_end(scheduler)
     again = scheduler.add(request("again", 7, max_tokens=1))
@@ -97,7 +98,7 @@ def test_sequence_that_lacked_a_page_that_was_being_copied_starts_with_the_next_
     scheduler.add(request("again", 6, max_tokens=4, principal="again"))  # three pages, one of them a copy
     scheduler.add(other("last", 3, first=100, max_tokens=1, principal="last"))
     plan = planned(scheduler)
-    assert sorted(spans(plan)) == [(5, 1), (192, 183)]
+    assert sorted(spans(plan)) == [(5, 1), (192, 187)]
     collect(scheduler, plan)
     assert (0, 3) in spans(planned(scheduler))
 

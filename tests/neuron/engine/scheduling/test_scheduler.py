@@ -55,7 +55,7 @@ def test_prompt_longer_than_the_budget_is_prefilled_in_chunks_and_draws_once() -
 
 
 def test_decode_rows_come_first_and_prefill_beside_them_is_capped() -> None:
-    scheduler = scheduler_of(mixed=6)
+    scheduler = scheduler_of(mixed=7)
     scheduler.add(request("old", 4))
     collect(scheduler, planned(scheduler))
     scheduler.add(other("new", 20, 100))
@@ -182,6 +182,39 @@ def test_long_prompt_delays_a_short_one_of_another_principal_by_a_chunk() -> Non
     plan = planned(scheduler)
     assert [sequence.request.id for sequence in scheduler.running] == ["long", "short"]
     assert [row.count for row in plan.rows] == [156, 100]
+
+
+def test_short_prompt_waits_for_a_chunk_of_a_long_one_of_the_same_principal() -> None:
+    scheduler = scheduler_of(pages=2048, step_tokens=256, mixed=64)
+    scheduler.add(other("long", 6000, 0))
+    collect(scheduler, planned(scheduler))
+    scheduler.add(other("hi", 5, 7000))
+    plan = planned(scheduler)
+    assert [row.count for row in plan.rows] == [5, 59]
+    assert [sequence.drew_in_row for sequence in scheduler.running] == [False, True]
+
+
+def test_cached_conversation_is_as_short_as_what_is_new_of_it() -> None:
+    scheduler = scheduler_of(pages=2048, step_tokens=256, mixed=64)
+    scheduler.add(request("turn", 800, max_tokens=1))
+    run_to_the_end(scheduler)
+    scheduler.add(other("long", 6000, 10_000))
+    collect(scheduler, planned(scheduler))
+    scheduler.add(request("next turn", (*range(800), 5, 6, 7)))
+    assert sorted(row.count for row in planned(scheduler).rows) == [3, 61]
+
+
+def test_none_overtakes_a_prompt_that_lacks_pages() -> None:
+    scheduler = scheduler_of(pages=100, step_tokens=64, mixed=32, rows=8, reserved=60)
+    scheduler.add(request("stream", 4, max_tokens=60))
+    collect(scheduler, planned(scheduler))
+    scheduler.add(other("large", 380, 1000, max_tokens=1))
+    collect(scheduler, planned(scheduler))
+    for number in range(3):
+        scheduler.add(other(f"small {number}", 2, 5000 + 10 * number, max_tokens=9))
+        collect(scheduler, planned(scheduler))
+    assert [sequence.request.id for sequence in scheduler.running] == ["stream"]
+    run_to_the_end(scheduler)
 
 
 def test_prompt_that_lacks_pages_takes_no_share_of_the_one_that_has_them() -> None:

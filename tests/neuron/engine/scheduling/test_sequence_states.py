@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.neuron.engine.scheduling.folding_device import VOCAB, FoldingDevice, next_token
-from tests.neuron.engine.scheduling.planned_steps import read
+from tests.neuron.engine.scheduling.planned_steps import read, token_costs
 
 from cortex.neuron.engine.kv.page_groups import KVPages
 from cortex.neuron.engine.kv.recurrent_checkpoints import RecurrentCheckpoints
@@ -38,9 +38,9 @@ def run(
 def conversation(
     num_slots: int = 8, *, spacing: int = 0, response_tokens: int = 1, cuts_rows: bool = True
 ) -> tuple[Scheduler, FoldingDevice]:
-    limits = SchedulerLimits(max_rows=2, step_tokens=100, mixed_prefill_tokens=100, context_tokens=400)
+    limits = SchedulerLimits(max_rows=2, step_tokens=100, step_s=0.1, context_tokens=400)
     checkpoints = RecurrentCheckpoints(3, num_slots, spacing, response_tokens, cuts_rows=cuts_rows)
-    return Scheduler(KVPages({None: 101}, 4), limits, checkpoints), FoldingDevice(4)
+    return Scheduler(KVPages({None: 101}, 4), limits, token_costs(), checkpoints), FoldingDevice(4)
 
 
 def prompt_rows(plans: list[StepPlan]) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.neuron.engine.scheduling.folding_device import VOCAB, FoldingDevice, Tokens, next_token
-from tests.neuron.engine.scheduling.planned_steps import read
+from tests.neuron.engine.scheduling.planned_steps import TOKEN_S, read, token_costs
 
 from cortex.neuron.engine.kv.page_groups import KVPages
 from cortex.neuron.engine.kv.recurrent_checkpoints import RecurrentCheckpoints
@@ -47,10 +47,14 @@ class Trace(RuleBasedStateMachine):
         late: bool,
         cuts_rows: bool,
     ) -> None:
-        self.limits = SchedulerLimits(max_rows, step_tokens, step_tokens // 2, context_tokens=num_pages * page_tokens)
+        self.limits = SchedulerLimits(
+            max_rows, step_tokens, step_tokens // 2 * TOKEN_S, context_tokens=num_pages * page_tokens
+        )
         slots = max_rows + 1, num_slots
         self.checkpoints = RecurrentCheckpoints(*slots, spacing, response_tokens, cuts_rows=cuts_rows)
-        self.scheduler = Scheduler(KVPages({None: num_pages + 1}, page_tokens), self.limits, self.checkpoints)
+        self.scheduler = Scheduler(
+            KVPages({None: num_pages + 1}, page_tokens), self.limits, token_costs(), self.checkpoints
+        )
         self.device = FoldingDevice(page_tokens)
         self.late = late
         self.live: dict[str, Sequence] = {}

@@ -18,12 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cortex.neuron.engine.kv.page_groups import KVPages, Window, window_pages
 from cortex.neuron.engine.kv.pages import PADDING_PAGE
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.engine.scheduling.budget import SchedulerLimits
+from cortex.neuron.engine.scheduling.budget import STREAM_SHARE, SchedulerLimits
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.scheduling.sequence import NO_ROW, Sequence
 from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepPlan
 
-from .planned_steps import read
+from .planned_steps import TOKEN_S, read, token_costs
 
 VOCAB = 3
 """Few tokens, so that requests also share prefixes by chance."""
@@ -176,7 +176,7 @@ class Trace(RuleBasedStateMachine):
         self.limits = SchedulerLimits(
             max_rows=max_rows,
             step_tokens=step_tokens,
-            mixed_prefill_tokens=min(mixed, step_tokens),
+            step_s=(min(mixed, step_tokens) + 0.5) * TOKEN_S,
             context_tokens=num_pages * page_tokens,
             reserved_tokens=reserved,
         )
@@ -184,7 +184,7 @@ class Trace(RuleBasedStateMachine):
             window: 1 + (num_pages if window is None else min(num_pages, window_pages(window, page_tokens) + spare))
             for window in windows
         }
-        self.scheduler = Scheduler(KVPages(counts, page_tokens), self.limits)
+        self.scheduler = Scheduler(KVPages(counts, page_tokens), self.limits, token_costs())
         self.device = Device(page_tokens, windows)
         self.late = late
         """Steps are collected after the next one is launched, as on a GPU."""
@@ -317,16 +317,16 @@ class Trace(RuleBasedStateMachine):
         assert self.scheduler.pages.num_held == 0, "a page was leaked"
 
     def _plan(self, drafted: Mapping[str, tuple[int, ...]]) -> StepPlan | None:
-        num_sequences = len(self.scheduler.running) + len(self.scheduler.waiting)
         plan = self.scheduler.plan(drafted)
         if plan is None:
             return None
         assert plan.rows
         assert plan.num_tokens <= self.limits.step_tokens, "over the step's budget"
         prefill = sum(row.count for row in plan.rows if not row.decodes)
-        num_decodes = sum(row.decodes for row in plan.rows)
-        allowed = self.limits.prefill_tokens(plan.num_tokens - prefill, num_sequences - num_decodes)
-        assert prefill <= allowed, "prefill holds up the running streams"
+        num_decodes = plan.num_tokens - prefill
+        if num_decodes and prefill > 1:
+            allowed_s = max(self.limits.step_s, num_decodes * TOKEN_S / STREAM_SHARE)
+            assert plan.num_tokens * TOKEN_S <= allowed_s + 1e-9, "prefill holds up the running streams"
         assert [row.count > 1 for row in plan.rows] == sorted(row.count > 1 for row in plan.rows)
         assert plan.num_singles == sum(row.count == 1 for row in plan.rows)
         assert max(Counter(row.row for row in plan.rows).values()) == 1

@@ -14,7 +14,7 @@ import pytest_asyncio
 from faulty_models import write_model
 
 from cortex.neuron.node.survey_process.client import SurveyProcess
-from cortex.neuron.node.survey_process.protocol import Read
+from cortex.neuron.node.survey_process.reading import Read
 from cortex.wire.errors import LoadFailed
 
 from ....processes import alive

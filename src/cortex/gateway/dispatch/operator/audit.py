@@ -7,22 +7,13 @@ Entries are written in batches, off the loop. While the database is unavailable,
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 
-from cortex.gateway.database import Database, Execute, Rows, driver_of, is_unavailable, is_url
-
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
+from cortex.gateway.database import Database, Execute, Schema, WaitingRows
 
 DAY_S = 86400
 FLUSH_S = 1.0
@@ -42,8 +33,9 @@ MAX_SIGN_INS = 100_000
 SIGN_IN_ACTIONS = ("POST /session", "GET /session/callback", "HEAD /session/callback")
 MAX_DETAIL = 1000
 
-SCHEMA = (
-    """CREATE TABLE IF NOT EXISTS audit (
+SCHEMA = Schema(
+    (
+        """CREATE TABLE IF NOT EXISTS audit (
         at_ms BIGINT NOT NULL,
         key_id TEXT NOT NULL,
         key_name TEXT NOT NULL,
@@ -52,7 +44,8 @@ SCHEMA = (
         detail TEXT NOT NULL,
         status BIGINT NOT NULL
     )""",
-    "CREATE INDEX IF NOT EXISTS audit_at ON audit (at_ms)",
+        "CREATE INDEX IF NOT EXISTS audit_at ON audit (at_ms)",
+    ),
 )
 _ADD = "INSERT INTO audit (at_ms, key_id, key_name, client, action, detail, status) VALUES (?, ?, ?, ?, ?, ?, ?)"
 _EXPIRE = "DELETE FROM audit WHERE at_ms < ?"
@@ -101,21 +94,15 @@ class AuditEntry(msgspec.Struct, frozen=True):
 
 
 class AuditLog:
-    """Belongs to the loop; only its own thread uses the database."""
+    """Belongs to the loop."""
 
-    def __init__(self, location: str, retention_days: int, clock: Callable[[], float] = time.time) -> None:
-        """`location`: a file path or URL, which is created when there is something to write. 0 days: nothing is
-        recorded."""
-        self._location = location
+    def __init__(self, database: Database, retention_days: int, clock: Callable[[], float] = time.time) -> None:
+        """0 days: nothing is recorded. A database that does not exist is created when there is something to write."""
+        self._database = database.use(SCHEMA)
         self._retention_days = retention_days
-        self._database = Database(driver_of(location), SCHEMA, "audit log")
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="audit log")
         self._clock = clock
-        self._waiting: deque[AuditEntry] = deque(maxlen=MAX_WAITING)
+        self._waiting = WaitingRows(database, _add, MAX_WAITING)
         self._expired_at = clock()
-        self._is_closed = False
-        self.is_failing = False
-        """Whether the database could not be used."""
 
     def record(
         self, action: str, status: int, *, key_id: str = "", key_name: str = "", client: str = "", detail: str = ""
@@ -135,55 +122,25 @@ class AuditLog:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write what waits, and delete what is too old. Never raises: a failure is logged once."""
-        is_due = self._retention_days > 0 and self._clock() - self._expired_at >= EXPIRE_S and self._has_database()
+        """Write what waits, and delete what is too old. Never raises."""
+        now = self._clock()
+        is_due = self._retention_days > 0 and now - self._expired_at >= EXPIRE_S and self._database.exists
         if not self._waiting and not is_due:
             return
-        batch = list(self._waiting)
-        self._waiting.clear()
-        oldest_ms = int((self._clock() - self._retention_days * DAY_S) * 1000) if is_due else None
-        works: list[Callable[[Execute], object]] = [partial(_add, entry=entry) for entry in batch]
-        if oldest_ms is not None:
-            works.append(partial(_expire, oldest_ms=oldest_ms))
-        failures = await self._in_thread(lambda: self._database.run_each(works))
-        unavailable = next(filter(is_unavailable, failures.values()), None)
-        unwritten = [entry for at, entry in enumerate(batch) if at in failures and is_unavailable(failures[at])]
-        room = MAX_WAITING - len(self._waiting)  # those that were recorded meanwhile are newer
-        self._waiting.extendleft(reversed(unwritten[max(0, len(unwritten) - room) :]))
-        for failure in failures.values():
-            if not is_unavailable(failure):
-                log.error("an entry of the audit log could not be written", exc_info=failure)
-        if unavailable is not None and not self.is_failing:
-            log.error("the audit log waits in memory until the database is available: %s", unavailable)
-        self.is_failing = unavailable is not None
-        if is_due and not failures:
-            self._expired_at = self._clock()
+        oldest_ms = int((now - self._retention_days * DAY_S) * 1000)
+        if await self._waiting.flush((lambda execute: _expire(execute, oldest_ms)) if is_due else None) and is_due:
+            self._expired_at = now
 
     async def read(self, since: float, until: float, limit: int, key: str = "") -> list[AuditEntry]:
         """The newest `limit` entries of [since, until), newest first; `key`: only those of this name or id. Raises
         StoreError."""
         await self.flush()
-        if not self._has_database():
+        if not self._database.exists:
             return []
         statement = _READ.format(of_key=_OF_KEY if key else "")
         values = (int(since * 1000), int(until * 1000), *([key, key] if key else []), limit)
-        rows: Rows = await self._in_thread(lambda: self._database.run(lambda execute: execute(statement, values)))
+        rows = await self._database.report(lambda execute: execute(statement, values))
         return [AuditEntry(*row) for row in rows]
-
-    async def close(self) -> None:
-        """Write what is not written yet. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        await self.flush()
-        await self._in_thread(self._database.close)
-        self._thread.shutdown(wait=False)
-
-    def _has_database(self) -> bool:
-        return is_url(self._location) or Path(self._location).exists()
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 def record_changed_keys(audit: AuditLog, before: Sequence[NamedKey], after: Sequence[NamedKey]) -> None:

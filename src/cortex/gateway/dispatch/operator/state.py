@@ -7,21 +7,18 @@ knows and writes its own changes later.
 from __future__ import annotations
 
 import asyncio
-import logging
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from cortex.fleet.topology import ModelOnNode
-from cortex.gateway.database import Database, Execute, StoreError, driver_of, is_url
+from cortex.gateway.database import Database, Execute, Schema, StoreError
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 
-log = logging.getLogger(__name__)
-
-SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS pin (node TEXT NOT NULL, model TEXT NOT NULL, PRIMARY KEY (node, model))",
-    "CREATE TABLE IF NOT EXISTS drained (node TEXT PRIMARY KEY)",
+SCHEMA = Schema(
+    (
+        "CREATE TABLE IF NOT EXISTS pin (node TEXT NOT NULL, model TEXT NOT NULL, PRIMARY KEY (node, model))",
+        "CREATE TABLE IF NOT EXISTS drained (node TEXT PRIMARY KEY)",
+    ),
 )
 INTERVAL_S = 1.0
 STORE_S = 10.0
@@ -53,19 +50,14 @@ class Decisions(NamedTuple):
 class OperatorState:
     """Keeps the dispatcher and the database equal. Owned by the loop."""
 
-    def __init__(self, dispatcher: Dispatcher, location: str) -> None:
-        """`location`: a file path or a URL. A file is created only when there is something to store."""
+    def __init__(self, dispatcher: Dispatcher, database: Database) -> None:
+        """A database that does not exist is created only when there is something to store."""
         self._dispatcher = dispatcher
-        self._location = location
-        self._database: Database | None = None
+        self._database = database.use(SCHEMA)
         self._stored = Decisions()
         """As the database had it last."""
         self._num_calls = 0
-        self.is_failing = False
-        """Whether the database could not be used; what changes is kept in memory meanwhile."""
-        self._is_closed = False
         self._turn = asyncio.Lock()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="operator state")
 
     async def run(self) -> None:
         """Synchronise until cancelled. A database that hangs delays nothing else."""
@@ -74,7 +66,7 @@ class OperatorState:
             await self.synchronise()
 
     async def synchronise(self) -> None:
-        """Write what changed here, and adopt what changed elsewhere. Never raises: a failure is logged once."""
+        """Write what changed here, and adopt what changed elsewhere. Never raises."""
         async with self._turn:
             await self._synchronise()
 
@@ -87,30 +79,17 @@ class OperatorState:
     async def _synchronise(self) -> None:
         local = self._local()
         added, removed = local.since(self._stored)
-        is_due = self._num_calls % READ_EVERY == 0
+        has_changed = any(added) or any(removed)
+        is_due = self._num_calls % READ_EVERY == 0 and self._database.exists
         self._num_calls += 1
-        if not (any(added) or any(removed) or is_due):
+        if not (has_changed or is_due):
             return
         try:
-            stored = await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, added, removed)
-        except StoreError as error:
-            if not self.is_failing:
-                log.error("pins and drained nodes are kept in memory until the database is available: %s", error)
-            self.is_failing = True
-            return
-        self.is_failing = False
+            stored = await self._database.do(lambda execute: _exchange(execute, added, removed))
+        except StoreError:
+            return  # the next call tries again
         self._stored = stored
         self._adopt(stored.changed(*self._local().since(local)))  # with what changed here meanwhile
-
-    async def close(self) -> None:
-        """Write what is not written yet. Idempotent."""
-        if self._is_closed:
-            return
-        await self.synchronise()
-        self._is_closed = True
-        if self._database is not None:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._database.close)
-        self._thread.shutdown(wait=False)
 
     def _local(self) -> Decisions:
         return Decisions(self._dispatcher.pins, self._dispatcher.drained)
@@ -123,15 +102,6 @@ class OperatorState:
             self._dispatcher.drain(node, drained=True)
         for node in removed.drained:
             self._dispatcher.drain(node, drained=False)
-
-    def _exchange(self, added: Decisions, removed: Decisions) -> Decisions:
-        """Write the changes and read everything, in one transaction. Blocking."""
-        if self._database is None:
-            has_changed = any(added) or any(removed)
-            if not (has_changed or is_url(self._location) or Path(self._location).exists()):
-                return Decisions()
-            self._database = Database(driver_of(self._location), SCHEMA, "database of pins")
-        return self._database.run(lambda execute: _exchange(execute, added, removed))
 
 
 def _exchange(execute: Execute, added: Decisions, removed: Decisions) -> Decisions:

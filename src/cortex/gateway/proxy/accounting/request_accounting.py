@@ -123,7 +123,11 @@ class RequestAccounting:
         disconnected = outcome is _DISCONNECTED
         is_charged = self.route.uses_tokens and not self.admitted.is_check
         has_response = self.first_data_at is not None and self.status < 400 and is_charged
-        usage = reported if has_response else None
+        # A node of ours reports what a rejected request took before, such as pictures that it decoded.
+        is_rejected_work = (
+            400 <= self.status < 500 and is_charged and lease is not None and lease.abilities.reads_headers
+        )
+        usage = reported if has_response or is_rejected_work else None
         is_cut_off = disconnected or outcome is _CANCELLED
         # A server of speech or images has done most of its work before its first byte. A cancelled request has the
         # status of its cancellation.
@@ -185,7 +189,8 @@ class RequestAccounting:
         else:
             reservation.settle(usage, model=model, node=node)
         if usage is not None:
-            services.metrics.spend(model, reservation.principal).add(usage)
+            cost = services.dispatcher.catalogue.cost(model, usage)
+            services.metrics.spend(model, reservation.principal).add(usage, cost)
         number, wall_time = services.activity.stamp()
         services.activity.append(
             RequestRecord(
@@ -221,7 +226,7 @@ class RequestAccounting:
         num_choices = self.received.envelope.facts.num_choices
         if limit is None or usage.prompt_tokens + usage.completion_tokens + num_choices <= limit:
             return False
-        return reservation.is_tight and self.route.generates
+        return reservation.may_end_response and self.route.generates
 
     def _reason(self, lease: Lease | None) -> str:
         """Why the request went to its last node."""

@@ -7,19 +7,13 @@ memory.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import msgspec
 
-from cortex.gateway.database import Database, Execute, StoreError, driver_of
+from cortex.gateway.database import Database, Execute, Schema, WaitingRows
 from cortex.gateway.proxy.accounting.activity import ActivityLog, RequestRecord
-
-log = logging.getLogger(__name__)
 
 DAY_S = 86400
 FLUSH_S = 1.0
@@ -33,16 +27,18 @@ _PAGE = 500
 _MANY = 2**53
 _NEVER_S = 1e11
 
-SCHEMA = (
-    """CREATE TABLE IF NOT EXISTS request_log (
+SCHEMA = Schema(
+    (
+        """CREATE TABLE IF NOT EXISTS request_log (
         ended_ms BIGINT NOT NULL,
         request_id TEXT NOT NULL,
         key_id TEXT NOT NULL,
         record TEXT NOT NULL
     )""",
-    "CREATE INDEX IF NOT EXISTS request_log_ended ON request_log (ended_ms)",
-    "CREATE INDEX IF NOT EXISTS request_log_request ON request_log (request_id, ended_ms)",
-    "CREATE INDEX IF NOT EXISTS request_log_key ON request_log (key_id, ended_ms)",
+        "CREATE INDEX IF NOT EXISTS request_log_ended ON request_log (ended_ms)",
+        "CREATE INDEX IF NOT EXISTS request_log_request ON request_log (request_id, ended_ms)",
+        "CREATE INDEX IF NOT EXISTS request_log_key ON request_log (key_id, ended_ms)",
+    ),
 )
 _ADD = "INSERT INTO request_log (ended_ms, request_id, key_id, record) VALUES (?, ?, ?, ?)"
 _EXPIRE = "DELETE FROM request_log WHERE ended_ms < ?"
@@ -52,7 +48,6 @@ _READ = """
 """
 _FORGET = "DELETE FROM request_log WHERE request_id = ? AND key_id = ? AND ended_ms = ? RETURNING request_id"
 
-T = TypeVar("T")
 Matches = Callable[[RequestRecord], bool]
 
 
@@ -61,21 +56,17 @@ class SearchTooLong(Exception):
 
 
 class RequestLog:
-    """Belongs to the loop; only its own thread uses the database."""
+    """Belongs to the loop."""
 
-    def __init__(self, activity: ActivityLog, location: str, clock: Callable[[], float] = time.time) -> None:
-        """`location`: a file path or URL, which is opened when there is something to write or to read."""
-        self._database = Database(driver_of(location), SCHEMA, "request log")
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="request log")
+    def __init__(self, activity: ActivityLog, database: Database, clock: Callable[[], float] = time.time) -> None:
+        """A database that does not exist is created when there is something to write or to read."""
+        self._database = database.use(SCHEMA)
         self._clock = clock
-        self._waiting: deque[RequestRecord] = deque(maxlen=MAX_WAITING)
+        self._waiting = WaitingRows(database, _add, MAX_WAITING)
         self._expired_at = 0.0
-        self._is_closed = False
         self._activity = activity
         self._retention_days = 0
         self._unsubscribe: Callable[[], None] | None = None
-        self.is_failing = False
-        """Whether the database could not be used."""
 
     @property
     def retention_days(self) -> int:
@@ -98,28 +89,14 @@ class RequestLog:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write what has ended, and delete what is too old. Never raises: a failure is logged once. Goes on where its
-        caller is cancelled."""
-        is_due = self.retention_days > 0 and self._clock() - self._expired_at >= EXPIRE_S
-        if self._waiting or is_due:
-            await asyncio.shield(self._write_waiting(is_due))
-
-    async def _write_waiting(self, is_due: bool) -> None:
-        batch = list(self._waiting)
-        self._waiting.clear()
-        oldest_ms = int((self._clock() - self.retention_days * DAY_S) * 1000) if is_due else None
-        try:
-            await self._in_thread(lambda execute: _write(execute, batch, oldest_ms))
-        except StoreError as error:
-            room = MAX_WAITING - len(self._waiting)  # those that have ended meanwhile are newer
-            self._waiting.extendleft(reversed(batch[max(0, len(batch) - room) :]))
-            if not self.is_failing:
-                log.error("the request log waits in memory until the database is available: %s", error)
-            self.is_failing = True
+        """Write what has ended, and delete what is too old. Never raises. Goes on where its caller is cancelled."""
+        now = self._clock()
+        is_due = self.retention_days > 0 and now - self._expired_at >= EXPIRE_S
+        if not self._waiting and not is_due:
             return
-        self.is_failing = False
-        if is_due:
-            self._expired_at = self._clock()
+        oldest_ms = int((now - self.retention_days * DAY_S) * 1000)
+        if await self._waiting.flush((lambda execute: execute(_EXPIRE, (oldest_ms,))) if is_due else None) and is_due:
+            self._expired_at = now
 
     async def read(
         self,
@@ -135,34 +112,19 @@ class RequestLog:
         id where it is given, without reading the others. Raises StoreError and SearchTooLong."""
         await self.flush()
         wanted = {"key_id": key_id, "request_id": request_id}
-        return await self._in_thread(
+        return await self._database.report(
             lambda execute: _read(execute, since, until, limit, matches, wanted, most=MAX_SEARCHED)
         )
 
     async def forget(self, matches: Matches, *, request_id: str | None = None) -> int:
         """Delete the requests that match, of one id where it is given; returns how many. Raises StoreError."""
         await self.flush()
-        return await self._in_thread(lambda execute: _forget(execute, matches, request_id))
-
-    async def close(self) -> None:
-        """Write what is not written yet. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        await self.flush()
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._database.close)
-        self._thread.shutdown(wait=False)
-
-    async def _in_thread(self, work: Callable[[Execute], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._database.run, work)
+        return await self._database.report(lambda execute: _forget(execute, matches, request_id))
 
 
-def _write(execute: Execute, batch: list[RequestRecord], oldest_ms: int | None) -> None:
-    for record in batch:
-        text = msgspec.json.encode(msgspec.structs.replace(record, capture=None)).decode()
-        execute(_ADD, (_ended_ms(record), record.id.decode(), record.key_id or "", text))
-    if oldest_ms is not None:
-        execute(_EXPIRE, (oldest_ms,))
+def _add(execute: Execute, record: RequestRecord) -> None:
+    text = msgspec.json.encode(msgspec.structs.replace(record, capture=None)).decode()
+    execute(_ADD, (_ended_ms(record), record.id.decode(), record.key_id or "", text))
 
 
 def _forget(execute: Execute, matches: Matches, request_id: str | None) -> int:

@@ -33,7 +33,7 @@ from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.dialects.registry import DIALECTS, EventEncoder, client_field
 from cortex.wire.error_encoding import public
 from cortex.wire.errors import CortexError, Family
-from cortex.wire.events import AnyEvent, Failure
+from cortex.wire.events import AnyEvent, Failure, Usage
 from cortex.wire.fields.body import check_content_type
 from cortex.wire.node import headers as our_headers
 from cortex.wire.node import usage_report
@@ -99,6 +99,10 @@ class Inference:
                         return await self._respond(call, name, packed, watch)
                 except CortexError as error:
                     error.param = client_field(name, error.param, as_functions=packed.head.as_functions)
+                    if is_of_gateway and error.status < 500 and (usage := watch.usage()) != Usage():
+                        # What a request took before it was rejected is charged, too.
+                        report = (_USAGE, usage_report.header_value(usage).encode())
+                        call.exchange.added_headers = (*call.exchange.added_headers, report)
                     raise
                 except asyncio.CancelledError:
                     if attempt_id := http.text(_ATTEMPT_ID):
@@ -131,6 +135,7 @@ class Inference:
             id=id,
             created=created,
             principal=principal,
+            client=bodies.client_of(http),
             token_limit=token_limit,
             gateway_s=gateway_s,
         )

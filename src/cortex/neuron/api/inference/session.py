@@ -16,6 +16,7 @@ from cortex.neuron.api.inference.reasoning_budget import generate_within_budget
 from cortex.neuron.api.inference.tasks import check_task
 from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.node.status import ServedModel
+from cortex.neuron.picture_process.client import PictureWork
 from cortex.wire.events import AnyEvent, Finish, Start, Timing, Usage
 from cortex.wire.fields.body import LARGEST_COUNT
 from cortex.wire.node.orders import LoadRequest
@@ -41,11 +42,12 @@ class Session:
         id: str,
         created: int,
         principal: str,
+        client: str,
         token_limit: int | None = None,
         gateway_s: float = 0.0,
     ) -> None:
-        """`token_limit`: the most tokens of prompts and choices together. `gateway_s`: how long a gateway held the
-        request back."""
+        """`client`: who shares the processes that decode pictures. `token_limit`: the most tokens of prompts and
+        choices together. `gateway_s`: how long a gateway held the request back."""
         self.phase: Phase = "load"
         """The current phase; after the end, the last one."""
         self._backend = backend
@@ -59,6 +61,7 @@ class Session:
         self.first_token_s: float | None = None
         """Time from the request's arrival to its first token."""
         self._arrived_s = time.monotonic()
+        self._picture_work = PictureWork(client)
         self._choices: list[Choice] = []
         self._generations: list[GenerationStream] = []
         self._stopwatch: Stopwatch
@@ -67,7 +70,9 @@ class Session:
 
     @property
     def usage(self) -> Usage:
-        """Usage of all choices so far."""
+        """Usage of all choices so far; before there are any, the pictures that were decoded for them."""
+        if not self._choices:
+            return Usage(prompt_tokens=self._picture_work.num_tokens)
         return summed(choice.usage for choice in self._choices)
 
     async def run(self, deliver: Deliver) -> None:
@@ -98,9 +103,9 @@ class Session:
             raise prompt_too_long(num_prompt_tokens, cap)
         if self._token_limit is not None:
             request = within_limit(request, num_prompt_tokens, self._token_limit)
-        prepare_pictures = self._backend.pictures.prepare
+        decode, work = self._backend.pictures.prepare, self._picture_work
         pictures = [
-            await self._drain_gate.wait_for(prepare_pictures(self._packed, text.pictures, rendered.places))
+            await self._drain_gate.wait_for(decode(self._packed, text.pictures, rendered.places, work))
             if text.pictures is not None and rendered.places
             else ()
             for rendered in prepared.prompts

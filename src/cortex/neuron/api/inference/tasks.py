@@ -8,7 +8,7 @@ from cortex.neuron.api.backend import Backend
 from cortex.neuron.node.status import ServedModel
 from cortex.wire.errors import UnsupportedModality
 from cortex.wire.node.protocol import Capabilities
-from cortex.wire.pictures.rejection import reads_text_only
+from cortex.wire.pictures.parts import reads_text_only
 from cortex.wire.requests import GenerateRequest
 
 Task = Literal["chat", "embed", "score"]
@@ -35,14 +35,14 @@ def check_task(backend: Backend, model_id: str, served: ServedModel, task: Task,
 def check_pictures(backend: Backend, request: GenerateRequest, *, is_of_gateway: bool) -> None:
     """Raises InvalidValue for a picture that exceeds a limit, and UnsupportedModality for a model that reads text
     only; it names no other models to a gateway. `request`: the head is enough."""
-    if not request.images:
+    if not request.pictures:
         return
-    backend.pictures.limits.check(request.images)
+    backend.pictures.limits.check(request.pictures)
     status = backend.model(request.model)
     if status.capabilities.vision or status.family is None or backend.upstream(request.model) is not None:
         return  # a model that is not known yet is checked when its prompt is written
     others = [] if is_of_gateway else [each.id for each in backend.models() if each.capabilities.vision]
-    raise reads_text_only(request.model, others, request.images[0].param)
+    raise reads_text_only(request.model, others, request.pictures[0].param)
 
 
 def _can(capabilities: Capabilities, task: Task) -> bool:

@@ -14,8 +14,8 @@ from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.api.inference.tasks import check_pictures
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.parsing.cost import is_parsed_elsewhere
+from cortex.parsing.functions import ParsedText
 from cortex.parsing.parser import BodyParser
-from cortex.parsing.protocol import ParsedText
 from cortex.wire import llama_cpp
 from cortex.wire.errors import BodyTooLarge
 from cortex.wire.fields import body as wire_body

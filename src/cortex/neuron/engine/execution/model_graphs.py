@@ -20,7 +20,7 @@ from cortex.neuron.engine.execution.graphs import (
     native_capture,
 )
 from cortex.neuron.engine.execution.inputs import StepInputs
-from cortex.neuron.engine.execution.prompt_graphs import MIXED_SIZES, PromptGraphs, prompt_sizes, stream_sizes
+from cortex.neuron.engine.execution.prompt_graphs import PromptGraphs, mixed_sizes, prompt_sizes, stream_sizes
 from cortex.neuron.engine.memory.plan import max_graph_tokens
 from cortex.neuron.engine.scheduling.step_plan import StepPlan
 from cortex.neuron.kernels.device_facts import facts_of
@@ -65,6 +65,8 @@ class ModelGraphs:
         self.prompts: PromptGraphs | None = None
         self.mixed: tuple[PromptGraphs, ...] = ()
         """Graphs of prompts and streams, the fewest streams first."""
+        self.mixed_sizes: dict[int, tuple[int, ...]] = {}
+        """Their numbers of prompt tokens, by the number of streams."""
         group, config, max_rows = model.parameters.group, model.config, len(last_tokens) - 1
         row_elements, max_bytes = max(config.hidden, -(-config.vocab // group.shard.size)), group.max_captured_bytes
         graph_rows = max_captured_rows(max_rows, row_elements, max_bytes)
@@ -92,10 +94,11 @@ class ModelGraphs:
         if prompts:
             self.prompts = PromptGraphs(*arguments, prompts, capture)
         for streams in stream_sizes(max_rows) if prompts else ():
-            mixed = [size for size in MIXED_SIZES if size <= prompts[-1] and streams + size <= most]
+            mixed = [size for size in mixed_sizes(streams) if size <= prompts[-1] and streams + size <= most]
             if mixed:
                 both = PromptGraphs(*arguments, mixed, capture, num_streams=streams, context_tokens=context_tokens)
                 self.mixed = (*self.mixed, both)
+                self.mixed_sizes[streams] = tuple(mixed)
 
     def taking(self, plan: StepPlan, inputs: StepInputs) -> PromptGraphs | None:
         """The graphs that compute a step of prompts, or of prompts and streams; None: there are none."""

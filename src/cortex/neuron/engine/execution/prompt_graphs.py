@@ -31,16 +31,17 @@ from cortex.neuron.models.sizes import WeightStorage, token_room
 PROMPT_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, *range(1024, 2049, 128))
 """Numbers of tokens. A GEMM of a few hundred rows and more computes them in tiles of 128, so that padding to the next
 size costs little."""
-MAX_PROMPTS = 3
+MAX_PROMPTS = 7
 """Rows of a graph that may have tokens. One more row never has any: tiles without tokens are its tiles."""
 _NUM_ROWS = MAX_PROMPTS + 1
-_NUM_OFFSETS = 8
+_NUM_OFFSETS = 12
 """_NUM_ROWS + 1, and unused ones: what follows begins at a multiple of 16 bytes, as the kernels expect."""
 
 
 STREAM_SIZES = (16, 32, 48, 64, 128, 256)
-MIXED_SIZES = (16, 64, 128, 256, 384, 512, 768, 1024)
-"""Numbers of streams, and of tokens of prompts, of the graphs that compute both in one pass."""
+"""Numbers of streams of the graphs that compute them and prompts in one pass."""
+MIXED_SIZES, MIXED_TOTALS = (16, 64), (128, 192, 256, 384, 512, 640, 768, 1024, 1280)
+"""Their numbers of tokens of prompts, and of both together."""
 
 
 def num_tiles(size: int) -> int:
@@ -58,6 +59,12 @@ def prompt_sizes(max_tokens: int, max_captured: int) -> tuple[int, ...]:
 def stream_sizes(max_rows: int) -> tuple[int, ...]:
     """The numbers of streams of a model's graphs, if it runs up to `max_rows` sequences. Pure."""
     return tuple(size for size in STREAM_SIZES if size < 2 * max_rows) or STREAM_SIZES[:1]
+
+
+def mixed_sizes(num_streams: int) -> tuple[int, ...]:
+    """Numbers of tokens of prompts of the graphs of `num_streams`. Pure."""
+    rest = (total - num_streams for total in MIXED_TOTALS)
+    return (*MIXED_SIZES, *(size for size in rest if size > MIXED_SIZES[-1]))
 
 
 def empty_input(size: int, num_groups: int, padding_row: int, num_streams: int = 0) -> NDArray[np.int64]:

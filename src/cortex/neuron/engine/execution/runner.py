@@ -6,7 +6,7 @@ positions. `launch` does not wait for the device; `Launched.read` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -172,6 +172,12 @@ class Runner:
     def _next_graphs(self) -> SizedGraphs | None:
         """Those of which one is captured next."""
         return self._graphs.next_among(() if self._proposals is None else self._proposals.graphs)
+
+    @property
+    def mixed_sizes(self) -> Mapping[int, tuple[int, ...]]:
+        """Numbers of prompt tokens that graphs compute together with a number of streams; empty: there are no such
+        graphs."""
+        return self._graphs.mixed_sizes
 
     @property
     def max_draft_tokens(self) -> int:

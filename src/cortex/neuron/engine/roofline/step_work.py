@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import sqrt
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,31 @@ class StepWork:
 
     def read_bytes(self, rows: int, context_tokens: int = 0) -> float:
         """What a step of `rows` sequences reads, each with `context_tokens` before it."""
-        experts = sum(each.read_bytes(rows) for each in self.experts)
-        return self.weight_bytes + experts + rows * (self.state_bytes + context_tokens * self.token_bytes)
+        return self.step_bytes(rows, rows, rows * context_tokens)
+
+    def step_bytes(self, tokens: int, rows: int, context_tokens: int) -> float:
+        """What a step of `tokens` in `rows` sequences reads, which have `context_tokens` before them together."""
+        experts = sum([each.read_bytes(tokens) for each in self.experts])
+        return self.weight_bytes + experts + rows * self.state_bytes + context_tokens * self.token_bytes
 
     def prompt_flops(self, tokens: int) -> float:
         """Floating-point operations of a prompt: products with weights, and causal attention."""
-        return tokens * 2.0 * (self.weights_per_token + tokens * self.attention_width)
+        return 2.0 * self.weights_per_token * self.prompt_worth(0, tokens)
+
+    def prompt_worth(self, start: int, tokens: int) -> float:
+        """A chunk of a prompt that begins at `start`, as the number of tokens whose products with weights, without
+        attention, are as much work."""
+        return tokens * (1.0 + self._attention_weight * (start + tokens / 2))
+
+    def tokens_worth(self, start: int, worth: float) -> int:
+        """The most tokens of a chunk that begins at `start` that are worth no more."""
+        growth, slope = self._attention_weight, 1.0 + self._attention_weight * start
+        return int(2.0 * worth / (slope + sqrt(slope * slope + 2.0 * growth * worth)) + 1e-6)
+
+    @property
+    def _attention_weight(self) -> float:
+        """What attention to one more token costs, in products of a token with weights."""
+        return 2.0 * self.attention_width / max(1, self.weights_per_token)
 
     @classmethod
     def together(cls, parts: Iterable[StepWork]) -> StepWork:

@@ -1,21 +1,35 @@
-"""How many tokens a step may have, and whose prompts get them. Pure.
+"""How much of the next step is for prompts, and whose prompts get it. Pure.
 
-Principals whose prompts wait get the same number of tokens, and what one does not need goes to the others, so that a
-long prompt of one principal delays the prompts of another by a chunk, not by itself. Shares are not smaller than
-`LEAST_TOKENS`: with more principals than fit into a step, those that had the fewest tokens so far go first.
+A step with streams is bounded by its expected time, because each stream waits for all of it. Prompts are measured in
+tokens without attention (`StepWork.prompt_worth`), so that a chunk late in a long prompt has fewer tokens.
+
+Principals whose prompts wait get the same shares, and what one does not need goes to the others, so that a long prompt
+of one principal delays the prompts of another by a chunk, not by itself. Shares are not smaller than `LEAST_TOKENS`:
+with more principals than fit into a step, those that had the fewest tokens so far go first. Within a principal, short
+prompts overtake a long one with half of its share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Mapping
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field
+from math import ceil
+from typing import NamedTuple
 
-from cortex.neuron.engine.scheduling.sequence import Sequence
+from cortex.neuron.engine.roofline.step_costs import StepCosts, StepShape
+from cortex.neuron.engine.roofline.step_work import StepWork
 
-PROMPTS_PER_SHARE = 8
-"""For every 8 waiting prompts, a step that also decodes may prefill another `mixed_prefill_tokens`."""
 LEAST_TOKENS = 64
 """Smaller chunks cost more for each token."""
+LEAST_CHUNK = 16
+"""Fewer tokens of a prompt that does not end with them do not join a step of other prompts."""
+STREAM_SHARE = 1 / 3
+"""Where streams alone take more than this part of the bound, the step is longer: they take this part of it."""
+READS_PER_STEP = 16
+"""A step of several prompts without streams takes at least this many times as long as reading the weights: shorter
+ones would spend more of their time on that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +38,40 @@ class SchedulerLimits:
     """Sequences that run at once."""
     step_tokens: int
     """Most tokens that one step computes, decode rows included."""
-    mixed_prefill_tokens: int
-    """Prefill tokens in a step that also decodes, unless many prompts wait. Keeps running streams at their pace."""
+    step_s: float
+    """Expected seconds that prompts may extend a step to if others wait for it: streams, or other prompts."""
     context_tokens: int
     """Longest sequence, prompt and output together."""
     reserved_tokens: int = 0
     """Pages are reserved for each row up to this many tokens ahead, at most up to its `max_tokens`. Responses no
     longer than this are never preempted. Clients set `max_tokens` far above usual lengths: reserving all of it would
     leave rows idle."""
+    mixed_sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Numbers of prompt tokens that are computed in one graph with so many streams, or fewer, both ascending; empty:
+    there are no graphs."""
+    least_prompt_tokens: int = 1
+    """Prompts of a step may have as many tokens, whatever they take: fewer would waste most of a step on a slow
+    device."""
 
-    def prefill_tokens(self, num_decodes: int, num_waiting: int) -> int:
-        """Most prefill tokens of a step. If there are decode rows, a few prompts get little, so that running streams do
-        not stutter. Many prompts get up to half of a step: they start at nearly full pace, and the stutter ends
-        sooner."""
-        room = self.step_tokens - num_decodes
-        if num_decodes == 0:
-            return room
-        for_many = min(self.mixed_prefill_tokens * (num_waiting // PROMPTS_PER_SHARE), self.step_tokens // 2)
-        return min(room, max(self.mixed_prefill_tokens, for_many))
+    def prompt_budget(self, costs: StepCosts, streams: StepShape, num_prompts: int) -> int | None:
+        """How much the prompts of a step are worth at most; None: as many tokens as the step holds. `streams`: the
+        step without prompts."""
+        room, streams_s = self.step_tokens - streams.num_streams, costs.seconds(streams)
+        if not streams.num_streams:
+            if num_prompts < 2:
+                return None
+            most_s = max(self.step_s, READS_PER_STEP * streams_s)
+        else:
+            most_s = max(self.step_s, streams_s / STREAM_SHARE)
+        tokens = max(min(self.least_prompt_tokens, room), costs.prompt_tokens(streams, most_s, room))
+        if not streams.num_streams:
+            return tokens
+        sizes = next((sizes for most, sizes in self.mixed_sizes.items() if most >= streams.num_streams), ())
+        graph = sizes[bisect_right(sizes, tokens) - 1] if sizes else tokens
+        # Two graphs compute as many tokens as one longer step in the same time, and streams wait for half as long. But
+        # where streams take most of the time, it is their number of steps that counts.
+        is_fast = 0 < graph < tokens and streams_s < costs.seconds(streams.with_prompts(graph)) / 2
+        return graph if is_fast else tokens
 
 
 def fair_shares(budget: int, needed: Mapping[str, int]) -> dict[str, int]:
@@ -62,17 +92,62 @@ def fair_shares(budget: int, needed: Mapping[str, int]) -> dict[str, int]:
     return shares
 
 
-def needed_tokens(running: Iterable[Sequence], waiting: Iterable[Sequence]) -> dict[str, int]:
-    """The tokens that the prompts of each principal need, of those that run and of those that may start now."""
-    needed: dict[str, int] = {}
-    for sequence in running:
-        if sequence.wants_more:
-            principal = sequence.request.principal
-            needed[principal] = needed.get(principal, 0) + sequence.remaining
-    for sequence in waiting:
-        principal = sequence.request.principal
-        needed[principal] = needed.get(principal, 0) + len(sequence.tokens)
-    return needed
+class Prompt(NamedTuple):
+    """What a prompt that waits or is computed still needs, as far as its turn depends on it."""
+
+    principal: str
+    worth: int
+
+
+class Turns(NamedTuple):
+    """The order in which the prompts of a step are computed, as their indexes."""
+
+    overtaking: list[int]
+    """Short ones that go first, the shortest first."""
+    by_age: list[int]
+
+
+def turns(prompts: Ordered[Prompt], shares: Mapping[str, int]) -> Turns:
+    """The turns of prompts, which are given by age. A principal whose oldest prompt needs more than its share gives up
+    to half of the share to other prompts of its own that end with it: they wait for a chunk of the long one and not
+    for all of it, and the long one always advances."""
+    oldest: dict[str, int] = {}
+    for index, prompt in enumerate(prompts):
+        oldest.setdefault(prompt.principal, index)
+    left = {
+        principal: shares.get(principal, 0) // 2
+        for principal, index in oldest.items()
+        if prompts[index].worth > shares.get(principal, 0)
+    }
+    overtaking = []
+    for index in sorted(range(len(prompts)), key=lambda index: prompts[index].worth) if left else ():
+        principal, worth = prompts[index]
+        if index != oldest[principal] and worth <= left.get(principal, 0):
+            overtaking.append(index)
+            left[principal] -= worth
+    first = set(overtaking)
+    return Turns(overtaking, [index for index in range(len(prompts)) if index not in first])
+
+
+class StepShares:
+    """What is left of the principals' shares while a step is planned."""
+
+    def __init__(self, work: StepWork, shares: dict[str, int]) -> None:
+        """`work`: says what tokens are worth."""
+        self._work = work
+        self.left = shares
+
+    def tokens(self, principal: str, start: int, remaining: int) -> int:
+        """How many of the `remaining` tokens of a prompt from `start` on the share allows; at least one if there is any
+        left."""
+        share = self.left.get(principal, 0)
+        return min(remaining, max(1, self._work.tokens_worth(start, share))) if share > 0 else 0
+
+    def take(self, principal: str, start: int, count: int) -> int:
+        """Takes a chunk off, and returns what it is worth."""
+        worth = ceil(self._work.prompt_worth(start, count))
+        self.left[principal] -= worth
+        return worth
 
 
 class PrefillShares:
@@ -90,6 +165,6 @@ class PrefillShares:
         order = sorted(needed, key=self._prefilled.__getitem__)
         return fair_shares(budget, {principal: needed[principal] for principal in order})
 
-    def count(self, principal: str, num_tokens: int) -> None:
+    def count(self, principal: str, worth: int) -> None:
         """Record what was prefilled."""
-        self._prefilled[principal] = self._prefilled.get(principal, 0) + num_tokens
+        self._prefilled[principal] = self._prefilled.get(principal, 0) + worth

@@ -1,8 +1,8 @@
 """Decides what the next step computes. Pure: no tensors, no clock, no I/O.
 
 Every step is made of decode rows (sequences that need exactly their last drawn token computed) and a bounded chunk of
-prefill. Decode rows go first, so that running streams keep their pace. The rest of the budget prefills: principals get
-equal shares of its tokens, and the prompts of one are prefilled oldest first.
+prefill. Decode rows go first. Prompts extend the step up to a bound of its expected time, so that running streams keep
+their pace: principals get equal shares of it, and the prompts of one go by age, except that short ones overtake.
 When pages run out, the youngest sequence gives its pages back and is computed again later. The oldest never does, so
 there is no deadlock. A step may be planned before the host knows the tokens of the previous one.
 """
@@ -14,20 +14,34 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from itertools import islice
+from math import ceil
 
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.kv.page_groups import KVPages
 from cortex.neuron.engine.kv.recurrent_checkpoints import RecurrentCheckpoints
 from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.engine.roofline.step_costs import StepCosts
+from cortex.neuron.engine.roofline.step_work import StepWork
 from cortex.neuron.engine.scheduling.admission import OffloadedPages, PromptTails, SequenceAdmission
-from cortex.neuron.engine.scheduling.budget import PrefillShares, SchedulerLimits, needed_tokens
+from cortex.neuron.engine.scheduling.budget import (
+    LEAST_CHUNK,
+    PrefillShares,
+    Prompt,
+    SchedulerLimits,
+    StepShares,
+    turns,
+)
 from cortex.neuron.engine.scheduling.picture_positions import NO_PICTURES, PicturePositions
 from cortex.neuron.engine.scheduling.sequence import NO_ROW, Sequence
 from cortex.neuron.engine.scheduling.sequence_states import SequenceStates
-from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepDraft, StepPlan
+from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepDraft, StepPlan, step_shape
 from cortex.neuron.vision.picture import PictureRules
 
 NOTHING_DRAFTED: Mapping[str, tuple[int, ...]] = {}
+_COUNT = StepWork(weight_bytes=0)
+"""Tokens are worth the same anywhere: nobody waits for the step but the prompt that it computes."""
+_LOOKED_UP = 32
+"""Waiting prompts whose cached part is looked up in one step before their turn."""
 
 
 class Scheduler:
@@ -37,13 +51,16 @@ class Scheduler:
         self,
         pages: KVPages,
         limits: SchedulerLimits,
+        costs: StepCosts,
         checkpoints: RecurrentCheckpoints | None = None,
         pictures: PictureRules | None = None,
     ) -> None:
-        """`checkpoints`: only for a model with recurrent layers. `pictures`: only for one that takes pictures."""
+        """`costs`: the expected times of steps, which the caller corrects. `checkpoints`: only for a model with
+        recurrent layers. `pictures`: only for one that takes pictures."""
         self.pages = pages
         self.checkpoints = checkpoints
         self.limits = limits
+        self.costs = costs
         self.waiting: deque[Sequence] = deque()
         """First in, first out for each principal; preempted sequences go to the front. The node decides whose request
         is sent when."""
@@ -60,6 +77,8 @@ class Scheduler:
         self._shares = PrefillShares()
         self._is_blocked = False
         """Whether a waiting sequence lacked pages, and none were released since."""
+        self._starved: Sequence | None = None
+        """The waiting sequence that lacked pages last: none overtakes it."""
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -103,6 +122,8 @@ class Scheduler:
         """
         if self._offloaded is not None:
             self._offloaded.ended(sequence.request.id)
+        if sequence is self._starved:
+            self._starved = None
         if sequence.row == NO_ROW:
             self.waiting.remove(sequence)
         else:
@@ -147,13 +168,7 @@ class Scheduler:
         check, by the id of their request; only if no step is in flight."""
         draft = self._new_draft()
         self._plan_decodes(draft, drafted)
-        prefilling = [sequence for sequence in self.running if not sequence.drew_in_row]
-        budget = self.limits.prefill_tokens(draft.num_tokens, len(prefilling) + len(self.waiting))
-        may_start = () if self._is_blocked and any(each.wants_more for each in prefilling) else self.waiting
-        needed = needed_tokens(prefilling, islice(may_start, len(self._free_rows)))
-        shares = self._shares.of_step(budget, needed)
-        self._continue_prefills(prefilling, draft, shares)
-        self._admit(draft, shares)
+        self._plan_prompts(draft)
         return self._finish(draft)
 
     def plan_alone(self, sequence: Sequence) -> StepPlan | None:
@@ -230,46 +245,83 @@ class Scheduler:
         draft.new_pages += [(sequence.row, *pages) for pages in added]
         return count
 
-    def _continue_prefills(self, prefilling: Ordered[Sequence], draft: StepDraft, shares: dict[str, int]) -> None:
-        for sequence in prefilling:
-            if sequence.row == NO_ROW or not sequence.wants_more:
-                continue  # preempted, or complete
-            if shares.get(sequence.request.principal, 0) > 0:
-                self._prefill_share(sequence, draft, shares)
+    def _plan_prompts(self, draft: StepDraft) -> None:
+        """Adds chunks of prompts: of short ones that overtake, of running ones by age, of waiting ones in order."""
+        running = [sequence for sequence in self.running if not sequence.drew_in_row and sequence.wants_more]
+        waiting: Ordered[Sequence] = () if self._is_blocked and running else self.waiting
+        if self._offloaded is not None:
+            waiting = [each for each in waiting if not self._offloaded.is_fetching(each.request.id)]
+        sequences = [*running, *islice(waiting, len(self._free_rows))]
+        if not sequences:
+            return
+        budget = self.limits.prompt_budget(self.costs, step_shape(draft.rows, self.costs.work), len(sequences))
+        work = _COUNT if budget is None else self.costs.work
+        prompts = self._prompts(sequences, draft, work)
+        needed: dict[str, int] = {}
+        for principal, worth in prompts:
+            needed[principal] = needed.get(principal, 0) + worth
+        room = self.limits.step_tokens - draft.num_tokens
+        shares = StepShares(work, self._shares.of_step(room if budget is None else budget, needed))
+        order, preemptions, num_streams = turns(prompts, shares.left), self.preemptions, len(draft.rows)
+        for index in (*order.overtaking, *order.by_age):
+            sequence, overtakes = sequences[index], index in order.overtaking
+            share = shares.left.get(sequence.request.principal, 0)
+            if share <= 0 or (share < min(LEAST_CHUNK, prompts[index].worth) and len(draft.rows) > num_streams):
+                continue
+            if index < len(running):
+                if sequence.row != NO_ROW:  # else preempted
+                    self._prefill_share(sequence, draft, shares)
+            elif not self._free_rows or self.preemptions > preemptions:
+                return  # a sequence that has just lost its pages comes first
+            elif overtakes:
+                if self._starved is None:
+                    self._admit(sequence, draft, shares)
+            elif not self._admit(sequence, draft, shares, is_next=True):
+                return
 
-    def _admit(self, draft: StepDraft, shares: dict[str, int]) -> None:
-        """Admits waiting sequences in order, of principals that have a share left. The first that cannot start in this
-        step blocks the rest, so that small requests never starve a large one."""
-        for first in list(self.waiting):
-            if not self._free_rows:
-                return
-            if shares.get(first.request.principal, 0) <= 0:
-                continue
-            if self._offloaded is not None and self._offloaded.is_fetching(first.request.id):
-                continue
-            cached = self._admission.cached_pages(first, draft)
-            if cached is None or not self._has_room(first, self._admission.start(first, cached), draft, shares):
-                return
-            if self._offloaded is not None and self._admission.fetch(first, cached, self._offloaded):
-                continue
-            if not self._try_admit(first, cached, draft):
-                self._is_blocked = True
-                return
-            if self._prefill_share(first, draft, shares) == 0:
-                return  # it lacks a page that admission had counted; another step may have it
+    def _prompts(self, sequences: Ordered[Sequence], draft: StepDraft, work: StepWork) -> list[Prompt]:
+        """What these need, of those that wait as far as it is known."""
+        prompts, num_looked_up = [], 0
+        for sequence in sequences:
+            start, remaining = sequence.scheduled, sequence.remaining
+            if sequence.row == NO_ROW:
+                if sequence.expected_start is None and num_looked_up < _LOOKED_UP:
+                    num_looked_up += 1
+                    cached = self._admission.cached_pages(sequence, draft)
+                    sequence.expected_start = None if cached is None else self._admission.start(sequence, cached)
+                start = sequence.expected_start or 0
+                remaining = max(1, len(sequence.tokens) - start)
+            prompts.append(Prompt(sequence.request.principal, ceil(work.prompt_worth(start, remaining))))
+        return prompts
 
-    def _prefill_share(self, sequence: Sequence, draft: StepDraft, shares: dict[str, int]) -> int:
+    def _admit(self, sequence: Sequence, draft: StepDraft, shares: StepShares, *, is_next: bool = False) -> bool:
+        """Admits a waiting sequence and adds its first chunk. False: it cannot start in this step. If it is the next in
+        order, it blocks the rest then, so that small requests never starve a large one."""
+        cached = self._admission.cached_pages(sequence, draft)
+        if cached is None or not self._has_room(sequence, self._admission.start(sequence, cached), draft, shares):
+            return False
+        if self._offloaded is not None and self._admission.fetch(sequence, cached, self._offloaded):
+            return True
+        if not self._try_admit(sequence, cached, draft):
+            if is_next:
+                self._is_blocked, self._starved = True, sequence
+            return False
+        # False: it lacks a page that admission had counted; another step may have it.
+        return self._prefill_share(sequence, draft, shares) > 0
+
+    def _prefill_share(self, sequence: Sequence, draft: StepDraft, shares: StepShares) -> int:
         """Prefills what the share of the sequence's principal allows, and takes it off."""
-        principal = sequence.request.principal
-        num_tokens = self._prefill(sequence, draft, shares[principal])
-        shares[principal] -= num_tokens
-        self._shares.count(principal, num_tokens)
+        principal, start = sequence.request.principal, sequence.scheduled
+        num_tokens = self._prefill(sequence, draft, shares.tokens(principal, start, sequence.remaining))
+        self._shares.count(principal, shares.take(principal, start, num_tokens))
         return num_tokens
 
     def _try_admit(self, sequence: Sequence, cached: int, draft: StepDraft) -> bool:
         if not self._admission.fits(sequence, cached):
             return False
         self.waiting.remove(sequence)
+        if sequence is self._starved:
+            self._starved = None
         self._admission.admit(sequence, cached, self._free_rows.pop(), draft)
         self.running.append(sequence)
         return True
@@ -282,12 +334,13 @@ class Scheduler:
             return None
         return self.limits.step_tokens - draft.num_tokens
 
-    def _has_room(self, sequence: Sequence, start: int, draft: StepDraft, shares: dict[str, int]) -> bool:
+    def _has_room(self, sequence: Sequence, start: int, draft: StepDraft, shares: StepShares) -> bool:
         """Whether the step can have the first chunk of a waiting sequence. A sequence is not admitted without one."""
         room = self._room(draft)
         if room is None:
             return True
-        end = start + min(shares[sequence.request.principal], len(sequence.tokens) - start, room)
+        remaining = len(sequence.tokens) - start
+        end = start + min(room, shares.tokens(sequence.request.principal, start, remaining))
         return room > 0 and sequence.pictures.cut(start, end) - start <= room
 
     def _prefill(self, sequence: Sequence, draft: StepDraft, budget: int) -> int:

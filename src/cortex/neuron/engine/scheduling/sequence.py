@@ -57,6 +57,8 @@ class Sequence:
     """Whether the device knows its last token: it was the only one that its row drew."""
     committed: int = 0
     """Leading pages whose digests the pool knows."""
+    expected_start: int | None = None
+    """Where its first chunk was expected to begin when it was first considered for a step."""
     cached: int | None = None
     """Prompt tokens that came from the prefix cache at first admission."""
     shared: int = 0

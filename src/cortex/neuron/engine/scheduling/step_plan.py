@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 
 from cortex.neuron.engine.kv.pages import Digest
 from cortex.neuron.engine.request import EngineRequest
+from cortex.neuron.engine.roofline.step_costs import StepShape
+from cortex.neuron.engine.roofline.step_work import StepWork
 from cortex.neuron.engine.scheduling.picture_positions import PictureSpan
 
 NewRow = tuple[int, EngineRequest, tuple[int, ...]]
@@ -209,3 +211,18 @@ class StepDraft:
             restores=tuple(self.restores),
             saves=tuple(self.saves),
         )
+
+
+def step_shape(rows: Sequence[RowPlan], work: StepWork) -> StepShape:
+    """What the time of a step of these rows depends on. `work`: of the model."""
+    num_streams = context_tokens = prompt_tokens = 0
+    worth = 0.0
+    for row in rows:
+        count = row.inputs.count
+        if row.decodes:
+            num_streams += count
+            context_tokens += row.start
+        else:
+            prompt_tokens += count
+            worth += work.prompt_worth(row.start, count)
+    return StepShape(num_streams, context_tokens, prompt_tokens, worth)

@@ -22,7 +22,7 @@ from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.node.spanning.lead import Lead
 from cortex.neuron.node.survey_process.client import Surveys
-from cortex.neuron.node.survey_process.protocol import Read
+from cortex.neuron.node.survey_process.reading import Read
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import ModelHost
@@ -110,6 +110,7 @@ class EngineHarness:
             draft_path="" if facts.draft is None else str(facts.draft.path),
             max_num_seqs=limits.max_num_seqs,
             prefill_chunk_tokens=limits.prefill_chunk_tokens,
+            step_ms=limits.step_ms,
             memory_bytes=smallest(*ceilings, *chosen.limits),
             min_free_bytes=limits.min_free_vram_mb << 20,
             kv_host_bytes=self._devices.kv_host.limit_bytes,

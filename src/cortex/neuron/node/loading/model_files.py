@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cortex.formats.quant_names import plain
 from cortex.formats.units import gib
-from cortex.neuron.hub_process.offer import OfferRequest
+from cortex.neuron.hub_process.resolver import OfferRequest
 from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.progress import LoadProgressTracker

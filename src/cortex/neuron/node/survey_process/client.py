@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
-from cortex.ipc.pool import JobLost, PoolLost, RestartedPool, WorkerPool
+from cortex.ipc.channel import Unsendable
+from cortex.ipc.helper import Helper, function_of
+from cortex.ipc.pool import CallLost, HelperPool, PoolLost
 from cortex.neuron.config import Limits
 from cortex.neuron.node.loading.preflight import ModelFacts
-from cortex.neuron.node.survey_process import protocol
-from cortex.neuron.node.survey_process.protocol import (
-    Find,
-    FoundAt,
-    FoundFacts,
-    FoundText,
-    Job,
-    Read,
-    ReadText,
-    Reply,
-)
+from cortex.neuron.node.survey_process import reading
+from cortex.neuron.node.survey_process.reading import Read, unpack_facts
 from cortex.neuron.text.model import TextSurvey
 from cortex.wire.errors import LoadFailed
-from cortex.wire.rejection import Rejected, error_of
 
 WALL_S: Final = 300.0
 """Disks may be slow."""
 _MAX_JOBS: Final = 2
-_REST_AFTER_S: Final = 60.0
+
+T = TypeVar("T")
 
 
 class Surveys(Protocol):
@@ -57,10 +50,16 @@ class SurveyProcess:
         self._cpu_s = cpu_s
         self._wall_s = wall_s
         self._memory_bytes = memory_bytes
-        self._pool: RestartedPool[Reply] = RestartedPool("the survey process", self._start)
+        self._pool = HelperPool(
+            Helper(
+                name="neuron-survey",
+                purpose="the survey process",
+                module="cortex.neuron.node.survey_process.reading",
+                memory_bytes=memory_bytes,
+                cpu_s=cpu_s,
+            )
+        )
         self._turns = asyncio.Semaphore(_MAX_JOBS)
-        self._num_jobs = 0
-        self._last_job_s = time.monotonic()
 
     @classmethod
     def of(cls, limits: Limits) -> SurveyProcess:
@@ -71,56 +70,36 @@ class SurveyProcess:
         return self._pool.process_id
 
     async def find_local(self, source: str, cache: Path, quant: str | None) -> Path | None:
-        reply = await self._run(Find(source, str(cache), quant), source)
-        assert isinstance(reply, FoundAt)
-        return None if reply.path is None else Path(reply.path)
+        path = await self._call(source, reading.find_local, source, str(cache), quant)
+        return None if path is None else Path(path)
 
     async def read(self, job: Read) -> ModelFacts:
-        reply = await self._run(job, job.name)
-        assert isinstance(reply, FoundFacts)
-        return await asyncio.to_thread(protocol.unpack_facts, reply, job)
+        return await asyncio.to_thread(unpack_facts, await self._call(job.name, reading.read, job), job)
 
     async def read_text(self, path: Path, name: str) -> TextSurvey:
-        reply = await self._run(ReadText(str(path), name), name)
-        assert isinstance(reply, FoundText)
-        return protocol.unpack_text(reply)
+        return await self._call(name, reading.read_text, str(path), name)
 
     async def rest_idle(self) -> None:
-        if not self._num_jobs and time.monotonic() - self._last_job_s > _REST_AFTER_S:
-            await self._pool.rest()
+        await self._pool.rest_idle()
 
     async def close(self) -> None:
         await self._pool.close()
 
-    async def _run(self, job: Job, name: str) -> Reply:
-        self._num_jobs += 1
+    async def _call(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
+        """`name`: the model's, for errors."""
         try:
-            async with self._turns, asyncio.timeout(self._wall_s):
-                reply = await self._pool.run(job)
+            async with self._turns:
+                return await self._pool.call(function_of(function), *arguments, timeout_s=self._wall_s)
         except TimeoutError:
             raise LoadFailed(
                 f"{name} is damaged: reading its files takes more than {self._wall_s:g} s; download it again, or check "
                 "the disk"
             ) from None
-        except JobLost:
+        except CallLost:
             raise LoadFailed(
                 f"{name} is damaged: reading its config, headers and chat template takes more than {self._cpu_s} s of "
                 f"computing or {self._memory_bytes >> 20} MiB of memory (limits.survey_cpu_s and survey_memory_mb in "
                 "neuron.toml); download it again"
             ) from None
-        except (PoolLost, OSError) as error:
+        except (PoolLost, Unsendable) as error:
             raise LoadFailed(f"the files of {name} cannot be read now: {error}; try again") from error
-        finally:
-            self._num_jobs -= 1
-            self._last_job_s = time.monotonic()
-        if isinstance(reply, Rejected):
-            raise error_of(reply)
-        return reply
-
-    async def _start(self) -> WorkerPool[Reply]:
-        return await WorkerPool.start(
-            "cortex.neuron.node.survey_process",
-            *("--memory-bytes", str(self._memory_bytes)),
-            *("--cpu-s", str(self._cpu_s)),
-            reply_type=Reply,
-        )

@@ -16,9 +16,8 @@ import signal
 import socket
 from typing import NoReturn
 
-from cortex.ipc.channel import ChannelError
+from cortex.ipc.channel import ChannelError, PacketSocket
 from cortex.ipc.child import attach_to_parent, die_with_parent
-from cortex.ipc.packets import PacketSocket
 from cortex.neuron.worker.faults import explain
 from cortex.neuron.worker.program import worker
 from cortex.neuron.worker.program.device_models import resolve_loader

@@ -1,4 +1,4 @@
-// Tokens, requests and cost by day, key and model; and the keys themselves.
+// Tokens, requests and cost by day, key, group and model; and the keys and groups themselves.
 import { get, inPath, patch, post, remove, request } from "../api.js";
 import { compact, count, money } from "../format.js";
 import { html, useMemo, useState } from "../html.js";
@@ -15,7 +15,7 @@ export default function Usage() {
   const until = useMemo(() => Math.floor(Date.now() / 1000) + 60, [span]);
   const query = `since=${until - span * DAY_S}&until=${until}`;
   const read = async (signal) => {
-    const groups = ["day", "model", "key"];
+    const groups = ["day", "model", "key", "group"];
     const found = await Promise.all(groups.map((by) => get(`fleet/usage?by=${by}&${query}`, { signal })));
     return Object.fromEntries(groups.map((by, index) => [by, found[index]]));
   };
@@ -49,7 +49,7 @@ function CsvMenu({ query }) {
       notify(problem.message, "bad");
     }
   };
-  return html`<${Menu} text="CSV">${["day", "model", "key"].map((by) => html`<${MenuItem} key=${by} onClick=${() => download(by)}>By ${by}<//>`)}<//>`;
+  return html`<${Menu} text="CSV">${["day", "model", "key", "group", "key-model"].map((by) => html`<${MenuItem} key=${by} onClick=${() => download(by)}>By ${by.replace("-", " and ")}<//>`)}<//>`;
 }
 
 const sum = (rows, name) => rows.reduce((total, row) => total + row[name], 0);
@@ -71,6 +71,7 @@ function Recorded({ usage, until, span }) {
         <div class="two-tables">
           <${Table} title="By model" rows=${usage.model.rows} />
           ${session.value.operator && html`<${Table} title="By key" rows=${usage.key.rows} />`}
+          ${session.value.operator && usage.group.rows.some((row) => row.id) && html`<${Table} title="By group" rows=${usage.group.rows} />`}
         </div>`}`;
 }
 
@@ -119,26 +120,53 @@ function Keys() {
   return html`
     <section class="card">
       <header class="card-head"><h2>${value.is_operator ? "Keys" : "Your key"}</h2>
-        ${mayEdit && html`<button class="small primary" onClick=${() => setDialog({ kind: "make" })}>Make a key</button>`}</header>
+        ${mayEdit && html`<button class="small primary" onClick=${() => setDialog({ kind: "make", what: "key" })}>Make a key</button>`}</header>
       <div class="scroll"><table>
         <thead><tr><th>Name</th><th>Models</th><th class="number">Requests/min</th><th>Window left</th><th>Balance left</th><th>Expires</th><th></th></tr></thead>
         <tbody>${value.keys.map((key) => html`
           <tr key=${key.id}>
-            <td class="nowrap">${key.name} ${key.operator && html`<${Badge}>operator<//>`} ${key.group && html`<${Badge}>${key.group}<//>`}<div class="dim mono small-text">ck-${key.id}-…</div></td>
+            <td class="nowrap">${key.name} ${key.operator && html`<${Badge}>operator<//>`} ${key.source === "file" && html`<${Badge}>file<//>`} ${key.group && html`<${Badge}>${key.group}<//>`}<div class="dim mono small-text">ck-${key.id}-…</div></td>
             <td>${key.models.length ? key.models.join(", ") : html`<span class="dim">all</span>`}</td>
             <td class="number">${key.requests_per_min ?? html`<span class="dim">no limit</span>`}</td>
             <td><${Limits} tokens=${[key.window_left_tokens, key.window_tokens]} cost=${[key.window_left_cost, key.window_cost]} per=${key.window_s} /></td>
             <td><${Limits} tokens=${[key.balance_left_tokens, key.balance_tokens]} cost=${[key.balance_left_cost, key.balance_cost]} /></td>
             <td class="nowrap">${key.is_expired ? html`<${Badge} kind="bad">expired<//>` : (key.expires ?? html`<span class="dim">never</span>`)}</td>
-            <td>${mayEdit && html`<${Menu} label=${`Actions for key ${key.name}`}>
-              <${MenuItem} onClick=${() => setDialog({ kind: "change", key })}>Limits and expiry…<//>
-              <${MenuItem} danger onClick=${() => setDialog({ kind: "revoke", key })}>Revoke…<//>
+            <td>${mayEdit && key.source !== "file" && html`<${Menu} label=${`Actions for key ${key.name}`}>
+              <${MenuItem} onClick=${() => setDialog({ kind: "change", what: "key", info: key })}>Limits and expiry…<//>
+              <${MenuItem} danger onClick=${() => setDialog({ kind: "remove", what: "key", info: key })}>Revoke…<//>
             <//>`}</td>
           </tr>`)}</tbody>
       </table></div>
+      ${mayEdit && value.keys.some((key) => key.source === "file") && html`<p class="dim card-note">Keys and groups marked “file” are in the configuration file of the gateway and are changed there.</p>`}
     </section>
-    ${dialog?.kind === "revoke" && html`<${Revoke} keyInfo=${dialog.key} onDone=${done} onClose=${() => setDialog(null)} />`}
-    ${(dialog?.kind === "make" || dialog?.kind === "change") && html`<${KeyForm} keyInfo=${dialog.key} onDone=${reload} onClose=${() => setDialog(null)} />`}`;
+    ${(mayEdit || value.groups.length > 0) && html`<${Groups} groups=${value.groups} mayEdit=${mayEdit} setDialog=${setDialog} />`}
+    ${dialog?.kind === "remove" && html`<${Remove} what=${dialog.what} info=${dialog.info} onDone=${done} onClose=${() => setDialog(null)} />`}
+    ${(dialog?.kind === "make" || dialog?.kind === "change") && html`<${LimitsForm} what=${dialog.what} info=${dialog.info} onDone=${reload} onClose=${() => setDialog(null)} />`}`;
+}
+
+function Groups({ groups, mayEdit, setDialog }) {
+  return html`
+    <section class="card">
+      <header class="card-head"><h2>Groups</h2>
+        ${mayEdit && html`<button class="small" onClick=${() => setDialog({ kind: "make", what: "group" })}>Make a group</button>`}</header>
+      ${groups.length === 0 ? html`<p class="dim card-note">The keys of a group share its limits, in addition to their own.</p>` : html`<div class="scroll"><table>
+        <thead><tr><th>Name</th><th>Keys</th><th>Models</th><th class="number">Requests/min</th><th class="number">Spent</th><th>Window left</th><th>Balance left</th><th></th></tr></thead>
+        <tbody>${groups.map((group) => html`
+          <tr key=${group.name}>
+            <td class="nowrap">${group.name} ${group.source === "file" && html`<${Badge}>file<//>`}</td>
+            <td title=${group.keys.join(", ")}>${count(group.keys.length)}</td>
+            <td>${group.models.length ? group.models.join(", ") : html`<span class="dim">all</span>`}</td>
+            <td class="number">${group.requests_per_min ?? html`<span class="dim">no limit</span>`}</td>
+            <td class="number" title=${count(group.spent_tokens)}>${compact(group.spent_tokens)}</td>
+            <td><${Limits} tokens=${[group.window_left_tokens, group.window_tokens]} cost=${[group.window_left_cost, group.window_cost]} per=${group.window_s} /></td>
+            <td><${Limits} tokens=${[group.balance_left_tokens, group.balance_tokens]} cost=${[group.balance_left_cost, group.balance_cost]} /></td>
+            <td>${mayEdit && group.source !== "file" && html`<${Menu} label=${`Actions for group ${group.name}`}>
+              <${MenuItem} onClick=${() => setDialog({ kind: "change", what: "group", info: group })}>Limits…<//>
+              <${MenuItem} danger onClick=${() => setDialog({ kind: "remove", what: "group", info: group })}>Remove…<//>
+            <//>`}</td>
+          </tr>`)}</tbody>
+      </table></div>`}
+    </section>`;
 }
 
 function Limits({ tokens, cost, per }) {
@@ -148,26 +176,29 @@ function Limits({ tokens, cost, per }) {
   return html`${left("Tokens left", tokens, compact)}${left("Cost left", cost, money)}`;
 }
 
-function Revoke({ keyInfo, onDone, onClose }) {
+function Remove({ what, info, onDone, onClose }) {
   const [error, setError] = useState(null);
-  const revoke = () => remove(`keys/${inPath(keyInfo.name)}`).then(() => { notify(`${keyInfo.name} is revoked.`); onDone(); }, setError);
+  const isKey = what === "key";
+  const verb = isKey ? "Revoke" : "Remove";
+  const act = () => remove(`${what}s/${inPath(info.id ?? info.name)}`).then(() => { notify(`${info.name} is ${verb.toLowerCase()}d.`); onDone(); }, setError);
   return html`
-    <${Dialog} title=${`Revoke ${keyInfo.name}`} onClose=${onClose}>
-      <p>Requests with this key are rejected from now on. Its recorded usage stays. This cannot be undone.</p>
+    <${Dialog} title=${`${verb} ${info.name}`} onClose=${onClose}>
+      <p>${isKey ? "Requests with this key are rejected from now on, at every gateway." : "Its limits end. No key may be in it."} Its recorded usage stays. This cannot be undone.</p>
       ${error && html`<${Problem} error=${error} />`}
-      <footer><button onClick=${onClose}>Cancel</button><button class="danger" onClick=${revoke}>Revoke</button></footer>
+      <footer><button onClick=${onClose}>Cancel</button><button class="danger" onClick=${act}>${verb}</button></footer>
     <//>`;
 }
 
 const number = (text) => (text.trim() === "" ? null : Number(text));
 
-function KeyForm({ keyInfo, onDone, onClose }) {
-  const isNew = !keyInfo;
-  const text = (name) => String(keyInfo?.[name] ?? "");
+function LimitsForm({ what, info, onDone, onClose }) {
+  const isNew = !info;
+  const isKey = what === "key";
+  const text = (name) => String(info?.[name] ?? "");
   const before = {
-    name: text("name"), models: keyInfo?.models.join(", ") ?? "", group: text("group"), requests_per_min: text("requests_per_min"),
-    window_tokens: text("window_tokens"), window_cost: text("window_cost"), window_h: String((keyInfo?.window_s ?? DAY_S) / 3600),
-    balance_tokens: text("balance_tokens"), balance_cost: text("balance_cost"), expires: keyInfo?.expires?.slice(0, 10) ?? "", operator: keyInfo?.operator ?? false,
+    name: text("name"), models: info?.models.join(", ") ?? "", group: text("group"), requests_per_min: text("requests_per_min"),
+    window_tokens: text("window_tokens"), window_cost: text("window_cost"), window_h: String((info?.window_s ?? DAY_S) / 3600),
+    balance_tokens: text("balance_tokens"), balance_cost: text("balance_cost"), expires: info?.expires?.slice(0, 10) ?? "", operator: info?.operator ?? false,
   };
   const [fields, setFields] = useState(before);
   const [error, setError] = useState(null);
@@ -177,19 +208,20 @@ function KeyForm({ keyInfo, onDone, onClose }) {
   async function submit(event) {
     event.preventDefault();
     const given = (fields) => ({
-      models: fields.models.split(",").map((text) => text.trim()).filter(Boolean), group: fields.group.trim() || null, requests_per_min: number(fields.requests_per_min),
+      models: fields.models.split(",").map((text) => text.trim()).filter(Boolean), requests_per_min: number(fields.requests_per_min),
       window_tokens: number(fields.window_tokens), window_cost: number(fields.window_cost), window_s: Math.round((number(fields.window_h) ?? 24) * 3600),
-      balance_tokens: number(fields.balance_tokens), balance_cost: number(fields.balance_cost), expires: fields.expires || null, operator: fields.operator,
+      balance_tokens: number(fields.balance_tokens), balance_cost: number(fields.balance_cost),
+      ...(isKey ? { group: fields.group.trim() || null, expires: fields.expires || null, operator: fields.operator } : {}),
     });
     // Only what was changed: the models that are shown may be those of its group.
     const old = given(before);
     const isChanged = ([name, value]) => isNew || JSON.stringify(value) !== JSON.stringify(old[name]);
     const values = Object.fromEntries(Object.entries(given(fields)).filter(isChanged));
     try {
-      if (isNew) setMade((await post("keys", { name: fields.name.trim(), ...values })).key);
-      else await patch(`keys/${inPath(keyInfo.name)}`, values);
+      const found = isNew ? await post(`${what}s`, { name: fields.name.trim(), ...values }) : await patch(`${what}s/${inPath(info.id ?? info.name)}`, values);
       onDone();
-      if (!isNew) onClose();
+      if (isNew && isKey) setMade(found.key);
+      else onClose();
     } catch (problem) {
       setError(problem);
     }
@@ -203,12 +235,12 @@ function KeyForm({ keyInfo, onDone, onClose }) {
       <//>`;
   }
   return html`
-    <${Dialog} title=${isNew ? "Make a key" : `Limits of ${keyInfo.name}`} onClose=${onClose}>
+    <${Dialog} title=${isNew ? `Make a ${what}` : `Limits of ${info.name}`} onClose=${onClose}>
       <form onSubmit=${submit}>
-        ${isNew && html`<div class="fields">${field("name", "Name of its owner", { required: true, maxlength: 100 })}</div>`}
+        ${isNew && html`<div class="fields">${field("name", isKey ? "Name of its owner" : "Name", { required: true, maxlength: 100 })}</div>`}
         <div class="fields">${field("models", "Models, separated by commas; * matches anything", { placeholder: "All" })}</div>
         <div class="fields">
-          ${field("group", "Group, whose models and budget it shares", { placeholder: "None" })}
+          ${isKey && field("group", "Group, whose models and budget it shares", { placeholder: "None" })}
           ${field("requests_per_min", "Requests per minute", { type: "number", min: 1, placeholder: "No limit" })}
         </div>
         <div class="fields">
@@ -221,11 +253,11 @@ function KeyForm({ keyInfo, onDone, onClose }) {
         </div>
         <div class="fields">
           ${field("window_h", "Window in hours", { type: "number", min: 0.05, step: "any" })}
-          ${field("expires", "Expires at the start of", { type: "date" })}
+          ${isKey && field("expires", "Expires at the start of", { type: "date" })}
         </div>
-        <label class="check"><input type="checkbox" checked=${fields.operator} onChange=${set("operator")} /> Operator: may also change the fleet and keys</label>
+        ${isKey && html`<label class="check"><input type="checkbox" checked=${fields.operator} onChange=${set("operator")} /> Operator: may also change the fleet and keys</label>`}
         ${error && html`<${Problem} error=${error} />`}
-        <footer><button type="button" onClick=${onClose}>Cancel</button><button class="primary">${isNew ? "Make the key" : "Save"}</button></footer>
+        <footer><button type="button" onClick=${onClose}>Cancel</button><button class="primary">${isNew ? `Make the ${what}` : "Save"}</button></footer>
       </form>
     <//>`;
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cortex.gateway.pictures.addresses import ForbiddenAddress, chosen, is_public, read_address
+from cortex.gateway.pictures import ForbiddenAddress, chosen, is_public, read_address
 
 PRIVATE = [
     "127.0.0.1",

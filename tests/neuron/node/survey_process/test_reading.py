@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from faulty_models import write_model
 
-from cortex.neuron.node.survey_process import protocol
-from cortex.neuron.node.survey_process.jobs import read_facts
-from cortex.neuron.node.survey_process.protocol import Read
+from cortex.neuron.node.survey_process import reading
+from cortex.neuron.node.survey_process.reading import Read, read_facts
 from cortex.wire.errors import LoadFailed
 
 from ...models.gguf_builds import reference_of
@@ -21,7 +20,7 @@ from ...models.gguf_models import write_gguf
 
 def same(read: Read) -> None:
     here = read_facts(read)
-    assert values(protocol.unpack_facts(protocol.pack_facts(here), read)) == values(here)
+    assert values(reading.unpack_facts(reading.pack_facts(here), read)) == values(here)
 
 
 def values(facts: Any) -> dict[str, Any]:
@@ -53,6 +52,6 @@ def test_config_inside_another_one(tmp_path: Path) -> None:
 
 
 def test_config_that_is_far_too_large_is_rejected(tmp_path: Path) -> None:
-    write_model(tmp_path, config={"junk": "x" * (protocol.MAX_CONFIG_BYTES + 1)})
+    write_model(tmp_path, config={"junk": "x" * (reading.MAX_CONFIG_BYTES + 1)})
     with pytest.raises(LoadFailed, match=r"the config of .* takes more than 2 MiB"):
-        protocol.pack_facts(read_facts(Read(str(tmp_path), "m", None, 1)))
+        reading.pack_facts(read_facts(Read(str(tmp_path), "m", None, 1)))

@@ -1,4 +1,4 @@
-"""Places that clients share fairly, decided without I/O.
+"""Places that clients share fairly. Decided without I/O; only `hold` waits.
 
 A free place goes to the client that holds the fewest, among equals to the one that was served longest ago. No client
 holds all places, so that one with expensive requests delays no other. The number of waiting requests is bounded, in all
@@ -7,8 +7,10 @@ and for each client.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 
 class NoPlace(Exception):
@@ -35,6 +37,22 @@ class FairQueue:
     @property
     def num_waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
+
+    @asynccontextmanager
+    async def hold(self, client: str) -> AsyncIterator[None]:
+        """Waits for a place and holds it. Raises NoPlace."""
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def start() -> None:
+            if not started.done():
+                started.set_result(None)
+
+        entry = self.enter(client, start)
+        try:
+            await started
+            yield
+        finally:
+            self.leave(entry)
 
     def enter(self, client: str, start: Callable[[], None]) -> Entry:
         """Calls `start` now or when there is a place. Raises NoPlace."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import ssl
 import threading
 from collections.abc import AsyncIterator
@@ -10,21 +12,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
 from cortex.gateway.config import PicturesSection
-from cortex.gateway.pictures.fetcher import NotFetched, PictureFetcher
+from cortex.gateway.pictures import NotFetched, PictureFetcher
 from cortex.http.limits import Buffered
 from cortex.http.ticker import Ticker
 from cortex.wire.node.protocol import Capabilities, ModelState
 
-from ...certificates import Authority
-from ...picture_files import base64_of, data_url, picture
-from ...ports import free_port
-from ...waiting import NEVER_S, WAIT_S
-from ..fake_neuron import GB, FakeNeuron, StartNeuron
-from ..started_gateway import StartGateway
+from ..certificates import Authority
+from ..picture_files import base64_of, data_url, picture
+from ..ports import free_port
+from ..waiting import NEVER_S, WAIT_S
+from .fake_neuron import GB, FakeNeuron, StartNeuron
+from .started_gateway import StartGateway, until
 
 FILE = picture(64, 48)
 PUBLIC = "93.184.216.34"
@@ -38,6 +41,8 @@ class Site:
     fetcher: PictureFetcher
     names: dict[str, list[str]] = field(default_factory=lambda: {"pics.test": [PUBLIC], "inside.test": ["10.0.0.5"]})
     lookups: list[str] = field(default_factory=list)
+    hanging: dict[str, asyncio.Event] = field(default_factory=dict)
+    """Names whose lookup lasts until the event."""
     reached: list[tuple[str, int]] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
@@ -82,6 +87,9 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
 
     async def resolve(host: str) -> list[str]:
         made.lookups.append(host)
+        if host in made.hanging:
+            await made.hanging[host].wait()
+            made.lookups.append("ended")
         if ":" in host or host.replace(".", "").isdigit():
             return [host]
         if host not in made.names:
@@ -109,6 +117,45 @@ async def test_file_is_fetched_from_the_address_that_was_checked(site: Site) -> 
     assert site.reached == [(PUBLIC, 443)]
     assert site.requests == ["pics.test/x.png?size=1"]
     assert site.lookups == ["pics.test"], "resolved once: a second lookup could have another result"
+
+
+async def test_lookups_that_hang_hold_no_thread_of_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging, released = threading.Semaphore(0), threading.Event()
+
+    def look_up(*_: Any, **__: Any) -> list[Any]:
+        hanging.release()
+        released.wait(NEVER_S)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    fetcher = PictureFetcher(Ticker(asyncio.get_running_loop()))
+    num_threads = min(32, (os.cpu_count() or 1) + 4)  # of the default executor
+    fetches = [
+        asyncio.create_task(fetcher.fetch("https://slow.test/x.png", ALLOWED, f"client {number}", Buffered(1 << 30)))
+        for number in range(2 * num_threads)
+    ]
+    try:
+        assert await asyncio.to_thread(hanging.acquire, timeout=WAIT_S)
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "done"), WAIT_S) == "done"
+        assert not any(each.done() for each in fetches)
+    finally:
+        released.set()
+        await asyncio.gather(*fetches, return_exceptions=True)
+
+
+async def test_client_whose_lookups_hang_has_no_more_of_them_and_others_are_served(site: Site) -> None:
+    ended = asyncio.Event()
+    site.hanging["slow.test"] = ended
+    hurried = msgspec.structs.replace(ALLOWED, timeout_s=0.01)
+    fetches = [fetch(site, "https://slow.test/x.png", hurried) for _ in range(4)]
+    for end in await asyncio.gather(*fetches, return_exceptions=True):
+        assert "took longer" in str(end)
+    with pytest.raises(NotFetched, match="still being looked up"):
+        await fetch(site, "https://pics.test/x.png")
+    assert await fetch(site, "https://pics.test/x.png", client="bob") == FILE
+    ended.set()
+    await until(lambda: site.lookups.count("ended") == 4)
+    assert await fetch(site, "https://pics.test/x.png") == FILE
 
 
 async def test_redirects_are_followed_to_public_places_only(site: Site) -> None:

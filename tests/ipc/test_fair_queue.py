@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cortex.parsing.fair_queue import Entry, FairQueue, NoPlace
+from cortex.ipc.fair_queue import Entry, FairQueue, NoPlace
 
 from ..examples import MANY
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cortex.gateway.page.failed_sign_ins import MOST_ADDRESSES, MOST_FAILURES, WINDOW_S, FailedSignIns
+from cortex.gateway.page.sign_in_attempts import MOST_ADDRESSES, MOST_FAILURES, WINDOW_S, FailedSignIns
 from cortex.wire.errors import RateLimitExceeded
 
 

@@ -1,0 +1,134 @@
+"""Reads the files of models: the functions of the survey process, and how facts travel from it to the daemon.
+
+The functions block, and may take any time and memory: the files are not trusted. Facts travel as bytes, so that the
+daemon decodes them on a thread. They are values that the daemon only computes sizes from: their number is limited, and
+no text of a file is parsed or compiled again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from cortex.neuron.kernels.quantised.recipes import RECIPES
+from cortex.neuron.layers.configs import Shard
+from cortex.neuron.models.registry import read_architecture
+from cortex.neuron.node.loading import files
+from cortex.neuron.node.loading.preflight import ModelFacts, inspect
+from cortex.neuron.text.model import TextSurvey, survey_text
+from cortex.neuron.tokenizer_process.client import UNREADABLE, load_error
+from cortex.neuron.weights.safetensors.arranged import expert_infos
+from cortex.neuron.weights.stored import TensorInfo
+from cortex.wire.errors import CortexError, LoadFailed
+
+log = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MAX_REPLY_BYTES: Final = 48 << 20
+MAX_CONFIG_BYTES: Final = 2 << 20
+MAX_TENSORS: Final = 1 << 18
+"""Experts of a stack count one by one. Far above every published model."""
+
+
+class Read(msgspec.Struct, frozen=True):
+    """A model whose config and headers are to be read."""
+
+    path: str
+    name: str
+    quant: str | None
+    num_ranks: int
+
+
+def functions() -> dict[str, Callable[..., Any]]:
+    return {each.__name__: _reporting(each) for each in (find_local, read, read_text)}
+
+
+def find_local(source: str, cache: str, quant: str | None) -> str | None:
+    """Where a model is, if all of it is on disk."""
+    path = files.find_local(source, Path(cache), quant)
+    return None if path is None else str(path)
+
+
+def read(asked: Read) -> bytes:
+    """What the config and the headers of a model say, packed: the daemon decodes it on a thread."""
+    return pack_facts(read_facts(asked))
+
+
+def read_text(path: str, name: str) -> TextSurvey:
+    """What the text files of a model say."""
+    try:
+        return survey_text(Path(path))
+    except UNREADABLE as error:
+        raise load_error(f"{name}: its chat template cannot be read", error) from error
+
+
+def read_facts(asked: Read) -> ModelFacts:
+    """Raises LoadFailed."""
+    return inspect(Path(asked.path), asked.quant, name=asked.name, num_ranks=asked.num_ranks)
+
+
+def _reporting(function: F) -> F:
+    """`function`, which raises LoadFailed whatever goes wrong: the daemon must get it."""
+
+    @wraps(function)
+    def reporting(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except (CortexError, MemoryError):
+            raise
+        except Exception as error:
+            log.warning("cannot read the files of a model", exc_info=True)
+            raise LoadFailed(f"its files cannot be read: {type(error).__name__}: {str(error)[:200]}") from error
+
+    return reporting  # type: ignore[return-value]
+
+
+class _Facts(msgspec.Struct, frozen=True, array_like=True):
+    config: str
+    quant: str | None
+    recipe: str | None
+    tensors: dict[str, tuple[tuple[int, ...], str, int, tuple[int, int] | None]]
+    """The members of each tensor's `TensorInfo`."""
+    sample: str
+
+
+def pack_facts(facts: ModelFacts) -> bytes:
+    """Raises LoadFailed for a model that describes more than any model has."""
+    path = facts.path
+    config = json.dumps(dict(facts.config))
+    if len(config) > MAX_CONFIG_BYTES:
+        raise LoadFailed(f"the config of {path} takes more than {MAX_CONFIG_BYTES >> 20} MiB; download the model again")
+    tensors = facts.tensors
+    if len(tensors) + sum(len(expert_infos(name, info)) for name, info in tensors.items()) > MAX_TENSORS:
+        raise LoadFailed(f"{path} has more than {MAX_TENSORS} tensors; download the model again")
+    members = {name: (info.shape, info.dtype, info.num_bytes, info.scaled) for name, info in tensors.items()}
+    recipe = None if facts.recipe is None else facts.recipe.name
+    encoded = msgspec.msgpack.encode(_Facts(config, facts.quant, recipe, members, facts.sample))
+    if len(encoded) > MAX_REPLY_BYTES:
+        raise LoadFailed(f"the tensors of {path} take more than {MAX_REPLY_BYTES >> 20} MiB to list; is it a model?")
+    return encoded
+
+
+def unpack_facts(facts: bytes, read: Read) -> ModelFacts:
+    packed = msgspec.msgpack.decode(facts, type=_Facts)
+    raw: dict[str, Any] = json.loads(packed.config)
+    architecture = read_architecture(raw)
+    if read.num_ranks > 1:
+        architecture = architecture.sharded(Shard(read.num_ranks - 1, read.num_ranks))
+    return ModelFacts(
+        Path(read.path),
+        architecture,
+        packed.quant,
+        {name: TensorInfo(*members) for name, members in packed.tensors.items()},
+        None if packed.recipe is None else RECIPES[packed.recipe],
+        read.num_ranks,
+        raw,
+        packed.sample,
+    )

@@ -133,7 +133,7 @@ def test_paths_in_the_documents_exist() -> None:
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
     known = [f"/{path.relative_to(ROOT).as_posix()}{'/' * path.is_dir()}" for path in paths]
     known += [f"/{path.name}{'/' * path.is_dir()}" for path in ROOT.iterdir()]
-    to_be_written = {"src/cortex/neuron/models/families/cwm.py"}
+    to_be_written = {f"src/cortex/neuron/{folder}/cwm.py" for folder in ("models/families", "families/descriptors")}
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
         text = page.read_text(encoding="utf-8")
         named = set(re.findall(r"(?<![\w/.~])((?:[\w-]+/)*[\w-]+\.py)(?!\w)|`((?:[a-z_]+/)+)`", text))

@@ -22,7 +22,7 @@ ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests
   tests/gateway/test_access.py tests/gateway/test_frozen_database.py tests/gateway/page/test_sign_in_attempts.py \
   tests/gateway/dispatch/operator/test_audit.py tests/gateway/proxy/accounting/test_metering.py tests/neuron/engine/loading/test_damaged_checkpoints.py \
   tests/neuron/engine/scheduling/test_budget.py tests/neuron/engine/scheduling/test_scheduler.py tests/neuron/node/harness/command/test_group.py \
-  tests/neuron/kernels/native/test_library.py tests/neuron/hub_process/test_resolver.py tests/test_private_file.py
+  tests/neuron/kernels/native/test_library.py tests/neuron/hub_process/test_resolver.py tests/system/test_private_file.py
 
 # The suite starts many programs. Without compiled files every one of them would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=

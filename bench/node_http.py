@@ -48,8 +48,8 @@ from cortex.neuron.api.app import NodeApi
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
+from cortex.neuron.node.dependencies import NodeDependencies
 from cortex.neuron.node.node import Node
-from cortex.neuron.node.parts import Parts
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.node.orders import LoadRequest
 from neuron import compiled_client, cpu_s, request_bytes
@@ -79,7 +79,7 @@ async def serve(port: int, num_streams: int, folder: Path, engine: str) -> None:
     limits = {"max_num_seqs": num_streams, "max_queue": num_streams, "kv_host_mb": 0}
     settings = {"models": [{"id": "bench", "source": str(folder / "model")}], "limits": limits}
     config = msgspec.convert(settings, NeuronConfig)
-    node = await Node.start(config, Parts(make_workers=partial(WorkerFactory, f"{engine}:load")))
+    node = await Node.start(config, NodeDependencies(make_workers=partial(WorkerFactory, f"{engine}:load")))
     await node.load(LoadRequest(model_id="bench"), wait=True)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])  # the loop's thread, without the worker
     api = NodeApi(node, DrainGate())

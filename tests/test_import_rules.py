@@ -19,19 +19,29 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 ENGINE_LIBRARIES = frozenset({"torch", "triton", "numpy", "safetensors", "tokenizers"})
 FAMILIES = {"neuron.families", "neuron.vision"}
-KERNELS = {"neuron.kernels", "neuron.private_api", "neuron.delta_sizes", "cache_folder", "quant_names"}
+KERNELS = {"neuron.kernels", "neuron.private_api", "neuron.delta_sizes", "system.cache_folder", "formats.quant_names"}
 LAYERS = {"neuron.layers", *KERNELS}
 MODELS = {"neuron.models", "neuron.weights", *FAMILIES, *LAYERS}
-ENGINE = {"neuron.engine", "units", *MODELS}
-WORKER = {"neuron.worker", "engine_packages", "ipc", "routing", "tasks", "telemetry", "wire", *ENGINE}
+ENGINE = {"neuron.engine", "formats.units", *MODELS}
+WORKER = {"neuron.worker", "system.engine_packages", "ipc", "routing", "system.tasks", "telemetry", "wire", *ENGINE}
 TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.weights", *FAMILIES}
 HUB = {"neuron.hub_process", "ipc", "neuron.weights"}
 PICTURES = {"neuron.picture_process", "ipc", "settings", "neuron.vision", "wire"}
-NODE = {"neuron.node", "neuron.config", "neuron.servers", "http", "private_file", "quant_names"}
+NODE = {"neuron.node", "neuron.config", "neuron.servers", "http", "system.private_file", "formats.quant_names"}
 NODE |= {*HUB, *PICTURES, *TOKENIZER, *WORKER}
-API = {"neuron.api", "build", "open_files", "service_manager", "parsing", "http", "settings", "tls", *NODE}
-NEURON = {"neuron", "exits", *API}
-LEDGER = {"gateway.ledger", "gateway.database", "gateway.config", "http", "private_file", "tasks", "wire", "settings"}
+API = {"neuron.api", "system.build", "system.open_files", "system.service_manager", "foreign", "parsing", "http"}
+API |= {"settings", *NODE}
+NEURON = {"neuron", "system.exits", *API}
+LEDGER = {
+    "gateway.ledger",
+    "gateway.database",
+    "gateway.config",
+    "http",
+    "system.private_file",
+    "system.tasks",
+    "wire",
+    "settings",
+}
 DISPATCH = {
     "gateway.dispatch",
     "gateway.database",
@@ -39,20 +49,19 @@ DISPATCH = {
     "gateway.metrics",
     "fleet",
     "http",
-    "open_files",
-    "private_file",
-    "service_manager",
+    "system.open_files",
+    "system.private_file",
+    "system.service_manager",
     "routing",
-    "tasks",
-    "tls",
+    "system.tasks",
     "wire",
 }
-PROXY = {"gateway.proxy", "gateway.pictures", "parsing", "ipc", "telemetry", *DISPATCH, *LEDGER}
+PROXY = {"gateway.proxy", "gateway.pictures", "foreign", "parsing", "ipc", "telemetry", *DISPATCH, *LEDGER}
 HISTORY = {"gateway.history", *PROXY}
-GATEWAY_API = {"gateway.api", "build", *HISTORY}
+GATEWAY_API = {"gateway.api", "system.build", *HISTORY}
 GATEWAY_PAGE = {"gateway.page", "cortex", *PROXY}
 RESPONSES = {"gateway.responses", *PROXY}
-GATEWAY = {"gateway", "exits", *GATEWAY_API, *GATEWAY_PAGE, *RESPONSES}
+GATEWAY = {"gateway", "system.exits", *GATEWAY_API, *GATEWAY_PAGE, *RESPONSES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,29 +76,31 @@ class Rule:
 
 RULES: dict[str, Rule] = {
     "": Rule(set(), frozenset()),
-    "build": Rule({"cortex"}, frozenset()),
-    "cache_folder": Rule(set(), frozenset()),
-    "engine_packages": Rule(set(), frozenset()),
-    "exits": Rule(set(), frozenset()),
-    "open_files": Rule(set(), frozenset()),
-    "private_file": Rule(set(), frozenset()),
-    "service_manager": Rule(set(), frozenset()),
-    "quant_names": Rule(set(), frozenset()),
-    "tasks": Rule(set(), frozenset()),
-    "units": Rule(set(), frozenset()),
-    "tls": Rule({"settings"}, frozenset()),
+    "formats": Rule(set(), frozenset()),
+    "system": Rule(set(), frozenset()),
+    "system.build": Rule({"cortex"}, frozenset()),
+    "system.cache_folder": Rule(set(), frozenset()),
+    "system.engine_packages": Rule(set(), frozenset()),
+    "system.exits": Rule(set(), frozenset()),
+    "system.open_files": Rule(set(), frozenset()),
+    "system.private_file": Rule(set(), frozenset()),
+    "system.service_manager": Rule(set(), frozenset()),
+    "formats.quant_names": Rule(set(), frozenset()),
+    "system.tasks": Rule(set(), frozenset()),
+    "formats.units": Rule(set(), frozenset()),
     "settings": Rule({"settings"}, frozenset({"msgspec"})),
     "telemetry": Rule({"telemetry", "settings", "cortex"}),
     "wire": Rule({"wire"}, frozenset({"msgspec"})),
-    "fleet": Rule({"fleet", "quant_names", "units", "wire", "settings"}, frozenset({"msgspec"})),
+    "fleet": Rule({"fleet", "formats.quant_names", "formats.units", "wire", "settings"}, frozenset({"msgspec"})),
     "routing": Rule({"routing"}, frozenset({"msgspec"})),
-    "http": Rule({"http", "wire"}, frozenset({"httptools"})),
+    "http": Rule({"http", "settings", "wire"}, frozenset({"httptools"})),
     "ipc": Rule({"ipc", "telemetry", "wire"}, frozenset({"msgspec"})),
-    "parsing": Rule({"parsing", "ipc", "telemetry", "wire"}, frozenset({"msgspec"})),
+    "foreign": Rule({"foreign", "http", "ipc", "wire"}, frozenset({"msgspec"})),
+    "parsing": Rule({"parsing", "foreign", "ipc", "telemetry", "wire"}, frozenset({"msgspec"})),
     "gateway.config": Rule(
         {"fleet", "gateway.database", "gateway.ledger", "settings", "telemetry"}, frozenset({"msgspec"})
     ),
-    "gateway.database": Rule({"exits", "wire"}, frozenset(), frozenset({"psycopg"})),
+    "gateway.database": Rule({"system.exits", "wire"}, frozenset(), frozenset({"psycopg"})),
     "gateway.metrics": Rule({"fleet", "wire"}),
     "gateway.ledger": Rule(LEDGER),
     "gateway.dispatch": Rule(DISPATCH),
@@ -105,7 +116,9 @@ RULES: dict[str, Rule] = {
     "neuron.kernels": Rule(KERNELS, ENGINE_LIBRARIES),
     "neuron.layers": Rule(LAYERS, ENGINE_LIBRARIES),
     "neuron.families": Rule(FAMILIES, frozenset()),
-    "neuron.weights": Rule({"neuron.weights", "neuron.delta_sizes", "quant_names", *FAMILIES}, ENGINE_LIBRARIES),
+    "neuron.weights": Rule(
+        {"neuron.weights", "neuron.delta_sizes", "formats.quant_names", *FAMILIES}, ENGINE_LIBRARIES
+    ),
     "neuron.models": Rule(MODELS, ENGINE_LIBRARIES, frozenset({"transformers"})),
     "neuron.engine": Rule({*ENGINE, "neuron.text"}, ENGINE_LIBRARIES, frozenset({"llguidance"})),
     "neuron.text": Rule({"neuron.text", "neuron.weights", "wire", "settings", *FAMILIES}),
@@ -119,7 +132,7 @@ RULES: dict[str, Rule] = {
     "neuron.node": Rule(NODE),
     "neuron.api": Rule(API),
     "neuron": Rule(NEURON),
-    "cli": Rule({"cli", "cortex", "engine_packages", *GATEWAY, *NEURON}),
+    "cli": Rule({"cli", "cortex", "system.engine_packages", *GATEWAY, *NEURON}),
 }
 
 

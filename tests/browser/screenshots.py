@@ -24,9 +24,9 @@ from playwright.sync_api import Page, sync_playwright
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.gateway.ledger.store import open_store
 from cortex.wire.events import Usage
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.orders import HubRepository, HubVariant
 from cortex.wire.node.protocol import DiskUse, ModelLoad, ModelState, Progress
-from cortex.wire.node.sampling import SamplingDefaults
 
 from ..gateway.fake_neuron import GB
 from . import chromium

@@ -17,11 +17,11 @@ from packaging.utils import canonicalize_name
 from cortex.cli.cortex import cortex
 from cortex.cli.neuron import neuron
 from cortex.cli.reference import configuration_page
-from cortex.exits import MEANINGS, ExitCode
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config
 from cortex.neuron.config import NeuronConfig
 from cortex.settings import Section, load
+from cortex.system.exits import MEANINGS, ExitCode
 
 ROOT = Path(__file__).parents[2]
 

@@ -64,15 +64,6 @@ def test_every_command_is_imported_when_it_is_needed() -> None:
     assert cortex.get_command(click.Context(cortex), "nonsense") is None
 
 
-def test_notice_about_the_configuration_is_printed_once(tmp_path: Path) -> None:
-    (tmp_path / "cortex.toml").write_text('models_config = "models.toml"\n')
-    arguments = ["cortex", "keys", "list", "--config", "cortex.toml"]
-    code = f"import sys; sys.argv = {arguments!r}; from cortex.cli.entry import cortex; cortex()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S)
-    notice = "models_config in cortex.toml line 1 is now called `gateway.models`: rename it"
-    assert done.stderr.count(notice) == 1, done.stderr
-
-
 def test_option_for_ollamas_port_leaves_a_configured_address(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -17,7 +17,7 @@ pinned_on = ["beast"]
 id = "big"
 source = "Qwen/Qwen3-32B"
 quant = "q4_k"
-min_devices = 2
+tensor_parallel = 2
 ttl_s = 600
 cost = { input = 0.1, output = 0.4 }
 capabilities = ["tools", "reasoning"]

@@ -4,7 +4,7 @@ import msgspec
 
 from cortex.fleet.devices import DeviceState, MemoryReservation
 from cortex.fleet.reports import after_missed_poll, after_poll
-from cortex.fleet.topology import Fleet, ModelOnNode, Node
+from cortex.fleet.topology import Abilities, Fleet, ModelOnNode, Node
 from cortex.wire.node.protocol import Device, DeviceHealth, Discovery, Health, ModelLoad, ModelState, ModelStatus
 
 DISCOVERY = Discovery(
@@ -83,9 +83,9 @@ def test_downloading_model_holds_no_device_memory() -> None:
 
 def test_reservations_and_counters_survive_a_poll() -> None:
     reservation = MemoryReservation(model_id="n", devices=(0,), num_bytes=5)
-    node = Node(name="beast", reservations=(reservation,), num_loads=7, has_lifecycle=False)
+    node = Node(name="beast", reservations=(reservation,), num_loads=7, abilities=Abilities(takes_orders=False))
     again = after_poll(node, DISCOVERY, health(700, status(ModelState.READY)), 2.0)
-    assert not again.has_lifecycle
+    assert not again.takes_orders
     assert (again.reservations, again.num_loads) == ((reservation,), 7)
 
 

@@ -16,6 +16,7 @@ from cortex.wire.events import Usage
 from cortex.wire.node import usage_report
 from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.headers import PRINCIPAL
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.orders import (
     DeletedFiles,
     FilesRequest,
@@ -38,7 +39,6 @@ from cortex.wire.node.protocol import (
     Progress,
     PullStatus,
 )
-from cortex.wire.node.sampling import SamplingDefaults
 
 from .fake_responses import REPORTED, USAGE, stream_chat
 

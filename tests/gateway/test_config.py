@@ -1,34 +1,13 @@
-"""Keys of `cortex.toml` that earlier versions had, variables that hold keys of nodes, and locations of databases."""
+"""Variables that hold keys of nodes, and locations of databases."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from cortex.gateway.config import GatewaySection, load
+from cortex.gateway.config import load
 from cortex.gateway.configuration_files import ConfigurationFiles
 from cortex.settings import SettingsError
-
-
-def test_workers_key_warns_to_run_several_gateways(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = tmp_path / "cortex.toml"
-    file.write_text("[gateway]\nworkers = 4\n")
-    assert load(file, {"CORTEX_GATEWAY__WORKERS": "2"}).gateway == GatewaySection()
-    (warning,) = [record.getMessage() for record in caplog.records]
-    assert "gateway.workers" in warning
-    assert "has no effect" in warning
-    assert "run several gateways" in warning
-
-
-@pytest.mark.parametrize("text", ["models_config = 'fleet.toml'", "[gateway]\nmodels_config = 'fleet.toml'"])
-def test_former_name_of_the_catalogue_works_with_a_notice(
-    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "cortex.toml"
-    path.write_text(text)
-    assert load(path, {}).gateway.models == Path("fleet.toml")
-    assert "models_config" in caplog.text
-    assert "rename it" in caplog.text
 
 
 def test_variables_that_hold_keys_of_nodes_are_no_unknown_keys(tmp_path: Path) -> None:
@@ -76,7 +55,7 @@ NODE = '[[neurons]]\nname = "beast"\nendpoint = "http://a:1"\n'
     [
         ('[[models]]\nid = "a"\n[[models]]\nid = "b"\npinned_on = ["baest"]\n', "line 5", "did you mean `beast`?"),
         ('[[models]]\nid = "a"\nonly_on = ["attic"]\n', "line 3", "the nodes are beast"),
-        ('[[models]]\nid = "a"\nmin_devices = 2\nnodes = ["beast", "bast"]\n', "line 4", "did you mean `beast`?"),
+        ('[[models]]\nid = "a"\ntensor_parallel = 2\nnodes = ["beast", "bast"]\n', "line 4", "did you mean `beast`?"),
         ('[aliases]\ndefault = "coder"\ncoder = "a"\n', "line 2", "name the model"),
     ],
 )

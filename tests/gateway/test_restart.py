@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cortex.exits import ExitCode
+from cortex.system.exits import ExitCode
 from cortex.wire.node.protocol import ModelState
 
 from ..ports import free_port

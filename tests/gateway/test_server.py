@@ -13,7 +13,6 @@ import msgspec
 import pytest
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 
-from cortex.exits import ExitCode
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config, GatewaySection, NeuronSection
 from cortex.gateway.ledger.keys import as_toml, generate
@@ -21,6 +20,7 @@ from cortex.gateway.listening import CannotListen
 from cortex.gateway.process import report_unhandled
 from cortex.gateway.server import Gateway
 from cortex.settings import Listen
+from cortex.system.exits import ExitCode
 from cortex.wire.node.protocol import ModelState
 
 from ..ports import free_port

@@ -13,8 +13,8 @@ from aiohttp import ClientSession
 
 from cortex.cli.client import GatewayClient, GatewayUnreachable
 from cortex.gateway.config import Config, GatewaySection, NeuronSection
+from cortex.http.tls import ServerCertificate, client_context
 from cortex.settings import SettingsError
-from cortex.tls import ServerCertificate, client_context
 from cortex.wire.node.protocol import ModelState
 
 from ..waiting import WAIT_S

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from cortex.gateway.proxy.routes import ROUTES
-from cortex.wire.error_codes import BY_CODE
+from cortex.wire.error_encoding import BY_CODE
 from cortex.wire.node.protocol import ModelState
 
 from ..gateway.fake_neuron import GB, Seen, plain_response

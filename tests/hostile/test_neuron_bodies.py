@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cortex.wire.dialects.registry import ROUTES
-from cortex.wire.error_codes import BY_CODE
+from cortex.wire.error_encoding import BY_CODE
 
 from ..waiting import WAIT_S
 

@@ -15,9 +15,9 @@ import pytest
 from cortex.http.limits import ClientLimits
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Handler, Response, Server
+from cortex.http.tls import ServerCertificate, client_context
 from cortex.http.upstream.faults import ConnectFailed
 from cortex.settings import SettingsError
-from cortex.tls import ServerCertificate, client_context
 
 from ..waiting import WAIT_S
 

@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 
 from cortex.neuron.config import NeuronConfig, load
-from cortex.neuron.servers.entry import ENGINE_NAMES
 from cortex.settings import SettingsError
 
 EXAMPLE = """
@@ -53,11 +52,11 @@ def test_reads_a_file_and_overrides_from_the_environment(tmp_path: Path) -> None
     assert config.models[0].source == "/models/little.gguf"
 
 
-@pytest.mark.parametrize("name", ENGINE_NAMES)
+@pytest.mark.parametrize("name", ["torch", "candle"])
 def test_accepts_every_name_of_the_engine(tmp_path: Path, name: str) -> None:
     text = f"[[harnesses]]\nname = '{name}'\n[[models]]\nid = 'a'\nharness = '{name}'\n"
     config = load(write(tmp_path, text), {})
-    assert (config.harnesses[0].name, config.models[0].harness) == (name, name)
+    assert (config.harnesses[0].name, config.models[0].harness) == ("torch", "torch")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +73,7 @@ def test_accepts_every_name_of_the_engine(tmp_path: Path, name: str) -> None:
         ),
         ("[[models]]\nid = 'a'\n[[models]]\nid = 'a'", "twice"),
         ("[[models]]\nid = 'a'\ncontext_tokens = 1", "context_tokens.*expected whole number ≥ 2, got 1"),
-        ("[[default_models]]\nid = 'a'\nharness = 'vlm'", "no harness `vlm`; choose one of torch, candle"),
+        ("[[default_models]]\nid = 'a'\nharness = 'vlm'", "no harness `vlm`; choose one of torch"),
         ("[[harnesses]]\nname = 'mine'", "the harness `mine` has no cmd"),
         ("[[harnesses]]\nname = 'docker'", "the harness `docker` needs `args`: the image"),
         ("[[harnesses]]\nname = 'a'\nlike = 'b'", "is like `b`, which is not ready-made; there are llama-server"),
@@ -94,28 +93,9 @@ def test_rejects_a_mistake_with_a_hint(tmp_path: Path, text: str, message: str) 
         load(write(tmp_path, text), {})
 
 
-def test_accepts_the_former_name_of_sleep_mb_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert load(write(tmp_path, "[limits]\nparked_mb = 64"), {}).limits.sleep_mb == 64
-    assert "limits.parked_mb" in caplog.text
-    with pytest.raises(SettingsError, match="keep only `sleep_mb`"):
-        load(write(tmp_path, "[limits]\nparked_mb = 64\nsleep_mb = 64"), {})
-
-
-def test_former_names_work_with_a_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "neuron.toml"
-    models = "[[default_models]]\nmodel_id = 'a'\n"
-    path.write_text(f"[harness.candle]\nhf_cache = '/srv/hub'\n[[harnesses]]\nname = 'candle'\n{models}")
-    former = {
-        "NEURON_PREFILL_CHUNK_TOKENS": "256",
-        "NEURON_MAX_PROMPT_TOKENS": "4096",
-        "NEURON_MIN_FREE_VRAM_MB": "1024",
-    }
-    config = load(path, former)
+def test_settings_under_the_former_name_of_the_engine_are_those_of_the_engine(tmp_path: Path) -> None:
+    config = load(write(tmp_path, "[harness.candle]\nhf_cache = '/srv/hub'\n"), {})
     assert config.harness.torch.hf_cache == Path("/srv/hub")
-    limits = config.limits
-    assert (limits.prefill_chunk_tokens, limits.max_prompt_tokens, limits.min_free_vram_mb) == (256, 4096, 1024)
-    assert config.default_models[0].id == "a"
-    assert all(name in caplog.text for name in ("harness.candle", "default_models[0].model_id", *former))
 
 
 def test_rejects_unknown_environment_variable() -> None:

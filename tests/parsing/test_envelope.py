@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from cortex.parsing import envelope
 from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel
-from cortex.wire.facts import Facts
 from cortex.wire.fields.body import MAX_PROMPTS, parse
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
+from cortex.wire.request_summary import RequestSummary
 
 from ..examples import MANY
 
@@ -69,7 +69,7 @@ LIMITS: dict[Dialect, tuple[str, ...]] = {
 EVERY_LIMIT = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
-def read(dialect: Dialect, **fields: Any) -> Facts:
+def read(dialect: Dialect, **fields: Any) -> RequestSummary:
     return envelope.read(msgspec.json.encode({"model": "m", **fields}), dialect).facts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import pytest
@@ -35,9 +35,6 @@ class Neuron(Section, frozen=True):
 
 
 class Timeouts(Section, frozen=True):
-    renamed: ClassVar = {"patience_s": "idle_s", "token": "label"}
-    removed: ClassVar = {"retries": "every request is sent once"}
-
     idle_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
     label: str = ""
 
@@ -47,8 +44,6 @@ class Config(Section, frozen=True):
     eviction: Eviction = Eviction()
     neurons: tuple[Neuron, ...] = ()
     aliases: dict[str, str] = msgspec.field(default_factory=dict)
-    renamed: ClassVar = {"patience_s": "timeouts.idle_s"}
-
     level: int = 0
     timeouts: Timeouts = Timeouts()
 

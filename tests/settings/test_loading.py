@@ -40,10 +40,6 @@ def test_reads_file_into_typed_values(tmp_path: Path) -> None:
             "unknown key eviction.zzzzzz in cortex.toml line 2: known here are `strategy`",
         ),
         (
-            "[timeouts]\npatience = 1",
-            "unknown key timeouts.patience in cortex.toml line 2: did you mean `idle_s`?",
-        ),
-        (
             "[gatway]\n",
             "unknown key gatway in cortex.toml line 1: did you mean `gateway`?",
         ),
@@ -239,7 +235,7 @@ def test_variables_of_kubernetes_services_are_not_keys(service: str) -> None:
 
 
 KEYS = """
-gateway listen workers eviction strategy neurons name tags aliases level timeouts patience_s idle_s retries x
+gateway listen workers eviction strategy neurons name tags aliases level timeouts idle_s retries x
 """
 keys = st.sampled_from([*KEYS.split(), '"a\\nb"'])
 values = st.recursive(

@@ -7,7 +7,7 @@ import pytest
 
 from cortex.wire import error_encoding
 from cortex.wire.dialects.registry import DIALECTS
-from cortex.wire.error_codes import from_code
+from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import MAX_ECHO, MAX_MESSAGE, CortexError, Family, InvalidValue, shorten
 from cortex.wire.node import headers
 from cortex.wire.node.protocol import Dialect

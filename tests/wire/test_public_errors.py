@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cortex.wire import errors
+from cortex.wire.error_encoding import public
 from cortex.wire.errors import CortexError
-from cortex.wire.public_errors import public
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from urllib.parse import quote, urlsplit
 import click
 import msgspec
 
+from cortex.http.tls import client_context
 from cortex.settings import is_one_key
-from cortex.tls import client_context
 
 from .failures import CommandError, ExitCode
 

@@ -18,9 +18,9 @@ import click
 from rich.text import Text
 
 from cortex.cli.output import PlainConsole
-from cortex.exits import MEANINGS
-from cortex.exits import ExitCode as ExitCode
 from cortex.settings import SettingsError
+from cortex.system.exits import MEANINGS
+from cortex.system.exits import ExitCode as ExitCode
 from cortex.wire.words import os_error_in_words
 
 VERBOSE_KEY = "cortex.verbose"

@@ -17,7 +17,7 @@ Generated from the types by `make docs`; edit those, not this page. Every key ha
 Any key can be set from the environment: `CORTEX_GATEWAY__LISTEN` is `gateway.listen` of `cortex.toml`,
 `CORTEX_NEURONS__0__ENDPOINT` is the first node's endpoint, `NEURON_…` does the same for `neuron.toml`. The environment
 takes precedence over the file. An unknown key or an invalid value is an error that names file, line and the nearest
-known key. A renamed key still works under its former name, and a removed key is ignored, both with a warning.
+known key.
 
 An unknown variable that begins with `CORTEX_` is an error for every `cortex` command, and one that begins with
 `NEURON_` for every `neuron` command. Commands that read no file accept names that end in `_KEY`, which may hold the

@@ -14,20 +14,18 @@ from typing import Annotated, Literal
 import msgspec
 
 from cortex.fleet.known_models import AmbiguousName, known_model
-from cortex.quant_names import is_same_quant, label_in
+from cortex.formats.quant_names import is_same_quant, label_in
 from cortex.settings import Section
 from cortex.wire.errors import ModelNotFound, shorten
 from cortex.wire.events import Usage
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.model_names import plain_name, split_quant
 from cortex.wire.node.groups import MAX_NODES
-from cortex.wire.node.load_options import Count, KVDtype, Speculation, Vision, checked_speculation, is_path
-from cortex.wire.node.sampling import SamplingDefaults
+from cortex.wire.node.load_options import ENGINE, Count, LoadOptions, is_path
+from cortex.wire.node.orders import LoadRequest
 
 MEBIBYTE = 1024 * 1024
 
-ENGINES = ("torch", "candle")
-"""The names of the built-in engine as a harness."""
 LoadPolicy = Literal["on_demand", "pinned", "manual"]
 Capability = Literal["chat", "tools", "reasoning", "vision", "embeddings", "rerank", "insert"]
 Amount = Annotated[int, msgspec.Meta(ge=0)]
@@ -47,26 +45,14 @@ class Cost(Section, frozen=True):
         return (fresh * self.input + cached_tokens * self.cached_input + completion_tokens * self.output) / 1e6
 
 
-class ModelSpec(Section, frozen=True):
-    """A model of the fleet. Only `id` is required."""
+class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
+    """A model of the fleet. Only `id` is required. How a model is loaded that says nothing here is as its node is
+    configured; changes apply from the next load on."""
 
     id: Annotated[str, msgspec.Meta(min_length=1)]
     """The name clients use."""
-    harness: str | None = None
-    """What runs it on the node, such as `torch`, the built-in engine; as the node is configured when absent."""
-    source: str | None = None
-    """Hub id, directory or file on the node; the id itself when absent."""
-    quant: str | None = None
-    """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `int8`). Where none is quantised
-    so, its dense weights are, at load: `q4_k`, `q5_k`, `q6_k`, `q8_0` or, on a GPU, `fp8`."""
     vram_mb: Count | None = None
     """Expected size over all devices; the node's own estimate when absent. Measured bytes replace it after a load."""
-    min_devices: Count = 1
-    """Fewest devices to spread over; more are used where one share would not fit. Nodes limit the devices per model:
-    a neuron supports as many as it has (`max_devices_per_model` in its `/discovery`)."""
-    pipeline_parallel: Count = 1
-    """Number of devices that its layers are divided among, by their free memory. For devices of different sizes and
-    slow links; not together with `min_devices`, which divides every layer."""
     min_device_vram_mb: Amount = 0
     """Devices smaller than this are not considered."""
     pinned_on: tuple[str, ...] = ()
@@ -76,7 +62,7 @@ class ModelSpec(Section, frozen=True):
     nodes: Annotated[int, msgspec.Meta(ge=2, le=MAX_NODES)] | tuple[str, ...] = ()
     """For a model that outgrows a node: the number of nodes that run it together, or their names, of which the first
     serves it. Its `harness` must be a server that runs on several nodes, such as `vllm`, and every node needs a
-    `cluster_address`. Each takes an equal part of `min_devices`, at least one device."""
+    `cluster_address`. Each takes an equal part of `tensor_parallel`, at least one device."""
     load: LoadPolicy | None = None
     """`on_demand`: loaded by the first request. `pinned`: loaded at start, and kept. `manual`: loaded only by the
     operator. When absent: `pinned` where `pinned_on` is given, else `on_demand`."""
@@ -85,30 +71,6 @@ class ModelSpec(Section, frozen=True):
     ttl_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """After this long without a request the model is put to sleep, and unloaded after as long again. Where its node has
     no host memory for that, it is unloaded at once. When absent, it stays until its room is needed."""
-    context: Count | None = None
-    """Context length to load with, in tokens. Idle models are evicted for all of it. When absent: the model's own, or
-    as much of it as memory allows, and idle models are evicted for at least 32,768 tokens."""
-    kv_dtype: KVDtype | None = None
-    """`fp8`: the KV cache takes one byte a number, for about twice the context in the same memory. As the node is
-    configured when absent."""
-    deterministic: bool = False
-    """A request with a seed, or at temperature 0, gets the same tokens whatever else is in the batch or cached, and
-    however its prompt is divided into steps. Slower; not for models that are divided among devices."""
-    speculation: Speculation | None = None
-    """`lookup`: while few requests run, a step also checks tokens that are likely to come next. The output is the same.
-    `mtp`: these also come from the model's own head for further tokens. `draft:` and the name of a smaller model with
-    the same tokenizer: also from that one. `off`: one token per step. As the node is configured when absent."""
-    draft: Annotated[str, msgspec.Meta(max_length=4000)] | None = None
-    """The name of a smaller model with the same tokenizer: the same as `speculation = "draft:NAME"`."""
-    vision: Vision | None = None
-    """Where the vision tower of a model that takes images is: `device`, `cpu` or `off`. As the node is configured when
-    absent."""
-    control_tokens_in_messages: bool = False
-    """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does; from
-    the next load on. By default they are only text, so that clients cannot forge turns."""
-    sampling: SamplingDefaults = SamplingDefaults()
-    """How it samples where a request says nothing, such as `{ temperature = 0.7 }`; from the next load on. As its files
-    recommend where absent."""
     cost: Cost = Cost()
     tokens_per_request: Amount = 1000
     """What one request counts in the budget of its key where its response reports no tokens: speech, images, and what
@@ -119,29 +81,28 @@ class ModelSpec(Section, frozen=True):
     """Shown to clients; as the node reports when empty."""
 
     def __post_init__(self) -> None:
-        speculation = checked_speculation(self.speculation, self.draft)
-        msgspec.structs.force_setattr(self, "speculation", speculation)
-        msgspec.structs.force_setattr(self, "draft", None)
+        super().__post_init__()
         if self.only_on and (excluded := [name for name in self.pinned_on if name not in self.only_on]):
             raise ValueError(f"`{self.id}` is pinned on {', '.join(excluded)}, which `only_on` excludes")
-        if self.pipeline_parallel > 1 and self.min_devices > 1:
-            raise ValueError(f"`{self.id}` has min_devices and pipeline_parallel; choose one of them")
+        if self.pipeline_parallel > 1 and self.tensor_parallel > 1:
+            raise ValueError(f"`{self.id}` has tensor_parallel and pipeline_parallel; choose one of them")
         if self.nodes:
             self._check_nodes()
 
     def _check_nodes(self) -> None:
-        if self.harness is None or self.harness in ENGINES:
+        if self.harness is None or self.harness == ENGINE:
             raise ValueError(
                 f"`{self.id}` has `nodes`, but the built-in engine runs on one node only: set `harness` to a server "
-                "that runs on several, such as `vllm`, or use the devices of one node with `min_devices`"
+                "that runs on several, such as `vllm`, or use the devices of one node with `tensor_parallel`"
             )
         if self.pipeline_parallel > 1:
             raise ValueError(
                 f"`{self.id}` has `nodes` and pipeline_parallel; remove one: its server divides the layers"
             )
-        if self.min_devices > 1 and self.min_devices % self.num_nodes:
+        if self.tensor_parallel > 1 and self.tensor_parallel % self.num_nodes:
             raise ValueError(
-                f"min_devices = {self.min_devices} of `{self.id}` cannot be shared equally by {self.num_nodes} nodes"
+                f"tensor_parallel = {self.tensor_parallel} of `{self.id}` cannot be shared equally by "
+                f"{self.num_nodes} nodes"
             )
         if not self.node_names:
             return
@@ -166,8 +127,13 @@ class ModelSpec(Section, frozen=True):
     @property
     def part(self) -> ModelSpec:
         """What one of its nodes runs."""
-        count = max(1, self.min_devices // self.num_nodes)
-        return msgspec.structs.replace(self, nodes=(), min_devices=count)
+        count = max(1, self.tensor_parallel // self.num_nodes)
+        return msgspec.structs.replace(self, nodes=(), tensor_parallel=count)
+
+    @property
+    def load_request(self) -> LoadRequest:
+        """A request to a node for the model with its options; placement adds devices and limits."""
+        return LoadRequest(model_id=self.id, **self.shared_with(LoadRequest.__struct_fields__))
 
     @property
     def policy(self) -> LoadPolicy:

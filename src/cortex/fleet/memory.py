@@ -8,11 +8,12 @@ from typing import Literal
 
 import msgspec
 
-from cortex.quant_names import at_load, is_same_quant
+from cortex.formats.quant_names import at_load, is_same_quant
 from cortex.wire.node.contexts import ContextSizes, tried
+from cortex.wire.node.load_options import ENGINE
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
-from .catalogue import ENGINES, ModelSpec
+from .catalogue import ModelSpec
 from .devices import DeviceState
 from .holdings import ON_DEVICE, bytes_held
 from .index import remembered
@@ -219,13 +220,13 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
     status = None if held is None else sized_for(spec, held.status)
     contexts = None if status is None else _contexts(spec, status)
     takes_bytes = None if status is None else whole_measured_bytes(status)
-    if takes_bytes is None and status is not None and status.harness not in ENGINES and status.estimate_bytes:
+    if takes_bytes is None and status is not None and status.harness != ENGINE and status.estimate_bytes:
         takes_bytes = spec.vram_bytes or _whole(status, status.estimate_bytes)  # its node knows its latest runs
     if takes_bytes is None:
-        takes_bytes = fleet.measured.get((spec.id, spec.quant, spec.context), spec.vram_bytes)
+        takes_bytes = fleet.measured.get((spec.id, spec.quant, spec.context_tokens), spec.vram_bytes)
         if status is not None and spec.vram_bytes is None and (takes_bytes is None or contexts is not None):
             estimate_bytes = _whole(status, status.estimate_bytes) or 0
-            if contexts is not None and spec.context is not None:  # the node's estimate may be for another one
+            if contexts is not None and spec.context_tokens is not None:  # the node's estimate may be for another one
                 estimate_bytes = min(estimate_bytes, contexts.full_bytes)
             takes_bytes = max(takes_bytes or 0, estimate_bytes) or None
     if takes_bytes is None:
@@ -244,7 +245,7 @@ def _contexts(spec: ModelSpec, status: ModelStatus) -> ContextSizes | None:
     if status.contexts is None:
         return None
     contexts = status.contexts.part_of(1, max(1, len(status.nodes)))
-    return contexts if spec.context in (None, contexts.full_tokens) else contexts.named(spec.context)
+    return contexts if spec.context_tokens in (None, contexts.full_tokens) else contexts.named(spec.context_tokens)
 
 
 def _whole(status: ModelStatus, num_bytes: int | None) -> int | None:
@@ -263,11 +264,11 @@ def measurements(fleet: Fleet, models: Iterable[str] | None = None) -> Measured:
     found: Measured = {}
     for model_id in fleet.live_models() if models is None else models:
         spec = fleet.catalogue.spec(model_id)
-        key = (spec.id, spec.quant, spec.context)
+        key = (spec.id, spec.quant, spec.context_tokens)
         for node in fleet.listing(model_id):
             status = node.residencies[model_id].status
             whole_bytes = whole_measured_bytes(status)
-            if whole_bytes is not None and status.harness not in ENGINES:
+            if whole_bytes is not None and status.harness != ENGINE:
                 whole_bytes = _whole(status, status.estimate_bytes)  # what it holds now may be unusual
             is_wanted = spec.quant is None or _is_as_wanted(spec.quant, status)
             if whole_bytes is not None and is_wanted and not _is_cut(status):

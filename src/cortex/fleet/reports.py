@@ -25,7 +25,7 @@ def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -
         can_sleep=discovery.can_sleep,
         harnesses=discovery.harnesses,
         group_harnesses=discovery.group_harnesses,
-        dialects=(*discovery.dialects, *discovery.more_dialects),
+        abilities=msgspec.structs.replace(before.abilities, dialects=discovery.dialects),
         healthy=True,
         draining=health.status == "draining",
         missed_polls=0,

@@ -15,7 +15,6 @@ import msgspec
 from cortex.wire.errors import SourceNotFound
 from cortex.wire.node.load_options import is_path
 from cortex.wire.node.protocol import (
-    Dialect,
     DiskUse,
     ModelLoad,
     ModelState,
@@ -92,6 +91,20 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.status.measured_bytes if self.status.measured_bytes is not None else self.status.estimate_bytes
 
 
+class Abilities(msgspec.Struct, frozen=True):
+    """What a gateway may ask of a node. Everything that our own nodes and foreign servers do differently follows from
+    these."""
+
+    takes_orders: bool = True
+    """It loads, unloads, downloads and measures models on order, and reports what it knows of them."""
+    reads_headers: bool = True
+    """It reads what only our nodes get in headers, such as budgets and tenants, and reports usage and errors in our
+    own. Others get limits in the body, and none of the rest."""
+    reads_salt: bool = False
+    """It separates cached prefixes by the field `cache_salt` of requests."""
+    dialects: tuple[str, ...] = ("openai_chat",)
+
+
 class PlacementFacts(NamedTuple):
     """What of a node changes decisions for models that wait, apart from requests and time."""
 
@@ -116,15 +129,13 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     ceilings: Ceilings = Ceilings()
     ceiling_bytes: int | None = None
     """The most that models may hold over all devices: the smaller of `ceilings` and of what the node reports."""
-    has_lifecycle: bool = True
-    """Whether it loads and unloads models on request; foreign servers do not."""
+    abilities: Abilities = Abilities()
     max_devices_per_model: int = 1
     can_sleep: bool = True
     """Whether models that it unloads may sleep."""
     harnesses: tuple[str, ...] = ("torch",)
     group_harnesses: tuple[str, ...] = ()
     """Those that run a model on several nodes."""
-    dialects: tuple[Dialect, ...] = ("openai_chat",)
     healthy: bool = False
     draining: bool = False
     """It gets no new requests and loads: it shuts down, or is drained."""
@@ -143,6 +154,11 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Members of groups that it has and does not serve: `rank` is 1 or more."""
     raised_needs: dict[str, int] = {}
     """By model that it serves: the minimum bytes that it needs, raised after a load ran out of memory."""
+
+    @property
+    def takes_orders(self) -> bool:
+        """Whether it loads and unloads models; foreign servers do not."""
+        return self.abilities.takes_orders
 
     @property
     def why_draining(self) -> str:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import uvloop
 
-from cortex.exits import ExitCode
 from cortex.gateway import config as configuration
 from cortex.gateway.database import StoreError
 from cortex.gateway.listening import CannotListen
 from cortex.gateway.process import serve
 from cortex.settings import SettingsError
+from cortex.system.exits import ExitCode
 from cortex.telemetry import logs
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from msgspec import Meta
@@ -18,6 +18,7 @@ from cortex import settings
 from cortex.fleet.catalogue import MEBIBYTE
 from cortex.fleet.devices import Ceilings
 from cortex.fleet.rules import EvictionRules, PlacementRules
+from cortex.fleet.topology import Abilities
 from cortex.gateway.database import check_location, is_url
 from cortex.gateway.ledger.groups import GroupSection, check_groups
 from cortex.gateway.ledger.keys import Keyring, KeySection, PrefixSharing
@@ -38,11 +39,6 @@ COMMAND_VARIABLES = frozenset(
 
 class GatewaySection(Section, frozen=True):
     """Addresses, timeouts and queues of the gateway."""
-
-    renamed: ClassVar = {"models_config": "models"}
-    removed: ClassVar = {
-        "workers": "a gateway is one process; to use more cores, run several gateways behind a load balancer"
-    }
 
     listen: Listen = Listen("0.0.0.0:31313")
     """Address of the API."""
@@ -257,6 +253,12 @@ class NeuronSection(Section, frozen=True):
     devices: tuple[NeuronDevice, ...] = ()
 
     @property
+    def abilities(self) -> Abilities:
+        """What it can do, as far as its kind says it; the node reports its dialects."""
+        is_own = self.kind == "neuron"
+        return Abilities(takes_orders=is_own, reads_headers=is_own, reads_salt=self.cache_salt)
+
+    @property
     def ceilings(self) -> Ceilings:
         return Ceilings(
             node_bytes=None if self.memory_mb is None else self.memory_mb * MEBIBYTE,
@@ -293,8 +295,6 @@ class DiscoverySection(Section, frozen=True):
 
 class Config(Section, frozen=True):
     """`cortex.toml`."""
-
-    renamed: ClassVar = {"models_config": "gateway.models"}
 
     gateway: GatewaySection = GatewaySection()
     limits: LimitsSection = LimitsSection()

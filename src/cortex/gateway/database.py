@@ -21,7 +21,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from cortex.exits import ExitCode
+from cortex.system.exits import ExitCode
 from cortex.wire.words import os_error_in_words
 
 log = logging.getLogger(__name__)

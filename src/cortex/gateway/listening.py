@@ -13,8 +13,8 @@ from typing import TypeVar
 from cortex.gateway.config import Config, GatewaySection
 from cortex.http.server import listener
 from cortex.http.server.server import Server
+from cortex.http.tls import ServerCertificate
 from cortex.settings import Listen
-from cortex.tls import ServerCertificate
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.nodes.poller import Poller, PollListener
 from cortex.http.ticker import Ticker
 from cortex.settings import Stamp
-from cortex.tasks import Supervisor
+from cortex.system.tasks import Supervisor
 
 FIRST_POLL_S = 2.5
 """How long the start waits for the first polls."""

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cortex import open_files
 from cortex.gateway.config import Config
 from cortex.gateway.configuration_files import ConfigurationFiles
 from cortex.gateway.listening import ListeningSockets
 from cortex.gateway.server import Gateway
-from cortex.service_manager import READY, STOPPING, ServiceManager
 from cortex.settings import Stamp
+from cortex.system import open_files
+from cortex.system.service_manager import READY, STOPPING, ServiceManager
 from cortex.telemetry import logs
 from cortex.wire.words import duration
 

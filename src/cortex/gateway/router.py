@@ -8,7 +8,7 @@ from cortex.gateway.config import Config
 from cortex.gateway.page.page import Page
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.opaque.inference import OpaqueInference
-from cortex.gateway.proxy.routes import ROUTES, Route, error_response, family_of, methods_of, opaque_route
+from cortex.gateway.proxy.routes import ROUTES, InferenceRoute, error_response, family_of, methods_of, opaque_route
 from cortex.gateway.responses.api import PREFIX as STORED_RESPONSES
 from cortex.gateway.responses.conversations import PATH as CONVERSATIONS
 from cortex.gateway.responses.service import ResponsesService
@@ -82,7 +82,7 @@ class RequestRouter:
         else:
             self._inference.begin(exchange, route)
 
-    def _relay(self, exchange: Exchange, route: Route) -> None:
+    def _relay(self, exchange: Exchange, route: InferenceRoute) -> None:
         request, methods = exchange.request, methods_of(route)
         if request.method.decode("latin-1") not in methods:
             path = shorten(request.path.decode("latin-1"))

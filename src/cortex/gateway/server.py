@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-from cortex import open_files
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.api.activity import ActivityRoutes
 from cortex.gateway.api.audit import AuditRoutes
@@ -31,8 +30,7 @@ from cortex.gateway.api.orders import OrderRoutes
 from cortex.gateway.api.parts import DeferredResponses
 from cortex.gateway.api.usage import UsageRoutes
 from cortex.gateway.config import Config
-from cortex.gateway.configuration_files import ConfigurationFiles
-from cortex.gateway.configuration_warnings import warn_about_access, warn_about_restart
+from cortex.gateway.configuration_files import ConfigurationFiles, warn_about_access, warn_about_restart
 from cortex.gateway.database import Database, StoreError, driver_of
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.effects import NodeEffects
@@ -69,7 +67,8 @@ from cortex.http.limits import Buffered
 from cortex.http.ticker import Ticker
 from cortex.parsing.parser import BodyParser
 from cortex.settings import SettingsError
-from cortex.tasks import SupervisedTask, Supervisor
+from cortex.system import open_files
+from cortex.system.tasks import SupervisedTask, Supervisor
 from cortex.telemetry import logs
 from cortex.telemetry.tracing import open_tracer
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import uvloop
 
-from cortex.exits import ExitCode
 from cortex.neuron import config
 from cortex.neuron.api import server
 from cortex.settings import SettingsError
+from cortex.system.exits import ExitCode
 from cortex.telemetry import logs
 
 

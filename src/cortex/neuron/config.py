@@ -10,18 +10,19 @@ import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from cortex import settings
 from cortex.neuron.picture_process.limits import PictureLimits
-from cortex.neuron.servers.entry import ENGINE_NAMES, HarnessEntry, check_server
+from cortex.neuron.servers.entry import HarnessEntry, check_server
 from cortex.neuron.servers.ready_made import BY_NAME, completed_server
 from cortex.settings import Listen, Section
 from cortex.telemetry import logs
 from cortex.telemetry.tracing import TelemetrySection
-from cortex.wire.node.load_options import Count, LoadOptions
+from cortex.wire.node.load_options import ENGINE, Count, PlacedOptions
 
 Seconds = Annotated[float, Meta(gt=0)]
 Megabytes = Annotated[int, Meta(ge=0)]
@@ -43,15 +44,17 @@ class TorchHarness(Section, frozen=True):
 class HarnessSettings(Section, frozen=True):
     """Settings of the engine, under its name."""
 
-    renamed: ClassVar = {"candle": "torch"}
-
     torch: TorchHarness = TorchHarness()
+    candle: TorchHarness | None = None
+    """The former name of `torch`."""
+
+    def __post_init__(self) -> None:
+        if self.candle is not None:
+            msgspec.structs.force_setattr(self, "torch", self.candle)
 
 
 class Limits(Section, frozen=True):
     """How much of the machine requests may use."""
-
-    renamed: ClassVar = {"parked_mb": "sleep_mb"}
 
     max_connections: Count = 4096
     """Client connections open at once; a further one is rejected with 503. Each request of a gateway takes one. A
@@ -131,7 +134,7 @@ class TextLimits(Section, frozen=True):
         return self.workers or min(max(2, os.cpu_count() or 2), 4)
 
 
-class ModelOptions(Section, LoadOptions, frozen=True, kw_only=True):
+class ModelOptions(Section, PlacedOptions, frozen=True, kw_only=True):
     """How a model is loaded and sampled."""
 
     id: str
@@ -154,8 +157,6 @@ class DefaultModel(ModelOptions, frozen=True):
     """A model that is loaded at start, in the background, in the order of the file. What it leaves out is as in its
     entry under `models`."""
 
-    renamed: ClassVar = {"model_id": "id"}
-
 
 class DeviceEntry(Section, frozen=True):
     """A device of this node, by its index in `neuron discover`."""
@@ -168,12 +169,6 @@ class DeviceEntry(Section, frozen=True):
 
 class NeuronConfig(Section, frozen=True):
     """`neuron.toml`."""
-
-    renamed: ClassVar = {
-        "prefill_chunk_tokens": "limits.prefill_chunk_tokens",
-        "max_prompt_tokens": "limits.max_prompt_tokens",
-        "min_free_vram_mb": "limits.min_free_vram_mb",
-    }
 
     listen: Listen = Listen("0.0.0.0:13131")
     """Address of the node's API."""
@@ -247,7 +242,7 @@ class NeuronConfig(Section, frozen=True):
             if twice := sorted({model_id for model_id in ids if ids.count(model_id) > 1}):
                 raise ValueError(f"`{twice[0]}` is listed twice in [[{name}]]; remove one entry")
         for harness in self.harnesses:
-            if harness.name in ENGINE_NAMES and harness.cmd:
+            if harness.name == ENGINE and harness.cmd:
                 raise ValueError(f"`{harness.name}` is the built-in engine and takes no cmd; choose another name")
         for server in self.commands:
             check_server(server)
@@ -266,7 +261,7 @@ class NeuronConfig(Section, frozen=True):
 
     def _check_model(self, section: str, options: ModelOptions) -> None:
         model_id = options.id
-        harnesses = [*ENGINE_NAMES, *{**BY_NAME, **{entry.name: entry for entry in self.commands}}]
+        harnesses = [ENGINE, *{**BY_NAME, **{entry.name: entry for entry in self.commands}}]
         if options.harness is not None and options.harness not in harnesses:
             raise ValueError(
                 f"`{model_id}` in [[{section}]]: there is no harness `{options.harness}`; choose one of "
@@ -283,7 +278,7 @@ class NeuronConfig(Section, frozen=True):
     @property
     def commands(self) -> tuple[HarnessEntry, ...]:
         """The harnesses that are servers, complete: those with an entry, and ready-made ones that models name."""
-        listed = {entry.name: completed_server(entry) for entry in self.harnesses if entry.name not in ENGINE_NAMES}
+        listed = {entry.name: completed_server(entry) for entry in self.harnesses if entry.name != ENGINE}
         named = [options.harness for options in (*self.models, *self.default_models)]
         return (*listed.values(), *(BY_NAME[name] for name in BY_NAME if name in named and name not in listed))
 

@@ -16,9 +16,9 @@ from cortex.wire.dialects.anthropic_messages import BILLED, strip_billing_header
 from cortex.wire.dialects.openai_responses import read_state
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import MalformedJSON
-from cortex.wire.facts import Facts
 from cortex.wire.fields.body import ABSENT, without_lone_surrogates
 from cortex.wire.node.protocol import Dialect
+from cortex.wire.request_summary import RequestSummary
 from cortex.wire.tenant import SALT
 
 ByteRange = tuple[int, int]
@@ -30,7 +30,7 @@ _INFILLED = ("input_prefix", "prompt", "input_suffix")
 class Envelope(msgspec.Struct, frozen=True):
     """What a gateway reads of a body."""
 
-    facts: Facts
+    facts: RequestSummary
     conversation: Sequence[Raw]
     """The values that hold it, from its start; `input` is the last."""
 
@@ -57,7 +57,7 @@ def read(body: bytes, dialect: Dialect, generates: bool = True) -> Envelope:
     elif dialect == "openai_responses":
         facts = read_state(fields)
     else:
-        facts = Facts(fields.model(), False, 0, 1)
+        facts = RequestSummary(fields.model(), False, 0, 1)
     if not fields.is_empty(SALT):
         facts = msgspec.structs.replace(facts, cache_salt=bytes(fields.bytes_of(SALT)[0]))
     pictures = find_pictures(body, fields, dialect)
@@ -104,7 +104,7 @@ def _span(body: bytes, value: bytes) -> ByteRange:
     return start, start + len(value)
 
 
-def envelope_of(body: bytes, facts: Facts, spans: tuple[ByteRange, ...]) -> Envelope:
+def envelope_of(body: bytes, facts: RequestSummary, spans: tuple[ByteRange, ...]) -> Envelope:
     """The envelope of `body`, from what another process found in it. Copies nothing."""
     view = memoryview(body)
     return Envelope(facts, tuple(Raw(view[start:end]) if end > start else ABSENT for start, end in spans))

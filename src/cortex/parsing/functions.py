@@ -13,19 +13,19 @@ from typing import Any
 
 import msgspec
 
+from cortex.foreign import body as servers
+from cortex.foreign.body import Access, ServerBody
 from cortex.ipc.channel import ChannelMessage
-from cortex.parsing import conversations, envelope, picture_urls, servers
+from cortex.parsing import conversations, envelope, picture_urls
 from cortex.parsing.conversations import Completion, Joined, References, StoredSize
 from cortex.parsing.envelope import ByteRange
 from cortex.parsing.picture_urls import PictureUrl
-from cortex.parsing.servers import Access, ServerBody
 from cortex.wire import packed_request
 from cortex.wire.dialects import anthropic_messages, openai_chat
 from cortex.wire.dialects.anthropic_messages import BILLED, strip_billing_header
 from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import InvalidValue
-from cortex.wire.facts import Facts
 from cortex.wire.fields.body import parse
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.node.protocol import Dialect
@@ -33,6 +33,7 @@ from cortex.wire.packed_request import encode_head
 from cortex.wire.pictures.files import check_files, take_files
 from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
 from cortex.wire.pooling.request import PoolingRequest
+from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.tenant import tenant_of
 
@@ -58,7 +59,7 @@ class ParsedText(ChannelMessage, frozen=True):
 
 
 class ReadBody(ChannelMessage, frozen=True):
-    facts: Facts
+    facts: RequestSummary
     spans: tuple[ByteRange, ...]
     """Where the conversation is in the body."""
     is_stripped: bool
@@ -67,7 +68,7 @@ class ReadBody(ChannelMessage, frozen=True):
 
 
 class CompletedBody(ChannelMessage, frozen=True):
-    facts: Facts
+    facts: RequestSummary
     spans: tuple[ByteRange, ...]
     """As in `ReadBody`."""
     stored_input: bytes | None

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from cortex.foreign.body import Access, ServerBody
 from cortex.ipc.channel import Unsendable
 from cortex.ipc.fair_queue import FairQueue, NoPlace
 from cortex.ipc.helper import Helper, function_of
@@ -19,7 +20,6 @@ from cortex.parsing.envelope import RelayedBody, envelope_of
 from cortex.parsing.functions import Parsed, ParsedText
 from cortex.parsing.items import StoredTexts
 from cortex.parsing.picture_urls import PictureUrl
-from cortex.parsing.servers import Access, ServerBody
 from cortex.wire.errors import BodyTooLarge, Overloaded, PreparationLimitExceeded, RateLimitExceeded
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import PackedRequest

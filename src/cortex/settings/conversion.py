@@ -6,11 +6,9 @@ The conversion walks data and types together, so that every error has its key pa
 from __future__ import annotations
 
 import difflib
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from types import MappingProxyType
 from typing import Any
 
 import msgspec.inspect as inspect
@@ -18,8 +16,6 @@ import msgspec.inspect as inspect
 from . import schema
 from .positions import Path, line_of
 from .section import SettingsError
-
-log = logging.getLogger(__name__)
 
 MAX_SHOWN = 60
 """Characters of an invalid value that an error repeats."""
@@ -80,22 +76,12 @@ def convert(expected: inspect.Type, value: Any, source: Source, path: Path = ())
 def _section(table: inspect.StructType, data: dict[str, Any], source: Source, path: Path) -> Any:
     fields = {field.name: field for field in table.fields}
     values: dict[str, Any] = {}
-    data = _moved(table, data, source, path)
     for key, value in data.items():
         here = (*path, key)
-        if reason := schema.removed(table).get(key):
-            log.warning("%s%s has no effect any more: %s. Remove it", dotted(here), source.location(here), reason)
-            continue
-        name = schema.renamed(table).get(key, key)
-        if name not in fields:
-            advice = _suggestion(key, fields, "known here are", schema.renamed(table))
+        if key not in fields:
+            advice = _suggestion(key, fields, "known here are")
             raise source.error(f"unknown key {dotted(here)}", here, advice)
-        if name != key:
-            if name in data:
-                raise source.error(f"two names for one key: {dotted(here)}", here, f"keep only `{name}`, its new name")
-            target = dotted((*path, name))
-            log.warning("%s%s is now called `%s`: rename it", dotted(here), source.location(here), target)
-        values[name] = convert(fields[name].type, value, source, here)
+        values[key] = convert(fields[key].type, value, source, here)
     for name, info in fields.items():
         if info.required and name not in values:
             here = (*path, name)
@@ -103,33 +89,11 @@ def _section(table: inspect.StructType, data: dict[str, Any], source: Source, pa
     return table.cls(**values)
 
 
-def _moved(table: inspect.StructType, data: dict[str, Any], source: Source, path: Path) -> dict[str, Any]:
-    """`data` with former keys of this table put into the tables that have them now."""
-    for key, target in schema.renamed(table).items():
-        section, dot, name = target.partition(".")
-        wanted = schema.at(table, (section, name)) if dot and key in data else None
-        if wanted is None:
-            continue
-        here = (*path, key)
-        convert(wanted, data[key], source, here)  # an error names the key as it is written
-        inner = data.get(section, {})
-        if not isinstance(inner, dict):
-            return {section: inner}  # which is rejected
-        if name in inner:
-            raise source.error(f"two names for one key: {dotted(here)}", here, f"keep only `{target}`, its new name")
-        log.warning("%s%s is now called `%s`: rename it", dotted(here), source.location(here), target)
-        rest = {other: value for other, value in data.items() if other != key}
-        data = {**rest, section: {**inner, name: data[key]}}
-    return data
-
-
-def _suggestion(
-    given: str, known: Iterable[object], otherwise: str, renamed: Mapping[str, str] = MappingProxyType({})
-) -> str:
-    """The known name that is nearest, also by the name that it had before; else all known names."""
+def _suggestion(given: str, known: Iterable[object], otherwise: str) -> str:
+    """The known name that is nearest; else all known names."""
     names = [str(name) for name in known]
-    if near := difflib.get_close_matches(given.lower(), [*names, *renamed], n=1):
-        return f"did you mean `{renamed.get(near[0], near[0])}`?"
+    if near := difflib.get_close_matches(given.lower(), names, n=1):
+        return f"did you mean `{near[0]}`?"
     return f"{otherwise} {', '.join(f'`{name}`' for name in names)}"
 
 

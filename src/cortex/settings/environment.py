@@ -95,7 +95,7 @@ def check_variables(cls: type[Section], prefix: str, env: Mapping[str, str], oth
 def check_unknown(expected: inspect.StructType, prefix: str, env: Mapping[str, str], others: frozenset[str]) -> None:
     """Raise `SettingsError` for a variable with the prefix that is neither a key nor one of `others`."""
     for variable, path in _variables(expected, prefix, env):
-        if variable in others or _is_known(expected, path):
+        if variable in others or schema.at(expected, path) is not None:
             continue
         # Without the prefix, which all of them have in common.
         names = ["__".join(map(str, path)).upper() for path in _keys(expected)]
@@ -107,11 +107,6 @@ def check_unknown(expected: inspect.StructType, prefix: str, env: Mapping[str, s
             else f"variables that begin with {prefix} are keys; rename or unset it"
         )
         raise SettingsError(f"unknown environment variable {variable}: {advice}")
-
-
-def _is_known(expected: inspect.StructType, path: Path) -> bool:
-    table = schema.struct(schema.at(expected, path[:-1]) or expected)
-    return schema.at(expected, path) is not None or (table is not None and path[-1] in schema.removed(table))
 
 
 def _keys(table: inspect.StructType, path: Path = ()) -> Iterator[Path]:

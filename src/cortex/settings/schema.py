@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -12,7 +12,6 @@ import msgspec.inspect as inspect
 
 from .listen import Listen
 from .positions import Path
-from .section import Section
 
 Items = (inspect.ListType, inspect.VarTupleType)
 
@@ -58,16 +57,6 @@ def struct(expected: inspect.Type) -> inspect.StructType | None:
     return next((member for member in alternatives(expected) if isinstance(member, inspect.StructType)), None)
 
 
-def renamed(table: inspect.StructType) -> Mapping[str, str]:
-    """Former key → present key of a table."""
-    return table.cls.renamed if issubclass(table.cls, Section) else {}
-
-
-def removed(table: inspect.StructType) -> Mapping[str, str]:
-    """Former key → why it has no effect any more, of a table."""
-    return table.cls.removed if issubclass(table.cls, Section) else {}
-
-
 def child(expected: inspect.Type, part: str | int) -> inspect.Type | None:
     """The type at `part` of a value of type `expected`; `None` when there is no such key or index."""
     for member in alternatives(expected):
@@ -75,10 +64,7 @@ def child(expected: inspect.Type, part: str | int) -> inspect.Type | None:
             if isinstance(member, Items):
                 return member.item_type
         elif isinstance(member, inspect.StructType):
-            name = renamed(member).get(part, part)
-            if "." in name:
-                return at(member, tuple(name.split(".")))
-            return next((field.type for field in member.fields if field.name == name), None)
+            return next((field.type for field in member.fields if field.name == part), None)
         elif isinstance(member, inspect.DictType):
             return member.value_type
     return None

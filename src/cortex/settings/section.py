@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 import msgspec
 
 
@@ -15,12 +12,6 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     reference page. `__post_init__` may raise `ValueError` for a rule that types cannot state; the loader adds file,
     line and key.
     """
-
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """Former key → present key, such as `listen`, or `limits.max_queue` where it moved into a table of this one. A
-    former key still works, with a warning."""
-    removed: ClassVar[Mapping[str, str]] = {}
-    """Former key → why it has no effect and what to do instead. A removed key is ignored, with a warning."""
 
     @property
     def other_variables(self) -> frozenset[str]:

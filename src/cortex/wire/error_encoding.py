@@ -4,9 +4,47 @@ from __future__ import annotations
 
 from typing import Any
 
-from cortex.wire.errors import CortexError, Family, Recovering
+from cortex.wire import errors
+from cortex.wire.errors import CortexError, Family, LoadFailed, Recovering
 from cortex.wire.node.headers import PROMPT_TOKENS, RECOVERS
 from cortex.wire.words import whole_seconds
+
+_MESSAGES: dict[type[CortexError], str] = {
+    CortexError: "The gateway could not handle this request. Send it again, or ask the operator.",
+    errors.ModelNotFound: "There is no such model for this key; GET /v1/models lists those that it may use.",
+    errors.Overloaded: "There is no room for this request now. Send it again later.",
+    errors.Draining: "The model is out of service for a while. Send the request again later.",
+    errors.Recovering: "The model is being recovered. Send the request again later.",
+    errors.InsufficientCapacity: "There is not enough memory for this model. Use another one, or ask the operator.",
+    errors.ModelUnsupported: "The model is not supported here. Use another one, or ask the operator.",
+    LoadFailed: "The model could not be loaded. Use another one, or ask the operator.",
+    errors.UpstreamUnavailable: "The model cannot be reached now. Send the request again later.",
+    errors.UpstreamInterrupted: "The response was interrupted. Send the request again.",
+    errors.GenerationFailed: "The response could not be generated. Send the request again, or ask the operator.",
+}
+
+
+def public(error: CortexError) -> CortexError:
+    """`error` without what only operators may see; the same object if it is about the request alone."""
+    kind = type(error)
+    message = _MESSAGES.get(kind) or (_MESSAGES[LoadFailed] if isinstance(error, LoadFailed) else None)
+    if kind is errors.UnsupportedModality and error.details.get("models"):
+        message = "The model cannot do this; GET /v1/models lists what each can."
+    if message is None:
+        return error
+    return kind(message, param=error.param, retry_after_s=error.retry_after_s)
+
+
+BY_CODE: dict[str, type[CortexError]] = {
+    cls.code: cls
+    for name, cls in vars(errors).items()
+    if not name.startswith("_") and isinstance(cls, type) and issubclass(cls, CortexError)
+}
+
+
+def from_code(code: str, message: str) -> CortexError:
+    """The error of a `Failure` event or of another program's envelope; an unknown code is an internal error."""
+    return BY_CODE.get(code, CortexError)(message)
 
 
 def status(error: CortexError, family: Family) -> int:

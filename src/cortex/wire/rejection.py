@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from cortex.wire.error_codes import BY_CODE
+from cortex.wire.error_encoding import BY_CODE
 from cortex.wire.errors import CortexError
 
 

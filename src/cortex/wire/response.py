@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cortex.wire.error_codes import from_code
+from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import UpstreamInterrupted
 from cortex.wire.events import (
     AnyEvent,

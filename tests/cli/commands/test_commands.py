@@ -258,7 +258,6 @@ def test_unknown_variable_is_an_error(
     [
         *sorted(COMMAND_VARIABLES - {"CORTEX_URL", "CORTEX_CA_FILE"}),
         "CORTEX_BEAST_KEY",
-        "CORTEX_GATEWAY__WORKERS",
         "CORTEX_LEDGER",
     ],
 )

@@ -70,7 +70,7 @@ def test_doctor_checks_names_and_addresses_against_each_other(invoke: Invoke, tm
     )
     (tmp_path / "models.toml").write_text(
         '[[models]]\nid = "big"\npinned_on = ["beast", "baest"]\n'
-        '[[models]]\nid = "wide"\nharness = "vllm"\nnodes = ["beast", "benjy"]\nmin_devices = 2\n'
+        '[[models]]\nid = "wide"\nharness = "vllm"\nnodes = ["beast", "benjy"]\ntensor_parallel = 2\n'
         '[aliases]\ngood = "big"\nlost = "bgi"\ntwice = "good"\n'
     )
     findings = json.loads(invoke("doctor", "--json", "--config", str(config)).stdout)

@@ -6,7 +6,7 @@ import base64
 import json
 import struct
 
-from cortex.exits import ExitCode
+from cortex.system.exits import ExitCode
 
 from ..conftest import CannedGateway, Invoke
 

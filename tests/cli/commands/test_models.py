@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         (("load", "small", "--node", "beast"), "/fleet/models/small/load", {"node": "beast", "wait": False}),
         (("unload", "small", "--no-wait", "--force"), "/fleet/models/small/unload", {"force": True, "wait": False}),
         (("unload", "small", "--sleep"), "/fleet/models/small/unload", {"sleep": True, "wait": False}),
-        (("unload", "small", "--park"), "/fleet/models/small/unload", {"sleep": True, "wait": False}),
         (("unload", "small", "--yes"), "/fleet/models/small/unload", {"unpin": True, "wait": False}),
         (("pin", "owner/name"), "/fleet/models/owner%2Fname/pin", {"wait": False}),
         (("unpin", "small"), "/fleet/models/small/unpin", {}),

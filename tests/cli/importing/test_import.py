@@ -16,12 +16,12 @@ import pytest
 import yaml
 
 from cortex.cli.importing.llama_swap import NotLlamaSwap, convert
-from cortex.exits import ExitCode
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.config import Config
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.servers.entry import HarnessEntry
 from cortex.settings import loads
+from cortex.system.exits import ExitCode
 
 from .examples import FULL, GROUPS, MATRIX
 
@@ -68,7 +68,7 @@ def test_settings_of_a_model_stand_where_ours_are() -> None:
     assert (entry.source, entry.context_tokens) == ("/models/large.gguf", 16384)
     assert (entry.devices, entry.tensor_parallel) == ((0, 1, 2), 3)
     spec = catalogue.spec("large")
-    assert (spec.ttl_s, spec.context, spec.min_devices, spec.only_on) == (60.0, 16384, 3, ("local",))
+    assert (spec.ttl_s, spec.context_tokens, spec.tensor_parallel, spec.only_on) == (60.0, 16384, 3, ("local",))
     assert catalogue.aliases == {"gpt-4o-mini": "large", "big": "large", "large:high": "large"}
     assert any("large:high" in note for note in notes)
     assert any("metadata, name, sendLoadingState, timeouts" in note for note in notes)

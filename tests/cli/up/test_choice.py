@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from cortex.cli.up.choice import chosen
+from cortex.cli.up.command import chosen
 from cortex.cli.up.sources import ModelSource, NamedModel, parse_source
 from cortex.fleet.known_models import known_model
 

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from cortex.cli.views.response import ResponseView, complete_blocks
+from cortex.cli.commands.chat import ResponseView, complete_blocks
 
 
 @pytest.mark.parametrize(

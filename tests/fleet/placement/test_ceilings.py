@@ -76,7 +76,7 @@ def test_node_ceiling_is_relieved_by_an_eviction_on_another_device(
 
 def test_node_ceiling_limits_the_sum_over_the_devices_of_a_model(node: Make, fleet: Make, spec: Make) -> None:
     pair = node("n", [24, 24], max_devices_per_model=2)
-    wide = spec("m", 20, min_devices=2)
+    wide = spec("m", 20, tensor_parallel=2)
     assert place("m", fleet(limited(pair, whole=20), specs=[wide]), NOW).devices == (0, 1)
     assert place("m", fleet(limited(pair, whole=19), specs=[wide]), NOW).action == "reject"
 

@@ -163,7 +163,7 @@ def test_node_with_the_wanted_context_comes_before_one_with_less(
 def test_context_of_the_catalogue_is_what_models_are_evicted_for(
     cold: Make, model: Make, node: Make, fleet: Make, spec: Make, named: int, size: float, expected: Any
 ) -> None:
-    snapshot = fleet(node("n", [size], cold(size), model("old", 1.8)), specs=[spec("m", None, context=named)])
+    snapshot = fleet(node("n", [size], cold(size), model("old", 1.8)), specs=[spec("m", None, context_tokens=named)])
     decision = place("m", snapshot, NOW)
     assert shown(decision) == expected
     assert decision.assessments[0].min_context_tokens == tolerated(named)
@@ -172,7 +172,7 @@ def test_context_of_the_catalogue_is_what_models_are_evicted_for(
 def test_context_of_the_catalogue_bounds_what_the_load_is_counted_as(
     cold: Make, node: Make, fleet: Make, spec: Make
 ) -> None:
-    decision = place("m", fleet(node("n", [80], cold()), specs=[spec("m", None, context=8192)]), NOW)
+    decision = place("m", fleet(node("n", [80], cold()), specs=[spec("m", None, context_tokens=8192)]), NOW)
     assert decision.takes_bytes == 6 * GIB, "four contexts of 1 GiB and the weights"
 
 
@@ -204,7 +204,7 @@ def test_less_than_the_wanted_context_is_loaded_only_where_evictions_cannot_make
     """No device of any node would have room for it, were all models gone that may go, now or later."""
     decision = place(NEWCOMER, fleet, NOW)
     spec = fleet.catalogue.spec(NEWCOMER)
-    if decision.action != "load" or not decision.assessments[0].is_short or spec.min_devices > 1:
+    if decision.action != "load" or not decision.assessments[0].is_short or spec.tensor_parallel > 1:
         return
     for node in fleet.nodes:
         found = next(each for each in decision.assessments if each.node == node.name)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cortex.fleet.placement.eviction import Occupant, Protection, choose, due_for_recycling, expired
 from cortex.fleet.rules import EvictionRules
+from cortex.fleet.topology import Abilities
 from cortex.wire.node.protocol import ModelState
 
 NOW = 10_000.0
@@ -103,7 +104,7 @@ def test_only_idle_unpinned_models_with_a_ttl_expire(model: Make, node: Make, fl
             model("asleep", idle_s=700, state=ModelState.ASLEEP),
             model("forever", idle_s=9000),
         ),
-        node("foreign", [80], model("old", idle_s=700), has_lifecycle=False),
+        node("foreign", [80], model("old", idle_s=700), abilities=Abilities(takes_orders=False)),
         specs=[
             *(spec(name, ttl_s=600) for name in ("old", "recent", "busy", "just-loaded", "by-hand", "asleep")),
             spec("pinned", ttl_s=600, pinned_on=("n",)),

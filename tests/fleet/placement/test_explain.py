@@ -8,6 +8,7 @@ import pytest
 from cortex.fleet.placement.explain import DRAINING_RETRY_S, as_json, outcome, rejection, rows, text
 from cortex.fleet.placement.place import place
 from cortex.fleet.placement.search import search
+from cortex.fleet.topology import Abilities
 from cortex.wire.error_encoding import envelope
 from cortex.wire.errors import Family
 from cortex.wire.node.protocol import ModelState
@@ -115,7 +116,7 @@ def test_failed_load_keeps_the_message_of_the_node(model: Make, node: Make, flee
         ({"sizes": [24], "healthy": False}, "draining"),
         ({"sizes": [], "healthy": False}, "draining"),  # nothing is known about it
         ({"sizes": [8]}, "load_failed"),
-        ({"sizes": [24], "has_lifecycle": False}, "load_failed"),
+        ({"sizes": [24], "abilities": Abilities(takes_orders=False)}, "load_failed"),
     ],
 )
 def test_drained_node_is_the_error_only_where_it_could_serve_the_model(

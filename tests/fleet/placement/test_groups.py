@@ -117,11 +117,11 @@ def test_sleeping_part_whose_device_is_held_is_loaded_on_another(model: Make, no
 
 def test_takes_equally_many_devices_on_each_node(node: Make, fleet: Make) -> None:
     nodes = [msgspec.structs.replace(node(name, [24, 24]), max_devices_per_model=2) for name in NODES]
-    decision = place("big", fleet(*nodes, specs=[group(80, min_devices=4)]), NOW)
+    decision = place("big", fleet(*nodes, specs=[group(80, tensor_parallel=4)]), NOW)
     assert (decision.devices, decision.parts[0].devices) == ((0, 1), (0, 1))
     three = [msgspec.structs.replace(node(name, [24] * 3), max_devices_per_model=3) for name in NODES]
-    assert place("big", fleet(*three, specs=[group(80, min_devices=6)]), NOW).devices == (0, 1, 2)
-    assert place("big", fleet(*nodes, specs=[group(80, min_devices=2)]), NOW).action == "reject"
+    assert place("big", fleet(*three, specs=[group(80, tensor_parallel=6)]), NOW).devices == (0, 1, 2)
+    assert place("big", fleet(*nodes, specs=[group(80, tensor_parallel=2)]), NOW).action == "reject"
 
 
 @pytest.mark.parametrize(("drained", "reason"), [(True, "drained by the operator"), (False, "shutting down")])
@@ -179,11 +179,11 @@ def test_node_with_a_member_neither_leads_the_model_nor_starts_another(model: Ma
     [
         ({"nodes": ("beast",)}, "must name 2 to 64 nodes"),
         ({"nodes": ("beast", "beast")}, "each once"),
-        ({"nodes": NODES, "min_devices": 3}, "cannot be shared equally by 2 nodes"),
+        ({"nodes": NODES, "tensor_parallel": 3}, "cannot be shared equally by 2 nodes"),
         ({"nodes": NODES, "only_on": ("beast",)}, "served by beast"),
         ({"nodes": NODES, "pinned_on": ("benjy",)}, "served by beast"),
         ({"nodes": NODES, "pipeline_parallel": 2}, "`nodes` and pipeline_parallel"),
-        ({"nodes": 2, "min_devices": 3}, "cannot be shared equally by 2 nodes"),
+        ({"nodes": 2, "tensor_parallel": 3}, "cannot be shared equally by 2 nodes"),
         ({"nodes": 2, "harness": None}, "the built-in engine runs on one node only"),
         ({"nodes": NODES, "harness": "torch"}, "the built-in engine runs on one node only"),
     ],

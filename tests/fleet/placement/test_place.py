@@ -12,6 +12,7 @@ from cortex.fleet.placement.decision import Verdict
 from cortex.fleet.placement.explain import rejection
 from cortex.fleet.placement.place import place, place_new, unmet_pins
 from cortex.fleet.rules import PlacementRules
+from cortex.fleet.topology import Abilities
 from cortex.wire.node.protocol import ModelState
 
 GIB = 1024**3
@@ -114,7 +115,7 @@ def test_model_is_loaded_only_where_the_catalogue_allows_it(node: Make, fleet: M
 
 
 @pytest.mark.parametrize(
-    ("size", "min_devices", "devices", "expected"),
+    ("size", "tensor_parallel", "devices", "expected"),
     [
         (20, 1, [24, 24], (0,)),
         (30, 1, [24, 24], (0, 1)),
@@ -128,10 +129,16 @@ def test_model_is_loaded_only_where_the_catalogue_allows_it(node: Make, fleet: M
     ],
 )
 def test_spreads_over_the_fewest_devices_that_can_hold_the_model(
-    node: Make, fleet: Make, spec: Make, size: float, min_devices: int, devices: list[float], expected: tuple[int, ...]
+    node: Make,
+    fleet: Make,
+    spec: Make,
+    size: float,
+    tensor_parallel: int,
+    devices: list[float],
+    expected: tuple[int, ...],
 ) -> None:
     host = node("n", devices, max_devices_per_model=8)
-    decision = place("m", fleet(host, specs=[spec("m", size, min_devices=min_devices)]), NOW)
+    decision = place("m", fleet(host, specs=[spec("m", size, tensor_parallel=tensor_parallel)]), NOW)
     assert decision.devices == expected
     if not expected:
         assert decision.action == "reject"
@@ -140,7 +147,7 @@ def test_spreads_over_the_fewest_devices_that_can_hold_the_model(
 def test_device_with_the_least_room_decides_the_share_of_all(model: Make, node: Make, fleet: Make, spec: Make) -> None:
     cold = model("m", state=ModelState.COLD, devices=(), estimate=40, least=10)
     host = node("n", [24, 12], cold, max_devices_per_model=2)
-    decision = place("m", fleet(host, specs=[spec("m", None, min_devices=2)]), NOW)
+    decision = place("m", fleet(host, specs=[spec("m", None, tensor_parallel=2)]), NOW)
     assert (decision.action, decision.devices) == ("load", (0, 1))
     assert "device 1 with 12.0 GiB free decides the share of each" in decision.assessments[0].reason
     assert decision.assessments[0].takes_bytes == 24 * GIB
@@ -168,20 +175,20 @@ def test_never_spreads_a_model_over_more_devices_than_its_node_supports(
     assert (wide.action, wide.devices, wide.victims) == ("load", (0, 1), ("old",))
 
 
-def test_rejects_min_devices_beyond_what_any_node_supports(node: Make, fleet: Make, spec: Make) -> None:
+def test_rejects_tensor_parallel_beyond_what_any_node_supports(node: Make, fleet: Make, spec: Make) -> None:
     hosts = node("a", [24, 24]), node("b", [24, 24, 24, 24], max_devices_per_model=2)
-    decision = place("m", fleet(*hosts, specs=[spec("m", 8, min_devices=4)]), NOW)
+    decision = place("m", fleet(*hosts, specs=[spec("m", 8, tensor_parallel=4)]), NOW)
     assert decision.action == "reject"
     assert verdicts(decision) == {"a": "cannot_span", "b": "cannot_span"}
     error = rejection(decision)
     assert error.code == "insufficient_capacity"
     assert "no node can run m over the devices that it asks for" in error.message
-    assert "a: cannot span 4 devices (min_devices), at most 1 per model" in error.message
+    assert "a: cannot span 4 devices (tensor_parallel), at most 1 per model" in error.message
 
 
 def test_a_node_that_can_span_enough_devices_is_preferred(node: Make, fleet: Make, spec: Make) -> None:
     hosts = node("narrow", [24, 24]), node("wide", [24, 24], max_devices_per_model=2)
-    decision = place("m", fleet(*hosts, specs=[spec("m", 8, min_devices=2)]), NOW)
+    decision = place("m", fleet(*hosts, specs=[spec("m", 8, tensor_parallel=2)]), NOW)
     assert (decision.node, decision.devices) == ("wide", (0, 1))
 
 
@@ -252,12 +259,12 @@ def test_background_request_evicts_nothing(model: Make, node: Make, fleet: Make,
     [
         ({"healthy": False, "problem": "refused"}, {}, "unhealthy"),
         ({"draining": True}, {}, "draining"),
-        ({"has_lifecycle": False}, {}, "not_listed"),
+        ({"abilities": Abilities(takes_orders=False)}, {}, "not_listed"),
         ({"harnesses": ("llama.cpp",)}, {"harness": "torch"}, "wrong_harness"),
         ({"harnesses": ()}, {}, "wrong_harness"),
         ({}, {"load": "manual"}, "manual"),
         ({}, {"only_on": ("other",)}, "excluded"),
-        ({"max_devices_per_model": 2}, {"min_devices": 2}, "too_few_devices"),
+        ({"max_devices_per_model": 2}, {"tensor_parallel": 2}, "too_few_devices"),
         ({}, {"size": 25}, "too_small"),
         ({"foreign": 18}, {}, "crowded"),
     ],

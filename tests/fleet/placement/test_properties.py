@@ -15,7 +15,7 @@ from cortex.fleet.memory import ledger
 from cortex.fleet.placement.explain import as_json, rejection, rows, text
 from cortex.fleet.placement.place import place
 from cortex.fleet.rules import EvictionRules
-from cortex.fleet.topology import Fleet, Node, Residency
+from cortex.fleet.topology import Abilities, Fleet, Node, Residency
 from cortex.wire.node.bench import BenchResult, StreamRate
 from cortex.wire.node.contexts import ContextSize, ContextSizes
 from cortex.wire.node.contexts import wanted as wanted_of
@@ -47,8 +47,8 @@ class Drawing:
         return ModelSpec(
             id=model_id,
             vram_mb=self.random.choice((None, self.random.randint(5, 40))),
-            context=self.mostly(None, 2000, 40_000),
-            min_devices=self.mostly(1, 2),
+            context_tokens=self.mostly(None, 2000, 40_000),
+            tensor_parallel=self.mostly(1, 2),
             min_device_vram_mb=self.mostly(0, 20),
             pinned_on=self.mostly((), ("a",), ("b",)),
             load=self.mostly(None, "on_demand", "pinned", "manual"),
@@ -124,7 +124,7 @@ class Drawing:
             residencies=held,
             healthy=self.mostly(True, False),
             draining=self.mostly(False, True),
-            has_lifecycle=self.mostly(True, False),
+            abilities=Abilities(takes_orders=self.mostly(True, False)),
             max_devices_per_model=self.random.randint(1, 3),
             reservations=self.mostly((), (reservation,)),
             ceiling_bytes=self.mostly(None, 20 * MIB, 60 * MIB),
@@ -168,7 +168,7 @@ def test_protected_model_is_never_evicted(fleet: Fleet, name: str, origin: str) 
         assert not evicted
     if not evicted:
         return
-    assert node.has_lifecycle
+    assert node.takes_orders
     newcomer = fleet.catalogue.spec(name)
     for victim in evicted:
         held, spec = node.residencies[victim], fleet.catalogue.spec(victim)
@@ -192,7 +192,7 @@ def test_decided_load_fits(fleet: Fleet, name: str, origin: str) -> None:
     assert not node.draining
     devices = {device.index: device for device in ledger(node)}
     share = -(-decision.need_bytes // len(decision.devices))
-    assert fleet.catalogue.spec(name).min_devices <= len(decision.devices) <= node.max_devices_per_model
+    assert fleet.catalogue.spec(name).tensor_parallel <= len(decision.devices) <= node.max_devices_per_model
     for index in decision.devices:
         given_back = sum(devices[index].held_by(victim) for victim in decision.victims)
         committed = devices[index].committed_bytes - given_back

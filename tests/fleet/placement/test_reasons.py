@@ -13,6 +13,7 @@ from cortex.fleet.placement.decision import Verdict
 from cortex.fleet.placement.eviction import Protection
 from cortex.fleet.placement.explain import rejection
 from cortex.fleet.placement.place import place
+from cortex.fleet.topology import Abilities
 from cortex.wire.node.protocol import ModelState
 
 NOW = 10_000.0
@@ -138,7 +139,7 @@ NODE_CASES: list[tuple[dict[str, Any], dict[str, Any], Verdict, str]] = [
     ({"draining": True}, {}, Verdict.DRAINING, "shutting down"),
     ({"draining": True, "drained": True}, {}, Verdict.DRAINING, "drained by the operator: run `cortex undrain n`"),
     (
-        {"has_lifecycle": False},
+        {"abilities": Abilities(takes_orders=False)},
         {},
         Verdict.NOT_LISTED,
         "does not serve this model, and does not load models on request",
@@ -146,8 +147,8 @@ NODE_CASES: list[tuple[dict[str, Any], dict[str, Any], Verdict, str]] = [
     ({}, {"load": "manual"}, Verdict.MANUAL, "loaded only by the operator: run `cortex load`"),
     ({}, {"only_on": ("a", "b")}, Verdict.EXCLUDED, "loaded only on a, b (`only_on` in models.toml)"),
     ({}, {"harness": "other"}, Verdict.WRONG_HARNESS, "has no harness `other`, only torch"),
-    ({}, {"min_devices": 2}, Verdict.CANNOT_SPAN, "cannot span 2 devices (min_devices), at most 1 per model"),
-    ({"max_devices_per_model": 2}, {"min_devices": 2}, Verdict.TOO_FEW_DEVICES, "needs 2 devices, has 1"),
+    ({}, {"tensor_parallel": 2}, Verdict.CANNOT_SPAN, "cannot span 2 devices (tensor_parallel), at most 1 per model"),
+    ({"max_devices_per_model": 2}, {"tensor_parallel": 2}, Verdict.TOO_FEW_DEVICES, "needs 2 devices, has 1"),
     (
         {},
         {"min_device_vram_mb": 40 * 1024},

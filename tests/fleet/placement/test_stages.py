@@ -133,7 +133,7 @@ def test_names_the_setting_that_a_node_cannot_satisfy(node: Make, fleet: Make, s
 @pytest.mark.parametrize(
     ("other", "problem"),
     [
-        ({"min_devices": 2}, "`m` has min_devices and pipeline_parallel"),
+        ({"tensor_parallel": 2}, "`m` has tensor_parallel and pipeline_parallel"),
         ({"nodes": ("a", "b"), "harness": "vllm"}, "has `nodes` and pipeline_parallel"),
     ],
 )

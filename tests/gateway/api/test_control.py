@@ -248,16 +248,6 @@ async def test_sleeping_model_is_reported_on_every_route_and_wakes_for_a_request
     assert beast.load_requests[0].devices == (0,)
 
 
-async def test_unload_accepts_the_former_name_of_sleep(neurons: StartNeuron, start_gateway: StartGateway) -> None:
-    beast = await neurons("beast", sizes={"a": 2 * GB}, states={"a": READY}, has_host_memory=True)
-    client = await start_gateway(beast)
-    status, _ = await client.post("/fleet/models/a/unload", {"park": True, "sleep": True})
-    assert status == 400
-    status, _ = await client.post("/fleet/models/a/unload", {"park": True})
-    assert status == 200
-    assert beast.unload_requests[0].sleep
-
-
 async def test_evicted_model_sleeps_if_the_node_has_host_memory_else_unloads(
     neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:

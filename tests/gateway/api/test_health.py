@@ -13,7 +13,7 @@ from cortex.fleet.topology import Node
 from cortex.gateway.api.health import GatewayHealth
 from cortex.gateway.config import Config
 from cortex.gateway.ledger.keys import generate
-from cortex.tasks import Supervisor
+from cortex.system.tasks import Supervisor
 from cortex.wire.node.protocol import ModelState
 
 from ...waiting import WAIT_S

@@ -16,9 +16,9 @@ from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.rules import EvictionRules
 from cortex.gateway.config import Config
 from cortex.gateway.ledger.keys import generate
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.orders import HubRepository, HubVariant
 from cortex.wire.node.protocol import ModelState, PullStatus
-from cortex.wire.node.sampling import SamplingDefaults
 
 from ...waiting import WAIT_S
 from ..fake_neuron import GB

@@ -37,7 +37,7 @@ def node(name: str, tokens: int, state: ModelState = ModelState.COLD) -> Node:
 
 
 def described(*nodes: Node, context: int | None = None) -> dict[str, Any]:
-    return entry(Fleet(nodes=nodes), ModelSpec(id="m", context=context), lambda _: (), 0)
+    return entry(Fleet(nodes=nodes), ModelSpec(id="m", context_tokens=context), lambda _: (), 0)
 
 
 @pytest.mark.parametrize(("context", "expected"), [(None, FULL), (8192, 8192), (200_000, FULL)])

@@ -29,7 +29,7 @@ def test_requests_for_a_cold_model_wait_for_one_load() -> None:
 
 def test_load_says_how_the_model_is_divided() -> None:
     for spec, expected in (
-        (ModelSpec(id="a", min_devices=2), (2, 1)),
+        (ModelSpec(id="a", tensor_parallel=2), (2, 1)),
         (ModelSpec(id="a", pipeline_parallel=2), (1, 2)),
         (ModelSpec(id="a"), (1, 1)),
     ):

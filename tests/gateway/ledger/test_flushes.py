@@ -16,7 +16,7 @@ from cortex.gateway.ledger.keys import Keyring, NewKey, generate
 from cortex.gateway.ledger.ledger import Ledger
 from cortex.gateway.ledger.meter import KeyedMeter, Meter
 from cortex.gateway.ledger.store import Store, open_store
-from cortex.tasks import Supervisor
+from cortex.system.tasks import Supervisor
 
 from ...waiting import WAIT_S
 from .metered_requests import NOW, Clock, admit, opened, settle

@@ -12,8 +12,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cortex.foreign.embeddings import MAX_VECTOR_BYTES, FloatVectors
 from cortex.gateway.ledger.keys import generate
-from cortex.gateway.proxy.float_vectors import MAX_VECTOR_BYTES, FloatVectors
 from cortex.http.upstream.faults import MalformedResponse, ResponseTooLarge
 from cortex.wire.node.headers import AS_BASE64, VECTORS
 from cortex.wire.node.protocol import Capabilities

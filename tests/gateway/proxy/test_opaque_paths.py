@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
-from cortex.fleet.topology import ModelOnNode
+from cortex.fleet.topology import Abilities, ModelOnNode
 from cortex.gateway.dispatch.leases import Lease
-from cortex.gateway.proxy.opaque.body import OpaqueBody
 from cortex.gateway.proxy.opaque.inference import OpaqueInference
+from cortex.gateway.proxy.outgoing_body import OpaqueBody
 from cortex.http.request import Request
 from cortex.wire.errors import ModelNotFound
 
@@ -50,7 +50,7 @@ def test_path_without_a_model_is_not_found() -> None:
 def test_each_attempt_has_the_path_for_its_kind_of_node() -> None:
     body = OpaqueBody(request("/upstream/org/m/v1/x"), "org/m", "/v1/x")
     node = Lease("node", "org/m", ModelOnNode("node", "org/m"))
-    foreign = Lease("foreign", "org/m", ModelOnNode("foreign", "org/m"), has_lifecycle=False)
+    foreign = Lease("foreign", "org/m", ModelOnNode("foreign", "org/m"), Abilities(False, False))
     targets = []
     for lease in (foreign, node, foreign):
         assert body.choose(lease)

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import pytest
 
-from cortex.fleet.topology import ModelOnNode
+from cortex.fleet.topology import Abilities, ModelOnNode
 from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.dispatch.nodes.poller import FOREIGN_DIALECTS
 from cortex.gateway.ledger.keys import generate
 from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
 from cortex.gateway.proxy.outgoing_body import MOST_UNASKED_TOKENS, OutgoingBody, choice_limit
-from cortex.gateway.proxy.routes import CHAT, MESSAGES, Route
+from cortex.gateway.proxy.routes import CHAT, MESSAGES, InferenceRoute
 from cortex.parsing import envelope as envelopes
 from cortex.parsing.parser import BodyParser
 from cortex.wire.errors import InvalidValue
-from cortex.wire.facts import Facts
+from cortex.wire.request_summary import RequestSummary
 
 from ...picture_files import data_url, picture
 from ..fake_neuron import GB
@@ -69,7 +69,7 @@ async def test_prompt_with_more_bytes_than_the_context_has_tokens_gets_a_respons
 ) -> None:
     alice = generate("alice", balance_tokens=BALANCE)
     ledger, meter = await opened(str(tmp_path / "ledger.db"), alice)
-    facts = Facts("a", False, limit, 1)
+    facts = RequestSummary("a", False, limit, 1)
     reservation = meter.admit(meter.key(bearer(alice)), 10_000, facts, lambda _: 8192)
     assert choice_limit(reservation, facts, 10_000) == limit
     reservation.cancel()
@@ -94,14 +94,14 @@ async def test_texts_beyond_the_budget_are_not_sent(
 async def test_choice_without_a_limit_gets_no_more_than_servers_accept(tmp_path: Path) -> None:
     alice = generate("alice", balance_tokens=BALANCE)
     ledger, meter = await opened(str(tmp_path / "ledger.db"), alice)
-    facts = Facts("a", False, None, 1)
+    facts = RequestSummary("a", False, None, 1)
     reservation = meter.admit(meter.key(bearer(alice)), 200, facts)
     assert choice_limit(reservation, facts, 200) == MOST_UNASKED_TOKENS
     reservation.cancel()
     await ledger.close()
 
 
-def outgoing(route: Route, body: bytes) -> OutgoingBody:
+def outgoing(route: InferenceRoute, body: bytes) -> OutgoingBody:
     admitted = SimpleNamespace(model="m", key=None, reservation=SimpleNamespace(token_limit=None))
     envelope = envelopes.read_relayed(body, route.dialect, generates=True, strip_billing=False).envelope
     exchange = SimpleNamespace(request=SimpleNamespace(client="alice"))
@@ -109,12 +109,12 @@ def outgoing(route: Route, body: bytes) -> OutgoingBody:
     return OutgoingBody(cast("ReceivedRequest", received), cast("AdmittedRequest", admitted), None)
 
 
-def lease(*, has_lifecycle: bool) -> Lease:
-    dialects = (*FOREIGN_DIALECTS, "anthropic_messages") if has_lifecycle else FOREIGN_DIALECTS
-    return Lease("n", "m", ModelOnNode("n", "m"), dialects, has_lifecycle)
+def lease(*, is_ours: bool) -> Lease:
+    dialects = (*FOREIGN_DIALECTS, "anthropic_messages") if is_ours else FOREIGN_DIALECTS
+    return Lease("n", "m", ModelOnNode("n", "m"), Abilities(is_ours, is_ours, dialects=dialects))
 
 
-def picture_body(route: Route, url: str, num_padding: int = 0) -> bytes:
+def picture_body(route: InferenceRoute, url: str, num_padding: int = 0) -> bytes:
     if route is CHAT:
         part: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
     else:
@@ -124,11 +124,11 @@ def picture_body(route: Route, url: str, num_padding: int = 0) -> bytes:
 
 
 @pytest.mark.parametrize("route", [CHAT, MESSAGES], ids=["relayed", "translated"])
-def test_foreign_server_gets_no_address_of_a_picture(route: Route) -> None:
+def test_foreign_server_gets_no_address_of_a_picture(route: InferenceRoute) -> None:
     body = outgoing(route, picture_body(route, "https://10.0.0.1/x.png"))
-    assert body.choose(lease(has_lifecycle=True))
+    assert body.choose(lease(is_ours=True))
     assert body.made()[1] == picture_body(route, "https://10.0.0.1/x.png"), "our own nodes reject it themselves"
-    assert body.choose(lease(has_lifecycle=False))
+    assert body.choose(lease(is_ours=False))
     with pytest.raises(InvalidValue, match=r"address|may not fetch"):
         body.made()
 
@@ -136,9 +136,9 @@ def test_foreign_server_gets_no_address_of_a_picture(route: Route) -> None:
 async def test_large_body_for_a_foreign_server_is_written_elsewhere() -> None:
     body = outgoing(CHAT, picture_body(CHAT, data_url(picture(8, 8)), 200_000))
     parser = BodyParser()
-    assert not body.choose(lease(has_lifecycle=False))
+    assert not body.choose(lease(is_ours=False))
     await body.prepare(parser)
-    assert body.choose(lease(has_lifecycle=False))
+    assert body.choose(lease(is_ours=False))
     assert body.made()[1] == picture_body(CHAT, data_url(picture(8, 8)), 200_000)
-    assert body.choose(lease(has_lifecycle=True)), "our own nodes get the client's bytes"
+    assert body.choose(lease(is_ours=True)), "our own nodes get the client's bytes"
     await parser.close()

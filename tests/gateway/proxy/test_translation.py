@@ -153,6 +153,21 @@ async def test_foreign_error_is_reported_in_the_clients_dialect(
     assert (got, response["type"], response["error"]) == (expected, "error", {"type": kind, "message": "because"})
 
 
+async def test_client_gets_a_stream_from_a_foreign_node_that_does_not_stream(foreign: Foreign) -> None:
+    node, client = foreign
+
+    async def whole(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await tool_response(node, request, body | {"stream": False})
+
+    node.respond = whole
+    sdk = anthropic.AsyncAnthropic(base_url=client.url, api_key="x", max_retries=0)
+    messages: list[Any] = [{"role": "user", "content": "Weather in Oslo?"}]
+    async with sdk.messages.stream(model="m", max_tokens=100, messages=messages) as events:
+        message = await events.get_final_message()
+    assert [block.type for block in message.content] == ["text", "tool_use"]
+    assert message.usage.output_tokens == 3
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_garbage_from_a_foreign_node_is_an_error(foreign: Foreign, stream: bool) -> None:
     node, client = foreign

@@ -16,7 +16,7 @@ from cortex.gateway.responses import tables
 from cortex.gateway.responses.background import LOST_AFTER_S, current_body
 from cortex.gateway.responses.response_object import head_of
 from cortex.gateway.responses.tables import StoredResponse
-from cortex.http.server import held_end
+from cortex.http.server import deferred_end as held_end
 
 from ...waiting import NEVER_S, WAIT_S
 from ..fake_neuron import FakeNeuron

@@ -16,9 +16,9 @@ from cortex.gateway.ledger import keys
 from cortex.gateway.responses import conversation_tables, tables
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import NewResponse
-from cortex.http.server import held_end
+from cortex.http.server import deferred_end as held_end
 from cortex.parsing import items as stored_items
-from cortex.tasks import Supervisor
+from cortex.system.tasks import Supervisor
 from cortex.wire.errors import InvalidValue
 
 from ...waiting import WAIT_S

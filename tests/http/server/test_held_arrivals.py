@@ -8,8 +8,7 @@ import socket
 
 import pytest
 
-from cortex.http.server.held_arrivals import hold_arrivals
-from cortex.http.server.listener import listen
+from cortex.http.server.listener import hold_arrivals, listen
 from cortex.http.server.server import Server
 from cortex.http.ticker import Ticker
 

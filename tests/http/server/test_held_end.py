@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from cortex.http.request import Request
-from cortex.http.server import held_end
+from cortex.http.server import deferred_end as held_end
+from cortex.http.server.deferred_end import DeferredEnd
 from cortex.http.server.exchange import Exchange, ResponseTransport
-from cortex.http.server.held_end import HeldEnd
 
 from ...waiting import WAIT_S
 
@@ -38,10 +38,10 @@ class RecordedConnection:
         self.ends.append("aborted")
 
 
-def begun(max_bytes: int = 1000) -> tuple[RecordedConnection, Exchange, HeldEnd]:
+def begun(max_bytes: int = 1000) -> tuple[RecordedConnection, Exchange, DeferredEnd]:
     connection = RecordedConnection()
     exchange = Exchange(Request(b"POST", b"/v1/responses", b"", (), b"", "127.0.0.1"), connection)
-    held = HeldEnd.of(exchange, max_bytes)
+    held = DeferredEnd.of(exchange, max_bytes)
     exchange.start(200, (), None, b"first")
     return connection, exchange, held
 

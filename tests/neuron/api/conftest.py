@@ -27,6 +27,7 @@ from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.neuron.text.tokenizer.local import read_text
 from cortex.wire.errors import CortexError, ModelInUse, ModelNotFound
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.orders import DeletedFiles, FilesRequest, HubRepository, LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import (
     Capabilities,
@@ -40,7 +41,6 @@ from cortex.wire.node.protocol import (
     NodeEvent,
     PullStatus,
 )
-from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.packed_request import PackedRequest, unpack
 from cortex.wire.prompt_overflow import prompt_too_long
 

@@ -10,11 +10,11 @@ import pytest
 from aiohttp import ClientError, ClientSession
 
 from cortex.http.limits import ClientLimits
+from cortex.http.tls import client_context
 from cortex.neuron.api.access import NodeKeys, read_keys
 from cortex.neuron.api.server import Front, client_limits
 from cortex.neuron.config import Limits, NeuronConfig
 from cortex.settings import Listen, SettingsError
-from cortex.tls import client_context
 
 from ...waiting import WAIT_S
 from .served import served

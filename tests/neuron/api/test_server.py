@@ -18,7 +18,7 @@ import openai
 import pytest
 from aiohttp import ClientSession
 
-from cortex.exits import ExitCode
+from cortex.system.exits import ExitCode
 from cortex.wire.sse import Parser
 
 from ...ports import free_port

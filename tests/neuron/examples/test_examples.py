@@ -145,7 +145,7 @@ def test_example_catalogue_fits_the_fleet_that_it_names_without_an_eviction(star
         spec = specs.spec(model_id)
         source = spec.source or spec.id
         _, num_bytes = selection(start_hub, source, spec.quant)
-        model = KnownModel(id=spec.id, source=source, quant=spec.quant, context_tokens=spec.context)
+        model = KnownModel(id=spec.id, source=source, quant=spec.quant, context_tokens=spec.context_tokens)
         nodes = []
         for name, card in cards.items():
             need = footprint(model, source, card.total_bytes, tmp_path / f"{number}-{name}", num_bytes)

@@ -17,15 +17,15 @@ import msgspec
 from lasting_workers import lasting_workers
 
 from cortex.neuron.config import NeuronConfig
+from cortex.neuron.node.dependencies import NodeDependencies
 from cortex.neuron.node.loading.files import find_local
 from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.node import Node
-from cortex.neuron.node.parts import Parts
 from cortex.neuron.node.survey_process.reading import Read, read_facts
 from cortex.neuron.text.model import TextModel, TextSurvey
 from cortex.neuron.worker.backoff import BackoffPolicy
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.protocol import Capabilities
-from cortex.wire.node.sampling import SamplingDefaults
 
 CONFIG = {
     "model_type": "llama",
@@ -108,10 +108,10 @@ class LocalSurveys:
         pass
 
 
-def parts(**changes: Any) -> Parts:
+def parts(**changes: Any) -> NodeDependencies:
     """The real node but for the engine, the survey process and the tokenizer, and impatient."""
     find = changes.pop("find_local", find_local)
-    return Parts(
+    return NodeDependencies(
         **{
             "make_workers": partial(lasting_workers, "faulty_engine:load"),
             "open_text": PlainText,

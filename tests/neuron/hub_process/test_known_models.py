@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cortex.cli.up.choice import chosen
+from cortex.cli.up.command import chosen
 from cortex.fleet.known_models import KNOWN_MODELS, known_model
 from cortex.neuron.weights.hub.selection import select
 

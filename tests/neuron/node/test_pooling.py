@@ -17,8 +17,8 @@ import transformers
 from tokenizers import Tokenizer
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
+from cortex.neuron.node.dependencies import NodeDependencies
 from cortex.neuron.node.node import Node
-from cortex.neuron.node.parts import Parts
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.node.headers import AS_BASE64, PRINCIPAL, TOKEN_LIMIT, VECTORS
 from cortex.wire.node.orders import UnloadRequest
@@ -52,7 +52,7 @@ async def serving(tmp_path: Path, workers: WorkerFactory) -> AsyncIterator[Serve
         ModelEntry(id="chat", source=write_source(tmp_path / "chat", seed=1), context_tokens=512),
     )
     config = NeuronConfig(models=models, limits=Limits(max_num_seqs=8, sleep_mb=64), drain_s=1.0)
-    node = await Node.start(config, Parts(make_workers=lambda: workers))
+    node = await Node.start(config, NodeDependencies(make_workers=lambda: workers))
     try:
         async with served(node) as (host, port), aiohttp.ClientSession() as http:
             yield Served(node, f"http://{host}:{port}", http, tmp_path)

@@ -1,6 +1,6 @@
 import pytest
 
-from cortex.neuron.node.throughput import Throughput
+from cortex.neuron.node.instance import Throughput
 
 
 def stream(throughput: Throughput, first_s: float, num_tokens: int, step_s: float) -> float:

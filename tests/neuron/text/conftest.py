@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from cortex.cache_folder import cache_folder
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.tokenizer.library import LibraryTokenizer
 from cortex.neuron.text.tokenizer.local import LocalEncoder, read_text
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer as TextTokenizer
+from cortex.system.cache_folder import cache_folder
 
 TEMPLATES = Path(__file__).parent / "templates"
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")

@@ -20,7 +20,7 @@ from cortex.neuron.text.tokenizer.local import text_of_gguf
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.wire.errors import ContextLengthExceeded, InvalidValue
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallStart
-from cortex.wire.node.sampling import SamplingDefaults
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.requests import (
     GenerateRequest,
     Message,

@@ -18,8 +18,7 @@ import pytest
 
 from cortex.wire.dialects.openai_chunks import SYSTEM_FINGERPRINT
 from cortex.wire.dialects.registry import DIALECTS, ROUTES
-from cortex.wire.error_codes import BY_CODE
-from cortex.wire.error_encoding import envelope, headers, status
+from cortex.wire.error_encoding import BY_CODE, envelope, headers, status
 from cortex.wire.errors import Family, InvalidValue, Overloaded, Recovering
 from cortex.wire.events import (
     AnyEvent,

@@ -5,9 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from cortex.wire.node.load_options import LoadOptions
+from cortex.wire.node.load_options import PlacedOptions, SamplingDefaults
 from cortex.wire.node.orders import LoadRequest
-from cortex.wire.node.sampling import SamplingDefaults
 
 
 @pytest.mark.parametrize(
@@ -29,12 +28,12 @@ from cortex.wire.node.sampling import SamplingDefaults
 def test_what_is_given_is_preferred_to_the_base(
     given: dict[str, Any], base: dict[str, Any], merged: dict[str, Any]
 ) -> None:
-    assert LoadOptions(**given).over(LoadOptions(**base)) == LoadOptions(**merged)
+    assert PlacedOptions(**given).over(PlacedOptions(**base)) == PlacedOptions(**merged)
 
 
 def test_fields_that_the_base_does_not_have_are_left_out() -> None:
     request = LoadRequest(model_id="a", max_bytes=5, context_tokens=512)
-    assert request.over(LoadOptions(quant="q4_k")) == LoadOptions(quant="q4_k", context_tokens=512)
+    assert request.over(PlacedOptions(quant="q4_k")) == PlacedOptions(quant="q4_k", context_tokens=512)
 
 
 def test_request_on_the_wire_names_only_what_it_gives() -> None:

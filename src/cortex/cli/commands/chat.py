@@ -2,25 +2,127 @@
 
 from __future__ import annotations
 
+import base64
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 from urllib.parse import quote
 
 import click
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.text import Text
 
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, for_terminal, rate
-from cortex.cli.pictures import content, read_picture
-from cortex.cli.views.response import ResponseView
+from cortex.wire.pictures.header import UnreadablePicture, read_header
 from cortex.wire.words import plural
+
+FENCES = ("```", "~~~")
+
+
+def complete_blocks(text: str) -> tuple[str, str]:
+    """The leading Markdown blocks of `text` that no further text can change, and the rest.
+
+    Blocks end at a blank line outside of a code fence. A list may continue after one: its items are then separate
+    lists, which look the same.
+    """
+    end, position, fence = 0, 0, None
+    for line in text.splitlines(keepends=True):
+        position += len(line)
+        stripped = line.strip()
+        if fence is not None:
+            if stripped.startswith(fence):
+                fence = None
+        elif stripped.startswith(FENCES):
+            fence = stripped[:3]
+        elif not stripped and line.endswith("\n"):
+            end = position
+    return text[:end], text[end:]
+
+
+class ResponseView:
+    """Shows a response on `console`. A context manager: what is left is shown at the end, also after Ctrl-C.
+
+    On a terminal, finished blocks are rendered. Elsewhere the text is printed as it is.
+    """
+
+    def __init__(self, console: Console, notice: str) -> None:
+        self._console = console
+        self._status = console.status(Text(notice, style="dim")) if console.is_terminal else None
+        self._pending = ""
+        self._ends_open = False
+        """The last thing printed was not a whole line."""
+
+    def __enter__(self) -> Self:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end_line()
+        self._print_blocks(self._pending)
+        if self._status is not None:
+            self._status.stop()
+
+    def show(self, text: str, *, is_reasoning: bool) -> None:
+        """Add to the response."""
+        if self._status is None:
+            self._print(text, None)
+        elif is_reasoning:
+            self._status.stop()
+            self._print(text, "dim")
+        else:
+            self._end_line()
+            blocks, self._pending = complete_blocks(self._pending + text)
+            self._print_blocks(blocks)
+            self._status.update(Text(self._pending.strip().rpartition("\n")[2][-60:], style="dim"))
+            self._status.start()
+
+    def _print_blocks(self, text: str) -> None:
+        if text.strip():
+            self._console.print(Markdown(text))
+
+    def _print(self, text: str, style: str | None) -> None:
+        self._console.print(text, end="", soft_wrap=True, style=style)
+        self._ends_open = not text.endswith("\n")
+
+    def _end_line(self) -> None:
+        if self._ends_open:
+            self._console.print()
+            self._ends_open = False
+
+
+Content = str | list[dict[str, Any]]
+
+
+def read_picture(path: Path) -> dict[str, Any]:
+    """The part of a message with the picture at `path`. Raises CommandError for a file that is none."""
+    try:
+        file = path.expanduser().read_bytes()
+        header = read_header(file)
+    except OSError as error:
+        raise CommandError(
+            f"cannot read {path}: {error.strerror}", "check the path of the picture", ExitCode.USAGE
+        ) from error
+    except UnreadablePicture as problem:
+        raise CommandError(f"{path} is no picture that can be sent: {problem}", "", ExitCode.USAGE) from None
+    url = f"data:{header.media_type};base64,{base64.b64encode(file).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def content(text: str, pictures: Sequence[dict[str, Any]]) -> Content:
+    """The content of a message: pictures first, as models are trained."""
+    return [*pictures, {"type": "text", "text": text}] if pictures else text
+
 
 HELP = """\
 /help            show this list

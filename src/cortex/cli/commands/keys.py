@@ -17,7 +17,7 @@ from urllib.parse import quote
 import click
 import msgspec
 
-from cortex import private_file, settings
+from cortex import settings
 from cortex.cli.client import GatewayClient, gateway_options
 from cortex.cli.failures import CommandError, ExitCode, Group, check_environment
 from cortex.cli.ledger_source import ask, configuration, ledger
@@ -31,6 +31,7 @@ from cortex.gateway.ledger.key_store import KeyConflict, KeysInForce, StoredKeys
 from cortex.gateway.ledger.keys import KeySection, as_toml, generate
 from cortex.gateway.ledger.limits import MINUTE_S
 from cortex.gateway.ledger.store import read_counters
+from cortex.system import private_file
 from cortex.wire.words import duration, os_error_in_words, plural
 
 _REMOVABLE = (

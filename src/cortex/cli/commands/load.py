@@ -59,7 +59,6 @@ def pin(model: str, node: str | None, dry_run: bool, wait: bool, gateway: Gatewa
     "--sleep", is_flag=True, help="Keep the weights in host memory if there is room; it wakes faster than it loads."
 )
 @click.option("-y", "--yes", is_flag=True, help="Unload it even if it is pinned, and unpin it.")
-@click.option("--park", is_flag=True, hidden=True, help="Former name of --sleep.")
 @click.option("--dry-run", is_flag=True, help="Show where it would be unloaded, and what runs there; change nothing.")
 @wait_option
 @gateway_options
@@ -70,7 +69,6 @@ def unload(
     force: bool,
     sleep: bool,
     yes: bool,
-    park: bool,
     dry_run: bool,
     wait: bool,
     gateway: GatewayClient,
@@ -80,12 +78,10 @@ def unload(
 
     Waits for running requests unless --force is given. Asks before it unloads a pinned model.
     """
-    if park:
-        click.echo("cortex: --park is now called --sleep", err=True)
     if dry_run:
         _preview_unload(gateway, model, node, as_json)
         return
-    body = _body(node=node, force=force or None, sleep=sleep or park or None, unpin=yes or None, wait=False)
+    body = _body(node=node, force=force or None, sleep=sleep or None, unpin=yes or None, wait=False)
     response = _post_unload(gateway, model, body)
     if wait:
         response["job"] = _ended(gateway, response)

@@ -11,7 +11,7 @@ from cortex.cli.commands.files import start_pull
 from cortex.cli.failures import Command, CommandError
 from cortex.cli.model_name import MODEL
 from cortex.cli.views.jobs import follow
-from cortex.quant_names import is_same_quant
+from cortex.formats.quant_names import is_same_quant
 from cortex.wire.model_names import split_quant
 from cortex.wire.node.protocol import ModelState
 

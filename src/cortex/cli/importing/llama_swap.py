@@ -2,16 +2,104 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any
 
 from cortex.cli.importing import server_command
-from cortex.cli.importing.macros import OURS, MacroProblem, expanded
-from cortex.cli.importing.toml_text import comment, table
 from cortex.wire.errors import shorten
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def table(header: str, values: Mapping[str, Any]) -> str:
+    """A table, or an entry of an array of tables, such as `[[models]]`."""
+    return "\n".join([header, *(f"{_key(name)} = {_value(value)}" for name, value in values.items())]) + "\n"
+
+
+def comment(text: str) -> str:
+    return "".join(f"# {line}\n" if line else "#\n" for line in text.splitlines())
+
+
+def _key(name: str) -> str:
+    return name if _BARE.fullmatch(name) else _text(name)
+
+
+def _value(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return _text(value)
+        case int() | float():
+            return str(value)
+        case date():  # which YAML reads where JSON has a text
+            return _text(value.isoformat())
+        case Mapping():
+            inner = ", ".join(f"{_key(str(name))} = {_value(each)}" for name, each in value.items())
+            return f"{{ {inner} }}" if inner else "{}"
+        case Sequence():
+            return f"[{', '.join(map(_value, value))}]"
+    raise TypeError(f"TOML has no {type(value).__name__}")
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+_MACRO = re.compile(r"\$\{([^}]*)\}")
+OURS = ("PORT", "MODEL_ID", "PID")
+"""Those that a node replaces itself, under the same names."""
+
+
+class MacroProblem(ValueError):
+    """A macro that is not defined, or refers to itself."""
+
+
+def expanded(value: Any, macros: Mapping[str, Any], kept: Mapping[str, str | None]) -> Any:
+    """`value` with its macros replaced, in texts at any depth. `kept`: names that stay as they are (None), or that have
+    this value. A text that is one macro gets the macro's value with its type. Raises MacroProblem."""
+    return _Expander(macros, kept).value(value, ())
+
+
+class _Expander:
+    def __init__(self, macros: Mapping[str, Any], kept: Mapping[str, str | None]) -> None:
+        self._macros = macros
+        self._kept = kept
+
+    def value(self, value: Any, inside: tuple[str, ...]) -> Any:
+        match value:
+            case str():
+                whole = _MACRO.fullmatch(value)
+                if whole is not None and whole[1] in self._macros and whole[1] not in inside:
+                    return self.value(self._macros[whole[1]], (*inside, whole[1]))
+                return _MACRO.sub(lambda found: self._text(found[1], inside), value)
+            case list():
+                return [self.value(each, inside) for each in value]
+            case dict():
+                return {self._key(name, inside): self.value(each, inside) for name, each in value.items()}
+        return value
+
+    def _key(self, name: Any, inside: tuple[str, ...]) -> str:
+        return str(self.value(str(name), inside))
+
+    def _text(self, name: str, inside: tuple[str, ...]) -> str:
+        if name in inside:
+            raise MacroProblem(f"the macro ${{{name}}} refers to itself")
+        if name in self._macros:
+            value = self.value(self._macros[name], (*inside, name))
+            return str(value).lower() if isinstance(value, bool) else str(value)
+        if name in self._kept:
+            given = self._kept[name]
+            return f"${{{name}}}" if given is None else given
+        if name.startswith("env."):
+            return f"${{{name}}}"
+        raise MacroProblem(f"the macro ${{{name}}} is not defined")
+
 
 _NODE = "local"
 _MIN_HEALTH_S = 15.0
@@ -129,7 +217,7 @@ def _model(model_id: str, raw: Any, data: Mapping[str, Any], note: Any) -> _Mode
     else:
         noted("its memory is unknown before the first load; add `memory_mb` to its harness in neuron.toml")
     if server.context_tokens is not None:
-        entry["context_tokens"] = spec["context"] = server.context_tokens
+        entry["context_tokens"] = spec["context_tokens"] = server.context_tokens
     if server.replaced_port is not None:
         noted(f"the port {server.replaced_port} of its cmd is now ${{PORT}}, which the node chooses")
     elif not server.has_port and not any(server_command.PORT in value for value in env.values()):
@@ -176,7 +264,7 @@ def _environment(lines: Iterable[str], entry: dict[str, Any], spec: dict[str, An
         if all(part.isdigit() for part in indices):
             entry["devices"] = [int(part) for part in indices]
             if len(indices) > 1:
-                entry["tensor_parallel"] = spec["min_devices"] = len(indices)
+                entry["tensor_parallel"] = spec["tensor_parallel"] = len(indices)
         else:
             noted(f"{name}={value} is left out: give the indices of `neuron discover` as `devices` in neuron.toml")
     return env

@@ -20,8 +20,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from cortex.cache_folder import cache_folder
 from cortex.cli.failures import CommandError, ExitCode
+from cortex.system.cache_folder import cache_folder
 
 
 @dataclass(frozen=True, slots=True)

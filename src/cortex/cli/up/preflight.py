@@ -7,7 +7,7 @@ import socket
 
 from cortex.cli.failures import CommandError, ExitCode
 from cortex.cli.up.run_files import Ports
-from cortex.engine_packages import REMEDY, missing_packages
+from cortex.system.engine_packages import REMEDY, missing_packages
 
 
 def require_engine(alternative: str = "") -> None:

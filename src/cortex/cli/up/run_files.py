@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cortex.cache_folder import cache_folder
 from cortex.cli.up.sources import ModelSource
+from cortex.system.cache_folder import cache_folder
 
 LOCAL_NODE = "local"
 DRAIN_S = 1.5

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cortex.cli.failures import CommandError, ExitCode
 from cortex.fleet.known_models import AmbiguousName, KnownModel, known_model, nearest_names
-from cortex.quant_names import at_load, label_in
+from cortex.formats.quant_names import at_load, label_in
 from cortex.wire.node.load_options import is_path
 
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?P<revision>@[\w./-]+)?(?::(?P<quant>\w[\w.-]*))?")

@@ -13,7 +13,7 @@ from cortex.cli.client import GatewayClient, GatewayRejected
 from cortex.cli.failures import CommandError
 from cortex.cli.output import PlainConsole, size
 from cortex.cli.views.progress import ProgressView
-from cortex.wire.error_codes import from_code
+from cortex.wire.error_encoding import from_code
 from cortex.wire.words import duration
 
 POLL_S = 0.25

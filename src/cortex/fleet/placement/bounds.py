@@ -99,7 +99,7 @@ def node_room(node: Node) -> _NodeRoom:
         bool(rooms)
         and node.healthy
         and not node.draining
-        and node.has_lifecycle
+        and node.takes_orders
         and "torch" in node.harnesses
         and not (node.reservations or may_be_leaving or node.raised_needs),
         may_be_leaving,
@@ -258,4 +258,4 @@ def _may_wake(spec: ModelSpec, node: Node, held: Residency | None) -> bool:
 def _is_divided(spec: ModelSpec, held: Residency | None) -> bool:
     """Whether it takes several devices wherever it is loaded."""
     is_divided = held is not None and (held.status.num_devices > 1 or bool(held.status.stage_layers))
-    return is_divided or spec.min_devices > 1 or spec.pipeline_parallel > 1
+    return is_divided or spec.tensor_parallel > 1 or spec.pipeline_parallel > 1

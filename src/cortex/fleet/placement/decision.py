@@ -48,7 +48,7 @@ class Verdict(StrEnum):
     TOO_SMALL = "too_small"
     TOO_FEW_DEVICES = "too_few_devices"
     CANNOT_SPAN = "cannot_span"
-    """The model must span more devices (`min_devices`) than the node supports for one model."""
+    """The model must span more devices (`tensor_parallel`) than the node supports for one model."""
     WRONG_HARNESS = "wrong_harness"
     MANUAL = "manual"
     """Only the operator loads it."""

@@ -92,7 +92,7 @@ def protected(
     """Why `held` must not be evicted for `newcomer`; `None` when it may. Lasting reasons come before temporary ones."""
     if held.state is ModelState.UNLOADING:
         return None if is_leaving(held, node) else Protection.CHANGING
-    if not node.has_lifecycle:
+    if not node.takes_orders:
         return Protection.UNMANAGED
     spec = fleet.catalogue.spec(held.model_id)
     if held.pinned or spec.is_pinned_on(node.name):
@@ -202,7 +202,7 @@ def expired(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
     """
     found = []
     for node in fleet.nodes:
-        if not (node.healthy and node.has_lifecycle):
+        if not (node.healthy and node.takes_orders):
             continue
         for held in node.active:
             status = held.status
@@ -220,7 +220,7 @@ def over_ceilings(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
     as few as bring the rest within it. None where that would not suffice; busy models end their requests first."""
     found: list[ModelOnNode] = []
     for node in fleet.nodes:
-        if not (node.healthy and node.has_lifecycle and (excess := _excess(node))):
+        if not (node.healthy and node.takes_orders and (excess := _excess(node))):
             continue
         if not node.reservations and not any(held.state is ModelState.UNLOADING for held in node.active):
             devices = whole_ledger(node)
@@ -257,7 +257,7 @@ def _idle_occupant(held: Residency, devices: Sequence[DeviceLedger], fleet: Flee
 
 def due_for_recycling(node: Node, rules: EvictionRules) -> bool:
     """Whether the node's workers should be replaced: enough loads since the last time, and the node is idle."""
-    return 0 < rules.defrag_after_cycles <= node.num_loads and node.has_lifecycle and node.healthy and node.is_idle
+    return 0 < rules.defrag_after_cycles <= node.num_loads and node.takes_orders and node.healthy and node.is_idle
 
 
 def occupies(held: Residency, node: Node) -> bool:

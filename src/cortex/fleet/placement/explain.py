@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from cortex.units import gib
+from cortex.formats.units import gib
 from cortex.wire.errors import (
     CortexError,
     Draining,

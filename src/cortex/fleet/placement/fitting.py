@@ -11,7 +11,7 @@ import msgspec
 from cortex.fleet.catalogue import MEBIBYTE, ModelSpec
 from cortex.fleet.memory import DeviceLedger, Need, ledger
 from cortex.fleet.topology import Fleet, ModelOnNode, Node
-from cortex.units import gib
+from cortex.formats.units import gib
 from cortex.wire.node.contexts import AGENT_TOKENS, tolerated
 from cortex.wire.node.protocol import ModelState, ModelStatus
 from cortex.wire.words import plural
@@ -47,14 +47,14 @@ class Fitting:
     ) -> None:
         """`need`: `None` where its size is unknown. `leaving`: what is evicted for it on other nodes."""
         held = node.residencies.get(spec.id)
-        count = max(spec.min_devices, spec.pipeline_parallel)
+        count = max(spec.tensor_parallel, spec.pipeline_parallel)
         self._stage_layers: tuple[int, ...] = ()
         if held is not None:
             count, self._stage_layers = max(count, held.status.num_devices), held.status.stage_layers
         self._by_layers = spec.pipeline_parallel > 1 or bool(self._stage_layers)
         self._num_layers = sum(self._stage_layers) or MOST_LAYERS
-        if count > spec.min_devices:
-            spec = msgspec.structs.replace(spec, min_devices=count, pipeline_parallel=1)
+        if count > spec.tensor_parallel:
+            spec = msgspec.structs.replace(spec, tensor_parallel=count, pipeline_parallel=1)
         self._spec, self._node, self._fleet, self._need = spec, node, fleet, need
         self._held = held
         self._devices = ledger(node, newcomer=spec.id)
@@ -107,7 +107,7 @@ class Fitting:
         by_layers, num_layers = self._by_layers, self._num_layers
         limit = node.max_devices_per_model
         count = _device_count(spec, candidates, size, limit=limit, by_layers=by_layers, num_layers=num_layers)
-        division = None if size is None else Division(size, count or spec.min_devices, by_layers, num_layers)
+        division = None if size is None else Division(size, count or spec.tensor_parallel, by_layers, num_layers)
         found = _find_room(
             spec,
             node,
@@ -189,7 +189,9 @@ def _context(spec: ModelSpec, need: Need | None, size: int | None, room: Room) -
         is_short = need is not None and size is not None and need.is_short(max(size, _room_bytes(room)))
         # What is not known here is decided by the node. An operator who gave the size has decided it.
         is_decided = is_short or spec.vram_bytes is not None
-        return _Context(least_tokens=1 if is_decided else tolerated(spec.context or AGENT_TOKENS), is_short=is_short)
+        return _Context(
+            least_tokens=1 if is_decided else tolerated(spec.context_tokens or AGENT_TOKENS), is_short=is_short
+        )
     tokens, full_tokens = need.contexts.tokens_in(max(size, _room_bytes(room))), need.contexts.full_tokens
     is_short = need.contexts.is_short(tokens)
     return _Context(tokens, full_tokens, 1 if is_short else tolerated(need.contexts.wanted_tokens), is_short)
@@ -208,11 +210,11 @@ def _find_room(
     by_layers: bool,
 ) -> _Finding:
     limit = node.max_devices_per_model
-    if spec.min_devices > limit:
-        by = "pipeline_parallel" if by_layers else "min_devices"
-        reason = f"cannot span {spec.min_devices} devices ({by}), at most {limit} per model"
+    if spec.tensor_parallel > limit:
+        by = "pipeline_parallel" if by_layers else "tensor_parallel"
+        reason = f"cannot span {spec.tensor_parallel} devices ({by}), at most {limit} per model"
         return _Finding(Verdict.CANNOT_SPAN, reason)
-    if len(eligible) < spec.min_devices:
+    if len(eligible) < spec.tensor_parallel:
         return _Finding(Verdict.TOO_FEW_DEVICES, _too_few(spec, node, len(eligible)))
     if count is None:
         return _Finding(Verdict.TOO_SMALL, _too_small(node, eligible, division))
@@ -279,9 +281,9 @@ def _eligible(spec: ModelSpec, devices: Sequence[DeviceLedger]) -> list[DeviceLe
 def _device_count(
     spec: ModelSpec, eligible: Sequence[DeviceLedger], size: int | None, *, limit: int, by_layers: bool, num_layers: int
 ) -> int | None:
-    """How many devices to spread over: the fewest of `min_devices`, twice that, four times … that could hold it, up to
-    `limit`, the most that the node supports for one model. By layers: exactly `min_devices`."""
-    count = spec.min_devices
+    """How many devices to spread over: the fewest of `tensor_parallel`, twice that, four times … that could hold it, up
+    to `limit`, the most that the node supports for one model. By layers: exactly `tensor_parallel`."""
+    count = spec.tensor_parallel
     ceiling = eligible[0].node_ceiling_bytes if eligible else None
     if size is not None and ceiling is not None and size > ceiling:
         return None
@@ -318,7 +320,7 @@ def _too_few(spec: ModelSpec, node: Node, count: int) -> str:
     if node.problem:
         return node.problem
     size = f" of at least {gib(spec.min_device_vram_mb * MEBIBYTE)}" if spec.min_device_vram_mb else ""
-    return f"needs {plural(spec.min_devices, 'device')}{size}, has {count}"
+    return f"needs {plural(spec.tensor_parallel, 'device')}{size}, has {count}"
 
 
 def _too_small(node: Node, eligible: Sequence[DeviceLedger], division: Division | None) -> str:

@@ -9,7 +9,7 @@ import msgspec
 from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.memory import Need
 from cortex.fleet.topology import Fleet, ModelOnNode, Node
-from cortex.units import gib
+from cortex.formats.units import gib
 from cortex.wire.node.protocol import ModelState
 
 from .decision import RANK, Assessment, Origin, Verdict
@@ -114,7 +114,7 @@ class _Group:
         assert node is not None
         # All members take equally many devices.
         part = self._spec.part
-        limited = msgspec.structs.replace(node, max_devices_per_model=part.min_devices)
+        limited = msgspec.structs.replace(node, max_devices_per_model=part.tensor_parallel)
         fitting = Fitting(part, limited, self._fleet, self._now, need=self._need, origin=self._origin, leaving=leaving)
         return fit(fitting)
 

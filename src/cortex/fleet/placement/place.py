@@ -166,7 +166,7 @@ def _layers(held: Residency) -> str:
 def _num_devices(spec: ModelSpec, node: Node) -> int:
     held = node.residencies.get(spec.id)
     reported = 0 if held is None else len(held.status.devices)
-    return reported or spec.part.min_devices
+    return reported or spec.part.tensor_parallel
 
 
 class UnmetPin(NamedTuple):
@@ -219,7 +219,7 @@ def without_memory(
         return Verdict.STARTING, "load ordered"
     if held is not None and held.state is ModelState.UNLOADING:
         return Verdict.BLOCKED, f"unloading for {duration(now - held.state_since)}"
-    if not node.has_lifecycle:
+    if not node.takes_orders:
         return Verdict.NOT_LISTED, "does not serve this model, and does not load models on request"
     if held is None and not fleet.catalogue.has(spec.id):
         return Verdict.NOT_LISTED, "does not list this model, and neither does the catalogue"

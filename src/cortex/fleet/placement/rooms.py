@@ -13,7 +13,7 @@ import msgspec
 from cortex.fleet.memory import DeviceLedger
 from cortex.fleet.rules import PlacementRules
 from cortex.fleet.topology import Fleet
-from cortex.units import gib
+from cortex.formats.units import gib
 
 from .eviction import WHOLE_NODE, Occupant, choose
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from cortex.gateway.api.event_streams import EventStreams
-from cortex.gateway.api.parts import DeferredResponses, expect, number_in_query, query, time_in_query
+from cortex.gateway.api.parts import ApiRoute, DeferredResponses, expect, number_in_query, time_in_query
 from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Metering
@@ -24,6 +24,7 @@ from cortex.gateway.proxy.accounting.request_log import MAX_SEARCHED, Matches, R
 from cortex.gateway.proxy.accounting.running import RunningRequest, RunningRequests
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
+from cortex.http.routing import Route, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire import sse
@@ -56,40 +57,37 @@ class ActivityRoutes:
         self._streams = streams
         self._metering = metering
 
-    def serves(self, path: str) -> bool:
-        return path == PATH or path.startswith(f"{PATH}/")
+    def routes(self) -> list[ApiRoute]:
+        return [
+            Route("GET", PATH, self._show_list),
+            Route("DELETE", PATH, self._forget_matching),
+            Route("GET", EVENTS_PATH, self._stream),
+            Route("GET", RUNNING_PATH, self._list_running),
+            Route("DELETE", f"{RUNNING_PATH}/(?P<request_id>.+)", self._cancel),
+            Route("GET", f"{PATH}/(?P<request_id>.+)", self._show_one),
+            Route("DELETE", f"{PATH}/(?P<request_id>.+)", self._forget_one),
+        ]
 
-    def handle(self, exchange: Exchange, path: str) -> Response | None:
+    def _key(self, exchange: Exchange) -> KeySection | None:
+        return self._metering.meter.key(exchange.request)
+
+    def _show_list(self, exchange: Exchange) -> Response | None:
         request = exchange.request
-        key = self._metering.meter.key(request)
-        if path == EVENTS_PATH:
-            expect(request, b"GET")
-            self._stream(exchange, key)
-            return None
-        if path == PATH:
-            expect(request, b"GET", b"HEAD", b"DELETE")
-            if request.method == b"DELETE":
-                self._metering.meter.authenticate_operator(request)
-                self._deferred.respond(exchange, self._removed(_filter(request)))
-                return None
-            if query(request, "since") is not None or query(request, "until") is not None:
-                self._deferred.respond(exchange, self._logged(request, key))
-                return None
-            return self._list(request, key)
-        if path == RUNNING_PATH:
-            expect(request, b"GET", b"HEAD")
-            return self._list_running(key)
-        if path.startswith(f"{RUNNING_PATH}/"):
-            expect(request, b"DELETE")
-            return self._cancel(path.removeprefix(f"{RUNNING_PATH}/"), key)
-        expect(request, b"GET", b"HEAD", b"DELETE")
-        request_id = path.removeprefix(f"{PATH}/")
-        if request.method == b"DELETE":
-            self._metering.meter.authenticate_operator(request)
-            self._deferred.respond(exchange, self._forget(request_id))
-            return None
-        self._deferred.respond(exchange, self._one(request_id, key))
+        if query(request, "since") is None and query(request, "until") is None:
+            return self._list(request, self._key(exchange))
+        self._deferred.respond(exchange, self._logged(request, self._key(exchange)))
         return None
+
+    def _forget_matching(self, exchange: Exchange) -> None:
+        self._metering.meter.authenticate_operator(exchange.request)
+        self._deferred.respond(exchange, self._removed(_filter(exchange.request)))
+
+    def _show_one(self, exchange: Exchange, request_id: str) -> None:
+        self._deferred.respond(exchange, self._one(request_id, self._key(exchange)))
+
+    def _forget_one(self, exchange: Exchange, request_id: str) -> None:
+        self._metering.meter.authenticate_operator(exchange.request)
+        self._deferred.respond(exchange, self._forget(request_id))
 
     def _list(self, request: Request, key: KeySection | None) -> Response:
         """The newest requests that match. `after`: only those with a higher number; `before`: only with a lower."""
@@ -164,13 +162,15 @@ class ActivityRoutes:
                 raise _unavailable(error) from error
         return json_response({"removed": num_removed})
 
-    def _list_running(self, key: KeySection | None) -> Response:
+    def _list_running(self, exchange: Exchange) -> Response:
         """Oldest first."""
+        key = self._key(exchange)
         found = [_running_json(running, key) for _, running in self._running if _is_shown(running, key)]
         return json_response({"requests": found})
 
-    def _cancel(self, request_id: str, key: KeySection | None) -> Response:
+    def _cancel(self, exchange: Exchange, request_id: str) -> Response:
         """Ends every request of this id, which clients may choose, that the key may see."""
+        key = self._key(exchange)
         by = "its owner" if key is not None and not key.operator else "the operator of this gateway"
         cancelled = [
             request
@@ -183,8 +183,10 @@ class ActivityRoutes:
             raise RouteNotFound(f"No request {shorten(request_id)} runs; GET {RUNNING_PATH} lists those that do.")
         return json_response({"cancelled": len(cancelled)})
 
-    def _stream(self, exchange: Exchange, key: KeySection | None) -> None:
+    def _stream(self, exchange: Exchange) -> None:
         """Send every request that ends from now on. A slow reader loses requests, not the connection."""
+        expect(exchange.request, b"GET")
+        key = self._key(exchange)
         matches = _filter(exchange.request)
 
         def send(record: RequestRecord) -> None:

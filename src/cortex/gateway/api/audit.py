@@ -6,12 +6,13 @@ import time
 
 import msgspec
 
-from cortex.gateway.api.parts import DeferredResponses, expect, number_in_query, query, time_in_query
+from cortex.gateway.api.parts import ApiRoute, DeferredResponses, number_in_query, time_in_query
 from cortex.gateway.database import StoreError
 from cortex.gateway.dispatch.operator.audit import AuditLog
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
+from cortex.http.routing import Route, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.errors import DatabaseUnavailable
@@ -28,14 +29,12 @@ class AuditRoutes:
         self._metering = metering
         self._deferred = deferred
 
-    def serves(self, path: str) -> bool:
-        return path == PATH
+    def routes(self) -> list[ApiRoute]:
+        return [Route("GET", PATH, self._respond)]
 
-    def handle(self, exchange: Exchange, path: str) -> Response | None:  # noqa: ARG002
-        expect(exchange.request, b"GET", b"HEAD")
+    def _respond(self, exchange: Exchange) -> None:
         self._metering.meter.authenticate_operator(exchange.request)
         self._deferred.respond(exchange, self._list(exchange.request))
-        return None
 
     async def _list(self, request: Request) -> Response:
         until = time_in_query(request, "until", time.time() + 60)

@@ -15,20 +15,19 @@ import msgspec
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.api.following import Following
 from cortex.gateway.api.jobs import Job, JobBoard
-from cortex.gateway.api.parts import expect, read_body
+from cortex.gateway.api.parts import ApiRoute, read_body
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import error_response, json_response
+from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.wire.error_codes import from_code
+from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import CortexError, Family, ModelUnsupported
 from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.protocol import Progress
-
-_MODELS, _BENCH = "/fleet/models/", "/bench"
 
 
 class _BenchOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,15 +56,14 @@ class BenchRoutes:
         self._metering = metering
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def serves(self, path: str) -> bool:
-        return path.startswith(_MODELS) and path.endswith(_BENCH) and len(path) > len(_MODELS) + len(_BENCH)
+    def routes(self) -> list[ApiRoute]:
+        return [Route("POST", "/fleet/models/(?P<name>.+)/bench", self._begin)]
 
-    def handle(self, exchange: Exchange, path: str) -> Response | None:
+    def _begin(self, exchange: Exchange, name: str) -> Response | None:
         request = exchange.request
-        expect(request, b"POST")
         by = self._metering.meter.authenticate_operator(request)
         order = read_body(request.body, _BenchOrder)
-        model = self._dispatcher.resolve(path.removeprefix(_MODELS).removesuffix(_BENCH)).model_id
+        model = self._dispatcher.resolve(name).model_id
         job = self._start(model, order, by)
         if not order.wait:
             return json_response(_body(job), 202)
@@ -102,7 +100,7 @@ class BenchRoutes:
         self._dispatcher.check_node(node)
         ready = [here for here, _ in self._dispatcher.fleet.replicas(model) if node in (None, here.name)]
         if ready:
-            own = [ModelOnNode(here.name, model) for here in ready if here.has_lifecycle]
+            own = [ModelOnNode(here.name, model) for here in ready if here.takes_orders]
             if not own:
                 names = ", ".join(here.name for here in ready)
                 raise ModelUnsupported(f"{model} is served by {names}, which is no neuron: it cannot be measured.")

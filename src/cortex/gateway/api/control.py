@@ -7,12 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from urllib.parse import unquote
 
 import msgspec
 
 from cortex import __version__
-from cortex.build import build_information
 from cortex.fleet.catalogue import Resolution
 from cortex.fleet.placement import explain
 from cortex.fleet.placement.decision import Origin
@@ -20,7 +18,7 @@ from cortex.gateway.api import models
 from cortex.gateway.api.event_streams import EventStreams
 from cortex.gateway.api.fleet_feed import FleetFeed, node_statuses
 from cortex.gateway.api.health import GatewayHealth, is_ready
-from cortex.gateway.api.parts import ApiPart, DeferredResponses, expect, listing_key, query
+from cortex.gateway.api.parts import ApiPart, DeferredResponses, expect, listing_key
 from cortex.gateway.api.public_view import FleetView
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.operator.audit import MAX_DETAIL, AuditLog
@@ -33,8 +31,10 @@ from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.routes import OPAQUE, ROUTES, error_response, family_of, json_response
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.request import Request
+from cortex.http.routing import Route, Router, path_of, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
+from cortex.system.build import build_information
 from cortex.wire import sse
 from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
 from cortex.wire.errors import (
@@ -42,8 +42,6 @@ from cortex.wire.errors import (
     Family,
     InvalidAPIKey,
     NodeNotFound,
-    RouteNotFound,
-    shorten,
 )
 from cortex.wire.fields.body import check_content_type
 from cortex.wire.model_list import model_list
@@ -85,16 +83,23 @@ class Control:
         """Ticked by the gateway."""
         self._deferred = deferred
         self._streams = streams
-        self._parts = parts
+        self._with_effects = Router(route for part in parts for route in part.routes())
+        """What may change something."""
         self._created = int(time.time())
-        self._pages: dict[str, Callable[[Request], Response]] = {
-            "/": self._index,
-            "/health": self._health,
-            "/ready": self._ready,
-            "/version": self._version,
-            "/fleet/status": self._status,
-            "/fleet/decisions": self._decisions,
-        }
+        self._pages: Router[Callable[..., Response | None]] = Router(
+            [
+                Route("GET", "/", self._index),
+                Route("GET", "/health", self._health),
+                Route("GET", "/ready", self._ready),
+                Route("GET", "/version", self._version),
+                Route("GET", "/v1/models", self._list_models),
+                Route("GET", "/v1/models/(?P<name>.+)", self._model),
+                Route("GET", "/fleet/status", self._status),
+                Route("GET", "/fleet/decisions", self._decisions),
+                Route("GET", "/fleet/events", self._stream_events),
+                Route("GET", "/fleet/explain/(?P<name>.+)", self._explain),
+            ]
+        )
 
     def handle(self, exchange: Exchange) -> None:
         """Serve a request that is not inference; errors are in the dialect of its path."""
@@ -102,21 +107,12 @@ class Control:
         try:
             if request.path not in self._open_paths:
                 self.meter.authenticate(request)
-            path = unquote(request.path.decode("latin-1"))
-            part = next((part for part in self._parts if part.serves(path)), None)
-            if part is not None and request.method not in (b"GET", b"HEAD") and path not in READ_BY_POST:
+            path, has_effects = path_of(request), self._with_effects.serves(request)
+            if has_effects and request.method not in (b"GET", b"HEAD") and path not in READ_BY_POST:
                 self._record(exchange, path)
-            self._reject_cross_site(request, path, has_effects=part is not None)
-            if path == "/fleet/events":
-                expect(request, b"GET")
-                with_nodes = query(request, "nodes") is not None
-                self._stream_events(exchange, self._view(request), with_nodes=with_nodes)
-                return
-            if path.rstrip("/") == "/v1/models":
-                expect(request, b"GET", b"HEAD")
-                self._list_models(exchange)
-                return
-            served = self._page(request, path) if part is None else part.handle(exchange, path)
+            self._reject_cross_site(request, path, has_effects=has_effects)
+            handler, values = (self._with_effects if has_effects else self._pages).find(request)
+            served = handler(exchange, **values)
             if served is None:
                 return
             response = served
@@ -157,21 +153,8 @@ class Control:
         if has_effects and request.method != b"DELETE" and not is_undeclared:
             check_content_type(_text(request.header(b"content-type")), required=True)
 
-    def _page(self, request: Request, path: str) -> Response:
-        page = self._pages.get(path.rstrip("/") or "/")
-        if page is not None:
-            expect(request, b"GET", b"HEAD")
-            return page(request)
-        if path.startswith("/v1/models/"):
-            expect(request, b"GET", b"HEAD")
-            return self._model(request, path.removeprefix("/v1/models/"))
-        if path.startswith("/fleet/explain/"):
-            expect(request, b"GET", b"HEAD")
-            return self._explain(request, path.removeprefix("/fleet/explain/"))
-        raise RouteNotFound(f"There is no {shorten(path)}; GET / lists the routes.")
-
-    def _index(self, request: Request) -> Response:
-        if is_for_ollama(_text(request.header(b"host"))):
+    def _index(self, exchange: Exchange) -> Response:
+        if is_for_ollama(_text(exchange.request.header(b"host"))):
             return Response(200, ((b"content-type", b"text/plain; charset=utf-8"),), RUNNING.encode())
         return json_response(
             {
@@ -213,18 +196,18 @@ class Control:
             }
         )
 
-    def _health(self, request: Request) -> Response:
+    def _health(self, exchange: Exchange) -> Response:
         """The gateway runs; the body says how well."""
         nodes = self._dispatcher.fleet.nodes
-        return json_response(self._gateway_health.body(nodes, for_operator=self._is_operator(request)))
+        return json_response(self._gateway_health.body(nodes, for_operator=self._is_operator(exchange.request)))
 
-    def _ready(self, request: Request) -> Response:
+    def _ready(self, exchange: Exchange) -> Response:
         """The same with status 503 while no node takes requests, for load balancers."""
         nodes = self._dispatcher.fleet.nodes
-        body = self._gateway_health.body(nodes, for_operator=self._is_operator(request))
+        body = self._gateway_health.body(nodes, for_operator=self._is_operator(exchange.request))
         return json_response(body, 200 if is_ready(nodes) else 503)
 
-    def _version(self, request: Request) -> Response:  # noqa: ARG002
+    def _version(self, exchange: Exchange) -> Response:  # noqa: ARG002
         return json_response({"name": "cortex", **build_information()})
 
     def _is_operator(self, request: Request) -> bool:
@@ -257,7 +240,8 @@ class Control:
         """Raises ModelNotFound, also for a model that the key may not use."""
         return resolve_listed(self._dispatcher, self.meter.key(request), name, "/v1/models")
 
-    def _model(self, request: Request, name: str) -> Response:
+    def _model(self, exchange: Exchange, name: str) -> Response:
+        request = exchange.request
         resolution = self._resolve(request, name)
         fleet, feasible_on = self._dispatcher.fleet, self._dispatcher.feasibility().nodes
         view = self._view(request)
@@ -268,15 +252,15 @@ class Control:
             entry |= {"id": name, "alias_of": resolution.model_id}
         return json_response(entry)
 
-    def _status(self, request: Request) -> Response:
+    def _status(self, exchange: Exchange) -> Response:
         depths = self._dispatcher.queue_depths
-        view = self._view(request)
+        view = self._view(exchange.request)
         nodes = view.nodes(node_statuses(self._dispatcher.fleet))
         return json_response({"version": __version__, "nodes": nodes, "waiting": view.waiting(depths)})
 
-    def _decisions(self, request: Request) -> Response:
+    def _decisions(self, exchange: Exchange) -> Response:
         """The latest decisions, and what else happened in the fleet; of one model with `model`."""
-        model, view = query(request, "model"), self._view(request)
+        model, view = query(exchange.request, "model"), self._view(exchange.request)
 
         def of_model(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             return [each for each in records if model is None or each.get("model") == model]
@@ -284,8 +268,9 @@ class Control:
         events = [shown for event in of_model(self._event_log.events) for shown in view.events(event)]
         return json_response({"decisions": view.decisions(of_model(self._event_log.decisions)), "events": events})
 
-    def _explain(self, request: Request, name: str) -> Response:
+    def _explain(self, exchange: Exchange, name: str) -> Response:
         """What would be decided for a request, or with `origin=operator` for an order; with `node` for that node."""
+        request = exchange.request
         resolution = self._dispatcher.resolve(name) if self._is_operator(request) else self._resolve(request, name)
         origin: Origin = "background" if resolution.background else "request"
         if query(request, "origin") == "operator":
@@ -297,9 +282,11 @@ class Control:
         body = explain.as_json(decision) | {"at": time.time(), "text": explain.text(decision)}
         return json_response(view.decision(body))
 
-    def _stream_events(self, exchange: Exchange, view: FleetView, *, with_nodes: bool) -> None:
+    def _stream_events(self, exchange: Exchange) -> None:
         """Stream events from now on, on request with the state of every node. A slow reader loses events, not the
         connection. Reasons of failures are for operators."""
+        expect(exchange.request, b"GET")
+        view, with_nodes = self._view(exchange.request), query(exchange.request, "nodes") is not None
 
         def send(event: dict[str, Any]) -> None:
             for shown in view.events(event) if not exchange.paused else ():

@@ -18,11 +18,12 @@ from cortex.fleet.known_models import known_repository
 from cortex.fleet.topology import Node
 from cortex.gateway.api.following import Following
 from cortex.gateway.api.jobs import Job, JobBoard
-from cortex.gateway.api.parts import DeferredResponses, expect, query, read_body
+from cortex.gateway.api.parts import ApiRoute, DeferredResponses, read_body
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import json_response
+from cortex.http.routing import Route, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.http.upstream.faults import UpstreamFault
@@ -39,8 +40,6 @@ from cortex.wire.node.orders import FilesRequest
 from cortex.wire.node.protocol import Progress, PullStatus
 
 PULL_PATH = "/fleet/pull"
-_FILES = re.compile(r"/fleet/nodes/(?P<node>[^/]+)/files/(?P<model>.+)")
-_HUB = "/fleet/hub/"
 _HUB_ID = re.compile(r"(?P<name>[^/@:\s]+/[^/@:\s]+)(?P<revision>@[^:\s]+)?(?::(?P<quant>[\w.-]+))?")
 
 
@@ -69,28 +68,27 @@ class FileRoutes:
         self._deferred = deferred
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def serves(self, path: str) -> bool:
-        return path == PULL_PATH or path.startswith(_HUB) or _FILES.fullmatch(path) is not None
+    def routes(self) -> list[ApiRoute]:
+        return [
+            Route("POST", PULL_PATH, self._begin_pull),
+            Route("GET", "/fleet/hub/(?P<source>.+)", self._show_offer),
+            Route("DELETE", "/fleet/nodes/(?P<node>[^/]+)/files/(?P<model>.+)", self._begin_delete),
+        ]
 
-    def handle(self, exchange: Exchange, path: str) -> Response | None:
-        request = exchange.request
-        by = self._metering.meter.authenticate_operator(request)
-        if path == PULL_PATH:
-            expect(request, b"POST")
-            return json_response({"job": self._pull(read_body(request.body, _Pull), by).as_json()}, 202)
-        if path.startswith(_HUB):
-            expect(request, b"GET")
-            wanted = self._files(_Pull(model=path.removeprefix(_HUB)))
-            asked = self._client(query(request, "node") or self._choose_node(wanted.model_id))
-            self._deferred.respond(exchange, self._offer(asked, wanted))
-            return None
-        expect(request, b"DELETE")
-        match = _FILES.fullmatch(path)
-        assert match is not None  # `serves` has matched it
-        client = self._client(match["node"])
-        files = FilesRequest(model_id=match["model"], quant=query(request, "quant"))
-        self._deferred.respond(exchange, _delete(client, files))
-        return None
+    def _begin_pull(self, exchange: Exchange) -> Response:
+        by = self._metering.meter.authenticate_operator(exchange.request)
+        return json_response({"job": self._pull(read_body(exchange.request.body, _Pull), by).as_json()}, 202)
+
+    def _show_offer(self, exchange: Exchange, source: str) -> None:
+        self._metering.meter.authenticate_operator(exchange.request)
+        wanted = self._files(_Pull(model=source))
+        asked = self._client(query(exchange.request, "node") or self._choose_node(wanted.model_id))
+        self._deferred.respond(exchange, self._offer(asked, wanted))
+
+    def _begin_delete(self, exchange: Exchange, node: str, model: str) -> None:
+        self._metering.meter.authenticate_operator(exchange.request)
+        files = FilesRequest(model_id=model, quant=query(exchange.request, "quant"))
+        self._deferred.respond(exchange, _delete(self._client(node), files))
 
     async def _offer(self, client: NodeClient, files: FilesRequest) -> Response:
         """The quantisations in a repository, with their sizes and where each would fit."""
@@ -115,7 +113,7 @@ class FileRoutes:
 
     def _places(self, name: str, num_bytes: int) -> list[dict[str, Any]]:
         """The verdict of every node that loads models, by the size of the weights alone."""
-        by_name = {node.name: node for node in self._dispatcher.fleet.nodes if node.has_lifecycle}
+        by_name = {node.name: node for node in self._dispatcher.fleet.nodes if node.takes_orders}
         decision = self._dispatcher.explain_new(name, num_bytes)
         return [
             {
@@ -190,7 +188,7 @@ class FileRoutes:
         def free_bytes(node: Node) -> int:
             return node.disk.free_bytes if node.disk is not None else 0
 
-        candidates = [node for node in self._dispatcher.fleet.nodes if node.healthy and node.has_lifecycle]
+        candidates = [node for node in self._dispatcher.fleet.nodes if node.healthy and node.takes_orders]
         if not candidates:
             raise UpstreamUnavailable("No node that downloads models is up.")
         return max(candidates, key=lambda node: (not node.draining, free_bytes(node))).name
@@ -198,8 +196,8 @@ class FileRoutes:
     def _client(self, name: str) -> NodeClient:
         client = self._nodes.get(name)
         node = self._dispatcher.fleet.node(name)
-        if client is None or node is None or not node.has_lifecycle:
-            known = ", ".join(node.name for node in self._dispatcher.fleet.nodes if node.has_lifecycle) or "none"
+        if client is None or node is None or not node.takes_orders:
+            known = ", ".join(node.name for node in self._dispatcher.fleet.nodes if node.takes_orders) or "none"
             raise NodeNotFound(f"There is no node {shorten(name)} that keeps files; there are: {known}.", param="node")
         return client
 

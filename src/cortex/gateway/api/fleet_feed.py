@@ -150,14 +150,14 @@ def _node_status(node: Node, catalogue: Catalogue) -> dict[str, Any]:
     pinned = {spec.id for spec in catalogue.pinned if spec.is_pinned_on(node.name)}
     return {
         "name": node.name,
-        "kind": "neuron" if node.has_lifecycle else "openai",
+        "kind": "neuron" if node.takes_orders else "openai",
         "up": node.healthy,
         "draining": node.draining,
         "drained": node.drained,
         "problem": node.problem,
         "missed_polls": node.missed_polls,
         "can_sleep": node.can_sleep,
-        "dialects": node.dialects,
+        "dialects": node.abilities.dialects,
         "ceiling_bytes": node.ceiling_bytes,
         "devices": [msgspec.to_builtins(device) for device in node.devices],
         "models": [

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, Literal, Protocol, TypeVar
 
 from cortex.http.upstream.faults import UpstreamFault
-from cortex.wire.error_codes import from_code
+from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, UpstreamUnavailable
 
 POLL_S = 0.5

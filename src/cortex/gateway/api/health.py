@@ -8,8 +8,8 @@ from typing import Any
 
 from cortex import __version__
 from cortex.fleet.topology import Node
-from cortex.tasks import Supervisor
-from cortex.tls import ServerCertificate
+from cortex.http.tls import ServerCertificate
+from cortex.system.tasks import Supervisor
 from cortex.wire.words import plural
 
 

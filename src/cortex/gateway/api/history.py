@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from cortex.gateway.api.parts import expect, query
+from cortex.gateway.api.parts import ApiRoute
 from cortex.gateway.history.history import WINDOWS, History
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import json_response
+from cortex.http.routing import Route, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.errors import InvalidValue, shorten
@@ -18,11 +19,10 @@ class HistoryRoutes:
         self._history = history
         self._metering = metering
 
-    def serves(self, path: str) -> bool:
-        return path == PATH
+    def routes(self) -> list[ApiRoute]:
+        return [Route("GET", PATH, self._read)]
 
-    def handle(self, exchange: Exchange, path: str) -> Response:  # noqa: ARG002 - there is one path
-        expect(exchange.request, b"GET", b"HEAD")
+    def _read(self, exchange: Exchange) -> Response:
         self._metering.meter.authenticate_operator(exchange.request)
         wanted = query(exchange.request, "window") or "hour"
         window = next((each for each in WINDOWS if each == wanted), None)

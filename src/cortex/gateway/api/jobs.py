@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cortex.gateway.api.parts import expect
+from cortex.gateway.api.parts import ApiRoute
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import json_response
+from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.errors import CortexError, InvalidValue, RouteNotFound, shorten
@@ -156,18 +157,17 @@ class JobRoutes:
         self._board = board
         self._metering = metering
 
-    def serves(self, path: str) -> bool:
-        return path == PATH or path.startswith(f"{PATH}/")
+    def routes(self) -> list[ApiRoute]:
+        return [Route("GET", PATH, self._list), Route("GET DELETE", f"{PATH}/(?P<job_id>.+)", self._one)]
 
-    def handle(self, exchange: Exchange, path: str) -> Response | None:
-        request = exchange.request
-        self._metering.meter.authenticate_operator(request)
-        if path == PATH:
-            expect(request, b"GET", b"HEAD")
-            return json_response({"jobs": [job.as_json() for job in self._board.newest_first()]})
-        expect(request, b"GET", b"HEAD", b"DELETE")
-        job = self._board.find(path.removeprefix(f"{PATH}/"))
-        if request.method != b"DELETE" or job.ended_at is not None:
+    def _list(self, exchange: Exchange) -> Response:
+        self._metering.meter.authenticate_operator(exchange.request)
+        return json_response({"jobs": [job.as_json() for job in self._board.newest_first()]})
+
+    def _one(self, exchange: Exchange, job_id: str) -> Response | None:
+        self._metering.meter.authenticate_operator(exchange.request)
+        job = self._board.find(job_id)
+        if exchange.request.method != b"DELETE" or job.ended_at is not None:
             return json_response(job.as_json())
         if job.cancel is None:
             raise InvalidValue(f"An {job.kind} cannot be cancelled; it ends when the model's requests have.")

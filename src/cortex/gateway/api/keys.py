@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from cortex.gateway.api.parts import DeferredResponses, expect, read_body
+from cortex.gateway.api.parts import ApiRoute, DeferredResponses, read_body
 from cortex.gateway.database import Execute, StoreError
 from cortex.gateway.ledger import key_store
 from cortex.gateway.ledger.groups import Counters, GroupSection, budget_left, cost_id, group_id
@@ -23,6 +24,7 @@ from cortex.gateway.ledger.keys import KeySection, Limit, Money, generate
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
+from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.errors import DatabaseUnavailable, InvalidValue, ManagedByFile, OperatorOnly, RouteNotFound, shorten
@@ -80,14 +82,18 @@ class KeyRoutes:
         self._refresh = refresh
         self._deferred = deferred
 
-    def serves(self, path: str) -> bool:
-        return path in (KEYS_PATH, GROUPS_PATH) or path.startswith((f"{KEYS_PATH}/", f"{GROUPS_PATH}/"))
+    def routes(self) -> list[ApiRoute]:
+        return [
+            route
+            for root in (KEYS_PATH, GROUPS_PATH)
+            for route in (
+                Route("GET POST", root, partial(self._handle, root=root)),
+                Route("PATCH DELETE", f"{root}/(?P<name>.+)", partial(self._handle, root=root)),
+            )
+        ]
 
-    def handle(self, exchange: Exchange, path: str) -> None:
+    def _handle(self, exchange: Exchange, *, root: str, name: str = "") -> None:
         request = exchange.request
-        root = GROUPS_PATH if path.startswith(GROUPS_PATH) else KEYS_PATH
-        name = path.removeprefix(root).removeprefix("/")
-        expect(request, *((b"PATCH", b"DELETE") if name else (b"GET", b"HEAD", b"POST")))
         if request.method in (b"GET", b"HEAD"):
             work = self._list(self._metering.meter.key(request), with_keys=root == KEYS_PATH)
         else:

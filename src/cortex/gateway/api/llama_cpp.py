@@ -8,14 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from cortex.gateway.api.event_streams import EventStreams
 from cortex.gateway.api.models import offered
 from cortex.gateway.api.orders import OrderRoutes
-from cortex.gateway.api.parts import expect, listing_key, query, read_body
+from cortex.gateway.api.parts import ApiRoute, expect, listing_key, read_body
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger import keys
@@ -23,17 +23,13 @@ from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.admission import resolve_listed
 from cortex.gateway.proxy.routes import json_response
+from cortex.http.routing import Route, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire import llama_cpp
 from cortex.wire.errors import MissingModel
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
-_LIST = "/models"
-_LOAD = "/models/load"
-_UNLOAD = "/models/unload"
-_EVENTS = "/models/sse"
-_PROPS = "/props"
 _STATUS_AFTER = {
     "load_started": "loading",
     "model_loaded": "loaded",
@@ -69,26 +65,29 @@ class LlamaCppRoutes:
         self._open_paths = open_paths
         self._created = int(time.time())
 
-    def serves(self, path: str) -> bool:
-        return path in (_LIST, _LOAD, _UNLOAD, _EVENTS, _PROPS)
+    def routes(self) -> list[ApiRoute]:
+        return [
+            Route("GET", "/models", self._show_list),
+            Route("POST", "/models/load", partial(self._order, order="load")),
+            Route("POST", "/models/unload", partial(self._order, order="unload")),
+            Route("GET", "/models/sse", self._stream),
+            Route("GET", "/props", self._show_props),
+        ]
 
-    def handle(self, exchange: Exchange, path: str) -> Response | None:
-        request = exchange.request
-        if path in (_LOAD, _UNLOAD):
-            expect(request, b"POST")
-            by = self._metering.meter.authenticate_operator(request)
-            model = self._dispatcher.resolve(_named(read_body(request.body, _Order).model)).model_id
-            self._orders.begin(model, "load" if path == _LOAD else "unload", by)
-            return json_response({"success": True})
-        if path == _EVENTS:
-            expect(request, b"GET")
-            self._stream(exchange, self._metering.meter.key(request))
-            return None
-        expect(request, b"GET", b"HEAD")
-        key = listing_key(self._metering.meter, request, self._open_paths)
-        if path == _LIST:
-            return json_response(self._list(key))
-        name = query(request, "model")
+    def _order(self, exchange: Exchange, order: Literal["load", "unload"]) -> Response:
+        by = self._metering.meter.authenticate_operator(exchange.request)
+        model = self._dispatcher.resolve(_named(read_body(exchange.request.body, _Order).model)).model_id
+        self._orders.begin(model, order, by)
+        return json_response({"success": True})
+
+    def _key(self, exchange: Exchange) -> KeySection | None:
+        return listing_key(self._metering.meter, exchange.request, self._open_paths)
+
+    def _show_list(self, exchange: Exchange) -> Response:
+        return json_response(self._list(self._key(exchange)))
+
+    def _show_props(self, exchange: Exchange) -> Response:
+        key, name = self._key(exchange), query(exchange.request, "model")
         return json_response(llama_cpp.router_props() if name is None else self._props(name, key))
 
     def _list(self, key: KeySection | None) -> dict[str, Any]:
@@ -102,8 +101,10 @@ class LlamaCppRoutes:
         best = max(self._held(model), key=lambda status: status.state is ModelState.READY, default=None)
         return llama_cpp.props(best or ModelStatus(id=model, state=ModelState.COLD), name)
 
-    def _stream(self, exchange: Exchange, key: KeySection | None) -> None:
+    def _stream(self, exchange: Exchange) -> None:
         """Send changes from now on. A slow reader loses some."""
+        expect(exchange.request, b"GET")
+        key = self._metering.meter.key(exchange.request)
 
         def send(event: dict[str, Any]) -> None:
             status, model = _STATUS_AFTER.get(event["kind"]), event.get("model")

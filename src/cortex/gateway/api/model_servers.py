@@ -7,11 +7,13 @@ import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TypeVar
 
-from cortex.gateway.api.parts import DeferredResponses, expect, number_in_query, query
+from cortex.gateway.api.parts import ApiRoute, DeferredResponses, number_in_query
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import json_response
+from cortex.http.request import Request
+from cortex.http.routing import Route, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.http.upstream.faults import UpstreamFault
@@ -20,8 +22,6 @@ from cortex.wire.node.model_log import ModelLog
 
 T = TypeVar("T")
 
-_MODELS = "/fleet/models/"
-_LOG, _SIZE = "/log", "/size"
 _MAX_LINES = 10**15
 
 
@@ -40,26 +40,30 @@ class ModelServerRoutes:
         self._metering = metering
         self._deferred = deferred
 
-    def serves(self, path: str) -> bool:
-        return path.startswith(_MODELS) and path.endswith((_LOG, _SIZE))
+    def routes(self) -> list[ApiRoute]:
+        return [
+            Route("GET", "/fleet/models/(?P<name>.+)/log", self._show_log),
+            Route("DELETE", "/fleet/models/(?P<name>.+)/size", self._begin_forgetting),
+        ]
 
-    def handle(self, exchange: Exchange, path: str) -> None:
-        request = exchange.request
-        is_log = path.endswith(_LOG)
-        expect(request, b"GET" if is_log else b"DELETE")
+    def _show_log(self, exchange: Exchange, name: str) -> None:
+        model, clients = self._nodes_of(exchange.request, name)
+        after = number_in_query(exchange.request, "after", 0, most=_MAX_LINES)
+        self._deferred.respond(exchange, _logs(model, clients, after))
+
+    def _begin_forgetting(self, exchange: Exchange, name: str) -> None:
+        self._deferred.respond(exchange, self._forget_size(*self._nodes_of(exchange.request, name)))
+
+    def _nodes_of(self, request: Request, name: str) -> tuple[str, list[NodeClient]]:
+        """The model, and the nodes that an operator's request is about."""
         self._metering.meter.authenticate_operator(request)
-        name = path.removeprefix(_MODELS).removesuffix(_LOG if is_log else _SIZE)
         model = self._dispatcher.resolve(name).model_id
         wanted = query(request, "node")
-        fleet = [node for node in self._dispatcher.fleet.nodes if node.has_lifecycle and model in node.residencies]
+        fleet = [node for node in self._dispatcher.fleet.nodes if node.takes_orders and model in node.residencies]
         clients = [self._nodes[node.name] for node in fleet if wanted in (None, node.name)]
         if not clients:
             raise NodeNotFound(f"No node{f' {shorten(wanted)}' if wanted else ''} that loads models has {model}.")
-        if is_log:
-            after = number_in_query(request, "after", 0, most=_MAX_LINES)
-            self._deferred.respond(exchange, _logs(model, clients, after))
-        else:
-            self._deferred.respond(exchange, self._forget_size(model, clients))
+        return model, clients
 
     async def _forget_size(self, model: str, clients: Sequence[NodeClient]) -> Response:
         """Here, and on the nodes; each of them reports what the model counts as there, or why it did not forget."""

@@ -140,8 +140,8 @@ def _limits(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> tuple[int | 
     contexts = [status.context_tokens for status in statuses if status.context_tokens is not None]
     outputs = [status.max_output_tokens for status in statuses if status.max_output_tokens is not None]
     inputs = [status.max_input_tokens for status in statuses if status.max_input_tokens is not None]
-    named = [] if ready or spec.context is None else [spec.context]
-    context = min((*contexts, *named), default=spec.context)
+    named = [] if ready or spec.context_tokens is None else [spec.context_tokens]
+    context = min((*contexts, *named), default=spec.context_tokens)
     return context, min((*inputs, *named), default=context), min((*outputs, *named), default=context)
 
 
@@ -149,7 +149,7 @@ def _cut_context(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> dict[st
     """The context that the model would have if the memory of a node where it is ready did not limit it."""
     for _, residency in held:
         status = residency.status
-        full_tokens = min(filter(None, (status.full_context_tokens, spec.context)), default=0)
+        full_tokens = min(filter(None, (status.full_context_tokens, spec.context_tokens)), default=0)
         if residency.state is ModelState.READY and (status.context_tokens or full_tokens) < full_tokens:
             return {"full_context": full_tokens}
     return {}

@@ -17,29 +17,26 @@ import msgspec
 from cortex.fleet.placement import explain
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.api.jobs import Job, JobBoard, JobKind
-from cortex.gateway.api.parts import DeferredResponses, expect, read_body
+from cortex.gateway.api.parts import ApiRoute, DeferredResponses, read_body
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.model_jobs import Watched
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import error_response, json_response
+from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.wire.errors import CortexError, Family, InvalidValue, MalformedJSON, RouteNotFound, shorten
-from cortex.wire.node.orders import SleepOption
-from cortex.wire.node.protocol import ModelState, Progress
-
-_MODELS = "/fleet/models/"
-_NODES = "/fleet/nodes/"
-_MODEL_ORDERS = ("load", "unload", "pin", "unpin")
-_NODE_ORDERS = ("drain", "undrain")
+from cortex.wire.errors import CortexError, Family, InvalidValue, MalformedJSON, shorten
+from cortex.wire.node.protocol import ModelState, NodeValue, Progress
 
 
-class _Order(SleepOption, frozen=True, forbid_unknown_fields=True):
+class _Order(NodeValue, frozen=True, forbid_unknown_fields=True):
     """The optional body of an order."""
 
     node: str | None = None
     force: bool = False
+    sleep: bool = False
+    """Keep the weights of an unloaded model in host memory if there is room."""
     pinned: bool = True
     unpin: bool = False
     """Unload the model even if it is pinned."""
@@ -72,21 +69,20 @@ class OrderRoutes:
         self._deferred = deferred
         self._store = store
 
-    def serves(self, path: str) -> bool:
-        return _split(path, _MODELS, _MODEL_ORDERS) is not None or _split(path, _NODES, _NODE_ORDERS) is not None
+    def routes(self) -> list[ApiRoute]:
+        return [
+            Route("POST", "/fleet/models/(?P<name>.+)/(?P<order>load|unload|pin|unpin)", self._carry_out),
+            Route("POST", "/fleet/nodes/(?P<name>.+)/(?P<order>drain|undrain)", self._drain_node),
+        ]
 
-    def handle(self, exchange: Exchange, path: str) -> Response | None:
+    def _drain_node(self, exchange: Exchange, name: str, order: str) -> None:
+        self._metering.meter.authenticate_operator(exchange.request)
+        read_body(exchange.request.body, _Nothing)
+        self._respond_stored(exchange, self._drain(name, order))
+
+    def _carry_out(self, exchange: Exchange, name: str, order: str) -> Response | None:
         request = exchange.request
-        expect(request, b"POST")
         by = self._metering.meter.authenticate_operator(request)
-        if (on_node := _split(path, _NODES, _NODE_ORDERS)) is not None:
-            read_body(request.body, _Nothing)
-            self._respond_stored(exchange, self._drain(*on_node))
-            return None
-        on_model = _split(path, _MODELS, _MODEL_ORDERS)
-        if on_model is None:
-            raise RouteNotFound(f"There is no {shorten(path)}; GET / lists the routes.")
-        name, order = on_model
         details = _read(request.body)
         model = self._dispatcher.resolve(name).model_id
         if order == "unpin" or (order == "pin" and not details.pinned):
@@ -242,12 +238,6 @@ class OrderRoutes:
                 progress = held.status.progress
                 return progress.finest_stage if progress is not None else str(held.state), progress
         return "waiting", None
-
-
-def _split(path: str, prefix: str, orders: Sequence[str]) -> tuple[str, str] | None:
-    """The name and the order of `prefix{name}/{order}`; names may contain slashes. None for another path."""
-    name, _, order = path.removeprefix(prefix).rpartition("/")
-    return (name, order) if path.startswith(prefix) and name and order in orders else None
 
 
 def _ended(job: Job, nodes: Sequence[str]) -> Response:

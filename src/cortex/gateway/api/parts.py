@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
-from urllib.parse import parse_qs
 
 import msgspec
 
@@ -15,6 +14,7 @@ from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Meter, has_credentials
 from cortex.gateway.proxy.routes import error_response, family_of
 from cortex.http.request import Request
+from cortex.http.routing import Route, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.errors import CortexError, InvalidValue, MalformedJSON, MethodNotAllowed, shorten
@@ -24,14 +24,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+ApiRoute = Route[Callable[..., Response | None]]
+"""The handler gets the exchange, and what the path matched by name. It returns None when it responds itself, now or
+later. Raises CortexError."""
+
+
 class ApiPart(Protocol):
-    """A group of routes with one owner. The client is authenticated before a part is called."""
+    """A group of routes with one owner. The client is authenticated before a handler is called."""
 
-    def serves(self, path: str) -> bool:
-        """Whether the path, percent-decoded, belongs to this part."""
-
-    def handle(self, exchange: Exchange, path: str) -> Response | None:
-        """The response; None when the part responds itself, now or later. Raises CortexError."""
+    def routes(self) -> Sequence[ApiRoute]: ...
 
 
 def expect(request: Request, *methods: bytes) -> None:
@@ -50,12 +51,6 @@ def listing_key(meter: Meter, request: Request, open_paths: Sequence[bytes]) -> 
     if request.path in open_paths and not has_credentials(request):
         return None
     return meter.key(request)
-
-
-def query(request: Request, name: str) -> str | None:
-    """The first value of a query parameter; None when it is absent or empty."""
-    values = parse_qs(request.query.decode("latin-1")).get(name)
-    return values[0] if values else None
 
 
 def number_in_query(request: Request, name: str, default: int, *, most: int) -> int:

@@ -8,18 +8,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, get_args
 
 import msgspec
 
 from cortex.fleet.catalogue import Catalogue
-from cortex.gateway.api.parts import DeferredResponses, expect, query, time_in_query
+from cortex.gateway.api.parts import ApiRoute, DeferredResponses, time_in_query
 from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.ledger.store import GroupBy
 from cortex.gateway.ledger.usage_report import UsageRow, as_csv, report
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
+from cortex.http.routing import Route, query
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.errors import DatabaseUnavailable, InvalidValue, OperatorOnly
@@ -44,19 +46,17 @@ class UsageRoutes:
         self._catalogue = catalogue
         self._deferred = deferred
 
-    def serves(self, path: str) -> bool:
-        return path in (PATH, CSV_PATH)
+    def routes(self) -> list[ApiRoute]:
+        return [Route("GET", PATH, self._respond), Route("GET", CSV_PATH, partial(self._respond, as_csv=True))]
 
-    def handle(self, exchange: Exchange, path: str) -> Response | None:
+    def _respond(self, exchange: Exchange, *, as_csv: bool = False) -> None:
         request = exchange.request
-        expect(request, b"GET", b"HEAD")
         group = _group(query(request, "by") or "day")
         until = time_in_query(request, "until", time.time() + 60)
         since = time_in_query(request, "since", until - DEFAULT_SPAN_S)
         key_id = self._shown_key(request, group)
-        wants_csv = path == CSV_PATH or b"text/csv" in (request.header(b"accept") or b"")
+        wants_csv = as_csv or b"text/csv" in (request.header(b"accept") or b"")
         self._deferred.respond(exchange, self._read(group, since, until, key_id, wants_csv=wants_csv))
-        return None
 
     def _shown_key(self, request: Request, group: GroupBy) -> str | None:
         """The id of the only key whose usage is shown; None for all."""

@@ -21,14 +21,13 @@ from cortex.fleet.topology import Fleet, ModelOnNode
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import DispatchSettings, FleetState, LoadJob, Shortfall
 from cortex.gateway.dispatch.groups import LostGroups
-from cortex.gateway.dispatch.leases import Lease, Need, PendingRequest
+from cortex.gateway.dispatch.leases import Lease, PendingRequest, RequestKind
 from cortex.gateway.dispatch.measured_sizes import Measured
 from cortex.gateway.dispatch.model_jobs import Effects, ModelJobs
+from cortex.gateway.dispatch.pending_decisions import PendingDecisions, WaitingRequests
 from cortex.gateway.dispatch.source_surveys import SourceSurveys
 from cortex.gateway.dispatch.state_machine import StateMachine, event
-from cortex.gateway.dispatch.undecided import Undecided
 from cortex.gateway.dispatch.view import DispatchView
-from cortex.gateway.dispatch.waiting_requests import WaitingRequests
 from cortex.wire.errors import CortexError, InsufficientCapacity, ShuttingDown
 from cortex.wire.node.protocol import Discovery, Health, ModelState, ModelStatus
 
@@ -53,7 +52,7 @@ class Dispatcher(DispatchView, StateMachine):
         self._jobs = ModelJobs(self._fleet_state, effects, event_log, self._demand, clock)
         self._surveys = SourceSurveys(self._fleet_state, effects, clock)
         self._waiting = WaitingRequests(self._queues, self._leases, self._jobs, clock)
-        self._undecided = Undecided()
+        self._undecided = PendingDecisions()
         self._lost_groups = LostGroups()
         self._is_closing = False
         self.acquire = self._leases.acquire
@@ -85,7 +84,7 @@ class Dispatcher(DispatchView, StateMachine):
         model: str,
         prompt: Callable[[], bytes],
         excluded: frozenset[str],
-        need: Need = "response",
+        need: RequestKind = "response",
         has_pictures: bool = False,
         client: str = SOMEBODY,
     ) -> Lease | None:
@@ -170,7 +169,7 @@ class Dispatcher(DispatchView, StateMachine):
         for name in self._fleet_state:
             self._surveys.forget(name)
         for node in self._fleet_state.fleet.nodes if gone else ():
-            if node.name in self._fleet_state and node.has_lifecycle and node.healthy:
+            if node.name in self._fleet_state and node.takes_orders and node.healthy:
                 for model in gone & node.residencies.keys():
                     self._effects.forget(node.name, model)
 

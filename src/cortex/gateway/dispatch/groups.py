@@ -20,7 +20,7 @@ from cortex.fleet.topology import Node
 from cortex.gateway.dispatch.model_jobs import MemberPlan
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.http.upstream.faults import UpstreamFault
-from cortex.tasks import finish_all, run_once
+from cortex.system.tasks import finish_all, run_once
 from cortex.wire.errors import CortexError, LoadFailed, UpstreamUnavailable
 from cortex.wire.node.groups import GroupMember, MemberAddress, PreparedMember, PrepareMember
 from cortex.wire.node.orders import LoadRequest, UnloadRequest

@@ -9,20 +9,20 @@ from typing import Literal
 
 import msgspec
 
-from cortex.fleet.catalogue import ENGINES
 from cortex.fleet.demand import SOMEBODY, Demand
 from cortex.fleet.placement.decision import Origin
-from cortex.fleet.topology import ModelOnNode, Node
+from cortex.fleet.topology import Abilities, ModelOnNode, Node
 from cortex.gateway.dispatch.fleet_state import ChangedNode, FleetState
 from cortex.gateway.dispatch.replicas import ReadyReplica, ReadyReplicas, ReplicaLoads, ready_models
 from cortex.routing.prefixes import PrefixRecord
 from cortex.wire.errors import CortexError, Overloaded, UnsupportedModality
-from cortex.wire.node.protocol import Dialect, ModelState, ModelStatus
+from cortex.wire.node.load_options import ENGINE
+from cortex.wire.node.protocol import ModelState, ModelStatus
 from cortex.wire.pictures.parts import reads_text_only
 
-Need = Literal["response", "count", "embeddings", "rerank", "relay"]
+RequestKind = Literal["response", "count", "embeddings", "rerank", "relay"]
 """What a request needs from a node: a generated response, a token count, vectors, scores, or a server that reads it."""
-_CAPABILITIES: dict[Need, tuple[tuple[str, ...], str]] = {
+_CAPABILITIES: dict[RequestKind, tuple[tuple[str, ...], str]] = {
     "response": (("chat",), "generates no text"),
     "embeddings": (("embeddings",), "makes no embeddings"),
     "rerank": (("rerank", "embeddings"), "makes no scores"),
@@ -42,10 +42,8 @@ class Lease(msgspec.Struct, eq=False, gc=False):
     model: str
     target: ModelOnNode
     """Both as a key."""
-    dialects: tuple[Dialect, ...] = ()
-    """The dialects of the node."""
-    has_lifecycle: bool = True
-    """Whether the node loads the model on request, should it be gone."""
+    abilities: Abilities = Abilities()
+    """Those of the node."""
     has_alternatives: bool = False
     """Whether another node could have served the request."""
     reason: str = ""
@@ -74,7 +72,7 @@ class PendingRequest:
         since: float,
         *,
         origin: Origin = "request",
-        need: Need = "response",
+        need: RequestKind = "response",
         excluded: frozenset[str] = NO_NODES,
         has_pictures: bool = False,
         client: str = SOMEBODY,
@@ -188,7 +186,7 @@ class LeasePool:
         if able and not candidates:
             raise Overloaded(f"The nodes that count tokens for {model} are down; try again.", retry_after_s=5.0)
         if not candidates:
-            if fleet.catalogue.has(model) and any(_counts_tokens(node) and node.has_lifecycle for node in fleet.nodes):
+            if fleet.catalogue.has(model) and any(_counts_tokens(node) and node.takes_orders for node in fleet.nodes):
                 return None
             raise UnsupportedModality(f"No node can count tokens for {model}; start a neuron that lists the model.")
 
@@ -198,9 +196,7 @@ class LeasePool:
 
         node = max(candidates, key=rank)
         target = ModelOnNode(node.name, model)
-        return self._counted(
-            Lease(*target, target, node.dialects, node.has_lifecycle, False, "counts tokens for this model")
-        )
+        return self._counted(Lease(*target, target, node.abilities, False, "counts tokens for this model"))
 
     def check_pictures(self, model: str, may_use: Callable[[str], bool]) -> None:
         """Raises UnsupportedModality where it is known that `model` reads text only, with models that read pictures
@@ -223,7 +219,7 @@ class LeasePool:
         }
         raise reads_text_only(model, sorted(filter(may_use, reported)), "messages")
 
-    def check_capable(self, model: str, need: Need) -> None:
+    def check_capable(self, model: str, need: RequestKind) -> None:
         """Raises UnsupportedModality where it is known that `model` cannot do what a request needs, with a model that
         can. A model whose files no node has read yet passes."""
         if need == "relay":
@@ -249,8 +245,8 @@ class LeasePool:
         """Raises UnsupportedModality for a model that is known to run on the built-in engine everywhere."""
         spec = self._fleet_state.fleet.catalogue.spec(model)
         nodes = self._fleet_state.fleet.listing(model)
-        harnesses = {node.residencies[model].status.harness if node.has_lifecycle else None for node in nodes}
-        if spec.harness is None and harnesses and harnesses <= set(ENGINES):
+        harnesses = {node.residencies[model].status.harness if node.takes_orders else None for node in nodes}
+        if spec.harness is None and harnesses == {ENGINE}:
             raise UnsupportedModality(
                 f"{model} runs on the built-in engine, which serves conversations, embeddings and scores; use a model "
                 "that a server of its own runs (`harness`)."
@@ -300,7 +296,7 @@ class LeasePool:
         for model in ready:
             held = node.residencies[model]
             before = known.setdefault(model, held.state_since)
-            if node.has_lifecycle and held.state_since > before + RELOAD_TOLERANCE_S:
+            if node.takes_orders and held.state_since > before + RELOAD_TOLERANCE_S:
                 known[model] = held.state_since
                 self.left_device(name, model)
             target = ModelOnNode(name, model)
@@ -336,7 +332,7 @@ class LeasePool:
         target = replica.target
         node, model = target
         reason = "the only replica that is ready"
-        return self._counted(Lease(node, model, target, replica.dialects, replica.has_lifecycle, False, reason))
+        return self._counted(Lease(node, model, target, replica.abilities, False, reason))
 
     def _take_best(self, model: str, ready: tuple[ReadyReplica, ...], prompt: bytes) -> Lease:
         if (prefixes := self._prefixes.get(model)) is None:
@@ -345,7 +341,7 @@ class LeasePool:
         target, reason = replica.target, _least_time(len(ready), copies=copies)
         if target.node in prefixes:
             self._recorded.setdefault(target.node, set()).add(model)
-        return self._counted(Lease(*target, target, replica.dialects, replica.has_lifecycle, True, reason, is_alone))
+        return self._counted(Lease(*target, target, replica.abilities, True, reason, is_alone))
 
     def _counted(self, lease: Lease) -> Lease:
         if (counts := self._in_flight.get(lease.node)) is None:
@@ -359,18 +355,18 @@ def _known_capabilities(node: Node, model: str, capabilities: tuple[str, ...]) -
     """Which of `capabilities` the model has there; empty: not known."""
     held = node.residencies[model]
     is_read = held.status.family is not None or held.state is ModelState.READY
-    if not is_read or not node.has_lifecycle:  # what a foreign server can do is not known
+    if not is_read or not node.takes_orders:  # what a foreign server can do is not known
         return []
     return [getattr(held.status.capabilities, capability) for capability in capabilities]
 
 
 def _counts_tokens(node: Node) -> bool:
-    return "anthropic_messages" in node.dialects
+    return "anthropic_messages" in node.abilities.dialects
 
 
 def _reports_what_it_reads(node: Node, status: ModelStatus) -> bool:
     """Models of servers do not, nor those whose files no node has read yet."""
-    return node.has_lifecycle and status.harness in ENGINES and status.family is not None
+    return node.takes_orders and status.harness == ENGINE and status.family is not None
 
 
 @cache

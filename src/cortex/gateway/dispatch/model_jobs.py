@@ -19,8 +19,7 @@ from cortex.fleet.placement.eviction import is_freed_by_sleep
 from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import FleetState, LoadFailure, LoadJob
-from cortex.gateway.dispatch.load_requests import load_request
-from cortex.wire.error_codes import from_code
+from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import (
     CortexError,
     InsufficientCapacity,
@@ -330,7 +329,7 @@ class ModelJobs:
         self._effects.load(
             node,
             msgspec.structs.replace(
-                load_request(spec),
+                spec.load_request,
                 min_context_tokens=job.min_context_tokens,
                 devices=job.reservation.devices,
                 tensor_parallel=1 if spec.pipeline_parallel > 1 else max(1, len(job.reservation.devices)),

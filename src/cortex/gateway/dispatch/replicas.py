@@ -12,12 +12,12 @@ from typing import NamedTuple
 import msgspec
 
 from cortex.fleet.index import remembered
-from cortex.fleet.topology import ModelOnNode, Node, Residency
+from cortex.fleet.topology import Abilities, ModelOnNode, Node, Residency
 from cortex.gateway.dispatch.fleet_state import ChangedNode, FleetState
 from cortex.routing.choice import PREFILL_TOKENS_PER_S, REQUEST_S, RESPONSE_TOKENS, Replica, choose
 from cortex.routing.prefixes import PrefixRecord
 from cortex.wire.node.bench import BenchResult
-from cortex.wire.node.protocol import Dialect, ModelLoad, ModelState
+from cortex.wire.node.protocol import ModelLoad, ModelState
 
 REPORT_AGE_S = 1.0
 """A report may still count requests that ended this long before it arrived."""
@@ -32,9 +32,8 @@ class ReadyReplica(msgspec.Struct, frozen=True):
     """A ready model on a node that takes requests. It stays the same until a report changes one of these."""
 
     target: ModelOnNode
-    dialects: tuple[Dialect, ...]
-    has_lifecycle: bool
-    """Whether the node loads the model on request, should it be gone."""
+    abilities: Abilities
+    """Those of the node."""
     reads_pictures: bool
     context_tokens: int | None
 
@@ -89,7 +88,7 @@ def _routing_facts(node: Node) -> _RoutingFacts:
 def _ready_replica(node: Node, held: Residency) -> ReadyReplica:
     status = held.status
     target = ModelOnNode(node.name, status.id)
-    return ReadyReplica(target, node.dialects, node.has_lifecycle, status.capabilities.vision, status.context_tokens)
+    return ReadyReplica(target, node.abilities, status.capabilities.vision, status.context_tokens)
 
 
 @remembered

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.fleet_state import FleetState
-from cortex.gateway.dispatch.load_requests import load_request
 from cortex.gateway.dispatch.model_jobs import Effects
 from cortex.wire.errors import CortexError, LoadFailed, SourceNotAllowed, SourceNotFound
 from cortex.wire.node.load_options import is_path
@@ -38,12 +37,12 @@ class SourceSurveys:
     def ask(self, name: str) -> None:
         """Ask a node that is up about the models that it was not asked about, or does not list any more."""
         node = self._fleet_state.reported(name)
-        if not self._fleet_state.settings.catalogue.named_by_path or name in self._busy or not node.has_lifecycle:
+        if not self._fleet_state.settings.catalogue.named_by_path or name in self._busy or not node.takes_orders:
             return
         asked = self._asked.setdefault(name, set())
         known = node.residencies.keys() | {member.id for member in node.members}
         asked -= self._listed.setdefault(name, set()) - known
-        requests = tuple(load_request(spec) for spec in self._named_by_path(node) if spec.id not in asked)
+        requests = tuple(spec.load_request for spec in self._named_by_path(node) if spec.id not in asked)
         if requests:
             self._busy.add(name)
             asked.update(request.model_id for request in requests)

@@ -26,7 +26,6 @@ from typing import TypeVar
 
 import msgspec
 
-from cortex import private_file
 from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.groups import Budget, Counters
 from cortex.gateway.ledger.keys import Keyring, KeySection
@@ -45,7 +44,8 @@ from cortex.gateway.ledger.store import (
     read_usage,
 )
 from cortex.gateway.ledger.users import is_user
-from cortex.tasks import SupervisedTask, Supervisor
+from cortex.system import private_file
+from cortex.system.tasks import SupervisedTask, Supervisor
 from cortex.wire.events import Usage
 
 log = logging.getLogger(__name__)

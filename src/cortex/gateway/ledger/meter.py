@@ -36,7 +36,7 @@ from cortex.gateway.ledger.store import Store, has_keys
 from cortex.gateway.ledger.users import SignInSection
 from cortex.http.request import Request
 from cortex.settings import Listen, SettingsError
-from cortex.tasks import Supervisor
+from cortex.system.tasks import Supervisor
 from cortex.wire.errors import CortexError, InvalidAPIKey
 from cortex.wire.events import Usage
 

@@ -20,10 +20,10 @@ from typing import TypeVar
 
 import msgspec
 
-from cortex import private_file
 from cortex.gateway.ledger.keys import Keyring, KeySection
 from cortex.gateway.ledger.users import SignInSection, User
 from cortex.http.request import Request
+from cortex.system import private_file
 from cortex.wire.errors import InvalidAPIKey
 from cortex.wire.words import about
 

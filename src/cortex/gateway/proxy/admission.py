@@ -16,13 +16,13 @@ from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger.keys import KeySection, PrefixSharing, check_model, may_use, tenant_of_key
 from cortex.gateway.ledger.meter import FreeReservation, Meter, Reservation
 from cortex.gateway.proxy.redaction import shown_to
-from cortex.gateway.proxy.routes import Route
+from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.parsing.envelope import Envelope
 from cortex.telemetry.spans import Span
 from cortex.wire.errors import CortexError, ModelNotAllowed, ModelNotFound, shorten
-from cortex.wire.facts import Facts
+from cortex.wire.request_summary import RequestSummary
 from cortex.wire.tenant import EVERYBODY, tenant_of
 
 
@@ -35,7 +35,7 @@ class ReceivedRequest(msgspec.Struct, frozen=True):
     """An authenticated request whose body was read, before it is admitted."""
 
     exchange: Exchange
-    route: Route
+    route: InferenceRoute
     body: bytes
     envelope: Envelope
     key: KeySection | None
@@ -88,7 +88,7 @@ class AdmissionController:
         self,
         key: KeySection | None,
         prompt_bytes: int,
-        facts: Facts,
+        facts: RequestSummary,
         *,
         has_price: bool = False,
         is_check: bool = False,
@@ -110,7 +110,9 @@ class AdmissionController:
         origin: Origin = "background" if resolution.background else "request"
         return AdmittedRequest(model, origin, reservation, key, is_check, tenant_of_key(key, self.prefix_sharing))
 
-    def _reserve(self, key: KeySection | None, prompt_bytes: int, facts: Facts, *, has_price: bool) -> Reservation:
+    def _reserve(
+        self, key: KeySection | None, prompt_bytes: int, facts: RequestSummary, *, has_price: bool
+    ) -> Reservation:
         """Nothing is known about a model that the key may not use: an error must not reveal its price or context."""
         name = facts.model
         try:

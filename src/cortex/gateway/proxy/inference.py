@@ -17,17 +17,17 @@ from cortex.gateway.ledger.meter import ANONYMOUS
 from cortex.gateway.proxy.accounting.activity import RequestRecord
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE
 from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, client_of
-from cortex.gateway.proxy.opaque.body import OpaqueBody
+from cortex.gateway.proxy.outgoing_body import OpaqueBody
 from cortex.gateway.proxy.request import ProxyRequest
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
-from cortex.gateway.proxy.routes import Route, error_response
+from cortex.gateway.proxy.routes import InferenceRoute, error_response
 from cortex.gateway.proxy.services import Services
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.parsing import envelope as envelopes
 from cortex.parsing.cost import is_read_elsewhere
 from cortex.parsing.envelope import Envelope, RelayedBody
-from cortex.tasks import run_once
+from cortex.system.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.wire import error_encoding
 from cortex.wire.dialects.anthropic_messages import BILLED
@@ -61,11 +61,11 @@ class Inference:
         self.closing = False
         """Set at shutdown: every request is rejected."""
 
-    def begin(self, exchange: Exchange, route: Route) -> None:
+    def begin(self, exchange: Exchange, route: InferenceRoute) -> None:
         """Take over an exchange: it gets a response in the dialect of `route` in every case."""
         self.receive(exchange, route, self.serve)
 
-    def receive(self, exchange: Exchange, route: Route, then: Callable[[ReceivedRequest], None]) -> None:
+    def receive(self, exchange: Exchange, route: InferenceRoute, then: Callable[[ReceivedRequest], None]) -> None:
         """Call `then` with the request of an exchange once its key is known and its body is read, or reject it."""
         services = self.services
         received_at = services.clock()
@@ -100,7 +100,7 @@ class Inference:
             return
         then(self._received(exchange, route, key, id, span, received_at, read))
 
-    def _only_model(self, request: Request, route: Route, key: KeySection | None) -> str:
+    def _only_model(self, request: Request, route: InferenceRoute, key: KeySection | None) -> str:
         """The model that the query names, or the only one that can do what the route does. Raises MissingModel."""
         if named := parse_qs(request.query.decode("latin-1")).get("model"):
             return named[0]
@@ -113,7 +113,7 @@ class Inference:
     async def _receive_large(
         self,
         exchange: Exchange,
-        route: Route,
+        route: InferenceRoute,
         key: KeySection | None,
         id: bytes,
         span: Span,
@@ -149,7 +149,7 @@ class Inference:
     def _received(
         self,
         exchange: Exchange,
-        route: Route,
+        route: InferenceRoute,
         key: KeySection | None,
         id: bytes,
         span: Span,
@@ -161,7 +161,13 @@ class Inference:
         return ReceivedRequest(exchange, route, read.body, read.envelope, key, id, span, received_at)
 
     def reject_unread(
-        self, exchange: Exchange, route: Route, key: KeySection | None, id: bytes, span: Span, error: CortexError
+        self,
+        exchange: Exchange,
+        route: InferenceRoute,
+        key: KeySection | None,
+        id: bytes,
+        span: Span,
+        error: CortexError,
     ) -> None:
         """Reject a request whose body was not read."""
         self._reject(exchange, route, id, span, error)
@@ -239,7 +245,7 @@ class Inference:
         self._record(received.key, received.route, received.id, error, received.envelope)
 
     def _record(
-        self, key: KeySection | None, route: Route, id: bytes, error: CortexError, envelope: Envelope | None
+        self, key: KeySection | None, route: InferenceRoute, id: bytes, error: CortexError, envelope: Envelope | None
     ) -> None:
         """Record a request that was rejected before it had a model."""
         number, wall_time = self.services.activity.stamp()
@@ -262,7 +268,7 @@ class Inference:
             )
         )
 
-    def _reject(self, exchange: Exchange, route: Route, id: bytes, span: Span, error: CortexError) -> None:
+    def _reject(self, exchange: Exchange, route: InferenceRoute, id: bytes, span: Span, error: CortexError) -> None:
         # Without a model: a name that a client made up must not become a label.
         self.services.metrics.errors.labels("", "", error.code).inc()
         response = error_response(error, route.family)

@@ -2,33 +2,71 @@
 
 Our own nodes learn from headers which tokens a request may use, and its tenant. Foreign servers do not know them: for
 them the limit of one choice is written into the body, and the tenant where they read it there. They get the body as it
-was read here (`parsing/servers.py`).
+was read here (`foreign/body.py`).
 """
 
 from __future__ import annotations
 
 from functools import partial
 
+from cortex.foreign.body import Access, ServerBody, ServerFields, server_body
+from cortex.foreign.embeddings import OllamaEmbeddings
 from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.ledger.meter import Reservation
 from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, narrowed_tenant
-from cortex.gateway.proxy.embedding_translation import EmbeddingTranslation
 from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import CHAT
 from cortex.gateway.proxy.translation import ChatTranslation
-from cortex.http.request import Headers
+from cortex.http.composed_body import Body
+from cortex.http.opaque_request import passed_headers, target_of, written
+from cortex.http.request import Headers, Request
 from cortex.parsing import functions
 from cortex.parsing.cost import is_edited_elsewhere, is_parsed_elsewhere
 from cortex.parsing.parser import BodyParser
-from cortex.parsing.servers import Access, ServerBody, check_limit, server_body
 from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.errors import InsufficientQuota
-from cortex.wire.facts import Facts
 from cortex.wire.fields.raw_fields import replace_fields
-from cortex.wire.fields.tables.by_path import TABLES
+from cortex.wire.opaque.fields import OpaqueFields
+from cortex.wire.opaque.routes import upstream_path
+from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest
-from cortex.wire.tenant import EVERYBODY, SALT
+from cortex.wire.tenant import EVERYBODY
+
+
+class OpaqueBody:
+    """The same for every attempt, but for the path below `/upstream/`: a foreign server is the upstream itself."""
+
+    __slots__ = ("_body", "_own_target", "_target", "_upstream", "headers", "method")
+
+    def __init__(self, request: Request, model: str, found: OpaqueFields | str) -> None:
+        """`found`: what is known of its fields; or, for a request below `/upstream/`, the path of the server."""
+        self.method = request.method
+        self.headers: Headers
+        self._body: Body
+        self._upstream: bytes | None = None
+        """The target at one of our nodes, for a request below `/upstream/`."""
+        if isinstance(found, str):
+            self._own_target = target_of(found.encode("latin-1"), request.query)
+            self._upstream = target_of(upstream_path(model, found).encode("latin-1"), request.query)
+            self.headers = passed_headers(request)
+            self._body = request.body if request.upload is None else request.upload
+        else:
+            self._own_target, self.headers, self._body = written(request, found, {"model": model})
+        self._target = self._own_target
+
+    def choose(self, lease: Lease) -> bool:
+        self._target = self._own_target  # the attempt before may have been at a node of the other kind
+        if self._upstream is not None and lease.abilities.reads_headers:
+            self._target = self._upstream
+        return True
+
+    async def prepare(self, parser: BodyParser) -> None:
+        """Nothing has to be prepared."""
+
+    def made(self) -> tuple[bytes, Body, None]:
+        return self._target, self._body, None
+
 
 _JSON = (b"content-type", b"application/json")
 _STREAM: Headers = (_JSON, (b"accept", b"text/event-stream"))
@@ -81,15 +119,15 @@ class OutgoingBody:
         """What a foreign server gets of a body that is not translated, once it is made."""
         self._translated: tuple[GenerateRequest, ServerBody] | None = None
 
-    def choose(self, lease: Lease, *, takes_salt: bool = False) -> bool:
-        """Choose the form for the node of `lease`; False: call `prepare` before `made`. `takes_salt`: the node reads
-        the tenant in `cache_salt`."""
+    def choose(self, lease: Lease) -> bool:
+        """Choose the form for the node of `lease`; False: call `prepare` before `made`."""
         route, body = self._route, self._received
-        self._is_foreign = not lease.has_lifecycle
-        self._translates = route.generates and route.dialect not in lease.dialects
+        self._is_foreign = not lease.abilities.reads_headers
+        self._translates = route.generates and route.dialect not in lease.abilities.dialects
         if route.target:
             return self._edited is not None or not is_parsed_elsewhere(body)
-        tenant = narrowed_tenant(self._request, self._admitted) if takes_salt and route.generates else EVERYBODY
+        is_salted = lease.abilities.reads_salt and route.generates
+        tenant = narrowed_tenant(self._request, self._admitted) if is_salted else EVERYBODY
         if tenant != self._tenant:
             self._tenant, self._served, self._translated = tenant, None, None
         if self._translates:
@@ -108,13 +146,12 @@ class OutgoingBody:
         elif self._translates:
             self._translated = await parser.translate(self._route.dialect, body, model, client, tenant=self._tenant)
         elif self._is_foreign:
-            self._served = await parser.server_body(
-                self._path, body, client, without=self._rewritten, access=self._access
-            )
+            without = self._fields.without
+            self._served = await parser.server_body(self._path, body, client, without=without, access=self._access)
         else:
             self._edited = await parser.edit(body, {"model": model}, client)
 
-    def made(self) -> tuple[bytes, bytes, ChatTranslation | EmbeddingTranslation | None]:
+    def made(self) -> tuple[bytes, bytes, ChatTranslation | OllamaEmbeddings | None]:
         """The path, the body, and the translation of the response. Raises CortexError on an invalid body, among them
         InsufficientQuota where the budget is too small for a foreign server, which cannot receive
         a limit for the tokens of the prompt."""
@@ -122,21 +159,17 @@ class OutgoingBody:
         if self._route.target:
             body = self._edited = self._edited or embeddings.request_body(self._received, model)
             self._foreign_limit(len(body))
-            translation = EmbeddingTranslation(self._path, self._request.envelope.facts.model)
+            translation = OllamaEmbeddings(self._path, self._request.envelope.facts.model)
             return self._route.target, body, translation
         if self._translates:
             return CHAT.path, *self._translation()
         if self._is_foreign:
+            fields = self._fields
             if self._served is None:
-                self._served = server_body(self._path, self._received, self._rewritten, self._access)
+                self._served = server_body(self._path, self._received, fields.without, self._access)
             limit = self._foreign_limit(len(self._served.body))
-            values: dict[str, str | int] = {"model": model}
-            if limit is not None and self._route.generates:
-                check_limit(limit)
-                values[TABLES[self._path].limits[0]] = limit
-            if self._tenant:
-                values[SALT] = self._tenant.hex()
-            return self._route.path, self._served.with_fields(values), None
+            written = fields.written(limit if fields.is_limited else None)
+            return self._route.path, self._served.with_fields(written), None
         if self._edited is None:
             self._edited = replace_fields(self._received, {"model": model})
         return self._route.path, self._edited, None
@@ -146,10 +179,10 @@ class OutgoingBody:
         return self._route.path.decode()
 
     @property
-    def _rewritten(self) -> tuple[str, ...]:
-        """Fields of the client that a foreign server does not get."""
-        limits = TABLES[self._path].limits if self._has_budget and self._route.generates else ()
-        return ("model", *limits, SALT) if self._tenant else ("model", *limits)
+    def _fields(self) -> ServerFields:
+        """What a foreign server gets in place of the client's fields."""
+        is_limited = self._has_budget and self._route.generates
+        return ServerFields(self._path, {"model": self._admitted.model}, self._tenant, (), is_limited)
 
     def _foreign_limit(self, num_bytes: int) -> int | None:
         """The limit of a choice at a foreign server that gets a body of this size; None: there is none."""
@@ -190,7 +223,7 @@ MOST_UNASKED_TOKENS = 16_384
 and many do not report it."""
 
 
-def choice_limit(reservation: Reservation, facts: Facts, most_prompt_tokens: int) -> int | None:
+def choice_limit(reservation: Reservation, facts: RequestSummary, most_prompt_tokens: int) -> int | None:
     """The most tokens of one choice at a server that takes no limit for the whole request; None without a
     budget, and where the model's context ends a choice before the budget does. The prompt counts as one token per byte,
     because that is the most that it can have. Raises InsufficientQuota."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 from urllib.parse import quote
 
+from cortex.foreign.embeddings import ASKED
 from cortex.gateway.dispatch.leases import Lease
-from cortex.gateway.proxy import float_vectors
 from cortex.gateway.proxy.accounting.request_accounting import RequestAccounting
 from cortex.gateway.proxy.admission import AdmittedRequest
 from cortex.gateway.proxy.redaction import hides_details
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
-from cortex.gateway.proxy.routes import Route
+from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.http.request import Headers
 from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.node.headers import (
@@ -41,7 +41,7 @@ _SAFE: Headers = tuple((name.encode(), value.encode()) for name, value in SAFE_H
 
 def for_node(
     lease: Lease,
-    route: Route,
+    route: InferenceRoute,
     admitted: AdmittedRequest,
     accounting: RequestAccounting,
     keeper: ResponseKeeper | None,
@@ -51,7 +51,7 @@ def for_node(
     anything else that is only for our nodes."""
     reservation = admitted.reservation
     headers: Headers = ((b"x-request-id", accounting.received.id),)
-    if not lease.has_lifecycle:
+    if not lease.abilities.reads_headers:
         return headers if traceparent is None else (*headers, (b"traceparent", traceparent))
     headers = (
         *headers,
@@ -67,13 +67,13 @@ def for_node(
     if reservation.token_limit is not None:
         headers = (*headers, (_TOKEN_LIMIT, b"%d" % reservation.token_limit))
     if route.need == "embeddings":
-        headers = (*headers, *float_vectors.ASKED)
+        headers = (*headers, *ASKED)
     if hides_details(admitted.key):
         headers = (*headers, _NO_DETAILS)
     return headers if traceparent is None else (*headers, (b"traceparent", traceparent))
 
 
-def for_client(lease: Lease, route: Route, admitted: AdmittedRequest, *, names_node: bool) -> Headers:
+def for_client(lease: Lease, route: InferenceRoute, admitted: AdmittedRequest, *, names_node: bool) -> Headers:
     """What is added to the response of a node."""
     is_named = names_node and (admitted.key is None or admitted.key.sees_nodes)
     ours: Headers = ((_NODE, header_value(lease.node)),) if is_named else ()

@@ -12,19 +12,18 @@ from typing import Any
 
 import msgspec
 
+from cortex.foreign.chat_response import MAX_ERROR_BYTES
 from cortex.gateway.ledger.keys import KeySection, may_use
 from cortex.http.event_boundary import EventBoundary
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import ResponseTooLarge
 from cortex.wire import error_encoding, errors, sse
+from cortex.wire.error_encoding import public
 from cortex.wire.errors import CortexError, Family, UpstreamInterrupted
-from cortex.wire.public_errors import public
 
 log = logging.getLogger(__name__)
 
 _ERROR_FIELD = b'"error"'
-MAX_ERROR_BYTES = 1024 * 1024
-"""The longest error response that is held to be rewritten."""
 _EVENTS = re.compile(rb".+?(?:\r?\n\r?\n|\r\r|\Z)", re.DOTALL)
 
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
+from cortex.foreign.embeddings import FloatVectors, OllamaEmbeddings, are_encoded
 from cortex.gateway.dispatch.leases import NO_NODES, Lease, PendingRequest
 from cortex.gateway.dispatch.nodes.client import NOT_ADMITTED, error_from
 from cortex.gateway.ledger.keys import KeySection
-from cortex.gateway.proxy import float_vectors, outgoing_headers
+from cortex.gateway.proxy import outgoing_headers
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE, RequestAccounting
 from cortex.gateway.proxy.accounting.running import RunningRequest
-from cortex.gateway.proxy.accounting.usage import reported_usage
 from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, narrowed_tenant
-from cortex.gateway.proxy.embedding_translation import EmbeddingTranslation
-from cortex.gateway.proxy.opaque.body import OpaqueBody
-from cortex.gateway.proxy.outgoing_body import OutgoingBody
+from cortex.gateway.proxy.outgoing_body import OpaqueBody, OutgoingBody
 from cortex.gateway.proxy.redaction import ErrorRedaction, StreamRedaction, hides_errors_of, shown_to
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import JSON_HEADERS, error_response
@@ -30,15 +30,99 @@ from cortex.http.relay import Relay
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import NotAdmitted, ResponseTooLarge, UpstreamFault, UpstreamSilent
 from cortex.routing.prefixes import MAX_PREFIX_BYTES
-from cortex.tasks import run_once
+from cortex.system.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.telemetry.tracing import UNTRACED
 from cortex.wire import errors
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.errors import CortexError, RequestCancelled, UpstreamInterrupted, UpstreamUnavailable
+from cortex.wire.events import MAX_TOKENS, Tokens, Usage
 from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.headers import DIMENSIONS, PROMPT_TOKENS, RECOVERS, RELAYED
 from cortex.wire.opaque.health_checks import not_ready
+
+_USAGE_KEY = b'"usage":'
+
+
+def reported_usage(header: bytes | None, tail: bytes, is_foreign: bool) -> Usage | None:
+    """The usage that a response reports; None when it reports none, or none that can be true.
+
+    `header` is the response's `usage_report.HEADER`, `tail` the end of its body.
+    """
+    if header is not None:
+        return usage_report.from_header(header)
+    usage = usage_report.from_stream(tail)
+    return usage_in_dialect(tail) if usage is None and is_foreign else usage
+
+
+class _Details(msgspec.Struct, frozen=True):
+    cached_tokens: Tokens | None = None
+    reasoning_tokens: Tokens | None = None
+
+
+class _Fields(msgspec.Struct, frozen=True):
+    """A usage object of OpenAI or Anthropic."""
+
+    prompt_tokens: Tokens | None = None
+    input_tokens: Tokens | None = None
+    cache_read_input_tokens: Tokens | None = None
+    cache_creation_input_tokens: Tokens | None = None
+    completion_tokens: Tokens | None = None
+    output_tokens: Tokens | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+    output_tokens_details: _Details | None = None
+
+
+_decoder = msgspec.json.Decoder(_Fields)
+_NO_DETAILS = _Details()
+
+
+def usage_in_dialect(tail: bytes) -> Usage | None:
+    """The last usage object in `tail`, in the fields of OpenAI or Anthropic; None when there is none that can be true.
+
+    Generated text cannot pass for one, because quotes in it are escaped.
+    """
+    end = len(tail)
+    while (at := tail.rfind(_USAGE_KEY, 0, end)) >= 0:
+        brace = tail.find(b"{", at, at + 16)
+        if brace >= 0:
+            try:
+                return _usage(_decoder.decode(_object_at(tail, brace)))
+            except msgspec.DecodeError:
+                return None
+        end = at
+    return None
+
+
+def _object_at(text: bytes, start: int) -> bytes:
+    """The JSON object that begins at `start`, whose strings contain no braces; the rest of `text` if it is cut off."""
+    end = start
+    while (end := text.find(b"}", end) + 1) > 0:
+        if text.count(b"{", start, end) == text.count(b"}", start, end):
+            return text[start:end]
+    return text[start:]
+
+
+def _usage(fields: _Fields) -> Usage | None:
+    """`fields` as `Usage`; None when no response can have used that: nothing, or more than `MAX_TOKENS`.
+
+    OpenAI counts cached tokens as part of the prompt, Anthropic counts them separately.
+    """
+    prompt_details = fields.prompt_tokens_details or fields.input_tokens_details or _NO_DETAILS
+    completion_details = fields.completion_tokens_details or fields.output_tokens_details or _NO_DETAILS
+    separate = (fields.cache_read_input_tokens or 0) + (fields.cache_creation_input_tokens or 0)
+    prompt_tokens = (fields.prompt_tokens or fields.input_tokens or 0) + separate
+    if prompt_tokens > MAX_TOKENS or not (prompt_tokens or fields.completion_tokens or fields.output_tokens):
+        return None
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        cached_tokens=prompt_details.cached_tokens or fields.cache_read_input_tokens or 0,
+        completion_tokens=fields.completion_tokens or fields.output_tokens or 0,
+        reasoning_tokens=completion_details.reasoning_tokens or 0,
+    )
+
 
 _USAGE_HEADER = usage_report.HEADER.encode()
 _DIMENSIONS_HEADER = DIMENSIONS.encode()
@@ -95,7 +179,7 @@ class ProxyRequest:
         self._lease: Lease | None = None
         self._pending: PendingRequest | None = None
         self._excluded = NO_NODES
-        self._translation: ChatTranslation | EmbeddingTranslation | None = None
+        self._translation: ChatTranslation | OllamaEmbeddings | None = None
         self._rewriting: asyncio.Task[None] | None = None
         """Work on a large body in another process, before it is sent."""
         self._usage_header: bytes | None = None
@@ -163,11 +247,11 @@ class ProxyRequest:
         self._lease = lease
         services = self.services
         node = services.nodes[lease.node]
-        if not self._body.choose(lease, takes_salt=node.section.cache_salt):
+        if not self._body.choose(lease):
             self._rewriting = run_once(self._prepare_elsewhere(lease), "edit or translate a large request")
             return
         route, received, admitted, accounting = self.route, self.received, self.admitted, self._accounting
-        if received.envelope.facts.loads_only and not lease.has_lifecycle:
+        if received.envelope.facts.loads_only and not lease.abilities.takes_orders:
             self._reply_loaded()
             return
         target, body, translation = self._body.made()
@@ -181,7 +265,7 @@ class ProxyRequest:
         config = services.config
         for_client = outgoing_headers.for_client(lease, route, admitted, names_node=config.node_header)
         silence_s = route.silence_s(config.idle_timeout_s, is_stream=accounting.stream)
-        when_down_s = silence_s if route.outlasts_polls(has_lifecycle=lease.has_lifecycle) else None
+        when_down_s = silence_s if route.outlasts_polls(lease.abilities) else None
         self._relay.send(
             node.pool, self._body.method, target, headers, body, translation, for_client, silence_s, when_down_s
         )
@@ -248,16 +332,16 @@ class ProxyRequest:
             if name in _REPORTS:
                 self._take_report(name, value)
         lease = self._lease
-        if status < 400 and lease is not None and not lease.has_lifecycle:
+        if status < 400 and lease is not None and not lease.abilities.reads_headers:
             self.services.nodes[lease.node].served_needs.add((lease.model, self.route.need))
         key = self.admitted.key
         if status < 400 or lease is None:
-            if self._translation is None and self.route.need == "embeddings" and float_vectors.are_encoded(headers):
-                relay.translate(float_vectors.FloatVectors(self.route.path.decode()))
+            if self._translation is None and self.route.need == "embeddings" and are_encoded(headers):
+                relay.translate(FloatVectors(self.route.path.decode()))
             if key is not None and self._hides_errors_of_stream(key, lease):
                 relay.translate(StreamRedaction(key, self.route.codec.stream_error))
             return True
-        if status in NOT_ADMITTED and lease.has_lifecycle:
+        if status in NOT_ADMITTED and lease.abilities.reads_headers:
             # The client's key was checked here. This is about the gateway's own key for the node.
             self.on_fault(relay, NotAdmitted(f"status {status}: the node does not admit this gateway, check key_env"))
             return False
@@ -265,16 +349,17 @@ class ProxyRequest:
             relay.translate(ErrorRedaction(key, self.route.family, self._error_of_node))
         if not self.route.runs_model or self._accounting.num_attempts >= MAX_ATTEMPTS:
             return True
-        if status == 404 and lease.has_lifecycle:
+        is_ours = lease.abilities.reads_headers
+        if status == 404 and lease.abilities.takes_orders:
             # The model was there at the last poll and has been unloaded since. Its node will load it again.
             self.services.dispatcher.model_not_found(lease)
             self._excluded = NO_NODES
-        elif status in _OVERLOADED and lease.has_lifecycle and any(name == _RECOVERS_HEADER for name, _ in headers):
+        elif status in _OVERLOADED and is_ours and any(name == _RECOVERS_HEADER for name, _ in headers):
             self.services.dispatcher.model_recovers(lease)
             self._excluded = NO_NODES
         elif status in _OVERLOADED and lease.has_alternatives:
             self._excluded |= {lease.node}
-        elif status == errors.InsufficientQuota.status and lease.has_lifecycle and self._has_more_tokens(headers):
+        elif status == errors.InsufficientQuota.status and is_ours and self._has_more_tokens(headers):
             self._release(f"status {status}")
             self.go()
             return False
@@ -287,7 +372,7 @@ class ProxyRequest:
 
     def _hides_errors_of_stream(self, key: KeySection, lease: Lease | None) -> bool:
         """Whether a foreign server's stream may contain errors that the owner of `key` must not see."""
-        is_foreign = lease is not None and not lease.has_lifecycle and self._translation is None
+        is_foreign = lease is not None and not lease.abilities.reads_headers and self._translation is None
         return is_foreign and self._accounting.stream and not key.operator
 
     def _take_report(self, name: bytes, value: bytes) -> None:
@@ -338,7 +423,7 @@ class ProxyRequest:
         if self._accounting.stream or not self.route.runs_model or not isinstance(fault, UpstreamSilent):
             return False
         client = self.services.nodes.get(lease.node)
-        outlasts_polls = self.route.outlasts_polls(has_lifecycle=lease.has_lifecycle)
+        outlasts_polls = self.route.outlasts_polls(lease.abilities)
         return client is not None and (outlasts_polls or not client.pool.is_down)
 
     def late_response(self, relay: ObservedRelay, status: int, body: bytes) -> bytes:  # noqa: ARG002
@@ -382,7 +467,7 @@ class ProxyRequest:
         if self._translation is not None:
             usage = self._translation.usage
         else:
-            is_foreign = self._is_unread or (lease is not None and not lease.has_lifecycle)
+            is_foreign = self._is_unread or (lease is not None and not lease.abilities.reads_headers)
             usage = reported_usage(self._usage_header, end_of_body, is_foreign)
         if self.services.activity.captures:
             is_stream = accounting.stream

@@ -8,7 +8,8 @@ from functools import lru_cache
 
 import msgspec
 
-from cortex.gateway.dispatch.leases import Need
+from cortex.fleet.topology import Abilities
+from cortex.gateway.dispatch.leases import RequestKind
 from cortex.http.observer import Keepalive
 from cortex.http.request import Headers
 from cortex.http.response_head import stream_headers
@@ -35,12 +36,12 @@ JSON_HEADERS = ((b"content-type", b"application/json"),)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Route:
+class InferenceRoute:
     """One inference path."""
 
     path: bytes
     dialect: DialectName
-    need: Need = "response"
+    need: RequestKind = "response"
     """What it needs of a node."""
     target: bytes = b""
     """The path at a node, if it is another one."""
@@ -78,10 +79,10 @@ class Route:
         """How long a node that responds to polls may be silent in a response."""
         return max(idle_timeout_s, WHOLE_SILENCE_S) if self.runs_model and not is_stream else idle_timeout_s
 
-    def outlasts_polls(self, *, has_lifecycle: bool) -> bool:
+    def outlasts_polls(self, abilities: Abilities) -> bool:
         """Whether a node may miss polls because it works for such a request: a foreign server of speech or images may
         do one thing at a time."""
-        return self.need == "relay" and not has_lifecycle
+        return self.need == "relay" and not abilities.takes_orders
 
     def id_headers(self, request_id: bytes) -> Headers:
         """The request's id under the names that clients of this path know."""
@@ -96,31 +97,32 @@ class Route:
         return self.codec.fold(events, request, id="", created=now, model=model)
 
 
-CHAT = Route(b"/v1/chat/completions", "openai_chat")
-COMPLETIONS = Route(b"/v1/completions", "openai_completions")
-RESPONSES = Route(b"/v1/responses", "openai_responses")
-MESSAGES = Route(b"/v1/messages", "anthropic_messages")
-COUNT_TOKENS = Route(b"/v1/messages/count_tokens", "anthropic_messages", need="count")
-INPUT_TOKENS = Route(b"/v1/responses/input_tokens", "openai_responses", need="count")
-COMPACT = Route(b"/v1/responses/compact", "openai_compaction")
-TOKENIZE = Route(b"/tokenize", "openai_chat", need="count")
-DETOKENIZE = Route(b"/detokenize", "openai_chat", need="count")
-APPLY_TEMPLATE = Route(b"/apply-template", "openai_chat", need="count")
-INFILL = Route(b"/infill", "llama_cpp_infill")
-OLLAMA_EMBED = Route(b"/api/embed", "ollama_chat", need="embeddings", target=b"/v1/embeddings")
-OLLAMA_EMBEDDINGS = Route(b"/api/embeddings", "ollama_chat", need="embeddings", target=b"/v1/embeddings")
-OLLAMA_CHAT = Route(b"/api/chat", "ollama_chat")
-OLLAMA_GENERATE = Route(b"/api/generate", "ollama_generate")
+CHAT = InferenceRoute(b"/v1/chat/completions", "openai_chat")
+COMPLETIONS = InferenceRoute(b"/v1/completions", "openai_completions")
+RESPONSES = InferenceRoute(b"/v1/responses", "openai_responses")
+MESSAGES = InferenceRoute(b"/v1/messages", "anthropic_messages")
+COUNT_TOKENS = InferenceRoute(b"/v1/messages/count_tokens", "anthropic_messages", need="count")
+INPUT_TOKENS = InferenceRoute(b"/v1/responses/input_tokens", "openai_responses", need="count")
+COMPACT = InferenceRoute(b"/v1/responses/compact", "openai_compaction")
+TOKENIZE = InferenceRoute(b"/tokenize", "openai_chat", need="count")
+DETOKENIZE = InferenceRoute(b"/detokenize", "openai_chat", need="count")
+APPLY_TEMPLATE = InferenceRoute(b"/apply-template", "openai_chat", need="count")
+INFILL = InferenceRoute(b"/infill", "llama_cpp_infill")
+OLLAMA_EMBED = InferenceRoute(b"/api/embed", "ollama_chat", need="embeddings", target=b"/v1/embeddings")
+OLLAMA_EMBEDDINGS = InferenceRoute(b"/api/embeddings", "ollama_chat", need="embeddings", target=b"/v1/embeddings")
+OLLAMA_CHAT = InferenceRoute(b"/api/chat", "ollama_chat")
+OLLAMA_GENERATE = InferenceRoute(b"/api/generate", "ollama_generate")
 POOLING = tuple(
-    Route(path.encode(), "openai_chat", need="embeddings" if "embed" in path else "rerank") for path in POOLING_ROUTES
+    InferenceRoute(path.encode(), "openai_chat", need="embeddings" if "embed" in path else "rerank")
+    for path in POOLING_ROUTES
 )
 """Embeddings, rerank and scores; their errors are those of OpenAI."""
 
-OPAQUE = {path.encode(): Route(path.encode(), "openai_chat", need="relay") for path in OPAQUE_PATHS}
+OPAQUE = {path.encode(): InferenceRoute(path.encode(), "openai_chat", need="relay") for path in OPAQUE_PATHS}
 """Speech and images; their errors are those of OpenAI."""
-UPSTREAM = Route(UPSTREAM_PATH, "openai_chat", need="relay")
+UPSTREAM = InferenceRoute(UPSTREAM_PATH, "openai_chat", need="relay")
 
-ROUTES: dict[bytes, Route] = {
+ROUTES: dict[bytes, InferenceRoute] = {
     route.path: route
     for route in (
         CHAT,
@@ -150,12 +152,12 @@ def keepalive(dialect: DialectName, interval_s: float) -> Keepalive:
     return Keepalive(codec.KEEPALIVE, interval_s, stream_headers(codec.CONTENT_TYPE))
 
 
-def opaque_route(path: bytes) -> Route | None:
+def opaque_route(path: bytes) -> InferenceRoute | None:
     """The route of a path whose requests only the server of their model understands."""
     return UPSTREAM if path.startswith(_UPSTREAM_PREFIX) else OPAQUE.get(path)
 
 
-def methods_of(route: Route) -> tuple[str, ...]:
+def methods_of(route: InferenceRoute) -> tuple[str, ...]:
     """The HTTP methods of an opaque route."""
     return UPSTREAM_METHODS if route.is_upstream else (OPAQUE_PATHS[route.path.decode()],)
 

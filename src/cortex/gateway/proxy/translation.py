@@ -10,14 +10,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from cortex.gateway.proxy.redaction import MAX_ERROR_BYTES
-from cortex.gateway.proxy.routes import Route
+from cortex.foreign.chat_response import ForeignResponse
+from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.http.request import Headers
 from cortex.http.upstream.faults import MalformedResponse, ResponseTooLarge
 from cortex.wire import error_encoding
-from cortex.wire.dialects import openai_chat
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
-from cortex.wire.error_codes import from_code
+from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import CortexError
 from cortex.wire.events import (
     AnyEvent,
@@ -36,8 +35,6 @@ from cortex.wire.node import headers as our_headers
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.response import total_usage
 
-MAX_BODY_BYTES = 32 * 1024 * 1024
-"""The longest response that is translated as a whole."""
 MAX_STREAM_BYTES = 64 * 1024 * 1024
 """The most that is held of a stream while it is translated: some dialects repeat all of it in the last event."""
 _EVENT_BYTES = 16
@@ -50,7 +47,7 @@ class ChatTranslation:
 
     def __init__(
         self,
-        route: Route,
+        route: InferenceRoute,
         request: GenerateRequest,
         *,
         id: str,
@@ -64,10 +61,8 @@ class ChatTranslation:
         self._id = id
         self._model = model
         self._created = int(time.time())
-        self._status = 200
-        self._decoder: openai_chat.ResponseDecoder | None = None
+        self._response = ForeignResponse(is_stream=request.stream)
         self._encoder = route.codec.Encoder(request, id=id, created=self._created, model=model)
-        self._body = bytearray()
         self._finishes: list[Finish] = []
         self._num_held_bytes = 0
         """An estimate of what decoder and encoder keep of a stream until its end."""
@@ -85,40 +80,32 @@ class ChatTranslation:
 
     def head(self, status: int, headers: Headers) -> tuple[int, Headers]:
         """The head for the client: our status for the node's, and our content type."""
-        del headers  # a foreign server's headers describe its own dialect
-        self._status = status
+        self._response.head(status, headers)
         if status >= 400:
             return error_encoding.status(foreign_error(status, b""), self._route.family), _JSON
         notes = our_headers.notes(self._request)
         extra = tuple((name.encode(), value.encode()) for name, value in notes.items())
         if self._request.stream:
-            self._decoder = openai_chat.ResponseDecoder()
             content_type = (b"content-type", self._route.codec.CONTENT_TYPE.encode())
             return 200, (content_type, _NOT_CACHED, *extra)
         return 200, (*_JSON, *extra)
 
     def push(self, data: bytes) -> bytes:
         """Events for the client; nothing while a whole body is being collected."""
-        if self._decoder is None:
-            self._body += data
-            most = MAX_BODY_BYTES if self._status < 400 else MAX_ERROR_BYTES
-            if len(self._body) > most:
-                raise ResponseTooLarge(f"its response is over {most} bytes, more than is translated as a whole")
-            return b""
         try:
-            return self._encode(self._decoder.feed(data))
+            return self._encode(self._response.feed(data))
         except CortexError as problem:
             raise MalformedResponse(problem.message) from problem
 
     def finish(self) -> bytes:
         """The end of the response. Raises `MalformedResponse` when the node's was not complete."""
-        if self._status >= 400:
-            error = foreign_error(self._status, bytes(self._body))
+        if (error := self._response.error) is not None:
             return msgspec.json.encode(error_encoding.envelope(error, self._route.family))
         try:
-            if self._decoder is not None:
-                return self._encode(self._decoder.finish())
-            events = self._timed(openai_chat.unfold(bytes(self._body)))
+            events = self._response.finish()
+            if self._request.stream:
+                return self._encode(events)
+            events = self._timed(events)
             self._collect_finishes(events)
             return self._route.codec.fold(events, self._request, id=self._id, created=self._created, model=self._model)
         except CortexError as problem:
@@ -130,7 +117,7 @@ class ChatTranslation:
         if not events:
             return events
         now = time.monotonic()
-        first_at = self._first_at = self._first_at or (now if self._decoder is not None else self._began_at)
+        first_at = self._first_at = self._first_at or (self._began_at if self._response.is_whole else now)
         measured = Timing(gateway_s=self.gateway_s, prefill_s=first_at - self._began_at, decode_s=now - first_at)
         return [
             msgspec.structs.replace(each, timing=measured.with_reported(each.timing))

@@ -21,10 +21,10 @@ from cortex.gateway.responses.response_object import ended_body, head_of, withou
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import NewResponse, StoredResponse
 from cortex.http.request import Request
-from cortex.http.server import held_end
+from cortex.http.server import deferred_end as held_end
 from cortex.http.server.detached import DetachedExchange
 from cortex.http.server.spool import no_room
-from cortex.tasks import SupervisedTask, Supervisor
+from cortex.system.tasks import SupervisedTask, Supervisor
 from cortex.wire.dialects.openai_responses.kept import KeptResponse
 from cortex.wire.dialects.openai_responses.response import response_body
 from cortex.wire.errors import InvalidValue, Overloaded

@@ -17,7 +17,7 @@ from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import NewResponse
 from cortex.http.observer import Outcome
 from cortex.http.request import Headers
-from cortex.http.server.held_end import HeldEnd
+from cortex.http.server.deferred_end import DeferredEnd
 from cortex.parsing import items
 from cortex.wire.dialects.openai_responses.kept import KeptResponse
 from cortex.wire.node.headers import NOT_STORED
@@ -87,7 +87,7 @@ class StoringKeeper:
         input: Raw | bytes,
         *,
         stream: bool,
-        held_end: HeldEnd | None = None,
+        held_end: DeferredEnd | None = None,
     ) -> None:
         """`input` is that of the client's request; bytes if its references are resolved and its items have ids. The
         client gets the end of the response, the `held_end`, after the response has been stored."""

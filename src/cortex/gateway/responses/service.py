@@ -10,7 +10,7 @@ from cortex.gateway.responses.background import BackgroundRuns
 from cortex.gateway.responses.conversations import StoredConversations
 from cortex.gateway.responses.stateful import StatefulInference
 from cortex.gateway.responses.store import ResponseStore
-from cortex.tasks import Supervisor
+from cortex.system.tasks import Supervisor
 
 
 class ResponsesService:

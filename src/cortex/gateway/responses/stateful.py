@@ -17,15 +17,15 @@ from msgspec import Raw
 from cortex.gateway.proxy.admission import ReceivedRequest
 from cortex.gateway.proxy.inference import Inference
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
-from cortex.gateway.proxy.routes import Route
+from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.gateway.responses.background import BackgroundRuns
 from cortex.gateway.responses.conversations import StoredConversations
 from cortex.gateway.responses.keeper import NotStored, StoringKeeper
 from cortex.gateway.responses.response_object import new_response_id
 from cortex.gateway.responses.store import ResponseStore
 from cortex.gateway.responses.tables import StoredResponse
+from cortex.http.server.deferred_end import DeferredEnd
 from cortex.http.server.exchange import Exchange
-from cortex.http.server.held_end import HeldEnd
 from cortex.parsing import items
 from cortex.parsing.conversations import Completed, Completion, References
 from cortex.parsing.items import StoredTexts
@@ -37,8 +37,8 @@ from cortex.wire.errors import (
     PreviousResponseNotFound,
     shorten,
 )
-from cortex.wire.facts import Facts
 from cortex.wire.fields.body import ABSENT
+from cortex.wire.request_summary import RequestSummary
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class StatefulInference:
         self._background = background
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, exchange: Exchange, route: Route) -> None:
+    def begin(self, exchange: Exchange, route: InferenceRoute) -> None:
         """Take over an exchange of `route`."""
         self._inference.receive(exchange, route, self._serve)
 
@@ -97,7 +97,7 @@ class StatefulInference:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _begin_with_state(self, received: ReceivedRequest, facts: Facts) -> None:
+    async def _begin_with_state(self, received: ReceivedRequest, facts: RequestSummary) -> None:
         try:
             in_background = facts.background and _makes_response(received)
             if in_background and facts.store is False:
@@ -121,7 +121,7 @@ class StatefulInference:
             self._inference.reject(received, CortexError("Internal error of the gateway; its log has the details."))
 
     async def _begin_completed(
-        self, received: ReceivedRequest, facts: Facts, id: str | None, completed: Completed
+        self, received: ReceivedRequest, facts: RequestSummary, id: str | None, completed: Completed
     ) -> None:
         read, stored_input = completed
         whole = msgspec.structs.replace(received, body=read.body, envelope=read.envelope)
@@ -131,13 +131,13 @@ class StatefulInference:
         kept = KeptResponse(id, facts.previous_response_id, background=True, conversation_id=facts.conversation_id)
         await self._background.begin(received, whole, kept=kept, key_id=_key_id(received), stored_input=stored_input)
 
-    def _is_stored(self, received: ReceivedRequest, facts: Facts) -> bool:
+    def _is_stored(self, received: ReceivedRequest, facts: RequestSummary) -> bool:
         """Whether the client and the operator want the response to be stored."""
         is_wanted = facts.store is not False or facts.conversation_id is not None
         return _makes_response(received) and is_wanted and self._store.section.store
 
     def _keeper(
-        self, received: ReceivedRequest, facts: Facts, input: Raw | bytes, id: str | None = None
+        self, received: ReceivedRequest, facts: RequestSummary, input: Raw | bytes, id: str | None = None
     ) -> ResponseKeeper | None:
         """What keeps the response, as `id` if there is one already; None when the client or the operator does not want
         it to be stored."""
@@ -159,10 +159,10 @@ class StatefulInference:
         )
         held_end = None
         if self._store.database.is_shared or facts.conversation_id is not None:
-            held_end = HeldEnd.of(received.exchange, self._store.max_entry_bytes)
+            held_end = DeferredEnd.of(received.exchange, self._store.max_entry_bytes)
         return StoringKeeper(self._store, kept, _key_id(received), input, stream=facts.stream, held_end=held_end)
 
-    async def _referred(self, received: ReceivedRequest, facts: Facts) -> _Referred:
+    async def _referred(self, received: ReceivedRequest, facts: RequestSummary) -> _Referred:
         """Everything that a request refers to. Raises the CortexError of what is not stored."""
         references = References(False, ())
         if items.REFERENCE in received.body:

@@ -21,7 +21,7 @@ from cortex.gateway.config import ResponsesSection
 from cortex.gateway.database import Database, Execute, RejectedValue, StoreError, is_unavailable
 from cortex.gateway.responses import conversation_tables, tables
 from cortex.gateway.responses.tables import NewResponse, StoredResponse
-from cortex.tasks import SupervisedTask, Supervisor
+from cortex.system.tasks import SupervisedTask, Supervisor
 from cortex.wire.errors import DatabaseUnavailable, InvalidValue
 
 log = logging.getLogger(__name__)

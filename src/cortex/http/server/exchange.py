@@ -103,7 +103,7 @@ class Exchange:
         self.on_end: Callable[[], None] | None = None
         """Called once, when the exchange is closed for whatever reason."""
         self.connection = connection
-        """Where the response goes; a `HeldEnd` may stand before it."""
+        """Where the response goes; a `DeferredEnd` may stand before it."""
         self._keep_alive = request.keeps_alive
         self._body = _NONE
         self._num_bytes_due = 0

@@ -14,9 +14,38 @@ from cortex.http.head import NOT_FOR_CLIENTS, end_to_end
 from cortex.http.limits import UpstreamLimits
 from cortex.http.request import Headers
 from cortex.http.ticker import Ticker
-from cortex.http.upstream.body_writer import BodyWriter
 from cortex.http.upstream.call import UpstreamCall
 from cortex.http.upstream.faults import ConnectionLost, MalformedResponse, UpstreamFault, UpstreamSilent
+
+_READ_BYTES = 128 * 1024
+
+
+class BodyWriter:
+    """Belongs to one connection, for one call."""
+
+    __slots__ = ("_body", "_position", "_transport", "is_paused")
+
+    def __init__(self, transport: asyncio.Transport, body: ComposedBody) -> None:
+        self._transport = transport
+        self._body = body
+        self._position = 0
+        self.is_paused = False
+        """The node does not keep up."""
+
+    @property
+    def is_done(self) -> bool:
+        return self._position == len(self._body)
+
+    def write(self) -> None:
+        """Writes until everything is sent or the transport pauses. Raises OSError, or EOFError for a file that is
+        shorter than it was."""
+        while not self.is_paused and not self.is_done and not self._transport.is_closing():
+            data = self._body.read(self._position, _READ_BYTES)
+            if not data:
+                raise EOFError("the spooled body is shorter than it was")
+            self._position += len(data)
+            self._transport.write(data)
+
 
 _JOIN_BYTES = 64 * 1024
 """Bodies up to this size are joined with their head, so that both leave in one packet."""

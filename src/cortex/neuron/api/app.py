@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from cortex.http.limits import ClientLimits
 from cortex.http.opaque_request import body_limit
 from cortex.http.request import Request, loggable
+from cortex.http.routing import Router
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.parser import Spooled
 from cortex.http.server.server import Response, Server
@@ -20,8 +21,9 @@ from cortex.http.ticker import Ticker
 from cortex.neuron.api import responses
 from cortex.neuron.api.access import NodeAccess, NodeKeys
 from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.api.drain_gate import DrainGate
-from cortex.neuron.api.inference.departures import Departures
+from cortex.neuron.api.inference.keep_alive import KeepAliveUnloads
 from cortex.neuron.api.inference.opaque import OpaqueRoutes
 from cortex.neuron.api.inference.pooling import PoolingRoutes
 from cortex.neuron.api.inference.routes import Inference
@@ -32,7 +34,6 @@ from cortex.neuron.api.routes.metrics import Metrics
 from cortex.neuron.api.routes.models import ModelRoutes
 from cortex.neuron.api.routes.ollama import OllamaRoutes
 from cortex.neuron.api.routes.tokens import Tokens
-from cortex.neuron.api.routing import ApiCall, Route, Router
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry.spans import Tracer
 from cortex.telemetry.tracing import NoTracer
@@ -67,7 +68,7 @@ class NodeApi:
         self._access = access or NodeAccess(NodeKeys())
         self._metrics = Metrics(backend)
         self._parser = BodyParser()
-        self._departures = Departures(backend)
+        self._departures = KeepAliveUnloads(backend)
         self._tasks: set[asyncio.Task[None]] = set()
         ticker = Ticker(asyncio.get_running_loop())
         usage_records = UsageRecords()
@@ -94,7 +95,8 @@ class NodeApi:
                 Route("GET", "/metrics", self._expose),
                 *usage_records.routes(),
                 *Control(backend, drain_gate, self._access, ticker, keepalive_s, scheme).routes(),
-            ]
+            ],
+            "the API begins at /v1 and /discovery",
         )
         self.server = Server(self._handle, responses.rejection, ticker, limits, self._admit_head)
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from cortex.http.request import Headers, Request, loggable
+from cortex.http.routing import path_of
 from cortex.http.server.server import Response
-from cortex.neuron.api.routing import path_of
 from cortex.neuron.text.errors import TextModelError
 from cortex.wire import error_encoding
 from cortex.wire.dialects.registry import family

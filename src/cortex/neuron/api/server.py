@@ -11,9 +11,9 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from cortex import open_files
 from cortex.http.limits import ClientLimits
 from cortex.http.server import listener
+from cortex.http.tls import CHECK_FILES_S, ServerCertificate
 from cortex.neuron.api.access import NodeAccess, NodeKeys, read_keys
 from cortex.neuron.api.app import NodeApi
 from cortex.neuron.api.drain_gate import DrainGate
@@ -21,13 +21,13 @@ from cortex.neuron.api.log_context import common_fields
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.config import load as load_config
 from cortex.neuron.node.node import Node
-from cortex.service_manager import READY, STOPPING, ServiceManager
 from cortex.settings import Listen, SettingsError, Stamp, stamp
-from cortex.tasks import Supervisor
+from cortex.system import open_files
+from cortex.system.service_manager import READY, STOPPING, ServiceManager
+from cortex.system.tasks import Supervisor
 from cortex.telemetry import logs
 from cortex.telemetry.spans import Tracer
 from cortex.telemetry.tracing import open_tracer
-from cortex.tls import CHECK_FILES_S, ServerCertificate
 from cortex.wire.words import duration, plural
 
 log = logging.getLogger(__name__)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from cortex.formats.units import gib
 from cortex.neuron.engine.errors import DamagedError, NoRoomError
 from cortex.neuron.engine.loading.loading import LoadedModel
 from cortex.neuron.engine.memory.device import device_memory
 from cortex.neuron.engine.memory.host_weights import HostWeights
 from cortex.neuron.engine.request import LoadSpec
-from cortex.units import gib
 
 
 class ModelSleep:

@@ -16,10 +16,11 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from cortex.formats.units import gib
 from cortex.neuron.node import lifecycle_events as events
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.lifecycle import Lifecycle, transition
-from cortex.neuron.node.loading.device_room import RoomElsewhere
+from cortex.neuron.node.loading.device_allocator import RoomElsewhere
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.progress import LoadProgressTracker
@@ -28,7 +29,6 @@ from cortex.neuron.node.memory.sleep_budget import SleepBudget
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.model_host import Damaged, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
-from cortex.units import gib
 from cortex.wire.errors import CortexError, LoadFailed, Overloaded, Recovering, ShuttingDown, UnloadedWhileLoading
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.words import about

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from cortex.engine_packages import missing_packages
 from cortex.neuron.config import DeviceEntry, NeuronConfig
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.request import LoadSpec
@@ -25,6 +24,7 @@ from cortex.neuron.worker.model_host import ModelHost
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.neuron.worker.protocol import DeviceAddress
 from cortex.neuron.worker.supervisor import WorkerSupervisor
+from cortex.system.engine_packages import missing_packages
 from cortex.wire.node.protocol import Device, DeviceHealth, Fallback
 from cortex.wire.words import os_error_in_words
 

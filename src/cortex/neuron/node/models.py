@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from cortex.formats.quant_names import is_same_quant
 from cortex.neuron.engine.request import EngineStats
 from cortex.neuron.node.bench.results import BenchResults
 from cortex.neuron.node.controller import ModelController
@@ -23,7 +24,6 @@ from cortex.neuron.node.status import ServedModel, describe_model, served_model
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.text.template.prompt import PromptRules
 from cortex.neuron.worker.backoff import BackoffPolicy
-from cortex.quant_names import is_same_quant
 from cortex.wire.errors import CortexError, ModelInUse, shorten
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.protocol import ModelState, ModelStatus

@@ -19,6 +19,7 @@ from cortex.neuron.engine.request import EngineRequest, EngineStats
 from cortex.neuron.node.bench.benches import Benches
 from cortex.neuron.node.bench.measurement import Measurement
 from cortex.neuron.node.bench.results import BenchResults
+from cortex.neuron.node.dependencies import NodeDependencies
 from cortex.neuron.node.devices import NodeDevices, inventory_of, warn_of_unknown_devices
 from cortex.neuron.node.event_feed import EventFeed, model_event
 from cortex.neuron.node.generation import Generation
@@ -27,17 +28,15 @@ from cortex.neuron.node.harness.command.harness import CommandHarness
 from cortex.neuron.node.harness.engine import EngineHarness
 from cortex.neuron.node.harness.harness import Harnesses
 from cortex.neuron.node.harness.upstream import Upstream
-from cortex.neuron.node.loading.context_room import ContextRoom
-from cortex.neuron.node.loading.device_room import DeviceRoom
+from cortex.neuron.node.loading.context_allocator import ContextAllocator
+from cortex.neuron.node.loading.device_allocator import DeviceAllocator
 from cortex.neuron.node.loading.forecast import Forecast
-from cortex.neuron.node.loading.library import KnownModel, Library, scan_cache
+from cortex.neuron.node.loading.library import KnownModel, Library, scan_cache, scan_folders
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
-from cortex.neuron.node.loading.model_folders import scan_folders
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings
 from cortex.neuron.node.memory.sleep_budget import SleepBudget, sleep_budget_bytes
 from cortex.neuron.node.models import Models
-from cortex.neuron.node.parts import Parts
 from cortex.neuron.node.replicas.demand import ReplicaDemand, ReplicaRules
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import ServedModel, describe_node
@@ -48,7 +47,7 @@ from cortex.neuron.servers.ready_made import usable as usable_servers
 from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.discovery import Inventory
 from cortex.neuron.worker.process import WorkerTimeouts
-from cortex.tasks import SupervisedTask, Supervisor, run_once
+from cortex.system.tasks import SupervisedTask, Supervisor, run_once
 from cortex.wire.errors import LoadFailed, ModelNotFound, ShuttingDown, shorten
 from cortex.wire.node.groups import PreparedMember, PrepareMember
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
@@ -61,7 +60,7 @@ _SCAN_S = 30.0
 class Node:
     """Made by `start`, ended by `close`; every method in between is called on the same loop."""
 
-    def __init__(self, config: NeuronConfig, inventory: Inventory, parts: Parts) -> None:
+    def __init__(self, config: NeuronConfig, inventory: Inventory, parts: NodeDependencies) -> None:
         limits = config.limits
         timeouts = parts.timeouts or WorkerTimeouts(step_s=limits.step_timeout_s, load_s=limits.load_timeout_s)
         forecast = Forecast(config)
@@ -101,7 +100,7 @@ class Node:
             lambda model_id: self._models.prompt_rules(model_id),
         )
         held = self._ceilings = MemoryCeilings(ceilings, lambda: self._models.holdings())
-        room = DeviceRoom(
+        room = DeviceAllocator(
             self.devices,
             forecast,
             lambda model: self._harnesses.of(model).estimates,
@@ -140,7 +139,7 @@ class Node:
             self.devices.kv_host,
         )
         default_ids = [default.id for default in config.default_models]
-        self._context_room = ContextRoom(room, self._loader, self._models, parts.context_rules, kept=default_ids)
+        self._context_room = ContextAllocator(room, self._loader, self._models, parts.context_rules, kept=default_ids)
         self.benches = Benches(
             self._models,
             lambda controller, on_stage: Measurement(
@@ -166,9 +165,9 @@ class Node:
         self._closing = False
 
     @classmethod
-    async def start(cls, config: NeuronConfig, parts: Parts | None = None) -> Node:
+    async def start(cls, config: NeuronConfig, parts: NodeDependencies | None = None) -> Node:
         """Returns a node that serves at once; default models load in the background."""
-        parts = parts or Parts()
+        parts = parts or NodeDependencies()
         inventory = await asyncio.to_thread(inventory_of, config, parts.discover)
         node = cls(config, inventory, parts)
         warn_of_unknown_devices(config.devices, inventory)

@@ -11,11 +11,12 @@ import cortex
 from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loader import Estimate, Survey
+from cortex.neuron.node.loading.loader import Estimate, Inspection
 from cortex.neuron.node.memory.sleep_budget import can_sleep
 from cortex.neuron.worker.discovery import Inventory
 from cortex.wire.errors import CortexError
 from cortex.wire.node.bench import BenchResult
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.protocol import (
     Capabilities,
     Discovery,
@@ -25,7 +26,6 @@ from cortex.wire.node.protocol import (
     ModelStatus,
     QuantisedSize,
 )
-from cortex.wire.node.sampling import SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,10 @@ def describe_node(
         can_sleep=can_sleep(sleep_mb, inventory.devices),
         harnesses=harnesses,
         group_harnesses=group_harnesses,
-        more_dialects=("ollama_chat", "ollama_generate", "llama_cpp_infill", "openai_compaction"),
     )
 
 
-def served_model(model: KnownModel, controller: ModelController | None, survey: Survey | None) -> ServedModel:
+def served_model(model: KnownModel, controller: ModelController | None, survey: Inspection | None) -> ServedModel:
     instance = controller.instance if controller is not None else None
     if instance is not None:
         context_tokens: int | None = instance.resident.info.context_tokens or None
@@ -88,7 +87,7 @@ def served_model(model: KnownModel, controller: ModelController | None, survey: 
 def describe_model(
     model: KnownModel,
     controller: ModelController | None,
-    survey: Survey | None,
+    survey: Inspection | None,
     estimate: Estimate | None,
     num_in_preparation: int,
     disk_bytes: int | None,
@@ -166,7 +165,7 @@ def describe_model(
     )
 
 
-def _capabilities(survey: Survey | None, engine_notes: tuple[str, ...]) -> Capabilities:
+def _capabilities(survey: Inspection | None, engine_notes: tuple[str, ...]) -> Capabilities:
     if survey is None:
         return Capabilities()
     template, pooling = survey.text.capabilities, survey.facts.pooling

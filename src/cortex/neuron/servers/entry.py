@@ -9,11 +9,9 @@ import msgspec
 from msgspec import Meta
 
 from cortex.settings import Section
-from cortex.wire.node.load_options import Count
+from cortex.wire.node.load_options import ENGINE, Count, harness_name
 
 Seconds = Annotated[float, Meta(gt=0)]
-ENGINE_NAMES = ("torch", "candle")
-"""The names of the built-in engine as a harness; `candle` is its old one."""
 Command = str | tuple[str, ...]
 
 
@@ -71,7 +69,7 @@ class HarnessEntry(Section, frozen=True):
     `tei`. An entry of such a name, or `like` one, changes what it gives. `docker` and `podman` need the image in
     `args`, and `torchrun` the program."""
 
-    name: str = "torch"
+    name: str = ENGINE
     """Its name in `harness` of models. `torch`, or its old name `candle`, is the built-in engine, which every node has
     without an entry."""
     like: str | None = None
@@ -129,6 +127,9 @@ class HarnessEntry(Section, frozen=True):
     """The server moves it back."""
     group: GroupSettings | None = None
     """Absent: it runs on one node only."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "name", harness_name(self.name))
 
     @property
     def commands(self) -> dict[str, tuple[str, ...]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from cortex.wire.node.sampling import SamplingDefaults
+from cortex.wire.node.load_options import SamplingDefaults
 
 _GGUF_KEYS = {
     "temperature": "general.sampling.temp",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cortex.neuron.text.template.template_source import TemplateSources
 from cortex.neuron.text.tokenizer.vocabulary import Vocabulary
 from cortex.neuron.vision.spec import PictureSpec
-from cortex.wire.node.sampling import SamplingDefaults
+from cortex.wire.node.load_options import SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)

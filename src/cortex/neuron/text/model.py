@@ -51,8 +51,8 @@ from cortex.neuron.vision.spec import PictureSpec
 from cortex.neuron.weights.gguf.metadata import read_metadata
 from cortex.wire.errors import TemplateRenderFailed
 from cortex.wire.fields.constraints import is_constrained
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.protocol import Capabilities
-from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.requests import EFFORT_TOKENS, GenerateRequest
 
 

@@ -13,7 +13,7 @@ import socket
 from cortex.ipc.channel import ChannelError, PacketSocket
 from cortex.ipc.start import start_child
 from cortex.neuron.worker.protocol import DeviceAddress, Exited, Forked, ForkServerEvent, ForkWorker, KillWorker, Warm
-from cortex.tasks import run_once
+from cortex.system.tasks import run_once
 from cortex.wire.words import plural
 
 log = logging.getLogger(__name__)

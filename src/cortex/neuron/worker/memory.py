@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cortex.formats.units import gib
 from cortex.neuron.engine.memory.host import anonymous_bytes, read_host_memory
 from cortex.neuron.worker.protocol import DeviceAddress, MemoryReading
-from cortex.units import gib
 
 _SLACK_BYTES = 64 * 1024 * 1024
 """A worker's size changes by this much on its own: caches, arenas, the interpreter."""

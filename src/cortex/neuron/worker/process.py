@@ -24,7 +24,7 @@ from cortex.neuron.worker.protocol import (
     Reply,
     Report,
 )
-from cortex.tasks import Supervisor, run_once
+from cortex.system.tasks import Supervisor, run_once
 
 log = logging.getLogger(__name__)
 

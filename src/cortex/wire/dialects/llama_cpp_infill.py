@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 
 from cortex.wire.dialects.openai_chunks import stream_error, timings_body
-from cortex.wire.error_codes import from_code
+from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure, Finish, ReasoningDelta, TextDelta
-from cortex.wire.facts import Facts
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.sampling import read_sampling
 from cortex.wire.fields.tables.llama_cpp_infill import FIELDS
+from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Reasoning, Text
 from cortex.wire.response import gather
 from cortex.wire.sse import COMMENT as KEEPALIVE
@@ -39,10 +39,12 @@ __all__ = [
 ]
 
 
-def read_facts(fields: Fields) -> Facts:
+def read_facts(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
     limit = fields.integer("n_predict", low=-LARGEST_COUNT, high=LARGEST_COUNT)
-    return Facts(fields.model(), fields.flag("stream") or False, limit if limit is not None and limit >= 0 else None, 1)
+    return RequestSummary(
+        fields.model(), fields.flag("stream") or False, limit if limit is not None and limit >= 0 else None, 1
+    )
 
 
 def pictures(fields: Fields) -> tuple[str, ...]:  # noqa: ARG001 - as the other dialects

@@ -25,8 +25,8 @@ from cortex.wire.dialects.openai_responses.compacted import encoded
 from cortex.wire.dialects.openai_responses.response import usage_body
 from cortex.wire.errors import GenerationFailed, InvalidValue
 from cortex.wire.events import AnyEvent
-from cortex.wire.facts import Facts
 from cortex.wire.fields.body import Fields
+from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Message, Text, ToolChoice
 from cortex.wire.response import gather, total_usage
 
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 
-def read_facts(fields: Fields) -> Facts:
+def read_facts(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
     facts = openai_responses.read_facts(fields)
     return msgspec.structs.replace(facts, completion_limit=_limit(facts.completion_limit))

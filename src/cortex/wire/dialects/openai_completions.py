@@ -16,7 +16,7 @@ from cortex.wire.dialects.openai_chunks import (
     timings_body,
     usage_body,
 )
-from cortex.wire.error_codes import from_code
+from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import Family
 from cortex.wire.events import (
     AnyEvent,
@@ -30,7 +30,6 @@ from cortex.wire.events import (
     TokenLogprob,
     UsageSoFar,
 )
-from cortex.wire.facts import Facts
 from cortex.wire.fields.body import MAX_PROMPTS, Fields, PromptIds
 from cortex.wire.fields.sampling import (
     MAX_CHOICES,
@@ -43,6 +42,7 @@ from cortex.wire.fields.sampling import (
     read_truncation,
 )
 from cortex.wire.fields.tables.openai_completions import FIELDS
+from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Prompt, Reasoning, Text
 from cortex.wire.response import ResponseChoice, gather, total_usage
 from cortex.wire.sse import COMMENT as KEEPALIVE
@@ -67,12 +67,12 @@ __all__ = [
 ]
 
 
-def read_facts(fields: Fields) -> Facts:
+def read_facts(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
     max_tokens, n = read_limits(fields, fewest_tokens=0)
     if (num_prompts := fields.num_prompts("prompt")) > MAX_PROMPTS:
         raise fields.invalid("prompt", f"a request may have at most {MAX_PROMPTS} prompts; send fewer")
-    return Facts(fields.model(), fields.flag("stream") or False, max_tokens, n * num_prompts)
+    return RequestSummary(fields.model(), fields.flag("stream") or False, max_tokens, n * num_prompts)
 
 
 def pictures(fields: Fields) -> tuple[str, ...]:  # noqa: ARG001 - as the other dialects

@@ -17,10 +17,10 @@ from cortex.wire.dialects.ollama import chat as ollama_chat
 from cortex.wire.dialects.ollama import generate as ollama_generate
 from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import AnyEvent
-from cortex.wire.facts import Facts
 from cortex.wire.fields.body import Fields
 from cortex.wire.fields.tables.table import FieldTable
 from cortex.wire.node.protocol import Dialect as DialectName
+from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest
 
 
@@ -55,7 +55,7 @@ class Dialect(Protocol):
     @property
     def Encoder(self) -> _MakeEncoder: ...  # noqa: N802
 
-    def read_facts(self, fields: Fields) -> Facts: ...
+    def read_facts(self, fields: Fields) -> RequestSummary: ...
 
     def pictures(self, fields: Fields) -> Iterable[str]: ...
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from cortex.wire import sse
-from cortex.wire.error_codes import BY_CODE
+from cortex.wire.error_encoding import BY_CODE
 from cortex.wire.errors import UpstreamInterrupted
 
 _MARK = b"failed "

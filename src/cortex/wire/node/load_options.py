@@ -1,14 +1,54 @@
-"""How a model is loaded: the options that a load request, an entry of `neuron.toml` and a model of a node share."""
+"""The schema of a load: every option that says how a model is loaded, with its type, bounds, default and help text.
+
+Each option is declared here once. `models.toml`, `neuron.toml`, a load request and a model of a node are subclasses,
+the reference page is generated from them, and `shared_with` copies options from one form to another by name. So a new
+option is one line here, and a field of the same name where it is used: for the engine, in its `LoadSpec`.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, TypeVar
+from collections.abc import Container
+from functools import cache
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, inspect
 
 from cortex.wire.fields.body import MAX_MODEL_NAME
-from cortex.wire.node.sampling import SamplingDefaults
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """How the model samples where a request says nothing. What is absent here comes from the model's own files
+    (`generation_config.json`, or the metadata of a GGUF file)."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    """0 always takes the most likely token."""
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Draw from the most likely tokens that together have this probability."""
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    """Draw from this many of the most likely tokens; 0: from all."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Leave out tokens less likely than this share of the most likely one."""
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    """Divides the scores of tokens that were used before; 1 changes nothing."""
+
+    @property
+    def given(self) -> dict[str, float]:
+        """The keys that have a value."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+    def over(self, other: SamplingDefaults) -> SamplingDefaults:
+        """These values, and those of `other` where there are none."""
+        return msgspec.structs.replace(other, **self.given)
+
+
+_DEFAULT: Final = "default"
+
+
+def _unless_given(value: str) -> Meta:
+    """The default of an option of which None means that it is not given."""
+    return Meta(extra={_DEFAULT: value})
+
 
 Count = Annotated[int, Meta(ge=1)]
 ShortText = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
@@ -19,6 +59,17 @@ Vision = Literal["device", "cpu", "off"]
 Speculation = Annotated[str, Meta(max_length=4096)]
 """Where draft tokens come from: see `checked_speculation`."""
 _DRAFT: Final = "draft:"
+
+
+ENGINE: Final = "torch"
+"""The name of the built-in engine as a harness."""
+_FORMER_ENGINE: Final = "candle"
+"""Its name in the programs before these, whose configurations are still in use."""
+
+
+def harness_name(name: str) -> str:
+    """The present name of the harness that `name` stands for."""
+    return ENGINE if name == _FORMER_ENGINE else name
 
 
 _PATH_PREFIXES = ("/", "./", "../", "~")
@@ -45,28 +96,20 @@ def checked_speculation(speculation: str | None, draft: str | None) -> str | Non
     return found
 
 
-def draft_of(speculation: str) -> str | None:
+def draft_of(speculation: str | None) -> str | None:
     """The name of the draft model that a setting asks for; None: it asks for none."""
-    return speculation.removeprefix(_DRAFT).strip() if speculation.startswith(_DRAFT) else None
-
-
-def drafts_from(speculation: str) -> Literal["off", "lookup", "mtp", "draft"]:
-    """What a checked setting asks for, without the name of a draft model."""
-    match speculation:
-        case "off" | "lookup" | "mtp":
-            return speculation
-        case _:
-            return "draft"
+    return speculation.removeprefix(_DRAFT).strip() if speculation and speculation.startswith(_DRAFT) else None
 
 
 Options = TypeVar("Options", bound="LoadOptions")
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An option that has its default is not given: `over` takes it from another place."""
+    """The options that operators and clients may set, everywhere. One that has its default here is not given: `over`
+    takes it from another place."""
 
     source: Annotated[str, Meta(max_length=4096)] | None = None
-    """Hub id, directory or GGUF file; the id itself when absent."""
+    """Hub id, directory or GGUF file on the node; the id itself when absent."""
     harness: ShortText | None = None
     """What runs it: `torch`, the built-in engine, or its old name `candle`, or one of the node's `harnesses`; `torch`
     when absent."""
@@ -74,34 +117,33 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Which of a repository's GGUF files to take, in any spelling (`Q4_K_M`, `q6k`, `int8`). Where none is quantised
     so, its dense weights are, at load: `q4_k`, `q5_k`, `q6_k`, `q8_0` or, on a GPU, `fp8`."""
     context_tokens: Annotated[int, Meta(ge=2)] | None = None
-    """Maximum sequence length, with at least one prompt token and one generated token; the model's own limit when
-    absent."""
-    kv_dtype: KVDtype | None = None
+    """Maximum sequence length, with at least one prompt token and one generated token. Idle models are evicted for all
+    of it. When absent: the model's own limit, or as much of it as memory allows, and idle models are evicted for at
+    least 32,768 tokens."""
+    kv_dtype: Annotated[KVDtype | None, _unless_given("auto")] = None
     """`fp8`: keys and values of the cache take one byte each, for about twice the context in the same memory. It needs
-    an Ada, Hopper or Blackwell GPU, or a CPU. `auto`, also when absent: they have the dtype that the model computes
-    in."""
+    an Ada, Hopper or Blackwell GPU, or a CPU. `auto`, the default: they have the dtype that the model computes in."""
     deterministic: bool = False
     """A request with a seed, or at temperature 0, gets the same tokens whatever else is in the batch or cached, and
     however its prompt is divided into steps. Slower; not for models that are divided among devices."""
-    speculation: Speculation | None = None
-    """`lookup`, also when absent: while few requests run, a step also checks tokens that are likely to come next, from
-    the text so far, a request's `prediction` or its grammar. The output is the same, edits of long texts come several
-    times as fast. `mtp`: also from the head for further tokens that the model is published with, as Qwen3-Next,
-    Qwen3.5 and GLM are. `draft:` and the name of a smaller model with the same tokenizer: also from that model, which
-    is loaded with it. `off`: one token per step."""
+    speculation: Annotated[Speculation | None, _unless_given("lookup")] = None
+    """`lookup`, the default: while few requests run, a step also checks tokens that are likely to come next, from the
+    text so far, a request's `prediction` or its grammar. The output is the same, edits of long texts come several times
+    as fast. `mtp`: also from the head for further tokens that the model is published with, as Qwen3-Next, Qwen3.5 and
+    GLM are. `draft:` and the name of a smaller model with the same tokenizer: also from that model, which is loaded
+    with it. `off`: one token per step."""
     draft: Annotated[str, Meta(max_length=4000)] | None = None
     """The name of a smaller model with the same tokenizer: the same as `speculation = "draft:NAME"`."""
-    vision: Vision | None = None
-    """Where the vision tower of a model that takes images is. `device`, also when absent: on the model's device. `cpu`:
-    in the memory of the host, where images take seconds and no memory of the device. `off`: it is not loaded, and the
+    vision: Annotated[Vision | None, _unless_given("device")] = None
+    """Where the vision tower of a model that takes images is. `device`, the default: on the model's device. `cpu`: in
+    the memory of the host, where images take seconds and no memory of the device. `off`: it is not loaded, and the
     model reads text only."""
     tensor_parallel: Count = 1
-    """Number of devices that the model is divided among; it must divide the model's heads and inner width."""
+    """Number of devices that every layer is divided among; it must divide the model's heads and inner width. A gateway
+    takes more where a share would not fit."""
     pipeline_parallel: Count = 1
     """Number of devices that the model's layers are divided among, by their free memory. For devices of different sizes
     and slow links; not together with `tensor_parallel`."""
-    devices: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
-    """Indices of the devices it may use; the node chooses when absent."""
     control_tokens_in_messages: bool = False
     """Read `<|im_start|>` and the like in the text of messages as control tokens, as the reference library does. By
     default they are only text, so that clients cannot forge turns. Raw prompts (`/v1/completions`) always have them."""
@@ -113,6 +155,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         speculation = checked_speculation(self.speculation, self.draft)
         msgspec.structs.force_setattr(self, "speculation", speculation)
         msgspec.structs.force_setattr(self, "draft", None)
+        if self.harness is not None:
+            msgspec.structs.force_setattr(self, "harness", harness_name(self.harness))
 
     def over(self, base: Options) -> Options:
         """`base` with every option that is given here and that it has; `sampling` value by value. Empty text gives
@@ -121,3 +165,28 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         given = {name: value for name, (value, default) in values.items() if value and value != default}
         given["sampling"] = self.sampling.over(base.sampling)
         return msgspec.structs.replace(base, **{name: given[name] for name in base.__struct_fields__ if name in given})
+
+    def shared_with(self, names: Container[str]) -> dict[str, Any]:
+        """The options of the schema that are in `names`, the fields of another form."""
+        return {name: getattr(self, name) for name in LoadOptions.__struct_fields__ if name in names}
+
+    def _fill_defaults(self) -> None:
+        """Give every option that is not given its default. For the `__post_init__` of what is loaded."""
+        for name, default in _defaults().items():
+            if getattr(self, name) is None:
+                msgspec.structs.force_setattr(self, name, default)
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """The defaults of the options of which None means that they are not given."""
+    kinds = ((field.name, field.type) for field in inspect.type_info(LoadOptions).fields)  # type: ignore[attr-defined]
+    extras = ((name, kind.extra or {}) for name, kind in kinds if isinstance(kind, inspect.Metadata))
+    return {name: extra[_DEFAULT] for name, extra in extras if _DEFAULT in extra}
+
+
+class PlacedOptions(LoadOptions, frozen=True, kw_only=True):
+    """The options that `neuron.toml` and load requests may set in addition: a catalogue leaves them to placement."""
+
+    devices: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
+    """Indices of the devices it may use; the node chooses when absent."""

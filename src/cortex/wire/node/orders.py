@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.node.groups import GroupMember
-from cortex.wire.node.load_options import Count, LoadOptions
+from cortex.wire.node.load_options import Count, PlacedOptions
 from cortex.wire.node.protocol import NodeValue
-
-log = logging.getLogger(__name__)
 
 ModelName = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
 
 
-class LoadRequest(LoadOptions, frozen=True, kw_only=True):
+class LoadRequest(PlacedOptions, frozen=True, kw_only=True):
     """`POST /models/load`. What it does not give is as the node is configured. Idempotent: a request for a model that
     is ready or loading joins it, unless it names another `quant` than that one has, which is rejected with 409."""
 
@@ -41,30 +37,14 @@ class LoadRequest(LoadOptions, frozen=True, kw_only=True):
             raise ValueError(f"`{self.model_id}` has tensor_parallel and pipeline_parallel: send only one of them")
 
 
-class SleepOption(NodeValue, frozen=True, kw_only=True):
-    """The part of an unload request that says whether the model may sleep."""
-
-    sleep: bool = False
-    """Keep the weights in host memory if there is room; the model is then `asleep`, else `cold`."""
-    park: bool | msgspec.UnsetType = msgspec.UNSET
-    """Former name of `sleep`. Accepted with a warning, and never sent."""
-
-    def __post_init__(self) -> None:
-        if self.park is msgspec.UNSET:
-            return
-        if self.sleep:
-            raise ValueError("`park` is the former name of `sleep`: send only `sleep`")
-        log.warning("the field `park` of an unload request is now called `sleep`: rename it")
-        msgspec.structs.force_setattr(self, "sleep", self.park)
-        msgspec.structs.force_setattr(self, "park", msgspec.UNSET)
-
-
-class UnloadRequest(SleepOption, frozen=True, kw_only=True):
+class UnloadRequest(NodeValue, frozen=True, kw_only=True):
     """`POST /models/unload`. Waits for running requests up to `drain_s`; `force` ends them at once. Idempotent."""
 
     model_id: ModelName
     force: bool = False
     drain_s: float | None = None
+    sleep: bool = False
+    """Keep the weights in host memory if there is room; the model is then `asleep`, else `cold`."""
     group: str | None = None
     """Only if the model is a member of this group. Absent: whatever it is."""
     forget: bool = False

@@ -7,15 +7,14 @@ Unknown fields are ignored, so that nodes of different versions can share a flee
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.contexts import ContextSizes
-from cortex.wire.node.load_options import Count
-from cortex.wire.node.sampling import SamplingDefaults
+from cortex.wire.node.load_options import Count, SamplingDefaults
 
 Dialect = Literal[
     "openai_chat",
@@ -78,16 +77,10 @@ class Discovery(NodeValue, frozen=True):
     can_sleep: bool = True
     """Whether it keeps the weights of unloaded models in host memory; nodes without a GPU do not by default."""
     harnesses: tuple[str, ...] = ("torch",)
-    dialects: tuple[Dialect, ...] = (
-        "openai_chat",
-        "openai_completions",
-        "openai_responses",
-        "anthropic_messages",
-    )
+    dialects: tuple[str, ...] = get_args(Dialect)
+    """Gateways of other versions may not know all of them."""
     group_harnesses: tuple[str, ...] = ()
     """Those that can run a model on several nodes. Empty also for a node without a `cluster_address`."""
-    more_dialects: tuple[str, ...] = ()
-    """Dialects that came later. Gateways that do not know `dialects` of other names would reject the whole report."""
 
 
 class Fallback(NodeValue, frozen=True):
@@ -122,8 +115,7 @@ class DeviceHealth(NodeValue, frozen=True):
 
 class Progress(NodeValue, frozen=True):
     stage: str
-    """`resolve`, `download`, `read`, `place` or `warm`. Nodes send no other: older gateways would reject the whole
-    report."""
+    """`resolve`, `download`, `read`, `place` or `warm`."""
     substage: str | None = None
     """The part of the stage that has a name of its own: `compile` in `place`. Any string may follow later."""
     done_bytes: int = 0
@@ -355,7 +347,7 @@ class Endpoint(NodeValue, frozen=True):
 
     model_id: str
     base_url: str
-    dialects: tuple[Dialect, ...]
+    dialects: tuple[str, ...]
 
 
 class NodeEvent(NodeValue, frozen=True):

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from cortex.gateway.proxy.accounting.usage import usage_in_dialect
+from cortex.gateway.proxy.request import usage_in_dialect
 from cortex.wire.events import Usage
 
 

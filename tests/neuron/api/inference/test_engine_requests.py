@@ -3,7 +3,7 @@ import pytest
 from cortex.neuron.api.inference.engine_requests import engine_requests, sampling_params, within_limit
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.wire.errors import InsufficientQuota
-from cortex.wire.node.sampling import SamplingDefaults
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.requests import GenerateRequest, Sampling
 
 RECOMMENDED = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05)

@@ -13,7 +13,7 @@ import pytest
 from cortex.wire.errors import Recovering
 from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.headers import PROMPT_TOKENS, TOKEN_LIMIT
-from cortex.wire.node.sampling import SamplingDefaults
+from cortex.wire.node.load_options import SamplingDefaults
 
 from ....waiting import WAIT_S
 from ..conftest import Api, ChatBody, Until

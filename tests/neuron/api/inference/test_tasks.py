@@ -11,8 +11,8 @@ from cortex.neuron.api.inference.tasks import check_pictures, check_task
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.status import ServedModel, describe_model, served_model
 from cortex.wire.errors import UnsupportedModality
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.protocol import ModelState
-from cortex.wire.node.sampling import SamplingDefaults
 from cortex.wire.requests import GenerateRequest, Image
 
 UNREAD = KnownModel(id="m", source="/models/m", context_tokens=512)

@@ -9,15 +9,15 @@ from cortex.neuron.node.bench.workload import (
     PROBE_TOKENS,
     PROMPT_TOKENS,
     Arrivals,
-    ModelRoom,
+    ModelCapacity,
     ReplicaLimits,
     mean_tokens,
     steady_rate,
 )
 
 
-def room(context: int = 4096, cache: int = 1 << 20, slots: int = 64, max_prompt: int | None = None) -> ModelRoom:
-    return ModelRoom(context_tokens=context, max_prompt_tokens=max_prompt, slots=slots, cache_tokens=cache)
+def room(context: int = 4096, cache: int = 1 << 20, slots: int = 64, max_prompt: int | None = None) -> ModelCapacity:
+    return ModelCapacity(context_tokens=context, max_prompt_tokens=max_prompt, slots=slots, cache_tokens=cache)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def room(context: int = 4096, cache: int = 1 << 20, slots: int = 64, max_prompt:
         (room(cache=64 * 40), 8, DECODE_TOKENS),
     ],
 )
-def test_responses_fit_into_slots_context_and_cache(given: ModelRoom, streams: int, tokens: int) -> None:
+def test_responses_fit_into_slots_context_and_cache(given: ModelCapacity, streams: int, tokens: int) -> None:
     assert given.decode_tokens(streams) == tokens
 
 
@@ -47,7 +47,9 @@ def test_responses_fit_into_slots_context_and_cache(given: ModelRoom, streams: i
         (room(cache=300), 100_000.0, 299),
     ],
 )
-def test_prompt_is_as_long_as_the_model_and_the_time_allow(given: ModelRoom, tokens_per_s: float, tokens: int) -> None:
+def test_prompt_is_as_long_as_the_model_and_the_time_allow(
+    given: ModelCapacity, tokens_per_s: float, tokens: int
+) -> None:
     assert given.prompt_tokens(tokens_per_s) == tokens
 
 

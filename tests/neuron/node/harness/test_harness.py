@@ -14,24 +14,22 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loads_in_progress import LoadRoom
+from cortex.neuron.node.loading.loads_in_progress import DeviceAllocation
 from cortex.neuron.node.memory.limits import NodeLimits
-from cortex.neuron.servers.entry import ENGINE_NAMES
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Capabilities, Device, ModelState
-from cortex.wire.node.sampling import SamplingDefaults
 
 from ...worker.hosts.fake_host import FakeHost
 
 
-@pytest.mark.parametrize("harness", ENGINE_NAMES)
+@pytest.mark.parametrize("harness", ["torch", "candle"])
 async def test_loads_under_every_name_of_the_engine(tmp_path: Path, harness: str) -> None:
     source = str(write_model(tmp_path / "model"))
     async with running_node(tmp_path, {"model_roots": [str(tmp_path)]}) as node:
-        assert harness in node.discovery.harnesses
         status = await node.load(LoadRequest(model_id="m", source=source, harness=harness), wait=True)
         assert status.state is ModelState.READY
 
@@ -100,7 +98,9 @@ class EchoHarness:
     async def read(self, model: KnownModel, path: Path) -> tuple[EchoFacts, dict[str, Footprint]]:
         return EchoFacts(path), {}
 
-    async def host(self, model: KnownModel, facts: EchoFacts, room: LoadRoom) -> tuple[ModelHost, ChosenDevices]:
+    async def host(
+        self, model: KnownModel, facts: EchoFacts, room: DeviceAllocation
+    ) -> tuple[ModelHost, ChosenDevices]:
         return self.host_of_model, room.chosen
 
     def replica(self, model: KnownModel, facts: EchoFacts, chosen: ChosenDevices) -> ModelHost:
@@ -111,7 +111,7 @@ async def test_another_harness_runs_a_family_that_the_engine_does_not_have(tmp_p
     source = str(write_model(tmp_path / "model", config={"model_type": "unheard_of"}))
     echo = EchoHarness()
     async with running_node(tmp_path, {"model_roots": [str(tmp_path)]}, harnesses=(echo,)) as node:
-        assert node.discovery.harnesses == (*ENGINE_NAMES, "echo")
+        assert node.discovery.harnesses == ("torch", "echo")
         with pytest.raises(LoadFailed, match="unheard_of"):
             await node.load(LoadRequest(model_id="m", source=source), wait=True)
         status = await node.load(LoadRequest(model_id="m", source=source, harness="echo"), wait=True)
@@ -134,6 +134,6 @@ async def test_models_of_another_harness_are_placed_by_its_estimates(tmp_path: P
 
 async def test_unknown_harness_is_rejected_with_the_known_ones(tmp_path: Path) -> None:
     async with running_node(tmp_path) as node:
-        with pytest.raises(LoadFailed, match="no harness 'vllm'; it has torch, candle"):
+        with pytest.raises(LoadFailed, match="no harness 'vllm'; it has torch"):
             await node.load(LoadRequest(model_id="m", harness="vllm"), wait=True)
         assert node.models() == ()

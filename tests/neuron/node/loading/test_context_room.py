@@ -14,7 +14,7 @@ from faulty_models import parts
 
 from cortex.neuron.config import DefaultModel, Limits, ModelEntry, NeuronConfig
 from cortex.neuron.engine.request import EngineRequest
-from cortex.neuron.node.loading.context_room import ContextRules, growth, victims
+from cortex.neuron.node.loading.context_allocator import ContextRules, growth, victims
 from cortex.neuron.node.memory.ceilings import ModelHolding
 from cortex.neuron.node.models import IdleModel
 from cortex.neuron.node.node import Node

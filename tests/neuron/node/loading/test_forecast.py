@@ -9,7 +9,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from cortex.cache_folder import cache_folder
 from cortex.cli.up.demo import SMOLLM2
 from cortex.neuron.config import HarnessSettings, Limits, NeuronConfig, TorchHarness
 from cortex.neuron.engine.loading.loading import load_model
@@ -24,6 +23,7 @@ from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.preflight import ModelFacts, inspect
+from cortex.system.cache_folder import cache_folder
 from cortex.wire.node.protocol import Device
 
 from ...tiny_models import tiny_delta, tiny_sizes

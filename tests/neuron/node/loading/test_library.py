@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from cortex.neuron.config import DefaultModel, HarnessSettings, ModelEntry, NeuronConfig, TorchHarness
 from cortex.neuron.node.loading.library import MAX_ADOPTED, Library, cache_directory, scan_cache
 from cortex.wire.errors import LoadFailed, ModelNotFound
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.orders import LoadRequest
-from cortex.wire.node.sampling import SamplingDefaults
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_default_model_inherits_from_its_configured_entry() -> None:
 
 EVERY_OPTION: dict[str, Any] = {
     "source": "org/a",
-    "harness": "candle",
+    "harness": "vllm",
     "quant": "q8_0",
     "context_tokens": 4096,
     "kv_dtype": "fp8",
@@ -113,7 +113,7 @@ def test_default_model_inherits_every_option_that_it_does_not_give(given: dict[s
 
 
 def test_what_a_default_model_gives_is_preferred_to_its_entry() -> None:
-    entry = ModelEntry(id="a", source="org/a", replicas=4, memory_mb=100, kv_dtype="fp8", harness="candle")
+    entry = ModelEntry(id="a", source="org/a", replicas=4, memory_mb=100, kv_dtype="fp8", harness="vllm")
     default = DefaultModel(id="a", source="org/b", replicas=2, memory_mb=200, kv_dtype="auto", harness="torch")
     model = Library(NeuronConfig(models=(entry,), default_models=(default,)), {}).find("a")
     assert (model.source, model.replicas, model.memory_bytes) == ("org/b", 2, 200 << 20)

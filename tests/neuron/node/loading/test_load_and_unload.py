@@ -15,7 +15,7 @@ from cortex.neuron.kernels.cpu.layout import CpuForm
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loader import ModelLoader, Survey
+from cortex.neuron.node.loading.loader import Inspection, ModelLoader
 from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.wire.errors import (
@@ -186,7 +186,7 @@ async def test_survey_of_the_library_does_not_replace_that_of_a_load(
 ) -> None:
     read, is_slow, may_end, ended = ModelLoader.read, asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    async def slow_for_the_library(loader: ModelLoader, model: KnownModel, path: Path) -> Survey:
+    async def slow_for_the_library(loader: ModelLoader, model: KnownModel, path: Path) -> Inspection:
         survey = await read(loader, model, path)
         if model.quant is None and not is_slow.is_set():
             is_slow.set()

@@ -15,7 +15,7 @@ from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loads_in_progress import LoadRoom, LoadsInProgress, Reservation
+from cortex.neuron.node.loading.loads_in_progress import DeviceAllocation, LoadsInProgress, Reservation
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.discovery import DeviceReading, Inventory
 from cortex.neuron.worker.memory import Reclaimed
@@ -51,10 +51,12 @@ class SlowHarness(EchoHarness):
     def __init__(self, free_bytes: int) -> None:
         super().__init__(SizedEstimates(NeuronConfig()))
         self.hosts: dict[str, FakeHost] = {}
-        self.rooms: dict[str, LoadRoom] = {}
+        self.rooms: dict[str, DeviceAllocation] = {}
         self.free_bytes = free_bytes
 
-    async def host(self, model: KnownModel, facts: EchoFacts, room: LoadRoom) -> tuple[ModelHost, ChosenDevices]:
+    async def host(
+        self, model: KnownModel, facts: EchoFacts, room: DeviceAllocation
+    ) -> tuple[ModelHost, ChosenDevices]:
         host = self.hosts[model.id] = FakeHost(0)
         host.may_load.clear()
         self.rooms[model.id] = room

@@ -13,7 +13,7 @@ from faulty_models import running_node, write_model
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import EngineInfo, LoadSpec
 from cortex.neuron.node.devices import NodeDevices
-from cortex.neuron.node.loading.device_room import DeviceRoom
+from cortex.neuron.node.loading.device_allocator import DeviceAllocator
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings, ModelHolding
@@ -118,7 +118,7 @@ async def test_model_does_not_wake_over_the_ceiling() -> None:
     devices = NodeDevices(
         Inventory((card,)), WorkerFactory(), WorkerTimeouts(), lambda _: {}, forecast.reserve, other.configured
     )
-    room = DeviceRoom(devices, forecast, lambda _: forecast, other, lambda _: {})
+    room = DeviceAllocator(devices, forecast, lambda _: forecast, other, lambda _: {})
     host, model = DeviceHost(devices.supervisors[0], LoadSpec("m")), KnownModel(id="m", source="m")
 
     def asleep(size_mb: int) -> Resident:

@@ -10,7 +10,7 @@ from cortex.neuron.engine.memory.host import HostMemory
 from cortex.neuron.node.memory.sleep_budget import (
     SleepBudget,
     SleepingModel,
-    SleepRoom,
+    SleepPlan,
     can_sleep,
     make_room,
     sleep_budget_bytes,
@@ -28,19 +28,19 @@ A, B, C = sleeping("a", 40, 10.0), sleeping("b", 30, 99.0), sleeping("c", 20, 50
 @pytest.mark.parametrize(
     ("need", "budget", "sleeping_models", "room"),
     [
-        (10, 0, [], SleepRoom(fits=False)),
-        (10, 10, [], SleepRoom(fits=True)),
-        (10, 100, [A, B, C], SleepRoom(fits=True)),
-        (11, 100, [A, B, C], SleepRoom(fits=True, to_unload=("b",))),
-        (50, 100, [A, B, C], SleepRoom(fits=True, to_unload=("b", "c"))),
-        (100, 100, [A, B, C], SleepRoom(fits=True, to_unload=("b", "c", "a"))),
-        (101, 100, [A, B, C], SleepRoom(fits=False)),
-        (71, 100, [sleeping("waking", 30, 999.0, can_be_unloaded=False), B], SleepRoom(fits=False)),
-        (70, 100, [sleeping("waking", 30, 999.0, can_be_unloaded=False), B], SleepRoom(fits=True, to_unload=("b",))),
+        (10, 0, [], SleepPlan(fits=False)),
+        (10, 10, [], SleepPlan(fits=True)),
+        (10, 100, [A, B, C], SleepPlan(fits=True)),
+        (11, 100, [A, B, C], SleepPlan(fits=True, to_unload=("b",))),
+        (50, 100, [A, B, C], SleepPlan(fits=True, to_unload=("b", "c"))),
+        (100, 100, [A, B, C], SleepPlan(fits=True, to_unload=("b", "c", "a"))),
+        (101, 100, [A, B, C], SleepPlan(fits=False)),
+        (71, 100, [sleeping("waking", 30, 999.0, can_be_unloaded=False), B], SleepPlan(fits=False)),
+        (70, 100, [sleeping("waking", 30, 999.0, can_be_unloaded=False), B], SleepPlan(fits=True, to_unload=("b",))),
     ],
 )
 def test_unloads_the_longest_idle_first_and_only_as_many_as_needed(
-    need: int, budget: int, sleeping_models: list[SleepingModel], room: SleepRoom
+    need: int, budget: int, sleeping_models: list[SleepingModel], room: SleepPlan
 ) -> None:
     assert make_room(need, budget, sleeping_models) == room
 

@@ -14,7 +14,7 @@ from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.literal_content import LiteralContent
 from cortex.neuron.text.tools.write import SpelledText, Written
 from cortex.wire.errors import TemplateRenderFailed
-from cortex.wire.node.sampling import SamplingDefaults
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.requests import GenerateRequest, Message, Text, ToolCall, ToolChoice, ToolResult
 
 from ..responses import call, parse

@@ -15,7 +15,7 @@ from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.conversation import CallForm, call_form
 from cortex.wire.errors import InvalidValue, TemplateRenderFailed, UnsupportedModality
-from cortex.wire.node.sampling import SamplingDefaults
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.requests import GenerateRequest, Image, Message, Text, Thinking, ToolCall, ToolResult
 
 from ..conftest import TEMPLATES, load_text, write_model

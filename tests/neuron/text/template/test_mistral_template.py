@@ -14,7 +14,7 @@ from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.output.detect import reasoning_markers, tool_syntax
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.template_source import from_directory, mistral_template
-from cortex.wire.node.sampling import SamplingDefaults
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.requests import GenerateRequest
 
 from ..syntax_names import S

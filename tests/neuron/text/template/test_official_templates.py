@@ -19,7 +19,7 @@ from cortex.neuron.text.output.detect import reasoning_markers, tool_syntax
 from cortex.neuron.text.template.chat_template import ChatTemplate
 from cortex.neuron.text.template.prompt import Rendered
 from cortex.wire.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
-from cortex.wire.node.sampling import SamplingDefaults
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.requests import GenerateRequest, Message, Reasoning, Text, Tool, ToolCall, ToolResult
 
 from ..conftest import TEMPLATES, random_splits

@@ -17,16 +17,16 @@ from pathlib import Path
 import msgspec
 
 from cortex import __version__
-from cortex.cache_folder import cache_folder
 from cortex.cli import fleet_view
 from cortex.cli.client import GatewayClient, GatewayUnreachable
 from cortex.cli.failures import CommandError
 from cortex.cli.output import size
 from cortex.cli.up.demo import SMOLLM2
 from cortex.cli.up.plan import reachable
-from cortex.engine_packages import REMEDY, missing_packages
+from cortex.http.tls import client_context
 from cortex.settings import Listen, SettingsError
-from cortex.tls import client_context
+from cortex.system.cache_folder import cache_folder
+from cortex.system.engine_packages import REMEDY, missing_packages
 from cortex.wire.node.protocol import Discovery, Health
 from cortex.wire.words import plural
 

@@ -18,9 +18,9 @@ from cortex.gateway.configuration_files import catalogue_path, load_catalogue, u
 from cortex.gateway.database import StoreError, driver_of, is_url
 from cortex.gateway.dispatch.nodes.dns_discovery import resolve_addresses, with_discovered
 from cortex.gateway.listening import certificate_of
+from cortex.http.tls import own_context
 from cortex.settings import Listen, SettingsError
 from cortex.telemetry.tracing import open_tracer
-from cortex.tls import own_context
 from cortex.wire.words import plural
 
 

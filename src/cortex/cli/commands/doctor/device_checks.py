@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cortex.cli.commands.doctor.checks import Finding, Severity, driver_remedy
 from cortex.cli.output import size
-from cortex.engine_packages import missing_packages
+from cortex.system.engine_packages import missing_packages
 from cortex.wire.node.protocol import Device
 
 if TYPE_CHECKING:

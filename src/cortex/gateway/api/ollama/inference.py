@@ -10,7 +10,7 @@ from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.gateway.proxy.admission import ReceivedRequest
 from cortex.gateway.proxy.inference import Inference
-from cortex.gateway.proxy.routes import JSON_HEADERS, Route
+from cortex.gateway.proxy.routes import JSON_HEADERS, InferenceRoute
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.observer import Outcome
 from cortex.http.request import Headers
@@ -31,7 +31,7 @@ class OllamaInference:
         self.cross_site = cross_site
         """Replaced by a reload."""
 
-    def begin(self, exchange: Exchange, route: Route) -> None:
+    def begin(self, exchange: Exchange, route: InferenceRoute) -> None:
         """Take over an exchange of `route`."""
         self._inference.receive(exchange, route, self._serve)
 

@@ -41,7 +41,7 @@ def described(fleet: Fleet, spec: ModelSpec, created: float, name: str | None = 
             name,
             created,
             quant=spec.quant,
-            context_tokens=spec.context,
+            context_tokens=spec.context_tokens,
             capabilities=capabilities or Capabilities(),
         )
     return from_status(
@@ -51,7 +51,7 @@ def described(fleet: Fleet, spec: ModelSpec, created: float, name: str | None = 
         device_bytes=sum(map(_bytes, ready)),
         vram_bytes=sum(map(_bytes, on_gpus)),
         capabilities=capabilities,
-        context_tokens=spec.context,
+        context_tokens=spec.context_tokens,
     )
 
 

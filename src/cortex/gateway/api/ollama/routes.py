@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -14,14 +13,16 @@ import msgspec
 from cortex.gateway.api.files import FileRoutes
 from cortex.gateway.api.jobs import Job
 from cortex.gateway.api.ollama import listing
-from cortex.gateway.api.parts import DeferredResponses, expect, listing_key
+from cortex.gateway.api.parts import ApiRoute, DeferredResponses, listing_key
 from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.admission import resolve_listed
 from cortex.gateway.proxy.routes import error_response, json_response
+from cortex.http.request import Request
 from cortex.http.response_head import stream_headers
+from cortex.http.routing import Route, path_of
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.dialects.ollama import lines, models
@@ -31,7 +32,6 @@ from cortex.wire.errors import (
     LoadFailed,
     ModelNotFound,
     NotImplementedHere,
-    RouteNotFound,
     shorten,
 )
 from cortex.wire.fields import body as wire_body
@@ -39,7 +39,6 @@ from cortex.wire.model_names import split_quant
 
 PREFIX = "/api/"
 POLL_S = 0.25
-_BLOBS = re.compile(models.BLOBS)
 
 
 class OllamaRoutes:
@@ -62,31 +61,31 @@ class OllamaRoutes:
         self._created = time.time()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def serves(self, path: str) -> bool:
-        return path.startswith(PREFIX)
+    def routes(self) -> list[ApiRoute]:
+        return [
+            *(Route("GET", f"{PREFIX}{name}", partial(self._list, name=name)) for name in ("version", "tags", "ps")),
+            Route("POST", f"{PREFIX}show", self._show_model),
+            Route("POST", f"{PREFIX}pull", self._begin_pull),
+            Route("DELETE", f"{PREFIX}delete", self._begin_delete),
+            *(Route("", f"{PREFIX}{name}", _reject) for name in models.ABSENT),
+            Route("", models.BLOBS, _reject),
+        ]
 
-    def handle(self, exchange: Exchange, path: str) -> Response | None:
-        request = exchange.request
-        name = path.removeprefix(PREFIX)
-        if name in models.ABSENT or _BLOBS.fullmatch(path):
-            raise NotImplementedHere(models.absence(path))
-        if name in ("version", "tags", "ps"):
-            expect(request, b"GET", b"HEAD")
-            return json_response(self._listing(name, listing_key(self._metering.meter, request, self._open_paths)))
-        if name == "show":
-            expect(request, b"POST")
-            key = listing_key(self._metering.meter, request, self._open_paths)
-            return json_response(self._show(request.body, key))
-        if name == "pull":
-            expect(request, b"POST")
-            self._pull(exchange, self._metering.meter.authenticate_operator(request))
-            return None
-        if name == "delete":
-            expect(request, b"DELETE")
-            self._metering.meter.authenticate_operator(request)
-            self._deferred.respond(exchange, self._delete(models.read_name(request.body)))
-            return None
-        raise RouteNotFound(f"There is no {shorten(path)}; GET / lists the routes.")
+    def _key(self, request: Request) -> KeySection | None:
+        return listing_key(self._metering.meter, request, self._open_paths)
+
+    def _list(self, exchange: Exchange, name: str) -> Response:
+        return json_response(self._listing(name, self._key(exchange.request)))
+
+    def _show_model(self, exchange: Exchange) -> Response:
+        return json_response(self._show(exchange.request.body, self._key(exchange.request)))
+
+    def _begin_pull(self, exchange: Exchange) -> None:
+        self._pull(exchange, self._metering.meter.authenticate_operator(exchange.request))
+
+    def _begin_delete(self, exchange: Exchange) -> None:
+        self._metering.meter.authenticate_operator(exchange.request)
+        self._deferred.respond(exchange, self._delete(models.read_name(exchange.request.body)))
 
     async def close(self) -> None:
         """Stop following; nodes finish their downloads without us."""
@@ -175,3 +174,7 @@ def _error(job: Job) -> CortexError | None:
     if job.state == "done":
         return None
     return job.error or LoadFailed(f"The download was {job.state}.")
+
+
+def _reject(exchange: Exchange, digest: str = "") -> Response | None:  # noqa: ARG001 - the path has it
+    raise NotImplementedHere(models.absence(path_of(exchange.request)))

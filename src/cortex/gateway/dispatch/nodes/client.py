@@ -14,14 +14,14 @@ from urllib.parse import quote
 
 import msgspec
 
-from cortex import open_files
 from cortex.gateway.config import Config, NeuronSection
 from cortex.http.limits import UpstreamLimits
 from cortex.http.request import Headers
 from cortex.http.ticker import Ticker
+from cortex.http.tls import client_context
 from cortex.http.upstream.pool import Pool
-from cortex.tls import client_context
-from cortex.wire.error_codes import from_code
+from cortex.system import open_files
+from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, UpstreamUnavailable
 from cortex.wire.events import Usage
 from cortex.wire.node.bench import BenchRequest, BenchStatus

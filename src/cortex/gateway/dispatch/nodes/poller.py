@@ -9,13 +9,12 @@ import msgspec
 
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.http.upstream.faults import UpstreamFault
-from cortex.tasks import SupervisedTask, Supervisor
+from cortex.system.tasks import SupervisedTask, Supervisor
 from cortex.wire.errors import CortexError
 from cortex.wire.node.protocol import Capabilities, Dialect, Discovery, Health, ModelState, ModelStatus
 
 FOREIGN_DIALECTS: tuple[Dialect, ...] = ("openai_chat", "openai_completions")
 """The dialects of any OpenAI-compatible server."""
-
 REDISCOVER_EVERY = 60
 """The hardware of a node is read again after this many polls."""
 

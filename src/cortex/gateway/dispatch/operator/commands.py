@@ -45,7 +45,7 @@ class OperatorCommands:
         found = tuple(
             here.name
             for here in self._dispatcher.fleet.nodes
-            if here.has_lifecycle
+            if here.takes_orders
             and node in (None, here.name)
             and model in here.residencies
             and here.residencies[model].state is not ModelState.COLD
@@ -90,7 +90,7 @@ class OperatorCommands:
 
         Raises NodeNotFound, or why it cannot be loaded."""
         replicas = self._dispatcher.fleet.replicas(model)
-        nodes = [here.name for here, _ in replicas if here.has_lifecycle and node in (None, here.name)]
+        nodes = [here.name for here, _ in replicas if here.takes_orders and node in (None, here.name)]
         if not nodes and (chosen := self.load(model, node).node) is not None:
             nodes = [chosen]
         self._dispatcher.change_pins(added=[ModelOnNode(name, model) for name in nodes])

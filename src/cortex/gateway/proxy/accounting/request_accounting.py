@@ -12,7 +12,7 @@ from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.proxy.accounting.activity import Capture, RequestRecord
 from cortex.gateway.proxy.accounting.running import Phase, RunningRequest
 from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest
-from cortex.gateway.proxy.routes import Route
+from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.gateway.proxy.services import Services
 from cortex.http.observer import Outcome
 from cortex.telemetry.tracing import UNTRACED
@@ -38,7 +38,7 @@ class RequestAccounting:
     """The facts about one request. The `ProxyRequest` writes them and calls `close` exactly once."""
 
     services: Services
-    route: Route
+    route: InferenceRoute
     received: ReceivedRequest
     admitted: AdmittedRequest
     stream: bool
@@ -124,7 +124,9 @@ class RequestAccounting:
         is_charged = self.route.uses_tokens and not self.admitted.is_check
         has_response = self.first_data_at is not None and self.status < 400 and is_charged
         # A node of ours reports what a rejected request took before, such as pictures that it decoded.
-        is_rejected_work = 400 <= self.status < 500 and is_charged and lease is not None and lease.has_lifecycle
+        is_rejected_work = (
+            400 <= self.status < 500 and is_charged and lease is not None and lease.abilities.reads_headers
+        )
         usage = reported if has_response or is_rejected_work else None
         is_cut_off = disconnected or outcome is _CANCELLED
         # A server of speech or images has done most of its work before its first byte. A cancelled request has the
@@ -134,7 +136,7 @@ class RequestAccounting:
         is_estimated = usage is None and (has_response or is_unpaid_work)
         estimate = self._estimate(num_response_bytes) if is_estimated else None
         may_node_know = self.route.runs_model and self.route.need != "relay"  # of those it reads no tokens
-        if is_cut_off and usage is None and lease is not None and lease.has_lifecycle and may_node_know:
+        if is_cut_off and usage is None and lease is not None and lease.abilities.reads_headers and may_node_know:
             services.disconnected_usage.fetch(
                 services.nodes.get(node), self.attempt_id.decode(), estimate, partial(self._settle, lease, outcome)
             )

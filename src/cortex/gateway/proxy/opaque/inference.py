@@ -8,20 +8,20 @@ from functools import partial
 from cortex.gateway.ledger.keys import KeySection, check_operator
 from cortex.gateway.proxy.admission import ReceivedRequest
 from cortex.gateway.proxy.inference import Inference, request_id_of
-from cortex.gateway.proxy.opaque.body import OpaqueBody
-from cortex.gateway.proxy.routes import Route
+from cortex.gateway.proxy.outgoing_body import OpaqueBody
+from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.http.cross_site import CrossSiteCheck
 from cortex.http.opaque_request import read_fields
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.parsing.envelope import Envelope
-from cortex.tasks import run_once
+from cortex.system.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.wire.errors import CortexError, ModelNotFound, ShuttingDown
-from cortex.wire.facts import Facts
 from cortex.wire.opaque.fields import OpaqueFields
 from cortex.wire.opaque.health_checks import HEALTH_CHECKS
 from cortex.wire.opaque.routes import split_upstream
+from cortex.wire.request_summary import RequestSummary
 
 
 class OpaqueInference:
@@ -32,7 +32,7 @@ class OpaqueInference:
         """Replaced by a reload."""
         self._inference = inference
 
-    def begin(self, exchange: Exchange, route: Route) -> None:
+    def begin(self, exchange: Exchange, route: InferenceRoute) -> None:
         """Take over an exchange: it gets a response in every case."""
         services, request = self._inference.services, exchange.request
         received_at = services.clock()
@@ -56,7 +56,13 @@ class OpaqueInference:
         exchange.on_disconnect(partial(_cancel, task))
 
     async def _receive(
-        self, exchange: Exchange, route: Route, key: KeySection | None, id: bytes, span: Span, received_at: float
+        self,
+        exchange: Exchange,
+        route: InferenceRoute,
+        key: KeySection | None,
+        id: bytes,
+        span: Span,
+        received_at: float,
     ) -> None:
         request, services = exchange.request, self._inference.services
         try:
@@ -73,7 +79,7 @@ class OpaqueInference:
             services.metrics.disconnects.labels("wait").inc()
             span.end({}, error="client_disconnected")
             raise
-        envelope = Envelope(Facts(name, stream=False, completion_limit=0, num_choices=1), ())
+        envelope = Envelope(RequestSummary(name, stream=False, completion_limit=0, num_choices=1), ())
         received = ReceivedRequest(exchange, route, b"", envelope, key, id, span, received_at)
         is_check = route.is_upstream and request.method == b"GET" and found in HEALTH_CHECKS
         self._inference.serve(received, make_body=lambda model: OpaqueBody(request, model, found), is_check=is_check)

@@ -10,7 +10,7 @@ import msgspec
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.vision.picture import Picture
 from cortex.wire.errors import InsufficientQuota, InvalidValue
-from cortex.wire.node.sampling import SamplingDefaults
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.requests import GenerateRequest, Sampling
 
 T = TypeVar("T")

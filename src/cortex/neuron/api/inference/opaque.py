@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from cortex.http.composed_body import Body
 from cortex.http.opaque_request import WrittenRequest, passed_headers, read_fields, target_of, written
+from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.api.inference.opaque_relay import OpaqueRelay
 from cortex.neuron.api.inference.routes import Inference
 from cortex.neuron.api.inference.tracing import traced
 from cortex.neuron.api.routes.metrics import RequestWatch
-from cortex.neuron.api.routing import ApiCall, Route
 from cortex.neuron.node.harness.upstream import Upstream
 from cortex.wire.errors import UnsupportedModality
 from cortex.wire.opaque.health_checks import HEALTH_CHECKS

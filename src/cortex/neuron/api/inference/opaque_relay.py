@@ -15,11 +15,11 @@ from cortex.http.ticker import Ticker
 from cortex.http.upstream.faults import UpstreamFault, UpstreamSilent
 from cortex.neuron.api import bodies
 from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.calls import ApiCall
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.server_slot import NoSlot, ServerSlot
 from cortex.neuron.api.inference.session import ready
 from cortex.neuron.api.routes.metrics import RequestWatch
-from cortex.neuron.api.routing import ApiCall
 from cortex.neuron.node.harness.upstream import Upstream
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError, MethodNotAllowed, UpstreamInterrupted

@@ -13,13 +13,13 @@ import msgspec
 
 from cortex.http.server.server import Response
 from cortex.neuron.api import bodies, responses
+from cortex.neuron.api.calls import ApiCall, Handler, Route
 from cortex.neuron.api.inference.pooled_texts import check_lengths, engine_texts, texts_to_encode
 from cortex.neuron.api.inference.routes import Inference
 from cortex.neuron.api.inference.session import ready
 from cortex.neuron.api.inference.tasks import check_task
 from cortex.neuron.api.inference.tracing import traced
 from cortex.neuron.api.routes.metrics import RequestWatch
-from cortex.neuron.api.routing import ApiCall, Handler, Route
 from cortex.neuron.engine.request import EngineRequest, PooledTexts, StepOutput
 from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.wire.errors import CortexError, InsufficientQuota, LoadFailed

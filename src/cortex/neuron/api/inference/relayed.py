@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from cortex.foreign.body import Access, ServerFields, server_body
+from cortex.foreign.chat_response import ForeignResponse
 from cortex.http.request import Headers
 from cortex.http.upstream.call import UpstreamCall
 from cortex.http.upstream.faults import UpstreamFault, UpstreamSilent
@@ -21,25 +23,19 @@ from cortex.neuron.api.inference.server_slot import ServerSlot
 from cortex.neuron.api.inference.session import Deliver, Phase, ready
 from cortex.neuron.node.harness.upstream import Upstream
 from cortex.parsing.picture_scan import find_pictures
-from cortex.parsing.servers import Access, check_limit, server_body
 from cortex.wire.dialects import openai_chat
-from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.errors import CortexError, InvalidValue, ModelNotFound, UpstreamInterrupted, UpstreamUnavailable
 from cortex.wire.events import AnyEvent, Finish, ReasoningDelta, TextDelta, ToolCallDelta, Usage
-from cortex.wire.fields.tables.by_path import TABLES
 from cortex.wire.packed_request import PackedRequest, unpack
 from cortex.wire.pictures.files import with_files
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.response import total_usage
-from cortex.wire.tenant import SALT
+from cortex.wire.tenant import EVERYBODY, SALT
 
 _PATH = b"/v1/chat/completions"
-_EVENT_STREAM = b"text/event-stream"
 _JSON: Headers = ((b"content-type", b"application/json"),)
 _STREAMS_WITH_OPTIONS = ("/v1/chat/completions", "/v1/completions")
 """Paths whose streams report their usage only where the request has `stream_options`."""
-_MAX_BODY_BYTES = 32 << 20
-"""The longest response that is not streamed."""
 
 
 class RelayedSession:
@@ -187,24 +183,18 @@ def operator_fields(
     them its tenant, for servers that separate what they cache by a salt, unless the operator has them go without. With
     a budget, also the limit that is left for each choice where the prompt has `num_prompt_tokens`. Raises
     InsufficientQuota or InvalidValue."""
-    fields = dict(upstream.fields)
-    if head.tenant and SALT not in upstream.stripped_fields:
-        fields = {SALT: head.tenant.hex(), **fields}
+    values = dict(upstream.fields)
     if head.stream and path in _STREAMS_WITH_OPTIONS:
-        fields = {"stream_options": {"include_usage": True}, **fields}
+        values = {"stream_options": {"include_usage": True}, **values}
+    tenant = EVERYBODY if SALT in upstream.stripped_fields else head.tenant
+    fields = ServerFields(path, values, tenant, upstream.stripped_fields, token_limit is not None)
+    limit = None
     if token_limit is not None:
-        num_choices = fields.get("n")  # the operator's, in place of the client's
+        num_choices = values.get("n")  # the operator's, in place of the client's
         if isinstance(num_choices, int) and num_choices > 0:
             head = msgspec.structs.replace(head, sampling=msgspec.structs.replace(head.sampling, n=num_choices))
-        limited = within_limit(head, num_prompt_tokens, token_limit)
-        limits = TABLES[path].limits
-        values = [limited.sampling.max_tokens, *(fields.get(name) for name in limits)]
-        # The operator's `best_of` would have more candidates than the budget knows of.
-        fields = {name: value for name, value in fields.items() if name not in (*limits, "best_of")}
-        fields[limits[0]] = limit = min(value for value in values if isinstance(value, int) and value >= 0)
-        check_limit(limit)
-        return fields, (*upstream.stripped_fields, *limits, *fields)
-    return fields, (*upstream.stripped_fields, *fields)
+        limit = within_limit(head, num_prompt_tokens, token_limit).sampling.max_tokens
+    return fields.written(limit), fields.without
 
 
 def access_of(token_limit: int | None) -> Access:
@@ -218,45 +208,33 @@ class _Response:
     def __init__(self, is_stream: bool, ended: asyncio.Future[None]) -> None:
         self.ended = ended
         self.deliver: Deliver = lambda _: None
-        self._decoder = openai_chat.ResponseDecoder() if is_stream else None
-        self._status = 200
-        self._body = bytearray()
+        self._read = ForeignResponse(is_stream=is_stream)
 
     def on_head(self, status: int, headers: Headers, content_length: int | None) -> None:  # noqa: ARG002 - as Sink
-        self._status = status
-        kind = next((value for name, value in headers if name == b"content-type"), b"")
-        if status >= 400 or not kind.startswith(_EVENT_STREAM):
-            self._decoder = None  # an error, or a server that does not stream
+        self._read.head(status, headers)
 
     @property
     def is_whole(self) -> bool:
         """Whether the response is not a stream."""
-        return self._decoder is None
+        return self._read.is_whole
 
     @property
     def is_rejected(self) -> bool:
         """Whether the server took no work for it."""
-        return 400 <= self._status < 500
+        return 400 <= self._read.status < 500
 
     def chunk_receiver(self) -> None:
         """Every read is parsed."""
 
     def on_data(self, data: bytes) -> None:
-        if self._decoder is not None:
-            self._guarded(partial(self._decoder.feed, data))
-            return
-        self._body += data
-        if len(self._body) > _MAX_BODY_BYTES:
-            self.fail(UpstreamInterrupted(f"The model's server sent a response of over {_MAX_BODY_BYTES} bytes."))
+        self._guarded(partial(self._read.feed, data))
 
     def on_end(self) -> None:
-        if self._status >= 400:
-            error = foreign_error(self._status, bytes(self._body))
+        error = self._read.error
+        if isinstance(error, ModelNotFound):
             # The model exists; the path does not, or the name that the server knows it by is another one.
-            self.fail(UpstreamUnavailable(error.message) if isinstance(error, ModelNotFound) else error)
-            return
-        decoder, body = self._decoder, bytes(self._body)
-        self._guarded(decoder.finish if decoder is not None else lambda: openai_chat.unfold(body))
+            self.fail(UpstreamUnavailable(error.message))
+        self._guarded(self._read.finish)
         if not self.ended.done():
             self.ended.set_result(None)
 

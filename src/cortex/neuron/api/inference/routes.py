@@ -13,8 +13,9 @@ from cortex.http.server.server import Response
 from cortex.http.ticker import Ticker
 from cortex.neuron.api import bodies, responses
 from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.calls import ApiCall, Handler
 from cortex.neuron.api.drain_gate import DrainGate
-from cortex.neuron.api.inference.departures import Departures
+from cortex.neuron.api.inference.keep_alive import KeepAliveUnloads
 from cortex.neuron.api.inference.opaque_relay import OpaqueRelay
 from cortex.neuron.api.inference.relayed import RelayedSession, access_of, operator_fields
 from cortex.neuron.api.inference.session import Session
@@ -23,7 +24,6 @@ from cortex.neuron.api.inference.tracing import traced
 from cortex.neuron.api.inference.usage import MeteredEncoder, UsageRecords
 from cortex.neuron.api.log_context import stream_failure
 from cortex.neuron.api.routes.metrics import Metrics, RequestWatch
-from cortex.neuron.api.routing import ApiCall, Handler
 from cortex.neuron.api.stream import EventStream
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry.spans import Tracer
@@ -31,6 +31,7 @@ from cortex.wire import sse
 from cortex.wire.dialects import openai_responses
 from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.dialects.registry import DIALECTS, EventEncoder, client_field
+from cortex.wire.error_encoding import public
 from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import AnyEvent, Failure, Usage
 from cortex.wire.fields.body import check_content_type
@@ -38,7 +39,6 @@ from cortex.wire.node import headers as our_headers
 from cortex.wire.node import usage_report
 from cortex.wire.node.protocol import Dialect as DialectName
 from cortex.wire.packed_request import PackedRequest
-from cortex.wire.public_errors import public
 
 _ATTEMPT_ID = our_headers.ATTEMPT_ID.encode()
 _ERROR_DETAILS = our_headers.ERROR_DETAILS.encode()
@@ -63,7 +63,7 @@ class Inference:
     strip_billing_header: bool
     tracer: Tracer
     parser: BodyParser
-    departures: Departures
+    departures: KeepAliveUnloads
 
     @property
     def opaque(self) -> OpaqueRelay:

@@ -8,16 +8,16 @@ from typing import TypeVar
 import msgspec
 
 import cortex
-from cortex.build import build_information, version_of
 from cortex.http.server.server import Response
 from cortex.http.ticker import Ticker
 from cortex.neuron.api import responses
 from cortex.neuron.api.access import NodeAccess
 from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.report_revisions import ReportRevisions
-from cortex.neuron.api.routing import ApiCall, Route
 from cortex.neuron.api.stream import EventStream
+from cortex.system.build import build_information, version_of
 from cortex.wire import llama_cpp, sse
 from cortex.wire.dialects.ollama.models import RUNNING, is_for_ollama
 from cortex.wire.errors import InvalidValue, MalformedJSON, RouteNotFound, shorten

@@ -10,7 +10,7 @@ from typing import Any
 from cortex.http.server.server import Response
 from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
-from cortex.neuron.api.routing import ApiCall, Route
+from cortex.neuron.api.calls import ApiCall, Route
 from cortex.wire.model_list import model_list
 from cortex.wire.node.protocol import ModelState, ModelStatus
 

@@ -10,19 +10,19 @@ from typing import Any
 
 import msgspec
 
+from cortex.foreign.embeddings import OllamaEmbeddings
 from cortex.http.request import Request
 from cortex.http.server.server import Response
 from cortex.http.ticker import Ticker
 from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.bodies import client_of
+from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.api.drain_gate import DrainGate
-from cortex.neuron.api.routes.server_embeddings import ServerEmbeddings
-from cortex.neuron.api.routing import ApiCall, Route
 from cortex.neuron.api.stream import EventStream
 from cortex.parsing.parser import BodyParser
 from cortex.wire.dialects.ollama import embeddings, lines, models
-from cortex.wire.error_codes import from_code
+from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import LoadFailed, NotImplementedHere
 from cortex.wire.fields import body as wire_body
 from cortex.wire.model_names import split_quant
@@ -118,7 +118,7 @@ class OllamaRoutes:
         body = await self.parser.translate_embed(request.body, None, client_of(request))
         path = request.path.decode("latin-1")
         inner = ApiCall(call.exchange, {})
-        inner.translate = lambda model: ServerEmbeddings(path, model, began_s, inner.load_s)
+        inner.translate = lambda model: OllamaEmbeddings(path, model, began_s, inner.load_s)
         headers = (*(header for header in request.headers if header[0] != b"content-type"), *responses.JSON)
         inner.request = Request(
             b"POST", embeddings.TARGET.encode(), b"", headers, body, request.client, request.keeps_alive

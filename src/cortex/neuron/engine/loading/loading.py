@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from cortex.formats.units import gib
 from cortex.neuron.engine.errors import LoadCancelled, LoadError, NoRoomError, UnsupportedError
 from cortex.neuron.engine.loading.draft_files import DraftFiles
 from cortex.neuron.engine.loading.filling import Progress, fill_from
@@ -58,7 +59,6 @@ from cortex.neuron.weights.adapter import ADAPTER_KEY
 from cortex.neuron.weights.errors import Cancelled, CheckpointError, Unsupported
 from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
-from cortex.units import gib
 
 DETERMINISTIC_NOTE = "deterministic: the tokens of a request are independent of the batch, at lower speed"
 

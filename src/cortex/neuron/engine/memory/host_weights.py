@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from cortex.formats.units import gib
 from cortex.neuron.engine.errors import DamagedError, SleepError
 from cortex.neuron.engine.memory.device import device_memory
-from cortex.units import gib
 
 _ALIGNMENT_BYTES = 512
 _HOST = torch.device("cpu")

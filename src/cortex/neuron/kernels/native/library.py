@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from cortex.cache_folder import cache_folder
 from cortex.neuron.private_api.openmp import openmp_functions
+from cortex.system.cache_folder import cache_folder
 
 log = logging.getLogger(__name__)
 

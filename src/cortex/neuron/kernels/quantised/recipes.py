@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from cortex.formats.quant_names import at_load
 from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS
 from cortex.neuron.kernels.layouts import DeviceLayout
 from cortex.neuron.kernels.quantised.layout import Q4, Q5, Q6, Q8, Layout
-from cortex.quant_names import at_load
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 
 import cortex
-from cortex.cache_folder import cache_folder
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.private_file import write
+from cortex.system.cache_folder import cache_folder
+from cortex.system.private_file import write
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.protocol import Device
 from cortex.wire.words import os_error_in_words
@@ -24,6 +24,13 @@ log = logging.getLogger(__name__)
 
 _Hardware = tuple[str, str, int]
 """A device's kind, name and GiB: two with the same are as fast."""
+
+
+_NO_MATTER = frozenset(
+    {"id", "source", "harness", "context_tokens", "min_context_tokens", "memory_bytes", "max_bytes_of_nodes"}
+    | {"devices", "max_replicas", "control_tokens_in_messages", "sampling"}
+)
+"""What does not change how fast a model is. The digest is of its files, and devices are compared by themselves."""
 
 
 class _KeptResult(msgspec.Struct, frozen=True):
@@ -72,9 +79,8 @@ class BenchResults:
 
     def _basis(self, model: KnownModel, digest: str | None) -> str:
         """Equal for measurements that could be compared."""
-        options = (model.quant, model.kv_dtype, model.deterministic, model.vision, model.replicas)
-        division = (model.tensor_parallel, model.pipeline_parallel)
-        stated = msgspec.json.encode((cortex.__version__, digest, options, division, self._max_num_seqs))
+        options = {name: value for name, value in msgspec.to_builtins(model).items() if name not in _NO_MATTER}
+        stated = msgspec.json.encode((cortex.__version__, digest, options, self._max_num_seqs), order="sorted")
         return hashlib.sha256(stated).hexdigest()
 
 

@@ -21,7 +21,7 @@ PROMPT_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class ModelRoom:
+class ModelCapacity:
     """How much a model takes at once."""
 
     context_tokens: int

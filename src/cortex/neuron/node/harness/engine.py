@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from cortex.engine_packages import REMEDY, missing_packages
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.kernels.quantised.layout import Layout
@@ -16,23 +17,25 @@ from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.forecast import Forecast, wanted_tokens
 from cortex.neuron.node.loading.library import KnownModel, Library
-from cortex.neuron.node.loading.loads_in_progress import LoadRoom
+from cortex.neuron.node.loading.loads_in_progress import DeviceAllocation
 from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.node.survey_process.client import Surveys
 from cortex.neuron.node.survey_process.reading import Read
-from cortex.neuron.servers.entry import ENGINE_NAMES
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import ModelHost
+from cortex.system.engine_packages import REMEDY, missing_packages
 from cortex.wire.errors import ModelUnsupported, shorten
-from cortex.wire.node.load_options import drafts_from
+from cortex.wire.node.load_options import ENGINE, draft_of
+
+_SPEC_FIELDS = frozenset(field.name for field in fields(LoadSpec))
 
 
 class EngineHarness:
     """Belongs to the daemon's loop."""
 
-    names = ENGINE_NAMES
+    names = (ENGINE,)
     restarts = True
 
     def __init__(
@@ -95,17 +98,12 @@ class EngineHarness:
         ceilings = [self.estimates.ceiling_bytes(model, facts, device) for device in chosen.devices]
         limits = self._config.limits
         return LoadSpec(
+            **engine_options(model, facts.recipe),
             path=str(facts.path),
             model_id=model.id,
             dtype=self._config.harness.torch.dtype,
-            quant=facts.recipe.name if facts.recipe is not None else None,
-            context_tokens=model.context_tokens,
             wanted_tokens=wanted_tokens(model, facts),
-            kv_dtype=model.kv_dtype,
-            deterministic=model.deterministic,
-            speculation=drafts_from(model.speculation),
             draft_path="" if facts.draft is None else str(facts.draft.path),
-            vision=model.vision,
             max_num_seqs=limits.max_num_seqs,
             prefill_chunk_tokens=limits.prefill_chunk_tokens,
             step_ms=limits.step_ms,
@@ -116,7 +114,9 @@ class EngineHarness:
             stages=chosen.stages,
         )
 
-    async def host(self, model: KnownModel, facts: ModelFacts, room: LoadRoom) -> tuple[ModelHost, ChosenDevices]:
+    async def host(
+        self, model: KnownModel, facts: ModelFacts, room: DeviceAllocation
+    ) -> tuple[ModelHost, ChosenDevices]:
         """One replica on each equal part of the devices, the lowest index first."""
         chosen = room.chosen
         spec, indices = self.spec(model, facts, chosen), sorted(chosen.indices)
@@ -138,6 +138,15 @@ class EngineHarness:
 
     async def close(self) -> None:
         await self._devices.close()
+
+
+def engine_options(model: KnownModel, recipe: Recipe | None) -> dict[str, Any]:
+    """The options of the model that the engine has under the same name. What the files are quantised as at load is
+    `recipe`, whatever file `quant` has chosen; a draft model is a path there."""
+    return model.shared_with(_SPEC_FIELDS) | {
+        "quant": None if recipe is None else recipe.name,
+        "speculation": model.speculation if draft_of(model.speculation) is None else "draft",
+    }
 
 
 def _objection(devices: NodeDevices) -> str | None:

@@ -10,10 +10,10 @@ from cortex.neuron.node.harness.estimates import Estimates, FileFacts, Footprint
 from cortex.neuron.node.harness.upstream import Upstream
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loads_in_progress import LoadRoom
+from cortex.neuron.node.loading.loads_in_progress import DeviceAllocation
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker.model_host import ModelHost
-from cortex.tasks import finish_all
+from cortex.system.tasks import finish_all
 from cortex.wire.errors import ModelUnsupported, shorten
 
 
@@ -49,7 +49,7 @@ class Harness(Protocol):
     async def read_text(self, model: KnownModel, path: Path) -> TextSurvey:
         """What it can do with text. Raises LoadFailed."""
 
-    async def host(self, model: KnownModel, facts: Any, room: LoadRoom) -> tuple[ModelHost, ChosenDevices]:
+    async def host(self, model: KnownModel, facts: Any, room: DeviceAllocation) -> tuple[ModelHost, ChosenDevices]:
         """The host for a load on the devices of `room`, and the devices with the stages of the model. Raises
         LoadFailed, InsufficientCapacity, LoadRejected or WorkerLost."""
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cortex.formats.units import gib
+from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.node.harness.estimates import Estimates, FileFacts
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.preflight import choose_devices, device_row, usable_now
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.worker.discovery import DeviceReading
-from cortex.units import gib
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
 from cortex.wire.node.protocol import Device
 from cortex.wire.words import plural
@@ -164,9 +164,7 @@ class DeviceChoice:
         allowed = [
             device
             for device in self.devices
-            if device.index in self.readings
-            and device.index not in self.excluded
-            and (not model.devices or device.index in model.devices)
+            if _why_unusable(device, self.readings.get(device.index), model.devices, self.excluded) is None
         ]
         ceilings = {device.index: self.left(device) for device in allowed}
         free_bytes = {device.index: self.usable_bytes(device) for device in allowed}
@@ -192,19 +190,16 @@ class DeviceChoice:
         fits_when_empty = self.forecast.empty_stages(model, self.facts, self.devices) is not None
         table: list[dict[str, Any]] = []
         for device in self.devices:
-            if model.devices and device.index not in model.devices:
-                reason = "not among the requested devices"
-            elif device.index in self.excluded:
-                reason = self.excluded[device.index]
-            elif device.index not in self.readings:
-                reason = "the device does not respond"
+            reading = self.readings.get(device.index)
+            if (unusable := _why_unusable(device, reading, model.devices, self.excluded)) is not None:
+                reason = unusable
             elif not fits_when_empty:
                 reason = "too small even when empty, or under memory_mb"
             elif device.index in chosen:
                 reason = "too little is free; unload something"
             else:
                 reason = "has less than the others"
-            reading, kept = self.readings.get(device.index), self.forecast.reserve(device)
+            kept = self.forecast.reserve(device)
             ceiling_bytes = self.forecast.share_bytes(model, device)
             table.append(device_row(device, reading, kept, share_bytes, reason, ceiling_bytes, self.left(device)))
         rows = "; ".join(
@@ -216,3 +211,95 @@ class DeviceChoice:
             f"{model.pipeline_parallel} devices, the first of which also holds embedding and head, but {rows}",
             details={"devices": table},
         )
+
+
+def choose_devices(
+    model_id: str,
+    need_bytes: int,
+    devices: Sequence[Device],
+    readings: Mapping[int, DeviceReading],
+    *,
+    count: int,
+    allowed: Sequence[int],
+    excluded: Mapping[int, str],
+    reserve: Callable[[Device], MemoryReserve],
+    ceiling: Callable[[Device], int | None] = lambda _: None,
+    left: Callable[[Device], int | None] = lambda _: None,
+    purpose: str = "",
+) -> tuple[int, ...]:
+    """The indices, in order, of the `count` devices with the most free memory among those where `need_bytes` fit; only
+    `allowed` ones, if any are given, and none of `excluded`, which has the reasons. `ceiling`: the most that the model
+    may ever take of a device; `left`: what other models leave of that; `purpose`: of the bytes, in words.
+
+    Raises InsufficientCapacity with the needed and the available bytes of every device that does not fit.
+    """
+    table: list[dict[str, Any]] = []
+    fitting: list[tuple[int, int]] = []
+    for device in devices:
+        reading = readings.get(device.index)
+        kept = reserve(device)
+        ceiling_bytes, left_bytes = ceiling(device), left(device)
+        have_bytes = usable_now(reading, kept, left_bytes)
+        if (unusable := _why_unusable(device, reading, allowed, excluded)) is not None:
+            reason = unusable
+        elif need_bytes > kept.usable_bytes(device.total_bytes):
+            reason = "too small even when empty"
+        elif ceiling_bytes is not None and need_bytes > ceiling_bytes:
+            reason = f"models may take {gib(ceiling_bytes)} of it (memory_mb)"
+        elif left_bytes is not None and need_bytes > left_bytes:
+            reason = "other models take the rest of memory_mb; unload something, or raise it"
+        elif need_bytes > have_bytes:
+            reason = "too little is free; unload something"
+        else:
+            fitting.append((have_bytes, -device.index))
+            continue
+        table.append(device_row(device, reading, kept, need_bytes, reason, ceiling_bytes, left_bytes))
+    if len(fitting) >= count:
+        return tuple(sorted(-negated for _, negated in sorted(fitting, reverse=True)[:count]))
+    rows = "; ".join(
+        f"device {row['device']} ({row['name']}) has {gib(row['have_bytes'])} of "
+        f"{gib(row['total_bytes'])} to give, in addition to {gib(row['kept_free_bytes'])} kept free: "
+        f"{row['reason']}"
+        for row in table
+    )
+    each = "" if count == 1 else f" on each of {count} devices"
+    raise InsufficientCapacity(
+        f"{model_id} needs at least {gib(need_bytes)}{each}{purpose}, but {rows}", details={"devices": table}
+    )
+
+
+def usable_now(reading: DeviceReading | None, kept: MemoryReserve, left_bytes: int | None) -> int:
+    """What a load may take of a device. `left_bytes`: what other models leave of the operator's ceiling."""
+    have_bytes = 0 if reading is None else max(0, kept.usable_bytes(reading.free_bytes))
+    return have_bytes if left_bytes is None else min(have_bytes, left_bytes)
+
+
+def device_row(
+    device: Device,
+    reading: DeviceReading | None,
+    kept: MemoryReserve,
+    need_bytes: int,
+    reason: str,
+    ceiling_bytes: int | None,
+    left_bytes: int | None,
+) -> dict[str, Any]:
+    """Why a device does not fit, for the details of an error."""
+    return {
+        "device": device.index,
+        "name": device.name,
+        "need_bytes": need_bytes,
+        "have_bytes": usable_now(reading, kept, left_bytes),
+        "kept_free_bytes": kept.bytes_of(reading.free_bytes if reading is not None else 0),
+        "ceiling_bytes": ceiling_bytes,
+        "total_bytes": device.total_bytes,
+        "reason": reason,
+    }
+
+
+def _why_unusable(
+    device: Device, reading: DeviceReading | None, allowed: Sequence[int], excluded: Mapping[int, str]
+) -> str | None:
+    """Why a load cannot use the device, however much of it is free; None: it can."""
+    if allowed and device.index not in allowed:
+        return "not among the requested devices"
+    return excluded.get(device.index, "the device does not respond" if reading is None else None)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -21,8 +23,69 @@ from cortex.neuron.weights.hub.source import is_hub_id, parse_source
 from cortex.wire.errors import LoadFailed, ModelNotFound, SourceNotAllowed, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.node.groups import GroupMember
-from cortex.wire.node.load_options import KVDtype, LoadOptions, Speculation, Vision, draft_of, is_path
+from cortex.wire.node.load_options import ENGINE, PlacedOptions, draft_of, is_path
 from cortex.wire.node.orders import LoadRequest
+
+MAX_DEPTH = 4
+MAX_FOUND = 1000
+"""Models of one folder. More are left out: such a folder is not one of models."""
+SETTLE_S = 5.0
+"""Files that changed within this time may still be copied."""
+_PART = re.compile(r"-(\d{5})-of-\d{5}$")
+_NOT_MODELS = ("mmproj", "imatrix")
+
+
+def scan_folders(folders: Sequence[Path]) -> dict[str, Path]:
+    """The models in `folders` by id: the path of the GGUF file without its suffix, or of the checkpoint's directory,
+    relative to the folder. Of two with one id the first counts. Blocks; reads directories only."""
+    found: dict[str, Path] = {}
+    for folder in folders:
+        for path in _models_in(folder.expanduser()):
+            found.setdefault(_id_of(path, folder.expanduser()), path)
+    return found
+
+
+def _models_in(folder: Path) -> Iterator[Path]:
+    newest_s = time.time() - SETTLE_S
+    num_found = 0
+    for place, directories, names in os.walk(folder):
+        here = Path(place)
+        if len(here.relative_to(folder).parts) >= MAX_DEPTH:
+            directories.clear()
+        directories[:] = sorted(name for name in directories if not name.startswith("."))
+        if "config.json" in names and any(name.endswith(".safetensors") for name in names):
+            directories.clear()
+            paths = [here] if all(_is_settled(here / name, newest_s) for name in names) else []
+        else:
+            paths = [here / name for name in sorted(names) if _is_model(name) and _is_settled(here / name, newest_s)]
+        for path in paths:
+            num_found += 1
+            if num_found > MAX_FOUND:
+                return
+            yield path
+
+
+def _is_model(name: str) -> bool:
+    """Whether it is a GGUF file, the first one if the model is divided among several."""
+    if not name.endswith(".gguf") or any(word in name.lower() for word in _NOT_MODELS):
+        return False
+    part = _PART.search(name.removesuffix(".gguf"))
+    return part is None or int(part[1]) == 1
+
+
+def _is_settled(path: Path, newest_s: float) -> bool:
+    try:
+        return path.stat().st_mtime <= newest_s
+    except OSError:  # gone, or a link to nowhere
+        return False
+
+
+def _id_of(path: Path, folder: Path) -> str:
+    relative = path.relative_to(folder)
+    if not relative.parts:
+        return folder.name
+    return _PART.sub("", relative.as_posix().removesuffix(".gguf"))
+
 
 _CACHE_PREFIX = "models--"
 _NOWHERE = Path()
@@ -31,15 +94,12 @@ MAX_ADOPTED = 1000
 """Ids that load requests may add. They are kept until the end of the daemon."""
 
 
-class KnownModel(LoadOptions, frozen=True, kw_only=True):
-    """A model that can be loaded, and its options."""
+class KnownModel(PlacedOptions, frozen=True, kw_only=True):
+    """A model that can be loaded, and its options, with their defaults where none are given."""
 
     id: str
     source: str
-    harness: str = "torch"
-    kv_dtype: KVDtype = "auto"
-    speculation: Speculation = "lookup"
-    vision: Vision = "device"
+    harness: str = ENGINE
     memory_bytes: int | None = None
     """The most that one replica may take."""
     min_context_tokens: int | None = None
@@ -55,6 +115,10 @@ class KnownModel(LoadOptions, frozen=True, kw_only=True):
     def num_members(self) -> int:
         """How many nodes run it together."""
         return 1 if self.member is None else len(self.member.members)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._fill_defaults()
 
     @property
     def num_devices(self) -> int:
@@ -167,7 +231,7 @@ class Library:
         source = request.source or (known.source if known is not None else request.model_id)
         if known is None or source != known.source:
             self._check_source(source)
-        draft = draft_of(request.speculation or "")
+        draft = draft_of(request.speculation)
         if draft is not None and draft not in self._models and (known is None or draft != draft_of(known.speculation)):
             try:
                 self._check_source(draft)  # the name of a draft model that is not known is its source

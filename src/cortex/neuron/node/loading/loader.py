@@ -17,13 +17,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from cortex.formats.units import gib
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.harness.estimates import FileFacts, Footprint
 from cortex.neuron.node.harness.harness import Harnesses
 from cortex.neuron.node.instance import Instance, ModelCallbacks
+from cortex.neuron.node.loading.device_allocator import DeviceAllocator, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.device_choice import capacity_bytes, check_devices
-from cortex.neuron.node.loading.device_room import DeviceRoom, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.library import Fetch, KnownModel, Library
 from cortex.neuron.node.loading.loads_in_progress import OnWait
 from cortex.neuron.node.survey_process.client import Surveys
@@ -34,8 +35,7 @@ from cortex.neuron.weights.errors import Cancelled, CheckpointError
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import LoadRejected
-from cortex.units import gib
-from cortex.wire.error_codes import from_code
+from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import (
     CortexError,
     DiskFull,
@@ -60,14 +60,14 @@ _DOWNLOAD_ERRORS: dict[type[CheckpointError], type[LoadFailed]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class Inspection:
     """What a model's files say about it."""
 
     facts: FileFacts
     """They describe the whole model, or one rank of a divided one."""
     text: TextSurvey
     requested_quant: str | None
-    speculation: str
+    speculation: str | None
     quantised: Mapping[str, Footprint]
     """The memory of dense weights with each recipe; empty if they are quantised, or cannot be here."""
 
@@ -95,7 +95,7 @@ class ModelLoader:
         library: Library,
         devices: NodeDevices,
         harnesses: Harnesses,
-        room: DeviceRoom,
+        room: DeviceAllocator,
         *,
         fetch: Fetch,
         surveys: Surveys,
@@ -113,7 +113,7 @@ class ModelLoader:
         self._reader = surveys
         self._texts = texts
         self._make_room = make_room
-        self.surveys: dict[str, Survey] = {}
+        self.surveys: dict[str, Inspection] = {}
         """By model id; kept after an unload."""
         self._estimates: dict[str, tuple[object, Estimate]] = {}
         """By model id: the latest one, and what it was computed from."""
@@ -281,7 +281,7 @@ class ModelLoader:
 
     # Preflight
 
-    async def survey(self, model: KnownModel, path: Path) -> Survey:
+    async def survey(self, model: KnownModel, path: Path) -> Inspection:
         """Reads the model's headers and chat template, once. Raises LoadFailed."""
         known = self.surveys.get(model.id)
         wanted = (path, model.quant, model.tensor_parallel, model.speculation)
@@ -293,12 +293,12 @@ class ModelLoader:
         self.damaged.pop(model.id, None)
         return survey
 
-    async def read(self, model: KnownModel, path: Path) -> Survey:
+    async def read(self, model: KnownModel, path: Path) -> Inspection:
         """What `survey` finds, without keeping it: for other files than those of a model in memory. Raises
         LoadFailed."""
         harness = self._harnesses.of(model)
         facts, quantised = await harness.read(model, path)
-        return Survey(facts, await harness.read_text(model, path), model.quant, model.speculation, quantised)
+        return Inspection(facts, await harness.read_text(model, path), model.quant, model.speculation, quantised)
 
     def forget(self, model_id: str) -> None:
         """The model's files are gone."""

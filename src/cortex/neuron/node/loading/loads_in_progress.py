@@ -40,7 +40,7 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadRoom:
+class DeviceAllocation:
     """The devices of one load, whose memory is reserved for it."""
 
     chosen: ChosenDevices

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from cortex.formats.quant_names import plain
+from cortex.formats.units import gib
 from cortex.neuron.hub_process.resolver import OfferRequest
 from cortex.neuron.node.loading.library import KnownModel, Library
 from cortex.neuron.node.loading.loader import ModelLoader
@@ -20,8 +22,6 @@ from cortex.neuron.node.loading.progress import LoadProgressTracker
 from cortex.neuron.weights.errors import CheckpointError, FilesMissing, HubError, NotOnHub
 from cortex.neuron.weights.hub import disk
 from cortex.neuron.weights.hub.source import HubSource, parse_source
-from cortex.quant_names import plain
-from cortex.units import gib
 from cortex.wire.errors import CortexError, HubUnavailable, LoadFailed, ModelInUse, ModelNotFound, shorten
 from cortex.wire.node.orders import DeletedFiles, FilesRequest, HubRepository, HubVariant, LoadRequest
 from cortex.wire.node.protocol import DiskUse, PullState, PullStatus

@@ -1,5 +1,5 @@
 """Checks before any memory is allocated: the files are complete, the family is supported, the quantisation is the
-requested one, the model fits. Reads headers only and imports no torch. `inspect` runs in the survey process.
+requested one. Reads headers only and imports no torch. `inspect` runs in the survey process.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from cortex.formats.quant_names import plain
 from cortex.neuron.engine.memory.dtypes import ITEM_BYTES
 from cortex.neuron.engine.memory.plan import ModelSizes
-from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.memory.stages import most_stages
 from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.kernels.quantised.layout import PUBLISHED_LAYOUTS
@@ -33,11 +33,8 @@ from cortex.neuron.weights.errors import CheckpointError, Unsupported
 from cortex.neuron.weights.hub.selection import gguf_of
 from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
-from cortex.neuron.worker.discovery import DeviceReading
-from cortex.quant_names import plain
-from cortex.units import gib
-from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
-from cortex.wire.node.protocol import Device, StoredForm
+from cortex.wire.errors import LoadFailed, ModelUnsupported
+from cortex.wire.node.protocol import StoredForm
 
 _DENSE_FORMATS = frozenset({"F64", "F32", "F16", "BF16"})
 
@@ -264,90 +261,3 @@ def _elements(tensors: Mapping[str, TensorInfo]) -> Counter[str]:
 
 def _most(elements: Counter[str]) -> str:
     return max(elements, key=lambda stored: elements[stored], default="F32")
-
-
-def choose_devices(
-    model_id: str,
-    need_bytes: int,
-    devices: Sequence[Device],
-    readings: Mapping[int, DeviceReading],
-    *,
-    count: int,
-    allowed: Sequence[int],
-    excluded: Mapping[int, str],
-    reserve: Callable[[Device], MemoryReserve],
-    ceiling: Callable[[Device], int | None] = lambda _: None,
-    left: Callable[[Device], int | None] = lambda _: None,
-    purpose: str = "",
-) -> tuple[int, ...]:
-    """The indices, in order, of the `count` devices with the most free memory among those where `need_bytes` fit; only
-    `allowed` ones, if any are given, and none of `excluded`, which has the reasons. `ceiling`: the most that the model
-    may ever take of a device; `left`: what other models leave of that; `purpose`: of the bytes, in words.
-
-    Raises InsufficientCapacity with the needed and the available bytes of every device that does not fit.
-    """
-    table: list[dict[str, Any]] = []
-    fitting: list[tuple[int, int]] = []
-    for device in devices:
-        reading = readings.get(device.index)
-        kept = reserve(device)
-        ceiling_bytes, left_bytes = ceiling(device), left(device)
-        have_bytes = usable_now(reading, kept, left_bytes)
-        if allowed and device.index not in allowed:
-            reason = "not among the requested devices"
-        elif device.index in excluded:
-            reason = excluded[device.index]
-        elif reading is None:
-            reason = "the device does not respond"
-        elif need_bytes > kept.usable_bytes(device.total_bytes):
-            reason = "too small even when empty"
-        elif ceiling_bytes is not None and need_bytes > ceiling_bytes:
-            reason = f"models may take {gib(ceiling_bytes)} of it (memory_mb)"
-        elif left_bytes is not None and need_bytes > left_bytes:
-            reason = "other models take the rest of memory_mb; unload something, or raise it"
-        elif need_bytes > have_bytes:
-            reason = "too little is free; unload something"
-        else:
-            fitting.append((have_bytes, -device.index))
-            continue
-        table.append(device_row(device, reading, kept, need_bytes, reason, ceiling_bytes, left_bytes))
-    if len(fitting) >= count:
-        return tuple(sorted(-negated for _, negated in sorted(fitting, reverse=True)[:count]))
-    rows = "; ".join(
-        f"device {row['device']} ({row['name']}) has {gib(row['have_bytes'])} of "
-        f"{gib(row['total_bytes'])} to give, in addition to {gib(row['kept_free_bytes'])} kept free: "
-        f"{row['reason']}"
-        for row in table
-    )
-    each = "" if count == 1 else f" on each of {count} devices"
-    raise InsufficientCapacity(
-        f"{model_id} needs at least {gib(need_bytes)}{each}{purpose}, but {rows}", details={"devices": table}
-    )
-
-
-def usable_now(reading: DeviceReading | None, kept: MemoryReserve, left_bytes: int | None) -> int:
-    """What a load may take of a device. `left_bytes`: what other models leave of the operator's ceiling."""
-    have_bytes = 0 if reading is None else max(0, kept.usable_bytes(reading.free_bytes))
-    return have_bytes if left_bytes is None else min(have_bytes, left_bytes)
-
-
-def device_row(
-    device: Device,
-    reading: DeviceReading | None,
-    kept: MemoryReserve,
-    need_bytes: int,
-    reason: str,
-    ceiling_bytes: int | None,
-    left_bytes: int | None,
-) -> dict[str, Any]:
-    """Why a device does not fit, for the details of an error."""
-    return {
-        "device": device.index,
-        "name": device.name,
-        "need_bytes": need_bytes,
-        "have_bytes": usable_now(reading, kept, left_bytes),
-        "kept_free_bytes": kept.bytes_of(reading.free_bytes if reading is not None else 0),
-        "ceiling_bytes": ceiling_bytes,
-        "total_bytes": device.total_bytes,
-        "reason": reason,
-    }

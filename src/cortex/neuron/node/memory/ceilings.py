@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from cortex.formats.units import gib
 from cortex.neuron.config import NeuronConfig
-from cortex.units import gib
 
 log = logging.getLogger(__name__)
 

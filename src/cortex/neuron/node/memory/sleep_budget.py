@@ -27,14 +27,14 @@ class SleepingModel:
 
 
 @dataclass(frozen=True, slots=True)
-class SleepRoom:
+class SleepPlan:
     """Whether another model fits, and which sleeping models must be unloaded for it first."""
 
     fits: bool
     to_unload: tuple[str, ...] = ()
 
 
-def make_room(need_bytes: int, budget_bytes: int, sleeping: Sequence[SleepingModel]) -> SleepRoom:
+def make_room(need_bytes: int, budget_bytes: int, sleeping: Sequence[SleepingModel]) -> SleepPlan:
     """Unloads the longest idle models first, and none where `need_bytes` would not fit even then."""
     held_bytes = sum(each.host_bytes for each in sleeping)
     to_unload: list[str] = []
@@ -45,7 +45,7 @@ def make_room(need_bytes: int, budget_bytes: int, sleeping: Sequence[SleepingMod
         to_unload.append(each.model_id)
         held_bytes -= each.host_bytes
     fits = held_bytes + need_bytes <= budget_bytes
-    return SleepRoom(fits, tuple(to_unload) if fits else ())
+    return SleepPlan(fits, tuple(to_unload) if fits else ())
 
 
 def can_sleep(sleep_mb: int | None, devices: Sequence[Device]) -> bool:
@@ -93,7 +93,7 @@ class SleepBudget:
             if room.fits:
                 self._leave_rest(budget, need_bytes + sum(each.host_bytes for each in self._sleeping()))
             # One of them may have been woken instead of unloaded.
-            yield room.fits and make_room(need_bytes, budget, self._sleeping()) == SleepRoom(fits=True)
+            yield room.fits and make_room(need_bytes, budget, self._sleeping()) == SleepPlan(fits=True)
 
     def settle(self) -> None:
         """Others get what models took that have woken, were unloaded, or did not fall asleep after all."""

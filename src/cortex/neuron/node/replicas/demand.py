@@ -14,7 +14,7 @@ from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.worker.hosts.replicated import ReplicatedHost
 from cortex.neuron.worker.model_host import LoadRejected
 from cortex.neuron.worker.process import WorkerLost
-from cortex.tasks import run_once
+from cortex.system.tasks import run_once
 from cortex.wire.words import plural
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Final
 
+from cortex.formats.quant_names import bits, label_in, meanings, plain
 from cortex.neuron.weights.errors import NotOnHub
 from cortex.neuron.weights.gguf.towers import best_projector, is_projector
-from cortex.quant_names import bits, label_in, meanings, plain
 
 SHARD: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _COMPANION: Final = re.compile(

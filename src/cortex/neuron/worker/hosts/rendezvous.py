@@ -14,7 +14,7 @@ from typing import Literal
 from cortex.neuron.engine.request import RankSpec
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.model_host import LoadRejected
-from cortex.tasks import run_once
+from cortex.system.tasks import run_once
 from cortex.wire.words import os_error_in_words
 
 Backend = Literal["nccl", "sockets"]

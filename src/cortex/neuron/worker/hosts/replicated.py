@@ -23,7 +23,7 @@ from cortex.neuron.worker.hosts.several import load_all, uncancelled, unload_all
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelHost, ModelSink, Resident
 from cortex.neuron.worker.process import WorkerLost
-from cortex.tasks import run_once
+from cortex.system.tasks import run_once
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from cortex.neuron.engine.request import EngineRequest
 from cortex.neuron.worker.hosts.several import load_all, uncancelled, unload_all, wake_all
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelHost, ModelPart, ModelSink, RelaySink, Resident
-from cortex.tasks import run_once
+from cortex.system.tasks import run_once
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from cortex.wire.dialects.ollama import request
 from cortex.wire.dialects.ollama.lines import CONTENT_TYPE, KEEPALIVE, LineEncoder, stream_error, whole_body
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent
-from cortex.wire.facts import Facts
 from cortex.wire.fields.body import Fields
 from cortex.wire.fields.tables.ollama import CHAT as FIELDS
 from cortex.wire.fields.tools import ToolList, read_arguments
+from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import (
     GenerateRequest,
     Image,
@@ -47,7 +47,7 @@ __all__ = [
 _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-def read_facts(fields: Fields) -> Facts:
+def read_facts(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
     return request.read_facts(fields, loads_only=fields.is_empty("messages"))
 

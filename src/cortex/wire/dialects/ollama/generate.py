@@ -11,9 +11,9 @@ from cortex.wire.dialects.ollama import request
 from cortex.wire.dialects.ollama.lines import CONTENT_TYPE, KEEPALIVE, LineEncoder, stream_error, whole_body
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent
-from cortex.wire.facts import Facts
 from cortex.wire.fields.body import Fields
 from cortex.wire.fields.tables.ollama import GENERATE as FIELDS
+from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Image, Message, Text
 
 FAMILY = Family.OLLAMA
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-def read_facts(fields: Fields) -> Facts:
+def read_facts(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
     return request.read_facts(fields, loads_only=all(map(fields.is_empty, ("prompt", "images", "suffix"))))
 

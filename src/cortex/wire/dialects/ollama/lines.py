@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from cortex.wire import error_encoding
-from cortex.wire.error_codes import from_code
+from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import (
     AnyEvent,

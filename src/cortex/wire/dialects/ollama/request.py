@@ -7,12 +7,12 @@ import re
 import msgspec
 
 from cortex.wire.errors import MissingModel
-from cortex.wire.facts import Facts
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.sampling import MAX_TOP_LOGPROBS, read_sampling
 from cortex.wire.fields.tables.ollama import OPTIONS
 from cortex.wire.model_names import plain_name
 from cortex.wire.pictures.parts import from_base64, from_url
+from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Image, OutputFormat, Sampling, Thinking
 from cortex.wire.tenant import read_tenant
 
@@ -24,12 +24,12 @@ _NUMBER = re.compile(r"[+-]?\d{1,12}(?:\.\d{1,12})?")
 _MAX_DURATION_CHARACTERS = 64
 
 
-def read_facts(fields: Fields, *, loads_only: bool) -> Facts:
+def read_facts(fields: Fields, *, loads_only: bool) -> RequestSummary:
     """The facts, from the fields that both routes have. `loads_only`: it has no prompt. Raises `MissingModel` or
     `InvalidValue`."""
     options = fields.object("options") or Fields({}, "options")
     limit = options.integer("num_predict", low=-LARGEST_COUNT, high=LARGEST_COUNT)
-    return Facts(
+    return RequestSummary(
         fields.model(),
         fields.flag("stream") is not False,
         limit if limit is not None and limit >= 0 else None,
@@ -39,7 +39,7 @@ def read_facts(fields: Fields, *, loads_only: bool) -> Facts:
     )
 
 
-def read_request(fields: Fields, facts: Facts) -> GenerateRequest:
+def read_request(fields: Fields, facts: RequestSummary) -> GenerateRequest:
     """A request without a prompt, from the fields that both routes have. Raises `InvalidValue`."""
     options = fields.object("options") or Fields({}, "options")
     unknown = tuple(f"options.{name}" for name in fields.mapping("options") or {} if name not in OPTIONS)
@@ -61,7 +61,7 @@ def read_request(fields: Fields, facts: Facts) -> GenerateRequest:
     )
 
 
-def _read_options(fields: Fields, options: Fields, facts: Facts) -> Sampling:
+def _read_options(fields: Fields, options: Fields, facts: RequestSummary) -> Sampling:
     known = Fields({name: options.raw(name) for name in OPTIONS}, options.path)
     wanted = fields.flag("logprobs") or False
     top_logprobs = fields.integer("top_logprobs", low=0, high=MAX_TOP_LOGPROBS) or 0

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from cortex.wire.errors import UnsupportedModality, shorten
-from cortex.wire.facts import Facts
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.custom_tools import arguments_of
 from cortex.wire.fields.prediction import read_prediction
@@ -26,6 +25,7 @@ from cortex.wire.fields.sampling import (
 from cortex.wire.fields.tables.openai_chat import FIELDS
 from cortex.wire.fields.tools import ToolList, read_arguments, read_function
 from cortex.wire.pictures.parts import PICTURE_PARTS, picture_urls, read_url_part
+from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import (
     GenerateRequest,
     Image,
@@ -55,11 +55,11 @@ _ROLES: dict[str, Role] = {
 }
 
 
-def read_facts(fields: Fields) -> Facts:
+def read_facts(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
     max_tokens, n = read_limits(fields)
     newer = fields.integer("max_completion_tokens", low=1, high=LARGEST_COUNT)
-    return Facts(fields.model(), fields.flag("stream") or False, newer or max_tokens, n)
+    return RequestSummary(fields.model(), fields.flag("stream") or False, newer or max_tokens, n)
 
 
 def pictures(fields: Fields) -> Iterator[str]:
@@ -104,7 +104,7 @@ def parse(body: bytes) -> GenerateRequest:
     )
 
 
-def _read_chat_sampling(fields: Fields, facts: Facts) -> Sampling:
+def _read_chat_sampling(fields: Fields, facts: RequestSummary) -> Sampling:
     wanted = fields.flag("logprobs") or False
     top_logprobs = fields.integer("top_logprobs", low=0, high=MAX_TOP_LOGPROBS) or 0
     if top_logprobs and not wanted:

@@ -15,7 +15,7 @@ from cortex.wire.dialects.openai_chunks import (
     timings_body,
     usage_body,
 )
-from cortex.wire.error_codes import from_code
+from cortex.wire.error_encoding import from_code
 from cortex.wire.events import (
     AnyEvent,
     Failure,

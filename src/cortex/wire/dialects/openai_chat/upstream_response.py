@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cortex.wire.error_codes import BY_CODE
+from cortex.wire.error_encoding import BY_CODE
 from cortex.wire.errors import UpstreamInterrupted
 from cortex.wire.events import (
     MAX_TOKENS,

@@ -9,7 +9,6 @@ import msgspec
 from cortex.wire.dialects.openai_responses.client_tools import SHAPES, add_tool, check_names, full_name
 from cortex.wire.dialects.openai_responses.items import read_input
 from cortex.wire.errors import shorten
-from cortex.wire.facts import Facts
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.prediction import read_prediction
 from cortex.wire.fields.sampling import (
@@ -22,6 +21,7 @@ from cortex.wire.fields.sampling import (
 )
 from cortex.wire.fields.tables.openai_responses import FIELDS, TOOLS
 from cortex.wire.fields.tools import ToolList
+from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Message, Sampling, Text, Thinking, ToolChoice
 from cortex.wire.tenant import read_tenant
 
@@ -55,7 +55,7 @@ INCLUDABLE = (
 """What `include` may name. Only the last has anything to add here."""
 
 
-def read_facts(fields: Fields) -> Facts:
+def read_facts(fields: Fields) -> RequestSummary:
     """Raises `MissingModel` or `InvalidValue`."""
     limit = fields.integer("max_output_tokens", low=1, high=LARGEST_COUNT)
     return msgspec.structs.replace(
@@ -63,7 +63,7 @@ def read_facts(fields: Fields) -> Facts:
     )
 
 
-def read_state(fields: Fields) -> Facts:
+def read_state(fields: Fields) -> RequestSummary:
     """The facts of a request that generates nothing: its model and what it refers to. Raises `MissingModel` or
     `InvalidValue`."""
     conversation = fields.raw("conversation")
@@ -74,7 +74,7 @@ def read_state(fields: Fields) -> Facts:
     previous = fields.text("previous_response_id")
     if conversation is not None and previous is not None:
         raise fields.invalid("conversation", "use either it or 'previous_response_id', not both")
-    return Facts(
+    return RequestSummary(
         fields.model(),
         False,
         0,
@@ -149,7 +149,7 @@ def _read_truncation(fields: Fields) -> bool:
     return given == "auto"
 
 
-def _read_sampling(fields: Fields, facts: Facts) -> Sampling:
+def _read_sampling(fields: Fields, facts: RequestSummary) -> Sampling:
     top_logprobs = fields.integer("top_logprobs", low=0, high=MAX_TOP_LOGPROBS) or 0
     included = fields.texts("include")
     for name in included:

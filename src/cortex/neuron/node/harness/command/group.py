@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from cortex.tasks import run_once
+from cortex.system.tasks import run_once
 from cortex.wire.errors import LoadFailed
 from cortex.wire.node.groups import GroupMember, MemberAddress, PreparedMember
 from cortex.wire.words import os_error_in_words

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cortex.formats.quant_names import label_in
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.pool import Pool
 from cortex.neuron.config import NeuronConfig
@@ -24,18 +25,17 @@ from cortex.neuron.node.harness.command.server_memory import ServerMemory
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
-from cortex.neuron.node.loading.loads_in_progress import LoadRoom
+from cortex.neuron.node.loading.loads_in_progress import DeviceAllocation
 from cortex.neuron.servers.entry import HarnessEntry
 from cortex.neuron.text.model import TextSurvey
 from cortex.neuron.worker import amd, gpu_processes
 from cortex.neuron.worker.model_host import ModelHost
-from cortex.quant_names import label_in
-from cortex.tasks import finish_all
+from cortex.system.tasks import finish_all
 from cortex.wire.errors import LoadFailed, Recovering, UnsupportedModality, shorten
 from cortex.wire.node.groups import GroupMember, PreparedMember
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.model_log import ModelLog
 from cortex.wire.node.protocol import Capabilities, Device
-from cortex.wire.node.sampling import SamplingDefaults
 
 CHAT = "/v1/chat/completions"
 _VERSION_S = 120.0
@@ -201,7 +201,7 @@ class CommandHarness:
         self,
         model: KnownModel,
         facts: ServedFiles,
-        room: LoadRoom,
+        room: DeviceAllocation,
     ) -> tuple[ModelHost, ChosenDevices]:
         entry, chosen, devices = self._entry, room.chosen, room.chosen.devices
         is_on_gpus = devices[0].kind != "cpu"

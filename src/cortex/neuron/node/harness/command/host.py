@@ -26,7 +26,7 @@ from cortex.neuron.servers.entry import HarnessEntry, StateRequest
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import Damaged, LoadRejected, ModelSink, Resident, SleepRejected
-from cortex.tasks import run_once
+from cortex.system.tasks import run_once
 from cortex.wire.errors import LoadFailed
 from cortex.wire.node.groups import MemberAddress
 

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cortex.formats.units import gib
 from cortex.neuron.node.harness.command.server_process import ServerProcess
 from cortex.neuron.node.harness.command.sizes import quantile
 from cortex.neuron.worker.memory import Reclaimed
-from cortex.tasks import run_once
-from cortex.units import gib
+from cortex.system.tasks import run_once
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from cortex.tasks import run_once
+from cortex.system.tasks import run_once
 
 
 class SilenceWatch:

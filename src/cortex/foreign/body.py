@@ -1,0 +1,101 @@
+"""JSON bodies for servers that are not ours: what was read here, written again.
+
+Servers differ in how they read a body: which of two equal names they take, and whether they ignore case. So a server
+gets what this program has read and checked, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from cortex.ipc.channel import ChannelMessage
+from cortex.wire.dialects.registry import DIALECTS, ROUTES
+from cortex.wire.errors import InvalidValue, MalformedJSON
+from cortex.wire.fields.body import decode_object
+from cortex.wire.fields.tables.by_path import TABLES
+from cortex.wire.pictures.media_urls import check_media
+from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
+from cortex.wire.tenant import EVERYBODY, SALT
+
+
+class ServerBody(ChannelMessage, frozen=True):
+    """A body without the fields that are yet to be written."""
+
+    body: bytes
+    """A JSON object."""
+
+    def with_fields(self, values: Mapping[str, Any]) -> bytes:
+        """The body with fields that it does not have."""
+        if not values:
+            return self.body
+        first = msgspec.json.encode(values)
+        return first if self.body == b"{}" else b"".join((first[:-1], b",", memoryview(self.body)[1:]))
+
+
+Access = Literal["any", "known", "counted"]
+"""What a client may send to a server: any fields; those of the table; or only what the parser reads, too, so that all
+tokens can be counted."""
+
+
+def server_body(path: str, body: bytes, without: tuple[str, ...], access: Access = "any") -> ServerBody:
+    """The body of a request to `path`, which a table describes, without some of its fields. Raises the CortexError of
+    one that may not be sent."""
+    values = decode_object(body)
+    table = TABLES[path]
+    table.check_spelling(values)
+    if access == "counted":
+        _check_parsed(path, body)
+    for name in without:
+        values.pop(name, None)
+    if access != "any":
+        table.check_known(values)
+    try:
+        check_media(values, table)
+        return ServerBody(msgspec.json.encode(values))
+    except RecursionError:
+        raise MalformedJSON("The body is nested too deeply; flatten it.") from None
+
+
+class ServerFields(NamedTuple):
+    """The fields that a request to `path` gets in place of the client's."""
+
+    path: str
+    values: Mapping[str, Any]
+    tenant: bytes = EVERYBODY
+    """Written where the server separates what it caches by a salt, unless `values` has one."""
+    stripped: tuple[str, ...] = ()
+    """Fields of the client that the server does not get."""
+    is_limited: bool = False
+    """Whether a budget limits the tokens of each choice, in place of the client's limits."""
+
+    @property
+    def without(self) -> tuple[str, ...]:
+        """The fields of the client that `server_body` leaves out."""
+        limits = TABLES[self.path].limits if self.is_limited else ()
+        salt = (SALT,) if self.tenant else ()
+        return (*self.stripped, *limits, *salt, *self.values)
+
+    def written(self, limit: int | None) -> dict[str, Any]:
+        """The fields with the limit of a choice, or with one that `values` has if that is smaller. Raises InvalidValue
+        for a limit of a budget that a server could read as none."""
+        fields = {SALT: self.tenant.hex(), **self.values} if self.tenant else dict(self.values)
+        if limit is None:
+            return fields
+        names = TABLES[self.path].limits
+        given = (fields.get(name) for name in names)
+        limit = min([limit, *(value for value in given if isinstance(value, int) and value >= 0)])
+        if limit < 1:
+            raise InvalidValue("max_tokens: this server may read 0 as no limit; send at least 1.", param="max_tokens")
+        # `best_of` would have more candidates than the budget knows of.
+        return {name: fields[name] for name in fields if name not in (*names, "best_of")} | {names[0]: limit}
+
+
+def _check_parsed(path: str, body: bytes) -> None:
+    """Raises what the parser of the path raises."""
+    if path in POOLING_ROUTES:
+        POOLING_ROUTES[path](body)
+    else:
+        DIALECTS[ROUTES[path]].parse(body)

@@ -1,0 +1,1 @@
+"""Names of quantisations and sizes, as people write them."""

@@ -1,0 +1,39 @@
+"""The parts of a node that reach outside it: devices, workers, files and other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cortex.neuron.node.devices import ReadDevices
+from cortex.neuron.node.harness.harness import Harness
+from cortex.neuron.node.loading.context_allocator import ContextRules
+from cortex.neuron.node.loading.files import fetch
+from cortex.neuron.node.loading.library import Fetch
+from cortex.neuron.node.survey_process.client import Surveys
+from cortex.neuron.node.text.work import TextSource
+from cortex.neuron.worker.backoff import BackoffPolicy
+from cortex.neuron.worker.discovery import Inventory, discover, read_devices
+from cortex.neuron.worker.factory import WorkerFactory
+from cortex.neuron.worker.process import WorkerTimeouts
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDependencies:
+    """What a node is made with. Tests replace single parts, to inject faults."""
+
+    make_workers: Callable[[], WorkerFactory] = WorkerFactory
+    discover: Callable[[], Inventory] = discover
+    read_devices: ReadDevices = read_devices
+    fetch: Fetch = fetch
+    surveys: Callable[[], Surveys] | None = None
+    """None: a process with limits."""
+    open_text: Callable[[Path], TextSource] | None = None
+    """None: a tokenizer process for each model."""
+    policy: BackoffPolicy = field(default_factory=BackoffPolicy)
+    timeouts: WorkerTimeouts | None = None
+    first_retry_s: float = 5.0
+    context_rules: ContextRules = field(default_factory=ContextRules)
+    harnesses: tuple[Harness, ...] = ()
+    """In addition to the built-in engine."""

@@ -1,0 +1,191 @@
+"""Room for the contexts of models on this node: what is unloaded for a load that this node decides on, and which models
+are loaded again because they can have a longer context than they got.
+
+A load that a gateway orders evicts nothing here: the gateway knows more models that are to stay. What it loaded with
+too little, because nothing could be evicted, grows as soon as memory is free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from cortex.neuron.node.harness.estimates import FileFacts
+from cortex.neuron.node.loading.device_allocator import DeviceAllocator
+from cortex.neuron.node.loading.library import KnownModel
+from cortex.neuron.node.loading.loader import ModelLoader
+from cortex.neuron.node.memory.ceilings import ModelHolding
+from cortex.neuron.node.models import IdleModel, Models
+from cortex.wire.node.contexts import ContextSizes, tolerated, tried
+from cortex.wire.node.protocol import ModelState
+
+log = logging.getLogger(__name__)
+
+Fits = Callable[[Sequence[IdleModel]], Awaitable[bool]]
+"""Whether there is room once these models are unloaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRules:
+    """When a model is unloaded for another, or loaded again for a longer context."""
+
+    min_idle_s: float = 5.0
+    """A model that had a request so recently, or was just loaded, is left alone."""
+    check_s: float = 5.0
+    num_checks: int = 3
+    """The room must be there in so many checks in a row: it may be meant for a load that is about to begin."""
+    retry_s: float = 600.0
+    """A model that did not get the context that it was loaded again for is tried once more after this, then after twice
+    as long, and so on."""
+
+
+def growth(contexts: ContextSizes, tokens: int) -> list[int]:
+    """The contexts that a model which has one of `tokens` is loaded again for, the longest first: the full one and, if
+    it has less than it is to have, also that and all of twice the length."""
+    if tokens >= tolerated(contexts.full_tokens):
+        return []
+    least = contexts.full_tokens
+    if tokens < tolerated(contexts.wanted_tokens):
+        least = min(contexts.wanted_tokens, 2 * tokens)
+    return [each for each in tried(contexts.full_tokens, contexts.wanted_tokens) if each >= least]
+
+
+async def victims(idle: Sequence[IdleModel], fits: Fits) -> Sequence[IdleModel] | None:
+    """Which of `idle` to unload, the first ones first, and none that is not needed; None if all are not enough."""
+    chosen: list[IdleModel] = []
+    for each in idle:
+        if await fits(chosen):
+            break
+        chosen.append(each)
+    if not await fits(chosen):
+        return None
+    for each in sorted(chosen, key=lambda model: -model.holding.num_bytes):
+        others = [other for other in chosen if other is not each]
+        if await fits(others):
+            chosen = others
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class _Reload:
+    """A model was loaded again for a longer context."""
+
+    at_s: float
+    """On the loop's clock."""
+    target: int
+    num_failures: int
+    """How often in a row it had got less than it was loaded again for."""
+
+    def has_failed(self, tokens: int) -> bool:
+        """Whether a model that has a context of `tokens` now got less than that."""
+        return tokens < tolerated(self.target)
+
+
+class ContextAllocator:
+    """Belongs to the daemon's loop."""
+
+    def __init__(
+        self,
+        room: DeviceAllocator,
+        loader: ModelLoader,
+        models: Models,
+        rules: ContextRules,
+        *,
+        kept: Collection[str],
+    ) -> None:
+        """`kept`: the models that are loaded when the node starts; they are not unloaded for others."""
+        self._room = room
+        self._loader = loader
+        self._models = models
+        self._rules = rules
+        self._kept = frozenset(kept)
+        self._seen: dict[str, int] = {}
+        """By model id: in how many checks there was room for a longer context."""
+        self._reloads: dict[str, _Reload] = {}
+        """The latest one of each model."""
+
+    async def make_room(self, model: KnownModel, facts: FileFacts) -> bool:
+        """Unloads idle models for the context that the load of `model` asks for. False: that would not be enough, and
+        nothing was unloaded."""
+        found = await victims(self._evictable(model.id), self._fits(model, facts))
+        if found is None:
+            return False
+        for each in found:
+            log.info("%s: evicted for %s after %.0f s without requests", each.holding.model_id, model.id, each.idle_s)
+        await asyncio.gather(*map(self._evict, found))
+        return True
+
+    async def _evict(self, idle: IdleModel) -> None:
+        if self._room.sleep_frees and idle.controller.life.state is ModelState.READY:
+            await idle.controller.ensure_asleep(0.0)
+        else:
+            await idle.controller.ensure_gone(0.0)
+
+    def _fits(self, model: KnownModel, facts: FileFacts, own: Sequence[ModelHolding] = ()) -> Fits:
+        async def fits(leaving: Sequence[IdleModel]) -> bool:
+            return await self._room.fits_without(model, facts, [*own, *(each.holding for each in leaving)])
+
+        return fits
+
+    def _evictable(self, model_id: str, longer_s: float = 0.0) -> list[IdleModel]:
+        """The models that may be unloaded for another, which have been idle for longer than `longer_s`."""
+        return [
+            each
+            for each in self._models.idle()
+            if each.holding.model_id not in (model_id, *self._kept)
+            and each.idle_s >= max(longer_s, self._rules.min_idle_s)
+            and each.controller.model.member is None
+        ]
+
+    async def run(self) -> None:
+        """Loads models again that can have a longer context than they have, one after another."""
+        while True:
+            await asyncio.sleep(self._rules.check_s)
+            if self._models.is_any_changing():
+                self._seen.clear()
+                continue
+            idle = [each for each in self._models.idle() if each.controller.life.state is ModelState.READY]
+            self._seen = {each.holding.model_id: self._seen.get(each.holding.model_id, 0) for each in idle}
+            for each in idle:
+                if await self._grow(each):
+                    break
+
+    async def _grow(self, idle: IdleModel) -> bool:
+        """Whether the model is being loaded again."""
+        model, tokens = idle.controller.model, idle.instance.resident.info.context_tokens
+        target = await self._target(idle, tokens) if idle.idle_s >= self._rules.min_idle_s else None
+        self._seen[model.id] = 0 if target is None else self._seen[model.id] + 1
+        if target is None or self._seen[model.id] < self._rules.num_checks:
+            return False
+        if not any(each.instance is idle.instance for each in self._models.idle()):  # a request came meanwhile
+            return False
+        log.info("%s: loaded again for a context of %d tokens instead of %d", model.id, target, tokens)
+        before = self._reloads.get(model.id)
+        num_failures = 0 if before is None or not before.has_failed(tokens) else before.num_failures + 1
+        self._reloads[model.id] = _Reload(asyncio.get_running_loop().time(), target, num_failures)
+        idle.controller.reload()
+        return True
+
+    async def _target(self, idle: IdleModel, tokens: int) -> int | None:
+        """The longest context that the model can have and is worth another load."""
+        model = idle.controller.model
+        contexts, survey = self._loader.contexts(model), self._loader.surveys.get(model.id)
+        if contexts is None or survey is None or not self._may_retry(model.id, tokens):
+            return None
+        evictable = self._evictable(model.id, idle.idle_s) if model.min_context_tokens is None else []
+        for target in growth(contexts, tokens):
+            grown = self._loader.with_context(model, survey.facts, tolerated(target))
+            if grown is None or grown.min_context_tokens != tolerated(target):
+                continue
+            fits = self._fits(grown, survey.facts, [idle.holding])
+            if await fits(()) or (target <= contexts.wanted_tokens and await victims(evictable, fits) is not None):
+                return target
+        return None
+
+    def _may_retry(self, model_id: str, tokens: int) -> bool:
+        before = self._reloads.get(model_id)
+        if before is None or not before.has_failed(tokens):
+            return True
+        return asyncio.get_running_loop().time() - before.at_s >= self._rules.retry_s * (1 << before.num_failures)

@@ -1,0 +1,1 @@
+"""What programs need of the system: files, limits, exit codes, service managers, tasks, what is installed."""

@@ -1,0 +1,33 @@
+"""What a gateway must know of a request before it is parsed. Each dialect reads them once, for gateway and parser."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RequestSummary(msgspec.Struct, frozen=True, array_like=True):
+    """What a body says, without the conversation."""
+
+    model: str
+    """As the client wrote it."""
+    stream: bool
+    completion_limit: int | None
+    """The client's limit on generated tokens for one choice; None when it sets none, 0 when nothing is generated."""
+    num_choices: int
+    """How many completions are generated for the request."""
+    store: bool | None = None
+    """This and what follows are fields of the Responses API."""
+    previous_response_id: str | None = None
+    background: bool = False
+    loads_only: bool = False
+    """This and what follows are of Ollama's API: whether the request has no prompt and asks for the model only."""
+    unloads: bool = False
+    """Whether the model is to be unloaded after the response."""
+    has_pictures: bool = False
+    picture_bytes: int = 0
+    """How much of the body is pictures, which count as tokens instead."""
+    picture_tokens: int = 0
+    conversation_id: str | None = None
+    """The conversation that the request continues (Responses API)."""
+    cache_salt: bytes = b""
+    """The client's salt for cached prefixes, as JSON; empty: none."""

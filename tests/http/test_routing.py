@@ -1,0 +1,50 @@
+import pytest
+
+from cortex.http.request import Request
+from cortex.http.routing import Route, Router, query
+from cortex.wire.errors import MethodNotAllowed, RouteNotFound
+
+ROUTER = Router(
+    [
+        Route("GET", "/models", "list"),
+        Route("POST", "/models", "add"),
+        Route("GET DELETE", "/models/(?P<name>.+)", "one"),
+        Route("", "/gone", "reject"),
+    ]
+)
+
+
+def request(method: str, path: str, search: bytes = b"") -> Request:
+    return Request(method.encode(), path.encode(), search, (), b"", "127.0.0.1", True)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected"),
+    [
+        ("GET", "/models", ("list", {})),
+        ("HEAD", "/models/", ("list", {})),
+        ("POST", "/models", ("add", {})),
+        ("DELETE", "/models/owner%2Fname", ("one", {"name": "owner/name"})),
+        ("HEAD", "/models/a/b", ("one", {"name": "a/b"})),
+        ("PATCH", "/gone", ("reject", {})),
+    ],
+)
+def test_finds_the_handler_and_what_the_path_matched(method: str, path: str, expected: object) -> None:
+    assert ROUTER.find(request(method, path)) == expected
+    assert ROUTER.serves(request("TRACE", path))
+
+
+def test_method_without_a_route_is_rejected_with_those_that_have_one() -> None:
+    with pytest.raises(MethodNotAllowed, match="PUT is not allowed on /models; use GET or HEAD or POST"):
+        ROUTER.find(request("PUT", "/models"))
+
+
+def test_unknown_path_is_rejected() -> None:
+    assert not ROUTER.serves(request("GET", "/other"))
+    with pytest.raises(RouteNotFound, match="There is no /other; GET / lists the routes"):
+        ROUTER.find(request("GET", "/other"))
+
+
+def test_empty_query_parameter_counts_as_absent() -> None:
+    assert query(request("GET", "/", b"a=1&a=2&b="), "a") == "1"
+    assert query(request("GET", "/", b"b="), "b") is None

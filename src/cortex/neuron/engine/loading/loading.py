@@ -235,10 +235,11 @@ def build_model(
     its config says.
     """
     dtype = compute_dtype(spec.dtype, device)
+    packing = {} if packing is None else packing  # one without a length, of which no tensor is listed, is false
     whole, network = read_architecture(config), None
     if isinstance(whole, TransformersArchitecture):
         network = Network.of(whole)
-        whole, packing = network.architecture, whole.packing_of(packing or {})
+        whole, packing = network.architecture, whole.packing_of(packing)
     if spec.vision == "off":
         whole = whole.without_tower()
     if spec.speculation == "mtp":
@@ -253,7 +254,7 @@ def build_model(
         )
     kv_dtype = kv_cache_dtype(spec, dtype, device)
     pass_patches = PASS_PATCHES[device.type] if spec.vision == "device" else 0
-    storage = WeightStorage(dtype.itemsize, packing or {}, kv_dtype.itemsize, tensors or {}, pass_patches)
+    storage = WeightStorage(dtype.itemsize, packing, kv_dtype.itemsize, tensors or {}, pass_patches)
     sizes = ModelSizes.of(architecture, storage, spec.context_tokens)
     if draft is not None:
         sizes = sizes.with_draft(draft.files.sizes(dtype.itemsize, kv_dtype.itemsize))
@@ -273,7 +274,7 @@ def build_model(
     if group is not None:
         plan = _agreed(plan, sizes, group, is_recurrent=architecture.is_recurrent)
     sequences = (plan.slots.rows, plan.context_tokens, spec.deterministic, spec.speculation != "off")
-    passed = PassedModel(architecture, packing or {}, dtype, kv_dtype, within_layers.shard, *sequences)
+    passed = PassedModel(architecture, packing, dtype, kv_dtype, within_layers.shard, *sequences)
     compiling = kernel_pass(passed, device)
     with contextlib.ExitStack() as failing:
         if compiling is not None:

@@ -10,7 +10,15 @@ from cortex.wire.errors import CortexError
 
 
 @pytest.mark.parametrize(
-    "error", [errors.LoadFailed, errors.HubUnavailable, errors.SourceNotFound, errors.DiskFull, errors.ModelNotFound]
+    "error",
+    [
+        errors.LoadFailed,
+        errors.HubUnavailable,
+        errors.SourceNotFound,
+        errors.FilesDamaged,
+        errors.DiskFull,
+        errors.ModelNotFound,
+    ],
 )
 def test_reasons_of_failed_loads_are_for_operators(error: type[CortexError]) -> None:
     shown = public(error("/srv/models/secret.gguf is corrupt on beast"))

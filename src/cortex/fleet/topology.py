@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from cortex.wire.errors import SourceNotFound
+from cortex.wire.errors import FilesDamaged, SourceNotFound
 from cortex.wire.node.load_options import is_path
 from cortex.wire.node.protocol import (
     DiskUse,
@@ -61,8 +61,15 @@ class Residency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.status.state
 
     @property
+    def is_damaged(self) -> bool:
+        """Whether the node has read its files and cannot use them. It reads them again when they change."""
+        return self.state is ModelState.COLD and self.status.reason_code == FilesDamaged.code
+
+    @property
     def is_absent(self) -> bool:
-        """Whether its path on the node has no files."""
+        """Whether the node has no files of it that can be loaded: its path has none, or they are damaged."""
+        if self.is_damaged:
+            return True
         is_named_by_path = is_path(self.status.source or "")
         return is_named_by_path and self.state is ModelState.COLD and self.status.reason_code == SourceNotFound.code
 

@@ -363,6 +363,12 @@ class SourceNotFound(LoadFailed):
     code = "source_not_found"
 
 
+class FilesDamaged(LoadFailed):
+    """The model's files on the node are truncated, incomplete or corrupt. Only other files help."""
+
+    code = "files_damaged"
+
+
 class SourceNotAllowed(LoadFailed):
     """The source is a path that requests may not name on this node: it is outside of the model roots."""
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from cortex.fleet.placement.decision import Origin, Verdict
 from cortex.fleet.placement.explain import DRAINING_RETRY_S, as_json, outcome, rejection, rows, text
+from cortex.fleet.placement.feasibility import Feasibility
 from cortex.fleet.placement.place import place
 from cortex.fleet.placement.search import search
 from cortex.fleet.topology import Abilities
@@ -140,6 +143,22 @@ def test_model_without_files_at_its_path_is_loaded_where_it_has_them(
     assert outcome(place("m", fleet(absent, there, specs=[spec("m")]), NOW)).startswith("load m on b")
     of_hub = node("a", [24], model("m", source="org/m", **facts))  # it may be there now
     assert outcome(place("m", fleet(of_hub, specs=[spec("m")]), NOW)).startswith("load m on a")
+
+
+def test_model_with_damaged_files_fits_nowhere_not_even_for_the_operator(
+    model: Make, node: Make, fleet: Make, spec: Make
+) -> None:
+    facts = {"state": ModelState.COLD, "reason_code": "files_damaged", "reason": "m.gguf is truncated", "source": "/m"}
+    damaged = fleet(node("a", [24], model("m", **facts)), specs=[spec("m")])
+    origins: tuple[Origin, ...] = ("request", "operator")
+    for decide, origin in itertools.product((place, search), origins):
+        decision = decide("m", damaged, NOW, origin=origin)
+        assert [(each.verdict, each.reason) for each in decision.assessments] == [
+            (Verdict.FAILED, "m.gguf is truncated")
+        ]
+    assert Feasibility(damaged, NOW).nodes("m") == ()
+    other_files = fleet(node("a", [24], model("m", **facts)), specs=[spec("m", source="org/m")])
+    assert outcome(place("m", other_files, NOW)).startswith("load m on a")
 
 
 def test_unsupported_model_is_the_error_only_where_every_node_says_so(

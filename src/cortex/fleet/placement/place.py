@@ -239,7 +239,7 @@ def without_memory(
         return Verdict.WRONG_HARNESS, f"has no harness `{harness}`, {have}"
     if spec.num_nodes > 1 and (unfit := unfit_for_group(spec, node)) is not None:
         return unfit
-    if held is not None and held.is_absent and origin != "operator":
+    if held is not None and held.is_absent and (origin != "operator" or held.is_damaged) and not _is_other(spec, held):
         return Verdict.FAILED, held.status.reason or "its files are not there"
     if held is not None and held.state is ModelState.FAILED and origin != "operator":
         age_s = now - held.state_since
@@ -247,6 +247,13 @@ def without_memory(
             verdict = Verdict.UNSUPPORTED if held.status.reason_code == ModelUnsupported.code else Verdict.FAILED
             return verdict, held.status.reason or f"failed to load {duration(age_s)} ago"
     return None
+
+
+def _is_other(spec: ModelSpec, held: Residency) -> bool:
+    """Whether the entry names other files than those that the node looked at."""
+    status = held.status
+    is_other_source = spec.source is not None and status.source is not None and spec.source != status.source
+    return is_other_source or (spec.quant is not None and spec.quant != status.requested_quant)
 
 
 def _leads(spec: ModelSpec, node: Node) -> bool:

@@ -152,3 +152,26 @@ async def test_files_that_are_being_deleted_are_not_surveyed(tmp_path: Path) -> 
         node.files._deleting.add("org/m")  # noqa: SLF001 - a deletion takes no time that a test could use
         with pytest.raises(ModelInUse, match="being deleted"):
             await node.survey(LoadRequest(model_id="org/m"))
+
+
+async def test_truncated_files_are_damaged_until_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cortex.neuron.node.node._SCAN_S", 0.05)
+    folder = tmp_path / "models"
+    file = write_model(folder / "m") / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    put(folder / "g.gguf")
+    for each in file.parent.iterdir():
+        put_back(each)
+    async with running_node(tmp_path, {"model_dirs": [str(folder)]}) as node:
+        for name in ("m", "g"):
+            while (reason := node.model(name).reason) is None:
+                await asyncio.sleep(0.02)
+            status = node.model(name)
+            assert (status.state, status.reason_code) == (ModelState.COLD, "files_damaged")
+            assert str(folder / name) in reason
+        file.write_bytes(whole)
+        put_back(file)
+        while node.model("m").estimate_bytes is None:
+            await asyncio.sleep(0.02)
+        assert node.model("m").reason is None

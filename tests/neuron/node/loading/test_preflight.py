@@ -212,7 +212,7 @@ def test_rejects_damaged_files(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\xff" * 32)
     with pytest.raises(LoadFailed) as rejected:
         inspect(folder)
-    assert rejected.value.code == "load_failed", "another copy of the files may be loaded"
+    assert rejected.value.code == "files_damaged", "another copy of the files may be loaded"
 
 
 @pytest.mark.parametrize(

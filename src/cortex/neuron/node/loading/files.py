@@ -8,7 +8,7 @@ from pathlib import Path
 from cortex.neuron.hub_process.resolver import resolve
 from cortex.neuron.node.loading.preflight import objection
 from cortex.neuron.weights.errors import CheckpointError, Malformed
-from cortex.wire.errors import LoadFailed
+from cortex.wire.errors import FilesDamaged
 
 
 def fetch(
@@ -23,8 +23,8 @@ def fetch(
 
 
 def find_local(source: str, cache: Path, quant: str | None) -> Path | None:
-    """The local path of `source` when the whole model is on disk; never uses the network. Raises LoadFailed for one
-    that is on disk and damaged."""
+    """The local path of `source` when the whole model is on disk; never uses the network. Raises FilesDamaged for
+    one that is on disk and damaged."""
     try:
         return resolve(
             source,
@@ -36,7 +36,7 @@ def find_local(source: str, cache: Path, quant: str | None) -> Path | None:
             cancelled=lambda: False,
         )
     except Malformed as error:
-        raise LoadFailed(
+        raise FilesDamaged(
             f"{source} is damaged: {error}; delete its files (POST /files/delete) and load it again, which downloads it"
         ) from error
     except CheckpointError:

@@ -87,6 +87,26 @@ def _id_of(path: Path, folder: Path) -> str:
     return _PART.sub("", relative.as_posix().removesuffix(".gguf"))
 
 
+FileStamps = tuple[tuple[str, int, int], ...]
+"""Name, size and time of the last change of each file of a model."""
+_MODEL_SUFFIXES = (".safetensors", ".gguf", ".json", ".jinja", ".model")
+
+
+def file_stamps(path: Path) -> FileStamps:
+    """Those of the model at `path`: a directory, or a GGUF file with the further parts of a split model. Empty where
+    they cannot be read. Blocks; opens no file."""
+    stamps = []
+    try:
+        for file in sorted(path.iterdir() if path.is_dir() else path.parent.glob("*.gguf")):
+            is_part = path.is_dir() or _PART.sub("", file.stem) == _PART.sub("", path.stem)
+            if is_part and file.suffix in _MODEL_SUFFIXES:
+                found = file.stat()
+                stamps.append((file.name, found.st_size, found.st_mtime_ns))
+    except OSError:
+        return ()
+    return tuple(stamps)
+
+
 _CACHE_PREFIX = "models--"
 _NOWHERE = Path()
 """Inside no root: roots are absolute."""

@@ -25,7 +25,7 @@ from cortex.neuron.node.harness.harness import Harnesses
 from cortex.neuron.node.instance import Instance, ModelCallbacks
 from cortex.neuron.node.loading.device_allocator import DeviceAllocator, RoomElsewhere, wake_settled
 from cortex.neuron.node.loading.device_choice import capacity_bytes, check_devices
-from cortex.neuron.node.loading.library import Fetch, KnownModel, Library
+from cortex.neuron.node.loading.library import Fetch, FileStamps, KnownModel, Library, file_stamps
 from cortex.neuron.node.loading.loads_in_progress import OnWait
 from cortex.neuron.node.survey_process.client import Surveys
 from cortex.neuron.node.text.texts import Texts
@@ -119,6 +119,8 @@ class ModelLoader:
         """By model id: the latest one, and what it was computed from."""
         self.damaged: dict[str, CortexError] = {}
         """Models whose files failed the survey, or are not where their path says → why."""
+        self._damaged_files: dict[str, tuple[Path, FileStamps]] = {}
+        """By model id: the files that failed the survey, which are read again once they change."""
         self._absent: set[str] = set()
         """Those of the latter kind."""
 
@@ -305,6 +307,7 @@ class ModelLoader:
         self.surveys.pop(model_id, None)
         self._estimates.pop(model_id, None)
         self.damaged.pop(model_id, None)
+        self._damaged_files.pop(model_id, None)
         self._absent.discard(model_id)
 
     async def survey_library(self) -> None:
@@ -315,8 +318,9 @@ class ModelLoader:
 
     async def survey_listed(self, model: KnownModel) -> None:
         """Surveys one of them, unless that was done."""
-        if model.id in self.surveys or (model.id in self.damaged and model.id not in self._absent):
+        if model.id in self.surveys or not await self._may_be_usable(model.id):
             return
+        path = None
         try:
             path = await self.find_local(model)
             if path is None:
@@ -330,12 +334,28 @@ class ModelLoader:
             if model.id in self._absent:
                 self._absent.discard(model.id)
                 self.damaged.pop(model.id, None)
+            stamps = await asyncio.to_thread(file_stamps, path)  # before they are read: they may change meanwhile
             survey = await self.read(model, path)
         except CortexError as error:
+            before = self.damaged.get(model.id)
             self.damaged[model.id] = error.with_traceback(None)
-            log.warning("%s", error.message)
+            if path is not None:
+                self._damaged_files[model.id] = (path, stamps)
+            if before is None or before.message != error.message:
+                log.warning("%s", error.message)
         else:
+            self.damaged.pop(model.id, None)
+            self._damaged_files.pop(model.id, None)
             self.surveys.setdefault(model.id, survey)  # unless a load has surveyed the form that it was asked for
+
+    async def _may_be_usable(self, model_id: str) -> bool:
+        """Whether its files are to be read: they did not fail the survey, or have changed since."""
+        if model_id not in self.damaged or model_id in self._absent:
+            return True
+        if (known := self._damaged_files.get(model_id)) is None:
+            return False
+        path, stamps = known
+        return await asyncio.to_thread(file_stamps, path) != stamps
 
     def estimate_basis(self, model: KnownModel) -> object:
         """What an estimate depends on in addition to the model and its files."""

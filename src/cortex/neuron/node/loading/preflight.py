@@ -33,7 +33,7 @@ from cortex.neuron.weights.errors import CheckpointError, Unsupported
 from cortex.neuron.weights.hub.selection import gguf_of
 from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
-from cortex.wire.errors import LoadFailed, ModelUnsupported
+from cortex.wire.errors import FilesDamaged, LoadFailed, ModelUnsupported
 from cortex.wire.node.protocol import StoredForm
 
 _DENSE_FORMATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -179,14 +179,14 @@ def inspect(path: Path, quant: str | None = None, *, name: str | None = None, nu
     format, and dense ones are quantised so as they are loaded.
 
     `name`: the model's name for messages, because a snapshot's folder is named by a digest. `num_ranks`: divides the
-    model among this many devices; the facts are those of the rank with the largest share. Raises LoadFailed for
+    model among this many devices; the facts are those of the rank with the largest share. Raises FilesDamaged for
     damaged files, ModelUnsupported for those that the engine does not run.
     """
     name = name or path.name
     try:
         checkpoint, architecture = open_model(path)
     except CheckpointError as error:
-        raise (ModelUnsupported if isinstance(error, Unsupported) else LoadFailed)(str(error)) from error
+        raise (ModelUnsupported if isinstance(error, Unsupported) else FilesDamaged)(str(error)) from error
     except UnsupportedModel as error:
         raise ModelUnsupported(f"{name} cannot be loaded: {error}") from error
     try:
@@ -199,8 +199,9 @@ def inspect(path: Path, quant: str | None = None, *, name: str | None = None, nu
     except UnsupportedModel as error:
         raise ModelUnsupported(f"{name} cannot be loaded: {error}") from error
     except CheckpointError as error:
-        problem = "cannot be read" if num_ranks == 1 else f"cannot be divided among {num_ranks} devices"
-        raise LoadFailed(f"{name} {problem}: {error}") from error
+        if num_ranks == 1:
+            raise FilesDamaged(f"{name} cannot be read: {error}") from error
+        raise LoadFailed(f"{name} cannot be divided among {num_ranks} devices: {error}") from error
     finally:
         checkpoint.close()
 

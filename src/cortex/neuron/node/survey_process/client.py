@@ -15,7 +15,7 @@ from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.survey_process import reading
 from cortex.neuron.node.survey_process.reading import Read, unpack_facts
 from cortex.neuron.text.model import TextSurvey
-from cortex.wire.errors import LoadFailed
+from cortex.wire.errors import FilesDamaged, LoadFailed
 
 WALL_S: Final = 300.0
 """Disks may be slow."""
@@ -91,12 +91,12 @@ class SurveyProcess:
             async with self._turns:
                 return await self._pool.call(function_of(function), *arguments, timeout_s=self._wall_s)
         except TimeoutError:
-            raise LoadFailed(
+            raise FilesDamaged(
                 f"{name} is damaged: reading its files takes more than {self._wall_s:g} s; download it again, or check "
                 "the disk"
             ) from None
         except CallLost:
-            raise LoadFailed(
+            raise FilesDamaged(
                 f"{name} is damaged: reading its config, headers and chat template takes more than {self._cpu_s} s of "
                 f"computing or {self._memory_bytes >> 20} MiB of memory (limits.survey_cpu_s and survey_memory_mb in "
                 "neuron.toml); download it again"

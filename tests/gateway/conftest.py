@@ -81,7 +81,7 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
                 )
                 for node in foreign
             ]
-            defaults: dict[str, Any] = {"listen": Listen("127.0.0.1:0"), "poll_interval_s": 0.05}
+            defaults: dict[str, Any] = {"listen": Listen("127.0.0.1:0"), "poll_interval_s": 0.05, "poll_timeout_s": 5}
             section = GatewaySection(metrics_listen=None, **(defaults | gateway))
             config = Config(
                 gateway=section,

@@ -97,6 +97,10 @@ class GatewaySection(Section, frozen=True):
     """How long running responses may take to end after SIGTERM."""
     poll_interval_s: Seconds = 1.0
     """Interval at which every node is polled."""
+    poll_timeout_s: Seconds = 2.0
+    """A poll that takes longer has failed; foreign servers, which may be too busy to respond, get at least 5 s. The
+    next poll follows at once if this is longer than the interval, so a frozen node counts as down after
+    `missed_polls` times the longer of both."""
     missed_polls: Count = 3
     """Polls in a row that must fail before a node counts as down."""
     strip_billing_header: bool = True

@@ -38,7 +38,7 @@ def warn_about_access(config: Config, *, is_open: bool, has_keys: bool) -> None:
 def warn_about_restart(before: Config, after: Config) -> None:
     """Name the changed keys that a reload does not apply."""
     addresses = ("listen", "metrics_listen", "ollama_listen", "open_listing", "tls_cert", "tls_key", "cors_origins")
-    for key in (*addresses, "state", "max_body_mb", "connect_timeout_s", "poll_interval_s"):
+    for key in (*addresses, "state", "max_body_mb", "connect_timeout_s", "poll_interval_s", "poll_timeout_s"):
         if getattr(before.gateway, key) != getattr(after.gateway, key):
             log.warning("gateway.%s has changed: restart the gateway to use it", key)
     for key in ("limits", "ledger", "telemetry"):

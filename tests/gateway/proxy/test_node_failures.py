@@ -84,12 +84,11 @@ async def test_tries_another_node_when_one_dies_during_a_load(
 
 
 async def test_tries_another_node_when_a_loading_one_misses_polls(
-    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+    neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:
-    monkeypatch.setattr("cortex.gateway.dispatch.nodes.client.POLL_TIMEOUT_S", 0.5)
     bad = await neurons("bad", sizes={"a": GB}, load_gate=asyncio.Event())
     good = await neurons("good", sizes={"a": GB}, total_bytes=48 * GB)
-    client = await start_gateway(bad, good)
+    client = await start_gateway(bad, good, poll_timeout_s=0.5)
     request = asyncio.create_task(client.chat("a"))
     await until(lambda: bad.load_requests)
     bad.silent = True
@@ -159,36 +158,34 @@ async def _hang_with(node: FakeNeuron) -> NoReturn:
 
 
 async def test_request_at_a_node_that_hangs_moves_when_the_node_is_down(
-    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+    neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:
     async def hang_at_once(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await _hang_with(node)
 
-    monkeypatch.setattr("cortex.gateway.dispatch.nodes.client.POLL_TIMEOUT_S", 0.2)
     bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, respond=hang_at_once)
     good = await neurons("good", sizes={"a": GB})
-    client = await start_gateway(bad, good)
+    client = await start_gateway(bad, good, poll_timeout_s=0.2)
     status, response = await client.chat("a")
     assert (status, response["choices"][0]["message"]["content"]) == (200, "from good")
 
 
 async def test_stream_of_a_node_that_hangs_ends_when_the_node_is_down(
-    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+    neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:
     async def hang_in_the_middle(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin_stream(request)
         await response.write(chunk(body["model"], {"content": "half"}))
         await _hang_with(node)
 
-    monkeypatch.setattr("cortex.gateway.dispatch.nodes.client.POLL_TIMEOUT_S", 0.2)
     bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, respond=hang_in_the_middle)
-    client = await start_gateway(bad)
+    client = await start_gateway(bad, poll_timeout_s=0.2)
     text = await client.stream("/v1/chat/completions", {"model": "a", "messages": [], "stream": True})
     assert b'"upstream_interrupted"' in text
 
 
 async def test_stream_of_a_node_that_is_down_goes_on_while_it_sends(
-    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+    neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:
     async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin_stream(request)
@@ -200,9 +197,8 @@ async def test_stream_of_a_node_that_is_down_goes_on_while_it_sends(
         await response.write_eof(b"data: [DONE]\n\n")
         return response
 
-    monkeypatch.setattr("cortex.gateway.dispatch.nodes.client.POLL_TIMEOUT_S", 0.2)
     bad = await neurons("bad", sizes={"a": GB}, states={"a": READY}, respond=respond)
-    client = await start_gateway(bad)
+    client = await start_gateway(bad, poll_timeout_s=0.2)
     down = set[str]()
     nodes = client.gateway.dispatcher
 
@@ -229,12 +225,9 @@ async def test_request_waits_for_a_model_that_recovers(neurons: StartNeuron, sta
     assert (await response)[0] == 200
 
 
-async def test_one_missed_poll_does_not_take_a_node_down(
-    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cortex.gateway.dispatch.nodes.client.POLL_TIMEOUT_S", 0.5)
+async def test_one_missed_poll_does_not_take_a_node_down(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB}, states={"a": READY})
-    client = await start_gateway(beast, missed_polls=3)
+    client = await start_gateway(beast, missed_polls=3, poll_timeout_s=0.5)
     polls = beast.polls
     beast.silent = True
     await until(lambda: beast.polls > polls + 1)

@@ -1,4 +1,4 @@
-"""A poller goes on after a failure that nobody expected, and reports it."""
+"""A poller goes on after failures, and notices a frozen node within the time that the settings name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from cortex.gateway.dispatch.nodes.poller import pause_after
 from cortex.wire.node.protocol import ModelState
 
 from ...fake_neuron import GB
@@ -37,3 +38,10 @@ async def test_poller_goes_on_after_an_unexpected_failure(
     assert (await client.get("/health"))[1]["failing_tasks"] == ["poll beast"]
     await until(lambda: client.gateway.dispatcher.is_ready("a", "beast"))
     assert 'cortex_task_restarts_total{task="poll beast"}' in client.metrics()
+
+
+@pytest.mark.parametrize(
+    ("took_s", "responded", "pause_s"), [(0.0, True, 1.0), (2.0, True, 1.0), (0.25, False, 0.75), (2.0, False, 0.0)]
+)
+def test_time_of_a_failed_poll_counts_towards_the_interval(took_s: float, responded: bool, pause_s: float) -> None:
+    assert pause_after(1.0, took_s, responded=responded) == pause_s

@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-POLL_TIMEOUT_S = 5.0
-"""A busy node responds late, and is not down."""
+READ_TIMEOUT_S = 5.0
+"""Of a call that reads a state, and of polls of foreign servers: a busy one responds late, and is not down."""
 LOAD_CALL_TIMEOUT_S = 3600.0
 """A node may hold the load call until the model is ready; polls show meanwhile that the node is up."""
 CONTROL_TIMEOUT_S = 30.0
@@ -134,14 +134,17 @@ class NodeClient:
         key: str | None,
         connect_timeout_s: float,
         idle_timeout_s: float,
+        poll_timeout_s: float = READ_TIMEOUT_S,
         num_kept: int = MAX_KEPT,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.section = section
         self.name = section.name
+        self._poll_timeout_s = poll_timeout_s
         limits = UpstreamLimits(connect_s=connect_timeout_s, silence_s=idle_timeout_s, num_kept=num_kept)
         if section.kind != "neuron":  # a foreign server may be too busy for polls
             limits = dataclasses.replace(limits, silence_when_down_s=idle_timeout_s)
+            self._poll_timeout_s = max(poll_timeout_s, READ_TIMEOUT_S)
         self.pool = Pool(section.endpoint.rstrip("/").removesuffix("/v1"), ticker, limits, tls=tls)
         self.headers: Headers = ((b"authorization", f"Bearer {key}".encode()),) if key else ()
         """Sent with every call to this node."""
@@ -167,22 +170,23 @@ class NodeClient:
             key=key,
             connect_timeout_s=config.gateway.connect_timeout_s,
             idle_timeout_s=config.gateway.idle_timeout_s,
+            poll_timeout_s=config.gateway.poll_timeout_s,
             num_kept=num_kept(open_files.limit(), len(config.neurons)),
             tls=client_context(config.ca_file(section, directory)) if is_secure else None,
         )
 
     async def discovery(self) -> Discovery:
         """Raises UpstreamFault or CortexError, as all calls do."""
-        return await self._get(b"/discovery", Discovery)
+        return await self._get(b"/discovery", Discovery, self._poll_timeout_s)
 
     async def health(self, since: str | None = None) -> Health:
         """`since`: the revision of an earlier report; the response may be only what has changed since."""
         query = "" if since is None else f"?since={quote(since, safe='')}"
-        return await self._get(f"/health{query}".encode(), Health)
+        return await self._get(f"/health{query}".encode(), Health, self._poll_timeout_s)
 
     async def foreign_models(self) -> tuple[ForeignModel, ...]:
         """The models of an OpenAI-compatible server."""
-        return (await self._get(b"/v1/models", _ForeignList)).data
+        return (await self._get(b"/v1/models", _ForeignList, self._poll_timeout_s)).data
 
     async def load(self, request: LoadRequest) -> ModelStatus:
         """Ensure the model is ready on this node; returns when it is. Raises the node's error when it cannot be.
@@ -268,13 +272,13 @@ class NodeClient:
         return await self._get(f"/hub/{quote(source)}".encode(), HubRepository, HUB_TIMEOUT_S)
 
     async def _status(self, model: str) -> ModelStatus:
-        for status in (await self.health()).models:
+        for status in (await self._get(b"/health", Health)).models:
             if status.id == model:
                 return status
         return ModelStatus(id=model, state=ModelState.COLD)
 
     async def _get(self, target: bytes, kind: type[T], timeout_s: float | None = None) -> T:
-        return await self._fetch(b"GET", target, b"", kind, timeout_s or POLL_TIMEOUT_S)
+        return await self._fetch(b"GET", target, b"", kind, timeout_s or READ_TIMEOUT_S)
 
     async def _post(self, target: bytes, value: Any, kind: type[T], timeout_s: float) -> T:
         return await self._fetch(b"POST", target, msgspec.json.encode(value), kind, timeout_s)

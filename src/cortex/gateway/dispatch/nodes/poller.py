@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Protocol
 
 import msgspec
@@ -39,6 +40,11 @@ def merged(last: Health | None, health: Health) -> Health | None:
     for model in health.gone:
         models.pop(model, None)
     return msgspec.structs.replace(health, models=tuple(models.values()), since=None, gone=())
+
+
+def pause_after(interval_s: float, took_s: float, *, responded: bool) -> float:
+    """Seconds until the next poll. The time that a failed poll took counts: a frozen node is noticed soon."""
+    return interval_s if responded else max(0.0, interval_s - took_s)
 
 
 class Poller:
@@ -78,27 +84,30 @@ class Poller:
     async def _run(self) -> None:
         while True:
             self._wake.clear()
-            await self.poll()
+            started_at = time.monotonic()
+            responded = await self.poll()
+            pause_s = pause_after(self._interval_s, time.monotonic() - started_at, responded=responded)
             try:
-                async with asyncio.timeout(self._interval_s):  # unlike `wait_for`, never swallows a cancellation
+                async with asyncio.timeout(pause_s):  # unlike `wait_for`, never swallows a cancellation
                     await self._wake.wait()
             except TimeoutError:
                 pass
 
-    async def poll(self) -> None:
-        """Poll once and report the result."""
+    async def poll(self) -> bool:
+        """Poll once and report the result. Returns whether the node responded."""
         try:
             discovery, health = await (self._read() if self._client.section.kind == "neuron" else self._read_foreign())
         except (UpstreamFault, CortexError) as problem:
             self._discovery = None
             self._listener.missed(self._client.name, str(problem))
+            return False
         except Exception as problem:
             # A bug here must not leave the node's last report in force.
             self._discovery = None
             self._listener.missed(self._client.name, f"the poll failed in the gateway: {problem!r}")
             raise
-        else:
-            self._listener.observed(self._client.name, discovery, health)
+        self._listener.observed(self._client.name, discovery, health)
+        return True
 
     async def _read(self) -> tuple[Discovery, Health]:
         last = self._report

@@ -251,3 +251,11 @@ def test_unit_is_valid(tmp_path: Path, name: str) -> None:
         ["systemd-analyze", "verify", *tmp_path.glob(f"{name}.*")], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_metrics_are_open_to_other_hosts_only_in_containers_which_publish_ports() -> None:
+    metrics = load_gateway(None, {}).gateway.metrics_listen
+    assert metrics is not None
+    assert metrics.is_loopback
+    image = (PACKAGING / "container" / "Containerfile.cortex").read_text()
+    assert f"ENV CORTEX_GATEWAY__METRICS_LISTEN=0.0.0.0:{metrics.port}\n" in image

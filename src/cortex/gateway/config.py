@@ -42,8 +42,9 @@ class GatewaySection(Section, frozen=True):
 
     listen: Listen = Listen("0.0.0.0:31313")
     """Address of the API."""
-    metrics_listen: Listen | None = Listen("0.0.0.0:31314")
-    """Address of the Prometheus metrics."""
+    metrics_listen: Listen | None = Listen("127.0.0.1:31314")
+    """Address of the Prometheus metrics, which need no key and whose labels name keys and models. `0.0.0.0:31314` lets
+    a Prometheus on another host read them, and everybody else who reaches the port."""
     open: bool = False
     """Admit every request without a key, even if keys were configured before. Has no effect while there are
     `[[keys]]`. On loopback addresses a gateway that never had keys is open without it; on others it does not start."""

@@ -167,6 +167,16 @@ def test_error_of_a_taken_port_names_its_option() -> None:
     assert failure.value.exit_code is ExitCode.NO_ROOM
 
 
+def test_metrics_stay_on_their_own_host_whatever_that_of_the_api(tmp_path: Path) -> None:
+    name = "CORTEX_GATEWAY__METRICS_LISTEN"
+    assert overrides(Config(), "0.0.0.0", PORTS)[name] == "127.0.0.1:1002"
+    assert reload(tmp_path, run_files.gateway_config("0.0.0.0", PORTS), Config).gateway.metrics_listen == (
+        "127.0.0.1:1002"
+    )
+    named = reload(tmp_path, '[gateway]\nmetrics_listen = "10.0.0.1:9"\n', Config)
+    assert overrides(named, "127.0.0.1", PORTS)[name] == "10.0.0.1:1002"
+
+
 def test_ollamas_port_is_an_option_of_both_programs() -> None:
     ports = Ports(gateway=1001, metrics=1002, neuron=1003, ollama=11434)
     assert overrides(Config(), "0.0.0.0", ports)["CORTEX_GATEWAY__OLLAMA_LISTEN"] == "0.0.0.0:11434"

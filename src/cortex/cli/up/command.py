@@ -24,7 +24,7 @@ from cortex.cli.failures import Command, CommandError, ExitCode, is_verbose
 from cortex.cli.output import console
 from cortex.cli.up import run_files
 from cortex.cli.up.demo import SMOLLM2, ensure_demo_model
-from cortex.cli.up.plan import UpPlan, distinct, overrides
+from cortex.cli.up.plan import UpPlan, distinct, metrics_host, overrides
 from cortex.cli.up.preflight import require_engine, require_free_ports
 from cortex.cli.up.run_files import Ports, run_directory
 from cortex.cli.up.sources import ModelSource, NamedModel, parse_source
@@ -212,7 +212,7 @@ def up(
     )
     is_host_named = host is not None
     host = host or listen.host
-    require_free_ports(host, ports)
+    require_free_ports(host, ports, metrics_host(settings))
     named = [parse_source(text) for text in models]
     free_bytes = device_bytes() if any(isinstance(model, NamedModel) for model in named) else 0
     sources = distinct(_source(out, model, quant, free_bytes) for model in named)
@@ -231,6 +231,7 @@ def up(
         tls_cert=gateway_file.parent / certificate.expanduser() if certificate else None,
         has_keys=bool(settings.keys),
         environment={**os.environ, **overrides(settings, host, ports, local_node_key(), is_host_named=is_host_named)},
+        metrics_host=metrics_host(settings),
     )
     run_files.write(
         folder,

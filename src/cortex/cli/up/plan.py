@@ -35,6 +35,7 @@ class UpPlan:
     """Whether clients must send a key."""
     environment: Mapping[str, str]
     """Environment of the children: our own, plus the overrides that connect the two programs."""
+    metrics_host: str = "127.0.0.1"
 
     @property
     def url(self) -> str:
@@ -42,7 +43,7 @@ class UpPlan:
 
     @property
     def metrics_url(self) -> str:
-        return f"{self._scheme}://{run_files.address(reachable(self.host), self.ports.metrics)}/metrics"
+        return f"{self._scheme}://{run_files.address(reachable(self.metrics_host), self.ports.metrics)}/metrics"
 
     @property
     def _scheme(self) -> str:
@@ -70,6 +71,11 @@ def distinct(sources: Iterable[ModelSource]) -> tuple[ModelSource, ...]:
     return tuple(found.values())
 
 
+def metrics_host(settings: Config) -> str:
+    """Metrics name keys: they are on the host that the configuration names, whatever that of the API."""
+    return settings.gateway.metrics_listen.host if settings.gateway.metrics_listen else "127.0.0.1"
+
+
 def overrides(
     settings: Config, host: str, ports: Ports, node_key: str | None = None, *, is_host_named: bool = False
 ) -> dict[str, str]:
@@ -77,7 +83,7 @@ def overrides(
     is a key of the local node, if it needs one. `is_host_named`: the user named `host` on the command line."""
     environment = {
         "CORTEX_GATEWAY__LISTEN": run_files.address(host, ports.gateway),
-        "CORTEX_GATEWAY__METRICS_LISTEN": run_files.address(host, ports.metrics),
+        "CORTEX_GATEWAY__METRICS_LISTEN": run_files.address(metrics_host(settings), ports.metrics),
         "NEURON_LISTEN": run_files.address("127.0.0.1", ports.neuron),
         "NEURON_PORT": str(ports.neuron),
     }

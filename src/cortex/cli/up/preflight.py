@@ -17,11 +17,11 @@ def require_engine(alternative: str = "") -> None:
         raise CommandError(f"the engine is not installed ({', '.join(missing)} missing)", remedy)
 
 
-def require_free_ports(host: str, ports: Ports) -> None:
+def require_free_ports(host: str, ports: Ports, metrics_host: str = "127.0.0.1") -> None:
     """Raises for the first port that cannot be bound, with the option that changes it."""
     wanted = [
         (host, ports.gateway, "--port"),
-        (host, ports.metrics, "--metrics-port"),
+        (metrics_host, ports.metrics, "--metrics-port"),
         ("127.0.0.1", ports.neuron, "--neuron-port"),
     ]
     if len({ports.gateway, ports.metrics, ports.neuron}) < len(wanted):

@@ -47,7 +47,7 @@ def gateway_config(host: str, ports: Ports) -> str:
     return f"""{_HEADER}
 [gateway]
 listen = {_text(address(host, ports.gateway))}
-metrics_listen = {_text(address(host, ports.metrics))}
+metrics_listen = {_text(address("127.0.0.1", ports.metrics))}
 models = "models.toml"
 drain_s = {DRAIN_S}
 poll_interval_s = 0.25

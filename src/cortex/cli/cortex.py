@@ -12,6 +12,7 @@ from cortex.gateway.config import check_environment
 
 _LOOK = {
     "status": "commands.status:status",
+    "nodes": "commands.nodes:nodes",
     "ps": "commands.nodes:ps",
     "models": "commands.models:models",
     "logs": "commands.logs:logs",

@@ -24,6 +24,14 @@ class DeviceView(NodeValue, frozen=True, kw_only=True):
     kv_host_bytes: int = 0
     """Host memory of KV pages that are not on the device."""
 
+    @property
+    def short_name(self) -> str:
+        return self.name.removeprefix("NVIDIA ").removeprefix("GeForce ")
+
+    @property
+    def used_bytes(self) -> int:
+        return self.total_bytes - self.free_bytes + self.extra_replica_bytes
+
 
 class HeldModel(ModelStatus, frozen=True, kw_only=True):
     """A model on a node: the node's report, and what the gateway adds."""
@@ -48,7 +56,7 @@ class NodeView(NodeValue, frozen=True, kw_only=True):
     cold_reasons: dict[str, str] = msgspec.field(default_factory=dict)
     """Models whose last load failed there, or that it lost → why."""
     absent_models: dict[str, str] = msgspec.field(default_factory=dict)
-    """Models whose path has no files there → why."""
+    """Models whose path has no files there, or damaged ones → why."""
     members: tuple[ModelStatus, ...] = ()
     """Parts of models that other nodes serve."""
     files: dict[str, int] = msgspec.field(default_factory=dict)

@@ -30,6 +30,29 @@ def test_models_as_json_is_the_response_of_the_gateway(gateway: CannedGateway, i
     assert json.loads(invoke("models", "--json").stdout) == MODELS["data"]
 
 
+def test_nodes_lists_health_devices_memory_and_models(gateway: CannedGateway, invoke: Invoke) -> None:
+    found = fleet(READY, LOADING | {"id": "other"})
+    gateway.responses["GET", "/fleet/status"] = found
+    outcome = invoke("nodes")
+    _, row = outcome.stdout.splitlines()
+    assert outcome.code == ExitCode.OK
+    assert row.split()[:3] == ["beast", "neuron", "up"]
+    assert row.endswith("small, other (loading)")
+    assert "1 x " in row
+    assert " of " in row
+    assert json.loads(invoke("nodes", "--json").stdout) == found["nodes"]
+
+
+def test_nodes_shows_why_a_node_is_down_and_fails(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/fleet/status"] = fleet(READY, up=False, problem="refused")
+    outcome = invoke("nodes")
+    assert outcome.code == ExitCode.FAILED
+    assert "down: refused" in outcome.stdout
+    assert "small" not in outcome.stdout, "what it held at the last poll says nothing about now"
+    gateway.responses["GET", "/fleet/status"] = fleet() | {"nodes": []}
+    assert "no nodes" in invoke("nodes").stdout
+
+
 def test_ps_lists_models_in_memory(gateway: CannedGateway, invoke: Invoke) -> None:
     gateway.responses["GET", "/fleet/status"] = fleet({**READY, "pinned": True}, LOADING | {"id": "other"})
     shown = invoke("ps").stdout

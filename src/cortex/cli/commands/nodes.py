@@ -1,8 +1,9 @@
-"""`cortex ps`, `jobs`, `drain`, `undrain`: what runs where, and which nodes take work."""
+"""`cortex nodes`, `ps`, `jobs`, `drain`, `undrain`: what runs where, and which nodes take work."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
@@ -22,6 +23,54 @@ from cortex.wire.words import duration, plural
 
 WAIT_S = 0.5
 """Between two looks at a node that is drained."""
+
+
+@click.command(cls=Command)
+@gateway_options
+@json_option
+def nodes(gateway: GatewayClient, as_json: bool) -> int:
+    """List the nodes: health, devices, memory and models.
+
+    MEMORY is what is in use on all devices of a node. Exit code 1 when a node is down.
+    """
+    raw = gateway.get("/fleet/status")
+    found = fleet_view.parse(raw).nodes
+    if as_json:
+        print_json(raw["nodes"])
+    elif not found:
+        console().print("no nodes: add some under [[neurons]] in cortex.toml, or start with `cortex up`")
+    else:
+        rows = table("NODE", "KIND", "HEALTH", "DEVICES", ">MEMORY", "MODELS")
+        for node in found:
+            rows.add_row(node.name, node.kind, _health(node), _devices(node), _memory(node), _models(node))
+        console().print(rows)
+    return ExitCode.OK if all(node.up for node in found) else ExitCode.FAILED
+
+
+def _health(node: NodeView) -> Text:
+    """`up`, `drained`, or `down: connection refused`."""
+    word = "down" if not node.up else "drained" if node.drained else "draining" if node.draining else "up"
+    style = {"down": "red", "up": "green"}.get(word, "yellow")
+    return Text(f"{word}: {node.problem}" if node.problem else word, style=style)
+
+
+def _devices(node: NodeView) -> str:
+    """`2 x H200, 1 x RTX 4090`."""
+    return ", ".join(f"{count} x {name}" for name, count in Counter(each.short_name for each in node.devices).items())
+
+
+def _memory(node: NodeView) -> str:
+    total_bytes = sum(device.total_bytes for device in node.devices)
+    used_bytes = sum(device.used_bytes for device in node.devices)
+    return f"{size(used_bytes)} of {size(total_bytes)}" if total_bytes and node.up else ""
+
+
+def _models(node: NodeView) -> str:
+    """`small, large (loading)`: those in memory or on their way there."""
+    held = [model for model in node.models if model.state is not ModelState.FAILED] if node.up else []
+    return ", ".join(
+        model.id if model.state is ModelState.READY else f"{model.id} ({model.state.value})" for model in held
+    )
 
 
 @click.command(cls=Command)

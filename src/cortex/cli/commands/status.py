@@ -116,7 +116,6 @@ def _devices(node: NodeView) -> Table:
     rows = table(">", "", "", ">", "")
     rows.show_header = False
     for device in node.devices:
-        used_bytes = device.total_bytes - device.free_bytes + device.extra_replica_bytes
         notes = [
             f"{size(device.foreign_bytes)} other programs" if device.foreign_bytes > 1 << 30 else "",
             f"{size(device.extra_replica_bytes)} extra replicas" if device.extra_replica_bytes else "",
@@ -125,9 +124,9 @@ def _devices(node: NodeView) -> Table:
         ]
         rows.add_row(
             str(device.index),
-            device.name.removeprefix("NVIDIA ").removeprefix("GeForce "),
-            bar(used_bytes / device.total_bytes, 16) if device.total_bytes else "",
-            f"{size(used_bytes)} of {size(device.total_bytes)}",
+            device.short_name,
+            bar(device.used_bytes / device.total_bytes, 16) if device.total_bytes else "",
+            f"{size(device.used_bytes)} of {size(device.total_bytes)}",
             Text(", ".join(filter(None, notes)), style="dim"),
         )
     for column in rows.columns[:-1]:  # in a narrow terminal the notes take a second line

@@ -49,6 +49,18 @@ async def test_actions_are_recorded_with_key_client_and_outcome(
     assert (await client.get("/fleet/audit", **bearer(user)))[0] == 403
 
 
+async def test_dry_runs_are_no_changes(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    operator, user = generate("olga", operator=True), generate("ben")
+    node = await neurons("node", sizes={"a": GB, "b": GB}, states={"a": ModelState.READY})
+    client = await start_gateway(node, keys=(operator.section, user.section))
+    for model, order in (("a", "unload"), ("b", "load"), ("b", "pin")):
+        body = {"dry_run": True}
+        assert (await client.post(f"/fleet/models/{model}/{order}", body, **bearer(operator)))[0] == 200
+    assert (await client.post("/fleet/models/b/load", {"dry_run": True}, **bearer(user)))[0] == 403
+    entries = (await client.get("/fleet/audit", **bearer(operator)))[1]["entries"]
+    assert [(entry["key_name"], entry["status"]) for entry in entries] == [("ben", 403)], "rejected attempts are kept"
+
+
 async def test_orders_of_clients_that_disconnect_are_recorded(
     neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:

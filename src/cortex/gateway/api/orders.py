@@ -92,7 +92,9 @@ class OrderRoutes:
             self._respond_stored(exchange, json_response({"model": model, "nodes": nodes}))
             return None
         if details.dry_run:
-            return json_response({"dry_run": True} | self._preview(model, order, details))
+            preview = self._preview(model, order, details)
+            exchange.on_status(None)  # nothing changes, so the audit log does not list it
+            return json_response({"dry_run": True} | preview)
         job, nodes = self._start(model, order, details, by)
         if details.wait:
             job.on_end(lambda: self._respond_stored(exchange, _ended(job, nodes)))

@@ -111,8 +111,9 @@ class Exchange:
         self._on_status: Callable[[int], None] | None = None
         self._listener: ExchangeListener | None = None
 
-    def on_status(self, call: Callable[[int], None]) -> None:
-        """Call this with the status of the response when it begins, also if the client has disconnected by then."""
+    def on_status(self, call: Callable[[int], None] | None) -> None:
+        """Call this with the status of the response when it begins, also if the client has disconnected by then. None:
+        call nothing, whatever was set before."""
         self._on_status = call
 
     def respond(self, status: int, headers: Headers, body: bytes) -> None:

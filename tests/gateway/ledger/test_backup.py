@@ -56,7 +56,11 @@ async def test_restores_what_was_backed_up_while_the_gateway_ran(
     await ask(gateway)
     while await num_requests(gateway) != 1:
         pass
+    folder = tmp_path / "backup"
+    folder.mkdir(mode=0o755)  # by an earlier backup
     run("backup", tmp_path)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())}
+    assert modes == {"backup": 0o700, "cortex-spend.db": 0o600, "cortex-responses.db": 0o600}, "others cannot read it"
     await ask(gateway)
     while await num_requests(gateway) != 2:
         pass

@@ -259,3 +259,13 @@ def test_metrics_are_open_to_other_hosts_only_in_containers_which_publish_ports(
     assert metrics.is_loopback
     image = (PACKAGING / "container" / "Containerfile.cortex").read_text()
     assert f"ENV CORTEX_GATEWAY__METRICS_LISTEN=0.0.0.0:{metrics.port}\n" in image
+
+
+def test_start_limits_in_the_guide_are_those_of_the_units() -> None:
+    (row,) = re.findall(r"^\| start limit \|(.*)\|$", (PACKAGING.parent / "docs" / "operations.md").read_text(), re.M)
+    limits = []
+    for name in ("cortex", "neuron"):
+        unit = (PACKAGING / "systemd" / f"{name}.service").read_text()
+        found = dict(re.findall(r"^StartLimit(\w+)=(\d+)$", unit, re.M))
+        limits.append(f"{found['Burst']} starts in {int(found['IntervalSec']) // 60} minutes")
+    assert [cell.strip() for cell in row.split("|")] == limits

@@ -30,6 +30,13 @@ def test_models_as_json_is_the_response_of_the_gateway(gateway: CannedGateway, i
     assert json.loads(invoke("models", "--json").stdout) == MODELS["data"]
 
 
+def test_status_warns_of_a_loaded_model_whose_files_have_changed(gateway: CannedGateway, invoke: Invoke) -> None:
+    gateway.responses["GET", "/fleet/status"] = fleet(READY)
+    assert "changed" not in invoke("status").stdout
+    gateway.responses["GET", "/fleet/status"] = fleet(READY | {"files_changed": True})
+    assert "small: its files have changed; unload and load it to use them" in invoke("status").stdout
+
+
 def test_nodes_lists_health_devices_memory_and_models(gateway: CannedGateway, invoke: Invoke) -> None:
     found = fleet(READY, LOADING | {"id": "other"})
     gateway.responses["GET", "/fleet/status"] = found

@@ -99,6 +99,14 @@ def _node(node: NodeView, fleet: FleetView) -> RenderableType:
             for model in node.models
             if model.state is ModelState.READY and model.context_shortage
         ]
+        parts += [
+            Padding(
+                Text(f"{model.id}: its files have changed; unload and load it to use them", style="yellow"),
+                (0, 0, 0, 2),
+            )
+            for model in node.models
+            if model.files_changed
+        ]
     for member in node.members if node.up else ():
         held = f", {size(member.measured_bytes)}" if member.measured_bytes else ""
         part = f"part of {member.id}, which {member.nodes[0]} serves: {describe(member)}{held}"

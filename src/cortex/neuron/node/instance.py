@@ -12,11 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from cortex.neuron.config import Limits
 from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput
 from cortex.neuron.node.admission import Admission, QueuedRequest, QueueFull
 from cortex.neuron.node.generation import Generation
+from cortex.neuron.node.loading.library import FileStamps
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import ModelHost, Resident
@@ -117,6 +119,10 @@ class Instance:
         self.host = host
         self.stage_layers: tuple[int, ...] = ()
         """Number of layers on each of its devices, if the model is divided by layers."""
+        self.files: tuple[Path, FileStamps] = (Path(), ())
+        """Where it was loaded from, and what was there."""
+        self.files_changed = False
+        """Whether there is something else now."""
         self.lost_reason: str | None = None
         """Why the worker that held the model is gone."""
         self._max_prompt_tokens = limits.max_prompt_tokens

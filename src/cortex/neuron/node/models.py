@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import operator
 import time
 from collections.abc import Callable, Iterable
@@ -14,7 +15,7 @@ from cortex.neuron.engine.request import EngineStats
 from cortex.neuron.node.bench.results import BenchResults
 from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.instance import Instance
-from cortex.neuron.node.loading.library import KnownModel, Library
+from cortex.neuron.node.loading.library import KnownModel, Library, file_stamps
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory.ceilings import ModelHolding, equal_parts
@@ -27,6 +28,8 @@ from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.wire.errors import CortexError, ModelInUse, shorten
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.protocol import ModelState, ModelStatus
+
+log = logging.getLogger(__name__)
 
 
 class IdleModel(NamedTuple):
@@ -208,6 +211,18 @@ class Models:
                 self._controllers.pop(model_id, None)
                 self._library.forget(model_id)
                 self._loader.forget(model_id)
+
+    async def notice_changed_files(self) -> None:
+        """Report models in memory whose files have changed on disk since they were loaded, once each. They stay as they
+        are: a load in the middle of a copy would fail."""
+        for model_id, controller in list(self._controllers.items()):
+            if (instance := controller.instance) is None or instance.files_changed:
+                continue
+            path, stamps = instance.files
+            if stamps and await asyncio.to_thread(file_stamps, path) != stamps:
+                instance.files_changed = True
+                log.warning("%s: %s has changed since it was loaded; unload and load it to use it", model_id, path)
+                self._on_changed(model_id)
 
     def holdings(self) -> list[ModelHolding]:
         """What the models hold of the devices. A sleeping one may hold a part still."""

@@ -400,9 +400,10 @@ class Node:
     async def _keep_surveying(self) -> None:
         """Keeps the library up to date. A damaged model may take minutes."""
         while True:
-            await self._loader.survey_library()
+            await self._loader.survey_library(self._models.is_in_memory)
             await asyncio.sleep(_SCAN_S)
             await self.scan_library()
+            await self._models.notice_changed_files()
 
     async def scan_library(self) -> None:
         """Lists the models whose files have come, and no longer those whose files are gone."""

@@ -162,6 +162,7 @@ def describe_model(
         idle_s=round(instance.idle_s, 3) if instance is not None else 0.0,
         load_s=controller.load_s if controller is not None else None,
         bench=bench,
+        files_changed=instance is not None and instance.files_changed,
     )
 
 

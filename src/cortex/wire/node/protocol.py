@@ -265,6 +265,8 @@ class ModelStatus(NodeValue, frozen=True):
     """How long its latest load or wake took, without downloads and waits; absent: it had none."""
     bench: BenchResult | None = None
     """How fast it is there, as measured; absent: it was not, or something has changed since."""
+    files_changed: bool = False
+    """Whether its files on disk are other ones than those that it was loaded from."""
 
     @property
     def context_shortage(self) -> str | None:

@@ -175,3 +175,37 @@ async def test_truncated_files_are_damaged_until_they_change(tmp_path: Path, mon
         while node.model("m").estimate_bytes is None:
             await asyncio.sleep(0.02)
         assert node.model("m").reason is None
+
+
+async def test_changed_files_of_a_loaded_model_are_reported_once_and_read_by_the_next_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("cortex.neuron.node.node._SCAN_S", 0.05)
+    path = write_model(tmp_path / "m")
+    async with running_node(tmp_path, {"models": [{"id": "m", "source": str(path)}]}) as node:
+        loaded = await load(node, "m")
+        assert not loaded.files_changed
+        write_model(path, config={"max_position_embeddings": 2048})
+        while not node.model("m").files_changed:
+            await asyncio.sleep(0.02)
+        await node.scan_library()
+        assert node.model("m").state is ModelState.READY
+        assert caplog.text.count("has changed since it was loaded") == 1
+        await node.unload(UnloadRequest(model_id="m"))
+        again = await load(node, "m")
+        assert not again.files_changed
+        assert (again.full_context_tokens, loaded.full_context_tokens) == (2048, 4096)
+
+
+async def test_survey_follows_the_files_of_a_model_that_is_not_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cortex.neuron.node.node._SCAN_S", 0.05)
+    path = write_model(tmp_path / "m")
+    async with running_node(tmp_path, {"models": [{"id": "m", "source": str(path)}]}) as node:
+        while node.model("m").estimate_bytes is None:
+            await asyncio.sleep(0.02)
+        (path / "model.safetensors").write_bytes(b"cut")
+        while node.model("m").reason_code != "files_damaged":
+            await asyncio.sleep(0.02)
+        assert node.model("m").estimate_bytes is None

@@ -115,6 +115,8 @@ class ModelLoader:
         self._make_room = make_room
         self.surveys: dict[str, Inspection] = {}
         """By model id; kept after an unload."""
+        self._surveyed_files: dict[str, FileStamps] = {}
+        """By model id: the files of its survey, which is made again once they change."""
         self._estimates: dict[str, tuple[object, Estimate]] = {}
         """By model id: the latest one, and what it was computed from."""
         self.damaged: dict[str, CortexError] = {}
@@ -141,6 +143,7 @@ class ModelLoader:
         except InsufficientCapacity as error:
             advice = _smaller_forms(survey.quantised)
             raise InsufficientCapacity(f"{error.message}{advice}", details=error.details) from error
+        instance.files = (path, self._surveyed_files.get(model.id, ()))
         self._library.remember_quant(model.id, model.quant)
         contexts, resident = self.contexts(model), instance.host.resident
         if contexts is not None and resident is not None and (why := contexts.shortage(resident.info.context_tokens)):
@@ -284,14 +287,15 @@ class ModelLoader:
     # Preflight
 
     async def survey(self, model: KnownModel, path: Path) -> Inspection:
-        """Reads the model's headers and chat template, once. Raises LoadFailed."""
-        known = self.surveys.get(model.id)
-        wanted = (path, model.quant, model.tensor_parallel, model.speculation)
+        """Reads the model's headers and chat template, once as long as its files do not change. Raises LoadFailed."""
+        known, stamps = self.surveys.get(model.id), await self._stamps(model, path)
+        wanted = (path, model.quant, model.tensor_parallel, model.speculation, stamps)
         if known is not None and self._library.draft_of(model) is None:  # a draft model's files may have come since
-            found = (known.facts.path, known.requested_quant, known.facts.num_ranks, known.speculation)
-            if found == wanted:
+            files = self._surveyed_files.get(model.id)
+            if wanted == (known.facts.path, known.requested_quant, known.facts.num_ranks, known.speculation, files):
                 return known
         survey = self.surveys[model.id] = await self.read(model, path)
+        self._surveyed_files[model.id] = stamps
         self.damaged.pop(model.id, None)
         return survey
 
@@ -305,16 +309,28 @@ class ModelLoader:
     def forget(self, model_id: str) -> None:
         """The model's files are gone."""
         self.surveys.pop(model_id, None)
+        self._surveyed_files.pop(model_id, None)
         self._estimates.pop(model_id, None)
         self.damaged.pop(model_id, None)
         self._damaged_files.pop(model_id, None)
         self._absent.discard(model_id)
 
-    async def survey_library(self) -> None:
+    async def survey_library(self, is_in_memory: Callable[[str], bool]) -> None:
         """Surveys every model whose files are complete, so that its size is known before it is loaded. A path without
-        files is reported; files that come later are found."""
+        files is reported; files that come later, or change while the model is not in memory, are found."""
         for model in self._library:
+            known = self.surveys.get(model.id)
+            if known is not None and not is_in_memory(model.id):
+                stamps = await self._stamps(model, known.facts.path)
+                is_same = stamps == self._surveyed_files.get(model.id)
+                if not is_same and self.surveys.get(model.id) is known and not is_in_memory(model.id):
+                    self.forget(model.id)
             await self.survey_listed(model)
+
+    async def _stamps(self, model: KnownModel, path: Path) -> FileStamps:
+        if not self._harnesses.of(model).needs_files(model):
+            return ()
+        return await asyncio.to_thread(file_stamps, path)
 
     async def survey_listed(self, model: KnownModel) -> None:
         """Surveys one of them, unless that was done."""
@@ -334,7 +350,7 @@ class ModelLoader:
             if model.id in self._absent:
                 self._absent.discard(model.id)
                 self.damaged.pop(model.id, None)
-            stamps = await asyncio.to_thread(file_stamps, path)  # before they are read: they may change meanwhile
+            stamps = await self._stamps(model, path)  # before they are read: they may change meanwhile
             survey = await self.read(model, path)
         except CortexError as error:
             before = self.damaged.get(model.id)
@@ -346,7 +362,8 @@ class ModelLoader:
         else:
             self.damaged.pop(model.id, None)
             self._damaged_files.pop(model.id, None)
-            self.surveys.setdefault(model.id, survey)  # unless a load has surveyed the form that it was asked for
+            if model.id not in self.surveys:  # else a load has surveyed the form that it was asked for
+                self.surveys[model.id], self._surveyed_files[model.id] = survey, stamps
 
     async def _may_be_usable(self, model_id: str) -> bool:
         """Whether its files are to be read: they did not fail the survey, or have changed since."""

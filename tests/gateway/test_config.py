@@ -55,7 +55,7 @@ NODE = '[[neurons]]\nname = "beast"\nendpoint = "http://a:1"\n'
     [
         ('[[models]]\nid = "a"\n[[models]]\nid = "b"\npinned_on = ["baest"]\n', "line 5", "did you mean `beast`?"),
         ('[[models]]\nid = "a"\nonly_on = ["attic"]\n', "line 3", "the nodes are beast"),
-        ('[[models]]\nid = "a"\ntensor_parallel = 2\nnodes = ["beast", "bast"]\n', "line 4", "did you mean `beast`?"),
+        ('[[models]]\nid = "a"\nharness = "vllm"\nnodes = ["beast", "bast"]\n', "line 4", "did you mean `beast`?"),
         ('[aliases]\ndefault = "coder"\ncoder = "a"\n', "line 2", "name the model"),
     ],
 )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
-from cortex.gateway.database import Database, Execute
+from cortex.gateway.database import Database, Execute, Rows
 from cortex.gateway.ledger import key_store
 from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.key_store import KeyConflict, KeyStore, StoredKeys, merged
@@ -41,6 +44,27 @@ async def test_keys_and_groups_are_stored_with_all_their_limits(database: str) -
     assert await store.edit(lambda execute: key_store.remove_group(execute, "lab"))
     assert await store.edit(lambda execute: key_store.remove_key(execute, key.id))
     assert not await store.edit(lambda execute: key_store.remove_key(execute, key.id))
+    await opened.close()
+
+
+async def test_edit_during_a_reading_is_noticed_afterwards(database: str) -> None:
+    opened, other, key = Database(database), Database(database), generate("anna").section
+    store = KeyStore(opened)
+    await store.edit(lambda execute: key_store.add_key(execute, key))
+
+    def read(execute: Execute) -> StoredKeys:
+        def interrupted(statement: str, values: Sequence[Any]) -> Rows:
+            rows = execute(statement, values)
+            if "api_key" in statement:
+                other.run(lambda there: key_store.edit(there, lambda _: key_store.remove_key(there, key.id)))
+            return rows
+
+        return key_store.read_keys(interrupted)
+
+    stored = await opened.do(read)
+    assert stored.keys == (key,), "read before it was revoked"
+    assert stored.revision != await store.revision(), "the gateway must read again, or the key stays in force"
+    other.close_connection()
     await opened.close()
 
 

@@ -148,9 +148,11 @@ def edit(execute: Execute, work: Callable[[Execute], T]) -> T:
 
 
 def read_keys(execute: Execute) -> StoredKeys:
+    # The revision first: statements of one transaction may see different states, and an edit between them must differ.
+    revision = _revision(execute)
     keys = _decoded(execute("SELECT name, entry FROM api_key ORDER BY name, id", ()), KeySection)
     groups = _decoded(execute("SELECT name, entry FROM key_group ORDER BY name", ()), GroupSection)
-    return StoredKeys(keys, groups, _revision(execute))
+    return StoredKeys(keys, groups, revision)
 
 
 def add_key(execute: Execute, section: KeySection) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -81,10 +81,10 @@ async def _quietly(call: Awaitable[object]) -> None:
 
 async def unload_group(nodes: Mapping[str, NodeClient], names: Sequence[str], request: UnloadRequest) -> ModelStatus:
     """The leader first, whose requests may end before. The others sleep if it does. Raises CortexError."""
-    status = await _said(names[0], nodes[names[0]].unload(request, timeout_s=UNLOAD_TIMEOUT_S))
+    status = await _ask(nodes, names[0], lambda node: node.unload(request, timeout_s=UNLOAD_TIMEOUT_S))
     is_asleep = status.state is ModelState.ASLEEP
     rest = msgspec.structs.replace(request, sleep=is_asleep, force=True)
-    ends = (_said(name, nodes[name].unload(rest, timeout_s=UNLOAD_TIMEOUT_S)) for name in names[1:] if name in nodes)
+    ends = (_ask(nodes, name, lambda node: node.unload(rest, timeout_s=UNLOAD_TIMEOUT_S)) for name in names[1:])
     for outcome in await asyncio.gather(*ends, return_exceptions=True):
         if isinstance(outcome, BaseException) and not isinstance(outcome, UpstreamUnavailable):
             raise outcome
@@ -96,7 +96,7 @@ async def _prepared(
 ) -> tuple[MemberAddress, ...]:
     """The addresses of the members. Raises CortexError."""
     asked = PrepareMember(model_id=request.model_id, harness=request.harness or "", group=group)
-    found = await _all(_said(plan.node, nodes[plan.node].prepare_member(asked)) for plan in plans)
+    found = await _all(_ask(nodes, plan.node, lambda node: node.prepare_member(asked)) for plan in plans)
     _check_versions(plans, found)
     return tuple(
         MemberAddress(node=plan.node, host=each.host, port=each.port, pulse_port=each.pulse_port)
@@ -114,10 +114,13 @@ def _check_versions(plans: Sequence[MemberPlan], found: Sequence[PreparedMember]
 async def _load_all(
     nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], requests: Sequence[LoadRequest]
 ) -> ModelStatus:
+    def load(request: LoadRequest) -> Callable[[NodeClient], Awaitable[ModelStatus]]:
+        return lambda node: node.load(request)
+
     pairs = list(zip(plans, requests, strict=True))
-    await _all(_said(plan.node, nodes[plan.node].load(request)) for plan, request in pairs[1:])
+    await _all(_ask(nodes, plan.node, load(request)) for plan, request in pairs[1:])
     plan, request = pairs[0]
-    return await nodes[plan.node].load(request)
+    return await _in_fleet(nodes, plan.node).load(request)
 
 
 async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
@@ -130,14 +133,22 @@ async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
             task.cancel()
 
 
-async def _said(node: str, call: Awaitable[T]) -> T:
+async def _ask(nodes: Mapping[str, NodeClient], name: str, call: Callable[[NodeClient], Awaitable[T]]) -> T:
     """The result of a call to a node. Raises CortexError, with its name."""
+    node = _in_fleet(nodes, name)
     try:
-        return await call
+        return await call(node)
     except UpstreamFault as fault:
-        raise UpstreamUnavailable(f"{node}: {fault}") from fault
+        raise UpstreamUnavailable(f"{name}: {fault}") from fault
     except CortexError as error:
-        raise type(error)(f"on {node}: {error.message}") from error
+        raise type(error)(f"on {name}: {error.message}") from error
+
+
+def _in_fleet(nodes: Mapping[str, NodeClient], name: str) -> NodeClient:
+    """Raises UpstreamUnavailable: a reload may have removed it since the decision."""
+    if (node := nodes.get(name)) is None:
+        raise UpstreamUnavailable(f"{name} is no longer a node of this gateway")
+    return node
 
 
 class LostGroups:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
 
+from cortex.http.ticker import Ticker
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.node.harness.command import group as group_module
-from cortex.neuron.node.harness.command.group import MemberPorts, interface_of
+from cortex.neuron.node.harness.command.group import MemberLink, MemberPorts, interface_of
+from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, free_port, server_info
+from cortex.neuron.node.harness.command.server_memory import ServerMemory
+from cortex.neuron.servers.entry import HarnessEntry
+from cortex.neuron.worker.model_host import LoadRejected
 from cortex.wire.errors import LoadFailed
 from cortex.wire.node.groups import GroupMember, MemberAddress
 
 from .....waiting import WAIT_S
+from .commands import START, NotedSizes, servers
 
 SECRET = "ab" * 16
 
@@ -135,6 +143,42 @@ async def test_ports_are_held_for_one_load_and_not_for_ever(monkeypatch: pytest.
     with pytest.raises(LoadFailed, match="not prepared on this node"):
         ports.take(GroupMember(group=SECRET, rank=0, members=(address, address)))
     socket.create_server((prepared.host, prepared.port)).close()
+
+
+class EndingLink:
+    """The link of a leader whose group ends before its server has started."""
+
+    def __init__(self, member: GroupMember) -> None:
+        self.member = member
+
+    async def open(self, on_lost: Callable[[str], None], *_: object, checks_ports: bool) -> None:
+        on_lost("on second: it has failed")
+
+    def end(self, reason: str) -> None: ...
+
+
+async def test_group_that_ends_while_the_server_of_its_leader_starts_fails_the_load(members: Members) -> None:
+    link, start = EndingLink(members.members[0]), [*START[:-2], "--is-never-healthy", "--port"]
+    host = CommandHost(
+        "m",
+        HarnessEntry(name="fake", cmd=START),
+        ServerCommand(lambda port: [*start, str(port)], lambda *_: [], lambda _: os.environ),
+        ServerMemory((0,), lambda: 0, 1),
+        server_info("fake", None),
+        Ticker(asyncio.get_running_loop()),
+        free_port,
+        NotedSizes(),
+        link=cast(MemberLink, link),
+    )
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(LoadRejected, match="was ended: on second: it has failed"):
+            await host.load(cast(Any, Sink()))
+    assert not servers()
+
+
+class Sink:
+    def on_progress(self, *_: object) -> None: ...
+    def on_ending(self, reason: str) -> None: ...
 
 
 async def test_node_without_a_cluster_address_prepares_nothing() -> None:

@@ -155,6 +155,8 @@ class CommandHost:
         server = self._server = await ServerProcess.start(
             name, self.command.argv(port), self.command.env(port), self.log, self.command.kill(port)
         )
+        if self._kill_reason is not None:  # the group has ended while it was started
+            server.kill()
         silence_s = self.entry.silence_timeout_s
         limits = UpstreamLimits(silence_s=silence_s, begin_s=max(silence_s, _BEGIN_S))
         pool = Pool(f"http://127.0.0.1:{port}", self.ticker, limits)
@@ -257,12 +259,12 @@ class CommandHost:
     # The group
 
     def _group_ended(self, reason: str) -> None:
+        self._kill_reason = reason
         if self._server is None:
-            return
+            return  # `_start` kills it
         if self._serves:
-            self.kill(reason)
+            self._server.kill()
         else:
-            self._kill_reason = reason
             run_once(self._server.stop(self.entry.stop_timeout_s), f"end a member of {self.model_id}")
 
     def _leave_group(self, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import os
@@ -15,10 +16,13 @@ import pytest
 from aiohttp import ClientSession
 
 from cortex.gateway.configuration_files import ConfigurationFiles
+from cortex.gateway.database import Database, Execute
+from cortex.gateway.ledger import key_store
 from cortex.gateway.ledger.keys import NewKey, as_toml, generate
 from cortex.gateway.server import Gateway
 from cortex.wire.node.protocol import ModelState
 
+from ...waiting import WAIT_S
 from ..fake_neuron import GB, JSON, FakeNeuron
 from ..started_gateway import Client
 
@@ -128,6 +132,26 @@ async def test_key_is_made_limited_and_revoked_over_http(keyed: Keyed) -> None:
     assert (await keyed.call("DELETE", f"/keys/{bert['id']}"))[1]["revoked"]["name"] == "bert"
     assert (await keyed.call("POST", "/v1/chat/completions", CHAT, made["key"]))[0] == 401
     assert keyed.file.read_text() == before
+
+
+async def test_name_of_several_keys_is_rejected_and_an_id_goes_before_a_name(keyed: Keyed) -> None:
+    _, made = await keyed.call("POST", "/keys", {"name": "bert"})
+    namesake, named = generate("bert").section, generate(made["id"]).section
+
+    def add(execute: Execute) -> None:  # as an import does
+        key_store.put_key(execute, namesake)
+        key_store.put_key(execute, named)
+
+    database = Database(str(keyed.file.parent / "cortex-spend.db")).use(key_store.SCHEMA)
+    database.run(lambda execute: key_store.edit(execute, add))
+    database.close_connection()
+    async with asyncio.timeout(WAIT_S):
+        while len((await keyed.call("GET", "/keys"))[1]["keys"]) < 5:
+            await asyncio.sleep(0.02)
+    status, body = await keyed.call("DELETE", "/keys/bert")
+    assert (status, made["id"] in body["error"]["message"]) == (400, True)
+    assert (await keyed.call("DELETE", f"/keys/{made['id']}"))[1]["revoked"]["name"] == "bert"
+    assert (await keyed.call("POST", "/v1/chat/completions", CHAT, made["key"]))[0] == 401
 
 
 async def test_key_and_group_of_the_file_are_not_changed_over_http(keyed: Keyed) -> None:

@@ -210,10 +210,14 @@ class KeyRoutes:
         return () if self._metering.ledger is None else tuple(self._metering.ledger.keyring)
 
     def _find(self, name_or_id: str) -> KeySection:
-        for key in self._keys():
-            if name_or_id in (key.id, key.name):
-                return key
-        raise _unknown(name_or_id)
+        keys = self._keys()
+        found = [key for key in keys if key.id == name_or_id] or [key for key in keys if key.name == name_or_id]
+        if not found:
+            raise _unknown(name_or_id)
+        if len(found) > 1:
+            ids = ", ".join(key.id for key in found)
+            raise InvalidValue(f"{len(found)} keys are called {shorten(name_or_id)}; name one by its id: {ids}.")
+        return found[0]
 
     def _checked_name(self, given: str, taken: set[str], kind: str) -> str:
         name = given.strip()

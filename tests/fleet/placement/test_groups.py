@@ -74,6 +74,14 @@ def test_is_not_loaded_while_one_of_its_nodes_cannot_take_part(
     assert (decision.action, lead.verdict, lead.reason, lead.devices) == ("reject", verdict, reason, ())
 
 
+def test_members_are_chosen_from_the_nodes_of_only_on(node: Make, fleet: Make) -> None:
+    nodes = (node("a", [80]), node("b", [24]), node("c", [24]))
+    decision = place("big", fleet(*nodes, specs=[group(nodes=2, only_on=("b", "c"))]), NOW)
+    assert (decision.action, {decision.node, *(part.node for part in decision.parts)}) == ("load", {"b", "c"})
+    decision = place("big", fleet(*nodes, specs=[group(nodes=2, only_on=("b",))]), NOW)
+    assert decision.action == "reject"
+
+
 def test_is_not_loaded_where_its_part_exceeds_the_smallest_node(node: Make, fleet: Make) -> None:
     decision = place("big", fleet(node("beast", [80]), node("benjy", [12]), specs=[group(30)]), NOW)
     assert decision.assessments[0].verdict is Verdict.TOO_SMALL

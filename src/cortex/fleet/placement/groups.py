@@ -49,6 +49,8 @@ def unfit_for_group(spec: ModelSpec, node: Node | None, *, is_waking: bool = Fal
         return Verdict.DRAINING, node.why_draining
     if is_waking:
         return None
+    if spec.only_on and node.name not in spec.only_on:
+        return Verdict.EXCLUDED, f"loaded only on {', '.join(spec.only_on)} (`only_on` in models.toml)"
     if spec.harness not in node.harnesses:
         return Verdict.WRONG_HARNESS, f"has no harness `{spec.harness}`"
     if spec.harness not in node.group_harnesses:

@@ -277,7 +277,7 @@ class Gateway:
         await self._bench_routes.close()
         self._connections.close()
         # Together, so that a database that hangs delays the end once.
-        await asyncio.gather(
+        ended = await asyncio.gather(
             self._operator_state.synchronise(),
             self._request_log.flush(),
             self._audit.flush(),
@@ -285,7 +285,11 @@ class Gateway:
             self._signing_in.close(),
             self._responses.close(),
             self._metering.close(),
+            return_exceptions=True,
         )
+        for problem in ended:
+            if isinstance(problem, BaseException):
+                log.error("not all was written at the end: %s", problem, exc_info=problem)
         await asyncio.gather(self._database.close(), self._responses_database.close())
         await asyncio.to_thread(self._tracer.close)
         await asyncio.to_thread(self._measured_sizes.write, self.dispatcher.fleet.measured)

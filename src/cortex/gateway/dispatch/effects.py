@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from cortex.fleet.topology import ModelOnNode
@@ -105,9 +106,10 @@ class NodeEffects:
         began = self._clock()
         if others:
             begin = wake_group if request.wake_only else start_group
-            result = await _result(begin(self._nodes, (MemberPlan(node, request.devices), *others), request))
+            members = (MemberPlan(node, request.devices), *others)
+            result = await result_of(lambda: begin(self._nodes, members, request))
         else:
-            result = await _result(self._nodes[node].load(request))
+            result = await result_of(lambda: self._nodes[node].load(request))
         if isinstance(result, ModelStatus):
             self._metrics.load_seconds.labels(request.model_id, node).observe(self._clock() - began)
         elif isinstance(result, InsufficientCapacity):
@@ -117,41 +119,51 @@ class NodeEffects:
         self.outcomes.load_ended(ModelOnNode(node, request.model_id), result)
 
     async def _unload(self, node: str, request: UnloadRequest, others: tuple[str, ...]) -> None:
-        result = await _result(unload_group(self._nodes, (node, *others), request))
+        result = await result_of(lambda: unload_group(self._nodes, (node, *others), request))
         await self._poll(node, *others)
         error = result if isinstance(result, CortexError) else None
         self.outcomes.unload_ended(ModelOnNode(node, request.model_id), error)
 
     async def _forget(self, node: str, request: UnloadRequest) -> None:
-        result = await _result(self._nodes[node].unload(request, timeout_s=UNLOAD_TIMEOUT_S))
+        result = await result_of(lambda: self._nodes[node].unload(request, timeout_s=UNLOAD_TIMEOUT_S))
         if isinstance(result, CortexError):
             log.info("%s still lists %s, which models.toml does not: %s", node, request.model_id, result.message)
         await self._poll(node)
 
     async def _survey(self, node: str, requests: tuple[LoadRequest, ...]) -> None:
         for request in requests:
-            result = await _result(self._nodes[node].survey(request))
+            result = await result_of(partial(self._survey_one, node, request))
             self.outcomes.source_surveyed(ModelOnNode(node, request.model_id), request.source or "", result)
         self.outcomes.sources_surveyed(node)
+
+    async def _survey_one(self, node: str, request: LoadRequest) -> ModelStatus:
+        return await self._nodes[node].survey(request)
 
     async def _recycle(self, node: str, devices: tuple[int, ...]) -> None:
         recycled: list[int] = []
         for index in devices:
-            result = await _result(self._nodes[node].recycle(index, timeout_s=RECYCLE_TIMEOUT_S))
+            result = await result_of(partial(self._recycle_one, node, index))
             if isinstance(result, CortexError):
                 break
             recycled += [index] * result
         await self._poll(node)
         self.outcomes.recycle_ended(node, result if isinstance(result, CortexError) else tuple(recycled))
 
+    async def _recycle_one(self, node: str, device: int) -> bool:
+        return await self._nodes[node].recycle(device, timeout_s=RECYCLE_TIMEOUT_S)
+
     async def _poll(self, *nodes: str) -> None:
         await asyncio.gather(*(self._pollers[node].poll() for node in nodes if node in self._pollers))
 
 
-async def _result(call: Awaitable[T]) -> T | CortexError:
+async def result_of(call: Callable[[], Awaitable[T]]) -> T | CortexError:
+    """What an order to a node returns, or why it failed. Never raises: the dispatcher waits for the end of an order."""
     try:
-        return await call
+        return await call()
     except UpstreamFault as fault:
         return UpstreamUnavailable(str(fault))
     except CortexError as error:
         return error
+    except Exception as problem:
+        log.exception("an order to a node failed unexpectedly")
+        return UpstreamUnavailable(f"unexpected {type(problem).__name__}: {problem}")

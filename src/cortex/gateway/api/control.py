@@ -154,7 +154,8 @@ class Control:
             check_content_type(_text(request.header(b"content-type")), required=True)
 
     def _index(self, exchange: Exchange) -> Response:
-        if is_for_ollama(_text(exchange.request.header(b"host"))):
+        request = exchange.request
+        if is_for_ollama(request.text(b"host"), request.text(b"user-agent")):
             return Response(200, ((b"content-type", b"text/plain; charset=utf-8"),), RUNNING.encode())
         return json_response(
             {

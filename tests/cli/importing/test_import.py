@@ -212,6 +212,11 @@ def test_selectors_are_aliases_of_their_first_model() -> None:
     assert any("no models: ghost" in note for note in notes)
 
 
+def test_models_keep_their_names_and_stay_unlisted() -> None:
+    first = specs(EVERY)["first"]
+    assert (first.display_name, first.description, first.unlisted) == ("First", "The first model", True)
+
+
 def test_capabilities_are_in_our_words() -> None:
     spec = specs(EVERY)["second"]
     assert (spec.capabilities, spec.context_tokens) == (("chat", "tools", "vision", "rerank"), 4096)

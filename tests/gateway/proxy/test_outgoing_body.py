@@ -151,7 +151,7 @@ async def test_large_body_for_a_foreign_server_is_written_elsewhere() -> None:
 async def test_operators_filters_apply_to_whatever_a_foreign_server_gets(
     neurons: StartNeuron, start_gateway: StartGateway, path: str, has_budget: bool, num_padding: int
 ) -> None:
-    alice = generate("alice", **({"balance_tokens": BALANCE} if has_budget else {}))
+    alice = generate("alice", balance_tokens=BALANCE) if has_budget else generate("alice")
     foreign = await neurons("foreign", sizes={"a": GB})
     filters = {"set_params": {"provider": {"zdr": True}, "top_p": 0.5}, "strip_params": ("temperature",)}
     client = await start_gateway(foreign=(foreign,), foreign_options=filters, keys=(alice.section,))

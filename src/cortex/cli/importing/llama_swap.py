@@ -119,8 +119,8 @@ _GROUPS: _Keys = {"*": _keys(converted="swap exclusive persistent members")}
 _MATRIX = _keys(converted="vars evict_costs sets")
 _MODEL = _keys(
     converted="cmd cmdStop proxy checkEndpoint healthCheckTimeout ttl unloadTimeout env aliases useModelName macros "
-    "concurrencyLimit",
-    left_out="name description unlisted metadata sendLoadingState",
+    "concurrencyLimit name description unlisted",
+    left_out="metadata sendLoadingState",
     filters=_keys(converted="stripParams strip_params setParams setParamsByID"),
     capabilities=_keys(converted="in out tools reranker context"),
     compat=_keys(left_out="ignoreWebsockets"),
@@ -310,6 +310,10 @@ def _model(model_id: str, raw: Any, data: Mapping[str, Any], note: Any) -> _Mode
     is_own = options.get("ttl", -1) not in (None, -1)
     if (ttl_s := _number(options, "ttl") if is_own else _number(data, "globalTTL")) > 0:
         spec["ttl_s"] = ttl_s
+    about = {"display_name": options.get("name"), "description": options.get("description")}
+    spec |= {key: str(text) for key, text in about.items() if text}
+    if options.get("unlisted"):
+        spec["unlisted"] = True
     return _Model(spec, harness, entry, [alias for alias in dict.fromkeys(aliases) if alias != model_id])
 
 

@@ -229,7 +229,14 @@ class Control:
 
         def make() -> Response:
             may_use = partial(keys.may_use, key)
-            listed = models.listing(fleet, feasible_on, self._created, may_use, for_operator=view.is_operator)
+            listed = models.listing(
+                fleet,
+                feasible_on,
+                self._created,
+                may_use,
+                for_operator=view.is_operator,
+                with_unlisted=query(exchange.request, "unlisted") == "true",
+            )
             return json_response(model_list(list(map(view.model, listed)), partial(query, exchange.request)))
 
         if sum(len(node.residencies) for node in fleet.nodes) <= MAX_LISTED_AT_ONCE:

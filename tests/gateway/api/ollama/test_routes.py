@@ -78,6 +78,29 @@ async def test_loaded_model_with_a_ttl_expires_and_others_do_not(
     assert {loaded["kept"], loaded["pinned"]} == {models.NEVER}
 
 
+async def test_unlisted_models_are_served_and_listed_only_on_request(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    names = ("hidden", "shown")
+    node = await neurons("beast", sizes=dict.fromkeys(names, GB), states=dict.fromkeys(names, READY))
+    specs = (
+        ModelSpec(id="hidden", unlisted=True),
+        ModelSpec(id="shown", display_name="Shown 7B", description="For drafts"),
+    )
+    client = await start_gateway(node, catalogue=Catalogue(models=specs, aliases={"secret": "hidden"}))
+    [shown] = (await client.get("/v1/models"))[1]["data"]
+    assert (shown["id"], shown["display_name"], shown["name"]) == ("shown", "Shown 7B", "Shown 7B")
+    assert shown["description"] == "For drafts"
+    assert [each["id"] for each in (await client.get("/models"))[1]["data"]] == ["shown"]
+    for path in ("/api/tags", "/api/ps"):
+        assert [each["name"] for each in (await client.get(path))[1]["models"]] == ["shown"]
+    every = (await client.get("/v1/models?unlisted=true"))[1]["data"]
+    assert [(each["id"], "name" in each) for each in every] == [("hidden", False), ("secret", False), ("shown", True)]
+    assert (await client.get("/v1/models/hidden"))[0] == 200
+    message = {"role": "user", "content": "hi"}
+    assert (await client.post("/v1/chat/completions", {"model": "secret", "messages": [message]}))[0] == 200
+
+
 async def test_other_quantisations_are_other_models(client: Client) -> None:
     assert (await client.post("/api/show", {"model": "hf.co/org/gguf:Q8_0"}))[0] == 404
 

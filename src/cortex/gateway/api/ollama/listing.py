@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from cortex.fleet.catalogue import ModelSpec, is_pattern
+from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.placement.eviction import ttl_left_s
 from cortex.fleet.topology import Fleet, Node, Residency
-from cortex.gateway.api.models import MayUse, offered
+from cortex.gateway.api.models import MayUse, offered, offered_aliases
 from cortex.wire.dialects.ollama.models import OllamaModel, from_status
 from cortex.wire.node.protocol import Capabilities, ModelState
 
@@ -22,9 +22,8 @@ def _found(fleet: Fleet, created: float, now: float, may_use: MayUse) -> Iterato
     for spec in offered(fleet):
         if may_use(spec.id):
             yield described(fleet, spec, created, now)
-    for name, target in fleet.catalogue.aliases.items():
-        model = target if isinstance(target, str) else target.model
-        if not is_pattern(name) and may_use(model):
+    for name, model in offered_aliases(fleet):
+        if may_use(model):
             yield described(fleet, fleet.catalogue.spec(model), created, now, name)
 
 

@@ -18,7 +18,8 @@ from ..waiting import WAIT_S
 
 
 class CannedGateway:
-    """Responses by `(method, path)`: a JSON value, `(status, value)`, or bytes sent as an event stream."""
+    """Responses by `(method, path)`, with or without its query: a JSON value, `(status, value)`, or bytes
+    sent as an event stream."""
 
     def __init__(self) -> None:
         self.responses: dict[tuple[str, str], Any] = {}
@@ -34,7 +35,8 @@ class CannedGateway:
                 sent = json.loads(body) if body else None
                 canned.requests.append((self.command, self.path, sent, {k.lower(): v for k, v in self.headers.items()}))
                 missing = (404, {"error": {"message": f"no route {self.path}", "code": "route_not_found"}})
-                response = canned.responses.get((self.command, self.path), missing)
+                by_path = canned.responses.get((self.command, self.path.partition("?")[0]), missing)
+                response = canned.responses.get((self.command, self.path), by_path)
                 status, value = response if isinstance(response, tuple) else (200, response)
                 content = value if isinstance(value, bytes) else json.dumps(value).encode()
                 self.send_response(status)

@@ -98,6 +98,8 @@ class FakeNeuron:
     sampling: dict[str, SamplingDefaults] = field(default_factory=dict)
     capabilities: dict[str, Capabilities] = field(default_factory=dict)
     """What models can do whose files it has read; the others are chat models once they are loaded."""
+    templates: dict[str, str] = field(default_factory=dict)
+    """The chat templates of models whose files it has."""
     first_token_s: float | None = None
     """Reported with whole responses."""
     respond: Respond | None = None
@@ -207,6 +209,7 @@ class FakeNeuron:
         app.router.add_post("/models/load", self._load)
         app.router.add_post("/models/unload", self._unload)
         app.router.add_post("/models/forget-size", self._forget_size)
+        app.router.add_get("/props", self._props)
         app.router.add_post("/files/pull", self._pull)
         app.router.add_get("/files/pulls/{id:.+}", self._pull_status)
         app.router.add_post("/files/cancel", self._cancel_pull)
@@ -281,6 +284,12 @@ class FakeNeuron:
         wanted = msgspec.json.decode(await request.read(), type=ForgetSizeRequest)
         self.estimates[wanted.model_id] = self.forgotten_bytes
         return _json(self.status(wanted.model_id))
+
+    async def _props(self, request: web.Request) -> web.Response:
+        template = self.templates.get(request.query["model"])
+        if template is None:
+            return _json({"error": {"message": "only its server knows", "code": "unsupported_modality"}}, 400)
+        return _json({"chat_template": template})
 
     async def _pull(self, request: web.Request) -> web.Response:
         wanted = msgspec.json.decode(await request.read(), type=FilesRequest)

@@ -79,6 +79,13 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
     """What a minute of the work on such a request counts in addition."""
     capabilities: tuple[Capability, ...] = ()
     """Shown to clients; as the node reports when empty."""
+    display_name: str | None = None
+    """Shown to clients in `/v1/models`, besides the id."""
+    description: str | None = None
+    """The same."""
+    unlisted: bool = False
+    """Leave the model and its aliases out of the lists of models; requests that name it are served. `/v1/models` has it
+    with `?unlisted=true`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Set
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -110,6 +110,10 @@ class Abilities(msgspec.Struct, frozen=True):
     reads_salt: bool = False
     """It separates cached prefixes by the field `cache_salt` of requests."""
     dialects: tuple[str, ...] = ("openai_chat",)
+    set_params: dict[str, Any] = {}
+    """Fields of every request to it, in place of those of the client."""
+    strip_params: tuple[str, ...] = ()
+    """Fields of the client that it does not get."""
 
 
 class PlacementFacts(NamedTuple):

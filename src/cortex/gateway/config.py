@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
+import msgspec
 from msgspec import Meta
 
 from cortex import settings
@@ -234,6 +235,10 @@ class NeuronDevice(Section, frozen=True):
     """The most memory that models may take there, weights and KV caches together. The rest is for other programs."""
 
 
+ROUTED_FIELDS = frozenset({"model", "stream", "stream_options", "n", "best_of"})
+"""Fields that the gateway itself reads to relay a response and to count it."""
+
+
 class NeuronSection(Section, frozen=True):
     """A node of the fleet."""
 
@@ -252,6 +257,13 @@ class NeuronSection(Section, frozen=True):
     """For `kind = "openai"`: the server separates cached prefixes by the field `cache_salt` of requests, as vLLM and
     SGLang do, and gets one that follows `gateway.prefix_sharing`. Without it, all clients share what it caches. Servers
     that do not know the field may reject requests with it."""
+    models: tuple[str, ...] = ()
+    """For `kind = "openai"`: the only models that are used there, also those that the server does not list. Empty: all
+    that it lists."""
+    set_params: dict[str, Any] = msgspec.field(default_factory=dict)
+    """For `kind = "openai"`: fields of every request to the server, in place of those of the client."""
+    strip_params: tuple[str, ...] = ()
+    """For `kind = "openai"`: fields that are left out of every request to the server."""
     memory_mb: Count | None = None
     """The most memory that models may take over all devices of the node, weights and KV caches together. Where the
     node's own `limits.memory_mb` is smaller, that counts."""
@@ -261,7 +273,13 @@ class NeuronSection(Section, frozen=True):
     def abilities(self) -> Abilities:
         """What it can do, as far as its kind says it; the node reports its dialects."""
         is_own = self.kind == "neuron"
-        return Abilities(takes_orders=is_own, reads_headers=is_own, reads_salt=self.cache_salt)
+        return Abilities(
+            takes_orders=is_own,
+            reads_headers=is_own,
+            reads_salt=self.cache_salt,
+            set_params=self.set_params,
+            strip_params=self.strip_params,
+        )
 
     @property
     def ceilings(self) -> Ceilings:
@@ -276,6 +294,11 @@ class NeuronSection(Section, frozen=True):
             raise ValueError(f"`{self.name}` has two entries for one device; remove one of them")
         if self.cache_salt and self.kind == "neuron":
             raise ValueError(f"`{self.name}` is a neuron and separates cached prefixes by itself; remove cache_salt")
+        if self.kind == "neuron" and (self.models or self.set_params or self.strip_params):
+            raise ValueError(f"`{self.name}` is a neuron: its own file has its models and parameters; remove them here")
+        if not ROUTED_FIELDS.isdisjoint((*self.set_params, *self.strip_params)):
+            names = ", ".join(sorted(ROUTED_FIELDS))
+            raise ValueError(f"set_params and strip_params of `{self.name}` cannot have {names}; remove them")
         try:
             parts = urlsplit(self.endpoint)
             parts.netloc.encode("idna" if not parts.netloc.isascii() else "ascii")

@@ -159,7 +159,7 @@ class Gateway:
         self._bench_routes = BenchRoutes(self.dispatcher, operator, nodes, board, self._metering)
         open_paths = paths_without_key(config)
         self._ollama_routes = OllamaRoutes(
-            self.dispatcher, self._file_routes, self._metering, self._deferred, open_paths
+            self.dispatcher, nodes, self._file_routes, self._metering, self._deferred, open_paths
         )
         store = self._operator_state.store
         orders = OrderRoutes(self.dispatcher, operator, board, self._metering, self._deferred, store)

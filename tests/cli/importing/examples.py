@@ -69,6 +69,99 @@ peers:
   paid: {proxy: "https://paid.example", apiKey: sk-literal}
 """
 
+EVERY = """
+healthCheckTimeout: 500
+logLevel: warn
+logRequests: true
+logTimeFormat: rfc3339
+logToStdout: both
+metricsMaxInMemory: 50
+captureBuffer: 5
+store: {path: /var/lib/activity.sqlite}
+ui: {activity: {session_id: [X-Session]}}
+performance: {disabled: true, every: 9s}
+startPort: 9000
+sendLoadingState: true
+includeAliasesInList: true
+globalTTL: 300
+unloadTimeout: 33
+macros: {server: "serve --port ${PORT}"}
+apiKeys: [sk-one]
+upstream: {ignorePaths: ['\\.css$']}
+profiles:
+  night: {description: Small models only, pins: {first: second}}
+selectors:
+  best:
+    strategy: warm
+    targets: [first, second]
+    settings: {spillover: 3}
+    name: Best
+    description: The one that is loaded
+    unlisted: true
+    metadata: {for: all}
+  fixed-choice: {strategy: pin, targets: [uno]}
+models:
+  first:
+    macros: {size: 2048}
+    cmd: other -c ${size} --listen 7000
+    cmdStop: stop ${PID}
+    proxy: http://127.0.0.1:7000
+    checkEndpoint: /ready
+    healthCheckTimeout: 77
+    ttl: 60
+    unloadTimeout: 20
+    unlisted: true
+    useModelName: theirs
+    name: First
+    description: The first model
+    env: [A=b]
+    aliases: [uno]
+    concurrencyLimit: 3
+    metadata: {owner: me}
+    sendLoadingState: false
+    compat: {ignoreWebsockets: true}
+    timeouts: {connect: 1, keepalive: 2, responseHeader: 3, tlsHandshake: 4, expectContinue: 5, idleConn: 6}
+    filters:
+      stripParams: top_p
+      setParams: {temperature: 0.5}
+      setParamsByID: {"first:high": {reasoning_effort: high}}
+  second:
+    cmd: ${server}
+    filters: {strip_params: seed}
+    capabilities: {in: [image], out: [text], tools: true, reranker: true, context: 4096}
+  extra: {cmd: "${server}"}
+hooks: {on_startup: {preload: [uno, ghost]}}
+routing:
+  router:
+    use: group
+    settings:
+      groups:
+        all: {swap: false, exclusive: false, members: [first, extra]}
+        kept: {persistent: true, members: [second]}
+      matrix: {vars: {f: first}, evict_costs: {f: 5}, sets: {both: f & second}}
+  scheduler:
+    use: fifo
+    settings: {fifo: {priority: {second: 7}}}
+peers:
+  away:
+    proxy: http://10.0.0.9
+    apiKey: sk-two
+    models: [third]
+    timeouts: {connect: 1, keepalive: 2, responseHeader: 3, tlsHandshake: 4, expectContinue: 5, idleConn: 6}
+    filters: {stripParams: "top_k, stream", setParams: {provider: {zdr: true}}}
+"""
+
+ROUTED_MATRIX = """
+models:
+  gemma: {cmd: "s --port ${PORT}"}
+  voice: {cmd: "s --port ${PORT}"}
+routing:
+  router:
+    use: matrix
+    settings:
+      matrix: {vars: {v: voice}, evict_costs: {v: 50, gemma: 3}, sets: {standard: "gemma & v"}}
+"""
+
 GROUPS = """
 models:
   a: {cmd: "s --port ${PORT}"}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from cortex.cli.importing.llama_swap import NotLlamaSwap, convert
+from cortex.cli.importing.llama_swap import KEYS, NotLlamaSwap, convert
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.config import Config
 from cortex.neuron.config import NeuronConfig
@@ -23,7 +23,7 @@ from cortex.neuron.servers.entry import HarnessEntry
 from cortex.settings import loads
 from cortex.system.exits import ExitCode
 
-from .examples import FULL, GROUPS, MATRIX
+from .examples import EVERY, FULL, GROUPS, MATRIX, ROUTED_MATRIX
 
 if TYPE_CHECKING:
     from ..conftest import Invoke
@@ -69,9 +69,10 @@ def test_settings_of_a_model_stand_where_ours_are() -> None:
     assert (entry.devices, entry.tensor_parallel) == ((0, 1, 2), 3)
     spec = catalogue.spec("large")
     assert (spec.ttl_s, spec.context_tokens, spec.tensor_parallel, spec.only_on) == (60.0, 16384, 3, ("local",))
-    assert catalogue.aliases == {"gpt-4o-mini": "large", "big": "large", "large:high": "large"}
+    aliases = {name for name, model in catalogue.aliases.items() if model == "large"}
+    assert aliases == {"gpt-4o-mini", "big", "large:high"}
     assert any("large:high" in note for note in notes)
-    assert any("metadata, name, sendLoadingState, timeouts" in note for note in notes)
+    assert any("models.large.metadata" in note for note in notes)
 
 
 def test_ttl_of_a_model_is_its_own_or_that_of_all() -> None:
@@ -124,6 +125,103 @@ def test_groups_are_pins_and_priorities() -> None:
     }
 
 
+def names_of(keys: Any) -> set[str]:
+    """All names in a table of keys, at every depth."""
+    return {str(name) for name, below in keys.items() if name != "*"}.union(
+        *(names_of(below) for below in keys.values() if isinstance(below, dict))
+    )
+
+
+def test_the_example_has_every_key_that_is_known() -> None:
+    used = {part for path in places(yaml.safe_load(EVERY)) for part in path}
+    assert not names_of(KEYS) - used
+
+
+def test_every_key_is_converted_or_named() -> None:
+    original = yaml.safe_load(EVERY)
+    imported = convert(deepcopy(original))
+    noted = " ".join(imported.notes).replace(",", "").split()
+    for *path, last in places(original):
+        is_default = path[:1] == ["routing"] and last == "use"
+        if is_default or any(".".join(map(str, path[:count])) in noted for count in range(2, len(path) + 1)):
+            continue  # it says what holds without it, or all of its table is named
+        data = deepcopy(original)
+        del reduce(getitem, path, data)[last]
+        try:
+            without = convert(data)
+        except NotLlamaSwap:  # it is required
+            continue
+        assert (without.files, without.notes) != (imported.files, imported.notes), (*path, last)
+
+
+def test_left_out_keys_are_named_by_their_path() -> None:
+    notes = " ".join(read(EVERY)[3])
+    assert "models.first.metadata" in notes
+    assert "performance.every" in notes
+    assert "profiles.night.pins" in notes
+    assert "peers.away.timeouts.connect" in notes
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ((), "novel"),
+        (("models", "first"), "models.first.novel"),
+        (("models", "first", "filters"), "models.first.filters.novel"),
+        (("routing", "router", "settings", "groups", "all"), "routing.router.settings.groups.all.novel"),
+        (("peers", "away"), "peers.away.novel"),
+        (("selectors", "best", "settings"), "selectors.best.settings.novel"),
+    ],
+)
+def test_key_that_is_not_known_is_rejected(path: tuple[str, ...], shown: str) -> None:
+    data = yaml.safe_load(EVERY)
+    reduce(getitem, path, data)["novel"] = 1
+    with pytest.raises(NotLlamaSwap, match=f"`{shown}` is no key of llama-swap"):
+        convert(data)
+
+
+def test_anchors_of_the_user_are_no_keys() -> None:
+    imported = convert(yaml.safe_load("x-shared: &s {cmd: 's ${PORT}'}\nmodels: {m: *s}"))
+    assert imported.num_models == 1
+
+
+def test_routing_has_groups_priorities_or_the_matrix() -> None:
+    found = specs(EVERY)
+    assert (found["first"].priority, found["second"].priority, found["second"].policy) == (-1, 7, "pinned")
+    assert {name: spec.priority for name, spec in specs(ROUTED_MATRIX).items()} == {"gemma": 2, "voice": 49}
+    notes = read(EVERY)[3]
+    assert "routing.router.settings.matrix is left out: routing.router.use is group" in notes
+    assert any("the sets standard" in note for note in read(ROUTED_MATRIX)[3])
+    with pytest.raises(NotLlamaSwap, match="give group or matrix"):
+        convert(yaml.safe_load(ROUTED_MATRIX.replace("use: matrix", "use: dice")))
+
+
+def test_peer_keeps_its_models_and_filters() -> None:
+    catalogue, _, config, notes = read(EVERY)
+    peer = next(node for node in config.neurons if node.name == "away")
+    assert (peer.models, peer.strip_params, peer.set_params) == (("third",), ("top_k",), {"provider": {"zdr": True}})
+    assert catalogue.aliases["away/third"] == "third"
+    assert any("filters of stream" in note for note in notes)
+
+
+def test_selectors_are_aliases_of_their_first_model() -> None:
+    catalogue, node, _, notes = read(EVERY)
+    assert (catalogue.aliases["best"], catalogue.aliases["fixed-choice"]) == ("first", "first")
+    assert any(note.startswith("the selector best is an alias of first, without warm and second") for note in notes)
+    assert [each.id for each in node.default_models] == ["first"]
+    assert any("no models: ghost" in note for note in notes)
+
+
+def test_models_keep_their_names_and_stay_unlisted() -> None:
+    first = specs(EVERY)["first"]
+    assert (first.display_name, first.description, first.unlisted) == ("First", "The first model", True)
+
+
+def test_capabilities_are_in_our_words() -> None:
+    spec = specs(EVERY)["second"]
+    assert (spec.capabilities, spec.context_tokens) == (("chat", "tools", "vision", "rerank"), 4096)
+
+
 def test_costs_of_the_matrix_are_priorities() -> None:
     assert {name: spec.priority for name, spec in specs(MATRIX).items()} == {"gemma": 0, "voice": 49}
 
@@ -151,7 +249,7 @@ def test_what_cannot_be_imported_is_named(text: str, problem: str) -> None:
 ODD = ("odd", -1.5, ["odd", None], {"odd": ["odd"]}, [{"odd": 1}], date(2026, 1, 2))
 
 
-@pytest.mark.parametrize("text", [FULL, GROUPS, MATRIX], ids=["full", "groups", "matrix"])
+@pytest.mark.parametrize("text", [FULL, EVERY, GROUPS, MATRIX], ids=["full", "every", "groups", "matrix"])
 def test_values_of_other_types_are_rejected_or_read(text: str) -> None:
     original = yaml.safe_load(text)
     for *path, last in places(original):

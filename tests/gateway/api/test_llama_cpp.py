@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.ledger.keys import generate
 from cortex.wire.node.protocol import ModelState
 
@@ -36,6 +37,25 @@ async def test_models_have_states_and_are_loaded_and_unloaded(
     assert (props["default_generation_settings"]["n_ctx"], props["model_alias"]) == (32768, "a")
     assert (await client.get("/props"))[1]["role"] == "router"
     assert (await client.post("/models/load", {"model": "none"}))[0] == 404
+
+
+async def test_running_models_are_those_in_memory_that_the_key_may_use(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    states = {"a": ModelState.READY, "b": ModelState.READY, "c": ModelState.COLD}
+    node = await neurons("beast", sizes=dict.fromkeys("abc", GB), states=states)
+    every, limited = generate("every"), generate("limited", models=("b",))
+    specs = (ModelSpec(id="a", ttl_s=60, display_name="A", unlisted=True),)
+    keys = (every.section, limited.section)
+    client = await start_gateway(node, catalogue=Catalogue(models=specs), keys=keys)
+    _, found = await client.get("/running", Authorization=f"Bearer {every.text}")
+    assert [(each["model"], each["state"], each["ttl"], each["name"]) for each in found["running"]] == [
+        ("a", "ready", 60, "A"),
+        ("b", "ready", 0, ""),
+    ]
+    _, found = await client.get("/running", Authorization=f"Bearer {limited.text}")
+    assert [each["model"] for each in found["running"]] == ["b"]
+    assert (await client.get("/running"))[0] == 401
 
 
 async def test_model_is_loaded_until_its_unload_has_ended_and_is_loaded_again_then(

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from cortex.fleet.topology import Abilities, ModelOnNode
+from cortex.gateway.config import NeuronSection
 from cortex.gateway.dispatch.leases import Lease
 from cortex.gateway.dispatch.nodes.poller import FOREIGN_DIALECTS
 from cortex.gateway.ledger.keys import generate
@@ -142,3 +143,51 @@ async def test_large_body_for_a_foreign_server_is_written_elsewhere() -> None:
     assert body.made()[1] == picture_body(CHAT, data_url(picture(8, 8)), 200_000)
     assert body.choose(lease(is_ours=True)), "our own nodes get the client's bytes"
     await parser.close()
+
+
+@pytest.mark.parametrize("num_padding", [10, 3_000_000], ids=["small", "large"])
+@pytest.mark.parametrize("has_budget", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/embed"])
+async def test_operators_filters_apply_to_whatever_a_foreign_server_gets(
+    neurons: StartNeuron, start_gateway: StartGateway, path: str, has_budget: bool, num_padding: int
+) -> None:
+    alice = generate("alice", balance_tokens=BALANCE) if has_budget else generate("alice")
+    foreign = await neurons("foreign", sizes={"a": GB})
+    filters = {"set_params": {"provider": {"zdr": True}, "top_p": 0.5}, "strip_params": ("temperature",)}
+    client = await start_gateway(foreign=(foreign,), foreign_options=filters, keys=(alice.section,))
+    text = "x" * num_padding
+    prompt: dict[str, Any] = (
+        {"input": text} if path == "/api/embed" else {"messages": [{"role": "user", "content": text}]}
+    )
+    if path != "/api/embed":
+        prompt |= {"temperature": 0.1, "top_p": 0.9, "max_tokens": 7}
+    await client.post(path, {"model": "a", **prompt}, Authorization=f"Bearer {alice.text}")
+    received = foreign.seen[-1].body
+    assert (received["model"], received["provider"], received["top_p"]) == ("a", {"zdr": True}, 0.5)
+    assert "temperature" not in received
+    if path != "/api/embed":
+        assert received["max_tokens"] == 7
+
+
+async def test_only_the_named_models_of_a_foreign_server_are_used(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    foreign = await neurons("foreign", sizes={"a": GB, "b": GB})
+    client = await start_gateway(foreign=(foreign,), foreign_options={"models": ("a", "unlisted")})
+    assert [each["id"] for each in (await client.get("/v1/models"))[1]["data"]] == ["a", "unlisted"]
+    assert (await client.post("/v1/chat/completions", {"model": "b", "messages": []}))[0] == 404
+    message = {"role": "user", "content": "hi"}
+    assert (await client.post("/v1/chat/completions", {"model": "unlisted", "messages": [message]}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"kind": "neuron", "models": ("a",)}, "is a neuron"),
+        ({"kind": "openai", "set_params": {"stream": True}}, "cannot have"),
+        ({"kind": "openai", "strip_params": ("model",)}, "cannot have"),
+    ],
+)
+def test_filters_that_cannot_apply_are_rejected(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        NeuronSection(name="x", endpoint="http://x", **options)

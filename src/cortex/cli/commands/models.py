@@ -23,7 +23,7 @@ def models(gateway: GatewayClient, as_json: bool) -> None:
     Shows models and aliases with state, nodes (in parentheses: where it fits) and replicas there, memory and
     quantisation, backend (native, or the library that runs it), context length and capabilities.
     """
-    listed = gateway.get("/v1/models")["data"]
+    listed = gateway.get("/v1/models?unlisted=true")["data"]
     if as_json:
         print_json(listed)
         return

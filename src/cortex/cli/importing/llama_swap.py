@@ -11,6 +11,7 @@ from datetime import date
 from typing import Any
 
 from cortex.cli.importing import server_command
+from cortex.gateway.config import ROUTED_FIELDS
 from cortex.wire.errors import shorten
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -105,12 +106,74 @@ _NODE = "local"
 _MIN_HEALTH_S = 15.0
 _LEVELS = {"debug": "debug", "info": "info", "warn": "warning", "error": "error"}
 _DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_OF_FILE = frozenset({"models", "macros", "groups", "matrix", "hooks", "peers", "apiKeys", "logLevel"}) | {
-    *("healthCheckTimeout", "globalTTL", "startPort", "routing")
-}
-_OF_MODEL = frozenset({"cmd", "cmdStop", "proxy", "checkEndpoint", "ttl", "env", "aliases", "useModelName"}) | {
-    *("filters", "concurrencyLimit", "unloadTimeout", "healthCheckTimeout", "macros", "unlisted")
-}
+_Keys = dict[str, "_Keys | bool"]
+"""The keys of a table; `*`: any name. Of a key that is no table: whether it is converted or left out."""
+
+
+def _keys(*, converted: str = "", left_out: str = "", **tables: _Keys) -> _Keys:
+    return {**dict.fromkeys(converted.split(), True), **dict.fromkeys(left_out.split(), False), **tables}
+
+
+_TIMEOUTS = _keys(left_out="connect keepalive responseHeader tlsHandshake expectContinue idleConn")
+_GROUPS: _Keys = {"*": _keys(converted="swap exclusive persistent members")}
+_MATRIX = _keys(converted="vars evict_costs sets")
+_MODEL = _keys(
+    converted="cmd cmdStop proxy checkEndpoint healthCheckTimeout ttl unloadTimeout env aliases useModelName macros "
+    "concurrencyLimit name description unlisted",
+    left_out="metadata sendLoadingState",
+    filters=_keys(converted="stripParams strip_params setParams setParamsByID"),
+    capabilities=_keys(converted="in out tools reranker context"),
+    compat=_keys(left_out="ignoreWebsockets"),
+    timeouts=_TIMEOUTS,
+)
+_PEER = _keys(
+    converted="proxy apiKey models", filters=_keys(converted="stripParams strip_params setParams"), timeouts=_TIMEOUTS
+)
+_SELECTOR = _keys(
+    converted="strategy targets",
+    left_out="name description unlisted metadata",
+    settings=_keys(left_out="spillover"),
+)
+KEYS = _keys(
+    converted="macros apiKeys logLevel healthCheckTimeout globalTTL unloadTimeout",
+    left_out="startPort logRequests logTimeFormat logToStdout metricsMaxInMemory captureBuffer sendLoadingState "
+    "includeAliasesInList",
+    store=_keys(left_out="path"),
+    ui=_keys(activity=_keys(left_out="session_id")),
+    performance=_keys(left_out="disabled every"),
+    upstream=_keys(left_out="ignorePaths"),
+    hooks=_keys(on_startup=_keys(converted="preload")),
+    profiles={"*": _keys(left_out="description pins")},
+    selectors={"*": _SELECTOR},
+    models={"*": _MODEL},
+    groups=_GROUPS,
+    matrix=_MATRIX,
+    routing=_keys(
+        router=_keys(converted="use", settings=_keys(groups=_GROUPS, matrix=_MATRIX)),
+        scheduler=_keys(converted="use", settings=_keys(fifo=_keys(converted="priority"))),
+    ),
+    peers={"*": _PEER},
+)
+"""Every key that llama-swap reads, deprecated ones included."""
+
+
+def _left_out(data: Any, keys: _Keys, path: str = "") -> list[str]:
+    """The paths that have no equivalent. Raises NotLlamaSwap for a key that is not known, because what it means cannot
+    be kept, and for a table that is none."""
+    if data is None:
+        return []
+    if not isinstance(data, dict):
+        raise NotLlamaSwap(f"`{path}` is {shorten(str(data))}; give a mapping")
+    found: list[str] = []
+    for name, value in data.items():
+        here, known = f"{path}.{name}" if path else str(name), keys.get(str(name), keys.get("*"))
+        if known is None and not str(name).startswith("x-"):  # which other programs take for the user's own
+            raise NotLlamaSwap(f"`{here}` is no key of llama-swap that is known here; correct it, or remove it")
+        if isinstance(known, dict):
+            found += _left_out(value, known, here)
+        elif not known:
+            found.append(here)
+    return found
 
 
 class NotLlamaSwap(ValueError):
@@ -142,16 +205,21 @@ def convert(data: Any, name: str = "llama-swap.yaml") -> Imported:
         raise NotLlamaSwap(f"{name} has no `models`, so it is no configuration of llama-swap")
     imported = Imported()
     note = imported.notes.append
+    left_out = _left_out(data, KEYS)
     models = {str(model_id): _model(str(model_id), raw, data, note) for model_id, raw in data["models"].items()}
-    _apply_groups(_mapping(data, "groups") or _mapping(_mapping(data, "routing"), "groups"), models, note)
-    _apply_matrix(_mapping(data, "matrix") or _mapping(_mapping(data, "routing"), "matrix"), models, note)
-    preload = _texts(_mapping(_mapping(data, "hooks"), "on_startup"), "preload")
+    _apply_routing(data, models, note)
     names = {alias: model_id for model_id, model in models.items() for alias in model.aliases}
     peers = [_peer(str(peer), raw, data, note) for peer, raw in _mapping(data, "peers").items()]
+    names |= _selectors(_mapping(data, "selectors"), models, names, note)
+    names |= _peer_names(peers, {*models, *names}, note)
+    wanted = _texts(_mapping(_mapping(data, "hooks"), "on_startup"), "preload")
+    preload = list(dict.fromkeys(names.get(each, each) for each in wanted))
+    if absent := [each for each in preload if each not in models]:
+        note(f"not loaded at start, because they are no models: {', '.join(absent)}")
     if data.get("apiKeys"):
         note("apiKeys are not imported, because we store hashes only: make a key for each owner with `cortex keys add`")
-    if rest := sorted(set(data) - _OF_FILE):
-        note(f"without an equivalent, and left out: {', '.join(rest)}")
+    if left_out:
+        note(f"without an equivalent, and left out: {', '.join(left_out)}")
     known = _LEVELS.get(str(data.get("logLevel")))
     level = {} if known is None else {"log_level": known}
     head = comment(f"From {name}, by `cortex import`. Every key: docs/configuration.md")
@@ -195,7 +263,7 @@ def _model(model_id: str, raw: Any, data: Mapping[str, Any], note: Any) -> _Mode
         stop = str(expanded(raw.get("cmdStop") or "", macros, kept))
         proxy = str(expanded(raw.get("proxy") or "http://localhost:${PORT}", macros, named))
         known = {key: value for key, value in raw.items() if key not in ("cmd", "cmdStop", "proxy", "macros")}
-        options = expanded({key: known[key] for key in known if key in _OF_MODEL}, macros, named)
+        options = expanded({key: known[key] for key in known if _MODEL.get(key)}, macros, named)
         server = server_command.read(command, proxy)
         cmd_stop = server_command.split(stop)
     except (MacroProblem, ValueError) as error:
@@ -216,8 +284,11 @@ def _model(model_id: str, raw: Any, data: Mapping[str, Any], note: Any) -> _Mode
             noted(f"the path {server.source} is relative to where the node is started; make it absolute")
     else:
         noted("its memory is unknown before the first load; add `memory_mb` to its harness in neuron.toml")
-    if server.context_tokens is not None:
-        entry["context_tokens"] = spec["context_tokens"] = server.context_tokens
+    capabilities = _mapping(options, "capabilities")
+    if context_tokens := server.context_tokens or int(_number(capabilities, "context")):
+        entry["context_tokens"] = spec["context_tokens"] = context_tokens
+    if can := _capabilities(capabilities, noted):
+        spec["capabilities"] = can
     if server.replaced_port is not None:
         noted(f"the port {server.replaced_port} of its cmd is now ${{PORT}}, which the node chooses")
     elif not server.has_port and not any(server_command.PORT in value for value in env.values()):
@@ -234,15 +305,15 @@ def _model(model_id: str, raw: Any, data: Mapping[str, Any], note: Any) -> _Mode
     aliases += _filters(model_id, _mapping(options, "filters"), harness, noted)
     if (limit := int(_number(options, "concurrencyLimit"))) > 0:
         harness["max_concurrent"] = limit
-    if (timeout_s := _number(options, "unloadTimeout")) > 0:
+    if (timeout_s := _number(options, "unloadTimeout") or _number(data, "unloadTimeout")) > 0:
         harness["stop_timeout_s"] = timeout_s
     is_own = options.get("ttl", -1) not in (None, -1)
     if (ttl_s := _number(options, "ttl") if is_own else _number(data, "globalTTL")) > 0:
         spec["ttl_s"] = ttl_s
+    about = {"display_name": options.get("name"), "description": options.get("description")}
+    spec |= {key: str(text) for key, text in about.items() if text}
     if options.get("unlisted"):
-        noted("unlisted has no equivalent: keys with `models` see and use only those")
-    if rest := sorted(set(raw) - _OF_MODEL):
-        noted(f"without an equivalent, and left out: {', '.join(rest)}")
+        spec["unlisted"] = True
     return _Model(spec, harness, entry, [alias for alias in dict.fromkeys(aliases) if alias != model_id])
 
 
@@ -270,21 +341,41 @@ def _environment(lines: Iterable[str], entry: dict[str, Any], spec: dict[str, An
     return env
 
 
+def _capabilities(given: Mapping[str, Any], noted: Any) -> list[str]:
+    """In our words."""
+    reads, writes = _texts(given, "in"), _texts(given, "out")
+    found = {
+        "chat": "text" in writes,
+        "tools": bool(given.get("tools")),
+        "vision": "image" in reads,
+        "rerank": bool(given.get("reranker")),
+    }
+    others = [f"in {each}" for each in reads if each not in ("text", "image")]
+    if others := [*others, *(f"out {each}" for each in writes if each != "text")]:
+        noted(f"capabilities without an equivalent, and left out: {', '.join(others)}")
+    return [name for name, is_there in found.items() if is_there]
+
+
 def _filters(model_id: str, filters: Mapping[str, Any], harness: dict[str, Any], noted: Any) -> list[str]:
     """Sets and strips parameters. Returns more aliases."""
-    stripped = _texts(filters, "stripParams") or _texts(filters, "strip_params")
-    names = [name.strip() for text in stripped for name in text.split(",")]
-    if names := [name for name in names if name and name != "model"]:
-        harness["strip_params"] = names
     by_id = _mapping(filters, "setParamsByID")
     params = {**_mapping(filters, "setParams"), **_mapping(by_id, model_id)}
-    values = {str(name): _without_null(value) for name, value in params.items() if name != "model"}
-    if values := {name: value for name, value in values.items() if value is not None}:
-        harness["set_params"] = values
+    harness |= _parameters(filters, params, frozenset({"model"}))
     others = [name for name in by_id if name != model_id]
     for name in others:
-        noted(f"{name} is an alias, without its setParamsByID: an alias has no parameters of its own")
+        lost = ", ".join(map(str, _mapping(by_id, name)))
+        noted(f"{name} is an alias, without {lost or 'its setParamsByID'}: an alias has no parameters of its own")
     return others
+
+
+def _parameters(filters: Mapping[str, Any], params: Mapping[str, Any], without: frozenset[str]) -> dict[str, Any]:
+    """What filters are here."""
+    stripped = _texts(filters, "stripParams") or _texts(filters, "strip_params")
+    names = [name.strip() for text in stripped for name in text.split(",")]
+    names = [name for name in names if name and name not in without]
+    values = {str(name): _without_null(value) for name, value in params.items() if name not in without}
+    values = {name: value for name, value in values.items() if value is not None}
+    return ({"strip_params": names} if names else {}) | ({"set_params": values} if values else {})
 
 
 def _without_null(value: Any) -> Any:
@@ -294,10 +385,72 @@ def _without_null(value: Any) -> Any:
     return [_without_null(each) for each in value if each is not None] if isinstance(value, list) else value
 
 
+def _apply_routing(data: Mapping[str, Any], models: Mapping[str, _Model], note: Any) -> None:
+    """Groups, the matrix and priorities, below `routing` or where older files have them."""
+    router, scheduler = (_mapping(_mapping(data, "routing"), name) for name in ("router", "scheduler"))
+    settings, engine = _mapping(router, "settings"), str(router.get("use") or "group")
+    if engine not in ("group", "matrix"):
+        raise NotLlamaSwap(f"`routing.router.use` is {shorten(engine)}; give group or matrix")
+    if str(scheduler.get("use") or "fifo") != "fifo":
+        raise NotLlamaSwap(f"`routing.scheduler.use` is {shorten(str(scheduler['use']))}; give fifo")
+    unused = "groups" if engine == "matrix" else "matrix"
+    if settings.get(unused):
+        note(f"routing.router.settings.{unused} is left out: routing.router.use is {engine}")
+    _apply_groups(_mapping(data, "groups") or (_mapping(settings, "groups") if engine == "group" else {}), models, note)
+    _apply_matrix(
+        _mapping(data, "matrix") or (_mapping(settings, "matrix") if engine == "matrix" else {}), models, note
+    )
+    priorities = _mapping(_mapping(_mapping(scheduler, "settings"), "fifo"), "priority")
+    for name in priorities:
+        if name in models:
+            models[name].spec["priority"] = int(_number(priorities, name))
+        else:
+            note(f"the priority of {name} is left out: it is no model")
+    if priorities:
+        note("the scheduler's priorities are those of models, which also keep a model from evicting a higher one")
+
+
+def _selectors(
+    selectors: Mapping[str, Any], models: Mapping[str, _Model], names: Mapping[str, str], note: Any
+) -> dict[str, str]:
+    """Each as an alias of its first target that is a model here."""
+    found: dict[str, str] = {}
+    for name in selectors:
+        selector = _mapping(selectors, name)
+        targets = [names.get(each, each) for each in _texts(selector, "targets")]
+        strategy = str(selector.get("strategy"))
+        if (target := next((each for each in targets if each in models), None)) is None:
+            note(f"the selector {name} is left out: none of its targets is a model of this file")
+            continue
+        found[name] = target
+        others = [each for each in targets if each != target]
+        if strategy != "pin" or targets[0] != target:
+            note(f"the selector {name} is an alias of {target}, without {strategy} and {', '.join(others) or 'others'}")
+    return found
+
+
+def _peer_names(peers: Iterable[Mapping[str, Any]], taken: set[str], note: Any) -> dict[str, str]:
+    """PEER/MODEL as another name for each model that only one peer has."""
+    of: dict[str, list[str]] = {}
+    for peer in peers:
+        for model in peer.get("models", ()):
+            of.setdefault(model, []).append(peer["name"])
+    found: dict[str, str] = {}
+    for model, names in of.items():
+        if model in taken or len(names) > 1:
+            note(f"the model {model} is on several nodes, which share its requests: {', '.join(names)}")
+        else:
+            found |= {name: model for name in (f"{names[0]}/{model}",) if name not in taken}
+    return found
+
+
 def _apply_groups(groups: Mapping[str, Any], models: Mapping[str, _Model], note: Any) -> None:
     for name in groups:
         group = _mapping(groups, name)
-        members = [models[each] for each in _texts(group, "members") if each in models]
+        named = _texts(group, "members")
+        if absent := [each for each in named if each not in models]:
+            note(f"the group {name} has members that are no models: {', '.join(absent)}")
+        members = [models[each] for each in named if each in models]
         if group.get("persistent"):
             for member in members:
                 member.spec["load"] = "pinned"
@@ -316,8 +469,11 @@ def _apply_matrix(matrix: Mapping[str, Any], models: Mapping[str, _Model], note:
     for short in costs:
         if (model := models.get(variables.get(str(short), str(short)))) is not None:
             model.spec["priority"] = int(_number(costs, short)) - 1
-    if matrix:
-        note("the sets of the matrix have no equivalent: models run together while there is memory for them")
+        else:
+            note(f"the cost of {short} in the matrix is left out: it is no model")
+    if sets := _mapping(matrix, "sets"):
+        named = ", ".join(map(str, sets))
+        note(f"the sets {named} of the matrix are left out: models run together while there is memory for them")
 
 
 def _peer(name: str, raw: Any, data: Mapping[str, Any], note: Any) -> dict[str, Any]:
@@ -327,17 +483,19 @@ def _peer(name: str, raw: Any, data: Mapping[str, Any], note: Any) -> dict[str, 
         raw = expanded(raw, _mapping(data, "macros"), {})
     except MacroProblem as error:
         raise NotLlamaSwap(f"the peer {name}: {error}") from error
-    peer = {"name": name, "endpoint": str(raw["proxy"]).rstrip("/"), "kind": "openai"}
+    peer: dict[str, Any] = {"name": name, "endpoint": str(raw["proxy"]).rstrip("/"), "kind": "openai"}
     if key := str(raw.get("apiKey") or ""):
         variable = re.fullmatch(r"\$\{env\.([^}]+)\}", key)
         peer["key_env"] = variable[1] if variable else re.sub(r"\W", "_", name).upper() + "_KEY"
         if variable is None:
             note(f"the peer {name}: its apiKey is not written; set {peer['key_env']} in the gateway's environment")
-    if raw.get("models"):
-        note(f"the peer {name}: its list of models is left out; the gateway asks the peer which models it has")
-    if rest := sorted(set(raw) - {"proxy", "apiKey", "models"}):
-        note(f"the peer {name}: without an equivalent, and left out: {', '.join(rest)}")
-    return peer
+    if models := _texts(raw, "models"):
+        peer["models"] = models
+    filters = _mapping(raw, "filters")
+    given = {*_mapping(filters, "setParams"), *(name.strip() for name in str(filters.get("stripParams")).split(","))}
+    if fixed := sorted((ROUTED_FIELDS - {"model"}) & given):
+        note(f"the peer {name}: its filters of {', '.join(fixed)} are left out, which the gateway itself reads")
+    return peer | _parameters(filters, _mapping(filters, "setParams"), ROUTED_FIELDS)
 
 
 def _mapping(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -205,14 +205,19 @@ def expired(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
         if not (node.healthy and node.takes_orders):
             continue
         for held in node.active:
-            status = held.status
-            spec = fleet.catalogue.spec(status.id)
-            unused_s = now - held.seen_at + min(status.idle_s, status.state_age_s)
-            if spec.ttl_s is None or unused_s < spec.ttl_s or status.state not in _AT_REST:
-                continue
-            if not held.is_busy and not held.pinned and not spec.is_pinned_on(node.name):
+            left_s = ttl_left_s(held, node, fleet.catalogue.spec(held.model_id), now)
+            if left_s is not None and left_s <= 0 and held.state in _AT_REST and not held.is_busy:
                 found.append(ModelOnNode(node.name, held.model_id))
     return tuple(found)
+
+
+def ttl_left_s(held: Residency, node: Node, spec: ModelSpec, now: float) -> float | None:
+    """Seconds until the model's `ttl_s` has passed if no request comes; None: it never does."""
+    if spec.ttl_s is None or held.pinned or spec.is_pinned_on(node.name):
+        return None
+    if held.is_busy:
+        return spec.ttl_s
+    return spec.ttl_s - (now - held.seen_at + min(held.status.idle_s, held.status.state_age_s))
 
 
 def over_ceilings(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:

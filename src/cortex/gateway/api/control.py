@@ -154,7 +154,8 @@ class Control:
             check_content_type(_text(request.header(b"content-type")), required=True)
 
     def _index(self, exchange: Exchange) -> Response:
-        if is_for_ollama(_text(exchange.request.header(b"host"))):
+        request = exchange.request
+        if is_for_ollama(request.text(b"host"), request.text(b"user-agent")):
             return Response(200, ((b"content-type", b"text/plain; charset=utf-8"),), RUNNING.encode())
         return json_response(
             {
@@ -228,7 +229,14 @@ class Control:
 
         def make() -> Response:
             may_use = partial(keys.may_use, key)
-            listed = models.listing(fleet, feasible_on, self._created, may_use, for_operator=view.is_operator)
+            listed = models.listing(
+                fleet,
+                feasible_on,
+                self._created,
+                may_use,
+                for_operator=view.is_operator,
+                with_unlisted=query(exchange.request, "unlisted") == "true",
+            )
             return json_response(model_list(list(map(view.model, listed)), partial(query, exchange.request)))
 
         if sum(len(node.residencies) for node in fleet.nodes) <= MAX_LISTED_AT_ONCE:

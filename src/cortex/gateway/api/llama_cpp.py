@@ -1,4 +1,5 @@
-"""llama.cpp's routes about models: `/models` with states, load, unload and events, and `/props`.
+"""llama.cpp's routes about models: `/models` with states, load, unload and events, and `/props`; and llama-swap's
+`/running`.
 
 Clients such as Open WebUI use them to show and to choose what is loaded.
 """
@@ -40,6 +41,14 @@ _STATUS_AFTER = {
 }
 """By the kind of an event of the fleet."""
 
+_RUNNING_STATE = {
+    ModelState.READY: "ready",
+    ModelState.LOADING: "starting",
+    ModelState.RECOVERING: "starting",
+    ModelState.UNLOADING: "stopping",
+}
+"""In llama-swap's words, the most useful first."""
+
 
 class _Order(msgspec.Struct, frozen=True):
     model: str = ""
@@ -72,6 +81,7 @@ class LlamaCppRoutes:
             Route("POST", "/models/unload", partial(self._order, order="unload")),
             Route("GET", "/models/sse", self._stream),
             Route("GET", "/props", self._show_props),
+            Route("GET", "/running", self._show_running),
         ]
 
     def _order(self, exchange: Exchange, order: Literal["load", "unload"]) -> Response:
@@ -89,6 +99,17 @@ class LlamaCppRoutes:
     def _show_props(self, exchange: Exchange) -> Response:
         key, name = self._key(exchange), query(exchange.request, "model")
         return json_response(llama_cpp.router_props() if name is None else self._props(name, key))
+
+    def _show_running(self, exchange: Exchange) -> Response:
+        fleet, key = self._dispatcher.fleet, self._metering.meter.key(exchange.request)
+        entries = []
+        for spec in offered(fleet, with_unlisted=True):
+            states = {_RUNNING_STATE[held.state] for held in self._held(spec.id) if held.state in _RUNNING_STATE}
+            if states and keys.may_use(key, spec.id):
+                state = next(each for each in _RUNNING_STATE.values() if each in states)
+                about = {"name": spec.display_name or "", "description": spec.description or ""}
+                entries.append({"model": spec.id, "state": state, "ttl": int(spec.ttl_s or 0), **about})
+        return json_response({"running": entries})
 
     def _list(self, key: KeySection | None) -> dict[str, Any]:
         fleet, may_use = self._dispatcher.fleet, partial(keys.may_use, key)

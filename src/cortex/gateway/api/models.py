@@ -5,13 +5,13 @@ Pure: a fleet in, plain values out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
-from cortex.fleet.catalogue import MEBIBYTE, Alias, ModelSpec, is_pattern
+from cortex.fleet.catalogue import MEBIBYTE, ModelSpec, is_pattern
 from cortex.fleet.memory import sized_for
 from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.wire.node.protocol import Capabilities, ModelState
@@ -26,27 +26,42 @@ _ABSENT = (ModelState.COLD, ModelState.FAILED, ModelState.ASLEEP)
 
 
 def listing(
-    fleet: Fleet, feasible_on: FeasibleOn, created: int, may_use: MayUse, *, for_operator: bool = True
+    fleet: Fleet,
+    feasible_on: FeasibleOn,
+    created: int,
+    may_use: MayUse,
+    *,
+    for_operator: bool = True,
+    with_unlisted: bool = False,
 ) -> list[dict[str, Any]]:
     """The models that the client may use, in alphabetical order."""
     data = [
         entry(fleet, spec, feasible_on, created, for_operator=for_operator)
-        for spec in offered(fleet)
+        for spec in offered(fleet, with_unlisted=with_unlisted)
         if may_use(spec.id)
     ]
     data += [
-        _alias_entry(fleet, name, target, feasible_on, created, for_operator=for_operator)
-        for name, target in fleet.catalogue.aliases.items()
-        if not is_pattern(name) and may_use(target if isinstance(target, str) else target.model)
+        _alias_entry(fleet, name, model, feasible_on, created, for_operator=for_operator)
+        for name, model in offered_aliases(fleet, with_unlisted=with_unlisted)
+        if may_use(model)
     ]
     data.sort(key=lambda item: str(item["id"]).lower())
     return data
 
 
-def offered(fleet: Fleet) -> list[ModelSpec]:
+def offered(fleet: Fleet, *, with_unlisted: bool = False) -> list[ModelSpec]:
     """The catalogue's models and those that only nodes list."""
     catalogued = {spec.id for spec in fleet.catalogue.models}
-    return [*fleet.catalogue.models, *(ModelSpec(id=model) for model in sorted(fleet.live_models() - catalogued))]
+    listed = (spec for spec in fleet.catalogue.models if with_unlisted or not spec.unlisted)
+    return [*listed, *(ModelSpec(id=model) for model in sorted(fleet.live_models() - catalogued))]
+
+
+def offered_aliases(fleet: Fleet, *, with_unlisted: bool = False) -> Iterator[tuple[str, str]]:
+    """The aliases of these models that are names, and the model of each."""
+    for name, target in fleet.catalogue.aliases.items():
+        model = target if isinstance(target, str) else target.model
+        if not is_pattern(name) and (with_unlisted or not fleet.catalogue.spec(model).unlisted):
+            yield name, model
 
 
 def entry(
@@ -59,13 +74,14 @@ def entry(
     problems = {node.name: residency.status.reason for node, residency in listing if residency.is_absent}
     failures = {node.name: residency.failure for node, residency in held if residency.failure is not None}
     reasons = {name: found for name, found in (("problems", problems), ("failures", failures)) if found}
+    about = {name: text for name, text in (("name", spec.display_name), ("description", spec.description)) if text}
     context, input, output = _limits(spec, held)
     cut = _cut_context(spec, held)
     return {
         "id": spec.id,
         "object": "model",
         "type": "model",
-        "display_name": spec.id,
+        "display_name": spec.display_name or spec.id,
         "created": created,
         "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
         "owned_by": "cortex",
@@ -83,6 +99,7 @@ def entry(
         "capabilities": _capabilities(spec, held),
         "sampling": _sampling(spec, held),
         "cost": msgspec.to_builtins(spec.cost),
+        **about,
     } | (reasons if for_operator else {})
 
 
@@ -104,9 +121,8 @@ def _sizes(spec: ModelSpec, held: list[tuple[Node, Residency]]) -> list[dict[str
 
 
 def _alias_entry(
-    fleet: Fleet, name: str, target: str | Alias, feasible_on: FeasibleOn, created: int, *, for_operator: bool
+    fleet: Fleet, name: str, model: str, feasible_on: FeasibleOn, created: int, *, for_operator: bool
 ) -> dict[str, Any]:
-    model = target if isinstance(target, str) else target.model
     described = entry(fleet, fleet.catalogue.spec(model), feasible_on, created, for_operator=for_operator)
     return described | {"id": name, "display_name": f"{name} → {model}", "alias_of": model}
 

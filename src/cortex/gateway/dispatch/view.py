@@ -64,6 +64,11 @@ class DispatchView:
         return self._counted.fleet()
 
     @property
+    def now(self) -> float:
+        """On the clock of the fleet's times."""
+        return self._clock()
+
+    @property
     def catalogue(self) -> Catalogue:
         return self._fleet_state.settings.catalogue
 

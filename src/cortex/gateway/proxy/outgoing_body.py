@@ -8,6 +8,7 @@ was read here (`foreign/body.py`).
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from cortex.foreign.body import Access, ServerBody, ServerFields, server_body
 from cortex.foreign.embeddings import OllamaEmbeddings
@@ -37,25 +38,28 @@ from cortex.wire.tenant import EVERYBODY
 class OpaqueBody:
     """The same for every attempt, but for the path below `/upstream/`: a foreign server is the upstream itself."""
 
-    __slots__ = ("_body", "_own_target", "_target", "_upstream", "headers", "method")
+    __slots__ = ("_body", "_form", "_own_target", "_target", "_upstream", "headers", "method")
 
     def __init__(self, request: Request, model: str, found: OpaqueFields | str) -> None:
         """`found`: what is known of its fields; or, for a request below `/upstream/`, the path of the server."""
         self.method = request.method
-        self.headers: Headers
-        self._body: Body
+        self.headers: Headers = ()
+        self._body: Body = b""
+        self._own_target = self._target = b""
         self._upstream: bytes | None = None
         """The target at one of our nodes, for a request below `/upstream/`."""
+        self._form = None if isinstance(found, str) else (request, model, found)
         if isinstance(found, str):
             self._own_target = target_of(found.encode("latin-1"), request.query)
             self._upstream = target_of(upstream_path(model, found).encode("latin-1"), request.query)
             self.headers = passed_headers(request)
             self._body = request.body if request.upload is None else request.upload
-        else:
-            self._own_target, self.headers, self._body = written(request, found, {"model": model})
-        self._target = self._own_target
 
     def choose(self, lease: Lease) -> bool:
+        if self._form is not None:
+            request, model, found = self._form
+            values, stripped = {**lease.abilities.set_params, "model": model}, lease.abilities.strip_params
+            self._own_target, self.headers, self._body = written(request, found, values, stripped)
         self._target = self._own_target  # the attempt before may have been at a node of the other kind
         if self._upstream is not None and lease.abilities.reads_headers:
             self._target = self._upstream
@@ -88,6 +92,8 @@ class OutgoingBody:
         "_request",
         "_route",
         "_served",
+        "_set_params",
+        "_strip_params",
         "_tenant",
         "_translated",
         "_translates",
@@ -110,6 +116,9 @@ class OutgoingBody:
         """Whether the body is translated."""
         self._tenant = EVERYBODY
         """The tenant that is written into it."""
+        self._set_params: dict[str, Any] = {}
+        self._strip_params: tuple[str, ...] = ()
+        """What the operator sets and leaves out at the node."""
         self._limits: dict[int, int | None] = {}
         """The limit of a choice at a foreign server, by the tokens of the prompt there."""
         is_renamed = received.envelope.facts.model != admitted.model  # the client named it by an alias
@@ -123,6 +132,9 @@ class OutgoingBody:
         """Choose the form for the node of `lease`; False: call `prepare` before `made`."""
         route, body = self._route, self._received
         self._is_foreign = not lease.abilities.reads_headers
+        filters = lease.abilities.set_params, lease.abilities.strip_params
+        if filters != (self._set_params, self._strip_params):
+            (self._set_params, self._strip_params), self._served, self._translated = filters, None, None
         self._translates = route.generates and route.dialect not in lease.abilities.dialects
         if route.target:
             return self._edited is not None or not is_parsed_elsewhere(body)
@@ -144,7 +156,10 @@ class OutgoingBody:
         if self._route.target:
             self._edited = await parser.translate_embed(body, model, client)
         elif self._translates:
-            self._translated = await parser.translate(self._route.dialect, body, model, client, tenant=self._tenant)
+            request, made = await parser.translate(self._route.dialect, body, model, client, tenant=self._tenant)
+            if self._is_filtered:
+                made = await parser.server_body(self._path, made.body, client, without=self._fields.without)
+            self._translated = request, made
         elif self._is_foreign:
             without = self._fields.without
             self._served = await parser.server_body(self._path, body, client, without=without, access=self._access)
@@ -159,7 +174,10 @@ class OutgoingBody:
         if self._route.target:
             body = self._edited = self._edited or embeddings.request_body(self._received, model)
             self._foreign_limit(len(body))
-            translation = OllamaEmbeddings(self._path, self._request.envelope.facts.model)
+            if self._is_filtered:
+                fields = self._fields
+                body = server_body(self._path, body, fields.without).with_fields(fields.written(None))
+            translation = OllamaEmbeddings(self._route.path.decode(), self._request.envelope.facts.model)
             return self._route.target, body, translation
         if self._translates:
             return CHAT.path, *self._translation()
@@ -176,13 +194,19 @@ class OutgoingBody:
 
     @property
     def _path(self) -> str:
-        return self._route.path.decode()
+        """Of the request that the node gets."""
+        return (CHAT.path if self._translates else self._route.target or self._route.path).decode()
+
+    @property
+    def _is_filtered(self) -> bool:
+        return bool(self._set_params or self._strip_params)
 
     @property
     def _fields(self) -> ServerFields:
         """What a foreign server gets in place of the client's fields."""
         is_limited = self._has_budget and self._route.generates
-        return ServerFields(self._path, {"model": self._admitted.model}, self._tenant, (), is_limited)
+        values = {**self._set_params, "model": self._admitted.model}
+        return ServerFields(self._path, values, self._tenant, self._strip_params, is_limited)
 
     def _foreign_limit(self, num_bytes: int) -> int | None:
         """The limit of a choice at a foreign server that gets a body of this size; None: there is none."""
@@ -198,11 +222,18 @@ class OutgoingBody:
     def _translation(self) -> tuple[bytes, ChatTranslation]:
         if self._translated is None:
             request = self._route.codec.parse(self._received)
-            self._translated = request, ServerBody(functions.translated(request, self._admitted.model, self._tenant))
+            made = ServerBody(functions.translated(request, self._admitted.model, self._tenant))
+            if self._is_filtered:
+                made = server_body(self._path, made.body, self._fields.without)
+            self._translated = request, made
         request, served = self._translated
-        limits = (request.sampling.max_tokens, self._foreign_limit(len(served.body)))
+        own_limit = None if "max_tokens" in self._strip_params else request.sampling.max_tokens
+        limits = (own_limit, self._foreign_limit(len(served.body)))
         limit = min((each for each in limits if each is not None), default=None)
-        body = served.with_fields({} if limit is None else {"max_tokens": limit})
+        if self._is_filtered:
+            body = served.with_fields(self._fields.written(limit))
+        else:
+            body = served.with_fields({} if limit is None else {"max_tokens": limit})
         response_id = self._route.codec.ID_PREFIX + self._request.id.decode().removeprefix("req_")
         if self._keeper is not None and self._keeper.kept is not None:
             request, response_id = self._keeper.kept.described(request), self._keeper.kept.id

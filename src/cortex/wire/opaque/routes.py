@@ -51,6 +51,14 @@ def split_upstream(path: str) -> Iterator[tuple[str, str]]:
         yield unquote(rest), "/"
 
 
+def with_slash(method: bytes, path: bytes, query: bytes) -> bytes | None:
+    """Where to send a client that opens the root of a server without its last slash: the links of a page are relative
+    to that. None: its `path` below `/upstream/` has one, or it sends something."""
+    if method not in (b"GET", b"HEAD") or path.endswith(b"/"):
+        return None
+    return path + b"/" + (b"?" + query if query else b"")
+
+
 def upstream_path(model: str, path: str) -> str:
     """The path of a request to `model`, for a node."""
     return f"{UPSTREAM}{quote(model, safe='')}{path}"

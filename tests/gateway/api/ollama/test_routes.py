@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,6 +14,7 @@ import pytest
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.gateway.ledger.keys import generate
 from cortex.settings import Listen
+from cortex.wire.dialects.ollama import models
 from cortex.wire.node.protocol import ModelState, Progress, PullStatus
 
 from ...fake_neuron import GB
@@ -54,6 +57,50 @@ async def test_shows_a_model_under_every_spelling(client: Client, name: str) -> 
     assert shown["capabilities"]
 
 
+@pytest.mark.parametrize("template", ["{{ messages }}", ""])
+async def test_shows_the_template_that_a_node_knows_else_none(client: Client, node: FakeNeuron, template: str) -> None:
+    if template:
+        node.templates["org/big"] = template
+    status, shown = await client.post("/api/show", {"model": "big"})
+    assert (status, shown["template"]) == (200, template)
+
+
+async def test_loaded_model_with_a_ttl_expires_and_others_do_not(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    names = ("brief", "kept", "pinned")
+    node = await neurons("beast", sizes=dict.fromkeys(names, GB), states=dict.fromkeys(names, READY))
+    specs = (ModelSpec(id="brief", ttl_s=600), ModelSpec(id="kept"), ModelSpec(id="pinned", ttl_s=600, load="pinned"))
+    client = await start_gateway(node, catalogue=Catalogue(models=specs))
+    before = time.time()
+    loaded = {each["name"]: each["expires_at"] for each in (await client.get("/api/ps"))[1]["models"]}
+    assert before < datetime.fromisoformat(loaded["brief"]).timestamp() <= time.time() + 600
+    assert {loaded["kept"], loaded["pinned"]} == {models.NEVER}
+
+
+async def test_unlisted_models_are_served_and_listed_only_on_request(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    names = ("hidden", "shown")
+    node = await neurons("beast", sizes=dict.fromkeys(names, GB), states=dict.fromkeys(names, READY))
+    specs = (
+        ModelSpec(id="hidden", unlisted=True),
+        ModelSpec(id="shown", display_name="Shown 7B", description="For drafts"),
+    )
+    client = await start_gateway(node, catalogue=Catalogue(models=specs, aliases={"secret": "hidden"}))
+    [shown] = (await client.get("/v1/models"))[1]["data"]
+    assert (shown["id"], shown["display_name"], shown["name"]) == ("shown", "Shown 7B", "Shown 7B")
+    assert shown["description"] == "For drafts"
+    assert [each["id"] for each in (await client.get("/models"))[1]["data"]] == ["shown"]
+    for path in ("/api/tags", "/api/ps"):
+        assert [each["name"] for each in (await client.get(path))[1]["models"]] == ["shown"]
+    every = (await client.get("/v1/models?unlisted=true"))[1]["data"]
+    assert [(each["id"], "name" in each) for each in every] == [("hidden", False), ("secret", False), ("shown", True)]
+    assert (await client.get("/v1/models/hidden"))[0] == 200
+    message = {"role": "user", "content": "hi"}
+    assert (await client.post("/v1/chat/completions", {"model": "secret", "messages": [message]}))[0] == 200
+
+
 async def test_other_quantisations_are_other_models(client: Client) -> None:
     assert (await client.post("/api/show", {"model": "hf.co/org/gguf:Q8_0"}))[0] == 404
 
@@ -61,6 +108,13 @@ async def test_other_quantisations_are_other_models(client: Client) -> None:
 async def test_root_and_absent_routes(client: Client) -> None:
     async with client.session.get(client.url + "/", headers={"host": "localhost:11434"}) as response:
         assert await response.text() == "Ollama is running"
+    for agent in ("ollama/0.33.0 (amd64 linux) Go/go1.24", "ollama-python/0.6.1 (x86_64 linux) Python/3.11"):
+        async with client.session.get(client.url + "/", headers={"user-agent": agent}) as response:
+            assert await response.text() == "Ollama is running"
+    async with client.session.get(client.url + "/", headers={"host": "h:11434", "accept": "text/html"}) as response:
+        assert response.content_type == "text/html"
+    async with client.session.get(client.url + "/") as response:
+        assert response.content_type == "application/json"
     async with client.session.head(client.url + "/api/tags") as response:
         assert response.status == 200
     for path in ("/api/create", "/api/copy", "/api/push", "/api/blobs/sha256:0"):

@@ -48,6 +48,8 @@ async def test_listings_have_every_field_that_clients_require(api: Api) -> None:
     _, shown, _ = await api.post("/api/show", {"model": "org/tiny"})
     assert shown["model_info"]["general.basename"] == "org/tiny"
     assert shown["model_info"][f"{shown['model_info']['general.architecture']}.context_length"] == 2000
+    assert "messages" in shown["template"]
+    assert shown["parameters"].split()[:2] == ["num_ctx", "2000"]
     status, reply, _ = await api.post("/api/show", {"model": "other"})
     assert (status, "There is no model 'other'" in reply["error"]) == (404, True)
 
@@ -57,6 +59,8 @@ async def test_root_answers_on_the_port_of_ollama(api: Api) -> None:
         async with api.client.request(method, api.url + "/", headers={"host": "localhost:11434"}) as response:
             assert response.status == 200
             assert await response.text() == ("Ollama is running" if method == "GET" else "")
+    async with api.client.get(api.url + "/", headers={"user-agent": "ollama-python/0.6.1"}) as response:
+        assert await response.text() == "Ollama is running"
     async with api.client.head(api.url + "/api/version") as response:
         assert response.status == 200
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cortex.wire.dialects.ollama.models import OllamaModel, from_status, loaded, show, tags
+from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.protocol import ModelState, ModelStatus, StoredForm
 
 DENSE = StoredForm(file_format="safetensors", dtype="F16", num_parameters=135_000_000)
@@ -37,6 +38,17 @@ def test_same_files_have_the_same_digest_under_every_name() -> None:
     assert first.digest != OllamaModel("m", 0.0, files_digest="cd").digest
     assert first.digest != OllamaModel("m", 0.0, files_digest="ab", quant="q8_0").digest
     assert OllamaModel("m", 0.0).digest != OllamaModel("n", 0.0).digest
+
+
+def test_parameters_have_ollamas_names() -> None:
+    sampling = SamplingDefaults(temperature=0.6, repetition_penalty=1.05)
+    status = ModelStatus(id="m", state=ModelState.READY, context_tokens=1048576, sampling=sampling)
+    lines = show(from_status(status, 0.0))["parameters"].splitlines()
+    assert [tuple(line.split()) for line in lines] == [
+        ("num_ctx", "1048576"),
+        ("temperature", "0.6"),
+        ("repeat_penalty", "1.05"),
+    ]
 
 
 @pytest.mark.parametrize(("vram_bytes", "expected"), [(None, 7), (0, 0)])

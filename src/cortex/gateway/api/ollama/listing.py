@@ -1,32 +1,33 @@
-"""The models of the fleet as Ollama's listings describe them. Pure."""
+"""The models of the fleet as Ollama's listings describe them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
-from cortex.fleet.catalogue import ModelSpec, is_pattern
+from cortex.fleet.catalogue import ModelSpec
+from cortex.fleet.placement.eviction import ttl_left_s
 from cortex.fleet.topology import Fleet, Node, Residency
-from cortex.gateway.api.models import MayUse, offered
+from cortex.gateway.api.models import MayUse, offered, offered_aliases
 from cortex.wire.dialects.ollama.models import OllamaModel, from_status
 from cortex.wire.node.protocol import Capabilities, ModelState
 
 
-def listed(fleet: Fleet, created: float, may_use: MayUse) -> list[OllamaModel]:
-    """The models and aliases that the client may use, in alphabetical order."""
-    return sorted(_found(fleet, created, may_use), key=lambda model: model.name.lower())
+def listed(fleet: Fleet, created: float, now: float, may_use: MayUse) -> list[OllamaModel]:
+    """The models and aliases that the client may use, in alphabetical order. `now`: on the clock of the fleet."""
+    return sorted(_found(fleet, created, now, may_use), key=lambda model: model.name.lower())
 
 
-def _found(fleet: Fleet, created: float, may_use: MayUse) -> Iterator[OllamaModel]:
+def _found(fleet: Fleet, created: float, now: float, may_use: MayUse) -> Iterator[OllamaModel]:
     for spec in offered(fleet):
         if may_use(spec.id):
-            yield described(fleet, spec, created)
-    for name, target in fleet.catalogue.aliases.items():
-        model = target if isinstance(target, str) else target.model
-        if not is_pattern(name) and may_use(model):
-            yield described(fleet, fleet.catalogue.spec(model), created, name)
+            yield described(fleet, spec, created, now)
+    for name, model in offered_aliases(fleet):
+        if may_use(model):
+            yield described(fleet, fleet.catalogue.spec(model), created, now, name)
 
 
-def described(fleet: Fleet, spec: ModelSpec, created: float, name: str | None = None) -> OllamaModel:
+def described(fleet: Fleet, spec: ModelSpec, created: float, now: float, name: str | None = None) -> OllamaModel:
     """One model under `name`: as a node that has it ready reports it, else as any node does, else as the catalogue
     says."""
     name = name or spec.id
@@ -52,7 +53,15 @@ def described(fleet: Fleet, spec: ModelSpec, created: float, name: str | None = 
         vram_bytes=sum(map(_bytes, on_gpus)),
         capabilities=capabilities,
         context_tokens=spec.context_tokens,
+        expires_at=_expires_at(spec, [place for place in places if place[1] in ready], now),
     )
+
+
+def _expires_at(spec: ModelSpec, ready: list[tuple[Node, Residency]], now: float) -> float | None:
+    """Unix time at which the last replica leaves its device if no request comes; None: no time is set."""
+    left = [ttl_left_s(held, node, spec, now) for node, held in ready]
+    known = [left_s for left_s in left if left_s is not None]
+    return time.time() + max(0.0, *known) if known and len(known) == len(left) else None
 
 
 def _capabilities(spec: ModelSpec) -> Capabilities | None:

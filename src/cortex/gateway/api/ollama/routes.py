@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 
+from cortex.fleet.catalogue import ModelSpec
 from cortex.gateway.api.files import FileRoutes
 from cortex.gateway.api.jobs import Job
 from cortex.gateway.api.ollama import listing
 from cortex.gateway.api.parts import ApiRoute, DeferredResponses, listing_key
+from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger import keys
 from cortex.gateway.ledger.keys import KeySection
@@ -25,6 +29,7 @@ from cortex.http.response_head import stream_headers
 from cortex.http.routing import Route, path_of
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
+from cortex.http.upstream.faults import UpstreamFault
 from cortex.wire.dialects.ollama import lines, models
 from cortex.wire.errors import (
     CortexError,
@@ -37,6 +42,8 @@ from cortex.wire.errors import (
 from cortex.wire.fields import body as wire_body
 from cortex.wire.model_names import split_quant
 
+log = logging.getLogger(__name__)
+
 PREFIX = "/api/"
 POLL_S = 0.25
 
@@ -47,6 +54,7 @@ class OllamaRoutes:
     def __init__(
         self,
         dispatcher: DispatchView,
+        nodes: Mapping[str, NodeClient],
         files: FileRoutes,
         metering: Metering,
         deferred: DeferredResponses,
@@ -55,6 +63,7 @@ class OllamaRoutes:
         """`open_paths` need no key."""
         self._open_paths = open_paths
         self._dispatcher = dispatcher
+        self._nodes = nodes
         self._files = files
         self._metering = metering
         self._deferred = deferred
@@ -77,8 +86,10 @@ class OllamaRoutes:
     def _list(self, exchange: Exchange, name: str) -> Response:
         return json_response(self._listing(name, self._key(exchange.request)))
 
-    def _show_model(self, exchange: Exchange) -> Response:
-        return json_response(self._show(exchange.request.body, self._key(exchange.request)))
+    def _show_model(self, exchange: Exchange) -> None:
+        name = models.read_name(exchange.request.body)
+        resolution = resolve_listed(self._dispatcher, self._key(exchange.request), name, "/api/tags")
+        self._deferred.respond(exchange, self._show(resolution.spec, name))
 
     def _begin_pull(self, exchange: Exchange) -> None:
         self._pull(exchange, self._metering.meter.authenticate_operator(exchange.request))
@@ -96,13 +107,25 @@ class OllamaRoutes:
     def _listing(self, name: str, key: KeySection | None) -> dict[str, Any]:
         if name == "version":
             return {"version": models.VERSION}
-        found = listing.listed(self._dispatcher.fleet, self._created, partial(keys.may_use, key))
+        fleet, now = self._dispatcher.fleet, self._dispatcher.now
+        found = listing.listed(fleet, self._created, now, partial(keys.may_use, key))
         return models.tags(found) if name == "tags" else models.loaded(found)
 
-    def _show(self, body: bytes, key: KeySection | None) -> dict[str, Any]:
-        name = models.read_name(body)
-        resolution = resolve_listed(self._dispatcher, key, name, "/api/tags")
-        return models.show(listing.described(self._dispatcher.fleet, resolution.spec, self._created, name))
+    async def _show(self, spec: ModelSpec, name: str) -> Response:
+        template = await self._template(spec.id)
+        described = listing.described(self._dispatcher.fleet, spec, self._created, self._dispatcher.now, name)
+        return json_response(models.show(dataclasses.replace(described, template=template)))
+
+    async def _template(self, model: str) -> str:
+        """The chat template, from the first node that knows it; empty where none does: only a server knows it, or the
+        files are not there."""
+        for node in self._dispatcher.fleet.listing(model):
+            if node.healthy and node.takes_orders:
+                try:
+                    return await self._nodes[node.name].chat_template(model)
+                except (UpstreamFault, CortexError) as problem:
+                    log.debug("%s has no chat template of %s: %s", node.name, model, problem)
+        return ""
 
     async def _delete(self, name: str) -> Response:
         """Deletes the files of a model, or the quantisation that `name` has, from every node that has them."""

@@ -85,6 +85,10 @@ class _ForeignList(msgspec.Struct, frozen=True):
     data: tuple[ForeignModel, ...] = ()
 
 
+class _Props(msgspec.Struct, frozen=True):
+    chat_template: str = ""
+
+
 class _ErrorBody(msgspec.Struct, frozen=True):
     message: str = ""
     code: str | int | None = None
@@ -231,6 +235,10 @@ class NodeClient:
     async def model_log(self, model: str, after: int) -> ModelLog:
         """What the server that runs the model wrote after its first `after` lines."""
         return await self._get(f"/models/{quote(model)}/log?after={after}".encode(), ModelLog)
+
+    async def chat_template(self, model: str) -> str:
+        """Read from its files, without a load. Raises where the node does not know it."""
+        return (await self._get(f"/props?model={quote(model, safe='')}".encode(), _Props)).chat_template
 
     async def forget_size(self, model: str) -> ModelStatus:
         """Have the node estimate the model as if it had never been loaded there."""

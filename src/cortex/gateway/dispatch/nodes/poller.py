@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from cortex.gateway.dispatch.nodes.client import NodeClient
+from cortex.gateway.dispatch.nodes.client import ForeignModel, NodeClient
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.system.tasks import SupervisedTask, Supervisor
 from cortex.wire.errors import CortexError
@@ -126,6 +126,9 @@ class Poller:
         """A foreign server counts as a node without devices whose models are always ready. It does not say what they
         can do: embeddings and ranks count once it has made some."""
         models = await self._client.foreign_models()
+        if named := self._client.section.models:
+            listed = {model.id: model for model in models}
+            models = tuple(listed.get(name) or ForeignModel(name) for name in named)
         served = self._client.served_needs
         statuses = tuple(
             ModelStatus(

@@ -20,7 +20,7 @@ from cortex.telemetry.spans import Span
 from cortex.wire.errors import CortexError, ModelNotFound, ShuttingDown
 from cortex.wire.opaque.fields import OpaqueFields
 from cortex.wire.opaque.health_checks import HEALTH_CHECKS
-from cortex.wire.opaque.routes import split_upstream
+from cortex.wire.opaque.routes import split_upstream, with_slash
 from cortex.wire.request_summary import RequestSummary
 
 
@@ -79,6 +79,11 @@ class OpaqueInference:
             services.metrics.disconnects.labels("wait").inc()
             span.end({}, error="client_disconnected")
             raise
+        location = with_slash(request.method, request.path, request.query) if found == "/" else None
+        if location is not None:
+            span.end({})
+            exchange.respond(307, ((b"location", location), *route.id_headers(id)), b"")
+            return
         envelope = Envelope(RequestSummary(name, stream=False, completion_limit=0, num_choices=1), ())
         received = ReceivedRequest(exchange, route, b"", envelope, key, id, span, received_at)
         is_check = route.is_upstream and request.method == b"GET" and found in HEALTH_CHECKS

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from cortex.http.composed_body import Body
 from cortex.http.opaque_request import WrittenRequest, passed_headers, read_fields, target_of, written
+from cortex.http.server.server import Response
 from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.api.inference.opaque_relay import OpaqueRelay
 from cortex.neuron.api.inference.routes import Inference
@@ -17,7 +18,7 @@ from cortex.neuron.api.routes.metrics import RequestWatch
 from cortex.neuron.node.harness.upstream import Upstream
 from cortex.wire.errors import UnsupportedModality
 from cortex.wire.opaque.health_checks import HEALTH_CHECKS
-from cortex.wire.opaque.routes import PATHS, UPSTREAM, UPSTREAM_METHODS, split_upstream
+from cortex.wire.opaque.routes import PATHS, UPSTREAM, UPSTREAM_METHODS, split_upstream, with_slash
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class OpaqueRoutes:
             sent = written(http, fields, upstream.fields, upstream.stripped_fields)
             await self._relay.pass_on(call, fields.model, sent, upstream, watch)
 
-    async def by_path(self, call: ApiCall) -> None:
+    async def by_path(self, call: ApiCall) -> Response | None:
         """Everything but the path's beginning reaches the server as it is."""
         http, shared = call.request, self.inference
         with shared.drain_gate.enter(), shared.metrics.watch("opaque") as watch, traced(shared.tracer, http, watch):
@@ -56,10 +57,14 @@ class OpaqueRoutes:
             known = {status.id for status in shared.backend.models()}
             model, path = next((way for way in ways if way[0] in known), ways[0])
             upstream = self._upstream(model, None, watch)
+            location = with_slash(http.method, http.path, http.query) if path == "/" else None
+            if location is not None:
+                return Response(307, ((b"location", location),), b"")
             body: Body = http.body if http.upload is None else http.upload
             sent = WrittenRequest(target_of(path.encode("latin-1"), http.query), passed_headers(http), body)
             is_check = http.method == b"GET" and path in HEALTH_CHECKS
             await self._relay.pass_on(call, model, sent, upstream, watch, is_check=is_check)
+        return None
 
     def _upstream(self, model: str, path: str | None, watch: RequestWatch) -> Upstream:
         """Raises ModelNotFound, or UnsupportedModality for a model that does not take such requests."""

@@ -71,7 +71,7 @@ class Control:
         ]
 
     async def about(self, call: ApiCall) -> Response:
-        if is_for_ollama(call.request.text(b"host")):
+        if is_for_ollama(call.request.text(b"host"), call.request.text(b"user-agent")):
             return Response(200, ((b"content-type", b"text/plain; charset=utf-8"),), RUNNING.encode())
         return responses.json(
             {

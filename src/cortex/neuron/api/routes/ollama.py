@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from cortex.neuron.api.stream import EventStream
 from cortex.parsing.parser import BodyParser
 from cortex.wire.dialects.ollama import embeddings, lines, models
 from cortex.wire.error_encoding import from_code
-from cortex.wire.errors import LoadFailed, NotImplementedHere
+from cortex.wire.errors import CortexError, LoadFailed, NotImplementedHere
 from cortex.wire.fields import body as wire_body
 from cortex.wire.model_names import split_quant
 from cortex.wire.node.orders import FilesRequest
@@ -72,7 +73,11 @@ class OllamaRoutes:
 
     async def show(self, call: ApiCall) -> Response:
         status = self.backend.model(models.read_name(call.request.body))
-        return responses.json(models.show(self._described(status)))
+        try:
+            template = (await self.backend.texts.text(status.id)).template.source
+        except CortexError:  # only a server knows it, or its files are not there
+            template = ""
+        return responses.json(models.show(dataclasses.replace(self._described(status), template=template)))
 
     async def absent(self, call: ApiCall) -> Response:
         raise NotImplementedHere(models.absence(call.request.path.decode("latin-1")))

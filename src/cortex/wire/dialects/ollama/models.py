@@ -24,13 +24,15 @@ PORT = 11434
 RUNNING = "Ollama is running"
 """What its `/` says."""
 NEVER = "9999-12-31T23:59:59Z"
-"""When a model is unloaded: nobody knows, because demand decides."""
+"""When a model without a `ttl_s` is unloaded: nobody knows, because demand decides."""
 
 ABSENT = ("create", "copy", "push")
 """Routes that have no meaning here, with `BLOBS`."""
 BLOBS = "/api/blobs/(?P<digest>.+)"
 
 _MAX_BODY_BYTES = 64 * 1024
+_OPTION_NAMES = {"repetition_penalty": "repeat_penalty"}
+"""Sampling parameters that Ollama calls differently."""
 _PARAMETERS = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([bBmM])(?![A-Za-z0-9])")
 
 
@@ -58,6 +60,10 @@ class OllamaModel:
     capabilities: Capabilities = field(default_factory=Capabilities)
     parameters: tuple[tuple[str, float], ...] = ()
     """How it samples where a request says nothing."""
+    expires_at: float | None = None
+    """Unix time at which it leaves the device unless a request comes; None: no time is set."""
+    template: str = ""
+    """Its chat template; empty: unknown."""
 
     @property
     def digest(self) -> str:
@@ -66,9 +72,11 @@ class OllamaModel:
         return digest(self.files_digest or self.name, self.quant)
 
 
-def is_for_ollama(host: str | None) -> bool:
-    """Whether a request was sent to the port of Ollama, by its `Host` header."""
-    return host is not None and host.endswith(f":{PORT}")
+def is_for_ollama(host: str | None, user_agent: str | None) -> bool:
+    """Whether a client takes us for Ollama: it is one of Ollama's own (its CLI, ollama-python, ollama-js), or uses
+    Ollama's port."""
+    is_own_client = user_agent is not None and user_agent.lower().startswith("ollama")
+    return is_own_client or (host is not None and host.endswith(f":{PORT}"))
 
 
 def digest(name: str, quant: str | None) -> str:
@@ -110,6 +118,7 @@ def from_status(
     vram_bytes: int | None = None,
     capabilities: Capabilities | None = None,
     context_tokens: int | None = None,
+    expires_at: float | None = None,
 ) -> OllamaModel:
     """A model as its node describes it. What else is given takes precedence; `context_tokens` where the node reports
     none. `vram_bytes`: all of `device_bytes` if absent."""
@@ -130,6 +139,7 @@ def from_status(
         context_tokens=status.context_tokens or context_tokens,
         capabilities=capabilities or status.capabilities,
         parameters=tuple((field, value) for field, value in sampling if value is not None),
+        expires_at=expires_at,
     )
 
 
@@ -145,7 +155,7 @@ def loaded(models: Iterable[OllamaModel]) -> dict[str, Any]:
             | {
                 "size": model.device_bytes,
                 "size_vram": model.vram_bytes,
-                "expires_at": NEVER,
+                "expires_at": NEVER if model.expires_at is None else timestamp(model.expires_at),
                 "context_length": model.context_tokens or 0,
             }
             for model in models
@@ -164,13 +174,20 @@ def show(model: OllamaModel) -> dict[str, Any]:
     return {
         "license": "",
         "modelfile": f"# {model.name} is served by cortex; it has no Modelfile.\nFROM {model.name}\n",
-        "parameters": "\n".join(f"{name:<30} {value:g}" for name, value in model.parameters),
-        "template": "",
+        "parameters": _parameters(model),
+        "template": model.template,
         "details": _details(model),
         "model_info": information,
         "capabilities": _capabilities(model),
         "modified_at": timestamp(model.created),
     }
+
+
+def _parameters(model: OllamaModel) -> str:
+    """Under Ollama's names, one per line."""
+    context = () if model.context_tokens is None else (("num_ctx", model.context_tokens),)
+    sampling = ((_OPTION_NAMES.get(name, name), value) for name, value in model.parameters)
+    return "\n".join(f"{name:<30} {value:.10g}" for name, value in (*context, *sampling))
 
 
 def pull_progress(digest: str, progress: Progress | None) -> dict[str, Any]:

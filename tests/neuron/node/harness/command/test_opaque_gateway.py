@@ -115,6 +115,15 @@ async def test_upstream_is_for_operators(client: Client) -> None:
     assert (await client("/upstream/m/x", key=OPERATOR, headers=page))[0] == 200, "no browser adds a key by itself"
 
 
+async def test_root_of_a_server_is_opened_with_its_slash(client: Client) -> None:
+    for server, path in (("", "/upstream/org/n"), (client.node_url, "/upstream/m")):
+        sent = {"authorization": f"Bearer {OPERATOR.text}"}
+        async with client.session.get(f"{server}{path}?a=1", headers=sent, allow_redirects=False) as response:
+            assert (response.status, response.headers.get("location")) == (307, f"{path}/?a=1")
+    status, received = await client("/upstream/org/n", key=OPERATOR, data=FILE)
+    assert (status, received["path"]) == (200, "/"), "what is sent reaches the server"
+
+
 async def test_health_check_of_a_model_that_is_not_loaded_does_not_load_it(client: Client) -> None:
     for url in (client.node_url, ""):  # of the node, and through the gateway
         status, problem = await client(f"{url}/upstream/m/health", "GET", key=MONITOR)

@@ -15,7 +15,7 @@ const STARTING = ["loading", "downloading", "recovering"];
 const KINDS = { ready: "good", loading: "busy", downloading: "busy", recovering: "warn", unloading: "busy", failed: "bad", unreachable: "bad" };
 
 export default function Models() {
-  const { value, error, reload } = useLoaded((signal) => get("v1/models", { signal }), []);
+  const { value, error, reload } = useLoaded((signal) => get("v1/models?unlisted=true", { signal }), []);
   const [filter, setFilter] = useState("");
   const [order, setOrder] = useState(null);
   const [pulling, setPulling] = useState(false);

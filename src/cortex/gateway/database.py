@@ -243,7 +243,7 @@ class Database:
         self._connection: DatabaseConnection | None = None
         self._schemas: list[Schema] = [] if schemas is None else schemas
         self._num_created = 0
-        """Of `_schemas`, those that the connection has created."""
+        """Those of `_schemas` that the connection has created."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="database")
         self._failure: StoreError | None = None
         self._num_failures = 0

@@ -194,7 +194,7 @@ class OutgoingBody:
 
     @property
     def _path(self) -> str:
-        """Of the request that the node gets."""
+        """The path of the request that the node gets."""
         return (CHAT.path if self._translates else self._route.target or self._route.path).decode()
 
     @property

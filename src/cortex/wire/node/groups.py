@@ -35,7 +35,7 @@ class PreparedMember(NodeValue, frozen=True):
     pulse_port: int
     """Where the node of the leader reaches this one for as long as the group lives."""
     version: str = ""
-    """Of the server, as its `version` command prints it; empty: there is no such command."""
+    """The server's version, as its `version` command prints it; empty: there is no such command."""
 
 
 class MemberAddress(NodeValue, frozen=True):

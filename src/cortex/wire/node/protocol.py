@@ -202,7 +202,7 @@ class ModelStatus(NodeValue, frozen=True):
     """The nodes of the group that runs it, the leader's first; empty: this node runs it alone, or nothing of it is
     here. All sizes here are those of this node's member."""
     rank: int = 0
-    """Of this node in the group. Only rank 0, the leader, takes requests."""
+    """This node's rank in the group. Only rank 0, the leader, takes requests."""
     log_lines: tuple[str, ...] = ()
     """The end of the log of a member that is loading or has failed."""
     parallel: Literal["tensor", "pipeline"] | None = None

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 READ_TIMEOUT_S = 5.0
-"""Of a call that reads a state, and of polls of foreign servers: a busy one responds late, and is not down."""
+"""The limit of calls that read a state, and of polls of foreign servers: a busy one is late, and not down."""
 LOAD_CALL_TIMEOUT_S = 3600.0
 """A node may hold the load call until the model is ready; polls show meanwhile that the node is up."""
 CONTROL_TIMEOUT_S = 30.0

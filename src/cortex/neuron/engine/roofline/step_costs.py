@@ -35,7 +35,7 @@ class StepShape:
     """Tokens before those of the streams, together."""
     prompt_tokens: int = 0
     prompt_worth: float = 0.0
-    """Of the prompts' chunks together: `StepWork.prompt_worth`."""
+    """What the prompts' chunks are worth together: `StepWork.prompt_worth`."""
 
     def with_prompts(self, worth: float) -> StepShape:
         """The same streams, and prompts without attention."""

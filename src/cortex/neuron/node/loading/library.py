@@ -129,7 +129,7 @@ class KnownModel(PlacedOptions, frozen=True, kw_only=True):
     """With those that are added while requests wait; no more than `replicas`: none are."""
 
     member: GroupMember | None = None
-    """Of the group that runs it on several nodes; None: this node runs it alone."""
+    """Its place in the group that runs it on several nodes; None: this node runs it alone."""
 
     @property
     def num_members(self) -> int:

@@ -83,7 +83,7 @@ class Estimate:
 
 
 _LAST_LINES = 3
-"""Of its log, in the status of a member that loads."""
+"""Lines of its log in the status of a member that loads."""
 
 
 class ModelLoader:

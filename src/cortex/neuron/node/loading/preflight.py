@@ -55,7 +55,7 @@ class ModelFacts:
     config: Mapping[str, Any] = field(default_factory=dict)
     """What `architecture` was read from."""
     sample: str = ""
-    """Of the content of the weights (`content_sample`)."""
+    """A digest of the content of the weights (`content_sample`)."""
     draft: ModelFacts | None = None
     """Those of the draft model that is loaded with it."""
     _layouts: dict[MatrixDevice, Mapping[str, MatrixLayout]] = field(

@@ -47,7 +47,7 @@ LONG_TOKENS, LONG_RESPONSE = 8192, 1024
 AGENT_START, AGENT_TURNS, AGENT_RESPONSE = 3000, 12, 40
 """Tokens of the first prompt, turns, and tokens of a response."""
 AGENT_RESULT = (5.3, 0.8)
-"""Of the log-normal length of a tool's result: median 200 tokens."""
+"""The log-normal length of a tool's result: median 200 tokens."""
 AGENT_PAUSE_S = 0.5
 """A tool takes this long, on average."""
 CALIBRATION_WORDS = 120
@@ -146,7 +146,7 @@ class _Exchange(asyncio.Protocol):
         self._head: bytes | None = b""
         self._is_chunked = False
         self._raw = b""
-        """Of a chunked body: what is not yet a whole chunk."""
+        """The part of a chunked body that is not yet a whole chunk."""
         self._body = b""
         self._status = 0
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -241,7 +241,7 @@ class Task:
     prompt_tokens: int
     response_tokens: int
     num_turns: int = 1
-    """Of an agent; of other clients, requests with another prompt each."""
+    """Turns of an agent, or requests of another client, each with a new prompt."""
 
     def first_body(self, server: Server, turn: int) -> dict[str, Any]:
         """The body of a request that continues nothing."""

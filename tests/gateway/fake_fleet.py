@@ -75,16 +75,16 @@ class FakeFleet:
         self.kept: dict[tuple[str, str], HostKV] = {}
         self.leaving: set[tuple[str, str]] = set()
         self.ceiling_bytes: int | None = None
-        """Of every node."""
+        """The ceiling of every node."""
         self.foreign_bytes = 0
         """What other programs hold of every device."""
         self.failure_code: str | None = None
-        """Of the models in `failed`."""
+        """The error code of the models in `failed`."""
         self.load_s: float | None = None
         """What loads take, as nodes report it."""
         self.contexts: dict[str, ContextSizes] = {}
         self.context_tokens: dict[str, int] = {}
-        """Of models that are ready."""
+        """The contexts of models that are ready."""
         self.kv_tokens: int | None = None
         """That fit in the KV cache of every ready model."""
         self.event_log = EventLog()

@@ -15,6 +15,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.config import Config, GatewaySection, NeuronSection
+from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.keys import as_toml, generate
 from cortex.gateway.listening import CannotListen
 from cortex.gateway.process import report_unhandled
@@ -254,3 +255,21 @@ async def test_taken_port_is_reported_before_a_node_is_contacted(neurons: StartN
                 await gateway.start()
             await gateway.close()
     assert neuron.polls == 0
+
+
+async def test_end_of_a_gateway_writes_the_rest_where_one_store_fails(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await start_gateway(await neurons("n", sizes={"a": GB}))
+    gateway, saved = client.gateway, asyncio.Event()
+
+    async def fails() -> None:
+        raise StoreError("the disk is full")
+
+    async def save() -> None:
+        saved.set()
+
+    monkeypatch.setattr(gateway._metering, "close", fails)  # noqa: SLF001
+    monkeypatch.setattr(gateway._activity_file, "save", save)  # noqa: SLF001
+    await gateway.close()
+    assert saved.is_set()

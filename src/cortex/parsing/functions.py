@@ -1,7 +1,7 @@
 """The functions that read and write request bodies: called at once for small bodies, in the parse process for large
 ones. They raise the CortexError of a body that is invalid.
 
-A value that is large beside the body travels in it, behind the body, because a process gets what is large as one piece.
+A large value that a call takes in addition to the body is appended to it: a call has one large block of bytes.
 """
 
 from __future__ import annotations

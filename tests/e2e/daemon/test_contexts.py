@@ -40,7 +40,7 @@ def gateway(node: Daemon, start_gateway: StartGateway) -> Daemon:
 
 
 def explained(gateway: Daemon, model: str) -> dict[str, Any]:
-    """Of the only node."""
+    """What `explain` says about the only node."""
     return dict(gateway.call(f"/fleet/explain/{model}")[1]["nodes"][0])
 
 

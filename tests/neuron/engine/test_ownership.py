@@ -24,7 +24,7 @@ OWNERS: dict[type, tuple[str, ...]] = {
 BELOW = ("kv",)
 """Knows of no request. What it holds has attributes of the same names."""
 MUTATORS = frozenset({"append", "clear", "extend", "insert", "pop", "sort"})
-"""Of lists."""
+"""Methods that change a list."""
 
 
 def written(tree: ast.AST) -> Iterator[tuple[str, int]]:

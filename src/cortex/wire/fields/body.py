@@ -44,7 +44,7 @@ _LARGEST_SHOWN = 10**18
 MAX_PROMPTS = 1024
 """Prompts in one completions request; foreign servers accept lists of them."""
 MAX_SCANNED_BYTES = 1 << 16
-"""Of a value that an event loop decodes; limits, options and names have a few."""
+"""The largest value that the event loop decodes. Limits, options and names take a few bytes."""
 ABSENT = Raw()
 _EMPTY = re.compile(rb'\s*(?:null|""|\[\s*\])?\s*')
 _SEVERAL_PROMPTS = re.compile(rb'\s*\[\s*["\[]')

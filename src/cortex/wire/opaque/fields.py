@@ -39,7 +39,7 @@ class OpaqueFields(NamedTuple):
 
     model: str
     form: Form
-    """Of its body; `other`: it has none."""
+    """How the body is encoded; `other`: in none of the three ways."""
     parts: tuple[FormPart, ...] = ()
     pairs: Pairs = ()
     """The fields of a urlencoded form."""

@@ -47,8 +47,8 @@ class SchedulerLimits:
     longer than this are never preempted. Clients set `max_tokens` far above usual lengths: reserving all of it would
     leave rows idle."""
     mixed_sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Numbers of prompt tokens that are computed in one graph with so many streams, or fewer, both ascending; empty:
-    there are no graphs."""
+    """The prompt sizes of the captured graphs, in tokens, by the most streams that the graphs decode with them. Both
+    ascend. Empty: there are no such graphs."""
     least_prompt_tokens: int = 1
     """Prompts of a step may have as many tokens, whatever they take: fewer would waste most of a step on a slow
     device."""

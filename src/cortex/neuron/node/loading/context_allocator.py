@@ -35,7 +35,7 @@ class ContextRules:
     """A model that had a request so recently, or was just loaded, is left alone."""
     check_s: float = 5.0
     num_checks: int = 3
-    """The room must be there in so many checks in a row: it may be meant for a load that is about to begin."""
+    """Consecutive checks that must find the memory free: a load that is about to begin may need it."""
     retry_s: float = 600.0
     """A model that did not get the context that it was loaded again for is tried once more after this, then after twice
     as long, and so on."""

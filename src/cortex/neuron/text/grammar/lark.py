@@ -88,7 +88,7 @@ class LarkGrammar:
 _OPEN: Final = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"})
 """Keywords that say something about further properties of an object."""
 _JOINT: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
-"""Keywords whose schemas describe the same value as the keywords beside them."""
+"""Keywords whose subschemas apply to the same value as the schema that contains them."""
 _NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 """Keywords whose values are schemas by name."""
 _DATA: Final = frozenset({"const", "default", "enum", "examples", "required", "x-guidance"})

@@ -54,7 +54,7 @@ def for_terminal(text: str) -> str:
 
 
 class PlainConsole(Console):
-    """Shows text as it is: brackets, such as `[[peers]]`, are no markup. A terminal gets no control characters."""
+    """Shows text as it is: brackets, such as `[[models]]`, are no markup. A terminal gets no control characters."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)

@@ -126,6 +126,8 @@ def _pack_one_of_each(parameters: Parameters) -> None:
     """Fills some rows of a matrix in each layout, as a load that quantises does."""
     bindings = {repr(parameters.packing[binding.source]): binding for binding in parameters.packed_bindings}
     for binding in bindings.values():
+        if getattr(parameters.packing[binding.source], "codebook", ()):
+            continue  # such codes come with a checkpoint, and are only moved
         rows = min(binding.num_rows, _PACKED_ROWS)
         values = torch.empty(rows, binding.matrix.inputs, dtype=parameters.dtype, device=META)
         binding.matrix.put_values(binding.first_row, values)

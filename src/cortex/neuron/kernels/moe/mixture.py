@@ -12,6 +12,7 @@ from cortex.neuron.kernels.activations import activate_reference
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.matrix import ExpertMatrix, Prologue
 from cortex.neuron.kernels.moe.experts import Experts
+from cortex.neuron.kernels.moe.pairs import PairLists
 from cortex.neuron.kernels.moe.routing import (
     choose_rows,
     choose_rows_reference,
@@ -82,7 +83,20 @@ def mixture_grouped(
     scored = x if experts.router_norm is None else rms_norm(hidden, experts.router_norm, eps)
     lists = held_lists(list_pairs(router_scores(scored, experts), experts), experts)
     x = x if inputs is None else inputs
-    inner = torch.empty(num_pairs, experts.inner, dtype=x.dtype, device=x.device)
+    # pairs of experts that are not held are not written
+    allocate = torch.empty if experts.num_held == experts.num_routed else torch.zeros
+    parts = allocate(num_pairs, experts.gate_up.inputs, dtype=x.dtype, device=x.device)
+    biases = (experts.gate_up_bias, experts.down_bias)
+    if not experts.gated or not experts.gate_up.gated_pairs(
+        experts.down, x, lists, parts, slots=experts.slots, activation=experts.activation, biases=biases
+    ):
+        _expand_and_contract(x, experts, lists, parts, load)
+    return combine(parts, hidden if residual is None else residual)
+
+
+def _expand_and_contract(x: Tensor, experts: Experts, lists: PairLists, parts: Tensor, load: int) -> None:
+    """parts[pair] = weight · expert(x), in two products."""
+    inner = torch.empty(len(parts), experts.inner, dtype=x.dtype, device=x.device)
     experts.gate_up.grouped(
         x,
         lists if experts.gated else replace(lists, weights=torch.ones_like(lists.weights)),
@@ -94,11 +108,7 @@ def mixture_grouped(
     )
     if not experts.gated:
         relu_squared_(inner)
-    # pairs of experts that are not held are not written
-    allocate = torch.empty if experts.num_held == experts.num_routed else torch.zeros
-    parts = allocate(num_pairs, x.shape[1], dtype=x.dtype, device=x.device)
     experts.down.grouped(inner, lists, parts, pairs_per_row=1, activation=None, load=load, bias=experts.down_bias)
-    return combine(parts, hidden if residual is None else residual)
 
 
 def mixture_reference(

@@ -117,3 +117,25 @@ class PackedMatrix(ExpertMatrix):
         bias: Tensor | None = None,
     ) -> None:
         packed_grouped_product(x, self.codes, lists, out, pairs_per_row=pairs_per_row, activation=activation, bias=bias)
+
+    def gated_pairs(
+        self,
+        down: ExpertMatrix,
+        x: Tensor,
+        lists: PairLists,
+        parts: Tensor,
+        *,
+        slots: int,
+        activation: str,
+        biases: tuple[Tensor | None, Tensor | None],
+    ) -> bool:
+        if not (isinstance(down, PackedMatrix) and down.codes.layout == self.codes.layout):
+            return False
+        from cortex.neuron.kernels.quantised import hopper_experts
+
+        if not hopper_experts.takes(x, self.codes.layout, len(parts), len(lists.counts)):
+            return False
+        hopper_experts.gated_pairs(
+            x, self.codes, down.codes, lists, parts, slots=slots, activation=activation, biases=biases
+        )
+        return True

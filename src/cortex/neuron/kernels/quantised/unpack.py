@@ -53,13 +53,7 @@ def unpack_ptx(layout: Layout) -> str:
     else:
         positions, lines = _codes(layout)
         lines += _scaled(layout, positions)
-    lines += [f"mov.b32 {{${2 * j}, ${2 * j + 1}}}, p{j};" for j in range(4)]
-    words = ", ".join(f"{name}{j}" for name in ("p", "s", "m") for j in range(4))
-    return (
-        f"{{\n .reg .b32 none, spread, moved, high, s, m, {words}, {LOOKUP_REGISTERS};\n .reg .b16 first, second;\n "
-        + "\n ".join(["mov.b32 none, 0x80008000;", *lines])
-        + "\n}\n"
-    )
+    return _assembled(lines)
 
 
 def layout_options(layout: Layout) -> dict[str, object]:
@@ -139,6 +133,33 @@ def _small_floats() -> list[str]:
         ]
     lines += _times("s", "$10", 2.0 ** (127 - _RESTORE_BITS), 0.0) + _doubled("s0", "s", 0)
     return lines + [f"fma.rn.bf16x2 p{j}, p{j}, s0, none;" for j in range(4)]
+
+
+@cache
+def small_floats_by_half() -> str:
+    """As `unpack_ptx` for FP4, with the weights of the same place of both halves of a word together: $0–$7 are those of
+    nibbles 0, 4, 1, 5, 2, 6, 3, 7. Shifts to the left are multiplications, which other units of a processor do."""
+    lines = []
+    for nibble, (sign, rest) in enumerate(((12, 6), (8, 2), (4, -2), (0, -6))):
+        lines.append(f"shr.b32 high, $8, {-rest};" if rest < 0 else f"mul.lo.u32 high, $8, {1 << rest};")
+        lines.append("and.b32 high, high, 0x01C001C0;")
+        if sign:
+            lines.append(f"mul.lo.u32 moved, $8, {1 << sign};")
+        lines.append(f"lop3.b32 p{nibble}, {'moved' if sign else '$8'}, 0x80008000, high, 0xEA;")
+    lines += _times("s", "$10", 2.0 ** (127 - _RESTORE_BITS), 0.0) + _doubled("s0", "s", 0)
+    lines += [f"fma.rn.bf16x2 p{j}, p{j}, s0, none;" for j in range(4)]
+    return _assembled(lines)
+
+
+def _assembled(lines: list[str]) -> str:
+    """Of lines that leave the weights in p0 to p3."""
+    lines = lines + [f"mov.b32 {{${2 * j}, ${2 * j + 1}}}, p{j};" for j in range(4)]
+    words = ", ".join(f"{name}{j}" for name in ("p", "s", "m") for j in range(4))
+    return (
+        f"{{\n .reg .b32 none, spread, moved, high, s, m, {words}, {LOOKUP_REGISTERS};\n .reg .b16 first, second;\n "
+        + "\n ".join(["mov.b32 none, 0x80008000;", *lines])
+        + "\n}\n"
+    )
 
 
 def _scaled(layout: Layout, positions: list[int]) -> list[str]:

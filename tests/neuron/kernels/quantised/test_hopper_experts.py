@@ -23,11 +23,11 @@ CUDA = torch.device("cuda")
 @pytest.mark.gpu
 @ON_HOPPER
 @pytest.mark.parametrize("layout", [FP4, Q4, IQ4], ids=["FP4", "Q4", "IQ4"])
-@pytest.mark.parametrize(("hidden", "inner"), [(128, 64), (2880, 2880), (192, 416), (2048, 768)])
+@pytest.mark.parametrize(("hidden", "inner"), [(128, 64), (192, 416), (2880, 768)])
 def test_rows_match_the_reference(layout: Layout, hidden: int, inner: int) -> None:
-    experts = random_experts(layout, layout, hidden, inner)
-    for given in (experts, with_biases(experts), replace(experts, activation="gelu_tanh")):
-        for tokens in (17, 40, 300):
+    plain = random_experts(layout, layout, hidden, inner)
+    for tokens, given in ((17, replace(plain, activation="gelu_tanh")), (40, plain), (300, with_biases(plain))):
+        if hopper_experts.is_faster(layout, tokens * given.slots, given.num_experts):
             x = torch.randn(tokens, hidden, device=CUDA, dtype=torch.bfloat16)
             weight = torch.rand(hidden, device=CUDA).to(x.dtype)
             assert hopper_experts.takes(x, layout, tokens * given.slots, given.num_experts)

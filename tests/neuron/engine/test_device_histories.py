@@ -33,6 +33,8 @@ FAMILIES = ("qwen3_5", "qwen3_vl")[: 1 if DEVICE.type == "cpu" else 2]
 """One with recurrent layers; on a GPU one with attention alone, too."""
 CONTEXT_TOKENS = 192
 MAX_TOKENS = 40
+MAX_PAGES = 12
+"""Two requests of the whole context do not fit."""
 EVENTS = (*["ask"] * 6, "sleep", "swap")
 FEW = hypothesis.settings(
     max_examples=max(1, hypothesis.settings().max_examples // 40), phases=(hypothesis.Phase.generate,), deadline=None
@@ -54,19 +56,25 @@ def load(folder: Path, memory_bytes: int | None) -> Engine:
 
 
 def small_memory(folder: Path, plain: Engine) -> int:
-    """The least memory that a request of the whole context fits in."""
-    weights = ModelSizes.of(plain.model.architecture, WeightStorage(4 if DTYPE == "float32" else 2)).weight_bytes
-    page_bytes = plain.info.kv_bytes // (plain.info.num_pages + 1)
-    for num_pages in (8, 12, 16, 24, 32, 64, 128, 256, 1024, 8192):
+    """About the least memory that a request of the whole context fits in."""
+    too_little = ModelSizes.of(plain.model.architecture, WeightStorage(2)).weight_bytes
+    enough = too_little + (16 << 20 if DEVICE.type == "cpu" else 1 << 30)
+    for _ in range(30):
+        middle = (too_little + enough) // 2
         try:
-            engine = load(folder, weights + num_pages * page_bytes)
+            engine = load(folder, middle)
         except LoadError:
+            too_little = middle
             continue
-        fits = engine.info.context_tokens == CONTEXT_TOKENS
+        fits, num_pages = engine.info.context_tokens == CONTEXT_TOKENS, engine.info.num_pages
         engine.close()
-        if fits:
-            return weights + num_pages * page_bytes
-    raise AssertionError("no memory is enough")
+        if not fits:
+            too_little = middle
+        elif num_pages <= MAX_PAGES:
+            return middle
+        else:
+            enough = middle
+    raise AssertionError(f"no memory has {MAX_PAGES} pages and a context of {CONTEXT_TOKENS} tokens")
 
 
 @dataclass

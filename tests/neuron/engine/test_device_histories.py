@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import hypothesis
 import pytest
@@ -88,7 +89,7 @@ class Family:
 
     def prompt(self, number: int) -> Prompt:
         """Every second one has pictures; those with the same remainder begin alike."""
-        parts = [text(5 + number % 3 * 30, number % 3)]
+        parts: list[Any] = [text(5 + number % 3 * 30, number % 3)]
         if number % 2:
             parts += [random_image(60, 40, number), text(3, number), random_image(9, 40, number)]
         return Prompt.of(spec_of(self.folder), [*parts, text(10, number)])

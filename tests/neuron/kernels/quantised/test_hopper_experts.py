@@ -62,8 +62,7 @@ def registers(word: int) -> list[int]:
     for name, target, operands in re.findall(r"(shr|mul|and|lop3)[.\w]* (\w+), ([^;]+);", small_floats_by_half()):
         if target.startswith("s"):
             break
-        first, *rest = (values.get(each) if each in values else int(each, 0) for each in operands.split(", "))
-        assert first is not None
+        first, *rest = (values[each] if each in values else int(each, 0) for each in operands.split(", "))
         if name == "shr":
             values[target] = first >> rest[0]
         elif name == "mul":

@@ -363,6 +363,7 @@ def _multiply(
     words: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 16]
     )
+    apart: gl.constexpr = OUTPUTS if ACTIVATION else BLOCK
     step = 0
     for program in range(gl.program_id(0), num_programs, gl.num_programs(0)):
         tile = program // BLOCKS
@@ -372,11 +373,9 @@ def _multiply(
             if ACTIVATION:
                 block = program % BLOCKS * BLOCK + GROUP * HALF
                 base = expert * (2 * OUTPUTS)
-                apart: gl.constexpr = OUTPUTS
             else:
                 block = program % BLOCKS * (2 * BLOCK) + GROUP * HALF
                 base = expert * OUTPUTS
-                apart: gl.constexpr = BLOCK
             row = base + block + gl.arange(0, HALF, gl.SliceLayout(1, words))
             group = gl.arange(0, 16, gl.SliceLayout(0, words)) % 4
             first = gl.minimum(row, ROWS - 1).to(gl.int64) * (CHUNKS * 4)

@@ -63,19 +63,6 @@ def rms_norm_small(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (normed * weight).to(x.dtype)
 
 
-def rms_norm_in_two(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, float]:
-    """The norm as a tensor and a factor of it, which a CPU multiplies into the product that follows.
-
-    x: [rows, size] → [rows, size] and the factor, which is other than 1 for a single row in float32.
-    """
-    if x.shape[0] != 1 or x.dtype != torch.float32:
-        return rms_norm(x, weight, eps), 1.0
-    row = x.view(-1)
-    mean = row.dot(row).item() / x.shape[1]
-    return x * weight, max(mean + eps, _SMALLEST) ** -0.5
-
-
-_SMALLEST = torch.finfo(torch.float32).tiny
 _SIGNS = torch.tensor([[1.0], [-1.0]])
 
 

@@ -22,15 +22,15 @@ _LOOK = {
     "doctor": "commands.doctor.command:doctor",
 }
 _USE = {
-    "run": "commands.run:run",
+    "run": "commands.chat:run",
     "chat": "commands.chat:chat",
-    "embed": "commands.embed:embed",
+    "embed": "commands.chat:embed",
     "launch": "commands.launch:launch",
 }
 _CONTROL = {
     "load": "commands.load:load",
     "unload": "commands.load:unload",
-    "cancel": "commands.cancel:cancel",
+    "cancel": "commands.status:cancel",
     "pin": "commands.load:pin",
     "unpin": "commands.load:unpin",
     "move": "commands.load:move",
@@ -43,10 +43,10 @@ _CONTROL = {
 _ADMINISTER = {
     "keys": "commands.keys:keys",
     "usage": "commands.usage:usage",
-    "audit": "commands.audit:audit",
+    "audit": "commands.logs:audit",
     "serve": "commands.serve:serve",
     "import": "importing.command:import_configuration",
-    "completion": "commands.completion:completion",
+    "completion": "commands.serve:completion",
     "stop": "commands.load:unload",  # as users of Ollama call it
 }
 _COMMANDS = {"up": "up.command:up", **_LOOK, **_USE, **_CONTROL, **_ADMINISTER}

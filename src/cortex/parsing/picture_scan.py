@@ -10,7 +10,7 @@ import binascii
 from itertools import islice
 from typing import Final, NamedTuple
 
-from cortex.wire.byte_search import has_any
+from cortex.parsing.picture_urls import has_any
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.fields.body import Fields
 from cortex.wire.node.protocol import Dialect

@@ -5,12 +5,16 @@ import torch
 import torch.nn.functional as F
 from tests.neuron.kernels.conftest import AssertClose
 
-from cortex.neuron.kernels.activations import ACTIVATIONS, activate, activate_reference
+from cortex.neuron.kernels.activations import (
+    ACTIVATIONS,
+    activate,
+    activate_reference,
+    relu_squared_,
+    relu_squared_reference_,
+)
 from cortex.neuron.kernels.attention.rotate import Rotation, rotate_and_store, rotate_and_store_by
 from cortex.neuron.kernels.attention.rules import AttentionRules
-from cortex.neuron.kernels.layer_norm import layer_norm
-from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference, rms_norm_small
-from cortex.neuron.kernels.relu_squared import relu_squared_, relu_squared_reference_
+from cortex.neuron.kernels.norm import layer_norm, rms_norm, rms_norm_reference, rms_norm_small
 
 
 @pytest.mark.parametrize("shape", [(1, 576), (5, 4096), (3, 7, 128), (2, 33)])

@@ -1,10 +1,13 @@
-"""`cortex chat`: chat with a model in the terminal, or send one prompt from a script."""
+"""`cortex chat`: chat with a model in the terminal, or send one prompt from a script. `cortex run` downloads and loads
+the model first; `cortex embed` prints the vectors of texts, and how similar they are."""
 
 from __future__ import annotations
 
 import base64
+import math
 import sys
 import time
+from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +20,18 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.text import Text
 
-from cortex.cli.client import GatewayClient, gateway_options
+from cortex.cli import fleet_view
+from cortex.cli.client import GatewayClient, GatewayRejected, gateway_options, model_path
+from cortex.cli.commands.files import start_pull
 from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.model_name import MODEL
-from cortex.cli.output import console, for_terminal, rate
+from cortex.cli.output import console, for_terminal, json_option, print_json, rate, table
+from cortex.cli.views.jobs import follow
+from cortex.formats.quant_names import is_same_quant
+from cortex.wire.model_names import split_quant
+from cortex.wire.node.protocol import ModelState
 from cortex.wire.pictures.header import UnreadablePicture, read_header
+from cortex.wire.pooling.response import floats
 from cortex.wire.words import plural
 
 FENCES = ("```", "~~~")
@@ -415,3 +425,118 @@ def run_command(session: ChatSession, console: Console, line: str) -> bool:
         case _:
             console.print(f"unknown command {command}; /help lists the commands")
     return True
+
+
+@click.command(cls=Command)
+@click.argument("model", type=MODEL, metavar="MODEL[:QUANT]")
+@click.argument("prompt", required=False)
+@click.option("--node", help="The node to load it on; the gateway chooses when absent.")
+@click.option("-s", "--system", help="System prompt.")
+@click.option("-t", "--temperature", type=click.FloatRange(0, 2), help="0 always takes the most likely token.")
+@click.option("-n", "--max-tokens", type=click.IntRange(1), help="Longest response, in tokens.")
+@gateway_options
+def run(
+    model: str,
+    prompt: str | None,
+    node: str | None,
+    system: str | None,
+    temperature: float | None,
+    max_tokens: int | None,
+    gateway: GatewayClient,
+) -> None:
+    """Load a model, downloaded if necessary, and chat with it.
+
+    MODEL is a model of the catalogue or a hub id. A PROMPT or piped input gets one response.
+
+    \b
+      cortex run unsloth/Qwen3-8B-GGUF:Q4_K_M
+    """
+    name, quant = split_quant(model)
+    if quant is not None:
+        _reject_another_quant(gateway, name, quant)
+    if quant is not None or not _is_known(gateway, name):
+        follow(gateway, start_pull(gateway, model, node))
+    body = {"wait": False} if node is None else {"wait": False, "node": node}
+    follow(gateway, gateway.post(model_path(name, "load"), body)["job"])
+    converse(gateway, name, prompt, system, temperature, max_tokens)
+
+
+def _reject_another_quant(gateway: GatewayClient, name: str, quant: str) -> None:
+    """A model in memory serves as it was loaded: what a client asks for here would not be what it gets."""
+    for place, held in fleet_view.fetch(gateway).places(name):
+        if held.state is not ModelState.FAILED and not is_same_quant(quant, held.requested_quant, held.quant):
+            raise CommandError(
+                f"{name} is in memory on {place.name} as {held.quant or 'dense weights'}, not as {quant}",
+                f"unload it first with `cortex unload {name}`, or leave out :{quant}",
+            )
+
+
+def _is_known(gateway: GatewayClient, name: str) -> bool:
+    try:
+        gateway.get(f"/v1/models/{name}")
+    except GatewayRejected as rejected:
+        if rejected.code == "model_not_found":
+            return False
+        raise
+    return True
+
+
+_SHOWN_CHARACTERS = 48
+_SHOWN_ELEMENTS = 4
+
+
+@click.command(cls=Command)
+@click.argument("model", type=MODEL)
+@click.argument("texts", metavar="[TEXT]...", nargs=-1)
+@click.option("-d", "--dimensions", type=click.IntRange(1), help="Only the first elements of each vector.")
+@click.option("--as", "purpose", type=click.Choice(["query", "document"]), help="Use the model's prompt for it.")
+@gateway_options
+@json_option
+def embed(
+    model: str,
+    texts: tuple[str, ...],
+    dimensions: int | None,
+    purpose: str | None,
+    gateway: GatewayClient,
+    as_json: bool,
+) -> None:
+    """Show the vectors of texts.
+
+    Without a TEXT, every line of the input is one. Lists how similar each text is to the first; with --json, the whole
+    vectors.
+
+    \b
+      cortex embed bge-m3 "a red cat" "un chat rouge" "the stock market"
+    """
+    lines = texts or tuple(line for line in sys.stdin.read().splitlines() if line.strip())
+    if not lines:
+        remedy = "write one after the model, or pipe lines into the command"
+        raise CommandError("there is no text", remedy, ExitCode.USAGE)
+    body: dict[str, Any] = {"model": model, "input": lines, "encoding_format": "base64"}
+    body |= {"dimensions": dimensions} if dimensions is not None else {}
+    body |= {"input_type": purpose} if purpose is not None else {}
+    began_s = time.monotonic()
+    response = gateway.post("/v1/embeddings", body)
+    took_s = time.monotonic() - began_s
+    vectors = [_vector(each["embedding"]) for each in response["data"]]
+    if as_json:
+        print_json([{"text": text, "embedding": vector} for text, vector in zip(lines, vectors, strict=True)])
+        return
+    rows = table("TEXT", ">SIMILARITY", ">DIMENSIONS", "VECTOR")
+    for text, vector in zip(lines, vectors, strict=True):
+        shown = text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
+        start = " ".join(f"{element:+.4f}" for element in vector[:_SHOWN_ELEMENTS])
+        rows.add_row(shown, f"{_cosine(vectors[0], vector):.4f}", str(len(vector)), f"{start} …")
+    console().print(rows)
+    num_tokens = response.get("usage", {}).get("prompt_tokens", 0)
+    console().print(f"{plural(len(lines), 'text', 'texts')}, {num_tokens} tokens, {took_s * 1000:.0f} ms", style="dim")
+
+
+def _vector(encoded: str | list[float]) -> list[float]:
+    """A foreign server may not know base64."""
+    return floats(b64decode(encoded)).tolist() if isinstance(encoded, str) else encoded
+
+
+def _cosine(one: list[float], other: list[float]) -> float:
+    lengths = math.hypot(*one) * math.hypot(*other)
+    return sum(a * b for a, b in zip(one, other, strict=True)) / lengths if lengths else 0.0

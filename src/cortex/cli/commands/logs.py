@@ -1,4 +1,5 @@
-"""`cortex logs`: the latest requests, and the output of the servers that run models."""
+"""`cortex logs`: the latest requests, and the output of the servers that run models. `cortex audit`: who changed the
+fleet and its keys, and who signed in."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from rich.text import Text
 from cortex.cli.client import GatewayClient, GatewayUnreachable, gateway_options
 from cortex.cli.failures import Command, CommandError
 from cortex.cli.model_name import MODEL
-from cortex.cli.output import console, json_option, print_json, rate
+from cortex.cli.output import console, json_option, print_json, rate, table
 
 POLL_S = 1.0
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -231,3 +232,38 @@ def _cells(request: dict[str, Any]) -> tuple[str, ...]:
 
 def _seconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds:.2f} s"
+
+
+@click.command(cls=Command)
+@click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many.")
+@click.option("--key", help="Only what the key of this name or id did.")
+@click.option("--since", help="From then on: 30m, 12h, 7d, a date, or a time.")
+@gateway_options
+@json_option
+def audit(limit: int, key: str | None, since: str | None, gateway: GatewayClient, as_json: bool) -> None:
+    """Show who changed models, nodes and keys, or signed in.
+
+    The oldest action comes first; STATUS is its outcome.
+
+    Needs an operator's key. Rejected attempts of valid keys and failed sign-ins are shown too. Keys that were changed
+    in the configuration file have no client. audit_days under [ledger] of the gateway says how long the log is kept.
+    """
+    options: dict[str, Any] = {"limit": limit}
+    if key is not None:
+        options["key"] = key
+    if since is not None:
+        options["since"] = moment(since, time.time())
+    entries: list[dict[str, Any]] = gateway.get(f"/fleet/audit?{urlencode(options)}")["entries"][::-1]
+    if as_json:
+        print_json(entries)
+        return
+    if not entries:
+        console().print("nothing was changed, and nobody signed in")
+        return
+    shown = table("TIME", "KEY", "CLIENT", ">STATUS", "ACTION", "DETAIL")
+    for entry in entries:
+        at = datetime.fromtimestamp(entry["at"]).isoformat(" ", "seconds")
+        shown.add_row(
+            at, entry["key_name"], entry["client"], str(entry["status"] or ""), entry["action"], entry["detail"]
+        )
+    console().print(shown)

@@ -12,9 +12,8 @@ from cortex.neuron.engine.request import PooledTexts
 from cortex.neuron.models.pooling.config import NormalizeStep, PoolingConfig
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.neuron.tokenizer_process.protocol import packed
-from cortex.wire.errors import InvalidValue, shorten
+from cortex.wire.errors import InvalidValue, shorten, text_too_long
 from cortex.wire.pooling.request import PoolingRequest
-from cortex.wire.prompt_overflow import text_too_long
 
 MAX_TOKENS: Final = 1 << 22
 """The limit for all texts of a request together."""

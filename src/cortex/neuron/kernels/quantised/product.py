@@ -1,7 +1,6 @@
 """GEMM with packed matrices.
 
-GEMV: `one_row.py`, and `long_row.py` for long rows. Small batches of at most eight rows, and more than four bits:
-`few_rows.py`.
+GEMV: `one_row.py`. Small batches of at most eight rows, and more than four bits: `few_rows.py`.
 
 Small batches: one program reads BLOCK_OUT rows of the matrix once, unpacks them in registers into the left operand of a
 tensor-core product, and multiplies all rows of x. Matrices with few rows are cut along their columns as well (SPLIT),

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from cortex.wire.dialects.ollama import request
+from cortex.wire.dialects.ollama.fields import CHAT as FIELDS
 from cortex.wire.dialects.ollama.lines import CONTENT_TYPE, KEEPALIVE, LineEncoder, stream_error, whole_body
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent
 from cortex.wire.fields.body import Fields
-from cortex.wire.fields.tables.ollama import CHAT as FIELDS
 from cortex.wire.fields.tools import ToolList, read_arguments
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import (
@@ -27,6 +27,10 @@ from cortex.wire.requests import (
     ToolResult,
 )
 
+PATH = "/api/chat"
+CONVERSATION = ("messages",)
+PICTURE_MARKS = (b'"images"',)
+CLIENT_FIELDS: dict[str, str] = {}
 FAMILY = Family.OLLAMA
 ID_PREFIX = "ollama-"
 

@@ -13,10 +13,13 @@ import msgspec
 
 from cortex.wire.dialects import openai_responses
 from cortex.wire.dialects.openai_responses import (
+    CLIENT_FIELDS,
     CONTENT_TYPE,
+    CONVERSATION,
     FAMILY,
     FIELDS,
     KEEPALIVE,
+    PICTURE_MARKS,
     Encoder,
     pictures,
     stream_error,
@@ -30,6 +33,7 @@ from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Message, Text, ToolChoice
 from cortex.wire.response import gather, total_usage
 
+PATH = "/v1/responses/compact"
 ID_PREFIX = "cmp_"
 MAX_KEPT_CHARS = 32_768
 """The latest messages of the user up to this size are returned; the summary has the others."""
@@ -43,11 +47,14 @@ PROMPT = (
 _KEPT = "kept_messages"
 
 __all__ = [
+    "CLIENT_FIELDS",
     "CONTENT_TYPE",
+    "CONVERSATION",
     "FAMILY",
     "FIELDS",
     "ID_PREFIX",
     "KEEPALIVE",
+    "PICTURE_MARKS",
     "Encoder",
     "fold",
     "parse",

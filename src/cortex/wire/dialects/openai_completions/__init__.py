@@ -16,6 +16,7 @@ from cortex.wire.dialects.openai_chunks import (
     timings_body,
     usage_body,
 )
+from cortex.wire.dialects.openai_completions.fields import FIELDS
 from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import Family
 from cortex.wire.events import (
@@ -41,7 +42,6 @@ from cortex.wire.fields.sampling import (
     read_stream_options,
     read_truncation,
 )
-from cortex.wire.fields.tables.openai_completions import FIELDS
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Prompt, Reasoning, Text
 from cortex.wire.response import ResponseChoice, gather, total_usage
@@ -49,6 +49,10 @@ from cortex.wire.sse import COMMENT as KEEPALIVE
 from cortex.wire.sse import CONTENT_TYPE
 from cortex.wire.tenant import read_tenant
 
+PATH = "/v1/completions"
+CONVERSATION = ("prompt",)
+PICTURE_MARKS = ()
+CLIENT_FIELDS: dict[str, str] = {}
 FAMILY = Family.OPENAI
 ID_PREFIX = "cmpl-"
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
+from cortex.wire.dialects.llama_cpp_infill.fields import FIELDS
 from cortex.wire.dialects.openai_chunks import stream_error, timings_body
 from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure, Finish, ReasoningDelta, TextDelta
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.sampling import read_sampling
-from cortex.wire.fields.tables.llama_cpp_infill import FIELDS
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Reasoning, Text
 from cortex.wire.response import gather
@@ -21,6 +21,10 @@ from cortex.wire.sse import COMMENT as KEEPALIVE
 from cortex.wire.sse import CONTENT_TYPE, frame
 from cortex.wire.tenant import read_tenant
 
+PATH = "/infill"
+CONVERSATION = ("input_prefix", "prompt", "input_suffix")
+PICTURE_MARKS = ()
+CLIENT_FIELDS: dict[str, str] = {"prompt": "input_prefix", "suffix": "input_suffix"}
 FAMILY = Family.OPENAI
 ID_PREFIX = "infill-"
 

@@ -22,7 +22,7 @@ _LOOK = {
     "doctor": "commands.doctor.command:doctor",
 }
 _USE = {
-    "run": "commands.chat:run",
+    "run": "commands.run:run",
     "chat": "commands.chat:chat",
     "embed": "commands.chat:embed",
     "launch": "commands.launch:launch",
@@ -42,7 +42,7 @@ _CONTROL = {
 }
 _ADMINISTER = {
     "keys": "commands.keys:keys",
-    "usage": "commands.usage:usage",
+    "usage": "commands.logs:usage",
     "audit": "commands.logs:audit",
     "serve": "commands.serve:serve",
     "import": "importing.command:import_configuration",

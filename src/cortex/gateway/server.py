@@ -14,16 +14,19 @@ import msgspec
 from cortex.fleet.catalogue import Catalogue
 from cortex.gateway.api.activity import ActivityRoutes, AuditRoutes, HistoryRoutes
 from cortex.gateway.api.benches import BenchRoutes
-from cortex.gateway.api.control import Control, GatewayHealth
-from cortex.gateway.api.event_streams import EventStreams
+from cortex.gateway.api.control import Control
 from cortex.gateway.api.files import FileRoutes
+from cortex.gateway.api.health import GatewayHealth
 from cortex.gateway.api.jobs import JobBoard, JobRoutes
-from cortex.gateway.api.keys import KeyRoutes, UsageRoutes
+from cortex.gateway.api.keys import KeyRoutes
+from cortex.gateway.api.live.event_streams import EventStreams
 from cortex.gateway.api.llama_cpp import LlamaCppRoutes
+from cortex.gateway.api.model_servers import ModelServerRoutes
 from cortex.gateway.api.ollama.inference import OllamaInference
 from cortex.gateway.api.ollama.routes import OllamaRoutes
-from cortex.gateway.api.orders import ModelServerRoutes, OrderRoutes
+from cortex.gateway.api.orders import OrderRoutes
 from cortex.gateway.api.parts import DeferredResponses
+from cortex.gateway.api.usage import UsageRoutes
 from cortex.gateway.config import Config
 from cortex.gateway.configuration_files import ConfigurationFiles, warn_about_access, warn_about_restart
 from cortex.gateway.database import Database, StoreError, driver_of

@@ -9,8 +9,9 @@ import pytest
 
 from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.topology import Fleet, Node, Residency
-from cortex.gateway.api import fleet_feed
-from cortex.gateway.api.fleet_feed import FleetFeed, FleetView
+from cortex.gateway.api.live import fleet_feed
+from cortex.gateway.api.live.fleet_feed import FleetFeed
+from cortex.gateway.api.live.public_view import FleetView
 from cortex.gateway.api.models import entry
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.ledger.keys import generate

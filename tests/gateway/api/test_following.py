@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from cortex.gateway.api import event_streams
-from cortex.gateway.api.event_streams import MAX_MISSED_POLLS, Following
+from cortex.gateway.api.live import event_streams
+from cortex.gateway.api.live.event_streams import MAX_MISSED_POLLS, Following
 from cortex.wire.errors import UpstreamUnavailable
 from cortex.wire.node.protocol import PullStatus
 

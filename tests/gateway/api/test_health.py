@@ -10,7 +10,7 @@ import pytest
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.topology import Node
-from cortex.gateway.api.control import GatewayHealth
+from cortex.gateway.api.health import GatewayHealth
 from cortex.gateway.config import Config
 from cortex.gateway.ledger.keys import generate
 from cortex.system.tasks import Supervisor

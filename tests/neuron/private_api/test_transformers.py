@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -45,7 +46,7 @@ def test_import_says_the_same_as_the_source_files(
     library_model.cache_clear()
     private.class_facts.cache_clear()
     fail_probe(monkeypatch, private.SOURCE_FILES)
-    monkeypatch.setattr(private.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     imported = library_model("mixtral")
     for name in ("class_name", "aliases", "tp_plan", "base_prefix", "tied", "unread", "has_transposed_linears"):
         assert getattr(imported, name) == getattr(parsed, name), name

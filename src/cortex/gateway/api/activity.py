@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from cortex.gateway.api.event_streams import EventStreams
+from cortex.gateway.api.live.event_streams import EventStreams
 from cortex.gateway.api.parts import ApiRoute, DeferredResponses, expect, number_in_query, time_in_query
 from cortex.gateway.database import StoreError
 from cortex.gateway.dispatch.operator.audit import AuditLog

@@ -1,12 +1,10 @@
-"""Passes a request that has a model on to the server of that model, and the response back, unread. It takes a slot
-among those that the server runs at once."""
+"""Passes a request that has a model on to the server of that model, and the response back, unread."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cortex.http.observer import ObservedRelay, Outcome
@@ -19,58 +17,15 @@ from cortex.neuron.api import bodies
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.calls import ApiCall
 from cortex.neuron.api.drain_gate import DrainGate
+from cortex.neuron.api.inference.server_slot import NoSlot, ServerSlot
 from cortex.neuron.api.inference.session import ready
 from cortex.neuron.api.routes.metrics import RequestWatch
-from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.node.harness.upstream import Upstream
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError, MethodNotAllowed, UpstreamInterrupted
 from cortex.wire.node import headers as our_headers
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.opaque.health_checks import not_ready
-
-
-class ServerSlot:
-    """Owned by one request's task: `wait`, then send the request, and `release` however it ends."""
-
-    def __init__(self, backend: Backend, model: str, request_id: str, principal: str) -> None:
-        """Raises what `Backend.generate` raises."""
-        self.on_lost: Callable[[CortexError], None] | None = None
-        """Called where the server is lost after `wait` has returned."""
-        self._granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._generation = backend.generate(model, EngineRequest(request_id, (), 1, principal=principal))
-        self._generation.follow(self._receive, self._fail)
-
-    async def wait(self) -> None:
-        """Returns when the request may be sent. Raises CortexError."""
-        await self._granted
-
-    def release(self) -> None:
-        """May be called repeatedly."""
-        self._generation.cancel()
-
-    def _receive(self, _: Sequence[StepOutput]) -> None:
-        if not self._granted.done():
-            self._granted.set_result(None)
-
-    def _fail(self, error: CortexError) -> None:
-        if not self._granted.done():
-            self._granted.set_exception(error.with_traceback(None))
-        elif self.on_lost is not None:
-            self.on_lost(error)
-
-
-class NoSlot:
-    """In place of a `ServerSlot`, for a request that is no work for the model: it waits for no other."""
-
-    on_lost: Callable[[CortexError], None] | None = None
-
-    async def wait(self) -> None:
-        """Returns at once."""
-
-    def release(self) -> None:
-        """There is nothing to release."""
-
 
 _JSON = (b"content-type", b"application/json")
 _RELAYED: Headers = ((our_headers.RELAYED.encode(), b"1"),)

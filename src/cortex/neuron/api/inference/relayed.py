@@ -19,7 +19,7 @@ from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.choice import Stopwatch
 from cortex.neuron.api.inference.engine_requests import within_limit
-from cortex.neuron.api.inference.opaque_relay import ServerSlot
+from cortex.neuron.api.inference.server_slot import ServerSlot
 from cortex.neuron.api.inference.session import Deliver, Phase, ready
 from cortex.neuron.node.harness.upstream import Upstream
 from cortex.parsing.picture_scan import find_pictures

@@ -17,11 +17,15 @@ KEEPALIVE = frame(b'{"type":"ping"}', "ping")
 
 __all__ = [
     "BILLED",
+    "CLIENT_FIELDS",
     "CONTENT_TYPE",
+    "CONVERSATION",
     "FAMILY",
     "FIELDS",
     "ID_PREFIX",
     "KEEPALIVE",
+    "PATH",
+    "PICTURE_MARKS",
     "Encoder",
     "fold",
     "parse",

@@ -29,11 +29,15 @@ FAMILY = Family.OPENAI
 ID_PREFIX = "infill-"
 
 __all__ = [
+    "CLIENT_FIELDS",
     "CONTENT_TYPE",
+    "CONVERSATION",
     "FAMILY",
     "FIELDS",
     "ID_PREFIX",
     "KEEPALIVE",
+    "PATH",
+    "PICTURE_MARKS",
     "Encoder",
     "fold",
     "parse",

@@ -24,11 +24,15 @@ FAMILY = Family.OLLAMA
 ID_PREFIX = "ollama-"
 
 __all__ = [
+    "CLIENT_FIELDS",
     "CONTENT_TYPE",
+    "CONVERSATION",
     "FAMILY",
     "FIELDS",
     "ID_PREFIX",
     "KEEPALIVE",
+    "PATH",
+    "PICTURE_MARKS",
     "Encoder",
     "fold",
     "parse",

@@ -18,11 +18,15 @@ FAMILY = Family.OPENAI
 ID_PREFIX = "chatcmpl-"
 
 __all__ = [
+    "CLIENT_FIELDS",
     "CONTENT_TYPE",
+    "CONVERSATION",
     "FAMILY",
     "FIELDS",
     "ID_PREFIX",
     "KEEPALIVE",
+    "PATH",
+    "PICTURE_MARKS",
     "Encoder",
     "ResponseDecoder",
     "build",

@@ -57,11 +57,15 @@ FAMILY = Family.OPENAI
 ID_PREFIX = "cmpl-"
 
 __all__ = [
+    "CLIENT_FIELDS",
     "CONTENT_TYPE",
+    "CONVERSATION",
     "FAMILY",
     "FIELDS",
     "ID_PREFIX",
     "KEEPALIVE",
+    "PATH",
+    "PICTURE_MARKS",
     "Encoder",
     "fold",
     "parse",

@@ -16,11 +16,15 @@ FAMILY = Family.OPENAI
 ID_PREFIX = "resp_"
 
 __all__ = [
+    "CLIENT_FIELDS",
     "CONTENT_TYPE",
+    "CONVERSATION",
     "FAMILY",
     "FIELDS",
     "ID_PREFIX",
     "KEEPALIVE",
+    "PATH",
+    "PICTURE_MARKS",
     "Encoder",
     "fold",
     "parse",

@@ -54,6 +54,7 @@ __all__ = [
     "FIELDS",
     "ID_PREFIX",
     "KEEPALIVE",
+    "PATH",
     "PICTURE_MARKS",
     "Encoder",
     "fold",

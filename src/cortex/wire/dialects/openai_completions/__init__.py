@@ -12,11 +12,11 @@ from cortex.wire.dialects.openai_chunks import (
     SYSTEM_FINGERPRINT,
     ChunkEncoder,
     prompt_logprobs_body,
-    stream_error,
     timings_body,
     usage_body,
 )
-from cortex.wire.dialects.openai_completions.fields import FIELDS
+from cortex.wire.dialects.openai_chunks import stream_error as stream_error
+from cortex.wire.dialects.openai_completions.fields import FIELDS as FIELDS
 from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import Family
 from cortex.wire.events import (
@@ -45,8 +45,8 @@ from cortex.wire.fields.sampling import (
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Prompt, Reasoning, Text
 from cortex.wire.response import ResponseChoice, gather, total_usage
-from cortex.wire.sse import COMMENT as KEEPALIVE
-from cortex.wire.sse import CONTENT_TYPE
+from cortex.wire.sse import COMMENT
+from cortex.wire.sse import CONTENT_TYPE as CONTENT_TYPE
 from cortex.wire.tenant import read_tenant
 
 PATH = "/v1/completions"
@@ -55,24 +55,7 @@ PICTURE_MARKS = ()
 CLIENT_FIELDS: dict[str, str] = {}
 FAMILY = Family.OPENAI
 ID_PREFIX = "cmpl-"
-
-__all__ = [
-    "CLIENT_FIELDS",
-    "CONTENT_TYPE",
-    "CONVERSATION",
-    "FAMILY",
-    "FIELDS",
-    "ID_PREFIX",
-    "KEEPALIVE",
-    "PATH",
-    "PICTURE_MARKS",
-    "Encoder",
-    "fold",
-    "parse",
-    "pictures",
-    "read_facts",
-    "stream_error",
-]
+KEEPALIVE = COMMENT
 
 
 def read_facts(fields: Fields) -> RequestSummary:

@@ -114,7 +114,7 @@ bench: $(TESTABLE) ## List the benchmarks; each prints its own --help
 
 docs: $(TESTABLE) ## Regenerate the references of configuration, request fields and models
 	$(BIN)/python -m cortex.cli.reference docs/configuration.md
-	$(BIN)/python -m cortex.wire.fields.tables.page docs/fields.md
+	$(BIN)/python -m cortex.wire.dialects.page docs/fields.md
 	$(BIN)/python -m cortex.neuron.models_page docs/models.md
 
 locks: $(TESTABLE) ## Pin what the container images install, with hashes: the versions that are tested (needs uv)

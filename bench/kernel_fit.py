@@ -24,8 +24,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from cortex.neuron.kernels import activations as relu_squared_module
 from cortex.neuron.kernels import jit
-from cortex.neuron.kernels import relu_squared as relu_squared_module
+from cortex.neuron.kernels.activations import relu_squared_
 from cortex.neuron.kernels.attention.decode import decode_attention
 from cortex.neuron.kernels.attention.prefill import prefill_attention
 from cortex.neuron.kernels.attention.rules import AttentionRules
@@ -56,16 +57,13 @@ from cortex.neuron.kernels.mamba.step import mamba_step
 from cortex.neuron.kernels.matrix import BARE, PLAIN, Epilogue, ExpertMatrix, Prologue
 from cortex.neuron.kernels.moe.pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.products.grouped import expert_load
-from cortex.neuron.kernels.quantised.codes import empty_codes
+from cortex.neuron.kernels.quantised.codes import empty_codes, pack_codes, pack_values
 from cortex.neuron.kernels.quantised.few_rows import few_rows_product, max_few_rows
 from cortex.neuron.kernels.quantised.layout import FP4, IQ4, Q2, Q3, Q4, Q5, Q6, Q8, Layout
-from cortex.neuron.kernels.quantised.long_row import long_row_product
-from cortex.neuron.kernels.quantised.one_row import one_row_product
-from cortex.neuron.kernels.quantised.pack_rows import pack_codes, pack_values
+from cortex.neuron.kernels.quantised.one_row import long_row_product, one_row_product
 from cortex.neuron.kernels.quantised.product import small_batch_product
 from cortex.neuron.kernels.recurrent.causal_conv import conv_chunks
 from cortex.neuron.kernels.recurrent.short_conv import short_conv_step
-from cortex.neuron.kernels.relu_squared import relu_squared_
 from cortex.neuron.kernels.shared_memory import SharedMemory
 from cortex.neuron.kernels.storages import empty_device_matrix
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -235,6 +236,16 @@ def violations(source: Path) -> list[str]:
 
 def test_every_import_follows_the_rules() -> None:
     assert violations(SOURCE) == []
+
+
+MAX_MODULES = 15
+"""Of a folder."""
+
+
+def test_no_folder_has_more_modules_than_a_reader_can_hold() -> None:
+    modules = Counter(path.parent for path in (SOURCE / "cortex").rglob("*.py"))
+    crowded = {str(folder.relative_to(SOURCE)) for folder, number in modules.items() if number > MAX_MODULES}
+    assert not crowded, "join modules that only one neighbour imports, or give some a folder"
 
 
 OF_WORKERS = ("clients", "faulty", "ipc")

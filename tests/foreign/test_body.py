@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.foreign.body import ServerBody, server_body
+from cortex.wire.dialects.by_path import TABLES
 from cortex.wire.errors import InvalidValue, MalformedJSON
-from cortex.wire.fields.tables.by_path import TABLES
 
 from ..examples import MANY
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from cortex.http.connection_counts import ConnectionCounts
+from cortex.http.limits import ConnectionCounts
 from cortex.wire.errors import Overloaded, RateLimitExceeded
 
 

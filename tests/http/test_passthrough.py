@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cortex.http.chunks import LAST, frame
-from cortex.http.passthrough import TAIL_BYTES, BodyTail, ChunkPassthrough
+from cortex.http.observer import TAIL_BYTES, BodyTail, ChunkPassthrough
 
 EVENT = b"data: the usual length\n\n"
 

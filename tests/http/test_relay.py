@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cortex.http.observer import Outcome
-from cortex.http.passthrough import ERROR_TAIL_BYTES
+from cortex.http.observer import ERROR_TAIL_BYTES, Outcome
 
 from .streams import END, POST, STREAM_HEAD, chunk
 

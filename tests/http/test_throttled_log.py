@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from cortex.http.throttled_log import INTERVAL_S, ThrottledLog
+from cortex.http.server.listener import INTERVAL_S, ThrottledLog
 
 
 def test_logs_each_kind_once_per_interval_with_the_number_of_those_left_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,16 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.parsing import envelope
+from cortex.wire.dialects.openai_responses.fields import OF_GATEWAYS
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError
-from cortex.wire.fields.tables import (
-    anthropic_messages,
-    llama_cpp_infill,
-    ollama,
-    openai_chat,
-    openai_completions,
-    openai_responses,
-)
 from cortex.wire.fields.tables.table import FieldTable
 from cortex.wire.model_names import plain_name
 from cortex.wire.node.protocol import Dialect
@@ -31,17 +24,12 @@ from ..picture_files import base64_of, data_url, picture
 
 FILE = picture(600, 300)
 SAID = [{"role": "user", "content": "hello"}]
-TABLES: dict[Dialect, tuple[FieldTable, dict[str, Any]]] = {
-    "openai_chat": (openai_chat.FIELDS, {"messages": SAID}),
-    "openai_completions": (openai_completions.FIELDS, {"prompt": "hello"}),
-    "openai_responses": (openai_responses.FIELDS, {"input": "hello"}),
-    "anthropic_messages": (anthropic_messages.FIELDS, {"messages": SAID}),
-    "ollama_chat": (ollama.CHAT, {"messages": SAID}),
-    "ollama_generate": (ollama.GENERATE, {"prompt": "hello"}),
-    "llama_cpp_infill": (llama_cpp_infill.FIELDS, {"input_prefix": "hello"}),
-    "openai_compaction": (openai_responses.FIELDS, {"input": "hello"}),
+LEAST: dict[Dialect, dict[str, Any]] = {
+    name: {field: SAID if field == "messages" else "hello" for field in codec.CONVERSATION if field != "system"}
+    for name, codec in DIALECTS.items()
 }
-STORED = frozenset(openai_responses.OF_GATEWAYS)
+"""The fields that a body must have."""
+STORED = frozenset(OF_GATEWAYS)
 """What a gateway honours and takes out before a node gets the body."""
 ODD: list[Any] = [None, True, False, -2, -1, 0, 1, 2, 20.0, 2.5, 2**31, 2**53 - 1, 2**53, "", "5", "0s", "5m", [], {}]
 ODD += [["a", "b"], [[1], [2, 3]], [1, 2], [["a"]], [{}], {"num_predict": 20}, {"type": "enabled", "budget_tokens": 99}]
@@ -59,8 +47,8 @@ def examples(table: FieldTable) -> dict[str, list[Any]]:
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[Dialect, dict[str, Any]]:
-    dialect = draw(st.sampled_from(sorted(TABLES)))
-    table, least = TABLES[dialect]
+    dialect = draw(st.sampled_from(sorted(DIALECTS)))
+    table, least = DIALECTS[dialect].FIELDS, LEAST[dialect]
     values = examples(table)
     named = st.sampled_from(sorted(values))
     names = draw(st.lists(named, max_size=4, unique=True))
@@ -92,9 +80,9 @@ def test_envelope_and_parser_agree(drawn: tuple[Dialect, dict[str, Any]]) -> Non
     check(*drawn)
 
 
-@pytest.mark.parametrize("dialect", TABLES)
+@pytest.mark.parametrize("dialect", DIALECTS)
 def test_envelope_and_parser_agree_on_every_field_alone(dialect: Dialect) -> None:
-    table, least = TABLES[dialect]
+    table, least = DIALECTS[dialect].FIELDS, LEAST[dialect]
     num_checked = 0
     for name, values in examples(table).items():
         context = table.get(name)
@@ -134,7 +122,7 @@ PARTS: list[Any] = [
 
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[Dialect, dict[str, Any]]:
-    dialect = draw(st.sampled_from(sorted(TABLES)))
+    dialect = draw(st.sampled_from(sorted(DIALECTS)))
     some_parts = st.lists(st.sampled_from(PARTS), max_size=3)
     kinds = st.sampled_from([None, "message", "function_call_output", "reasoning"])
     turns: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
 import pytest
 
 from cortex.wire.errors import UnsupportedMediaType
-from cortex.wire.media_type import parse_media_type
+from cortex.wire.opaque.multipart import parse_media_type
 
 
 @pytest.mark.parametrize(

@@ -24,13 +24,13 @@ _LOOK = {
 _USE = {
     "run": "commands.run:run",
     "chat": "commands.chat:chat",
-    "embed": "commands.embed:embed",
+    "embed": "commands.chat:embed",
     "launch": "commands.launch:launch",
 }
 _CONTROL = {
     "load": "commands.load:load",
     "unload": "commands.load:unload",
-    "cancel": "commands.cancel:cancel",
+    "cancel": "commands.status:cancel",
     "pin": "commands.load:pin",
     "unpin": "commands.load:unpin",
     "move": "commands.load:move",
@@ -42,11 +42,11 @@ _CONTROL = {
 }
 _ADMINISTER = {
     "keys": "commands.keys:keys",
-    "usage": "commands.usage:usage",
-    "audit": "commands.audit:audit",
+    "usage": "commands.logs:usage",
+    "audit": "commands.logs:audit",
     "serve": "commands.serve:serve",
     "import": "importing.command:import_configuration",
-    "completion": "commands.completion:completion",
+    "completion": "commands.serve:completion",
     "stop": "commands.load:unload",  # as users of Ollama call it
 }
 _COMMANDS = {"up": "up.command:up", **_LOOK, **_USE, **_CONTROL, **_ADMINISTER}

@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from cortex.ipc.channel import ChannelMessage
+from cortex.wire.dialects.by_path import TABLES
 from cortex.wire.dialects.registry import DIALECTS, ROUTES
 from cortex.wire.errors import InvalidValue, MalformedJSON
 from cortex.wire.fields.body import decode_object
-from cortex.wire.fields.tables.by_path import TABLES
 from cortex.wire.pictures.media_urls import check_media
 from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
 from cortex.wire.tenant import EVERYBODY, SALT

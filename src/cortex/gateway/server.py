@@ -12,16 +12,14 @@ from pathlib import Path
 import msgspec
 
 from cortex.fleet.catalogue import Catalogue
-from cortex.gateway.api.activity import ActivityRoutes
-from cortex.gateway.api.audit import AuditRoutes
+from cortex.gateway.api.activity import ActivityRoutes, AuditRoutes, HistoryRoutes
 from cortex.gateway.api.benches import BenchRoutes
 from cortex.gateway.api.control import Control
-from cortex.gateway.api.event_streams import EventStreams
 from cortex.gateway.api.files import FileRoutes
 from cortex.gateway.api.health import GatewayHealth
-from cortex.gateway.api.history import HistoryRoutes
 from cortex.gateway.api.jobs import JobBoard, JobRoutes
 from cortex.gateway.api.keys import KeyRoutes
+from cortex.gateway.api.live.event_streams import EventStreams
 from cortex.gateway.api.llama_cpp import LlamaCppRoutes
 from cortex.gateway.api.model_servers import ModelServerRoutes
 from cortex.gateway.api.ollama.inference import OllamaInference

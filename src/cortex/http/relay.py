@@ -7,10 +7,19 @@ from enum import Enum
 
 from cortex.http.composed_body import Body
 from cortex.http.event_boundary import EventBoundary, LineBoundary, after_keepalives
-from cortex.http.observer import Keepalive, Observer, Outcome, Translation
-from cortex.http.passthrough import ERROR_TAIL_BYTES, WHOLE_EVENTS, WHOLE_LINES, BodyTail, ChunkPassthrough
+from cortex.http.head import ResponseHead, for_client
+from cortex.http.observer import (
+    ERROR_TAIL_BYTES,
+    WHOLE_EVENTS,
+    WHOLE_LINES,
+    BodyTail,
+    ChunkPassthrough,
+    Keepalive,
+    Observer,
+    Outcome,
+    Translation,
+)
 from cortex.http.request import Headers
-from cortex.http.response_head import ResponseHead, for_client
 from cortex.http.server.exchange import Exchange
 from cortex.http.ticker import Ticker
 from cortex.http.upstream.call import UpstreamCall

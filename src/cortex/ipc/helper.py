@@ -16,7 +16,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from cortex.ipc.channel import ChannelMessage
-from cortex.wire.rejection import Rejected
+from cortex.wire.error_encoding import BY_CODE
+from cortex.wire.errors import CortexError
 
 T = TypeVar("T")
 
@@ -69,3 +70,20 @@ class Function(Generic[T]):
 def function_of(function: Callable[..., T]) -> Function[T]:
     """The description of a function that the program can import, too."""
     return Function(function.__name__, typing.get_type_hints(function)["return"])
+
+
+class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The CortexError of this code. Encoded by position: both sides are always the same version."""
+
+    code: str
+    message: str
+    param: str | None
+    details: dict[str, Any]
+
+
+def rejected(error: CortexError) -> Rejected:
+    return Rejected(error.code, error.message, error.param, error.details)
+
+
+def error_of(reply: Rejected) -> CortexError:
+    return BY_CODE.get(reply.code, CortexError)(reply.message, param=reply.param, details=reply.details)

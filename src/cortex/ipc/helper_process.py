@@ -31,9 +31,8 @@ import msgspec
 
 from cortex.ipc.channel import BlockingChannel, ChannelError, ChannelMessage, PacketSocket, Unsendable
 from cortex.ipc.child import attach_to_parent, die_with_parent, name_thread
-from cortex.ipc.helper import FunctionCall, Helper, Returned
+from cortex.ipc.helper import FunctionCall, Helper, Rejected, Returned, rejected
 from cortex.wire.errors import CortexError, InvalidValue
-from cortex.wire.rejection import Rejected, rejected
 
 log = logging.getLogger(__name__)
 

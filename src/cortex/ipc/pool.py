@@ -18,11 +18,10 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from cortex.ipc.channel import ChannelError, FrameDecoder, PacketSocket, Unsendable, encode_frame
-from cortex.ipc.helper import Function, FunctionCall, Helper, Returned
+from cortex.ipc.helper import Function, FunctionCall, Helper, Rejected, Returned, error_of
 from cortex.ipc.helper_process import Fork, Kill
 from cortex.ipc.loop_channel import LoopChannel
 from cortex.ipc.start import start_child, start_child_of_thread
-from cortex.wire.rejection import Rejected, error_of
 
 log = logging.getLogger(__name__)
 

@@ -23,16 +23,13 @@ from cortex.wire.tenant import SALT
 
 ByteRange = tuple[int, int]
 
-_CONVERSATION = ("system", "instructions", "messages", "prompt", "input")
-_INFILLED = ("input_prefix", "prompt", "input_suffix")
-
 
 class Envelope(msgspec.Struct, frozen=True):
     """What a gateway reads of a body."""
 
     facts: RequestSummary
     conversation: Sequence[Raw]
-    """The values that hold it, from its start; `input` is the last."""
+    """The values that hold it, from its start; the latest input is the last."""
 
     @property
     def input(self) -> Raw:
@@ -64,8 +61,7 @@ def read(body: bytes, dialect: Dialect, generates: bool = True) -> Envelope:
     if pictures.number:
         _, num_bytes, num_tokens = pictures
         facts = msgspec.structs.replace(facts, has_pictures=True, picture_bytes=num_bytes, picture_tokens=num_tokens)
-    names = _INFILLED if dialect == "llama_cpp_infill" else _CONVERSATION
-    return Envelope(facts, fields.bytes_of(*names))
+    return Envelope(facts, fields.bytes_of(*codec.CONVERSATION))
 
 
 class RelayedBody(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ import binascii
 from itertools import islice
 from typing import Final, NamedTuple
 
-from cortex.wire.byte_search import has_any
+from cortex.parsing.picture_urls import has_any
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.fields.body import Fields
 from cortex.wire.node.protocol import Dialect
@@ -23,17 +23,6 @@ _MAX_URL_HEAD: Final = 256
 _TOKEN_SIDE: Final = 28
 """Pixels to the side of a token in models with many of them."""
 _LEAST_TOKENS, _MOST_TOKENS = 256, 16_384
-
-_MARKS: Final[dict[Dialect, tuple[bytes, ...]]] = {
-    "openai_chat": (b";base64,", b";BASE64,"),
-    "openai_responses": (b";base64,", b";BASE64,"),
-    "openai_compaction": (b";base64,", b";BASE64,"),
-    "anthropic_messages": (b'"base64"',),
-    "ollama_chat": (b'"images"',),
-    "ollama_generate": (b'"images"',),
-}
-"""One of these is in every body with a picture: most bodies have none, and are searched no further. Those of a dialect
-begin with the same byte, which is found fastest."""
 
 
 class FoundPictures(NamedTuple):
@@ -49,8 +38,8 @@ _NONE: Final = FoundPictures(0, 0, 0)
 
 def may_have_pictures(body: bytes, dialect: Dialect) -> bool:
     """Whether the conversation must be decoded to count its pictures."""
-    marks = _MARKS.get(dialect)
-    return marks is not None and marks[0][0] in body and has_any(body, marks)
+    marks = DIALECTS[dialect].PICTURE_MARKS
+    return bool(marks) and marks[0][0] in body and has_any(body, marks)
 
 
 def find_pictures(body: bytes, fields: Fields, dialect: Dialect) -> FoundPictures:

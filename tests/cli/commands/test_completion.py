@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from click.shell_completion import ShellComplete
 
-from cortex.cli.commands.completion import SHELLS
+from cortex.cli.commands.serve import SHELLS
 from cortex.cli.cortex import cortex
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import pytest
 
 from cortex.fleet.catalogue import ModelSpec
 from cortex.fleet.topology import Fleet, Node, Residency
-from cortex.gateway.api import fleet_feed
-from cortex.gateway.api.fleet_feed import FleetFeed
+from cortex.gateway.api.live import fleet_feed
+from cortex.gateway.api.live.fleet_feed import FleetFeed
+from cortex.gateway.api.live.public_view import FleetView
 from cortex.gateway.api.models import entry
-from cortex.gateway.api.public_view import FleetView
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.ledger.keys import generate
 from cortex.http.server.exchange import Exchange

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from cortex.gateway.api import following
-from cortex.gateway.api.following import MAX_MISSED_POLLS, Following
+from cortex.gateway.api.live import event_streams
+from cortex.gateway.api.live.event_streams import MAX_MISSED_POLLS, Following
 from cortex.wire.errors import UpstreamUnavailable
 from cortex.wire.node.protocol import PullStatus
 
@@ -20,7 +20,7 @@ RUNNING = PullStatus(model_id="a", state="running")
 async def test_node_that_does_not_respond_is_tried_once_each_poll(
     is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "POLL_S", 0.01)
+    monkeypatch.setattr(event_streams, "POLL_S", 0.01)
     loop = asyncio.get_running_loop()
     tried_at: list[float] = []
 

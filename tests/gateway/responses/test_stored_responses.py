@@ -14,8 +14,8 @@ from cortex.gateway.config import ResponsesSection
 from cortex.gateway.ledger import keys
 from cortex.wire.dialects import openai_responses
 from cortex.wire.dialects.openai_responses import kept
+from cortex.wire.dialects.openai_responses.fields import ITEMS_OF_GATEWAYS, OF_GATEWAYS
 from cortex.wire.events import TextDelta
-from cortex.wire.fields.tables.openai_responses import ITEMS_OF_GATEWAYS, OF_GATEWAYS
 
 from ..fake_neuron import GB, FakeNeuron
 from ..fake_responses import begin_stream

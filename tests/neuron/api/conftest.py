@@ -26,7 +26,7 @@ from cortex.neuron.text.preparation import Prepared, prepare
 from cortex.neuron.text.template.prompt import NO_RULES, PromptRules
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.neuron.text.tokenizer.local import read_text
-from cortex.wire.errors import CortexError, ModelInUse, ModelNotFound
+from cortex.wire.errors import CortexError, ModelInUse, ModelNotFound, prompt_too_long
 from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.orders import DeletedFiles, FilesRequest, HubRepository, LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import (
@@ -42,7 +42,6 @@ from cortex.wire.node.protocol import (
     PullStatus,
 )
 from cortex.wire.packed_request import PackedRequest, unpack
-from cortex.wire.prompt_overflow import prompt_too_long
 
 from ...waiting import WAIT_S
 from ..generations import PlayedGeneration

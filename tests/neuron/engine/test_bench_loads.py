@@ -13,7 +13,7 @@ import torch
 
 from cortex.neuron.engine.memory.device import compute_dtype
 from cortex.neuron.engine.roofline.step_work import StepWork
-from cortex.neuron.kernels.cpu.forms import best_form
+from cortex.neuron.kernels.cpu.native import multiplies_codes
 from cortex.neuron.kernels.quantised.recipes import recipe_of
 
 ROOT = Path(__file__).parents[3]
@@ -23,7 +23,7 @@ STAGES = ["open s", "read s", "pages s", "warm s", "token s", "total s"]
 def test_files_as_stored_and_quantised_at_load_are_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    has_quant = best_form(compute_dtype("auto", torch.device("cpu"))) is not None
+    has_quant = multiplies_codes(compute_dtype("auto", torch.device("cpu")))
     dense = "q4" if has_quant else "bf16"
     options = ["--shape", "tiny", "--device", "cpu", "--runs", "1", "--only", "gguf"]
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))

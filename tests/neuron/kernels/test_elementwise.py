@@ -5,12 +5,16 @@ import torch
 import torch.nn.functional as F
 from tests.neuron.kernels.conftest import AssertClose
 
-from cortex.neuron.kernels.activations import ACTIVATIONS, activate, activate_reference
+from cortex.neuron.kernels.activations import (
+    ACTIVATIONS,
+    activate,
+    activate_reference,
+    relu_squared_,
+    relu_squared_reference_,
+)
 from cortex.neuron.kernels.attention.rotate import Rotation, rotate_and_store, rotate_and_store_by
 from cortex.neuron.kernels.attention.rules import AttentionRules
-from cortex.neuron.kernels.layer_norm import layer_norm
-from cortex.neuron.kernels.norm import rms_norm, rms_norm_in_two, rms_norm_reference, rms_norm_small
-from cortex.neuron.kernels.relu_squared import relu_squared_, relu_squared_reference_
+from cortex.neuron.kernels.norm import layer_norm, rms_norm, rms_norm_reference, rms_norm_small
 
 
 @pytest.mark.parametrize("shape", [(1, 576), (5, 4096), (3, 7, 128), (2, 33)])
@@ -47,21 +51,6 @@ def test_small_rms_norm_on_a_cpu_matches_the_reference(shape: tuple[int, ...], d
     out = rms_norm_small(x, weight, 1e-6)
     assert (out.dtype, out.shape) == (dtype, shape)
     assert (out.float() - expected).norm() / expected.norm() < (1e-6 if dtype == torch.float32 else 5e-3)
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("size", [33, 576])
-@pytest.mark.parametrize("gain", [0.0, 1e-3, 1e6])
-def test_norm_in_two_is_the_norm_once_it_is_multiplied(rows: int, size: int, gain: float) -> None:
-    x = torch.randn(rows, size, generator=torch.Generator().manual_seed(0)) * gain
-    weight = torch.linspace(-1, 2, size)
-    normed, factor = rms_norm_in_two(x, weight, 1e-6)
-    assert torch.allclose(normed * factor, rms_norm_reference(x, weight, 1e-6), rtol=1e-5, atol=1e-7)
-
-
-def test_norm_in_two_of_zeros_without_epsilon_is_zero() -> None:
-    normed, factor = rms_norm_in_two(torch.zeros(1, 8), torch.ones(8), 0.0)
-    assert (normed * factor).eq(0).all()
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(1, 1536), (5, 100), (33, 2050)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.gumbel import NOISE_BITS, gumbel_noise, noise_of_bits
+from cortex.neuron.kernels.sampling.gumbel import NOISE_BITS, gumbel_noise, noise_of_bits
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LARGE_VOCAB = 151_936

@@ -12,7 +12,7 @@ from .reference_models import randomised
 
 VOCAB, HIDDEN = 96, 256
 SIZES: dict[str, Any] = {
-    **tiny_sizes(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=512, num_hidden_layers=2, head_dim=64),
+    **tiny_sizes(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=256, num_hidden_layers=2, head_dim=64),
     "rms_norm_eps": 1e-6,
 }
 EXPERTS: dict[str, Any] = {

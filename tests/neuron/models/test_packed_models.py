@@ -22,7 +22,6 @@ from cortex.neuron.kernels.layouts import DeviceLayout, MatrixLayout
 from cortex.neuron.kernels.quantised.layout import FP4
 from cortex.neuron.kernels.quantised.matrix import PackedMatrix
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe
-from cortex.neuron.kernels.storages import empty_matrix
 from cortex.neuron.layers.moe import MoE
 from cortex.neuron.layers.parameters import Parameters
 from cortex.neuron.models.packing import MatrixDevice, choose_layouts
@@ -62,15 +61,12 @@ def as_in_files(tensor: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor
     return heads.view_as(tensor)
 
 
-def rounded(checkpoint: Checkpoint, layouts: Mapping[str, MatrixLayout], path: Path) -> Checkpoint:
-    """The checkpoint in dense form with the values that packed matrices have."""
-    tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
-    for name, layout in layouts.items():
-        outputs, inputs = checkpoint.stored(name).shape
-        matrix = empty_matrix(layout, outputs, inputs, CPU)
-        placement = PackedPlacement(name, matrix, 0, matrix.outputs)
-        load_into(checkpoint, [], [placement], progress=lambda *_: None, cancelled=lambda: False)
-        tensors[name] = matrix.values()
+def rounded(checkpoint: Checkpoint, packed: LoadedModel, path: Path) -> Checkpoint:
+    """The checkpoint in dense form with the values of the packed matrices."""
+    bindings = {binding.source: binding for binding in packed.model.parameters.packed_bindings}
+    tensors = {name: checkpoint.read(name) for name in checkpoint.tensors if name not in bindings}
+    for name, binding in bindings.items():
+        tensors[name] = binding.matrix.values(slice(binding.first_row, binding.first_row + binding.num_rows))
     for name in [
         name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias"))
     ]:
@@ -133,7 +129,7 @@ def assert_packed_computes_as_dense(path: Path, dense_path: Path, recipe: Recipe
     layouts = {name: layout for name, layout in layouts.items() if not name.endswith(routers)}
     packed = load(checkpoint, layouts)
     assert sorted(binding.source for binding in packed.model.parameters.packed_bindings) == sorted(layouts)
-    dense = load(rounded(checkpoint, layouts, dense_path), {})
+    dense = load(rounded(checkpoint, packed, dense_path), {})
     tokens = torch.randint(0, VOCAB, (NUM_TOKENS,), generator=torch.Generator().manual_seed(2))
     expected = logits_of(dense, tokens, [NUM_TOKENS - 1])
     assert (logits_of(packed, tokens, [NUM_TOKENS - 1]) - expected).abs().max() < 1e-3 * expected.abs().max()

@@ -12,7 +12,7 @@ from cortex.neuron.config import HarnessSettings, NeuronConfig, TorchHarness
 from cortex.neuron.engine.errors import LoadError
 from cortex.neuron.engine.loading import loading
 from cortex.neuron.engine.request import LoadSpec
-from cortex.neuron.kernels.cpu.layout import CpuForm, CpuLayout
+from cortex.neuron.kernels.cpu.layout import CpuLayout
 from cortex.neuron.kernels.float8.layout import FLOAT8_BLOCKS, FLOAT8_ROWS
 from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.kernels.quantised.layout import FP4, Q4, Q6, Q8
@@ -23,7 +23,7 @@ from cortex.neuron.weights.stored import TensorInfo
 from cortex.wire.node.protocol import Device
 
 GPU = MatrixDevice("cuda", "bfloat16")
-CPU = MatrixDevice("cpu", "float32", CpuForm.NATIVE)
+CPU = MatrixDevice("cpu", "float32", multiplies_codes=True)
 DENSE_CPU = MatrixDevice("cpu", "float32")
 UP, HEAD, EXPERT = "model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.layers.0.mlp.experts.3.up_proj.weight"
 ABSORBED = "model.layers.0.self_attn.kv_b_proj.weight"
@@ -54,11 +54,11 @@ def info(dtype: str, *shape: int, scaled: tuple[int, int] | None = None) -> Tens
         (GPU, UP, info("F16"), "fp8", FLOAT8_ROWS),
         (GPU, UP, info("F16", 250, 512), "fp8", Q8),
         (MatrixDevice("cuda", "float16"), UP, info("Q4_K"), None, None),
-        (CPU, UP, info("Q4_K"), None, CpuLayout(CpuForm.NATIVE, 4)),
+        (CPU, UP, info("Q4_K"), None, CpuLayout(4)),
         (CPU, EXPERT, info("Q4_K"), None, None),
         (CPU, UP, info("FP8", scaled=(128, 128)), None, None),
         (CPU, UP, info("F32"), None, None),
-        (CPU, UP, info("F32"), "q6_k", CpuLayout(CpuForm.NATIVE, 6, 16, 32)),
+        (CPU, UP, info("F32"), "q6_k", CpuLayout(6, 16, 32)),
         (CPU, EXPERT, info("F32"), "q6_k", None),
         (CPU, UP, info("F32"), "fp8", None),
         (DENSE_CPU, UP, info("Q4_K"), None, None),
@@ -102,16 +102,16 @@ TENSORS: Mapping[str, TensorInfo] = {
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
 @pytest.mark.parametrize("quant", [None, "q4_k"])
-@pytest.mark.parametrize("form", [None, *CpuForm])
+@pytest.mark.parametrize("is_coded", [False, True])
 def test_engine_and_forecast_give_each_matrix_the_same_bytes(
     kind: Literal["cpu", "cuda"],
     dtype: Literal["auto", "float32", "bfloat16"],
     quant: str | None,
-    form: CpuForm | None,
+    is_coded: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(forecast, "likely_cpu_form", lambda: form)
-    monkeypatch.setattr(loading, "best_form", lambda _: form)
+    monkeypatch.setattr(forecast, "likely_multiplies_codes", lambda: is_coded)
+    monkeypatch.setattr(loading, "multiplies_codes", lambda _: is_coded)
     config = NeuronConfig(harness=HarnessSettings(torch=TorchHarness(dtype=dtype)))
     place = forecast.Forecast(config).matrix_device(Device(index=0, kind=kind, name="d", total_bytes=1 << 30))
     recipe = None if quant is None else RECIPES[quant]

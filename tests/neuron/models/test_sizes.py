@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cortex.neuron.engine.memory.sequences import KVCache, StateMemory
-from cortex.neuron.kernels.cpu.layout import CpuForm, cpu_layout
+from cortex.neuron.kernels.cpu.layout import cpu_layout
 from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS
 from cortex.neuron.kernels.layouts import DeviceLayout
 from cortex.neuron.kernels.quantised import layout as layouts
@@ -26,7 +26,6 @@ from ...waiting import WAIT_S
 from ..tiny_models import tiny_delta, tiny_sizes
 
 META = torch.device("meta")
-FORMS = list(CpuForm)
 SIZES: dict[str, Any] = {
     **tiny_sizes(
         vocab_size=192,
@@ -183,12 +182,11 @@ def test_computed_size_on_a_cpu_is_what_the_layers_allocate(family: str) -> None
         dense = Decoder(variant.architecture, Parameters(META, torch.float32), num_positions=1).parameters
         matrices = [binding.source for binding in dense.bindings if binding.destination.dim() == 2]
         mixed = ("Q4_K", "Q6_K", "Q8_0", "F32")[variant.place % 4]
-        form = FORMS[variant.place % len(FORMS)]
-        chosen = {name: cpu_layout(mixed if "v_proj" in name else "Q4_K", form) for name in matrices}
+        chosen = {name: cpu_layout(mixed if "v_proj" in name else "Q4_K") for name in matrices}
         offer = {name: layout for name, layout in chosen.items() if layout is not None}
         stored = Decoder(variant.architecture, Parameters(META, torch.float32, offer), num_positions=1).parameters
         computed = weight_bytes(variant.architecture, WeightStorage(4, offer))
-        assert computed == stored.num_bytes < dense.num_bytes, (variant.name, mixed, form)
+        assert computed == stored.num_bytes < dense.num_bytes, (variant.name, mixed)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from cortex.neuron.engine.loading.meta_shapes import light_shapes
 from cortex.neuron.engine.parallel.peer_memory import PeerMemory
 from cortex.neuron.kernels.attention import varlen
-from cortex.neuron.kernels.cpu.dynamic import DynamicMatrix
-from cortex.neuron.kernels.cpu.layout import ROW_BLOCK, CpuForm, CpuLayout
 from cortex.neuron.kernels.dense.matrix import dense_product
 from cortex.neuron.kernels.native.library import NativeLibrary, _threads
 from cortex.neuron.layers.configs import Shard
@@ -77,13 +75,6 @@ def test_operation_with_other_arguments_cannot_be_used() -> None:
         private._operation("aten", "mm", "left", "right")  # noqa: SLF001
     with pytest.raises(Unusable, match="no operation aten::_gone"):
         private._operation("aten", "_gone")  # noqa: SLF001
-
-
-def test_matrices_of_codes_are_not_possible_without_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_probe(monkeypatch, private.FOUR_BIT_PRODUCTS)
-    matrix = DynamicMatrix(CpuLayout(CpuForm.DYNAMIC, 4, 32, 8), ROW_BLOCK, 64, CPU)
-    with pytest.raises(NotImplementedError):
-        matrix.put_values(0, torch.ones(ROW_BLOCK, 64))
 
 
 def test_dense_products_are_the_same_if_nothing_is_known_about_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -31,11 +32,21 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_import_says_the_same_as_the_source_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_says_the_same_as_the_source_files(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What another process would do is done in this one, which has imported the library already."""
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        assert command == [sys.executable, "-m", private.__name__, "mixtral"]
+        private.main(command[-1])
+        return SimpleNamespace(stdout=capsys.readouterr().out)
+
     parsed = library_model("mixtral")
     library_model.cache_clear()
     private.class_facts.cache_clear()
     fail_probe(monkeypatch, private.SOURCE_FILES)
+    monkeypatch.setattr(subprocess, "run", run)
     imported = library_model("mixtral")
     for name in ("class_name", "aliases", "tp_plan", "base_prefix", "tied", "unread", "has_transposed_linears"):
         assert getattr(imported, name) == getattr(parsed, name), name

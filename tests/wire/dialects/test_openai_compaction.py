@@ -8,8 +8,9 @@ import msgspec
 import pytest
 from openai.types.responses import ResponseCompactionItem
 
-from cortex.wire.dialects import openai_compaction, openai_responses
-from cortex.wire.dialects.openai_compaction import MAX_KEPT_CHARS, PROMPT
+from cortex.wire.dialects import openai_responses
+from cortex.wire.dialects.openai_responses import compaction
+from cortex.wire.dialects.openai_responses.compaction import MAX_KEPT_CHARS, PROMPT
 from cortex.wire.errors import GenerationFailed, InvalidValue
 from cortex.wire.events import AnyEvent, Finish, ReasoningDelta, Start, TextDelta, Usage
 from cortex.wire.requests import Text
@@ -25,13 +26,13 @@ TOOLS = [{"type": "function", "name": "grep", "parameters": {"type": "object"}}]
 
 
 def read(**fields: Any) -> Any:
-    return openai_compaction.parse(msgspec.json.encode({"model": "m", "input": CONVERSATION, **fields}))
+    return compaction.parse(msgspec.json.encode({"model": "m", "input": CONVERSATION, **fields}))
 
 
 def folded(request: Any, *events: AnyEvent) -> dict[str, Any]:
     start = Start(id="x", model="m", created=1, prompt_tokens=9)
     finish = Finish(reason="stop", usage=Usage(prompt_tokens=9, completion_tokens=4))
-    body = openai_compaction.fold([start, *events, finish], request, id="cmp_1", created=7, model="m")
+    body = compaction.fold([start, *events, finish], request, id="cmp_1", created=7, model="m")
     made: dict[str, Any] = msgspec.json.decode(body)
     return made
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from cortex.wire.dialects.page import TABLES, fields_page
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import CortexError, InvalidValue
-from cortex.wire.fields.tables.page import TABLES, fields_page
 from cortex.wire.fields.tables.table import BodyField, Treatment
 from cortex.wire.requests import GenerateRequest
 

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from cortex.wire.dialects.page import POOLING_TABLES
 from cortex.wire.errors import CortexError, InvalidValue, MissingModel
-from cortex.wire.fields.tables.page import POOLING_TABLES
 from cortex.wire.fields.tables.table import BodyField, Treatment
 from cortex.wire.pooling.parse import MAX_TEXTS, ROUTES, names_model, only_model, with_model
 from cortex.wire.pooling.request import PoolingRequest

@@ -1,5 +1,5 @@
 """`/fleet/activity`: the latest requests, and those of the request log, listed, one in full, live, and forgotten;
-those that run, and their cancellation.
+those that run, and their cancellation. For operators also `/fleet/audit`, who changed what, and `/fleet/history`.
 
 Operators see all requests. The owner of another key sees the requests of that key, without the names of nodes.
 """
@@ -14,9 +14,11 @@ from typing import Any
 
 import msgspec
 
-from cortex.gateway.api.event_streams import EventStreams
+from cortex.gateway.api.live.event_streams import EventStreams
 from cortex.gateway.api.parts import ApiRoute, DeferredResponses, expect, number_in_query, time_in_query
 from cortex.gateway.database import StoreError
+from cortex.gateway.dispatch.operator.audit import AuditLog
+from cortex.gateway.history.history import WINDOWS, History
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.accounting.activity import ActivityLog, Capture, RequestRecord
@@ -303,3 +305,47 @@ def _capture_json(capture: Capture) -> dict[str, Any]:
 
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 4)
+
+
+class AuditRoutes:
+    """Serves the audit log."""
+
+    def __init__(self, audit: AuditLog, metering: Metering, deferred: DeferredResponses) -> None:
+        self._audit = audit
+        self._metering = metering
+        self._deferred = deferred
+
+    def routes(self) -> list[ApiRoute]:
+        return [Route("GET", "/fleet/audit", self._respond)]
+
+    def _respond(self, exchange: Exchange) -> None:
+        self._metering.meter.authenticate_operator(exchange.request)
+        self._deferred.respond(exchange, self._list(exchange.request))
+
+    async def _list(self, request: Request) -> Response:
+        until = time_in_query(request, "until", time.time() + 60)
+        since = time_in_query(request, "since", 0)
+        limit = number_in_query(request, "limit", 100, most=MAX_LISTED)
+        try:
+            entries = await self._audit.read(since, until, limit, query(request, "key") or "")
+        except StoreError as error:
+            raise DatabaseUnavailable(f"The audit log cannot be read: {error}.") from error
+        shown = [msgspec.structs.asdict(entry) for entry in entries]
+        return json_response({"entries": [{"at": entry.pop("at_ms") / 1000} | entry for entry in shown]})
+
+
+class HistoryRoutes:
+    def __init__(self, history: History, metering: Metering) -> None:
+        self._history = history
+        self._metering = metering
+
+    def routes(self) -> list[ApiRoute]:
+        return [Route("GET", "/fleet/history", self._read)]
+
+    def _read(self, exchange: Exchange) -> Response:
+        self._metering.meter.authenticate_operator(exchange.request)
+        wanted = query(exchange.request, "window") or "hour"
+        window = next((each for each in WINDOWS if each == wanted), None)
+        if window is None:
+            raise InvalidValue(f"{shorten(wanted)} is no window; use {' or '.join(WINDOWS)}.", param="window")
+        return json_response(self._history.as_json(window))

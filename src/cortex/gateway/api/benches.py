@@ -13,8 +13,8 @@ from functools import partial
 import msgspec
 
 from cortex.fleet.topology import ModelOnNode
-from cortex.gateway.api.following import Following
 from cortex.gateway.api.jobs import Job, JobBoard
+from cortex.gateway.api.live.event_streams import Following
 from cortex.gateway.api.parts import ApiRoute, read_body
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.nodes.client import NodeClient

@@ -15,11 +15,11 @@ from cortex.fleet.catalogue import Resolution
 from cortex.fleet.placement import explain
 from cortex.fleet.placement.decision import Origin
 from cortex.gateway.api import models
-from cortex.gateway.api.event_streams import EventStreams
-from cortex.gateway.api.fleet_feed import FleetFeed, node_statuses
 from cortex.gateway.api.health import GatewayHealth, is_ready
+from cortex.gateway.api.live.event_streams import EventStreams
+from cortex.gateway.api.live.fleet_feed import FleetFeed, node_statuses
+from cortex.gateway.api.live.public_view import FleetView
 from cortex.gateway.api.parts import ApiPart, DeferredResponses, expect, listing_key
-from cortex.gateway.api.public_view import FleetView
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.operator.audit import MAX_DETAIL, AuditLog
 from cortex.gateway.dispatch.view import DispatchView

@@ -16,8 +16,8 @@ import msgspec
 
 from cortex.fleet.known_models import known_repository
 from cortex.fleet.topology import Node
-from cortex.gateway.api.following import Following
 from cortex.gateway.api.jobs import Job, JobBoard
+from cortex.gateway.api.live.event_streams import Following
 from cortex.gateway.api.parts import ApiRoute, DeferredResponses, read_body
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.view import DispatchView

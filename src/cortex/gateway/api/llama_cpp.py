@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cortex.gateway.api.event_streams import EventStreams
+from cortex.gateway.api.live.event_streams import EventStreams
 from cortex.gateway.api.models import offered
 from cortex.gateway.api.orders import OrderRoutes
 from cortex.gateway.api.parts import ApiRoute, expect, listing_key, read_body

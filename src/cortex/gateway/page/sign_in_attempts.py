@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from cortex.gateway.dispatch.operator.audit import AuditLog
 from cortex.gateway.ledger.keys import KeySection
-from cortex.http.connection_counts import network_of
+from cortex.http.limits import network_of
 from cortex.http.request import Request
 from cortex.wire.errors import CortexError, RateLimitExceeded
 

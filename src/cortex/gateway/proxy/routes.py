@@ -10,9 +10,9 @@ import msgspec
 
 from cortex.fleet.topology import Abilities
 from cortex.gateway.dispatch.leases import RequestKind
+from cortex.http.head import stream_headers
 from cortex.http.observer import Keepalive
 from cortex.http.request import Headers
-from cortex.http.response_head import stream_headers
 from cortex.http.server.server import Response
 from cortex.wire import error_encoding
 from cortex.wire.dialects.registry import DIALECTS, Dialect, family

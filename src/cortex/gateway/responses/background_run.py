@@ -15,9 +15,9 @@ from cortex.gateway.responses.response_object import (
     last_event,
     response_in_event,
 )
+from cortex.http.head import STREAM_HEADERS
 from cortex.http.observer import Outcome
 from cortex.http.request import Headers
-from cortex.http.response_head import STREAM_HEADERS
 from cortex.http.server.detached import DetachedExchange
 from cortex.http.server.exchange import Exchange
 from cortex.wire.dialects.openai_responses.kept import KeptResponse

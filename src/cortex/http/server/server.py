@@ -8,8 +8,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 
-from cortex.http.connection_counts import ConnectionCounts
-from cortex.http.limits import Buffered, ClientLimits, ClientShares
+from cortex.http.limits import Buffered, ClientLimits, ClientShares, ConnectionCounts
 from cortex.http.server.connection import (
     CountedConnection,
     Handler,
@@ -17,9 +16,8 @@ from cortex.http.server.connection import (
     Response,
     ResponseHeaders,
 )
-from cortex.http.server.listener import Listener, listen
+from cortex.http.server.listener import Listener, ThrottledLog, listen
 from cortex.http.server.parser import AdmitHead
-from cortex.http.throttled_log import ThrottledLog
 from cortex.http.ticker import Ticker
 from cortex.wire.errors import CortexError
 

@@ -6,8 +6,8 @@ import asyncio
 from types import TracebackType
 from typing import Protocol, Self
 
+from cortex.http.head import stream_headers
 from cortex.http.request import Headers
-from cortex.http.response_head import stream_headers
 from cortex.http.server.exchange import Exchange
 from cortex.http.ticker import Ticker
 from cortex.wire import sse

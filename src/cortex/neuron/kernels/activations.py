@@ -1,4 +1,5 @@
-"""The activations of gated feed-forward blocks: activation(gate) · up, or what a family has in its place.
+"""The activations of gated feed-forward blocks: activation(gate) · up, or what a family has in its place. Blocks
+without a gate have relu(x)².
 
 A new one is an entry of `_FUNCTIONS` (torch), a branch of `activated` (Triton) and one of `activated` in
 `native/values.h` (C). The order of `_FUNCTIONS` numbers them; 0 stands for none.
@@ -94,3 +95,29 @@ def _activate_kernel(gate_up, out, size, ACTIVATION: tl.constexpr, BLOCK: tl.con
     gate = tl.load(gate_up + token * 2 * size + column, mask=inside).to(tl.float32)
     up = tl.load(gate_up + token * 2 * size + size + column, mask=inside).to(tl.float32)
     tl.store(out + token * size + column, activated(gate, up, ACTIVATION).to(out.dtype.element_ty), mask=inside)
+
+
+def relu_squared_(x: Tensor) -> Tensor:
+    """In place. x: contiguous, any shape → the same tensor"""
+    if not has_kernels(x):
+        return relu_squared_reference_(x)
+    block = 1024
+    _relu_squared_kernel[(triton.cdiv(x.numel(), block),)](
+        x, x.numel(), BLOCK=block, num_warps=4, **launch_options(x.device)
+    )
+    return x
+
+
+def relu_squared_reference_(x: Tensor) -> Tensor:
+    return x.relu_().square_()
+
+
+@jit(do_not_specialize=["count"])
+def _relu_squared_kernel(x, count, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
+    value = tl.where(value > 0.0, value * value, tl.where(value == value, 0.0, value))
+    tl.store(x + place, value.to(x.dtype.element_ty), mask=place < count)

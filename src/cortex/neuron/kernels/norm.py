@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation over the last dimension."""
+"""Normalisation over the last dimension: by the root mean square, or to mean 0 and variance 1."""
 
 from __future__ import annotations
 
@@ -63,19 +63,6 @@ def rms_norm_small(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (normed * weight).to(x.dtype)
 
 
-def rms_norm_in_two(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, float]:
-    """The norm as a tensor and a factor of it, which a CPU multiplies into the product that follows.
-
-    x: [rows, size] → [rows, size] and the factor, which is other than 1 for a single row in float32.
-    """
-    if x.shape[0] != 1 or x.dtype != torch.float32:
-        return rms_norm(x, weight, eps), 1.0
-    row = x.view(-1)
-    mean = row.dot(row).item() / x.shape[1]
-    return x * weight, max(mean + eps, _SMALLEST) ** -0.5
-
-
-_SMALLEST = torch.finfo(torch.float32).tiny
 _SIGNS = torch.tensor([[1.0], [-1.0]])
 
 
@@ -109,4 +96,54 @@ def _rms_norm_kernel(
         normed += tl.load(residual + row * size + column, mask=inside, other=0.0).to(tl.float32)
     if MULTIPLY:
         normed *= tl.load(factor).to(tl.float32)
+    tl.store(out + row * size + column, normed.to(out.dtype.element_ty), mask=inside)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """x: [..., size], contiguous → the same shape"""
+    if not has_kernels(x):
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    size = x.shape[-1]
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(size)
+    _layer_norm_kernel[(x.numel() // size,)](
+        x,
+        weight,
+        bias,
+        out,
+        size,
+        eps,
+        BLOCK=block,
+        HAS_BIAS=bias is not None,
+        num_warps=max(1, min(8, block // 512)),
+        **launch_options(x.device),
+    )
+    return out
+
+
+@jit
+def _layer_norm_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    size,
+    eps,
+    BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
+    values = tl.load(x + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    centred = tl.where(inside, values - tl.sum(values, 0) / size, 0.0)
+    normed = centred * tl.rsqrt(tl.sum(centred * centred, 0) / size + eps) * gain
+    if HAS_BIAS:
+        normed += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * size + column, normed.to(out.dtype.element_ty), mask=inside)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from cortex.neuron.kernels.cpu.forms import FORMS
 from cortex.neuron.kernels.cpu.layout import CpuLayout
+from cortex.neuron.kernels.cpu.native import NativeMatrix
 from cortex.neuron.kernels.float8.layout import Float8Layout
 from cortex.neuron.kernels.float8.matrix import Float8Matrix
 from cortex.neuron.kernels.layouts import DeviceLayout, MatrixLayout
@@ -16,7 +16,7 @@ from cortex.neuron.kernels.quantised.matrix import PackedMatrix
 def empty_matrix(layout: MatrixLayout, outputs: int, inputs: int, device: torch.device) -> StoredMatrix:
     """Memory for a quantised matrix, contents undefined until all rows are put."""
     if isinstance(layout, CpuLayout):
-        return FORMS[layout.form](layout, outputs, inputs, device)
+        return NativeMatrix(layout, outputs, inputs, device)
     return empty_device_matrix(layout, outputs, inputs, device)
 
 

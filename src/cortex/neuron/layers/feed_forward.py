@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.relu_squared import relu_squared_
+from cortex.neuron.kernels.activations import relu_squared_
 from cortex.neuron.layers.configs import MLPConfig, PerLayerInputConfig, PerLayerInputsConfig
 from cortex.neuron.layers.embedding import Embedding
 from cortex.neuron.layers.linear import GatedLinear, Linear, RowParallelLinear

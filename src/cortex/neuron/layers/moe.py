@@ -8,12 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from cortex.neuron.kernels.activations import relu_squared_
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.matrix import ExpertMatrix
 from cortex.neuron.kernels.moe.experts import Experts
 from cortex.neuron.kernels.moe.mixture import mixture
 from cortex.neuron.kernels.moe.shared_gate import add_gated
-from cortex.neuron.kernels.relu_squared import relu_squared_
 from cortex.neuron.layers.configs import MoEConfig, halves
 from cortex.neuron.layers.linear import GatedLinear, Linear
 from cortex.neuron.layers.norm import RMSNorm

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.layer_norm import layer_norm
-from cortex.neuron.kernels.norm import rms_norm
+from cortex.neuron.kernels.norm import layer_norm, rms_norm
 from cortex.neuron.layers.configs import NormConfig
 from cortex.neuron.layers.parameters import Parameters
 

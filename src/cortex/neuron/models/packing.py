@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from cortex.neuron.kernels.cpu.layout import CpuForm, CpuLayout, cpu_layout
+from cortex.neuron.kernels.cpu.layout import CpuLayout, cpu_layout
 from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS, float8_layout
 from cortex.neuron.kernels.layouts import DeviceLayout, MatrixLayout
 from cortex.neuron.kernels.quantised.layout import GGML_LAYOUTS, PUBLISHED_LAYOUTS, Q4, Q8, SCALED_COLUMNS, Layout
@@ -31,14 +31,14 @@ class MatrixDevice:
     """`cuda` or `cpu`."""
     dtype: str
     """The name of the dtype that the model computes in."""
-    cpu_form: CpuForm | None = None
-    """The form of quantised matrices on a CPU; None: it keeps all matrices dense."""
+    multiplies_codes: bool = False
+    """Whether a CPU keeps quantised matrices as codes, not dense."""
 
     def quantises(self, recipe: Recipe) -> bool:
         """Whether it has GEMMs for what the recipe makes of dense matrices."""
         if self.kind == "cuda":
             return self.dtype == "bfloat16"
-        return self.cpu_form is not None and isinstance(recipe.matrices, Layout)
+        return self.multiplies_codes and isinstance(recipe.matrices, Layout)
 
 
 def choose_layouts(
@@ -77,11 +77,11 @@ def choose_layout(device: MatrixDevice, name: str, info: TensorInfo, recipe: Rec
     made = recipe.layout_of(name) if recipe is not None and info.dtype in QUANTISABLE else None
     if device.kind == "cuda":
         return _device_layout(info, made) if device.dtype == "bfloat16" else None
-    if device.cpu_form is None or ".experts." in name:  # experts are one stack, for which CPUs have dense GEMMs
+    if not device.multiplies_codes or ".experts." in name:  # experts are one stack, for which CPUs have dense GEMMs
         return None
     if isinstance(made, Layout):
-        return CpuLayout(device.cpu_form, made.bits, made.group, made.zero)
-    return cpu_layout(info.dtype, device.cpu_form)
+        return CpuLayout(made.bits, made.group, made.zero)
+    return cpu_layout(info.dtype)
 
 
 def _device_layout(info: TensorInfo, made: DeviceLayout | None) -> DeviceLayout | None:

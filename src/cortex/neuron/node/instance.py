@@ -30,9 +30,10 @@ from cortex.wire.errors import (
     Overloaded,
     Recovering,
     ShuttingDown,
+    prompt_too_long,
+    prompt_too_long_for_memory,
 )
 from cortex.wire.node.protocol import ModelLoad
-from cortex.wire.prompt_overflow import prompt_too_long, prompt_too_long_for_memory
 from cortex.wire.words import duration, plural
 
 

@@ -6,7 +6,6 @@ import ast
 import contextlib
 import copy
 import functools
-import platform
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -163,39 +162,6 @@ def _check_gelu(device: torch.device, dtype: torch.dtype) -> None:
     compare(_fused_gelu(x, weight, bias), expected)
 
 
-# Products with matrices of four-bit codes on ARM
-
-
-def _probe_four_bits() -> None:
-    sizes = ("block_size", "in_features", "out_features")
-    _operation("aten", "_dyn_quant_matmul_4bit", "inp", "packed_weights", *sizes)
-    _operation("aten", "_dyn_quant_pack_4bit_weight", "weights", "scales_zeros", "bias", *sizes)
-
-
-FOUR_BIT_PRODUCTS = PrivateEntry(
-    "torch.ops.aten._dyn_quant_matmul_4bit",
-    "without a C compiler, weights of quantised models are dense on CPUs: slower, and several times the memory",
-    _probe_four_bits,
-    kinds=("cpu",),
-    applies=lambda: platform.machine() in ("aarch64", "arm64"),
-)
-
-
-def pack_four_bits(pairs: Tensor, scale: Tensor, group: int, columns: int, rows: int) -> Tensor:
-    """pairs: [rows, columns / 2] uint8; scale: [rows, columns / group] bfloat16 → packed bytes, in an order of the
-    processor. Raises NotImplementedError where there are no such products."""
-    if not FOUR_BIT_PRODUCTS.is_usable:
-        raise NotImplementedError("torch has no products with four-bit codes for this processor")
-    packed: Tensor = torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, scale, None, group, columns, rows)
-    return packed.view(torch.uint8).flatten()
-
-
-def four_bit_product(x: Tensor, packed: Tensor, group: int, columns: int, rows: int) -> Tensor:
-    """x: [n, columns] float32 → [n, rows] float32"""
-    product: Tensor = torch.ops.aten._dyn_quant_matmul_4bit(x, packed, group, columns, rows)
-    return product
-
-
 # What oneDNN multiplies
 
 
@@ -350,7 +316,6 @@ def with_child(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
 ENTRIES = (
     FLASH_ATTENTION,
     GELU_EPILOGUE,
-    FOUR_BIT_PRODUCTS,
     ONEDNN_BFLOAT16,
     SHAPE_RULES,
     PEER_MEMORY,

@@ -68,6 +68,7 @@ def folder() -> Path | None:
     return Path(next(iter(locations))) if locations else None
 
 
+@cache
 def library_version() -> str | None:
     """The version of the installed library; None: it is not installed."""
     if folder() is None:

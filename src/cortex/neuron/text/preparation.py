@@ -14,8 +14,7 @@ import msgspec
 
 from cortex.neuron.text.model import TextModel
 from cortex.neuron.text.template.prompt import PromptRules, Rendered
-from cortex.wire.errors import ContextLengthExceeded, InvalidValue
-from cortex.wire.prompt_overflow import prompt_too_long
+from cortex.wire.errors import ContextLengthExceeded, InvalidValue, prompt_too_long
 from cortex.wire.requests import GenerateRequest, Message
 
 ROOM_FOR_RESPONSE = 1024

@@ -9,12 +9,12 @@ from cortex.wire.dialects import (
     anthropic_messages,
     llama_cpp_infill,
     openai_chat,
-    openai_compaction,
     openai_completions,
     openai_responses,
 )
 from cortex.wire.dialects.ollama import chat as ollama_chat
 from cortex.wire.dialects.ollama import generate as ollama_generate
+from cortex.wire.dialects.openai_responses import compaction
 from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import AnyEvent
 from cortex.wire.fields.body import Fields
@@ -36,6 +36,23 @@ class _MakeEncoder(Protocol):
 
 class Dialect(Protocol):
     """The interface of each codec module."""
+
+    @property
+    def PATH(self) -> str:  # noqa: N802
+        """Of `POST` requests that generate."""
+
+    @property
+    def CONVERSATION(self) -> tuple[str, ...]:  # noqa: N802
+        """The fields that hold it, from its start."""
+
+    @property
+    def PICTURE_MARKS(self) -> tuple[bytes, ...]:  # noqa: N802
+        """One of these is in every body with a picture; empty: the dialect has none. They begin with the same byte,
+        which is found fastest."""
+
+    @property
+    def CLIENT_FIELDS(self) -> Mapping[str, str]:  # noqa: N802
+        """What clients call fields of a `GenerateRequest` that have another name there."""
 
     @property
     def FAMILY(self) -> Family: ...  # noqa: N802
@@ -76,34 +93,18 @@ DIALECTS: Mapping[DialectName, Dialect] = {
     "ollama_chat": ollama_chat,
     "ollama_generate": ollama_generate,
     "llama_cpp_infill": llama_cpp_infill,
-    "openai_compaction": openai_compaction,
+    "openai_compaction": compaction,
 }
 
-ROUTES: Mapping[str, DialectName] = {
-    "/v1/chat/completions": "openai_chat",
-    "/v1/completions": "openai_completions",
-    "/v1/responses": "openai_responses",
-    "/v1/messages": "anthropic_messages",
-    "/api/chat": "ollama_chat",
-    "/api/generate": "ollama_generate",
-    "/infill": "llama_cpp_infill",
-    "/v1/responses/compact": "openai_compaction",
-}
+ROUTES: Mapping[str, DialectName] = {codec.PATH: name for name, codec in DIALECTS.items()}
 """`POST` paths that generate, and the dialect of each."""
 
-
-_CLIENT_FIELDS: Mapping[DialectName, Mapping[str, str]] = {
-    "openai_responses": {"messages": "input"},
-    "openai_compaction": {"messages": "input"},
-    "ollama_generate": {"messages": "prompt"},
-    "llama_cpp_infill": {"prompt": "input_prefix", "suffix": "input_suffix"},
-}
 _OF_FUNCTIONS = {"tools": "functions", "tool_choice": "function_call"}
 
 
 def client_field(dialect: DialectName, name: str | None, *, as_functions: bool = False) -> str | None:
     """What a client calls the field that a `GenerateRequest` has under `name`. `as_functions`: as in the request."""
-    names = _OF_FUNCTIONS if as_functions else _CLIENT_FIELDS.get(dialect, {})
+    names = _OF_FUNCTIONS if as_functions else DIALECTS[dialect].CLIENT_FIELDS
     return names.get(name, name) if name is not None else None
 
 

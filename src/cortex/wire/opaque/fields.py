@@ -13,9 +13,8 @@ import msgspec
 from cortex.wire.errors import InvalidValue, MalformedJSON, MissingModel, UnsupportedMediaType, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.fields.tables.opaque import FIELDS
-from cortex.wire.media_type import parse_media_type
 from cortex.wire.opaque import multipart
-from cortex.wire.opaque.multipart import BodyBytes, FormPart
+from cortex.wire.opaque.multipart import BodyBytes, FormPart, parse_media_type
 from cortex.wire.pictures.media_urls import check_form
 
 Form = Literal["json", "multipart", "urlencoded", "other"]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from cortex.neuron.engine.memory.device import compute_dtype
-from cortex.neuron.engine.memory.dtypes import likely_cpu_form
-from cortex.neuron.kernels.cpu.forms import best_form
+from cortex.neuron.engine.memory.dtypes import likely_multiplies_codes
+from cortex.neuron.kernels.cpu.native import multiplies_codes
 
 from ....waiting import WAIT_S
 
@@ -96,7 +96,7 @@ def test_model_that_does_not_exist_is_listed_until_its_failure_is_cleared(daemon
 @pytest.fixture
 def _quantises_at_load() -> None:
     device = torch.device("cpu")
-    if likely_cpu_form() is None or best_form(compute_dtype("auto", device)) is None:
+    if not likely_multiplies_codes() or not multiplies_codes(compute_dtype("auto", device)):
         pytest.skip("this processor multiplies faster with dense weights, so none are quantised at load")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cortex.neuron.api.inference.pooled_texts import (
+from cortex.neuron.api.inference.pooling import (
     INSTRUCTION,
     MAX_CHARACTERS,
     check_lengths,

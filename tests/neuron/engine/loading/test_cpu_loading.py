@@ -21,17 +21,13 @@ from cortex.neuron.engine.loading.loading import LoadedModel, load_model
 from cortex.neuron.engine.parallel.group import TorchGroup
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, RankSpec, SamplingParams
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.kernels.cpu.forms import FORMS, best_form
-from cortex.neuron.kernels.cpu.layout import ROW_BLOCK, CpuForm, CpuLayout
+from cortex.neuron.kernels.cpu.native import multiplies_codes
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.native import library
 from cortex.neuron.kernels.native.library import native_library_or_none
 from cortex.neuron.kernels.native.operations import Recording
 from cortex.neuron.layers.feed_forward import MLP
-from cortex.neuron.private_api.torch import FOUR_BIT_PRODUCTS
 from cortex.neuron.weights import placement
-
-from ...failed_probes import fail_probe
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 128, 192, 4, 2, 320
@@ -131,22 +127,16 @@ def answers(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
     return torch.cat(logits).float()
 
 
-@pytest.fixture(params=CpuForm)
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CpuForm:
-    """Each form counts as fastest on any machine that has it, and matrices arrive in as many pieces as possible."""
-    form: CpuForm = request.param
-    matrix = FORMS[form](CpuLayout(form, 4, 32, 8), ROW_BLOCK, 32, CPU)
-    try:
-        matrix.put_values(0, torch.ones(ROW_BLOCK, 32))
-        matrix.product(torch.ones(1, 32))
-    except (RuntimeError, AttributeError, NotImplementedError):
-        pytest.skip(f"torch has no {form} products for this processor")
-    monkeypatch.setattr(loading, "best_form", lambda _: form)
+@pytest.fixture
+def packed_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes count as faster on any machine that compiles, and matrices arrive in as many pieces as possible."""
+    if native_library_or_none() is None:
+        pytest.skip("nothing can be compiled on this host")
+    monkeypatch.setattr(loading, "multiplies_codes", lambda _: True)
     monkeypatch.setattr(placement, "CACHED_PIECE_WEIGHTS", 1)
-    return form
 
 
-@pytest.mark.usefixtures("form")
+@pytest.mark.usefixtures("packed_form")
 @pytest.mark.parametrize("matrices", ["Q4_0", "Q4_1", "Q8_0"])
 @pytest.mark.parametrize("embedding", ["Q4_0", "Q8_0"])
 def test_quantised_model_responds_like_the_dense_model(tmp_path: Path, matrices: str, embedding: str) -> None:
@@ -155,11 +145,10 @@ def test_quantised_model_responds_like_the_dense_model(tmp_path: Path, matrices:
     packed = load(tmp_path / "model.gguf")
     assert not isinstance(packed.model.head.matrix, DenseMatrix)
     exact = answers(load(tmp_path / "model.gguf", "float32"), tokens)
-    # Dynamic products also quantise the inputs of every layer, to eight bits.
     assert (answers(packed, tokens) - exact).norm() / exact.norm() < 0.05
 
 
-@pytest.mark.usefixtures("form")
+@pytest.mark.usefixtures("packed_form")
 @pytest.mark.parametrize(("quant", "limit"), [("q8_0", 0.06), ("q6_k", 0.12), ("q5_k", 0.25), ("q4_k", 0.45)])
 def test_dense_weights_are_quantised_as_they_are_loaded(tmp_path: Path, quant: str, limit: float) -> None:
     write_model(tmp_path / "model.gguf", "F32", "F32")
@@ -183,7 +172,7 @@ def test_recorded_steps_draw_the_tokens_of_others(
     if native_library_or_none() is None:
         pytest.skip("nothing can be compiled on this host")
     write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0", values)
-    monkeypatch.setattr(loading, "best_form", lambda _: CpuForm.NATIVE)
+    monkeypatch.setattr(loading, "multiplies_codes", lambda _: True)
     monkeypatch.setattr(StepThreads, "decoding", lambda *_: nullcontext())
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     replayed: list[int] = []
@@ -217,7 +206,7 @@ def test_recorded_steps_may_be_read_late_and_survive_sleep(tmp_path: Path, monke
     if native_library_or_none() is None:
         pytest.skip("nothing can be compiled on this host")
     write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0")
-    monkeypatch.setattr(loading, "best_form", lambda _: CpuForm.NATIVE)
+    monkeypatch.setattr(loading, "multiplies_codes", lambda _: True)
     spec = LoadSpec(str(tmp_path / "model.gguf"), max_num_seqs=3, context_tokens=64)
     responses: list[list[list[int]]] = []
     for is_recorded in (True, False):
@@ -245,10 +234,10 @@ def test_dense_model_is_loaded_without_measuring_quantised_products(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path / "model.gguf", "F32", "F32")
-    monkeypatch.delattr(loading, "best_form")
+    monkeypatch.delattr(loading, "multiplies_codes")
     assert isinstance(load(tmp_path / "model.gguf").model.head.matrix, DenseMatrix)
     write_model(tmp_path / "model.gguf", "F32", "Q8_0")
-    with pytest.raises(NameError, match="best_form"):
+    with pytest.raises(NameError, match="multiplies_codes"):
         load(tmp_path / "model.gguf")
 
 
@@ -260,12 +249,12 @@ def test_quantising_at_load_is_rejected_where_no_product_is_faster(
         load(tmp_path / "model.gguf", "float32", quant="q4_k")
     with pytest.raises(LoadError, match="cannot be quantised as fp8 at load here"):
         load(tmp_path / "model.gguf", quant="fp8")
-    monkeypatch.setattr(loading, "best_form", lambda _: None)
+    monkeypatch.setattr(loading, "multiplies_codes", lambda _: False)
     with pytest.raises(LoadError, match="cannot be quantised as q4_k at load here"):
         load(tmp_path / "model.gguf", quant="q4_k")
 
 
-@pytest.mark.usefixtures("form")
+@pytest.mark.usefixtures("packed_form")
 @pytest.mark.parametrize("matrices", ["Q4_0", "Q8_0"])
 def test_divided_quantised_model_responds_like_the_whole_one(tmp_path: Path, matrices: str) -> None:
     """Each rank reads whole blocks of the file, and keeps its own share quantised."""
@@ -289,19 +278,20 @@ def test_divided_quantised_model_responds_like_the_whole_one(tmp_path: Path, mat
     assert (first - exact).norm() / exact.norm() < 0.05
 
 
+@pytest.mark.usefixtures("packed_form")
 @pytest.mark.parametrize("matrices", ["Q4_0", "Q4_1", "Q8_0"])
-def test_weights_take_at_most_a_third_more_than_the_file(tmp_path: Path, form: CpuForm, matrices: str) -> None:
+def test_weights_take_at_most_a_third_more_than_the_file(tmp_path: Path, matrices: str) -> None:
     write_model(tmp_path / "model.gguf", matrices, "Q8_0")
     loaded = load(tmp_path / "model.gguf")
     num_bytes = loaded.model.parameters.num_bytes
     assert loaded.weight_bytes == num_bytes + loaded.model.ropes.num_bytes
-    assert sum(storage.nbytes() for storage in loaded.model.parameters.storages()) == num_bytes, form
+    assert sum(storage.nbytes() for storage in loaded.model.parameters.storages()) == num_bytes
     assert num_bytes <= 1.3 * (tmp_path / "model.gguf").stat().st_size
 
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    cached = (native_library_or_none, best_form)
+    cached = (native_library_or_none, multiplies_codes)
     for function in cached:
         function.cache_clear()
     with monkeypatch.context() as patched:
@@ -312,9 +302,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_weights_are_dense_where_nothing_multiplies_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no C compiler, and torch has no such products either."""
-    fail_probe(monkeypatch, FOUR_BIT_PRODUCTS)
+def test_weights_are_dense_without_a_c_compiler(tmp_path: Path) -> None:
     write_model(tmp_path / "model.gguf", "Q4_0", "Q8_0")
     tokens = list(range(12))
     loaded = load(tmp_path / "model.gguf")
@@ -323,14 +311,14 @@ def test_weights_are_dense_where_nothing_multiplies_codes(tmp_path: Path, monkey
     assert (answers(loaded, tokens) - exact).norm() / exact.norm() < 0.05
 
 
-@pytest.mark.usefixtures("form")
+@pytest.mark.usefixtures("packed_form")
 def test_requested_dtype_keeps_the_dense_form(tmp_path: Path) -> None:
     write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0")
     assert isinstance(load(tmp_path / "model.gguf", "float32").model.head.matrix, DenseMatrix)
 
 
 def test_keeps_the_dense_form_if_no_other_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "best_form", lambda _: None)
+    monkeypatch.setattr(loading, "multiplies_codes", lambda _: False)
     write_model(tmp_path / "model.gguf", "Q4_1", "Q8_0")
     loaded = load(tmp_path / "model.gguf")
     assert isinstance(loaded.model.head.matrix, DenseMatrix)

@@ -17,7 +17,7 @@ from torch import Tensor
 from cortex.neuron.engine.memory.plan import penalty_bytes
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.engine.sampling.sampler import Draw, Drawn, GrammarMask, Sampler, draw_lines
-from cortex.neuron.kernels.gumbel import gumbel_noise
+from cortex.neuron.kernels.sampling.gumbel import gumbel_noise
 from cortex.neuron.kernels.sampling.rows import Draws, word_mask
 
 VOCAB = 24

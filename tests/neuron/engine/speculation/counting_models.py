@@ -114,7 +114,7 @@ def some_requests(seed: int) -> list[EngineRequest]:
         if number != 2:  # two choices of one prompt
             text = tuple(draw.randrange(256) for _ in range(draw.randint(1, 12)))
             prompt = text * draw.randint(1, 4)
-        request = EngineRequest(str(number), prompt, draw.randint(1, 24), SamplingParams(**sampling))
+        request = EngineRequest(str(number), prompt, draw.randint(1, 16), SamplingParams(**sampling))
         if number >= len(options):
             request = replace(request, grammar=GRAMMAR, stop_token_ids=(END,))
         elif number % 2:

@@ -7,34 +7,28 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from cortex.neuron.kernels.cpu import forms
-from cortex.neuron.kernels.cpu.forms import FORMS, best_form
-from cortex.neuron.kernels.cpu.layout import ROW_BLOCK, CpuForm, CpuLayout, cpu_layout
-from cortex.neuron.kernels.cpu.matrix import CpuMatrix
+from cortex.neuron.kernels.cpu import native
+from cortex.neuron.kernels.cpu.layout import ROW_BLOCK, CpuLayout, cpu_layout
+from cortex.neuron.kernels.cpu.native import NativeMatrix, multiplies_codes
 from cortex.neuron.kernels.dense.matrix import dense_product
 from cortex.neuron.kernels.matrix import Epilogue, Prologue
+from cortex.neuron.kernels.native.library import native_library_or_none
 from cortex.neuron.kernels.norm import rms_norm_reference
 
 CPU = torch.device("cpu")
 FORMATS = ("Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS")
 
 
-def is_available(form: CpuForm) -> bool:
-    """Whether torch has the form's operations here, fast or not."""
-    try:
-        filled(CpuLayout(form, 4, 32, 8), 2 * ROW_BLOCK, 64)[0].product(torch.ones(1, 64))
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return False
-    return True
+needs_library = pytest.mark.skipif(native_library_or_none() is None, reason="nothing can be compiled on this host")
 
 
-def layout_of(stored: str, form: CpuForm) -> CpuLayout:
-    layout = cpu_layout(stored, form)
+def layout_of(stored: str) -> CpuLayout:
+    layout = cpu_layout(stored)
     assert layout is not None
     return layout
 
 
-def filled(layout: CpuLayout, outputs: int, inputs: int) -> tuple[CpuMatrix, Tensor]:
+def filled(layout: CpuLayout, outputs: int, inputs: int) -> tuple[NativeMatrix, Tensor]:
     """A random matrix, filled in parts, and its weights."""
     generator = torch.Generator().manual_seed(layout.bits)
     code = torch.randint(0, 1 << layout.bits, (outputs, inputs), dtype=torch.uint8, generator=generator)
@@ -49,28 +43,21 @@ def filled(layout: CpuLayout, outputs: int, inputs: int) -> tuple[CpuMatrix, Ten
         scale, minimum = (
             units * torch.randint(0, 16, (2, *scale.shape), generator=generator) * torch.tensor([[[1]], [[-1]]])
         )
-    matrix = FORMS[layout.form](layout, outputs, inputs, CPU)
+    matrix = NativeMatrix(layout, outputs, inputs, CPU)
     for part in (slice(0, ROW_BLOCK), slice(ROW_BLOCK, outputs)):
         matrix.put_codes(part.start, code[part], scale[part], minimum[part])
     weights = (code.view(outputs, -1, layout.group) * scale[..., None] + minimum[..., None]).flatten(1)
     return matrix, weights
 
 
-@pytest.fixture(params=CpuForm)
-def form(request: pytest.FixtureRequest) -> CpuForm:
-    form: CpuForm = request.param
-    if not is_available(form):
-        pytest.skip(f"torch has no {form} products for this processor")
-    return form
-
-
+@needs_library
 @pytest.mark.parametrize(("rows", "inputs"), [(1, 96), (3, 96), (40, 96), (2, 32)])
 @pytest.mark.parametrize("stored", FORMATS)
-def test_product_matches_the_dequantised_product(form: CpuForm, stored: str, rows: int, inputs: int) -> None:
-    layout = layout_of(stored, form)
+def test_product_matches_the_dequantised_product(stored: str, rows: int, inputs: int) -> None:
+    layout = layout_of(stored)
     matrix, weights = filled(layout, 3 * ROW_BLOCK - 5, inputs)
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1))
-    tolerance = 3e-4 if form is CpuForm.NATIVE else 0.015  # inputs of sixteen bits, and of eight
+    tolerance = 3e-4  # inputs of sixteen bits
     expected = x @ weights.T
     y = matrix.product(x)
     assert (y.shape, y.dtype) == (expected.shape, x.dtype)
@@ -81,22 +68,22 @@ def test_product_matches_the_dequantised_product(form: CpuForm, stored: str, row
     assert (y - expected).norm() / expected.norm() < tolerance
 
 
+@needs_library
 @pytest.mark.parametrize("stored", FORMATS)
-def test_a_row_of_a_native_product_does_not_depend_on_the_number_of_rows(stored: str) -> None:
+def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(stored: str) -> None:
     """Draft tokens are right if and only if they are the tokens of steps without drafts."""
-    if not is_available(CpuForm.NATIVE):
-        pytest.skip("nothing can be compiled on this host")
-    matrix, _ = filled(layout_of(stored, CpuForm.NATIVE), ROW_BLOCK + 5, 96)
+    matrix, _ = filled(layout_of(stored), ROW_BLOCK + 5, 96)
     x = torch.randn(17, 96, generator=torch.Generator().manual_seed(1))
     expected = torch.cat([matrix.product(row[None]) for row in x])
     for rows in range(len(x) + 1):
         assert torch.equal(matrix.product(x[:rows]), expected[:rows])
 
 
+@needs_library
 @pytest.mark.parametrize("inputs", [32, 96])
 @pytest.mark.parametrize("stored", FORMATS)
-def test_looked_up_rows_are_the_dequantised_ones(form: CpuForm, stored: str, inputs: int) -> None:
-    layout = layout_of(stored, form)
+def test_looked_up_rows_are_the_dequantised_ones(stored: str, inputs: int) -> None:
+    layout = layout_of(stored)
     matrix, weights = filled(layout, 3 * ROW_BLOCK - 5, inputs)
     ids = torch.tensor([5, 3 * ROW_BLOCK - 6, 5, 0, 64, 63])
     assert torch.allclose(matrix.rows(ids, torch.float32), weights[ids], rtol=0, atol=0.01 * float(weights.abs().max()))
@@ -104,23 +91,15 @@ def test_looked_up_rows_are_the_dequantised_ones(form: CpuForm, stored: str, inp
 
 @pytest.mark.parametrize("outputs", [ROW_BLOCK, 3 * ROW_BLOCK - 5])
 @pytest.mark.parametrize("stored", FORMATS)
-@pytest.mark.parametrize("kind", CpuForm)
-def test_computed_bytes_are_the_allocated_ones(kind: CpuForm, stored: str, outputs: int) -> None:
-    layout = layout_of(stored, kind)
-    matrix = FORMS[kind](layout, outputs, 256, torch.device("meta"))
+def test_computed_bytes_are_the_allocated_ones(stored: str, outputs: int) -> None:
+    layout = layout_of(stored)
+    matrix = NativeMatrix(layout, outputs, 256, torch.device("meta"))
     assert matrix.num_bytes == layout.num_bytes(outputs, 256)
 
 
-@pytest.mark.parametrize("stored", ["Q4_0", "Q4_1", "Q4_K", "Q8_0"])
-@pytest.mark.parametrize("kind", CpuForm)
-def test_common_formats_take_little_more_than_the_file(kind: CpuForm, stored: str) -> None:
-    layout = layout_of(stored, kind)
-    assert layout.num_bytes(2048, 2048) <= 1.3 * file_bytes(stored, 2048, 2048)
-
-
 @pytest.mark.parametrize("stored", FORMATS)
-def test_every_format_takes_little_more_than_the_file_in_the_native_form(stored: str) -> None:
-    layout = layout_of(stored, CpuForm.NATIVE)
+def test_every_format_takes_little_more_than_the_file(stored: str) -> None:
+    layout = layout_of(stored)
     assert layout.num_bytes(576, 1536) <= 1.3 * file_bytes(stored, 576, 1536)
 
 
@@ -131,24 +110,24 @@ def file_bytes(stored: str, outputs: int, inputs: int) -> int:
 
 @pytest.fixture
 def fresh_measurement() -> Iterator[None]:
-    best_form.cache_clear()
+    multiplies_codes.cache_clear()
     yield
-    best_form.cache_clear()
+    multiplies_codes.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh_measurement")
 def test_form_is_measured_once_and_the_thread_count_is_restored() -> None:
     threads = torch.get_num_threads()
-    form = best_form(torch.float32)
-    assert form is None or is_available(form)
-    assert best_form(torch.float32) is form
+    is_faster = multiplies_codes(torch.float32)
+    assert not is_faster or native_library_or_none() is not None
+    assert multiplies_codes(torch.float32) is is_faster
     assert torch.get_num_threads() == threads
 
 
 @pytest.mark.usefixtures("fresh_measurement")
-def test_no_form_is_used_where_dense_products_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forms, "shortest_times_s", lambda *each: [1.0] + [2.0] * (len(each) - 1))
-    assert best_form(torch.float32) is None
+def test_codes_are_not_used_where_dense_products_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "shortest_times_s", lambda *_: [1.0, 2.0])
+    assert not multiplies_codes(torch.float32)
 
 
 @pytest.mark.filterwarnings("error")

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cortex.neuron.engine.memory.dtypes import likely_cpu_form
+from cortex.neuron.engine.memory.dtypes import likely_multiplies_codes
 from cortex.neuron.kernels.activations import ACTIVATIONS, activate_reference
-from cortex.neuron.kernels.cpu.forms import best_form
-from cortex.neuron.kernels.cpu.layout import CpuForm, CpuLayout
-from cortex.neuron.kernels.cpu.native import NativeMatrix
+from cortex.neuron.kernels.cpu.layout import CpuLayout
+from cortex.neuron.kernels.cpu.native import NativeMatrix, multiplies_codes
 from cortex.neuron.kernels.matrix import Epilogue, Prologue
 from cortex.neuron.kernels.native import library as native_library
 from cortex.neuron.kernels.norm import rms_norm_reference
@@ -30,7 +29,7 @@ def matrix() -> NativeMatrix:
     except NotImplementedError as error:
         pytest.skip(str(error))
     generator = torch.Generator().manual_seed(0)
-    matrix = NativeMatrix(CpuLayout(CpuForm.NATIVE, 8, 32, 128), OUTPUTS, INPUTS, torch.device("cpu"))
+    matrix = NativeMatrix(CpuLayout(8, 32, 128), OUTPUTS, INPUTS, torch.device("cpu"))
     code = torch.randint(0, 256, (OUTPUTS, INPUTS), dtype=torch.uint8, generator=generator)
     scale = torch.full((OUTPUTS, INPUTS // 32), 2.0**-10)
     matrix.put_codes(0, code, scale, -128 * scale)
@@ -110,7 +109,7 @@ def test_numbers_without_bounds_stay_visible(matrix: NativeMatrix) -> None:
 @pytest.mark.usefixtures("matrix")
 @pytest.mark.parametrize("size", [0.0, 1e-44, 1e-38, 1e-37])
 def test_products_of_numbers_next_to_zero_are_next_to_zero(size: float) -> None:
-    matrix = NativeMatrix(CpuLayout(CpuForm.NATIVE, 4, 32, None), OUTPUTS, INPUTS, torch.device("cpu"))
+    matrix = NativeMatrix(CpuLayout(4, 32, None), OUTPUTS, INPUTS, torch.device("cpu"))
     matrix.put_values(0, torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(9)))
     x = torch.full((1, INPUTS), size)
     x[0, ::40] = 0
@@ -134,7 +133,7 @@ def test_scales_that_float16_cannot_hold_stay_visible(matrix: NativeMatrix, numb
 @pytest.mark.parametrize("zero", [None, 128])
 def test_small_numbers_are_quantised_as_exactly_as_large_ones(deviation: float, zero: int | None) -> None:
     values = deviation * torch.randn(64, 256, generator=torch.Generator().manual_seed(6))
-    matrix = NativeMatrix(CpuLayout(CpuForm.NATIVE, 8, 32, zero), 64, 256, torch.device("cpu"))
+    matrix = NativeMatrix(CpuLayout(8, 32, zero), 64, 256, torch.device("cpu"))
     matrix.put_values(0, values)
     x = torch.randn(2, 256, generator=torch.Generator().manual_seed(7))
     for ours, exact in ((matrix.values(), values), (matrix.product(x), x @ values.T)):
@@ -147,7 +146,7 @@ def test_small_numbers_are_quantised_as_exactly_as_large_ones(deviation: float, 
 def test_multiples_of_a_unit_are_looked_up_exactly(inputs: int, sign: int) -> None:
     """Q2_K: scales and minimums are products of a float16 and a number of four bits."""
     generator, pairs = torch.Generator().manual_seed(8), -(-inputs // 64)
-    matrix = NativeMatrix(CpuLayout(CpuForm.NATIVE, 2, 16, None), OUTPUTS, inputs, torch.device("cpu"))
+    matrix = NativeMatrix(CpuLayout(2, 16, None), OUTPUTS, inputs, torch.device("cpu"))
     code = torch.randint(0, 4, (OUTPUTS, inputs), dtype=torch.uint8, generator=generator)
     units = torch.rand(2, OUTPUTS, pairs, 1, generator=generator).mul(sign).half().float()
     multiples = torch.randint(0, 16, (2, OUTPUTS, pairs, 4), generator=generator)
@@ -163,7 +162,7 @@ def test_multiples_of_a_unit_are_looked_up_exactly(inputs: int, sign: int) -> No
 @pytest.mark.usefixtures("matrix")
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e6])
 def test_short_scales_that_float16_cannot_hold_stay_visible(number: float) -> None:
-    matrix = NativeMatrix(CpuLayout(CpuForm.NATIVE, 2, 16, None), 64, 128, torch.device("cpu"))
+    matrix = NativeMatrix(CpuLayout(2, 16, None), 64, 128, torch.device("cpu"))
     scale = torch.ones(64, 8)
     scale[5, 3] = number
     matrix.put_codes(0, torch.ones(64, 128, dtype=torch.uint8), scale, -scale)
@@ -182,24 +181,24 @@ def test_scales_in_float16_are_looked_up_exactly(matrix: NativeMatrix) -> None:
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    for function in (native_library.native_library_or_none, best_form):
+    for function in (native_library.native_library_or_none, multiplies_codes):
         function.cache_clear()
     yield
-    for function in (native_library.native_library_or_none, best_form):
+    for function in (native_library.native_library_or_none, multiplies_codes):
         function.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("compiler", ["false", "true", "no-such-compiler"])
-def test_library_forms_are_used_where_nothing_can_be_compiled(
+def test_weights_are_dense_where_nothing_can_be_compiled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str
 ) -> None:
     monkeypatch.setenv("CORTEX_CACHE", str(tmp_path))
     monkeypatch.setattr(native_library, "compiler", lambda: shutil.which(compiler))
     with pytest.raises(NotImplementedError):
         native_library.native_library()
-    assert best_form(torch.float32) is not CpuForm.NATIVE
-    assert likely_cpu_form() is not CpuForm.NATIVE, "estimates follow"
+    assert not multiplies_codes(torch.float32)
+    assert not likely_multiplies_codes(), "estimates follow"
     assert not list(tmp_path.glob("kernels/*.so"))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from cortex.neuron.kernels.attention.native import native_attention
 from cortex.neuron.kernels.attention.rules import AttentionRules
 from cortex.neuron.kernels.batch import Batch
-from cortex.neuron.kernels.cpu.layout import CpuForm, CpuLayout
+from cortex.neuron.kernels.cpu.layout import CpuLayout
 from cortex.neuron.kernels.cpu.native import NativeMatrix
 from cortex.neuron.kernels.greedy import argmax, argmax_reference
 from cortex.neuron.kernels.matrix import PLAIN, Epilogue, Prologue, StackedMatrix
@@ -30,7 +30,7 @@ def library() -> None:
 
 
 def matrix(outputs: int, inputs: int, bits: int = 8) -> NativeMatrix:
-    layout = CpuLayout(CpuForm.NATIVE, bits, 16 if bits == 6 else 32, 1 << bits - 1)
+    layout = CpuLayout(bits, 16 if bits == 6 else 32, 1 << bits - 1)
     made = NativeMatrix(layout, outputs, inputs, torch.device("cpu"))
     made.put_values(0, torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(bits)) * inputs**-0.5)
     return made

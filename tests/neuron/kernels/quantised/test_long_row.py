@@ -18,7 +18,7 @@ from cortex.neuron.kernels.matrix import PLAIN, Epilogue
 from cortex.neuron.kernels.quantised import layout as layouts
 from cortex.neuron.kernels.quantised import matrix as matrix_module
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.long_row import LongRowParts, has_long_rows, long_row_parts, long_row_product
+from cortex.neuron.kernels.quantised.one_row import LongRowParts, has_long_rows, long_row_parts, long_row_product
 
 
 @needs_kernels

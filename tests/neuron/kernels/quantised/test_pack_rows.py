@@ -7,9 +7,15 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.quantised import layout as layouts
-from cortex.neuron.kernels.quantised.codes import PackedCodes, empty_codes, pack_codes_reference, unpacked
+from cortex.neuron.kernels.quantised.codes import (
+    PackedCodes,
+    empty_codes,
+    pack_codes,
+    pack_codes_reference,
+    pack_values,
+    unpacked,
+)
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.pack_rows import pack_codes, pack_values
 from cortex.neuron.kernels.quantised.quantise import quantised
 
 LAYOUTS = [layouts.Q2, layouts.Q3, layouts.Q4, layouts.Q5, layouts.Q6, layouts.Q8]

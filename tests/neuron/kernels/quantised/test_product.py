@@ -15,8 +15,7 @@ from cortex.neuron.kernels.quantised import product
 from cortex.neuron.kernels.quantised.codes import empty_codes, unpacked
 from cortex.neuron.kernels.quantised.layout import Layout
 from cortex.neuron.kernels.quantised.matrix import PackedMatrix
-from cortex.neuron.kernels.quantised.product import dequantise, packed_product_reference
-from cortex.neuron.kernels.quantised.tiles import PackedTiles
+from cortex.neuron.kernels.quantised.product import PackedTiles, dequantise, packed_product_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 needs_kernels = pytest.mark.skipif(

@@ -6,7 +6,7 @@ from cortex.neuron.kernels.jit import TRITON
 from cortex.neuron.kernels.quantised.experts import PackedExpertTiles, packed_expert_tiles
 from cortex.neuron.kernels.quantised.few_rows import few_rows_tiles, max_few_rows
 from cortex.neuron.kernels.quantised.layout import IQ4, Q2, Q4, Q5, Q6, Q8, Layout
-from cortex.neuron.kernels.quantised.tiles import (
+from cortex.neuron.kernels.quantised.product import (
     PackedTiles,
     fitting_stages,
     product_columns,

@@ -92,7 +92,7 @@ def assert_same(sampler: Sampler, logits: Tensor, draws: Draws, drawn: Drawn, na
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
 def test_every_pair_of_options_draws_what_the_reference_draws(kind: str, half: bool, device: torch.device) -> None:
     vocab = 300 if INTERPRETED else 20_011
-    pairs = random.Random(0).sample(PAIRS, 24) if INTERPRETED else PAIRS
+    pairs = random.Random(f"{kind} {half}").sample(PAIRS, 8) if INTERPRETED else PAIRS
     requests = [
         EngineRequest("r", (1, 2, 3, 2), 32, params_of(pair, vocab, seed), stop_token_ids=(7,), min_tokens=seed % 5)
         for seed, pair in enumerate(pairs)

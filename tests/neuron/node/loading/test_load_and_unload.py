@@ -10,8 +10,7 @@ import faulty_engine
 import pytest
 from faulty_models import models, running_node, write_model
 
-from cortex.neuron.engine.memory.dtypes import likely_cpu_form
-from cortex.neuron.kernels.cpu.layout import CpuForm
+from cortex.neuron.engine.memory.dtypes import likely_multiplies_codes
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.forecast import Forecast
 from cortex.neuron.node.loading.library import KnownModel
@@ -232,8 +231,8 @@ async def test_polls_compute_an_estimate_again_only_if_something_has_changed(
         for _ in range(3):
             assert node.health().models[0].estimate_bytes == whole_bytes
         assert not computed
-        form = CpuForm.DYNAMIC if likely_cpu_form() is CpuForm.NATIVE else CpuForm.NATIVE
-        monkeypatch.setattr("cortex.neuron.node.loading.forecast.likely_cpu_form", lambda: form)
+        is_coded = not likely_multiplies_codes()
+        monkeypatch.setattr("cortex.neuron.node.loading.forecast.likely_multiplies_codes", lambda: is_coded)
         node.health()
         assert len(computed) == 1
         await node.load(LoadRequest(model_id="m", max_bytes=whole_bytes // 2), wait=False)

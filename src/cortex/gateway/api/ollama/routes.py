@@ -24,8 +24,8 @@ from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.admission import resolve_listed
 from cortex.gateway.proxy.routes import error_response, json_response
+from cortex.http.head import stream_headers
 from cortex.http.request import Request
-from cortex.http.response_head import stream_headers
 from cortex.http.routing import Route, path_of
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response

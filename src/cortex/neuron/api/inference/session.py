@@ -17,12 +17,12 @@ from cortex.neuron.api.inference.tasks import check_task
 from cortex.neuron.engine.request import EngineRequest, StepOutput
 from cortex.neuron.node.status import ServedModel
 from cortex.neuron.picture_process.client import PictureWork
+from cortex.wire.errors import prompt_too_long
 from cortex.wire.events import AnyEvent, Finish, Start, Timing, Usage
 from cortex.wire.fields.body import LARGEST_COUNT
 from cortex.wire.node.orders import LoadRequest
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.packed_request import PackedRequest
-from cortex.wire.prompt_overflow import prompt_too_long
 from cortex.wire.response import summed
 
 Phase = Literal["load", "render", "prefill", "decode"]

@@ -32,8 +32,7 @@ from cortex.neuron.engine.memory.plan import (
 from cortex.neuron.engine.memory.sequences import NoSequences, SequenceMemory
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.families.registry import family_of
-from cortex.neuron.kernels.cpu.forms import best_form
-from cortex.neuron.kernels.cpu.layout import CpuForm
+from cortex.neuron.kernels.cpu.native import multiplies_codes
 from cortex.neuron.kernels.device_facts import facts_of
 from cortex.neuron.kernels.layouts import MatrixLayout
 from cortex.neuron.kernels.quantised.recipes import RECIPES, recipe_of
@@ -204,10 +203,10 @@ def matrix_layouts(
         if recipe is None:
             raise LoadError(f"quant {spec.quant!r} is not known; choose one of {', '.join(RECIPES)}")
     may_be_packed = device.type == "cpu" and spec.dtype == "auto"
-    place = MatrixDevice(device.type, dtype_name(spec.dtype, device.type), CpuForm.NATIVE if may_be_packed else None)
+    place = MatrixDevice(device.type, dtype_name(spec.dtype, device.type), may_be_packed)
     layouts = choose_layouts(place, tensors, recipe)
     if layouts and may_be_packed:  # only then: to measure takes longer than the load of a small model
-        place = replace(place, cpu_form=best_form(compute_dtype(spec.dtype, device)))
+        place = replace(place, multiplies_codes=multiplies_codes(compute_dtype(spec.dtype, device)))
         layouts = choose_layouts(place, tensors, recipe)
     if recipe is not None and not place.quantises(recipe):
         raise LoadError(

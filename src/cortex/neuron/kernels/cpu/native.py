@@ -10,6 +10,12 @@ Inputs are quantised to sixteen bits with one scale per tile, as two planes of e
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,10 +30,11 @@ from cortex.neuron.kernels.cpu.layout import (
     padded_rows,
     tile_bytes,
 )
-from cortex.neuron.kernels.cpu.matrix import CpuMatrix
-from cortex.neuron.kernels.matrix import Epilogue, Prologue
+from cortex.neuron.kernels.dense.matrix import dense_product
+from cortex.neuron.kernels.matrix import Epilogue, KeptForm, Prologue, StoredMatrix
 from cortex.neuron.kernels.native.library import NativeMemory
 from cortex.neuron.kernels.native.operations import Lookup, Product, compute, operation
+from cortex.neuron.kernels.quantised.quantise import quantised
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MIN_PARALLEL_WEIGHTS = 1 << 18
@@ -38,13 +45,20 @@ _KERNELS = _FINE | {(*each, has_minimums) for each in _COARSE for has_minimums i
 _STEPS = 8
 _UNIT = 2.0**-8
 """`UNIT` of products.c"""
+_TRIES = 4
+_TOLERANCE = 0.03
+"""Relative to the norm of the exact result: what quantised inputs may add."""
 
 
-class NativeMatrix(CpuMatrix):
+class NativeMatrix(StoredMatrix):
+    keeps: ClassVar[KeptForm] = "codes"
+    takes_float32: ClassVar[bool] = True
+
     def __init__(self, layout: CpuLayout, outputs: int, inputs: int, device: torch.device) -> None:
         if (layout.bits, layout.group, layout.zero is None) not in _KERNELS:
             raise NotImplementedError(f"products.c has no function for {layout}")
-        super().__init__(layout, outputs, inputs, device)
+        super().__init__(outputs, inputs, device)
+        self.layout = layout
         shape = (padded_rows(outputs) // TILE_ROWS, num_tiles(layout, inputs), tile_bytes(layout))
         self._packed = torch.empty(shape, dtype=torch.uint8, device=device)
         table = bytes(layout.codebook) if layout.codebook else None
@@ -61,6 +75,15 @@ class NativeMatrix(CpuMatrix):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self._packed,)
+
+    def put_values(self, first_row: int, values: Tensor) -> None:
+        self.put_codes(first_row, *quantised(values, self.layout.codes))
+
+    def values(self, rows: slice = slice(None)) -> Tensor:
+        return self.rows(torch.arange(self.outputs)[rows], torch.float32)
+
+    def gates(self, x: Tensor) -> bool:  # noqa: ARG002
+        return False
 
     def rounds(self, dtype: torch.dtype) -> bool:  # noqa: ARG002
         return False
@@ -190,3 +213,57 @@ def _planes(steps: Tensor, bits: int) -> list[Tensor]:
             planes.append((digits << places).sum(3, dtype=torch.uint8).flatten(2))
             shift += width
     return planes
+
+
+@cache
+def multiplies_codes(dtype: torch.dtype) -> bool:
+    """Whether this machine multiplies by codes, and faster than by dense matrices in `dtype`. A decode step is bound by
+    the bytes of the matrices; but some processors lack the vector instructions that codes need.
+
+    Takes tens of milliseconds, once per process, and seconds on a host that has not compiled the functions before. The
+    products run alternately on one thread. Their shortest processor times are compared, so that other load matters
+    little.
+    """
+    outputs, inputs = 16 * ROW_BLOCK, 1024
+    generator = torch.Generator().manual_seed(0)
+    code = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, generator=generator)
+    scale = torch.full((outputs, inputs // GROUP), 0.125)
+    exact = ((code.float() - 8) * 0.125).to(dtype)
+    x = torch.randn(1, inputs, generator=generator).to(dtype)
+    ids = torch.tensor([0, outputs - 1])
+    matrix = NativeMatrix(CpuLayout(4, GROUP, 8), outputs, inputs, torch.device("cpu"))
+    with torch.inference_mode(), _one_thread():
+        expected = dense_product(x, exact).float()
+        try:
+            for first in (0, outputs // 2):  # in two parts, like a matrix of several tensors
+                part = slice(first, first + outputs // 2)
+                matrix.put_codes(first, code[part], scale[part], -8 * scale[part])
+            is_right = (matrix.product(x).float() - expected).norm() < _TOLERANCE * expected.norm()
+            rows = matrix.rows(ids, torch.float32)
+        except (RuntimeError, NotImplementedError):
+            return False  # nothing can be compiled on this host
+        if not is_right or not torch.allclose(rows, exact[ids].float(), rtol=0.01, atol=0.001):
+            return False
+        dense_s, packed_s = shortest_times_s(partial(dense_product, x, exact), partial(matrix.product, x))
+    return packed_s < dense_s
+
+
+def shortest_times_s(*candidates: Callable[[], Tensor]) -> list[float]:
+    """The shortest processor time of each candidate, in seconds. The candidates run alternately."""
+    best = [float("inf")] * len(candidates)
+    for _ in range(_TRIES):
+        for index, candidate in enumerate(candidates):
+            start = time.thread_time()
+            candidate()
+            best[index] = min(best[index], time.thread_time() - start)
+    return best
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cortex.neuron.kernels.activations import activate_reference
+from cortex.neuron.kernels.activations import activate_reference, relu_squared_, relu_squared_reference_
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.matrix import ExpertMatrix, Prologue
 from cortex.neuron.kernels.moe.experts import Experts
@@ -23,7 +23,6 @@ from cortex.neuron.kernels.moe.routing import (
 )
 from cortex.neuron.kernels.norm import rms_norm, rms_norm_reference
 from cortex.neuron.kernels.products.grouped import combine, expert_load
-from cortex.neuron.kernels.relu_squared import relu_squared_, relu_squared_reference_
 
 MAX_SINGLE_ROWS = 12
 """With more rows a grouped GEMM is faster, even if all their experts differ."""

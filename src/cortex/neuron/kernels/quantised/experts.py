@@ -11,7 +11,7 @@ from cortex.neuron.kernels.moe.pairs import PairLists
 from cortex.neuron.kernels.products.grouped import launch_grouped, own_pairs, store_pairs
 from cortex.neuron.kernels.quantised.codes import PackedCodes
 from cortex.neuron.kernels.quantised.layout import Layout
-from cortex.neuron.kernels.quantised.tiles import fitting_stages, program_bytes
+from cortex.neuron.kernels.quantised.product import fitting_stages, program_bytes
 from cortex.neuron.kernels.quantised.unpack import add_product, layout_options, operand, operand_row, restored
 from cortex.neuron.kernels.shared_memory import SharedMemory, shared_memory
 

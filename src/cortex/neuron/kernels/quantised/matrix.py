@@ -16,8 +16,7 @@ from cortex.neuron.kernels.quantised.contract_rows import MAX_CHUNKS, contract_r
 from cortex.neuron.kernels.quantised.experts import packed_grouped_product
 from cortex.neuron.kernels.quantised.few_rows import few_rows_product, max_few_rows
 from cortex.neuron.kernels.quantised.layout import CHUNK, Layout, padded
-from cortex.neuron.kernels.quantised.long_row import has_long_rows, long_row_product
-from cortex.neuron.kernels.quantised.one_row import one_row_product
+from cortex.neuron.kernels.quantised.one_row import has_long_rows, long_row_product, one_row_product
 from cortex.neuron.kernels.quantised.product import (
     MAX_SMALL_ROWS,
     large_batch_product,

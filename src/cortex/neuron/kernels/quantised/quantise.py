@@ -1,6 +1,6 @@
 """Dense weights to codes: what a load does when the operator asks for fewer bits than the checkpoint has.
 
-Plain torch; on a GPU, `pack_rows.py` does the same in one pass.
+Plain torch; on a GPU, a kernel of `codes.py` does the same in one pass.
 """
 
 from __future__ import annotations

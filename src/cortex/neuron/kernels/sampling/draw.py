@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cortex.neuron.kernels.gumbel import MIX_1, MIX_2, POSITION_STRIDE, TOKEN_STRIDE
 from cortex.neuron.kernels.jit import constant, gdc_launch_dependents, gdc_wait, jit, launch_options, tl, triton
 from cortex.neuron.kernels.sampling.cuts import cut_vocabulary, is_kept, key_shift, token_bits
+from cortex.neuron.kernels.sampling.gumbel import MIX_1, MIX_2, POSITION_STRIDE, TOKEN_STRIDE
 from cortex.neuron.kernels.sampling.rows import (
     ADJUSTING,
     CUT,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cortex.neuron.kernels.greedy import argmax_reference
-from cortex.neuron.kernels.gumbel import gumbel_noise
+from cortex.neuron.kernels.sampling.gumbel import gumbel_noise
 from cortex.neuron.kernels.sampling.rows import (
     CUT,
     DRAFTED,

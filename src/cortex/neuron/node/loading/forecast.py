@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from cortex.neuron.engine.memory.dtypes import dtype_name, likely_cpu_form
+from cortex.neuron.engine.memory.dtypes import dtype_name, likely_multiplies_codes
 from cortex.neuron.engine.memory.plan import (
     MIN_PAGES,
     PAGE_TOKENS,
@@ -271,8 +271,8 @@ class Forecast(NodeLimits):
         """What decides in which layouts the device keeps matrices. It changes when the functions in C turn out not to
         compile."""
         wanted = self.config.harness.torch.dtype
-        cpu_form = likely_cpu_form() if device.kind == "cpu" and wanted == "auto" else None
-        return MatrixDevice(device.kind, dtype_name(wanted, device.kind), cpu_form)
+        is_coded = device.kind == "cpu" and wanted == "auto" and likely_multiplies_codes()
+        return MatrixDevice(device.kind, dtype_name(wanted, device.kind), is_coded)
 
     def _penalty_bytes(self, sizes: ModelSizes) -> int:
         return penalty_bytes(self.config.limits.max_num_seqs + 1, sizes.vocab, sizes.context_tokens)

@@ -24,8 +24,7 @@ from cortex.neuron.text.template.pictures import (
 from cortex.neuron.text.tokenizer.tokenizer import Tokenizer
 from cortex.neuron.vision.picture import PicturePlace
 from cortex.neuron.vision.spec import PictureSpec, PictureText
-from cortex.wire.errors import InvalidValue, TemplateRenderFailed
-from cortex.wire.prompt_overflow import prompt_too_large, prompt_too_long
+from cortex.wire.errors import InvalidValue, TemplateRenderFailed, prompt_too_large, prompt_too_long
 from cortex.wire.requests import GenerateRequest
 
 _CONTINUE: Final = "continue_final_message"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cortex.wire.dialects.anthropic_messages.client_tools import read_client_tool
+from cortex.wire.dialects.anthropic_messages.fields import FIELDS
 from cortex.wire.dialects.openai_chat.request import CONTINUE
 from cortex.wire.errors import UnsupportedModality, shorten
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.sampling import MAX_TEMPERATURE, read_response_format, read_speculation, read_stops
-from cortex.wire.fields.tables.anthropic_messages import FIELDS
 from cortex.wire.fields.tools import ToolList, read_arguments
 from cortex.wire.pictures.parts import from_base64, from_url
 from cortex.wire.request_summary import RequestSummary

@@ -8,11 +8,14 @@ from typing import Any
 import msgspec
 
 from cortex.wire.dialects.ollama import request
-from cortex.wire.dialects.ollama.lines import CONTENT_TYPE, KEEPALIVE, LineEncoder, stream_error, whole_body
+from cortex.wire.dialects.ollama.fields import CHAT
+from cortex.wire.dialects.ollama.lines import CONTENT_TYPE as CONTENT_TYPE
+from cortex.wire.dialects.ollama.lines import KEEPALIVE as KEEPALIVE
+from cortex.wire.dialects.ollama.lines import LineEncoder, whole_body
+from cortex.wire.dialects.ollama.lines import stream_error as stream_error
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent
 from cortex.wire.fields.body import Fields
-from cortex.wire.fields.tables.ollama import CHAT as FIELDS
 from cortex.wire.fields.tools import ToolList, read_arguments
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import (
@@ -27,22 +30,13 @@ from cortex.wire.requests import (
     ToolResult,
 )
 
+PATH = "/api/chat"
+CONVERSATION = ("messages",)
+PICTURE_MARKS = (b'"images"',)
+CLIENT_FIELDS: dict[str, str] = {}
 FAMILY = Family.OLLAMA
 ID_PREFIX = "ollama-"
-
-__all__ = [
-    "CONTENT_TYPE",
-    "FAMILY",
-    "FIELDS",
-    "ID_PREFIX",
-    "KEEPALIVE",
-    "Encoder",
-    "fold",
-    "parse",
-    "pictures",
-    "read_facts",
-    "stream_error",
-]
+FIELDS = CHAT
 
 _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 

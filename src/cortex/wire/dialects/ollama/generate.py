@@ -8,30 +8,24 @@ from typing import Any
 import msgspec
 
 from cortex.wire.dialects.ollama import request
-from cortex.wire.dialects.ollama.lines import CONTENT_TYPE, KEEPALIVE, LineEncoder, stream_error, whole_body
+from cortex.wire.dialects.ollama.fields import GENERATE
+from cortex.wire.dialects.ollama.lines import CONTENT_TYPE as CONTENT_TYPE
+from cortex.wire.dialects.ollama.lines import KEEPALIVE as KEEPALIVE
+from cortex.wire.dialects.ollama.lines import LineEncoder, whole_body
+from cortex.wire.dialects.ollama.lines import stream_error as stream_error
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent
 from cortex.wire.fields.body import Fields
-from cortex.wire.fields.tables.ollama import GENERATE as FIELDS
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Image, Message, Text
 
+PATH = "/api/generate"
+CONVERSATION = ("system", "prompt")
+PICTURE_MARKS = (b'"images"',)
+CLIENT_FIELDS: dict[str, str] = {"messages": "prompt"}
 FAMILY = Family.OLLAMA
 ID_PREFIX = "ollama-"
-
-__all__ = [
-    "CONTENT_TYPE",
-    "FAMILY",
-    "FIELDS",
-    "ID_PREFIX",
-    "KEEPALIVE",
-    "Encoder",
-    "fold",
-    "parse",
-    "pictures",
-    "read_facts",
-    "stream_error",
-]
+FIELDS = GENERATE
 
 
 def read_facts(fields: Fields) -> RequestSummary:

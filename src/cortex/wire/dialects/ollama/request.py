@@ -6,10 +6,10 @@ import re
 
 import msgspec
 
+from cortex.wire.dialects.ollama.fields import OPTIONS
 from cortex.wire.errors import MissingModel
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.sampling import MAX_TOP_LOGPROBS, read_sampling
-from cortex.wire.fields.tables.ollama import OPTIONS
 from cortex.wire.model_names import plain_name
 from cortex.wire.pictures.parts import from_base64, from_url
 from cortex.wire.request_summary import RequestSummary

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from cortex.wire.dialects.openai_chat.fields import FIELDS
 from cortex.wire.errors import UnsupportedModality, shorten
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.custom_tools import arguments_of
@@ -22,7 +23,6 @@ from cortex.wire.fields.sampling import (
     read_stream_options,
     read_truncation,
 )
-from cortex.wire.fields.tables.openai_chat import FIELDS
 from cortex.wire.fields.tools import ToolList, read_arguments, read_function
 from cortex.wire.pictures.parts import PICTURE_PARTS, picture_urls, read_url_part
 from cortex.wire.request_summary import RequestSummary

@@ -11,10 +11,10 @@ from typing import Any
 
 from cortex.wire.dialects.openai_responses.client_tools import CALLS, OUTPUTS, full_name, read_call
 from cortex.wire.dialects.openai_responses.compacted import shown
+from cortex.wire.dialects.openai_responses.fields import ITEMS
 from cortex.wire.errors import UnsupportedModality, shorten
 from cortex.wire.fields.body import Fields, json_text
 from cortex.wire.fields.custom_tools import arguments_of
-from cortex.wire.fields.tables.openai_responses import ITEMS
 from cortex.wire.fields.tables.table import Treatment
 from cortex.wire.fields.tools import read_arguments
 from cortex.wire.pictures.parts import PICTURE_PARTS, picture_urls, read_url_part

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from cortex.wire.dialects.openai_responses.client_tools import SHAPES, add_tool, check_names, full_name
+from cortex.wire.dialects.openai_responses.fields import FIELDS, TOOLS
 from cortex.wire.dialects.openai_responses.items import read_input
 from cortex.wire.errors import shorten
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
@@ -19,7 +20,6 @@ from cortex.wire.fields.sampling import (
     read_stream_options,
     read_truncation,
 )
-from cortex.wire.fields.tables.openai_responses import FIELDS, TOOLS
 from cortex.wire.fields.tools import ToolList
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Message, Sampling, Text, Thinking, ToolChoice

@@ -12,15 +12,16 @@ from typing import Any
 import msgspec
 
 from cortex.wire.dialects import openai_responses
-from cortex.wire.dialects.openai_responses import (
-    CONTENT_TYPE,
-    FAMILY,
-    FIELDS,
-    KEEPALIVE,
-    Encoder,
-    pictures,
-    stream_error,
-)
+from cortex.wire.dialects.openai_responses import CLIENT_FIELDS as CLIENT_FIELDS
+from cortex.wire.dialects.openai_responses import CONTENT_TYPE as CONTENT_TYPE
+from cortex.wire.dialects.openai_responses import CONVERSATION as CONVERSATION
+from cortex.wire.dialects.openai_responses import FAMILY as FAMILY
+from cortex.wire.dialects.openai_responses import FIELDS as FIELDS
+from cortex.wire.dialects.openai_responses import KEEPALIVE as KEEPALIVE
+from cortex.wire.dialects.openai_responses import PICTURE_MARKS as PICTURE_MARKS
+from cortex.wire.dialects.openai_responses import Encoder as Encoder
+from cortex.wire.dialects.openai_responses import pictures as pictures
+from cortex.wire.dialects.openai_responses import stream_error as stream_error
 from cortex.wire.dialects.openai_responses.compacted import encoded
 from cortex.wire.dialects.openai_responses.response import usage_body
 from cortex.wire.errors import GenerationFailed, InvalidValue
@@ -30,6 +31,7 @@ from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Message, Text, ToolChoice
 from cortex.wire.response import gather, total_usage
 
+PATH = "/v1/responses/compact"
 ID_PREFIX = "cmp_"
 MAX_KEPT_CHARS = 32_768
 """The latest messages of the user up to this size are returned; the summary has the others."""
@@ -41,20 +43,6 @@ PROMPT = (
     "needed, and what is left to do. Write the summary only; do not continue the conversation and call no tools."
 )
 _KEPT = "kept_messages"
-
-__all__ = [
-    "CONTENT_TYPE",
-    "FAMILY",
-    "FIELDS",
-    "ID_PREFIX",
-    "KEEPALIVE",
-    "Encoder",
-    "fold",
-    "parse",
-    "pictures",
-    "read_facts",
-    "stream_error",
-]
 
 
 def read_facts(fields: Fields) -> RequestSummary:

@@ -14,7 +14,7 @@ import msgspec
 
 from cortex.fleet.catalogue import Catalogue
 from cortex.fleet.topology import Fleet, Node
-from cortex.gateway.api.public_view import FleetView
+from cortex.gateway.api.live.public_view import FleetView
 from cortex.gateway.dispatch.view import DispatchView
 from cortex.http.server.exchange import Exchange
 from cortex.wire import sse

@@ -7,36 +7,28 @@ from typing import Any
 
 import msgspec
 
-from cortex.wire.dialects.openai_chunks import stream_error, timings_body
+from cortex.wire.dialects.llama_cpp_infill.fields import FIELDS as FIELDS
+from cortex.wire.dialects.openai_chunks import stream_error as stream_error
+from cortex.wire.dialects.openai_chunks import timings_body
 from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import Family
 from cortex.wire.events import AnyEvent, Failure, Finish, ReasoningDelta, TextDelta
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.sampling import read_sampling
-from cortex.wire.fields.tables.llama_cpp_infill import FIELDS
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Reasoning, Text
 from cortex.wire.response import gather
-from cortex.wire.sse import COMMENT as KEEPALIVE
-from cortex.wire.sse import CONTENT_TYPE, frame
+from cortex.wire.sse import COMMENT, frame
+from cortex.wire.sse import CONTENT_TYPE as CONTENT_TYPE
 from cortex.wire.tenant import read_tenant
 
+PATH = "/infill"
+CONVERSATION = ("input_prefix", "prompt", "input_suffix")
+PICTURE_MARKS = ()
+CLIENT_FIELDS: dict[str, str] = {"prompt": "input_prefix", "suffix": "input_suffix"}
 FAMILY = Family.OPENAI
 ID_PREFIX = "infill-"
-
-__all__ = [
-    "CONTENT_TYPE",
-    "FAMILY",
-    "FIELDS",
-    "ID_PREFIX",
-    "KEEPALIVE",
-    "Encoder",
-    "fold",
-    "parse",
-    "pictures",
-    "read_facts",
-    "stream_error",
-]
+KEEPALIVE = COMMENT
 
 
 def read_facts(fields: Fields) -> RequestSummary:

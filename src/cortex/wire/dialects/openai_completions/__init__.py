@@ -12,10 +12,11 @@ from cortex.wire.dialects.openai_chunks import (
     SYSTEM_FINGERPRINT,
     ChunkEncoder,
     prompt_logprobs_body,
-    stream_error,
     timings_body,
     usage_body,
 )
+from cortex.wire.dialects.openai_chunks import stream_error as stream_error
+from cortex.wire.dialects.openai_completions.fields import FIELDS as FIELDS
 from cortex.wire.error_encoding import from_code
 from cortex.wire.errors import Family
 from cortex.wire.events import (
@@ -41,30 +42,20 @@ from cortex.wire.fields.sampling import (
     read_stream_options,
     read_truncation,
 )
-from cortex.wire.fields.tables.openai_completions import FIELDS
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Prompt, Reasoning, Text
 from cortex.wire.response import ResponseChoice, gather, total_usage
-from cortex.wire.sse import COMMENT as KEEPALIVE
-from cortex.wire.sse import CONTENT_TYPE
+from cortex.wire.sse import COMMENT
+from cortex.wire.sse import CONTENT_TYPE as CONTENT_TYPE
 from cortex.wire.tenant import read_tenant
 
+PATH = "/v1/completions"
+CONVERSATION = ("prompt",)
+PICTURE_MARKS = ()
+CLIENT_FIELDS: dict[str, str] = {}
 FAMILY = Family.OPENAI
 ID_PREFIX = "cmpl-"
-
-__all__ = [
-    "CONTENT_TYPE",
-    "FAMILY",
-    "FIELDS",
-    "ID_PREFIX",
-    "KEEPALIVE",
-    "Encoder",
-    "fold",
-    "parse",
-    "pictures",
-    "read_facts",
-    "stream_error",
-]
+KEEPALIVE = COMMENT
 
 
 def read_facts(fields: Fields) -> RequestSummary:

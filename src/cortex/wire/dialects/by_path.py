@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from cortex.wire.fields.tables import llama_cpp_infill, opaque, openai_chat, openai_completions, pooling
+from cortex.wire.dialects import llama_cpp_infill, openai_chat, openai_completions
+from cortex.wire.fields.tables import opaque, pooling
 from cortex.wire.fields.tables.table import FieldTable
 from cortex.wire.opaque.routes import PATHS as OPAQUE_PATHS
 
 TABLES: Final[Mapping[str, FieldTable]] = {
-    "/v1/chat/completions": openai_chat.FIELDS,
-    "/v1/completions": openai_completions.FIELDS,
-    "/infill": llama_cpp_infill.FIELDS,
+    **{codec.PATH: codec.FIELDS for codec in (openai_chat, openai_completions, llama_cpp_infill)},
     "/v1/embeddings": pooling.EMBEDDINGS,
     "/embed": pooling.EMBED,
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), pooling.RERANK),

@@ -1,4 +1,4 @@
-"""Writes docs/fields.md from the field tables: `python -m cortex.wire.fields.tables.page docs/fields.md`."""
+"""Writes docs/fields.md from the field tables: `python -m cortex.wire.dialects.page docs/fields.md`."""
 
 from __future__ import annotations
 
@@ -6,26 +6,18 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from cortex.wire.fields.tables import (
-    anthropic_messages,
-    llama_cpp_infill,
-    ollama,
-    openai_chat,
-    openai_completions,
-    openai_responses,
-    pooling,
-)
+from cortex.wire.dialects.anthropic_messages import fields as anthropic_messages
+from cortex.wire.dialects.openai_chat import fields as openai_chat
+from cortex.wire.dialects.openai_responses import fields as openai_responses
+from cortex.wire.dialects.registry import DIALECTS
+from cortex.wire.fields.tables import pooling
 from cortex.wire.fields.tables.table import BodyField, FieldTable, Kind, Treatment
 from cortex.wire.node import headers
 
 TABLES = {
-    "chat": openai_chat.FIELDS,
-    "completions": openai_completions.FIELDS,
-    "responses": openai_responses.FIELDS,
-    "messages": anthropic_messages.FIELDS,
-    "api/chat": ollama.CHAT,
-    "api/generate": ollama.GENERATE,
-    "infill": llama_cpp_infill.FIELDS,
+    codec.PATH.removeprefix("/v1/").removeprefix("/").removesuffix("/completions"): codec.FIELDS
+    for codec in DIALECTS.values()
+    if codec.PATH != "/v1/responses/compact"  # which has the fields of responses
 }
 """By the column of the page."""
 POOLING_TABLES = {

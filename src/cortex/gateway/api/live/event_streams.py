@@ -1,0 +1,158 @@
+"""Streams of events to clients: how they begin, stay alive, and end. Some follow the work of a node by polls: a
+download, a measurement."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Generic, Literal, Protocol, TypeVar
+
+from cortex.gateway.ledger.meter import Metering
+from cortex.http.head import STREAM_HEADERS
+from cortex.http.request import Request
+from cortex.http.server.exchange import Exchange
+from cortex.http.upstream.faults import UpstreamFault
+from cortex.wire import sse
+from cortex.wire.error_encoding import from_code
+from cortex.wire.errors import CortexError, LoadFailed, ModelNotFound, UpstreamUnavailable
+
+_Access = tuple[str, bool] | None
+"""The id of a request's key, and whether it is an operator's; None when the key is not recognised."""
+
+
+class EventStreams:
+    """The open streams of one gateway. Used on the loop's thread only.
+
+    A stream never ends by itself, so a shutdown ends them all first: it would wait for them otherwise. A stream ends
+    when its key is revoked, has expired, or becomes or ceases to be an operator's.
+    """
+
+    def __init__(self, clock: Callable[[], float], metering: Metering) -> None:
+        self._clock = clock
+        self._metering = metering
+        self._open: dict[Exchange, Callable[[], None]] = {}
+        self._access: dict[Exchange, _Access] = {}
+        self._kept_alive_at = clock()
+
+    def begin(self, exchange: Exchange) -> None:
+        """Send the head of the response. Events may be written from now on."""
+        exchange.start(200, STREAM_HEADERS)
+        exchange.write(sse.COMMENT)
+
+    def keep(self, exchange: Exchange, unsubscribe: Callable[[], None]) -> None:
+        """Keep the stream open, and call `unsubscribe` once, when it has ended. Its key was checked in this turn of
+        the loop."""
+        self._open[exchange] = unsubscribe
+        self._access[exchange] = self._access_of(exchange.request)
+        exchange.on_disconnect(lambda: self._ended(exchange))
+
+    def tick(self, keepalive_s: float) -> None:
+        """Called regularly: end the streams of keys that have changed, and write a comment to every other one once in
+        `keepalive_s`, because proxies close idle ones."""
+        for exchange, access in tuple(self._access.items()):
+            if self._access_of(exchange.request) != access:
+                self._end(exchange)
+        if self._clock() - self._kept_alive_at < keepalive_s:
+            return
+        self._kept_alive_at = self._clock()
+        for exchange in self._open:
+            if not exchange.paused:
+                exchange.write(sse.COMMENT)
+
+    def close(self) -> None:
+        """End every stream. Browsers connect again by themselves."""
+        for exchange in tuple(self._open):
+            self._end(exchange)
+
+    def _end(self, exchange: Exchange) -> None:
+        self._ended(exchange)
+        exchange.finish(keep_alive=False)
+
+    def _ended(self, exchange: Exchange) -> None:
+        self._access.pop(exchange, None)
+        unsubscribe = self._open.pop(exchange, None)
+        if unsubscribe is not None:
+            unsubscribe()
+
+    def _access_of(self, request: Request) -> _Access:
+        try:
+            key = self._metering.meter.key(request)
+        except CortexError:
+            return None
+        return ("", True) if key is None else (key.id, key.operator)
+
+
+POLL_S = 0.5
+MAX_MISSED_POLLS = 60
+"""The node may restart or be busy for this many polls before the work counts as failed."""
+
+
+class WorkStatus(Protocol):
+    """What a node reports about the work."""
+
+    @property
+    def state(self) -> Literal["running", "done", "failed", "cancelled"]: ...
+    @property
+    def reason(self) -> str | None: ...
+    @property
+    def code(self) -> str | None: ...
+
+
+StatusT = TypeVar("StatusT", bound=WorkStatus)
+
+
+class Following(Generic[StatusT]):
+    """One piece of work on one node. Owned by the task that runs `outcome`."""
+
+    def __init__(
+        self,
+        start: Callable[[], Awaitable[StatusT]],
+        poll: Callable[[], Awaitable[StatusT]],
+        cancel: Callable[[], Awaitable[StatusT]],
+        *,
+        described: str,
+        after_restart: str,
+    ) -> None:
+        """`described`: what the work is, as in "the download on beast". `after_restart`: what to say when the node does
+        not know the work any more."""
+        self.status: StatusT | None = None
+        self.cancelled = asyncio.Event()
+        """Setting it ends the work soon."""
+        self._start, self._poll, self._cancel = start, poll, cancel
+        self._described = described
+        self._after_restart = after_restart
+
+    async def outcome(self) -> CortexError | None:
+        """Why the work failed; None when it is done."""
+        try:
+            return await self._outcome()
+        except UpstreamFault as fault:
+            return UpstreamUnavailable(str(fault))
+        except CortexError as error:
+            return error
+
+    async def _outcome(self) -> CortexError | None:
+        status = self.status = await self._start()
+        num_missed = 0
+        is_cancelling = False
+        while status.state == "running":
+            if is_cancelling:
+                await asyncio.sleep(POLL_S)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_S):
+                        await self.cancelled.wait()
+            is_cancelling = self.cancelled.is_set()
+            try:
+                status = self.status = await (self._cancel() if is_cancelling else self._poll())
+                num_missed = 0
+            except ModelNotFound:
+                return LoadFailed(self._after_restart)
+            except (UpstreamFault, CortexError):
+                num_missed += 1
+                if num_missed >= MAX_MISSED_POLLS:
+                    raise
+        if status.state == "done":
+            return None
+        return from_code(status.code or LoadFailed.code, status.reason or f"{self._described} was {status.state}")

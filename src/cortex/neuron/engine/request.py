@@ -217,6 +217,10 @@ class LoadSpec:
     """Most tokens of prefill in one step; None: the default of the device."""
     step_ms: float = 50.0
     """Expected time that prompts may extend a step to while others wait for it."""
+    host_weights: Literal["auto", "off"] | int | None = None
+    """What the operator lets the model leave to host memory."""
+    host_weight_bytes: int = 0
+    """The most that this load may leave to host memory: so much is reserved there. 0: none."""
     memory_bytes: int | None = None
     """Limit for weights and KV together; None: all that is free on the device, less a reserve."""
     min_free_bytes: int = 0
@@ -259,6 +263,10 @@ class EngineInfo:
     """The length of a text's vector, 1 for a score; 0 for a model that generates text."""
     work: StepWork | None = None
     """What its steps read and compute; None: it is not known."""
+    host_weight_bytes: int = 0
+    """Weights that lie in host memory, in addition to `weight_bytes`."""
+    host_locked_bytes: int = 0
+    """The part of them that is page-locked."""
 
     @property
     def kv_tokens(self) -> int | None:

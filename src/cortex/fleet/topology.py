@@ -24,7 +24,7 @@ from cortex.wire.node.protocol import (
 
 from .catalogue import Catalogue, ModelSpec
 from .demand import Demand
-from .devices import Ceilings, DeviceState, MemoryReservation
+from .devices import Ceilings, DeviceState, HostState, MemoryReservation
 from .holdings import bytes_held
 from .index import FleetIndex, carry, remembered
 from .rules import EvictionRules, PlacementRules
@@ -128,6 +128,8 @@ class PlacementFacts(NamedTuple):
     num_listed: int
     reservations: tuple[MemoryReservation, ...]
     members: tuple[tuple[str, ModelState, tuple[int, ...], int | None], ...]
+    host_bytes: int
+    """What the budget of host memory has left, in the same units."""
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -140,6 +142,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     ceilings: Ceilings = Ceilings()
     ceiling_bytes: int | None = None
     """The most that models may hold over all devices: the smaller of `ceilings` and of what the node reports."""
+    host: HostState | None = None
+    """The memory of the host; None: the node does not report it."""
     abilities: Abilities = Abilities()
     max_devices_per_model: int = 1
     can_sleep: bool = True
@@ -200,6 +204,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             len(self.residencies),
             self.reservations,
             tuple([(each.id, each.state, each.devices, each.measured_bytes) for each in self.members]),
+            0 if self.host is None else (self.host.budget_bytes - self.host.weight_bytes) >> 28,
         )
 
     @cached_property

@@ -124,6 +124,7 @@ class Node:
             surveys=self._surveys,
             texts=self.texts,
             make_room=lambda model, facts: self._context_room.make_room(model, facts),
+            host=self.host,
         )
         self.files = ModelFiles(self._library, self._loader, self._models_in_memory)
         self._models = Models(

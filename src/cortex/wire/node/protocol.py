@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.contexts import ContextSizes
+from cortex.wire.node.host_splits import HostSplits
 from cortex.wire.node.load_options import Count, SamplingDefaults
 
 Dialect = Literal[
@@ -240,8 +241,10 @@ class ModelStatus(NodeValue, frozen=True):
     file_bytes: int | None = None
     """What its weights take in its files. Absent: they are not known, or it is divided among devices."""
     host_bytes: int = 0
-    """Weights in host memory: all of them while the model is asleep, falling asleep or waking; of a loaded one those that
-    its devices have no room for."""
+    """Weights in host memory: all of them while the model is asleep, falling asleep or waking; of a loaded one those
+    that its device has no room for."""
+    host_splits: HostSplits | None = None
+    """How its weights can be divided between device and host. Absent: they cannot, or may not (`host_weights`)."""
     disk_bytes: int | None = None
     """Its repository in the node's hub cache, incomplete downloads included; absent for a model outside the cache."""
     context_tokens: int | None = None

@@ -14,8 +14,11 @@ from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
+from cortex.wire.node.host_splits import HostSplit
 from cortex.wire.node.protocol import Device
 from cortex.wire.words import plural
+
+_SLACK = 64
 
 DeviceLimit = Callable[[Device], int | None]
 """Bytes of a device; None: no limit."""
@@ -94,6 +97,7 @@ class DeviceChoice:
             self._check_stages()
             return self._choose_stages()
         need_bytes = self._need_bytes()
+        self._check_own_limit(need_bytes)
         indices = choose_devices(
             model.id,
             need_bytes,
@@ -110,6 +114,30 @@ class DeviceChoice:
         chosen = tuple(device for device in self.devices if device.index in indices)
         free_bytes = tuple(map(self.usable_bytes, chosen)) if model.pipeline_parallel > 1 else ()
         return ChosenDevices(chosen, free_bytes=free_bytes, limits=tuple(map(self.left, chosen)))
+
+    def _check_own_limit(self, need_bytes: int) -> None:
+        """Raises InsufficientCapacity for a model that fits under its own limit only with weights in host memory."""
+        model = self.model
+        if model.memory_bytes is not None and need_bytes > model.memory_bytes and isinstance(self.split(), HostSplit):
+            raise InsufficientCapacity(
+                f"{model.id} needs at least {gib(need_bytes)}{self._purpose}, but may take {gib(model.memory_bytes)} "
+                "(memory_mb)"
+            )
+
+    def split(self) -> HostSplit | str:
+        """What of the model must lie in host memory, so that the rest fits the device with the most to give; or why
+        that cannot be."""
+        have = {
+            device: smallest(self.usable_bytes(device), self.model.memory_bytes) or 0
+            for device in self.devices
+            if _why_unusable(device, self.readings.get(device.index), self.model.devices, self.excluded) is None
+        }
+        if not have:
+            return "no device can be used"
+        device = max(have, key=lambda each: have[each])
+        lacking_bytes = max(1, self._need_bytes() - have[device])
+        # What is free changes a little until the load begins.
+        return self.forecast.split(self.model, self.facts, device, lacking_bytes + lacking_bytes // _SLACK)
 
     def _need_bytes(self) -> int:
         """The least memory of each device, or of all if the layers are divided."""

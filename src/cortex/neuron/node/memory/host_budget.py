@@ -172,8 +172,8 @@ class HostBudget:
             if need_bytes > free_bytes or not await self._made_room(need_bytes, left_bytes):
                 raise InsufficientCapacity(
                     f"{model_id} needs {gib(need_bytes)} of host memory in addition to its device, but models may take "
-                    f"{gib(free_bytes)} more there: within limits.host_mb, with {gib(host.reserve_bytes)} left free, and "
-                    f"at most {gib(self._locked_limit_bytes)} page-locked"
+                    f"{gib(free_bytes)} more there: within limits.host_mb, with {gib(host.reserve_bytes)} left free, "
+                    f"and at most {gib(self._locked_limit_bytes)} page-locked"
                 )
             self._loading[model_id] = need_bytes
             self._tell_pages(await self._read_now())
@@ -212,10 +212,8 @@ class HostBudget:
     def _reserved_bytes(self, but: str | None = None) -> int:
         """The weights that loaded models hold, or will."""
         held = {each.model_id: each.host_bytes for each in self._models() if not each.sleeps}
-        both = {
-            model_id: max(held.get(model_id, 0), self._loading.get(model_id, 0)) for model_id in held | self._loading
-        }
-        return sum(num_bytes for model_id, num_bytes in both.items() if model_id != but)
+        models = (held | self._loading).keys() - {but}
+        return sum(max(held.get(each, 0), self._loading.get(each, 0)) for each in models)
 
     def _kept_bytes(self) -> int:
         return self._reserved_bytes() + self._use().sleeping_bytes + self._falling_asleep_bytes
@@ -241,9 +239,7 @@ class HostBudget:
             self._pages.give_way(max(0, use.page_bytes - missing_bytes))
         elif missing_bytes and not self._lock.locked():
             for model in _longest_idle(self._sleeping())[:1]:
-                log.warning(
-                    "%s of the host's memory is free: %s, asleep, is unloaded", gib(host.free_bytes), model.model_id
-                )
+                log.warning("%s: unloaded, because %s of host memory are free", model.model_id, gib(host.free_bytes))
                 await self._unload(model.model_id)
         shortage = None
         if missing_bytes and use.weight_bytes and not use.page_bytes and not use.sleeping_bytes:

@@ -62,7 +62,8 @@ class Node:
     def __init__(self, config: NeuronConfig, inventory: Inventory, parts: NodeDependencies) -> None:
         limits = config.limits
         timeouts = parts.timeouts or WorkerTimeouts(step_s=limits.step_timeout_s, load_s=limits.load_timeout_s)
-        forecast = Forecast(config)
+        bench_results = BenchResults(inventory.devices, limits.max_num_seqs)
+        forecast = Forecast(config, bench_results.rates)
         ceilings = Ceilings.of(config)
         self.devices = NodeDevices(
             inventory,
@@ -136,7 +137,7 @@ class Node:
             parts.policy,
             self.host,
             limits.max_prompt_tokens,
-            BenchResults(inventory.devices, limits.max_num_seqs),
+            bench_results,
             self.devices.kv_host,
         )
         default_ids = [default.id for default in config.default_models]

@@ -191,7 +191,8 @@ class ModelLoader:
         if isinstance(split, str):
             raise InsufficientCapacity(f"{model.id}: {split}")
         async with self._host.for_weights(model.id, split.host_bytes):
-            speed = speed_in_words(split.tokens_per_s, is_measured=False)
+            splits = self.estimate(model, facts).footprint.splits
+            speed = speed_in_words(split.tokens_per_s, is_measured=splits is not None and splits.is_measured)
             log.info("%s: loaded with %s of its weights in host memory, %s", model.id, gib(split.host_bytes), speed)
             return await self._load_on_devices(replace(model, host_split=split), facts, callbacks)
 

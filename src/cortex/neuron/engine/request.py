@@ -217,10 +217,6 @@ class LoadSpec:
     """Most tokens of prefill in one step; None: the default of the device."""
     step_ms: float = 50.0
     """Expected time that prompts may extend a step to while others wait for it."""
-    host_weights: Literal["auto", "off"] | int | None = None
-    """What the operator lets the model leave to host memory."""
-    host_weight_bytes: int = 0
-    """The most that this load may leave to host memory: so much is reserved there. 0: none."""
     memory_bytes: int | None = None
     """Limit for weights and KV together; None: all that is free on the device, less a reserve."""
     min_free_bytes: int = 0
@@ -231,6 +227,8 @@ class LoadSpec:
     """The rank to load of a model that is divided among several devices; None: the whole model."""
     kv_host_bytes: int = 0
     """Host memory for pages of the models of the device that are not on it; 0: they are lost."""
+    host_weight_bytes: int = 0
+    """The most host memory that weights may take which the device has no room for; 0: all are on the device."""
     num_host_shares: int = 1
     """On a CPU: how many devices divide the memory of the host equally."""
     stages: tuple[StageSpec, ...] = ()
@@ -264,9 +262,9 @@ class EngineInfo:
     work: StepWork | None = None
     """What its steps read and compute; None: it is not known."""
     host_weight_bytes: int = 0
-    """Weights that lie in host memory, in addition to `weight_bytes`."""
+    """Weights in host memory, which `weight_bytes` does not count."""
     host_locked_bytes: int = 0
-    """The part of them that is page-locked."""
+    """The part of host memory for weights that is page-locked."""
 
     @property
     def kv_tokens(self) -> int | None:

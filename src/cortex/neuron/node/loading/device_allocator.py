@@ -84,10 +84,11 @@ class DeviceAllocator:
             on_wait(None)
             yield DeviceAllocation(chosen, partial(self._for_reload, model, facts), reservation)
 
-    async def split(self, model: KnownModel, facts: FileFacts) -> HostSplit | str:
-        """What a load must leave to host memory, next to the loads in progress; or why that cannot be."""
+    async def split(self, model: KnownModel, facts: FileFacts, host_bytes: int) -> HostSplit | str:
+        """What a load may leave to host memory, which has `host_bytes`, next to the loads in progress; or why that
+        cannot be."""
         readings = self._extras.without(await self._read())
-        return self._choice(model, facts, self._devices, readings, counts_loads=True).split()
+        return self._choice(model, facts, self._devices, readings, counts_loads=True).split(host_bytes)
 
     async def _likely_devices(self, model: KnownModel, facts: FileFacts, on_wait: OnWait) -> tuple[Device, ...]:
         """Where a load would run in workers now; if possible, where no other one does. Raises InsufficientCapacity."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from cortex.formats.units import gib
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.request import StageSpec
@@ -19,6 +21,8 @@ from cortex.wire.node.protocol import Device
 from cortex.wire.words import plural
 
 _SLACK = 64
+_SEQUENCES = (4, 8, 16, 32)
+"""Of a divided model, the engine leaves at most one of 4 parts of the device to sequences, rather than to weights."""
 
 DeviceLimit = Callable[[Device], int | None]
 """Bytes of a device; None: no limit."""
@@ -124,9 +128,10 @@ class DeviceChoice:
                 "(memory_mb)"
             )
 
-    def split(self) -> HostSplit | str:
+    def split(self, host_bytes: int = 0) -> HostSplit | str:
         """What of the model must lie in host memory, so that the rest fits the device with the most to give; or why
-        that cannot be."""
+        that cannot be. `host_bytes`: what the host has. The load may take more of that than it must, as the engine
+        leaves room for sequences."""
         have = {
             device: smallest(self.usable_bytes(device), self.model.memory_bytes) or 0
             for device in self.devices
@@ -137,7 +142,16 @@ class DeviceChoice:
         device = max(have, key=lambda each: have[each])
         lacking_bytes = max(1, self._need_bytes() - have[device])
         # What is free changes a little until the load begins.
-        return self.forecast.split(self.model, self.facts, device, lacking_bytes + lacking_bytes // _SLACK)
+        least = self.forecast.split(self.model, self.facts, device, lacking_bytes + lacking_bytes // _SLACK)
+        if isinstance(least, str) or least.host_bytes > host_bytes:
+            return least
+        for part in _SEQUENCES:
+            more = self.forecast.split(self.model, self.facts, device, lacking_bytes + have[device] // part)
+            if isinstance(more, HostSplit):
+                return msgspec.structs.replace(
+                    least, host_bytes=max(least.host_bytes, min(host_bytes, more.host_bytes))
+                )
+        return least
 
     def _need_bytes(self) -> int:
         """The least memory of each device, or of all if the layers are divided."""

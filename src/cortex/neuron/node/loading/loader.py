@@ -187,13 +187,13 @@ class ModelLoader:
 
     async def _load_split(self, model: KnownModel, facts: FileFacts, callbacks: ModelCallbacks) -> Instance:
         """With as much of its weights in host memory as the device has no room for. Raises as `_load_or_split` does."""
-        split = await self._room.split(model, facts)
+        split = await self._room.split(model, facts, self._host.free_bytes(model.id))
         if isinstance(split, str):
             raise InsufficientCapacity(f"{model.id}: {split}")
         async with self._host.for_weights(model.id, split.host_bytes):
             splits = self.estimate(model, facts).footprint.splits
             speed = speed_in_words(split.tokens_per_s, is_measured=splits is not None and splits.is_measured)
-            log.info("%s: loaded with %s of its weights in host memory, %s", model.id, gib(split.host_bytes), speed)
+            log.info("%s: loaded with up to %s of weights in host memory, %s", model.id, gib(split.host_bytes), speed)
             return await self._load_on_devices(replace(model, host_split=split), facts, callbacks)
 
     def with_context(self, model: KnownModel, facts: FileFacts, tokens: int | None = None) -> KnownModel | None:

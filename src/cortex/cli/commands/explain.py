@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cortex.cli.client import GatewayClient, gateway_options
-from cortex.cli.failures import Command
+from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, json_option, print_json, size, table
 from cortex.cli.views.bench import parse_bench, show_bench, when_measured
@@ -52,7 +52,7 @@ def fits(model: str, gateway: GatewayClient, as_json: bool) -> None:
     """Show on which nodes a model fits, and how.
 
     With all its weights on a device, or with a part of them in host memory, and how fast it is expected to be then.
-    Exits with 1 where it fits nowhere. Changes nothing.
+    Fails with the exit code 7 where it fits nowhere. Changes nothing.
     """
     decision = gateway.get(f"/fleet/explain/{quote(model, safe='')}?origin=operator")
     if as_json:
@@ -62,9 +62,11 @@ def fits(model: str, gateway: GatewayClient, as_json: bool) -> None:
         for node in decision["nodes"]:
             rows.add_row(*_fit(node))
         console().print(rows)
-        console().print(Text(decision["outcome"]), soft_wrap=True)
     if decision["action"] == "reject":
-        raise SystemExit(1)
+        remedy = f"run `cortex explain {model}` for the bytes of every node"
+        raise CommandError(decision["outcome"].removesuffix("."), remedy, ExitCode.NO_ROOM)
+    if not as_json:
+        console().print(Text(decision["outcome"]), soft_wrap=True)
 
 
 _FITS = {"resident": "is ready", "starting": "is starting", "asleep": "asleep", "fits_soon": "after an unload"}

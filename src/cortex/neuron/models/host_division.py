@@ -129,7 +129,7 @@ def buffer_experts(layers: Sequence[LayerWeights]) -> int:
     """How many experts are streamed at a time."""
     largest = max((layer.expert_bytes for layer in layers), default=0)
     most = max((layer.num_movable for layer in layers), default=0)
-    return min(most, max(1, STREAM_BYTES // largest)) if largest else 0
+    return max(1, min(most // 8, STREAM_BYTES // largest)) if largest else 0
 
 
 def buffer_bytes(layers: Sequence[LayerWeights]) -> int:

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from cortex.cli.cortex import cortex
+from cortex.cli.failures import exit_code_of
 
 from ...neuron.tiny_models import tiny_experts, tiny_sizes
 from .conftest import until, write_model
@@ -101,8 +102,9 @@ def order(gateway: Daemon, model: str, name: str = "load", **options: Any) -> di
 
 
 def run(gateway: Daemon, *arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(cortex, arguments, env={"CORTEX_URL": gateway.url, "COLUMNS": "160"})
-    return result.exit_code, result.output
+    env = {"CORTEX_URL": gateway.url, "COLUMNS": "160"}
+    result = CliRunner().invoke(cortex, arguments, env=env, standalone_mode=False)
+    return exit_code_of(result.exception) if result.exception else 0, result.output
 
 
 def test_bytes_and_speed_are_said_before_the_load(gateway: Daemon) -> None:

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-from cortex.fleet.devices import HostState
 from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.gateway.metrics import fleet_gauges
-from cortex.wire.node.protocol import HostKV, ModelState, ModelStatus
+from cortex.wire.node.protocol import HostHealth, HostKV, ModelState, ModelStatus
 
 
 def test_kept_kv_is_counted_of_models_in_any_state_where_there_is_any() -> None:
@@ -24,7 +23,7 @@ def test_host_memory_is_counted_by_kind_and_weights_of_a_loaded_model_are_not_as
     node = Node(
         name="beast",
         healthy=True,
-        host=HostState(
+        host=HostHealth(
             total_bytes=200, free_bytes=90, budget_bytes=150, weight_bytes=40, sleeping_bytes=20, locked_bytes=60
         ),
         residencies={each.id: Residency(status=each, seen_at=0.0) for each in statuses},

@@ -34,23 +34,6 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     temperature_c: float | None = None
 
 
-class HostState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The memory of a host as its node last reported it: a resource like that of a device."""
-
-    total_bytes: int
-    free_bytes: int
-    budget_bytes: int
-    """The most that models may hold there."""
-    weight_bytes: int = 0
-    """Weights of loaded models. Sleeping models and KV pages, which hold the rest, give way to a load."""
-    sleeping_bytes: int = 0
-    kv_bytes: int = 0
-    locked_bytes: int = 0
-    locked_limit_bytes: int = 0
-    shortage: str | None = None
-    """What the node says while its host runs short."""
-
-
 class MemoryReservation(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Memory reserved for a load that this gateway has decided on and the node may not report yet."""
 

@@ -6,7 +6,7 @@ import msgspec
 
 from cortex.wire.node.protocol import Device, DeviceHealth, Discovery, Health, ModelState, ModelStatus
 
-from .devices import Ceilings, DeviceState, HostState
+from .devices import Ceilings, DeviceState
 from .holdings import bytes_held
 from .topology import Node, Residency
 
@@ -32,7 +32,7 @@ def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -
         missed_polls=0,
         problem=discovery.driver_problem,
         disk=health.disk,
-        host=_host(health),
+        host=health.host,
         pulls=health.pulls,
         members=tuple(status for status in health.models if status.rank),
     )
@@ -94,10 +94,6 @@ def _device(
         utilisation=report.utilisation if report else None,
         temperature_c=report.temperature_c if report else None,
     )
-
-
-def _host(health: Health) -> HostState | None:
-    return None if health.host is None else HostState(**msgspec.structs.asdict(health.host))
 
 
 def _smaller(one: int | None, other: int | None) -> int | None:

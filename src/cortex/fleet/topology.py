@@ -16,6 +16,7 @@ from cortex.wire.errors import FilesDamaged, SourceNotFound
 from cortex.wire.node.load_options import is_path
 from cortex.wire.node.protocol import (
     DiskUse,
+    HostHealth,
     ModelLoad,
     ModelState,
     ModelStatus,
@@ -24,7 +25,7 @@ from cortex.wire.node.protocol import (
 
 from .catalogue import Catalogue, ModelSpec
 from .demand import Demand
-from .devices import Ceilings, DeviceState, HostState, MemoryReservation
+from .devices import Ceilings, DeviceState, MemoryReservation
 from .holdings import bytes_held
 from .index import FleetIndex, carry, remembered
 from .rules import EvictionRules, PlacementRules
@@ -142,7 +143,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     ceilings: Ceilings = Ceilings()
     ceiling_bytes: int | None = None
     """The most that models may hold over all devices: the smaller of `ceilings` and of what the node reports."""
-    host: HostState | None = None
+    host: HostHealth | None = None
     """The memory of the host; None: the node does not report it."""
     abilities: Abilities = Abilities()
     max_devices_per_model: int = 1

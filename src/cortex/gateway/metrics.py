@@ -18,10 +18,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from cortex.fleet.devices import DeviceState, HostState
+from cortex.fleet.devices import DeviceState
 from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
 from cortex.wire.events import Usage
-from cortex.wire.node.protocol import ModelState
+from cortex.wire.node.protocol import HostHealth, ModelState
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 
@@ -116,7 +116,7 @@ def _device_gauges(node: str, device: DeviceState) -> Iterator[GaugeSample]:
         yield GaugeSample("cortex_device_temperature_celsius", device.temperature_c, **labels)
 
 
-def _host_gauges(node: str, host: HostState) -> Iterator[GaugeSample]:
+def _host_gauges(node: str, host: HostHealth) -> Iterator[GaugeSample]:
     yield GaugeSample("cortex_host_memory_budget_bytes", host.budget_bytes, node=node)
     parts = {"weights": host.weight_bytes, "sleeping": host.sleeping_bytes, "kv": host.kv_bytes}
     for kind, num_bytes in (parts | {"locked": host.locked_bytes}).items():

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
-from cortex.fleet.devices import DeviceState, HostState, MemoryReservation
+from cortex.fleet.devices import DeviceState, MemoryReservation
 from cortex.fleet.memory import host_left_bytes
 from cortex.fleet.placement.explain import as_json, text
 from cortex.fleet.placement.place import place
@@ -69,7 +69,7 @@ def node(name: str, card: int, host: int | None, *models: Residency, **facts: An
     memory = None
     if host is not None:
         weight_bytes = sum(held.status.host_bytes for held in models if held.state is ModelState.READY)
-        memory = HostState(
+        memory = HostHealth(
             total_bytes=256 * GB,
             free_bytes=200 * GB,
             budget_bytes=host * GB,

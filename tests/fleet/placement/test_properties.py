@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
-from cortex.fleet.devices import DeviceState, HostState, MemoryReservation
+from cortex.fleet.devices import DeviceState, MemoryReservation
 from cortex.fleet.memory import host_left_bytes, ledger
 from cortex.fleet.placement.explain import as_json, rejection, rows, text
 from cortex.fleet.placement.place import place
@@ -20,7 +20,7 @@ from cortex.wire.node.bench import BenchResult, StreamRate
 from cortex.wire.node.contexts import ContextSize, ContextSizes
 from cortex.wire.node.contexts import wanted as wanted_of
 from cortex.wire.node.host_splits import HostSplit, HostSplits
-from cortex.wire.node.protocol import HostKV, ModelLoad, ModelState, ModelStatus
+from cortex.wire.node.protocol import HostHealth, HostKV, ModelLoad, ModelState, ModelStatus
 
 NOW = 10_000.0
 MIB = 1024**2
@@ -114,10 +114,10 @@ class Drawing:
         )
         return Residency(status=status, seen_at=NOW)
 
-    def host(self, held: dict[str, Residency]) -> HostState:
+    def host(self, held: dict[str, Residency]) -> HostHealth:
         budget_bytes = self.random.randint(0, 60) * MIB
         weight_bytes = sum(each.status.host_bytes for each in held.values() if each.state is ModelState.READY)
-        return HostState(
+        return HostHealth(
             total_bytes=100 * MIB,
             free_bytes=80 * MIB,
             budget_bytes=budget_bytes,

@@ -33,7 +33,7 @@ LARGE = HostMemory(4096 * MIB, 4096 * MIB)
 
 
 def config(tmp_path: Path, memory_mb: int = 110, names: tuple[str, ...] = ("m",), **limits: Any) -> dict[str, Any]:
-    options = {"config": MIXTURE, "bytes": MIB}
+    options: dict[str, Any] = {"config": MIXTURE, "bytes": MIB}
     return {
         "models": [{"id": name, "source": str(write_model(tmp_path / name, **options))} for name in names],
         "devices": [{"index": 0, "memory_mb": memory_mb}],

@@ -74,7 +74,7 @@ class BenchResults:
 
     def rates(self) -> Rates | None:
         """How fast memory is on hardware like this, by the latest measurement of any model; None: there was none."""
-        here = Counter(self._hardware.values())
+        here: Counter[_Hardware] = Counter(self._hardware.values())
         known = [kept.result for kept in self._kept.values() if not Counter(kept.devices) - here]
         whole = [each for each in known if each.bytes_per_s and each.host_bytes_per_s and each.bus_bytes_per_s]
         latest = max(whole, key=lambda each: each.measured_at, default=None)

@@ -110,3 +110,14 @@ async def test_failed_load_gives_the_host_memory_back(tmp_path: Path) -> None:
         with pytest.raises(LoadFailed):
             await load(node)
         assert node.host.free_bytes("other") == node.health().host.budget_bytes  # type: ignore[union-attr]
+
+
+async def test_host_that_runs_short_is_reported_and_the_model_stays(tmp_path: Path) -> None:
+    host = [LARGE]
+    async with running_node(tmp_path, config(tmp_path), read_host=lambda: host[0]) as node:
+        await load(node)
+        host[0] = HostMemory(4096 * MIB, 100 * MIB)
+        await until(lambda: node.health().host.shortage)  # type: ignore[union-attr]
+        assert node.model("m").state is ModelState.READY
+        host[0] = LARGE
+        await until(lambda: not node.health().host.shortage)  # type: ignore[union-attr]

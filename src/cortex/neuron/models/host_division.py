@@ -167,16 +167,3 @@ def _division(layers: Sequence[LayerWeights], other_bytes: int, moved: Sequence[
         decode_tokens_s=1 / max(decode_s, 1e-9),
         prompt_tokens_s=PROMPT_TOKENS / max(weights_bytes / rates.bus + device_read, 1e-9),
     )
-
-
-def streams(
-    tokens: int, top_k: int, experts: int, hosted: int, expert_num_bytes: int, rates: Rates, row_s: float = 0.0
-) -> bool:
-    """Whether a layer's host experts are streamed to the device for this many tokens, rather than computed by the CPU.
-
-    The CPU reads each expert that a token has chosen once, and takes `row_s` for each pair of token and expert; the bus
-    carries all of them. Tokens are taken to choose experts at random.
-    """
-    chosen = hosted * (1 - (1 - top_k / experts) ** tokens)
-    cpu_s = max(chosen * expert_num_bytes / rates.host, tokens * top_k * hosted / experts * row_s)
-    return hosted * expert_num_bytes / rates.bus < cpu_s

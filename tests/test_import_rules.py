@@ -120,7 +120,7 @@ RULES: dict[str, Rule] = {
     "neuron.weights": Rule(
         {"neuron.weights", "neuron.delta_sizes", "formats.quant_names", *FAMILIES}, ENGINE_LIBRARIES
     ),
-    "neuron.models": Rule(MODELS, ENGINE_LIBRARIES, frozenset({"transformers"})),
+    "neuron.models": Rule({*MODELS, "formats.units"}, ENGINE_LIBRARIES, frozenset({"transformers"})),
     "neuron.engine": Rule({*ENGINE, "neuron.text"}, ENGINE_LIBRARIES, frozenset({"llguidance"})),
     "neuron.text": Rule({"neuron.text", "neuron.weights", "wire", "settings", *FAMILIES}),
     "neuron.vision": Rule({"neuron.vision"}, frozenset(), frozenset({"numpy", "PIL"})),

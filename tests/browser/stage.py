@@ -27,6 +27,7 @@ from cortex.wire.node.protocol import (
     Discovery,
     DiskUse,
     Health,
+    HostHealth,
     ModelLoad,
     ModelState,
     ModelStatus,
@@ -80,6 +81,9 @@ class DirectedNode(FakeNeuron):
     ceiling_bytes: int | None = None
     """The ceiling of the first device."""
     node_ceiling_bytes: int | None = None
+    host: HostHealth | None = None
+    host_bytes: dict[str, int] = field(default_factory=dict)
+    """Weights of loaded models in host memory."""
 
     def __post_init__(self) -> None:
         self.respond = _play
@@ -99,6 +103,7 @@ class DirectedNode(FakeNeuron):
             reason=self.reasons.get(model),
             disk_bytes=self.sizes[model],
             load=self.loads.get(model, ModelLoad()),
+            host_bytes=self.host_bytes.get(model, status.host_bytes),
         )
 
     def health(self) -> Health:
@@ -118,7 +123,12 @@ class DirectedNode(FakeNeuron):
         health = super().health()
         disk, ceiling_bytes = self.disk or health.disk, self.node_ceiling_bytes
         return msgspec.structs.replace(
-            health, devices=devices, disk=disk, models=(*health.models, *self.members), ceiling_bytes=ceiling_bytes
+            health,
+            devices=devices,
+            disk=disk,
+            models=(*health.models, *self.members),
+            ceiling_bytes=ceiling_bytes,
+            host=self.host,
         )
 
     def _used_bytes(self, device: int) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import pytest
 
-from cortex.wire.node.protocol import ModelLoad, ModelState, ModelStatus, Progress
+from cortex.wire.node.protocol import HostHealth, ModelLoad, ModelState, ModelStatus, Progress
 
 from ..gateway.fake_neuron import GB
 from .chromium import wait_until
@@ -36,6 +36,31 @@ def test_fleet_shows_nodes_devices_and_models(page: Page) -> None:
     beast.locator(".sparkline").wait_for()
     card(page, "cellar").get_by_text("down", exact=True).wait_for()
     page.get_by_text("2 up, 1 down").wait_for()
+
+
+def test_host_memory_has_a_bar_with_what_models_have_there(page: Page, node: DirectedNode) -> None:
+    node.host = HostHealth(
+        total_bytes=100 * GB,
+        free_bytes=40 * GB,
+        budget_bytes=80 * GB,
+        weight_bytes=30 * GB,
+        kv_bytes=2 * GB,
+        locked_bytes=32 * GB,
+        locked_limit_bytes=75 * GB,
+        shortage="the host has 1.0 GiB of memory left",
+    )
+    node.host_bytes["small"] = 30 * GB
+    try:
+        page.goto("#/fleet")
+        beast = card(page, "beast")
+        beast.get_by_label("Host memory: small weights 30.0 GiB, KV pages 2.0 GiB").wait_for()
+        beast.get_by_text("32.0 GiB / 80.0 GiB").wait_for()
+        beast.get_by_text("32.0 GiB page-locked").wait_for()
+        beast.get_by_text("2.0 GiB + 30.0 GiB").wait_for()
+        beast.get_by_text("the host has 1.0 GiB of memory left").wait_for()
+    finally:
+        node.host = None
+        node.host_bytes.clear()
 
 
 def test_cold_model_shows_why_its_last_load_failed(page: Page, node: DirectedNode) -> None:

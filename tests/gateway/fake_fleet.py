@@ -22,6 +22,7 @@ from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.wire.errors import CortexError
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.contexts import ContextSizes
+from cortex.wire.node.host_splits import HostSplits
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import (
     Device,
@@ -29,6 +30,7 @@ from cortex.wire.node.protocol import (
     DeviceKind,
     Discovery,
     Health,
+    HostHealth,
     HostKV,
     ModelLoad,
     ModelState,
@@ -83,6 +85,10 @@ class FakeFleet:
         self.load_s: float | None = None
         """What loads take, as nodes report it."""
         self.contexts: dict[str, ContextSizes] = {}
+        self.splits: dict[str, HostSplits] = {}
+        """How models can be divided between device and host."""
+        self.host: HostHealth | None = None
+        """The memory of every host."""
         self.context_tokens: dict[str, int] = {}
         """The contexts of models that are ready."""
         self.kv_tokens: int | None = None
@@ -148,6 +154,7 @@ class FakeFleet:
             estimate_bytes=self.sizes[node][model] * (1 if since is not None else len(self.spans.get(model, "1"))),
             least_bytes=self.contexts[model].sizes[0].num_bytes if model in self.contexts else None,
             contexts=self.contexts.get(model),
+            host_splits=self.splits.get(model),
             context_tokens=self.context_tokens.get(model),
             measured_bytes=None if since is None else self.sizes[node][model],
             state_age_s=0.0 if since is None else self.now - since,
@@ -186,6 +193,7 @@ class FakeFleet:
                 ),
                 models=(*(self.status(node, model) for model in self.sizes[node]), *members),
                 ceiling_bytes=self.ceiling_bytes,
+                host=self.host,
             )
             devices = tuple(
                 Device(index=index, kind=self.device_kind, name="card", total_bytes=self.total_bytes)

@@ -18,6 +18,7 @@ _LOOK = {
     "logs": "commands.logs:logs",
     "jobs": "commands.nodes:jobs",
     "explain": "commands.explain:explain",
+    "fits": "commands.explain:fits",
     "bench": "commands.bench:bench",
     "doctor": "commands.doctor.command:doctor",
 }

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import msgspec
 
 from cortex.cli.client import GatewayClient
-from cortex.wire.node.protocol import ModelStatus, NodeValue
+from cortex.cli.output import size
+from cortex.wire.node.protocol import HostHealth, ModelStatus, NodeValue
 
 
 class DeviceView(NodeValue, frozen=True, kw_only=True):
@@ -33,6 +34,22 @@ class DeviceView(NodeValue, frozen=True, kw_only=True):
         return self.total_bytes - self.free_bytes + self.extra_replica_bytes
 
 
+class HostView(HostHealth, frozen=True, kw_only=True):
+    """The memory of a node's host."""
+
+    @property
+    def used_bytes(self) -> int:
+        """What models have of it."""
+        return self.weight_bytes + self.sleeping_bytes + self.kv_bytes
+
+    @property
+    def in_words(self) -> str:
+        """What it is used for: `40.0 GiB weights, 12.0 GiB asleep`."""
+        parts = {"weights": self.weight_bytes, "asleep": self.sleeping_bytes, "KV pages": self.kv_bytes}
+        parts["page-locked"] = self.locked_bytes
+        return ", ".join(f"{size(num_bytes)} {name}" for name, num_bytes in parts.items() if num_bytes)
+
+
 class HeldModel(ModelStatus, frozen=True, kw_only=True):
     """A model on a node: the node's report, and what the gateway adds."""
 
@@ -50,6 +67,7 @@ class NodeView(NodeValue, frozen=True, kw_only=True):
     problem: str | None = None
     ceiling_bytes: int | None = None
     """The most that models may hold over all devices."""
+    host: HostView | None = None
     devices: tuple[DeviceView, ...] = ()
     models: tuple[HeldModel, ...] = ()
     cold_models: tuple[str, ...] = ()

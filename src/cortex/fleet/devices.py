@@ -42,6 +42,8 @@ class MemoryReservation(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_bytes: int
     device_bytes: tuple[int, ...] = ()
     """The part of `num_bytes` on each of `devices`; empty: equal parts."""
+    host_bytes: int = 0
+    """Weights that it leaves to host memory, in addition."""
 
 
 class Ceilings(msgspec.Struct, frozen=True, kw_only=True):

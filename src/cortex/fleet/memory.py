@@ -10,6 +10,7 @@ import msgspec
 
 from cortex.formats.quant_names import at_load, is_same_quant
 from cortex.wire.node.contexts import ContextSizes, tried
+from cortex.wire.node.host_splits import HostSplits
 from cortex.wire.node.load_options import ENGINE
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
@@ -151,6 +152,8 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     """Its minimum footprint: the node rejects it with less. Between the two its KV cache is reduced."""
     contexts: ContextSizes | None = None
     """What its contexts take; `None`: that is not known."""
+    splits: HostSplits | None = None
+    """How a part of its weights can lie in host memory instead; `None`: that cannot be, or may not."""
 
     @property
     def whole_bytes(self) -> int:
@@ -205,6 +208,7 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
             takes_bytes=-(-self.takes_bytes * part // whole),
             least_bytes=-(-self.least_bytes * part // whole),
             contexts=None if self.contexts is None else self.contexts.part_of(whole, part),
+            splits=self.splits if whole == part else None,
         )
 
 
@@ -234,10 +238,34 @@ def need_of(spec: ModelSpec, node: Node, fleet: Fleet) -> Need | None:
     if takes_bytes is None:
         return None
     least_bytes = None if status is None or spec.vram_bytes is not None else _whole(status, status.least_bytes)
+    splits = _splits(spec, status, fleet)
     if least_bytes is None:
-        return Need(takes_bytes=takes_bytes, least_bytes=takes_bytes)
+        return Need(takes_bytes=takes_bytes, least_bytes=takes_bytes, splits=splits)
     # The minimum includes memory that is not taken at load, so it can exceed the measured size.
-    return Need(takes_bytes=max(takes_bytes, least_bytes), least_bytes=least_bytes, contexts=contexts)
+    return Need(takes_bytes=max(takes_bytes, least_bytes), least_bytes=least_bytes, contexts=contexts, splits=splits)
+
+
+def _splits(spec: ModelSpec, status: ModelStatus | None, fleet: Fleet) -> HostSplits | None:
+    """How its weights can be divided between device and host: as the node says, or another one that has its files."""
+    is_on_one_device = spec.tensor_parallel == spec.pipeline_parallel == spec.num_nodes == 1
+    if spec.host_weights == "off" or not is_on_one_device:
+        return None
+    if status is not None:
+        return status.host_splits
+    known = (node.residencies[spec.id].status for node in fleet.listing(spec.id))
+    return next((each.host_splits for each in known if each.host_splits is not None), None)
+
+
+def host_left_bytes(node: Node) -> int:
+    """What a load may leave to the host's memory. Sleeping models and KV pages give way to it; what other loads were
+    promised counts."""
+    if node.host is None:
+        return 0
+    limits = [node.host.budget_bytes]
+    if any(device.kind != "cpu" for device in node.devices):  # it copies from page-locked memory
+        limits.append(node.host.locked_limit_bytes)
+    reserved = sum(reservation.host_bytes for reservation in node.reservations)
+    return max(0, min(limits) - node.host.weight_bytes - reserved)
 
 
 def _contexts(spec: ModelSpec, status: ModelStatus) -> ContextSizes | None:

@@ -12,6 +12,7 @@ from .topology import Node, Residency
 
 _CHANGING_MEMORY = frozenset({ModelState.LOADING, ModelState.UNLOADING, ModelState.RECOVERING})
 """States in which the free bytes of a device change."""
+_LOADED = frozenset({ModelState.READY, ModelState.UNLOADING})
 
 
 def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -> Node:
@@ -31,6 +32,7 @@ def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -
         missed_polls=0,
         problem=discovery.driver_problem,
         disk=health.disk,
+        host=health.host,
         pulls=health.pulls,
         members=tuple(status for status in health.models if status.rank),
     )
@@ -75,7 +77,7 @@ def _device(
     else:
         ours = sum(bytes_held(device.index, device.kind, status) for status in here)
         if device.kind == "cpu" and report is not None:
-            ours += report.kv_host_bytes
+            ours += report.kv_host_bytes + sum(status.host_bytes for status in here if status.state in _LOADED)
         foreign_bytes = max(0, total_bytes - free_bytes - ours)
     return DeviceState(
         index=device.index,

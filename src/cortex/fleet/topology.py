@@ -16,6 +16,7 @@ from cortex.wire.errors import FilesDamaged, SourceNotFound
 from cortex.wire.node.load_options import is_path
 from cortex.wire.node.protocol import (
     DiskUse,
+    HostHealth,
     ModelLoad,
     ModelState,
     ModelStatus,
@@ -128,6 +129,8 @@ class PlacementFacts(NamedTuple):
     num_listed: int
     reservations: tuple[MemoryReservation, ...]
     members: tuple[tuple[str, ModelState, tuple[int, ...], int | None], ...]
+    host_bytes: int
+    """What the budget of host memory has left, in the same units."""
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -140,6 +143,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     ceilings: Ceilings = Ceilings()
     ceiling_bytes: int | None = None
     """The most that models may hold over all devices: the smaller of `ceilings` and of what the node reports."""
+    host: HostHealth | None = None
+    """The memory of the host; None: the node does not report it."""
     abilities: Abilities = Abilities()
     max_devices_per_model: int = 1
     can_sleep: bool = True
@@ -200,6 +205,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             len(self.residencies),
             self.reservations,
             tuple([(each.id, each.state, each.devices, each.measured_bytes) for each in self.members]),
+            0 if self.host is None else (self.host.budget_bytes - self.host.weight_bytes) >> 28,
         )
 
     @cached_property

@@ -21,7 +21,7 @@ from prometheus_client.utils import floatToGoString
 from cortex.fleet.devices import DeviceState
 from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
 from cortex.wire.events import Usage
-from cortex.wire.node.protocol import ModelState
+from cortex.wire.node.protocol import HostHealth, ModelState
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 
@@ -53,7 +53,14 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cortex_device_temperature_celsius": ("Temperature of the device.", ("node", "device")),
     "cortex_model_loaded": ("1 where the model is ready, else 0.", ("model", "node")),
     "cortex_model_memory_bytes": ("Device memory of the model, as measured.", ("model", "node")),
+    "cortex_host_memory_budget_bytes": ("Host memory that models of the node may take.", ("node",)),
+    "cortex_host_memory_bytes": (
+        "Host memory that models take, by `kind`: `weights` of loaded models, `sleeping`, `kv`; `locked` is their "
+        "page-locked part.",
+        ("node", "kind"),
+    ),
     "cortex_model_sleeping_bytes": ("Host memory of the model's weights while it is asleep.", ("model", "node")),
+    "cortex_model_host_bytes": ("Host memory of weights of the loaded model.", ("model", "node")),
     "cortex_model_kv_host_bytes": (
         "Host memory of the model's KV pages that its node keeps, whether it is loaded or not.",
         ("model", "node"),
@@ -84,6 +91,8 @@ def fleet_gauges(
         if node.healthy:
             for device in node.devices:
                 yield from _device_gauges(node.name, device)
+            if node.host is not None:
+                yield from _host_gauges(node.name, node.host)
             for held in _not_cold(node):
                 yield from _model_gauges(node.name, held)
             for held in node.residencies.values():
@@ -107,13 +116,22 @@ def _device_gauges(node: str, device: DeviceState) -> Iterator[GaugeSample]:
         yield GaugeSample("cortex_device_temperature_celsius", device.temperature_c, **labels)
 
 
+def _host_gauges(node: str, host: HostHealth) -> Iterator[GaugeSample]:
+    yield GaugeSample("cortex_host_memory_budget_bytes", host.budget_bytes, node=node)
+    parts = {"weights": host.weight_bytes, "sleeping": host.sleeping_bytes, "kv": host.kv_bytes}
+    for kind, num_bytes in (parts | {"locked": host.locked_bytes}).items():
+        yield GaugeSample("cortex_host_memory_bytes", num_bytes, node=node, kind=kind)
+
+
 def _model_gauges(node: str, held: Residency) -> Iterator[GaugeSample]:
     labels = {"model": held.model_id, "node": node}
     load = held.status.load
     on_device = 0 if held.state is ModelState.ASLEEP else held.status.measured_bytes or 0
     yield GaugeSample("cortex_model_loaded", float(held.state is ModelState.READY), **labels)
     yield GaugeSample("cortex_model_memory_bytes", on_device, **labels)
-    yield GaugeSample("cortex_model_sleeping_bytes", held.status.host_bytes, **labels)
+    is_loaded = held.state in (ModelState.READY, ModelState.LOADING, ModelState.RECOVERING)
+    yield GaugeSample("cortex_model_sleeping_bytes", 0 if is_loaded else held.status.host_bytes, **labels)
+    yield GaugeSample("cortex_model_host_bytes", held.status.host_bytes if is_loaded else 0, **labels)
     yield GaugeSample("cortex_model_running_requests", load.running, **labels)
     yield GaugeSample("cortex_model_waiting_requests", load.waiting, **labels)
     yield GaugeSample("cortex_model_kv_used_ratio", load.kv_used_fraction, **labels)

@@ -80,14 +80,19 @@ class Limits(Section, frozen=True):
     memory_mb: Count | None = None
     """The most memory that models may take over all devices, weights and KV caches together, however much is free.
     Absent: all but what loads leave free (`min_free_vram_mb`)."""
+    host_mb: Megabytes | None = None
+    """Host memory that models may take in all: weights that devices have no room for (`host_weights`), those of
+    sleeping models, and KV pages, which give way in the reverse order. A tenth of the host's memory always stays
+    free, so that it does not swap, and at most three quarters are page-locked. Absent: all that is free but that
+    tenth."""
     sleep_mb: Megabytes | None = None
     """Host memory for the weights of sleeping models; over it, the least recently used one is unloaded. 0: no sleep.
     Absent: half of the host's free memory on a node with GPUs, 0 on a node without, where sleep frees nothing."""
     kv_host_mb: Megabytes | None = None
     """Host memory for KV pages that are not on their device any more: of models that sleep or were unloaded, and on a
-    GPU those that the KV cache has no room for. Prompts that continue them are not computed again. Sleeping models take
-    their part of `sleep_mb` first; the least recently used pages are dropped, also when the host runs short of memory.
-    0: none. Absent: an eighth of the host's free memory."""
+    GPU those that the KV cache has no room for. Prompts that continue them are not computed again. Weights take their
+    part of `host_mb` first; the least recently used pages are dropped, also when the host runs short of memory. 0:
+    none. Absent: an eighth of the host's free memory."""
     max_num_seqs: Count = 256
     """Maximum requests that one model runs at once."""
     max_queue: Annotated[int, Meta(ge=0)] = 512

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -278,3 +278,49 @@ def test_explain_shows_the_kv_cache_that_a_node_keeps(
     gateway.responses["GET", "/fleet/explain/m"] = {"at": 0, "node": "attic", "outcome": "loads", "nodes": [node]}
     printed = invoke("explain", "m").stdout
     assert shown in printed if shown is not None else "KV cache" not in printed
+
+
+HOST = {
+    "total_bytes": 128 << 30,
+    "free_bytes": 60 << 30,
+    "budget_bytes": 100 << 30,
+    "weight_bytes": 40 << 30,
+    "sleeping_bytes": 10 << 30,
+    "locked_bytes": 50 << 30,
+    "shortage": "the host has 1.0 GiB of memory left",
+}
+
+
+def test_host_memory_is_shown_with_what_it_is_used_for(gateway: CannedGateway, invoke: Invoke) -> None:
+    split = {**READY, "host_bytes": 40 << 30}
+    gateway.responses["GET", "/fleet/status"] = fleet(split, host=HOST)
+    shown = invoke("status").stdout
+    assert "50.0 GiB of 100 GiB" in shown
+    assert "40.0 GiB weights, 10.0 GiB asleep, 50.0 GiB page-locked" in " ".join(shown.split())
+    assert "the host has 1.0 GiB of memory left" in shown
+    shown = invoke("ps").stdout
+    assert "900 MiB + 40.0 GiB in RAM" in " ".join(shown.split())
+    assert "beast: 50.0 GiB of 100 GiB host memory in use: 40.0 GiB weights" in shown
+
+
+@pytest.mark.parametrize(
+    ("node", "row", "code"),
+    [
+        ({"verdict": "fits", "host": None}, ["attic", "yes", "20.0", "GiB", "32,768"], 0),
+        (
+            {"verdict": "fits", "host": {"have_bytes": 9 << 30, "need_bytes": 8 << 30, "tokens_per_s": 14.2}},
+            ["attic", "yes,", "with", "host", "memory", "20.0", "GiB", "8.0", "GiB", "32,768", "~14.2"],
+            0,
+        ),
+        ({"verdict": "too_small", "host": None}, ["attic", "no", "60.0", "GiB"], 7),
+    ],
+)
+def test_fits_says_how_a_model_fits_and_how_fast_it_would_be(
+    gateway: CannedGateway, invoke: Invoke, node: dict[str, Any], row: list[str], code: int
+) -> None:
+    facts = {"node": "attic", "need_bytes": 60 << 30, "takes_bytes": 20 << 30, "context_tokens": 32_768, **node}
+    action = "reject" if code else "load"
+    gateway.responses["GET", "/fleet/explain/m?origin=operator"] = {"action": action, "outcome": "so", "nodes": [facts]}
+    found = invoke("fits", "m")
+    assert row in [line.split() for line in found.stdout.splitlines()]
+    assert found.code == code

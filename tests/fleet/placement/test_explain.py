@@ -49,7 +49,7 @@ def test_json_has_the_numbers_and_reasons(model: Make, node: Make, fleet: Make, 
     assert (data["action"], data["node"]) == ("reject", None)
     assert data["nodes"][0]["devices"][0]["have_bytes"] == 4 * 1024**3
     assert data["nodes"][0]["occupants"] == [
-        {"model": "old", "bytes": 20 * 1024**3, "may_leave": False, "reason": "pinned on n"}
+        {"model": "old", "bytes": 20 * 1024**3, "host_bytes": 0, "may_leave": False, "reason": "pinned on n"}
     ]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.devices import DeviceState, MemoryReservation
-from cortex.fleet.memory import ledger
+from cortex.fleet.memory import host_left_bytes, ledger
 from cortex.fleet.placement.explain import as_json, rejection, rows, text
 from cortex.fleet.placement.place import place
 from cortex.fleet.rules import EvictionRules
@@ -19,7 +19,8 @@ from cortex.fleet.topology import Abilities, Fleet, Node, Residency
 from cortex.wire.node.bench import BenchResult, StreamRate
 from cortex.wire.node.contexts import ContextSize, ContextSizes
 from cortex.wire.node.contexts import wanted as wanted_of
-from cortex.wire.node.protocol import HostKV, ModelLoad, ModelState, ModelStatus
+from cortex.wire.node.host_splits import HostSplit, HostSplits
+from cortex.wire.node.protocol import HostHealth, HostKV, ModelLoad, ModelState, ModelStatus
 
 NOW = 10_000.0
 MIB = 1024**2
@@ -69,6 +70,7 @@ class Drawing:
             idle_s=float(self.random.randint(0, 500)),
             bench=self.mostly(None, bench_result(50.0), bench_result(200.0)),
             kv_host=self.mostly(None, HostKV(num_bytes=MIB), HostKV(num_bytes=3 * MIB)),
+            host_bytes=self.mostly(0, 5 * MIB, 10 * MIB),
         )
         return Residency(status=status, seen_at=NOW, in_flight=self.mostly(0, 1), pinned=self.mostly(False, True))
 
@@ -96,8 +98,32 @@ class Drawing:
 
     def newcomer(self) -> Residency:
         """Its files are there."""
-        status = ModelStatus(id=NEWCOMER, state=ModelState.COLD, **self.sizes(self.random.randint(5, 60) * MIB))
+        size = self.random.randint(5, 60) * MIB
+        moved = size * self.random.randint(1, 3) // 4
+        splits = HostSplits(
+            splits=(
+                HostSplit(saved_bytes=moved // 8, host_bytes=moved // 7, tokens_per_s=40.0),
+                HostSplit(saved_bytes=moved, host_bytes=moved + MIB, tokens_per_s=4.0),
+            )
+        )
+        status = ModelStatus(
+            id=NEWCOMER,
+            state=ModelState.COLD,
+            **self.sizes(size),
+            host_splits=self.random.choice((None, splits)),
+        )
         return Residency(status=status, seen_at=NOW)
+
+    def host(self, held: dict[str, Residency]) -> HostHealth:
+        budget_bytes = self.random.randint(0, 60) * MIB
+        weight_bytes = sum(each.status.host_bytes for each in held.values() if each.state is ModelState.READY)
+        return HostHealth(
+            total_bytes=100 * MIB,
+            free_bytes=80 * MIB,
+            budget_bytes=budget_bytes,
+            weight_bytes=weight_bytes,
+            locked_limit_bytes=75 * MIB,
+        )
 
     def node(self, name: str) -> Node:
         """A node whose devices are mostly full; what does not fit any more is left out."""
@@ -128,6 +154,7 @@ class Drawing:
             max_devices_per_model=self.random.randint(1, 3),
             reservations=self.mostly((), (reservation,)),
             ceiling_bytes=self.mostly(None, 20 * MIB, 60 * MIB),
+            host=self.random.choice((None, self.host(held))),
         )
 
     def device(self, index: int, total: int, left: int) -> DeviceState:
@@ -198,6 +225,9 @@ def test_decided_load_fits(fleet: Fleet, name: str, origin: str) -> None:
         committed = devices[index].committed_bytes - given_back
         assert devices[index].foreign_bytes + committed + share <= devices[index].total_bytes
         assert share <= devices[index].free_bytes + given_back
+    if decision.chosen is not None and (split := decision.chosen.split) is not None:
+        freed = sum(node.residencies[victim].status.host_bytes for victim in decision.victims)
+        assert split.host_bytes <= host_left_bytes(node) + freed
         assert share <= devices[index].usable_bytes(devices[index].balance_bytes + given_back)
 
 

@@ -9,7 +9,8 @@ import pytest
 from cortex.fleet.catalogue import Alias, Catalogue, ModelSpec
 from cortex.fleet.rules import EvictionRules
 from cortex.wire.errors import InsufficientCapacity, Overloaded, UpstreamUnavailable
-from cortex.wire.node.protocol import ModelState
+from cortex.wire.node.host_splits import HostSplit, HostSplits
+from cortex.wire.node.protocol import HostHealth, ModelState
 
 from ..fake_fleet import GB, FakeFleet, lease_of, node_of
 
@@ -85,6 +86,25 @@ def test_idle_models_with_a_ttl_are_unloaded() -> None:
     fake.dispatcher.tick()
     fake.dispatcher.tick()
     assert fake.unloads == [("n", "a", "ttl")]
+
+
+def test_victim_of_a_model_that_needs_host_memory_does_not_sleep_there() -> None:
+    fake = FakeFleet({"n": {"a": 20 * GB, "big": 60 * GB}})
+    fake.splits["big"] = HostSplits(
+        splits=(
+            HostSplit(saved_bytes=GB, host_bytes=GB, tokens_per_s=50.0),
+            HostSplit(saved_bytes=50 * GB, host_bytes=50 * GB, tokens_per_s=5.0),
+        )
+    )
+    fake.host = HostHealth(total_bytes=100 * GB, free_bytes=90 * GB, budget_bytes=80 * GB, locked_limit_bytes=75 * GB)
+    fake.ready["n"]["a"] = 900.0
+    fake.poll()
+    fake.ask("big")
+    assert (fake.unloads[-1], fake.sleeps[-1]) == (("n", "a", "evicted"), False)
+    fake.finish_unload()
+    assert fake.loads[-1] == ("n", "big")
+    (reservation,) = fake.dispatcher.fleet.nodes[0].reservations
+    assert reservation.host_bytes > 0
 
 
 def test_evicted_model_sleeps_and_wakes_for_a_request() -> None:

@@ -46,7 +46,7 @@ class OutOfMemoryError(RuntimeError):
 class FaultyEngine:
     shares_device = False
 
-    def __init__(self, behaviour: dict[str, Any]) -> None:
+    def __init__(self, behaviour: dict[str, Any], host_weight_bytes: int = 0) -> None:
         self._behaviour = behaviour
         self._scratch = bytearray(os.urandom(1024) * (behaviour.get("scratch_bytes", 0) // 1024))
         self._asleep = False
@@ -67,6 +67,7 @@ class FaultyEngine:
             kv_bytes=0,
             page_tokens=16,
             num_pages=behaviour.get("num_pages", 4096),
+            host_weight_bytes=host_weight_bytes,
         )
 
     @classmethod
@@ -93,7 +94,7 @@ class FaultyEngine:
                 time.sleep(3600)
             case "exit":
                 os._exit(3)
-        return cls(behaviour)
+        return cls(behaviour, spec.host_weight_bytes)
 
     def submit(self, request: EngineRequest) -> None:
         if self._asleep:

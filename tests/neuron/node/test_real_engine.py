@@ -123,7 +123,7 @@ async def sleep_and_wake(node: Node, times: int, held_bytes: Callable[[], int]) 
 
 
 async def test_sleep_cycles_keep_the_output_and_do_not_leak_host_memory(tmp_path: Path, workers: WorkerFactory) -> None:
-    node = await start(tmp_path, workers, sleep_mb=256, kv_host_mb=256)
+    node = await start(tmp_path, workers, host_mb=256, sleep_mb=256, kv_host_mb=256)
     left: list[int] = []
 
     def held_bytes() -> int:

@@ -1,4 +1,4 @@
-"""`cortex explain`: the placement decision for a model, with the bytes behind it."""
+"""`cortex explain` and `cortex fits`: the placement decision for a model, with the bytes behind it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cortex.cli.client import GatewayClient, gateway_options
-from cortex.cli.failures import Command
+from cortex.cli.failures import Command, CommandError, ExitCode
 from cortex.cli.model_name import MODEL
 from cortex.cli.output import console, json_option, print_json, size, table
 from cortex.cli.views.bench import parse_bench, show_bench, when_measured
@@ -44,6 +44,54 @@ def explain(model: str, history: bool, gateway: GatewayClient, as_json: bool) ->
         show_decision(out, decision, when)
 
 
+@click.command(cls=Command)
+@click.argument("model", type=MODEL)
+@gateway_options
+@json_option
+def fits(model: str, gateway: GatewayClient, as_json: bool) -> None:
+    """Show on which nodes a model fits, and how.
+
+    With all its weights on a device, or with a part of them in host memory, and how fast it is expected to be then.
+    Fails with the exit code 7 where it fits nowhere. Changes nothing.
+    """
+    decision = gateway.get(f"/fleet/explain/{quote(model, safe='')}?origin=operator")
+    if as_json:
+        print_json(decision)
+    else:
+        rows = table("NODE", "FITS", ">DEVICE", ">HOST", ">CONTEXT", ">TOKENS/S")
+        for node in decision["nodes"]:
+            rows.add_row(*_fit(node))
+        console().print(rows)
+    if decision["action"] == "reject":
+        remedy = f"run `cortex explain {model}` for the bytes of every node"
+        raise CommandError(decision["outcome"].removesuffix("."), remedy, ExitCode.NO_ROOM)
+    if not as_json:
+        console().print(Text(decision["outcome"]), soft_wrap=True)
+
+
+_FITS = {"resident": "is ready", "starting": "is starting", "asleep": "asleep", "fits_soon": "after an unload"}
+_FITS |= {"fits": "yes", "fits_after_eviction": "after eviction", "blocked": "later", "crowded": "later"}
+
+
+def _fit(node: dict[str, Any]) -> tuple[str, ...]:
+    host = node.get("host") or {}
+    held = _FITS.get(node["verdict"], "no")
+    if held in ("no", "later"):
+        return node["node"], held, _bytes(node["need_bytes"]), "", "", ""
+    is_split = host.get("need_bytes") is not None
+    rate, bench = host.get("tokens_per_s"), parse_bench(node.get("bench"))
+    speed = f"~{rate:,.1f}" if rate else f"{bench.stream_rate:,.1f}" if bench is not None and bench.stream_rate else ""
+    tokens = node["context_tokens"]
+    return (
+        node["node"],
+        f"{held}, with host memory" if is_split else held,
+        _bytes(node["takes_bytes"]),
+        _bytes(host["need_bytes"]) if is_split else "",
+        f"{tokens:,}" if tokens else "",
+        speed,
+    )
+
+
 def show_decision(out: Console, decision: dict[str, Any], when: str = "") -> None:
     """The outcome, then every node."""
     out.print(Text.assemble((when, "dim"), (decision["outcome"], "bold")), soft_wrap=True)
@@ -63,6 +111,8 @@ def _show_node(out: Console, node: dict[str, Any], *, is_chosen: bool) -> None:
         rows = table("  DEVICE", *(f">{title}" for title in memory))
         for device in node["devices"]:
             rows.add_row(f"  {_device(device)}", *(_bytes(device.get(name)) for name in memory.values()))
+        if (host := node.get("host")) is not None:
+            rows.add_row("  host memory", *(_bytes(host.get(name)) for name in memory.values()))
         out.print(rows)
     elif node["need_bytes"] is not None:
         out.print(f"  needs {_bytes(node['need_bytes'])}")
@@ -75,7 +125,8 @@ def _show_node(out: Console, node: dict[str, Any], *, is_chosen: bool) -> None:
         out.print(f"  {_kept(kept)}", soft_wrap=True)
     for occupant in node["occupants"]:
         leaves = "can be evicted" if occupant["may_leave"] else occupant["reason"]
-        holds = f"  {occupant['model']} holds {_bytes(occupant['bytes'])}: {leaves}"
+        host = f" and {_bytes(occupant['host_bytes'])} of host memory" if occupant.get("host_bytes") else ""
+        holds = f"  {occupant['model']} holds {_bytes(occupant['bytes'])}{host}: {leaves}"
         out.print(Text(holds, style="dim"), soft_wrap=True)
 
 

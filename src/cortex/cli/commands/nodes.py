@@ -122,6 +122,9 @@ def ps(gateway: GatewayClient, as_json: bool) -> None:
         if node.up and (kept := sum(device.kv_host_bytes for device in node.devices)):
             line = f"{node.name} keeps {size(kept)} of KV in RAM, for conversations that are not on its devices"
             console().print(Text(line, style="dim"), soft_wrap=True)
+        if node.up and node.host is not None and (node.host.weight_bytes or node.host.sleeping_bytes):
+            line = f"{node.name}: {size(node.host.used_bytes)} of {size(node.host.budget_bytes)} host memory in use"
+            console().print(Text(f"{line}: {node.host.in_words}", style="dim"), soft_wrap=True)
 
 
 def _memory_of_all(node: NodeView, model: HeldModel, members: Sequence[tuple[NodeView, ModelStatus]]) -> str:

@@ -89,6 +89,8 @@ def _node(node: NodeView, fleet: FleetView) -> RenderableType:
     if node.ceiling_bytes is not None:
         ceiling = f"models take at most {size(node.ceiling_bytes)} of this node"
         parts.append(Padding(Text(ceiling, style="dim"), (0, 0, 0, 2)))
+    if node.host is not None and node.host.shortage:
+        parts.append(Padding(Text(node.host.shortage, style="yellow"), (0, 0, 0, 2)))
     if node.models:
         parts.append(Padding(_models(node, fleet), (0, 0, 0, 2)))
         parts += [
@@ -139,6 +141,10 @@ def _devices(node: NodeView) -> Table:
             f"{size(device.used_bytes)} of {size(device.total_bytes)}",
             Text(", ".join(filter(None, notes)), style="dim"),
         )
+    if (host := node.host) is not None and host.used_bytes:
+        share = bar(host.used_bytes / host.budget_bytes, 16) if host.budget_bytes else ""
+        used = f"{size(host.used_bytes)} of {size(host.budget_bytes)}"
+        rows.add_row("", "host memory", share, used, Text(host.in_words, style="dim"))
     for column in rows.columns[:-1]:  # in a narrow terminal the notes take a second line
         column.no_wrap = True
     return rows

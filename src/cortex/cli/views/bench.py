@@ -33,6 +33,9 @@ def show_bench(out: Console, result: BenchResult) -> None:
     out.print(rows)
     if result.bytes_per_s and result.flops:
         limit = f"  the limit, measured: {_scaled(result.bytes_per_s, 'B/s')} read, {_scaled(result.flops, 'FLOP/s')}"
+        if result.host_bytes_per_s and result.bus_bytes_per_s:
+            limit += f"; host memory {_scaled(result.host_bytes_per_s, 'B/s')}"
+            limit += f", copied to the device at {_scaled(result.bus_bytes_per_s, 'B/s')}"
         out.print(Text(limit, style="dim"), soft_wrap=True)
     for note in result.notes:
         out.print(Text(f"  {note}", style="yellow"), soft_wrap=True)

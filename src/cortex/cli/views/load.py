@@ -37,11 +37,12 @@ def reason_of(status: ModelStatus) -> str:
 
 
 def memory_of(status: ModelStatus) -> str:
-    """`23.6 GiB`, `~23.6 GiB` for an estimate, or the host memory of a model asleep."""
+    """`23.6 GiB`, `~23.6 GiB` for an estimate, or the host memory of a model asleep; `22.1 GiB + 40.0 GiB in RAM` where
+    a part of the weights is there."""
     if status.state is ModelState.ASLEEP:
         return f"{size(status.host_bytes)} in RAM"
     if status.measured_bytes is not None:
-        return size(status.measured_bytes)
+        return size(status.measured_bytes) + (f" + {size(status.host_bytes)} in RAM" if status.host_bytes else "")
     return f"~{size(status.estimate_bytes)}" if status.estimate_bytes is not None else ""
 
 

@@ -15,7 +15,7 @@ from cortex.fleet.memory import DeviceLedger, Need, whole_ledger
 from cortex.fleet.topology import Fleet, Node, Residency
 from cortex.wire.node.protocol import ModelState
 
-from .decision import RANK, SHORT_RANK, Origin, Verdict
+from .decision import RANK, SHORT_RANK, SPLIT_RANK, Origin, Verdict
 from .eviction import protected
 from .fitting import eligible_devices
 
@@ -28,6 +28,7 @@ _FITS_SHORT, _EVICTION_SHORT = SHORT_RANK[Verdict.FITS], SHORT_RANK[Verdict.FITS
 _SOON_OF = {ranks[Verdict.FITS_AFTER_EVICTION]: ranks[Verdict.FITS_SOON] for ranks in (RANK, SHORT_RANK)}
 _SHORT_OF = {RANK[verdict]: SHORT_RANK[verdict] for verdict in Verdict}
 _BLOCKED = RANK[Verdict.BLOCKED]
+_SPLIT: Bound = (SPLIT_RANK[Verdict.FITS],)
 _TOO_SMALL: Bound = (RANK[Verdict.TOO_SMALL],)
 
 
@@ -127,6 +128,15 @@ def by_room(
     room: _NodeRoom, need: Need | None, *, packs: bool, is_elsewhere: bool = True, is_divided: bool = False
 ) -> Bound:
     """The same for a model that is not asleep there. `is_elsewhere`: the catalogue does not pin it on the node."""
+    return _or_split(_by_room(room, need, packs=packs, is_elsewhere=is_elsewhere, is_divided=is_divided), need)
+
+
+def _or_split(bound: Bound, need: Need | None) -> Bound:
+    """`bound`, unless the model may do better with a part of its weights in host memory."""
+    return _SPLIT if need is not None and need.splits is not None and bound > _SPLIT else bound
+
+
+def _by_room(room: _NodeRoom, need: Need | None, *, packs: bool, is_elsewhere: bool, is_divided: bool) -> Bound:
     available = room.available_bytes
     if not available:
         return _TOO_SMALL
@@ -180,11 +190,11 @@ def by_residents(
 
     best = at_best(need.wanted_bytes)
     if best[0] <= _BLOCKED or need.wanted_bytes == need.least_bytes:
-        return best
+        return _or_split(best, need)
     if need.least_bytes <= room.available_bytes[-1]:
-        return (_FITS_SHORT,)
+        return _or_split((_FITS_SHORT,), need)
     best = at_best(need.least_bytes)
-    return (_SHORT_OF[best[0]], *best[1:])
+    return _or_split((_SHORT_OF[best[0]], *best[1:]), need)
 
 
 def _by_residents(

@@ -10,6 +10,7 @@ import msgspec
 from cortex.fleet.devices import MemoryReservation
 from cortex.fleet.topology import ModelOnNode
 from cortex.wire.node.bench import BenchResult
+from cortex.wire.node.host_splits import HostSplit
 from cortex.wire.node.protocol import DeviceKind, HostKV
 
 from .eviction import Occupant, Protection
@@ -58,17 +59,37 @@ class Verdict(StrEnum):
     """The node does not list the model."""
 
 
-_SHORT = (Verdict.FITS, Verdict.FITS_SOON, Verdict.FITS_AFTER_EVICTION, Verdict.BLOCKED)
-"""Verdicts that are worse where the model gets less context than it is to have: it waits for a node that has more."""
+_STARTS = (Verdict.FITS, Verdict.FITS_SOON, Verdict.FITS_AFTER_EVICTION)
+_WORSE = (*_STARTS, Verdict.BLOCKED)
+"""Verdicts that are worse where a part of the model's weights is in host memory, or where it gets less context than it
+is to have: it waits for a node that has more."""
+_FORMS = ("whole", "split", "short", "split and short")
 _ORDER = [
-    (verdict, is_short)
+    (verdict, form)
     for each in Verdict
-    for verdict, is_short in [(each, False), *([(short, True) for short in _SHORT] if each is Verdict.BLOCKED else ())]
+    for verdict, form in [
+        (each, "whole"),
+        *([(worse, form) for form in _FORMS[1:] for worse in _WORSE] if each is Verdict.BLOCKED else ()),
+    ]
 ]
-RANK = {verdict: rank for rank, (verdict, is_short) in enumerate(_ORDER) if not is_short}
+RANK = {verdict: rank for rank, (verdict, form) in enumerate(_ORDER) if form == "whole"}
 """The order of verdicts, best first."""
-SHORT_RANK = RANK | {verdict: rank for rank, (verdict, is_short) in enumerate(_ORDER) if is_short}
+
+
+def _ranks(wanted: str) -> dict[Verdict, int]:
+    return RANK | {verdict: rank for rank, (verdict, form) in enumerate(_ORDER) if form == wanted}
+
+
+SPLIT_RANK = _ranks("split")
+"""The same where a part of the weights is in host memory."""
+SHORT_RANK = _ranks("short")
 """The same where the context is short."""
+_SPLIT_SHORT_RANK = _ranks("split and short")
+START_RANKS = frozenset(
+    [RANK[verdict] for verdict in (Verdict.RESIDENT, Verdict.STARTING, Verdict.ASLEEP)]
+    + [ranks[verdict] for ranks in (RANK, SPLIT_RANK, SHORT_RANK, _SPLIT_SHORT_RANK) for verdict in _STARTS]
+)
+"""Those with which a model is served, woken or loaded."""
 
 
 class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,6 +153,12 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
     """The part of the speed of the fastest measured node that is missing; 0 also where it was not measured."""
     kv_host: HostKV | None = None
     """What the node keeps of its KV cache in host memory: conversations that a load there continues."""
+    split: HostSplit | None = None
+    """What of its weights lies in host memory there, and how fast it will be; `None`: nothing."""
+    is_split_measured: bool = False
+    """Whether its speed is from measured rates."""
+    host_left_bytes: int | None = None
+    """What a load may leave to the host's memory there; `None` where that does not matter."""
     kv_elsewhere: float = 0.0
     """The part that is missing there of what the node with the most keeps; 0 also where no node keeps any."""
     parts: tuple[Assessment, ...] = ()
@@ -140,6 +167,8 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rank(self) -> int:
         """The order of its verdict, best first."""
+        if self.split is not None:
+            return (_SPLIT_SHORT_RANK if self.is_short else SPLIT_RANK)[self.verdict]
         return (SHORT_RANK if self.is_short else RANK)[self.verdict]
 
     @property
@@ -163,7 +192,13 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
         needs = {row.index: row.need_bytes or 0 for row in self.rows if row.chosen}
         total = sum(needs.values())
         parts = tuple(-(-takes_bytes * needs.get(index, 0) // total) for index in self.devices) if total else ()
-        return MemoryReservation(model_id=model_id, devices=self.devices, num_bytes=takes_bytes, device_bytes=parts)
+        return MemoryReservation(
+            model_id=model_id,
+            devices=self.devices,
+            num_bytes=takes_bytes,
+            device_bytes=parts,
+            host_bytes=0 if self.split is None else self.split.host_bytes,
+        )
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,6 +27,10 @@ WHOLE_NODE = -1
 """The key of a shortfall that an unload on any device of the node relieves: one of the node's memory ceiling."""
 
 
+HOST = -2
+"""The key of a shortfall of the host's memory."""
+
+
 class Protection(StrEnum):
     """Why a model must not be evicted."""
 
@@ -57,6 +61,8 @@ class Occupant(msgspec.Struct, frozen=True, kw_only=True):
     last_used: float
     device_bytes: dict[int, int]
     """What its unload would free, by device index."""
+    host_bytes: int = 0
+    """What it would free of the host's memory."""
     protection: Protection | None = None
     """`None`: it may be evicted."""
     reason: str | None = None
@@ -82,7 +88,9 @@ class Occupant(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.device_bytes.values())
 
     def frees(self, index: int) -> int:
-        """What its unload would free of a device, or of the ceiling of the `WHOLE_NODE`."""
+        """What its unload would free of a device, of the ceiling of the `WHOLE_NODE`, or of the `HOST`."""
+        if index == HOST:
+            return self.host_bytes
         return self.num_bytes if index == WHOLE_NODE else self.device_bytes.get(index, 0)
 
 
@@ -168,7 +176,8 @@ def choose(
     shortfall: Mapping[int, int],
     rules: EvictionRules,
 ) -> tuple[Occupant, ...] | None:
-    """The occupants to evict for `shortfall` (bytes by device or `WHOLE_NODE`), or `None` when they cannot cover it.
+    """The occupants to evict for `shortfall` (bytes by device, `WHOLE_NODE` or `HOST`), or `None` when they cannot
+    cover it.
 
     Least recently used first (`lru`), or lowest priority and then least recently used (`priority`), until it fits. Then
     victims that turn out to be unnecessary are dropped, the largest first: no victim in the result can be left out.

@@ -18,6 +18,7 @@ from cortex.wire.errors import (
     Overloaded,
     UpstreamUnavailable,
 )
+from cortex.wire.node.host_splits import speed_in_words
 from cortex.wire.words import plural
 
 from .decision import Assessment, Decision, Verdict
@@ -68,6 +69,13 @@ def _takes(decision: Decision) -> str:
     if chosen is None or chosen.context_tokens is None or chosen.full_context_tokens is None or chosen.asleep:
         return ""
     takes_bytes = sum(place.takes_bytes or 0 for place in (chosen, *chosen.parts))
+    if chosen.split is not None:
+        tokens = f"{chosen.context_tokens:,} of {chosen.full_context_tokens:,} tokens"
+        speed = speed_in_words(chosen.split.tokens_per_s, is_measured=chosen.is_split_measured)
+        return (
+            f" It takes {gib(takes_bytes)} of the device and {gib(chosen.split.host_bytes)} of host memory, {speed}, "
+            f"with a context of {'only ' * chosen.is_short}about {tokens}."
+        )
     if chosen.context_tokens >= chosen.full_context_tokens:
         return f" It takes {gib(takes_bytes)}, with its context of {chosen.full_context_tokens:,} tokens."
     tokens = f"{chosen.context_tokens:,} of {chosen.full_context_tokens:,} tokens"
@@ -187,6 +195,22 @@ def _rows(assessment: Assessment) -> Iterator[tuple[str, ...]]:
             verdict,
             reason,
         )
+    if assessment.rows and assessment.host_left_bytes is not None:
+        need_bytes = None if assessment.split is None else assessment.split.host_bytes
+        yield ("", "host memory", "", gib(assessment.host_left_bytes), gib(need_bytes), "", "")
+
+
+def _host_json(assessment: Assessment) -> dict[str, Any] | None:
+    """The host's memory, where a part of the weights lies there or could."""
+    if assessment.host_left_bytes is None:
+        return None
+    split = assessment.split
+    return {
+        "have_bytes": assessment.host_left_bytes,
+        "need_bytes": None if split is None else split.host_bytes,
+        "tokens_per_s": None if split is None or not split.tokens_per_s else split.tokens_per_s,
+        "is_measured": assessment.is_split_measured,
+    }
 
 
 def _assessment_json(assessment: Assessment) -> dict[str, Any]:
@@ -202,6 +226,7 @@ def _assessment_json(assessment: Assessment) -> dict[str, Any]:
         "context_is_short": assessment.is_short,
         "ceiling_bytes": assessment.ceiling_bytes,
         "bench": msgspec.to_builtins(assessment.bench),
+        "host": _host_json(assessment),
         "kv_host": msgspec.to_builtins(assessment.kv_host),
         "victims": [victim.model_id for victim in assessment.victims],
         "parts": [
@@ -233,6 +258,7 @@ def _assessment_json(assessment: Assessment) -> dict[str, Any]:
             {
                 "model": occupant.model_id,
                 "bytes": occupant.num_bytes,
+                "host_bytes": occupant.host_bytes,
                 "may_leave": occupant.protection is None,
                 "reason": occupant.reason,
             }

@@ -56,7 +56,8 @@ class Feasibility:
             fleet.__dict__["index"] = self._fleet.index
         spec = fleet.catalogue.spec(model_id)
         elsewhere = need_of(spec, Node(name=""), fleet)
-        is_simple = is_plain(spec, fleet, "operator") and not spec.min_device_vram_mb and elsewhere is not None
+        is_simple = is_plain(spec, fleet, "operator") and not spec.min_device_vram_mb
+        is_simple &= elsewhere is not None and elsewhere.splits is None
         order = [*listing, *(each for each in range(len(nodes)) if each not in set(listing))]
         found: list[str] = []
         for position in order:

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import msgspec
 
 from cortex.fleet.catalogue import MEBIBYTE, ModelSpec
-from cortex.fleet.memory import DeviceLedger, Need, ledger
+from cortex.fleet.memory import DeviceLedger, Need, host_left_bytes, ledger
 from cortex.fleet.topology import Fleet, ModelOnNode, Node
 from cortex.formats.units import gib
 from cortex.wire.node.contexts import AGENT_TOKENS, tolerated
+from cortex.wire.node.host_splits import HostSplit, speed_in_words
 from cortex.wire.node.protocol import ModelState, ModelStatus
 from cortex.wire.words import plural
 
@@ -20,6 +21,8 @@ from .decision import Assessment, DeviceRow, Origin, Verdict
 from .eviction import Occupant, Protection
 from .occupants import occupants_of
 from .rooms import MOST_LAYERS, Division, Room, free_devices, harm, rooms
+
+_STARTS = (Verdict.FITS, Verdict.FITS_SOON, Verdict.FITS_AFTER_EVICTION)
 
 
 class _Finding(msgspec.Struct, frozen=True):
@@ -71,15 +74,53 @@ class Fitting:
         if not homes:
             return None
         home = [device for device in self._eligible if device.index in homes[0]] or self._eligible
-        need = self._need
-        for size in (None,) if need is None else (need.takes_bytes, *need.tried_bytes):
+        need, status = self._need, None if self._held is None else self._held.status
+        sizes = (None,) if need is None else (need.takes_bytes, *need.tried_bytes)
+        if status is not None and status.host_splits is not None and status.measured_bytes is not None:
+            sizes = (status.measured_bytes,)  # a part of its weights may have stayed in host memory
+        for size in sizes:
             waking = self._assess(home, size, asleep=True)
             if waking.verdict in (Verdict.ASLEEP, Verdict.FITS_SOON, Verdict.FITS_AFTER_EVICTION):
                 return waking
         return None
 
     def load(self) -> Assessment:
-        """A load, on any devices. A model is placed where its full footprint is free. Other models are evicted for the
+        """A load, on any devices; with a part of the weights in host memory where the model fits in no other way, or
+        would get less context than it is to have."""
+        found = self._load_whole()
+        if self._need is None or self._need.splits is None or self._node.host is None:
+            return found
+        if found.verdict is Verdict.BLOCKED and not found.is_short:
+            return found
+        if found.verdict in _STARTS and not found.is_short:
+            return found
+        split = self._load_split(self._need)
+        if split is None or split.rank >= found.rank:
+            return msgspec.structs.replace(found, host_left_bytes=host_left_bytes(self._node))
+        return split
+
+    def _load_split(self, need: Need) -> Assessment | None:
+        """With as many weights on a device as it can have: on one that is emptied first, on what is free next, and then
+        with as few as possible. `None`: that does not fit either."""
+        assert need.splits is not None
+        best: Assessment | None = None
+        for size in dict.fromkeys((need.wanted_bytes, need.least_bytes)):
+            least_share = max(1, size - need.splits.most_saved_bytes)
+            widest = max((device.capacity_bytes for device in self._eligible), default=0)
+            freest = max((device.available_bytes for device in self._eligible), default=0)
+            for share in dict.fromkeys((widest, freest, least_share)):
+                if not least_share <= share < size or (split := need.splits.saving(size - share)) is None:
+                    continue
+                if isinstance(limit_mb := self._spec.host_weights, int) and split.host_bytes > limit_mb * MEBIBYTE:
+                    continue
+                found = self._assess(self._eligible, share, split=split)
+                if found.verdict in _STARTS:
+                    return found
+                best = found if best is None or found.rank < best.rank else best
+        return best
+
+    def _load_whole(self) -> Assessment:
+        """On its devices alone. A model is placed where its full footprint is free. Other models are evicted for the
         context that it is to have, and waited for if they are busy. Less will do only where that does not help."""
         need = self._need
         if need is None:
@@ -93,8 +134,7 @@ class Fitting:
             if size >= need.wanted_bytes:
                 wanted = found
             helps_waiting = found.verdict is Verdict.BLOCKED or found.waits_for_foreground
-            is_start = found.verdict in (Verdict.FITS, Verdict.FITS_SOON, Verdict.FITS_AFTER_EVICTION)
-            if is_start or (helps_waiting and size <= need.wanted_bytes):
+            if found.verdict in _STARTS or (helps_waiting and size <= need.wanted_bytes):
                 break
         if found.is_short and found is not wanted and need.contexts is not None:
             tokens = f"{need.contexts.wanted_tokens:,}"
@@ -102,7 +142,15 @@ class Fitting:
             return msgspec.structs.replace(found, reason=reason)
         return found
 
-    def _assess(self, candidates: Sequence[DeviceLedger], size: int | None, *, asleep: bool = False) -> Assessment:
+    def _assess(
+        self,
+        candidates: Sequence[DeviceLedger],
+        size: int | None,
+        *,
+        asleep: bool = False,
+        split: HostSplit | None = None,
+    ) -> Assessment:
+        """`size`: on its devices. `split`: what lies in host memory, in addition."""
         spec, node, need = self._spec, self._node, self._need
         by_layers, num_layers = self._by_layers, self._num_layers
         limit = node.max_devices_per_model
@@ -118,14 +166,19 @@ class Fitting:
             count=count,
             division=division,
             by_layers=by_layers,
+            split=split,
         )
         verdict, reason, room = found.verdict, found.reason, found.room
+        is_measured = split is not None and need is not None and need.splits is not None and need.splits.is_measured
+        if split is not None and verdict in _STARTS:
+            speed = speed_in_words(split.tokens_per_s, is_measured=is_measured)
+            reason += f"; {gib(split.host_bytes)} of its weights in host memory, {speed}"
         if verdict is Verdict.TOO_SMALL and self._held is not None:
             reason += _smaller_form(self._held.status, candidates)
         if asleep and verdict is Verdict.FITS:
             verdict, reason = Verdict.ASLEEP, f"asleep on this node; {reason}"
         takes_bytes = None if need is None or size is None else _taken(need.takes_bytes, size, room)
-        context = _context(spec, need, size, room)
+        context = _context(spec, need, size, room, 0 if split is None else split.saved_bytes)
         if asleep and self._held is not None:  # it wakes with the context that it had
             context = _Context(self._held.status.context_tokens, context.full_tokens)
         return Assessment(
@@ -148,6 +201,9 @@ class Fitting:
             held_by=found.held_by,
             ceiling_bytes=node.ceiling_bytes,
             occupants=self._occupants,
+            split=split,
+            is_split_measured=is_measured,
+            host_left_bytes=None if split is None else host_left_bytes(node),
         )
 
 
@@ -183,16 +239,17 @@ class _Context(NamedTuple):
     is_short: bool = False
 
 
-def _context(spec: ModelSpec, need: Need | None, size: int | None, room: Room) -> _Context:
-    """That of a load into `room`, where at least `size` is found."""
+def _context(spec: ModelSpec, need: Need | None, size: int | None, room: Room, saved_bytes: int = 0) -> _Context:
+    """That of a load into `room`, where at least `size` is found. `saved_bytes`: what is in host memory instead."""
     if need is None or size is None or need.contexts is None:
-        is_short = need is not None and size is not None and need.is_short(max(size, _room_bytes(room)))
+        is_short = need is not None and size is not None and need.is_short(saved_bytes + max(size, _room_bytes(room)))
         # What is not known here is decided by the node. An operator who gave the size has decided it.
         is_decided = is_short or spec.vram_bytes is not None
         return _Context(
             least_tokens=1 if is_decided else tolerated(spec.context_tokens or AGENT_TOKENS), is_short=is_short
         )
-    tokens, full_tokens = need.contexts.tokens_in(max(size, _room_bytes(room))), need.contexts.full_tokens
+    room_bytes = size if saved_bytes else max(size, _room_bytes(room))  # more room is for weights
+    tokens, full_tokens = need.contexts.tokens_in(saved_bytes + room_bytes), need.contexts.full_tokens
     is_short = need.contexts.is_short(tokens)
     return _Context(tokens, full_tokens, 1 if is_short else tolerated(need.contexts.wanted_tokens), is_short)
 
@@ -208,7 +265,9 @@ def _find_room(
     count: int | None,
     division: Division | None,
     by_layers: bool,
+    split: HostSplit | None = None,
 ) -> _Finding:
+    host_missing_bytes = 0 if split is None else split.host_bytes - host_left_bytes(node)
     limit = node.max_devices_per_model
     if spec.tensor_parallel > limit:
         by = "pipeline_parallel" if by_layers else "tensor_parallel"
@@ -225,7 +284,7 @@ def _find_room(
             "size unknown until its first load; the node checks it then",
             Room(tuple(emptiest), by_layers=by_layers),
         )
-    if devices := free_devices(eligible, division, fleet.placement):
+    if host_missing_bytes <= 0 and (devices := free_devices(eligible, division, fleet.placement)):
         size = gib(division.num_bytes) if by_layers else f"{gib(division.share)} per device"
         reason = f"needs {size}, which is free{division.explained(devices, stage_layers)}"
         return _Finding(Verdict.FITS, reason, Room(devices, by_layers=by_layers))
@@ -237,7 +296,7 @@ def _find_room(
     ]
 
     def cheapest(candidates: Sequence[Occupant], have: Callable[[DeviceLedger], int]) -> Room | None:
-        found = rooms(sets, candidates, fleet, division, have)
+        found = rooms(sets, candidates, fleet, division, have, host_missing_bytes)
         return min(found, key=harm, default=None)
 
     if any(occupant.is_unloading for occupant in occupants) and (
@@ -256,6 +315,8 @@ def _find_room(
         return _Finding(Verdict.CROWDED, f"other programs use {gib(foreign)} of its memory")
     emptied = [msgspec.structs.replace(occupant, protection=None) for occupant in occupants]
     room = cheapest(emptied, lambda device: device.balance_bytes + device.foreign_bytes)
+    if room is None and host_missing_bytes > 0:
+        return _Finding(Verdict.TOO_SMALL, f"{gib(host_missing_bytes)} of host memory are missing for its weights")
     if room is None:
         return _Finding(Verdict.CROWDED, "the device reports less free memory than its models and other programs leave")
     in_the_way = {victim.model_id for victim in room.victims}

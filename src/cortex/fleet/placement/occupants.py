@@ -62,6 +62,7 @@ def occupants_of(
                 priority=known.priority,
                 last_used=now if held is None else held.last_used,
                 device_bytes=device_bytes,
+                host_bytes=0 if held is None or held.state is ModelState.ASLEEP else held.status.host_bytes,
                 protection=kept[0] if kept else None,
                 reason=kept[1] if kept else None,
                 lead=None if lead is None else serving,

@@ -15,7 +15,7 @@ from cortex.fleet.rules import PlacementRules
 from cortex.fleet.topology import Fleet
 from cortex.formats.units import gib
 
-from .eviction import WHOLE_NODE, Occupant, choose
+from .eviction import HOST, WHOLE_NODE, Occupant, choose
 
 MOST_LAYERS = 128
 """Assumed of a model until its node has read how many it has."""
@@ -139,11 +139,14 @@ def rooms(
     fleet: Fleet,
     division: Division,
     have: Callable[[DeviceLedger], int],
+    host_missing_bytes: int = 0,
 ) -> Iterator[Room]:
-    """The sets of devices on which evictions can make room, with their victims."""
+    """The sets of devices on which evictions can make room, with their victims. `host_missing_bytes`: what they must
+    free of the host's memory, too."""
     for devices in sets:
         shares = division.shares(devices, lambda device: device.capacity_bytes)
         missing = {device.index: _missing(device, shares[device.index], have(device)) for device in devices}
+        missing[HOST] = host_missing_bytes
         if (left_bytes := devices[0].node_left_bytes) is not None:
             missing[WHOLE_NODE] = len(devices) * division.share - left_bytes
         shortfall = {index: num_bytes for index, num_bytes in missing.items() if num_bytes > 0}

@@ -10,12 +10,10 @@ from cortex.fleet.memory import Need, need_of
 from cortex.fleet.topology import Fleet, Node
 
 from .bounds import Bound, by_free_memory, by_residents, by_room, has_free, is_plain, node_room
-from .decision import RANK, SHORT_RANK, Assessment, Decision, Origin, Verdict
+from .decision import RANK, START_RANKS, Assessment, Decision, Origin, Verdict
 from .place import assess, decided, preference, raised_need, without_memory
 
 _FITS, _AFTER_EVICTION = RANK[Verdict.FITS], RANK[Verdict.FITS_AFTER_EVICTION]
-_LAST_START = SHORT_RANK[Verdict.FITS_AFTER_EVICTION]
-"""The worst of the ranks with which a model is loaded."""
 _BEFORE_NAME = 11
 """The length of a bound that only lacks the name of its node, by which equally good nodes are ordered."""
 SMALL_FLEET = 8
@@ -64,7 +62,7 @@ def _is_settled(found: Sequence[Assessment], best: tuple[float | str, ...], boun
 
 def _is_start(rank: int) -> bool:
     """Whether it is that of a verdict with which the model is served, woken or loaded."""
-    return rank <= _LAST_START and rank != RANK[Verdict.BLOCKED]
+    return rank in START_RANKS
 
 
 class _Candidates:

@@ -127,7 +127,8 @@ class ModelJobs:
         self._demand.load_began(target, for_requests=decision.origin in ("request", "background"))
         for victim in decision.evictions:
             holder = self._fleet_state.fleet.node(victim.node)
-            frees = holder is not None and is_freed_by_sleep(holder)
+            # A model that leaves weights to the host's memory needs what a sleeping one would take of it.
+            frees = holder is not None and is_freed_by_sleep(holder) and decision.chosen.split is None
             self.unload(victim, cause="evicted", for_model=target.model, sleep=frees)
         if not job.victims:
             self._load(job)

@@ -227,6 +227,8 @@ class LoadSpec:
     """The rank to load of a model that is divided among several devices; None: the whole model."""
     kv_host_bytes: int = 0
     """Host memory for pages of the models of the device that are not on it; 0: they are lost."""
+    host_weight_bytes: int = 0
+    """The most host memory that weights may take which the device has no room for; 0: all are on the device."""
     num_host_shares: int = 1
     """On a CPU: how many devices divide the memory of the host equally."""
     stages: tuple[StageSpec, ...] = ()
@@ -259,6 +261,10 @@ class EngineInfo:
     """The length of a text's vector, 1 for a score; 0 for a model that generates text."""
     work: StepWork | None = None
     """What its steps read and compute; None: it is not known."""
+    host_weight_bytes: int = 0
+    """Weights in host memory, which `weight_bytes` does not count."""
+    host_locked_bytes: int = 0
+    """The part of host memory for weights that is page-locked."""
 
     @property
     def kv_tokens(self) -> int | None:

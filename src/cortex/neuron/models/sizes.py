@@ -332,6 +332,14 @@ def _shared_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int
     return total + storage.linear_bytes(config.shared_inner, {f"{name}.down_proj": config.hidden})
 
 
+def expert_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
+    """One routed expert, without its biases."""
+    packed = _packed_expert_bytes(config, storage, prefix)
+    if packed is not None:
+        return packed // len(config.held)
+    return storage.matrix_bytes((1 + len(halves(config.gated))) * config.inner, config.width)
+
+
 def _packed_expert_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int | None:
     """Routed experts that stay quantised: those whose matrices all have one layout."""
     names = [f"{prefix}.experts.{expert}" for expert in range(len(config.held))]

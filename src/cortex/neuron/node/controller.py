@@ -25,7 +25,7 @@ from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.progress import LoadProgressTracker
 from cortex.neuron.node.memory.ceilings import ModelHolding
-from cortex.neuron.node.memory.sleep_budget import SleepBudget
+from cortex.neuron.node.memory.host_budget import HostBudget
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.model_host import Damaged, SleepRejected
 from cortex.neuron.worker.process import WorkerLost
@@ -48,7 +48,7 @@ class ModelController:
         self,
         model: KnownModel,
         loader: ModelLoader,
-        sleep_budget: SleepBudget,
+        host_budget: HostBudget,
         on_changed: Callable[[str], None],
         policy: BackoffPolicy,
     ) -> None:
@@ -60,7 +60,7 @@ class ModelController:
         """The loaded or sleeping model; None while nothing of it is in memory."""
         self.progress: LoadProgressTracker | None = None
         self._loader = loader
-        self._sleep_budget = sleep_budget
+        self._host_budget = host_budget
         self._on_changed = on_changed
         self._policy = policy
         self._inputs: deque[events.Input] = deque()
@@ -209,7 +209,7 @@ class ModelController:
         for effect in effects:
             self._carry_out(effect)
         if after is not before:
-            self._sleep_budget.settle()
+            self._host_budget.settle()
             self._on_changed(self.model_id)
 
     def _carry_out(self, effect: events.Effect) -> None:
@@ -347,7 +347,7 @@ class ModelController:
     async def _put_to_sleep(self, instance: Instance) -> bool:
         """Returns whether the model is asleep and may stay so; otherwise it must be unloaded."""
         need_bytes = instance.resident.info.weight_bytes
-        async with self._sleep_budget.reserve(need_bytes) as has_room:
+        async with self._host_budget.for_sleep(need_bytes) as has_room:
             if not has_room:
                 log.info("%s: no room in host memory to sleep, %s needed", self.model_id, gib(need_bytes))
                 return False

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cortex.neuron.engine.memory.host import HostMemory, read_host_memory
 from cortex.neuron.node.devices import ReadDevices
 from cortex.neuron.node.harness.harness import Harness
 from cortex.neuron.node.loading.context_allocator import ContextRules
@@ -26,6 +27,7 @@ class NodeDependencies:
     make_workers: Callable[[], WorkerFactory] = WorkerFactory
     discover: Callable[[], Inventory] = discover
     read_devices: ReadDevices = read_devices
+    read_host: Callable[[], HostMemory] = read_host_memory
     fetch: Fetch = fetch
     surveys: Callable[[], Surveys] | None = None
     """None: a process with limits."""

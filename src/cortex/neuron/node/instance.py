@@ -153,8 +153,15 @@ class Instance:
 
     @property
     def host_bytes(self) -> int:
-        """The model's weights in host memory while it sleeps or wakes; 0 otherwise."""
-        return self.host.resident.host_bytes if self.host.resident is not None else 0
+        """The model's weights in host memory: all of them while it sleeps or wakes, else those that do not fit its
+        device."""
+        resident = self.host.resident
+        return 0 if resident is None else resident.host_bytes or resident.info.host_weight_bytes
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether all of its weights are there."""
+        return self.host.resident is not None and self.host.resident.host_bytes > 0
 
     @property
     def stats(self) -> EngineStats:

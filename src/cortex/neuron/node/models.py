@@ -19,8 +19,8 @@ from cortex.neuron.node.loading.library import KnownModel, Library, file_stamps
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory.ceilings import ModelHolding, equal_parts
+from cortex.neuron.node.memory.host_budget import HostBudget, HostModel
 from cortex.neuron.node.memory.kv_host import KvHostMemory
-from cortex.neuron.node.memory.sleep_budget import SleepBudget, SleepingModel
 from cortex.neuron.node.status import ServedModel, describe_model, served_model
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.text.template.prompt import PromptRules
@@ -61,7 +61,7 @@ class Models:
         texts: Texts,
         on_changed: Callable[[str], None],
         policy: BackoffPolicy,
-        sleep_budget: SleepBudget,
+        host_budget: HostBudget,
         max_prompt_tokens: int | None,
         bench_results: BenchResults,
         kv_host: KvHostMemory,
@@ -75,7 +75,7 @@ class Models:
         self._policy = policy
         self._controllers: dict[str, ModelController] = {}
         self._unused: dict[str, _UnusedModel] = {}
-        self._sleep_budget = sleep_budget
+        self._host_budget = host_budget
         self._max_prompt_tokens = max_prompt_tokens
         self._bench_results = bench_results
         self._kv_host = kv_host
@@ -84,7 +84,7 @@ class Models:
         """Raises ModelNotFound."""
         if model_id not in self._controllers:
             self._controllers[model_id] = ModelController(
-                self._library.find(model_id), self._loader, self._sleep_budget, self._on_changed, self._policy
+                self._library.find(model_id), self._loader, self._host_budget, self._on_changed, self._policy
             )
         return self._controllers[model_id]
 
@@ -266,11 +266,19 @@ class Models:
             and controller.model.may_grow
         ]
 
-    def sleeping(self) -> list[SleepingModel]:
+    def in_host_memory(self) -> list[HostModel]:
+        """The models with weights there."""
         return [
-            SleepingModel(model_id, host_bytes, controller.instance.idle_s, controller.life.state is ModelState.ASLEEP)
+            HostModel(
+                model_id,
+                host_bytes,
+                instance.idle_s,
+                instance.sleeps,
+                instance.sleeps and controller.life.state is ModelState.ASLEEP,
+                instance.resident.info.host_locked_bytes,
+            )
             for model_id, controller in self._controllers.items()
-            if controller.instance is not None and (host_bytes := controller.instance.host_bytes)
+            if (instance := controller.instance) is not None and (host_bytes := instance.host_bytes)
         ]
 
     async def close(self, reason: CortexError, drain_s: float) -> None:

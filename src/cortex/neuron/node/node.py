@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from cortex.neuron.config import NeuronConfig
-from cortex.neuron.engine.memory.host import read_host_memory
 from cortex.neuron.engine.request import EngineRequest, EngineStats
 from cortex.neuron.node.bench.benches import Benches
 from cortex.neuron.node.bench.measurement import Measurement
@@ -35,7 +34,7 @@ from cortex.neuron.node.loading.library import KnownModel, Library, scan_cache, 
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings
-from cortex.neuron.node.memory.sleep_budget import SleepBudget, sleep_budget_bytes
+from cortex.neuron.node.memory.host_budget import HostBudget, HostLimits
 from cortex.neuron.node.models import Models
 from cortex.neuron.node.replicas.demand import ReplicaDemand, ReplicaRules
 from cortex.neuron.node.startup_models import StartupModels
@@ -63,7 +62,8 @@ class Node:
     def __init__(self, config: NeuronConfig, inventory: Inventory, parts: NodeDependencies) -> None:
         limits = config.limits
         timeouts = parts.timeouts or WorkerTimeouts(step_s=limits.step_timeout_s, load_s=limits.load_timeout_s)
-        forecast = Forecast(config)
+        bench_results = BenchResults(inventory.devices, limits.max_num_seqs)
+        forecast = Forecast(config, bench_results.rates)
         ceilings = Ceilings.of(config)
         self.devices = NodeDevices(
             inventory,
@@ -108,6 +108,13 @@ class Node:
             parts.read_devices,
             lambda sleep_frees: self._models.leaving(sleep_frees),
         )
+        self.host = HostBudget(
+            HostLimits(inventory.devices, limits.host_mb, limits.sleep_mb),
+            lambda: self._models.in_host_memory(),
+            lambda model_id: self._models.controller(model_id).unload_if_asleep(),
+            self.devices.kv_host,
+            parts.read_host,
+        )
         self._loader = ModelLoader(
             config,
             self._library,
@@ -118,12 +125,7 @@ class Node:
             surveys=self._surveys,
             texts=self.texts,
             make_room=lambda model, facts: self._context_room.make_room(model, facts),
-        )
-        sleep_budget = SleepBudget(
-            lambda held_bytes: sleep_budget_bytes(limits.sleep_mb, inventory.devices, read_host_memory(), held_bytes),
-            lambda: self._models.sleeping(),
-            lambda model_id: self._models.controller(model_id).unload_if_asleep(),
-            self.devices.kv_host.give_way,
+            host=self.host,
         )
         self.files = ModelFiles(self._library, self._loader, self._models_in_memory)
         self._models = Models(
@@ -133,9 +135,9 @@ class Node:
             self.texts,
             self._model_changed,
             parts.policy,
-            sleep_budget,
+            self.host,
             limits.max_prompt_tokens,
-            BenchResults(inventory.devices, limits.max_num_seqs),
+            bench_results,
             self.devices.kv_host,
         )
         default_ids = [default.id for default in config.default_models]
@@ -197,6 +199,7 @@ class Node:
             failing_tasks=failing,
             pulls=self.files.pulls,
             disk=self.files.disk,
+            host=self.host.health(),
         )
 
     def models(self) -> tuple[ModelStatus, ...]:
@@ -393,6 +396,7 @@ class Node:
         while True:
             await self.devices.sample()
             self._ceilings.watch()
+            await self.host.watch()
             await self.texts.rest_idle(self._models.is_in_memory)
             await asyncio.gather(self.pictures.rest_idle(), self._surveys.rest_idle())
             await asyncio.sleep(_SAMPLE_S)

@@ -12,7 +12,7 @@ from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.node.controller import ModelController
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.loading.loader import Estimate, Inspection
-from cortex.neuron.node.memory.sleep_budget import can_sleep
+from cortex.neuron.node.memory.host_budget import can_sleep
 from cortex.neuron.worker.discovery import Inventory
 from cortex.wire.errors import CortexError
 from cortex.wire.node.bench import BenchResult
@@ -147,6 +147,7 @@ def describe_model(
         kv_tokens=resident.info.kv_tokens if resident is not None else None,
         kv_host=kv_host,
         host_bytes=instance.host_bytes if instance is not None else 0,
+        host_splits=estimate.footprint.splits if estimate is not None else None,
         file_bytes=facts.file_bytes if facts is not None else None,
         disk_bytes=disk_bytes,
         context_tokens=context_tokens,

@@ -63,6 +63,8 @@ class Resident:
             info=replace(
                 info,
                 weight_bytes=sum(part.info.weight_bytes for part in parts),
+                host_weight_bytes=sum(part.info.host_weight_bytes for part in parts),
+                host_locked_bytes=sum(part.info.host_locked_bytes for part in parts),
                 kv_bytes=sum(part.info.kv_bytes for part in parts),
                 work=StepWork.together(works) if len(works) == len(parts) else None,
                 notes=tuple(dict.fromkeys(note for part in parts for note in part.info.notes)),

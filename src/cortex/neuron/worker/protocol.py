@@ -265,6 +265,8 @@ class LimitsMeasured(ChannelMessage, frozen=True):
     query: int
     bytes_per_s: float
     flops: float
+    host_bytes_per_s: float = 0.0
+    bus_bytes_per_s: float = 0.0
 
 
 class Report(ChannelMessage, frozen=True):

@@ -113,7 +113,9 @@ class WorkerSupervisor:
         query = next(self._numbers)
         reply = await self._worker.call(query, protocol.MeasureLimits(query))
         assert isinstance(reply, protocol.LimitsMeasured)
-        return DeviceLimits(reply.bytes_per_s, reply.flops) if reply.bytes_per_s and reply.flops else None
+        if not reply.bytes_per_s or not reply.flops:
+            return None
+        return DeviceLimits(reply.bytes_per_s, reply.flops, reply.host_bytes_per_s, reply.bus_bytes_per_s)
 
     def send(self, command: Command) -> None:
         """Does nothing without a worker. Raises Unsendable."""

@@ -45,6 +45,10 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     """What the model's devices read together, measured."""
     flops: float | None = None
     """Floating-point operations per second of them together, measured."""
+    host_bytes_per_s: float | None = None
+    """What the host's CPU reads of its memory, measured."""
+    bus_bytes_per_s: float | None = None
+    """Copies from host memory to a device, measured. Both say how fast weights in host memory would be."""
     notes: tuple[str, ...] = ()
     """What was not measured, and what disturbed the rest."""
 

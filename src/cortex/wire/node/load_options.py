@@ -59,6 +59,8 @@ Vision = Literal["device", "cpu", "off"]
 Speculation = Annotated[str, Meta(max_length=4096)]
 """Where draft tokens come from: see `checked_speculation`."""
 _DRAFT: Final = "draft:"
+HostWeights = Literal["auto", "off"] | Annotated[int, Meta(ge=1)]
+"""The weights that may lie in host memory: as many as the devices have no room for, none, or at most megabytes."""
 
 
 ENGINE: Final = "torch"
@@ -138,6 +140,10 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Where the vision tower of a model that takes images is. `device`, the default: on the model's device. `cpu`: in
     the memory of the host, where images take seconds and no memory of the device. `off`: it is not loaded, and the
     model reads text only."""
+    host_weights: HostWeights | None = None
+    """What lies in host memory of a model that does not fit its device. `auto`: the experts that have no room there. A
+    number: at most that many megabytes. `off`: nothing. When absent: `auto` for mixtures of experts; dense models must
+    ask for it, because it makes them slow. `limits.host_mb` of the node bounds it."""
     tensor_parallel: Count = 1
     """Number of devices that every layer is divided among; it must divide the model's heads and inner width. A gateway
     takes more where a share would not fit."""

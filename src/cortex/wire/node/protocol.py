@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from cortex.wire.node.bench import BenchResult
 from cortex.wire.node.contexts import ContextSizes
+from cortex.wire.node.host_splits import HostSplits
 from cortex.wire.node.load_options import Count, SamplingDefaults
 
 Dialect = Literal[
@@ -240,7 +241,10 @@ class ModelStatus(NodeValue, frozen=True):
     file_bytes: int | None = None
     """What its weights take in its files. Absent: they are not known, or it is divided among devices."""
     host_bytes: int = 0
-    """Weights in host memory while the model is asleep, falling asleep or waking; else 0."""
+    """Weights in host memory: all of them while the model is asleep, falling asleep or waking; of a loaded one those
+    that its device has no room for."""
+    host_splits: HostSplits | None = None
+    """How its weights can be divided between device and host. Absent: they cannot, or may not (`host_weights`)."""
     disk_bytes: int | None = None
     """Its repository in the node's hub cache, incomplete downloads included; absent for a model outside the cache."""
     context_tokens: int | None = None
@@ -322,6 +326,28 @@ class DiskUse(NodeValue, frozen=True):
     """What the cache takes."""
 
 
+class HostHealth(NodeValue, frozen=True):
+    """The memory of the host, as far as models of its devices use it."""
+
+    total_bytes: int
+    free_bytes: int
+    """Available to new allocations."""
+    budget_bytes: int
+    """The most that models may hold there: `limits.host_mb`, or all but a reserve. The parts below count."""
+    weight_bytes: int = 0
+    """Weights of loaded models that their devices have no room for."""
+    sleeping_bytes: int = 0
+    """Weights of sleeping models, which give way to those."""
+    kv_bytes: int = 0
+    """KV pages that are not on their device; they give way to both."""
+    locked_bytes: int = 0
+    """The part of the three that is page-locked."""
+    locked_limit_bytes: int = 0
+    """No load may raise it above this."""
+    shortage: str | None = None
+    """Said while the host runs short of memory, and nothing is left there that could give way."""
+
+
 class Health(NodeValue, frozen=True):
     status: Literal["ok", "degraded", "draining"]
     """`degraded`: the node serves, but tasks in `failing_tasks` keep failing."""
@@ -342,6 +368,8 @@ class Health(NodeValue, frozen=True):
     pulls: tuple[PullStatus, ...] = ()
     """Downloads without a load: those in progress, and the latest that ended."""
     disk: DiskUse | None = None
+    host: HostHealth | None = None
+    """Absent: the node does not report it."""
 
 
 class Endpoint(NodeValue, frozen=True):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from cortex.neuron.models.host_division import Rates
 from cortex.neuron.node.bench import results
 from cortex.neuron.node.bench.results import BenchResults
 from cortex.neuron.node.loading.library import KnownModel
@@ -36,3 +37,19 @@ def test_result_is_of_one_number_of_slots_and_of_one_version_of_the_files() -> N
     BenchResults((LARGE,), 64).keep(MODEL, "digest", (0,), RESULT)
     assert BenchResults((LARGE,), 8).find(MODEL, "digest", (0,)) is None
     assert BenchResults((LARGE,), 64).find(MODEL, "other", (0,)) is None
+
+
+def test_rates_of_memory_are_the_latest_that_were_measured_on_such_hardware() -> None:
+    def measured(at: float, host: float | None) -> BenchResult:
+        return BenchResult(
+            measured_at=at, version="1", bytes_per_s=4e12, flops=1e15, host_bytes_per_s=host, bus_bytes_per_s=5e10
+        )
+
+    kept = BenchResults((LARGE,), 64)
+    assert kept.rates() is None
+    kept.keep(MODEL, "digest", (0,), measured(2.0, 2e11))
+    kept.keep(KnownModel(id="old", source="/models/old"), "digest", (0,), measured(1.0, 1e11))
+    kept.keep(KnownModel(id="new", source="/models/new"), "digest", (0,), measured(3.0, None))
+    assert kept.rates() == Rates(device=4e12, host=2e11, bus=5e10)
+    assert BenchResults((LARGE,), 64).rates() == kept.rates(), "it is kept with the results"
+    assert BenchResults((SMALL,), 64).rates() is None

@@ -67,6 +67,7 @@ EVERY_OPTION: dict[str, Any] = {
     "kv_dtype": "fp8",
     "deterministic": True,
     "speculation": "off",
+    "host_weights": 4096,
     "vision": "cpu",
     "memory_mb": 100,
     "tensor_parallel": 2,

@@ -159,6 +159,7 @@ def _node_status(node: Node, catalogue: Catalogue) -> dict[str, Any]:
         "can_sleep": node.can_sleep,
         "dialects": node.abilities.dialects,
         "ceiling_bytes": node.ceiling_bytes,
+        "host": msgspec.to_builtins(node.host),
         "devices": [msgspec.to_builtins(device) for device in node.devices],
         "models": [
             msgspec.to_builtins(held.status)

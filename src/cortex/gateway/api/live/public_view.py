@@ -176,6 +176,7 @@ def _as_one(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "can_sleep": False,
         "dialects": [],
         "ceiling_bytes": None,
+        "host": None,
         "devices": [],
         "models": models,
         "members": [],

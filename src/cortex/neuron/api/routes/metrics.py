@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from cortex.neuron.api.backend import Backend
 from cortex.wire.errors import CortexError
 from cortex.wire.events import AnyEvent, Finish, Usage
-from cortex.wire.node.protocol import DeviceHealth, ModelState, ModelStatus
+from cortex.wire.node.protocol import DeviceHealth, HostHealth, ModelState, ModelStatus
 
 Observe = Callable[[float], None]
 
@@ -196,6 +196,7 @@ class _NodeState(Collector):
             tokenised,
             *_of_models(health.models),
             *_of_devices(health.devices),
+            *_of_host(health.host),
             *self._of_engines(),
         ]
 
@@ -241,8 +242,12 @@ def _of_models(models: Iterable[ModelStatus]) -> Iterator[Metric]:
     yield _gauge("model_bytes", "Device memory that a loaded model takes.", "model", sizes)
     replicas = {model.id: model.replicas for model in models if sizes.get(model.id) is not None}
     yield _gauge("model_replicas", "How often a model is in memory, extra replicas included.", "model", replicas)
-    sleeping = {model.id: model.host_bytes for model in models if model.host_bytes}
+    in_host = {model.id: model.host_bytes for model in models if model.host_bytes}
+    loaded = {model.id for model in models if model.state is ModelState.READY}
+    sleeping = {model_id: num_bytes for model_id, num_bytes in in_host.items() if model_id not in loaded}
     yield _gauge("model_sleeping_bytes", "Host memory that a sleeping model's weights take.", "model", sleeping)
+    split = {model_id: num_bytes for model_id, num_bytes in in_host.items() if model_id in loaded}
+    yield _gauge("model_host_bytes", "Host memory of weights of a loaded model.", "model", split)
     states = GaugeMetricFamily("neuron_model_state", "1 for the state a model is in.", labels=["model", "state"])
     for model in models:
         for state in _STATES:
@@ -263,6 +268,14 @@ def _of_devices(devices: Iterable[DeviceHealth]) -> Iterator[Metric]:
     yield _fallbacks(by_index.values())
     temperature = {index: device.temperature_c for index, device in by_index.items()}
     yield _gauge("device_temperature_celsius", "Temperature of the device.", "device", temperature)
+
+
+def _of_host(host: HostHealth | None) -> Iterator[Metric]:
+    if host is None:
+        return
+    parts = {"weights": host.weight_bytes, "sleeping": host.sleeping_bytes, "kv": host.kv_bytes}
+    parts |= {"locked": host.locked_bytes, "budget": host.budget_bytes}
+    yield _gauge("host_memory_bytes", "Host memory that models take, and that they may take.", "kind", parts)
 
 
 def _fallbacks(devices: Iterable[DeviceHealth]) -> Metric:

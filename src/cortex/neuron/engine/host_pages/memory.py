@@ -12,8 +12,6 @@ from cortex.neuron.engine.errors import SleepError
 from cortex.neuron.engine.memory.host import HostMemory, read_host_memory
 from cortex.neuron.engine.memory.host_weights import HostBuffer
 
-HOST_RESERVE = 0.1
-"""The share of the host's memory that stays free."""
 GROWTH_SHARE = 0.02
 """Page-locking memory delays steps: while a model has work, it takes at most this share of the time."""
 
@@ -49,8 +47,7 @@ class HostSlabs:
 
     def num_missing_bytes(self, num_bytes: int = 0) -> int:
         """What the host lacks to keep its reserve free, if `num_bytes` more are allocated."""
-        host = self._read()
-        return max(0, num_bytes + int(host.total_bytes * HOST_RESERVE) - host.free_bytes)
+        return self._read().num_missing_bytes(num_bytes)
 
     def rows(self, slab: int, first: int, count: int, num_bytes: int) -> Tensor:
         """Consecutive blocks of `num_bytes` each: [count, num_bytes]"""

@@ -14,6 +14,7 @@ from pathlib import Path
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _UNLIMITED_BYTES = 1 << 60
 """cgroup v1 writes "no limit" as a number near 2^63."""
+_RESERVE_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,15 @@ class HostMemory:
     total_bytes: int
     free_bytes: int
     """Available to new allocations: free pages, and page cache that can be dropped."""
+
+    @property
+    def reserve_bytes(self) -> int:
+        """What models leave free, so that the host never swaps for them."""
+        return int(self.total_bytes * _RESERVE_SHARE)
+
+    def num_missing_bytes(self, num_bytes: int = 0) -> int:
+        """What the host lacks to keep its reserve free, if `num_bytes` more are allocated."""
+        return max(0, num_bytes + self.reserve_bytes - self.free_bytes)
 
 
 def read_host_memory(root: Path = Path("/")) -> HostMemory:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import torch
 
+from cortex.neuron.engine.errors import SleepError
 from cortex.neuron.engine.memory.device import compute_dtype
+from cortex.neuron.engine.memory.host_weights import HostBuffer
 from cortex.neuron.engine.roofline.step_work import DeviceLimits
 
 _COLUMNS = 8192
@@ -17,6 +19,7 @@ _CPU_S = 0.3
 """Other programs use a CPU too: the best try within this time counts."""
 _CPU_READ_BYTES = 256 << 20
 _CPU_SIDE = 1024
+_BUS_BYTES = 64 << 20
 _GPU_READ_BYTES = 2 << 30
 _MIN_READ_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Smaller reads would show how fast a cache is."""
@@ -28,11 +31,14 @@ def measure_limits(device: torch.device, free_bytes: int) -> DeviceLimits | None
     if read_bytes < _MIN_READ_BYTES[device.type]:
         return None
     if device.type == "cpu":
-        return DeviceLimits(_cpu_read_rate(min(_CPU_READ_BYTES, read_bytes)), _cpu_product_rate(_CPU_SIDE))
+        rate = _cpu_read_rate(min(_CPU_READ_BYTES, read_bytes))
+        return DeviceLimits(rate, _cpu_product_rate(_CPU_SIDE), rate, rate)
     try:
         return DeviceLimits(
             read_rate(device, min(_GPU_READ_BYTES, read_bytes)),
             product_rate(device, 8192 if free_bytes > 2 << 30 else 2048),
+            _cpu_read_rate(_CPU_READ_BYTES),
+            _bus_rate(device),
         )
     finally:
         torch.cuda.empty_cache()
@@ -49,6 +55,19 @@ def product_rate(device: torch.device, side: int) -> float:
     """Floating-point operations per second of a square bf16 product on a GPU."""
     left, right = torch.randn(2, side, side, device=device, dtype=torch.bfloat16)
     return 2.0 * side**3 / best_device_s(lambda: left @ right)
+
+
+def _bus_rate(device: torch.device) -> float:
+    """Bytes per second of a copy to a GPU; 0 if the host has no memory for a measurement."""
+    try:
+        source = HostBuffer(_BUS_BYTES, pinned=True)
+    except SleepError:
+        return 0.0
+    try:
+        target = torch.empty(_BUS_BYTES, dtype=torch.uint8, device=device)
+        return _BUS_BYTES / best_device_s(lambda: target.copy_(source.bytes, non_blocking=True))
+    finally:
+        source.release()
 
 
 def _cpu_read_rate(num_bytes: int) -> float:

@@ -15,6 +15,10 @@ class DeviceLimits:
     """A large read of its memory."""
     flops: float
     """Floating-point operations per second of a large product, in the dtype that models compute in."""
+    host_bytes_per_s: float = 0.0
+    """A large read of the host's memory by its CPU; 0: not measured."""
+    bus_bytes_per_s: float = 0.0
+    """A copy from page-locked host memory to the device; 0: not measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,8 @@ class Measurement:
             load_s=load_s,
             bytes_per_s=round(limits.devices.bytes_per_s) if limits is not None else None,
             flops=round(limits.devices.flops) if limits is not None else None,
+            host_bytes_per_s=round(limits.devices.host_bytes_per_s) or None if limits is not None else None,
+            bus_bytes_per_s=round(limits.devices.bus_bytes_per_s) or None if limits is not None else None,
             notes=tuple(dict.fromkeys(self._notes)),
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 import cortex
+from cortex.neuron.models.host_division import Rates
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.system.cache_folder import cache_folder
 from cortex.system.private_file import write
@@ -27,7 +28,16 @@ _Hardware = tuple[str, str, int]
 
 
 _NO_MATTER = frozenset(
-    {"id", "source", "harness", "context_tokens", "min_context_tokens", "memory_bytes", "max_bytes_of_nodes"}
+    {
+        "id",
+        "source",
+        "harness",
+        "context_tokens",
+        "min_context_tokens",
+        "memory_bytes",
+        "max_bytes_of_nodes",
+        "host_split",
+    }
     | {"devices", "max_replicas", "control_tokens_in_messages", "sampling"}
 )
 """What does not change how fast a model is. The digest is of its files, and devices are compared by themselves."""
@@ -61,6 +71,16 @@ class BenchResults:
         else:
             is_same = kept.devices == self._of(devices)
         return kept.result if is_same else None
+
+    def rates(self) -> Rates | None:
+        """How fast memory is on hardware like this, by the latest measurement of any model; None: there was none."""
+        here: Counter[_Hardware] = Counter(self._hardware.values())
+        known = [kept.result for kept in self._kept.values() if not Counter(kept.devices) - here]
+        whole = [each for each in known if each.bytes_per_s and each.host_bytes_per_s and each.bus_bytes_per_s]
+        latest = max(whole, key=lambda each: each.measured_at, default=None)
+        if latest is None:
+            return None
+        return Rates(latest.bytes_per_s or 0.0, latest.host_bytes_per_s or 0.0, latest.bus_bytes_per_s or 0.0)
 
     def keep(self, model: KnownModel, digest: str | None, devices: Iterable[int], result: BenchResult) -> None:
         """`devices`: those that it was measured on. A result that cannot be written is kept until the node ends."""

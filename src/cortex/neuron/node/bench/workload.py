@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from cortex.neuron.engine.roofline.step_work import DeviceLimits, StepWork
 
@@ -86,12 +86,13 @@ class ReplicaLimits:
         flops = sum(each.flops for each in devices)
         if is_staged:
             bytes_per_s, flops = bytes_per_s / len(devices), flops / len(devices)
-        return cls(work, DeviceLimits(bytes_per_s, flops), replicas)
+        limits = replace(devices[0], bytes_per_s=bytes_per_s, flops=flops)
+        return cls(work, limits, replicas)
 
     def or_faster(self, other: ReplicaLimits) -> ReplicaLimits:
         """The higher limits of two measurements."""
-        bytes_per_s = max(self.devices.bytes_per_s, other.devices.bytes_per_s)
-        return replace(self, devices=DeviceLimits(bytes_per_s, max(self.devices.flops, other.devices.flops)))
+        both = zip(astuple(self.devices), astuple(other.devices), strict=True)
+        return replace(self, devices=DeviceLimits(*map(max, both)))
 
     def decode_share(self, streams: int, tokens_per_s: float, *, tokens: float) -> float:
         """The share of the limit that a rate of concurrent responses is, which had `tokens` each."""

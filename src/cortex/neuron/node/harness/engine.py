@@ -112,6 +112,7 @@ class EngineHarness:
             kv_host_bytes=self._devices.kv_host.limit_bytes,
             num_host_shares=sum(each.kind == "cpu" for each in self._devices.all) or 1,
             stages=chosen.stages,
+            host_weight_bytes=0 if model.host_split is None else model.host_split.host_bytes,
         )
 
     async def host(

@@ -12,6 +12,7 @@ from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.node.loading.library import KnownModel
 from cortex.wire.node.contexts import ContextSizes
+from cortex.wire.node.host_splits import HostSplit, HostSplits
 from cortex.wire.node.protocol import Device, StoredForm
 
 
@@ -25,6 +26,8 @@ class Footprint:
     """What it takes of the largest device, if that is otherwise empty."""
     contexts: ContextSizes | None = None
     """What the contexts between both take; None: they are not known."""
+    splits: HostSplits | None = None
+    """How its weights can be divided between device and host; None: they cannot, or may not."""
 
 
 class FileFacts(Protocol):
@@ -119,6 +122,10 @@ class Estimates(Protocol):
 
     def empty_stages(self, model: KnownModel, facts: Any, devices: Sequence[Device]) -> tuple[StageSpec, ...] | None:
         """The layers of each device while all of them are empty."""
+
+    def split(self, model: KnownModel, facts: Any, device: Device, lacking_bytes: int) -> HostSplit | str:
+        """What of it lies in host memory where the device has `lacking_bytes` too few; or why that cannot be. See
+        `NodeLimits`."""
 
     def basis(self, device: Device) -> object:
         """What the estimates depend on in addition to their arguments; they are computed again when it changes."""

@@ -21,6 +21,7 @@ from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.model_host import LoadRejected, ModelHost, Resident
 from cortex.neuron.worker.supervisor import WorkerSupervisor
 from cortex.wire.errors import InsufficientCapacity, LoadFailed
+from cortex.wire.node.host_splits import HostSplit
 from cortex.wire.node.protocol import Device
 
 _SETTLE_S = 2.0
@@ -82,6 +83,12 @@ class DeviceAllocator:
             await self._take_back(reservation, is_whole=not model.is_divided)
             on_wait(None)
             yield DeviceAllocation(chosen, partial(self._for_reload, model, facts), reservation)
+
+    async def split(self, model: KnownModel, facts: FileFacts, host_bytes: int) -> HostSplit | str:
+        """What a load may leave to host memory, which has `host_bytes`, next to the loads in progress; or why that
+        cannot be."""
+        readings = self._extras.without(await self._read())
+        return self._choice(model, facts, self._devices, readings, counts_loads=True).split(host_bytes)
 
     async def _likely_devices(self, model: KnownModel, facts: FileFacts, on_wait: OnWait) -> tuple[Device, ...]:
         """Where a load would run in workers now; if possible, where no other one does. Raises InsufficientCapacity."""

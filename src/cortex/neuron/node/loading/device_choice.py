@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from cortex.formats.units import gib
 from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.request import StageSpec
@@ -14,8 +16,13 @@ from cortex.neuron.node.loading.library import KnownModel
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.worker.discovery import DeviceReading
 from cortex.wire.errors import InsufficientCapacity, LoadFailed, ModelUnsupported
+from cortex.wire.node.host_splits import HostSplit
 from cortex.wire.node.protocol import Device
 from cortex.wire.words import plural
+
+_SLACK = 64
+_SEQUENCES = (4, 8, 16, 32)
+"""Of a divided model, the engine leaves at most one of 4 parts of the device to sequences, rather than to weights."""
 
 DeviceLimit = Callable[[Device], int | None]
 """Bytes of a device; None: no limit."""
@@ -94,6 +101,7 @@ class DeviceChoice:
             self._check_stages()
             return self._choose_stages()
         need_bytes = self._need_bytes()
+        self._check_own_limit(need_bytes)
         indices = choose_devices(
             model.id,
             need_bytes,
@@ -110,6 +118,40 @@ class DeviceChoice:
         chosen = tuple(device for device in self.devices if device.index in indices)
         free_bytes = tuple(map(self.usable_bytes, chosen)) if model.pipeline_parallel > 1 else ()
         return ChosenDevices(chosen, free_bytes=free_bytes, limits=tuple(map(self.left, chosen)))
+
+    def _check_own_limit(self, need_bytes: int) -> None:
+        """Raises InsufficientCapacity for a model that fits under its own limit only with weights in host memory."""
+        model = self.model
+        if model.memory_bytes is not None and need_bytes > model.memory_bytes and isinstance(self.split(), HostSplit):
+            raise InsufficientCapacity(
+                f"{model.id} needs at least {gib(need_bytes)}{self._purpose}, but may take {gib(model.memory_bytes)} "
+                "(memory_mb)"
+            )
+
+    def split(self, host_bytes: int = 0) -> HostSplit | str:
+        """What of the model must lie in host memory, so that the rest fits the device with the most to give; or why
+        that cannot be. `host_bytes`: what the host has. The load may take more of that than it must, as the engine
+        leaves room for sequences."""
+        have = {
+            device: smallest(self.usable_bytes(device), self.model.memory_bytes) or 0
+            for device in self.devices
+            if _why_unusable(device, self.readings.get(device.index), self.model.devices, self.excluded) is None
+        }
+        if not have:
+            return "no device can be used"
+        device = max(have, key=lambda each: have[each])
+        lacking_bytes = max(1, self._need_bytes() - have[device])
+        # What is free changes a little until the load begins.
+        least = self.forecast.split(self.model, self.facts, device, lacking_bytes + lacking_bytes // _SLACK)
+        if isinstance(least, str) or least.host_bytes > host_bytes:
+            return least
+        for part in _SEQUENCES:
+            more = self.forecast.split(self.model, self.facts, device, lacking_bytes + have[device] // part)
+            if isinstance(more, HostSplit):
+                return msgspec.structs.replace(
+                    least, host_bytes=max(least.host_bytes, min(host_bytes, more.host_bytes))
+                )
+        return least
 
     def _need_bytes(self) -> int:
         """The least memory of each device, or of all if the layers are divided."""

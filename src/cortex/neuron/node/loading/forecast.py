@@ -6,8 +6,8 @@ It runs the engine's own memory plan (`engine/memory/plan.py`) with the sizes fr
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from cortex.neuron.engine.memory.dtypes import dtype_name, likely_multiplies_codes
@@ -26,6 +26,8 @@ from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.kernels.peer_buffer import buffer_bytes
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe
 from cortex.neuron.models.architecture import Architecture
+from cortex.neuron.models.host_division import LayerWeights, Rates, divide
+from cortex.neuron.models.host_division import buffer_bytes as stream_bytes
 from cortex.neuron.models.packing import MatrixDevice
 from cortex.neuron.models.sizes import WeightStorage
 from cortex.neuron.models.towers.config import PASS_PATCHES
@@ -35,10 +37,14 @@ from cortex.neuron.node.loading.preflight import ModelFacts
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.node.memory.limits import NodeLimits
 from cortex.wire.node.contexts import ContextSize, ContextSizes, wanted
+from cortex.wire.node.host_splits import HostSplit, HostSplits
 from cortex.wire.node.protocol import Device
 
 _MIN_KV_TOKENS = 256
 """A model is not loaded with less cache than this."""
+_UNLIMITED_BYTES = 1 << 62
+_SPLIT_PARTS = (0, 1, 2, 4, 8, 12, 16)
+"""Of 16 parts of what can be moved: the divisions that are reported."""
 _REPORTED_TOKENS = 4096
 """The size of this context is computed too: up to about there, windows take a part of the memory that grows."""
 
@@ -49,6 +55,8 @@ class Forecast(NodeLimits):
     divided model, they are those of one of its devices."""
 
     loads_in_worker: ClassVar[bool] = True
+    rates: Callable[[], Rates | None] = field(default=lambda: None, compare=False)
+    """How fast memory is read here, as measured; None: it was not."""
 
     def least_bytes(self, model: KnownModel, facts: ModelFacts, device: Device) -> int:
         """The least memory with which the model can respond; a device with less rejects it.
@@ -172,11 +180,45 @@ class Forecast(NodeLimits):
                 contexts.part_of(1, model.replicas),
             )
         empty_tokens = max(self.empty_context(model, facts, device) for device in allowed)
+        if (splits := self.splits(model, facts, allowed[0])) is not None and not empty_tokens:
+            least_bytes = self.context_bytes(model, facts, allowed[0], wanted_tokens(model, facts))
+            have_bytes = max(self._usable_when_empty(model, device) for device in allowed)
+            empty_tokens = wanted_tokens(model, facts) if least_bytes - splits.most_saved_bytes <= have_bytes else 0
         return Footprint(
             model.num_devices * min(self.least_bytes(model, facts, device) for device in allowed),
             model.num_devices * max(self.expected_bytes(model, facts, device) for device in allowed),
             self.contexts(model, facts, allowed[0], empty_tokens).part_of(1, model.num_devices),
+            splits,
         )
+
+    def split(self, model: KnownModel, facts: ModelFacts, device: Device, lacking_bytes: int) -> HostSplit | str:
+        if (why := self._unsplittable(model, facts, device)) is not None:
+            return why
+        layers, other_bytes = facts.movable(self.matrix_device(device))
+        limit_bytes = model.host_weights << 20 if isinstance(model.host_weights, int) else _UNLIMITED_BYTES
+        return _split(layers, other_bytes, lacking_bytes, limit_bytes, self.rates())
+
+    def splits(self, model: KnownModel, facts: ModelFacts, device: Device) -> HostSplits | None:
+        """How the weights can be divided between the device and the host; None: they cannot, or may not."""
+        if self._unsplittable(model, facts, device) is not None:
+            return None
+        layers, _ = facts.movable(self.matrix_device(device))
+        movable_bytes = sum(layer.num_movable * layer.expert_bytes for layer in layers) - stream_bytes(layers)
+        parts = (self.split(model, facts, device, max(1, movable_bytes * part // 16)) for part in _SPLIT_PARTS)
+        found = tuple(split for split in parts if isinstance(split, HostSplit))
+        return HostSplits(splits=found, is_measured=self.rates() is not None) if found else None
+
+    def _unsplittable(self, model: KnownModel, facts: ModelFacts, device: Device) -> str | None:
+        """Why the weights must all be on the device; None: they need not."""
+        if model.host_weights == "off":
+            return 'none of its weights may lie in host memory (host_weights = "off")'
+        if model.is_divided or model.replicas > 1 or model.may_grow or model.deterministic or facts.backend != "native":
+            return "weights lie in host memory only of a model on one device, not deterministic, in a native family"
+        if device.kind == "cpu" and self.share_bytes(model, device) is None and model.memory_bytes is None:
+            return "the memory of a CPU is the host's"
+        if not any(layer.experts for layer in facts.movable(self.matrix_device(device))[0]) and not model.host_weights:
+            return "a dense model leaves weights to host memory only where its entry sets host_weights"
+        return None
 
     def stages(
         self,
@@ -234,6 +276,8 @@ class Forecast(NodeLimits):
     def _sizes(self, model: KnownModel, facts: ModelFacts, device: Device) -> ModelSizes:
         own = self._storage_of(model, device)
         sizes = facts.sizes(*own, model.context_tokens, has_tower=model.vision != "off")
+        if model.host_split is not None:
+            sizes = replace(sizes, weight_bytes=sizes.weight_bytes - model.host_split.saved_bytes)
         draft = self._draft_sizes(model, facts, device)
         return sizes if draft is None else sizes.with_draft(draft)
 
@@ -261,7 +305,7 @@ class Forecast(NodeLimits):
         }
 
     def basis(self, device: Device) -> object:
-        return self.matrix_device(device)
+        return self.matrix_device(device), self.rates()
 
     def quantises(self, device: Device, recipe: Recipe) -> bool:
         """Whether dense matrices can be quantised as they are loaded on this device."""
@@ -276,6 +320,20 @@ class Forecast(NodeLimits):
 
     def _penalty_bytes(self, sizes: ModelSizes) -> int:
         return penalty_bytes(self.config.limits.max_num_seqs + 1, sizes.vocab, sizes.context_tokens)
+
+
+def _split(
+    layers: Sequence[LayerWeights], other_bytes: int, lacking_bytes: int, limit_bytes: int, rates: Rates | None
+) -> HostSplit | str:
+    whole_bytes = other_bytes + sum(layer.dense_bytes + layer.experts * layer.expert_bytes for layer in layers)
+    found = divide(layers, other_bytes, whole_bytes - lacking_bytes, limit_bytes, rates)
+    if isinstance(found, str):
+        return found
+    return HostSplit(
+        saved_bytes=whole_bytes - found.device_bytes,
+        host_bytes=found.host_bytes,
+        tokens_per_s=round(found.decode_tokens_s, 2),
+    )
 
 
 def _architecture(model: KnownModel, facts: ModelFacts) -> Architecture:

@@ -23,6 +23,7 @@ from cortex.neuron.weights.hub.source import is_hub_id, parse_source
 from cortex.wire.errors import LoadFailed, ModelNotFound, SourceNotAllowed, shorten
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.node.groups import GroupMember
+from cortex.wire.node.host_splits import HostSplit
 from cortex.wire.node.load_options import ENGINE, PlacedOptions, draft_of, is_path
 from cortex.wire.node.orders import LoadRequest
 
@@ -124,6 +125,8 @@ class KnownModel(PlacedOptions, frozen=True, kw_only=True):
     """The most that one replica may take."""
     min_context_tokens: int | None = None
     """With less, a load is rejected. None: this node decides what it gets, and what is unloaded for it."""
+    host_split: HostSplit | None = None
+    """What this load leaves to host memory, as the node has decided; None: nothing."""
     replicas: int = 1
     max_replicas: int = 1
     """With those that are added while requests wait; no more than `replicas`: none are."""

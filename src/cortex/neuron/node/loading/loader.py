@@ -27,6 +27,7 @@ from cortex.neuron.node.loading.device_allocator import DeviceAllocator, RoomEls
 from cortex.neuron.node.loading.device_choice import capacity_bytes, check_devices
 from cortex.neuron.node.loading.library import Fetch, FileStamps, KnownModel, Library, file_stamps
 from cortex.neuron.node.loading.loads_in_progress import OnWait
+from cortex.neuron.node.memory.host_budget import HostBudget
 from cortex.neuron.node.survey_process.client import Surveys
 from cortex.neuron.node.text.texts import Texts
 from cortex.neuron.text.model import TextSurvey
@@ -47,6 +48,7 @@ from cortex.wire.errors import (
     SourceNotFound,
 )
 from cortex.wire.node.contexts import ContextSizes, tolerated
+from cortex.wire.node.host_splits import speed_in_words
 from cortex.wire.node.load_options import is_path
 from cortex.wire.words import about
 
@@ -101,6 +103,7 @@ class ModelLoader:
         surveys: Surveys,
         texts: Texts,
         make_room: Callable[[KnownModel, FileFacts], Awaitable[bool]],
+        host: HostBudget,
     ) -> None:
         """`make_room`: unloads idle models, if that makes room for the context that a load asks for."""
         self._config = config
@@ -113,6 +116,7 @@ class ModelLoader:
         self._reader = surveys
         self._texts = texts
         self._make_room = make_room
+        self._host = host
         self.surveys: dict[str, Inspection] = {}
         """By model id; kept after an unload."""
         self._surveyed_files: dict[str, FileStamps] = {}
@@ -155,16 +159,42 @@ class ModelLoader:
         else with what there is. Raises InsufficientCapacity, and what `_load_on_devices` raises."""
         required = self.with_context(model, facts)
         if required is None:
-            return await self._load_on_devices(replace(model, min_context_tokens=None), facts, callbacks)
-        try:
+            return await self._load_or_split(replace(model, min_context_tokens=None), facts, callbacks)
+        if model.min_context_tokens is not None:
+            return await self._load_or_split(required, facts, callbacks)
+        with contextlib.suppress(InsufficientCapacity):
             return await self._load_on_devices(required, facts, callbacks)
-        except InsufficientCapacity:
-            if model.min_context_tokens is not None:
-                raise
         if await self._make_room(required, facts):
             with contextlib.suppress(InsufficientCapacity):  # another load may have taken the room
                 return await self._load_on_devices(required, facts, callbacks)
-        return await self._load_on_devices(model, facts, callbacks)
+        with contextlib.suppress(InsufficientCapacity):
+            return await self._load_split(required, facts, callbacks)
+        return await self._load_or_split(model, facts, callbacks)
+
+    async def _load_or_split(self, model: KnownModel, facts: FileFacts, callbacks: ModelCallbacks) -> Instance:
+        """On its devices alone, if they have room, else with a part of its weights in host memory. Raises
+        InsufficientCapacity, and what `_load_on_devices` raises."""
+        try:
+            return await self._load_on_devices(model, facts, callbacks)
+        except InsufficientCapacity as error:
+            if self.estimate(model, facts).footprint.splits is None and not model.host_weights:
+                raise
+            try:
+                return await self._load_split(model, facts, callbacks)
+            except InsufficientCapacity as split_error:
+                message = f"{error.message}; {split_error.message.removeprefix(f'{model.id}: ')}"
+                raise InsufficientCapacity(message, details=error.details) from split_error
+
+    async def _load_split(self, model: KnownModel, facts: FileFacts, callbacks: ModelCallbacks) -> Instance:
+        """With as much of its weights in host memory as the device has no room for. Raises as `_load_or_split` does."""
+        split = await self._room.split(model, facts, self._host.free_bytes(model.id))
+        if isinstance(split, str):
+            raise InsufficientCapacity(f"{model.id}: {split}")
+        async with self._host.for_weights(model.id, split.host_bytes):
+            splits = self.estimate(model, facts).footprint.splits
+            speed = speed_in_words(split.tokens_per_s, is_measured=splits is not None and splits.is_measured)
+            log.info("%s: loaded with up to %s of weights in host memory, %s", model.id, gib(split.host_bytes), speed)
+            return await self._load_on_devices(replace(model, host_split=split), facts, callbacks)
 
     def with_context(self, model: KnownModel, facts: FileFacts, tokens: int | None = None) -> KnownModel | None:
         """The model as a load that gets no less than `tokens` or, by default, than what the load asks for or the model
@@ -174,7 +204,9 @@ class ModelLoader:
             return None
         estimates = self._harnesses.of(model).estimates
         asked = tokens or model.min_context_tokens or tolerated(contexts.wanted_tokens)
-        held = tolerated(contexts.tokens_in(capacity_bytes(model, self._devices, estimates)))
+        splits = self.estimate(model, facts).footprint.splits
+        have_bytes = capacity_bytes(model, self._devices, estimates)
+        held = tolerated(contexts.tokens_in(have_bytes + (splits.most_saved_bytes if splits is not None else 0)))
         return replace(model, min_context_tokens=min(asked, contexts.full_tokens, held))
 
     def contexts(self, model: KnownModel) -> ContextSizes | None:

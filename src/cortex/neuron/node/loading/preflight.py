@@ -23,10 +23,11 @@ from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe, recipe_of
 from cortex.neuron.layers.configs import Shard
 from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.config import UnsupportedModel
+from cortex.neuron.models.host_division import LayerWeights, movable_layers
 from cortex.neuron.models.packing import MatrixDevice, choose_layouts, with_draft_output
 from cortex.neuron.models.pooling.config import PoolingConfig
 from cortex.neuron.models.registry import check_draft, open_model
-from cortex.neuron.models.sizes import WeightStorage
+from cortex.neuron.models.sizes import WeightStorage, weight_bytes
 from cortex.neuron.models.towers.config import PASS_PATCHES
 from cortex.neuron.weights.checkpoint import Checkpoint, content_sample
 from cortex.neuron.weights.errors import CheckpointError, Unsupported
@@ -172,6 +173,17 @@ class ModelFacts:
             storage = self.storage(device, kv_item_bytes, pass_patches)
             self._sizes[key] = ModelSizes.of(architecture, storage, context_tokens)
         return self._sizes[key]
+
+    def movable(self, device: MatrixDevice) -> tuple[tuple[LayerWeights, ...], int]:
+        """Its layers, as they can be divided between a device and the host, and the bytes of weights outside them."""
+        key = f"movable on {device}"
+        if key not in self._described:
+            storage = self.storage(device)
+            layers = movable_layers(self.architecture, storage)
+            inside = sum(layer.dense_bytes + layer.experts * layer.expert_bytes for layer in layers)
+            self._described[key] = layers, weight_bytes(self.architecture, storage) - inside
+        found: tuple[tuple[LayerWeights, ...], int] = self._described[key]
+        return found
 
 
 def inspect(path: Path, quant: str | None = None, *, name: str | None = None, num_ranks: int = 1) -> ModelFacts:

@@ -35,8 +35,8 @@ class PageHolder(Protocol):
 def device_limit_bytes(
     kv_host_mb: int | None, host: HostMemory, held: Sequence[int], rest_bytes: int | None = None
 ) -> int:
-    """The limit of one device; `held`: what each of them has. `rest_bytes`: what sleeping models leave of the budget
-    that they share with pages; None: no models sleep here."""
+    """The limit of one device; `held`: what each of them has. `rest_bytes`: what weights leave of the budget that
+    they share with pages; None: all of it."""
     whole = kv_host_mb << 20 if kv_host_mb is not None else int((host.free_bytes + sum(held)) * KV_HOST_SHARE)
     if rest_bytes is not None:
         whole = min(whole, rest_bytes)
@@ -75,12 +75,17 @@ class KvHostMemory:
         held = [holder.kv_host_bytes for holder in self._holders]
         return device_limit_bytes(self._kv_host_mb, self._read(), held, self._rest_bytes)
 
+    @property
+    def num_bytes(self) -> int:
+        """What the pages of all models take."""
+        return sum(holder.kv_host_bytes for holder in self._holders)
+
     def kept(self, model_id: str, num_ranks: int) -> HostKV | None:
         """What is kept of a model, loaded or not, that is divided among `num_ranks` devices; None: nothing of use."""
         return kept_of_model([holder.kept[model_id] for holder in self._holders if model_id in holder.kept], num_ranks)
 
     def give_way(self, rest_bytes: int) -> None:
-        """The weights of sleeping models take their part of the budget first, and leave `rest_bytes` of it."""
+        """Weights take their part of the host's memory first, and leave `rest_bytes` of it."""
         self._rest_bytes = rest_bytes
         limit_bytes = self.limit_bytes
         for holder in self._holders:

@@ -7,7 +7,7 @@ import logging
 from dataclasses import replace
 
 from cortex.ipc.channel import Unsendable
-from cortex.neuron.engine.request import EngineRequest, EngineStats, LoadSpec, StepOutput
+from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, StepOutput
 from cortex.neuron.worker import protocol
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
@@ -61,8 +61,17 @@ class DeviceHost:
         if self._lost_in_load is not None:
             raise WorkerLost(self._lost_in_load)
         assert isinstance(loaded, protocol.Loaded)
-        self.resident = _resident(loaded)
+        self.resident = self._resident_of(loaded)
         return self.resident
+
+    def _resident_of(self, loaded: protocol.Loaded) -> Resident:
+        grown_bytes = max(0, loaded.after.process_bytes - loaded.before.process_bytes)
+        return Resident(loaded.info, self._measured_bytes(loaded.info, grown_bytes), grown_bytes)
+
+    def _measured_bytes(self, info: EngineInfo, process_bytes: int) -> int:
+        """What it takes of the device. The process of a CPU holds the weights in host memory, too."""
+        host_bytes = info.host_weight_bytes if self._supervisor.device.kind == "cpu" else 0
+        return max(process_bytes - host_bytes, info.weight_bytes + info.kv_bytes)
 
     async def _cancel_load(self, reply: asyncio.Future[protocol.Reply]) -> None:
         timeout_s = self._supervisor.timeouts.unload_s
@@ -72,7 +81,7 @@ class DeviceHost:
             self.kill(f"a cancelled load did not stop within {timeout_s:.0f} s")
             await asyncio.wait({reply})
         if reply.exception() is None and isinstance(loaded := reply.result(), protocol.Loaded):
-            self.resident = _resident(loaded)
+            self.resident = self._resident_of(loaded)
             await self.unload()  # it finished just before
 
     async def unload(self) -> Reclaimed:
@@ -121,7 +130,7 @@ class DeviceHost:
             self.resident = None
             raise Damaged(woken.message)
         process_bytes = resident.process_bytes + max(0, woken.after.process_bytes - woken.before.process_bytes)
-        measured_bytes = max(process_bytes, resident.info.weight_bytes + resident.info.kv_bytes)
+        measured_bytes = self._measured_bytes(resident.info, process_bytes)
         self.resident = replace(resident, measured_bytes=measured_bytes, process_bytes=process_bytes, host_bytes=0)
         return self.resident
 
@@ -204,12 +213,3 @@ class DeviceHost:
         else:
             self.resident = None
             self._sink.on_lost(reason)
-
-
-def _resident(loaded: protocol.Loaded) -> Resident:
-    grown_bytes = max(0, loaded.after.process_bytes - loaded.before.process_bytes)
-    return Resident(
-        info=loaded.info,
-        measured_bytes=max(grown_bytes, loaded.info.weight_bytes + loaded.info.kv_bytes),
-        process_bytes=grown_bytes,
-    )

@@ -10,7 +10,7 @@ import importlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -219,7 +219,7 @@ class DeviceModels(dict[int, DeviceModel]):
             limits = None
         if limits is None:
             return protocol.LimitsMeasured(query, 0.0, 0.0)
-        return protocol.LimitsMeasured(query, limits.bytes_per_s, limits.flops)
+        return protocol.LimitsMeasured(query, *astuple(limits))
 
     # -- pages in host memory --------------------------------------------------------------------------------------
 

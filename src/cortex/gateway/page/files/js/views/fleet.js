@@ -83,7 +83,6 @@ function NodeCard({ name, onOrder }) {
   const [all, setAll] = useState(false);
   if (!here) return null;
   const models = all ? here.models : here.models.slice(0, SHOWN_MODELS);
-  const asleep = here.models.filter((model) => model.host_bytes > 0);
   const status = !here.up ? ["bad", "down"] : here.draining ? ["warn", here.drained ? "drained" : "draining"] : ["good", "up"];
   return html`
     <article class="card node ${here.up ? "" : "down"}" aria-label=${`Node ${name}`}>
@@ -103,10 +102,7 @@ function NodeCard({ name, onOrder }) {
       ${here.problem && html`<p class="problem">${here.problem}</p>`}
       ${here.ceiling_bytes != null && html`<p class="dim">Models may take ${bytes(here.ceiling_bytes)} of this node (memory_mb).</p>`}
       ${here.devices.map((device) => html`<${Device} key=${device.index} device=${device} index=${here.devices.length > 1 ? `${device.index} · ` : ""} here=${here} />`)}
-      ${asleep.length > 0 && html`
-        <div class="host"><span class="dim">Asleep in host memory</span>
-          ${asleep.map((model) => html`<span key=${model.id} class="chip hue-${hue(model.id)}"><i></i>${model.id} · ${bytes(model.host_bytes)}</span>`)}
-        </div>`}
+      <${Host} here=${here} />
       ${models.length > 0 && html`<ul class="models">
         ${models.map((model) => html`<${ModelRow} key=${model.id} here=${here} model=${model} onOrder=${onOrder} />`)}
       </ul>`}
@@ -158,6 +154,43 @@ function Device({ device, index, here }) {
             style=${{ width: `${((100 * part.size) / device.total_bytes).toFixed(2)}%` }}></span>`)}
       </div>
     </div>`;
+}
+
+/** The memory of the host that models may take: weights of loaded and of sleeping models, and KV pages. */
+function Host({ here }) {
+  const { host, models } = here;
+  const held = models.filter((model) => model.host_bytes > 0);
+  const asleep = held.filter((model) => model.state !== "ready");
+  const parts = held.map((model) => ({
+    key: model.id,
+    kind: `hue-${hue(model.id)} ${model.state === "ready" ? "" : "kv"}`,
+    size: model.host_bytes,
+    label: model.state === "ready" ? `${model.id} weights` : `${model.id} asleep`,
+  }));
+  if (host?.kv_bytes) parts.push({ key: "kv pages", kind: "foreign", size: host.kv_bytes, label: "KV pages" });
+  const used = sum(parts, (part) => part.size);
+  const label = parts.map((part) => `${part.label} ${bytes(part.size)}`).join(", ");
+  return html`
+    ${host != null && host.budget_bytes > 0 && used > 0 && html`
+      <div class="device">
+        <div class="device-head">
+          <span class="name" title="Memory of the host that models may take (limits.host_mb)">Host memory</span>
+          <span class="dim facts">
+            ${host.locked_bytes > 0 && html`<span title=${`At most ${bytes(host.locked_limit_bytes)}`}>${bytes(host.locked_bytes)} page-locked</span>`}
+            <span>${bytes(used)} / ${bytes(host.budget_bytes)}</span>
+          </span>
+        </div>
+        <div class="bar ${here.up ? "" : "stale"}" role="img" aria-label=${`Host memory: ${label}`}>
+          ${parts.map((part) => html`
+            <span key=${part.key} class="part ${part.kind}" title=${`${part.label}: ${bytes(part.size)}`}
+              style=${{ width: `${Math.min(100, (100 * part.size) / host.budget_bytes).toFixed(2)}%` }}></span>`)}
+        </div>
+      </div>`}
+    ${host?.shortage && html`<p class="problem">${host.shortage}</p>`}
+    ${asleep.length > 0 && html`
+      <div class="host"><span class="dim">Asleep in host memory</span>
+        ${asleep.map((model) => html`<span key=${model.id} class="chip hue-${hue(model.id)}"><i></i>${model.id} · ${bytes(model.host_bytes)}</span>`)}
+      </div>`}`;
 }
 
 /** What a model has on each of its devices, in bytes. */
@@ -279,6 +312,7 @@ function Size({ model }) {
   if (model.state === "asleep") return html`<span class="dim size">${bytes(model.host_bytes)}</span>`;
   const size = model.measured_bytes ?? model.estimate_bytes;
   const { devices } = model;
+  if (model.host_bytes > 0 && model.state === "ready") return html`<span class="dim size" title="On the device, and weights in host memory">${bytes(size)} + ${bytes(model.host_bytes)}</span>`;
   if (size == null || devices.length < 2 || !ON_DEVICE.has(model.state)) return html`<span class="dim size">${bytes(size)}</span>`;
   const all = sizes(model);
   const text = isEven(all) ? `${all.length} × ${bytes(all[0])}` : all.map(bytes).join(" + ");

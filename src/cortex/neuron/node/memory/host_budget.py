@@ -1,0 +1,287 @@
+"""The memory of the host as a resource: one budget for the weights that models keep there, those of sleeping models,
+and KV pages. In this order: weights of loaded models stay, sleeping models are unloaded for them, pages get the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from cortex.formats.units import gib
+from cortex.neuron.engine.memory.host import HostMemory, read_host_memory
+from cortex.neuron.node.memory.kv_host import KvHostMemory
+from cortex.wire.errors import InsufficientCapacity
+from cortex.wire.node.protocol import Device, HostHealth
+
+log = logging.getLogger(__name__)
+
+SLEEP_SHARE = 0.5
+"""The share of free host memory that sleeping models may use, unless `limits.sleep_mb` is set."""
+LOCKED_SHARE = 0.75
+"""The share of the host's memory that may be page-locked. The kernel can neither move nor drop that."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostModel:
+    """A model with weights in host memory."""
+
+    model_id: str
+    host_bytes: int
+    idle_s: float
+    """Seconds since its last request ended."""
+    sleeps: bool
+    """It is asleep, falling asleep or waking; else it computes with them where they are."""
+    can_be_unloaded: bool = False
+    """It is asleep."""
+    locked_bytes: int = 0
+    """The part that is page-locked while it is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class SleepPlan:
+    """Whether more weights fit, and which sleeping models must be unloaded for them first."""
+
+    fits: bool
+    to_unload: tuple[str, ...] = ()
+
+
+def make_room(need_bytes: int, budget_bytes: int, sleeping: Sequence[HostModel]) -> SleepPlan:
+    """Unloads the longest idle models first, and none where `need_bytes` would not fit even then."""
+    held_bytes = sum(each.host_bytes for each in sleeping)
+    to_unload: list[str] = []
+    for each in _longest_idle(sleeping):
+        if held_bytes + need_bytes <= budget_bytes:
+            break
+        to_unload.append(each.model_id)
+        held_bytes -= each.host_bytes
+    fits = held_bytes + need_bytes <= budget_bytes
+    return SleepPlan(fits, tuple(to_unload) if fits else ())
+
+
+def _longest_idle(sleeping: Sequence[HostModel]) -> list[HostModel]:
+    candidates = (each for each in sleeping if each.can_be_unloaded)
+    return sorted(candidates, key=lambda each: (-each.idle_s, each.model_id))
+
+
+def can_sleep(sleep_mb: int | None, devices: Sequence[Device]) -> bool:
+    """Whether any model of the node may sleep. On a CPU the weights are in host memory anyway: sleep frees little."""
+    return any(device.kind == "cuda" for device in devices) if sleep_mb is None else sleep_mb > 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostLimits:
+    """The operator's limits, and what follows from them. Pure."""
+
+    devices: tuple[Device, ...]
+    host_mb: int | None = None
+    sleep_mb: int | None = None
+
+    def budget_bytes(self, host: HostMemory, held_bytes: int) -> int:
+        """What models may use of the host's memory in all; they hold `held_bytes` of it already. Never so much that the
+        host would swap."""
+        measured_bytes = max(0, host.free_bytes + held_bytes - host.reserve_bytes)
+        return measured_bytes if self.host_mb is None else min(self.host_mb << 20, measured_bytes)
+
+    def sleep_bytes(self, host: HostMemory, held_bytes: int) -> int:
+        """What sleeping models may use of that; they hold `held_bytes` already."""
+        if not can_sleep(self.sleep_mb, self.devices):
+            return 0
+        return int((host.free_bytes + held_bytes) * SLEEP_SHARE) if self.sleep_mb is None else self.sleep_mb << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """What models hold of the host's memory now."""
+
+    weight_bytes: int
+    """Of loaded models."""
+    sleeping_bytes: int
+    page_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight_bytes + self.sleeping_bytes + self.page_bytes
+
+
+class HostBudget:
+    """One for the node, on the daemon's loop. What it decides is decided one after another."""
+
+    def __init__(
+        self,
+        limits: HostLimits,
+        models: Callable[[], Sequence[HostModel]],
+        unload: Callable[[str], Awaitable[None]],
+        pages: KvHostMemory,
+        read: Callable[[], HostMemory] = read_host_memory,
+    ) -> None:
+        """`models`: those with weights in host memory. `unload`: unloads a model if it is still asleep."""
+        self._limits = limits
+        self._models = models
+        self._unload = unload
+        self._pages = pages
+        self._read = read
+        self._lock = asyncio.Lock()
+        self._loading: dict[str, int] = {}
+        """Model id → what its load in progress will hold."""
+        self._falling_asleep_bytes = 0
+        self._told_bytes: int | None = None
+        """What pages were last told to leave to weights."""
+        self._host = read()
+        self._shortage: str | None = None
+
+    # Room
+
+    @contextlib.asynccontextmanager
+    async def for_sleep(self, need_bytes: int) -> AsyncIterator[bool]:
+        """Makes room for the weights of a model and keeps it while the context is open. Yields whether there is any."""
+        async with self._lock:
+            host = await self._read_now()
+            left_bytes = self._left_bytes(host, self._reserved_bytes())
+            budget_bytes = min(self._limits.sleep_bytes(host, self._use().sleeping_bytes), left_bytes)
+            has_room = await self._made_room(need_bytes, budget_bytes)
+            self._falling_asleep_bytes = need_bytes if has_room else 0
+            self._tell_pages(await self._read_now())
+            try:
+                yield has_room
+            finally:
+                self._falling_asleep_bytes = 0
+
+    def free_bytes(self, model_id: str) -> int:
+        """What a load of the model may leave to the host, after the unload of sleeping models. As of the latest
+        reading."""
+        staying_bytes = sum(each.host_bytes for each in self._sleeping() if not each.can_be_unloaded)
+        reserved_bytes = self._reserved_bytes(but=model_id) + staying_bytes
+        left_bytes = self._left_bytes(self._host, reserved_bytes)
+        locked_bytes = self._locked_limit_bytes - reserved_bytes if self._has_gpu else left_bytes
+        return max(0, min(left_bytes, locked_bytes))
+
+    @contextlib.asynccontextmanager
+    async def for_weights(self, model_id: str, need_bytes: int) -> AsyncIterator[None]:
+        """Makes room for what a load leaves to the host, and keeps it while the context is open. Raises
+        InsufficientCapacity."""
+        if not need_bytes:
+            yield
+            return
+        async with self._lock:
+            host = await self._read_now()
+            left_bytes = self._left_bytes(host, self._reserved_bytes(but=model_id))
+            free_bytes = self.free_bytes(model_id)
+            if need_bytes > free_bytes or not await self._made_room(need_bytes, left_bytes):
+                raise InsufficientCapacity(
+                    f"{model_id} needs {gib(need_bytes)} of host memory in addition to its device, but models may take "
+                    f"{gib(free_bytes)} more there: within limits.host_mb, with {gib(host.reserve_bytes)} left free, "
+                    f"and at most {gib(self._locked_limit_bytes)} page-locked"
+                )
+            self._loading[model_id] = need_bytes
+            self._tell_pages(await self._read_now())
+        try:
+            yield
+        finally:
+            del self._loading[model_id]
+            self.settle()
+
+    async def _made_room(self, need_bytes: int, budget_bytes: int) -> bool:
+        room = make_room(need_bytes, budget_bytes, self._sleeping())
+        for model_id in room.to_unload:
+            await self._unload(model_id)
+        # One of them may have been woken instead of unloaded.
+        return room.fits and make_room(need_bytes, budget_bytes, self._sleeping()) == SleepPlan(fits=True)
+
+    def settle(self) -> None:
+        """Pages get what models held that have woken, were unloaded, or did not fall asleep after all."""
+        is_less = self._told_bytes is not None and self._kept_bytes() < self._told_bytes
+        if is_less and not self._lock.locked():
+            self._tell_pages(self._host)
+
+    def _tell_pages(self, host: HostMemory) -> None:
+        self._told_bytes = self._kept_bytes()
+        self._pages.give_way(max(0, self._budget_bytes(host) - self._told_bytes))
+
+    # Use
+
+    def _sleeping(self) -> list[HostModel]:
+        return [each for each in self._models() if each.sleeps]
+
+    def _use(self) -> _Use:
+        weight_bytes = sum(each.host_bytes for each in self._models() if not each.sleeps)
+        return _Use(weight_bytes, sum(each.host_bytes for each in self._sleeping()), self._pages.num_bytes)
+
+    def _reserved_bytes(self, but: str | None = None) -> int:
+        """The weights that loaded models hold, or will."""
+        held = {each.model_id: each.host_bytes for each in self._models() if not each.sleeps}
+        models = (held | self._loading).keys() - {but}
+        return sum(max(held.get(each, 0), self._loading.get(each, 0)) for each in models)
+
+    def _kept_bytes(self) -> int:
+        return self._reserved_bytes() + self._use().sleeping_bytes + self._falling_asleep_bytes
+
+    def _budget_bytes(self, host: HostMemory) -> int:
+        return self._limits.budget_bytes(host, self._use().num_bytes)
+
+    def _left_bytes(self, host: HostMemory, reserved_bytes: int) -> int:
+        return max(0, self._budget_bytes(host) - reserved_bytes)
+
+    async def _read_now(self) -> HostMemory:
+        self._host = await asyncio.to_thread(self._read)
+        return self._host
+
+    # Watch
+
+    async def watch(self) -> None:
+        """Keeps the reserve of the host free where models have come to use it: pages are dropped first, then sleeping
+        models are unloaded, one at a time. What remains is reported."""
+        host = await self._read_now()
+        missing_bytes, use = host.num_missing_bytes(), self._use()
+        if missing_bytes and use.page_bytes:
+            self._pages.give_way(max(0, use.page_bytes - missing_bytes))
+        elif missing_bytes and not self._lock.locked():
+            for model in _longest_idle(self._sleeping())[:1]:
+                log.warning("%s: unloaded, because %s of host memory are free", model.model_id, gib(host.free_bytes))
+                await self._unload(model.model_id)
+        shortage = None
+        if missing_bytes and use.weight_bytes and not use.page_bytes and not use.sleeping_bytes:
+            shortage = (
+                f"the host has {gib(host.free_bytes)} of memory left, less than the {gib(host.reserve_bytes)} that "
+                f"should stay free, and models need the {gib(use.weight_bytes)} that they have there; unload one, or "
+                "end other programs"
+            )
+            if self._shortage is None:
+                log.warning("%s", shortage)
+        elif self._shortage is not None:
+            log.info("the host has %s of memory again", gib(host.free_bytes))
+        self._shortage = shortage
+
+    # Reports
+
+    @property
+    def _has_gpu(self) -> bool:
+        """Whether weights in host memory are page-locked, so that a device can copy them."""
+        return any(device.kind == "cuda" for device in self._limits.devices)
+
+    @property
+    def _locked_limit_bytes(self) -> int:
+        return int(self._host.total_bytes * LOCKED_SHARE)
+
+    def _locked_bytes(self) -> int:
+        """Where a GPU copies them, all pages and sleeping weights are."""
+        use = self._use()
+        copied_bytes = use.sleeping_bytes + use.page_bytes if self._has_gpu else 0
+        return copied_bytes + sum(each.locked_bytes for each in self._models() if not each.sleeps)
+
+    def health(self) -> HostHealth:
+        """As of the latest reading."""
+        use = self._use()
+        return HostHealth(
+            total_bytes=self._host.total_bytes,
+            free_bytes=self._host.free_bytes,
+            budget_bytes=self._budget_bytes(self._host),
+            weight_bytes=use.weight_bytes,
+            sleeping_bytes=use.sleeping_bytes,
+            kv_bytes=use.page_bytes,
+            locked_bytes=self._locked_bytes(),
+            locked_limit_bytes=self._locked_limit_bytes,
+            shortage=self._shortage,
+        )

@@ -1,0 +1,63 @@
+"""A model's weights between its device and host memory: how much of them the host may take, and what that costs in
+speed. One rule for gateways and nodes: the less the device has, the more goes to the host."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+_Count = Annotated[int, Meta(ge=0)]
+
+
+class HostSplit(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One way to divide them."""
+
+    saved_bytes: _Count
+    """What the device needs less than for all weights."""
+    host_bytes: _Count
+    """What the host takes for it."""
+    tokens_per_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Expected for one stream, from measured or assumed rates of the memory; 0: not known."""
+
+
+class HostSplits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    splits: Annotated[tuple[HostSplit, ...], Meta(min_length=1, max_length=64)]
+    """Ascending; the first leaves least to the host, the last most. Between two, all grows evenly."""
+    is_measured: bool = False
+    """Whether the rates behind the speeds were measured on the node (`cortex bench`)."""
+
+    @property
+    def most_saved_bytes(self) -> int:
+        return self.splits[-1].saved_bytes
+
+    def saving(self, saved_bytes: int) -> HostSplit | None:
+        """The split with which the device needs `saved_bytes` less; None: that is more than can be moved."""
+        if saved_bytes > self.most_saved_bytes:
+            return None
+        for low, high in pairwise(self.splits):
+            if low.saved_bytes < saved_bytes <= high.saved_bytes:
+                part = (saved_bytes - low.saved_bytes) / (high.saved_bytes - low.saved_bytes)
+                return HostSplit(
+                    saved_bytes=saved_bytes,
+                    host_bytes=low.host_bytes + -int(-(high.host_bytes - low.host_bytes) * part // 1),
+                    tokens_per_s=_between(low.tokens_per_s, high.tokens_per_s, part),
+                )
+        return self.splits[0]
+
+
+def _between(low_rate: float, high_rate: float, part: float) -> float:
+    """Times per token grow evenly, not rates."""
+    if not low_rate or not high_rate:
+        return 0.0
+    return 1 / ((1 - part) / low_rate + part / high_rate)
+
+
+def speed_in_words(tokens_per_s: float, *, is_measured: bool) -> str:
+    """`about 14 tokens/s expected`"""
+    if not tokens_per_s:
+        return "speed not known"
+    rate = f"{tokens_per_s:,.0f}" if tokens_per_s >= 10 else f"{tokens_per_s:.1f}"
+    return f"about {rate} tokens/s expected{'' if is_measured else ' from typical rates of memory'}"

@@ -1,0 +1,123 @@
+"""A node whose device is too small for a mixture: the load leaves weights to host memory, within one budget."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_models import running_node, write_model
+
+from cortex.neuron.engine.memory.host import HostMemory
+from cortex.wire.errors import InsufficientCapacity, LoadFailed
+from cortex.wire.node.orders import LoadRequest, UnloadRequest
+from cortex.wire.node.protocol import ModelState
+
+from ..node_calls import load, until, worker_of
+
+MIB = 1 << 20
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 256,
+    "num_hidden_layers": 8,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "head_dim": 64,
+}
+"""192 MiB of experts in float32, and a few of other weights."""
+LARGE = HostMemory(4096 * MIB, 4096 * MIB)
+
+
+def config(tmp_path: Path, memory_mb: int = 110, names: tuple[str, ...] = ("m",), **limits: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {"config": MIXTURE, "bytes": MIB}
+    return {
+        "models": [{"id": name, "source": str(write_model(tmp_path / name, **options))} for name in names],
+        "devices": [{"index": 0, "memory_mb": memory_mb}],
+        "harness": {"torch": {"hf_cache": str(tmp_path / "hub"), "dtype": "float32"}},
+        "limits": {"min_free_vram_mb": 0, **limits},
+    }
+
+
+async def test_load_leaves_what_the_device_lacks_to_the_host_and_reports_it(tmp_path: Path) -> None:
+    async with running_node(tmp_path, config(tmp_path), read_host=lambda: LARGE) as node:
+        status = await load(node)
+        assert status.state is ModelState.READY
+        assert status.host_splits is not None
+        assert status.estimate_bytes is not None
+        lacking = status.estimate_bytes - 110 * MIB
+        assert lacking < status.host_bytes < status.host_splits.splits[-1].host_bytes
+        host = node.health().host
+        assert host is not None
+        assert host.weight_bytes == status.host_bytes
+        assert host.budget_bytes > host.weight_bytes
+        await node.unload(UnloadRequest(model_id="m"))
+        assert node.health().host.weight_bytes == 0  # type: ignore[union-attr]
+
+
+async def test_model_that_fits_leaves_nothing_to_the_host(tmp_path: Path) -> None:
+    async with running_node(tmp_path, config(tmp_path, memory_mb=900), read_host=lambda: LARGE) as node:
+        assert (await load(node)).host_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("entry", "limits", "reason"),
+    [
+        ({"host_weights": "off"}, {}, "too small even when empty|memory_mb"),
+        ({"host_weights": 64}, {}, r"and 64 MiB are allowed for weights"),
+        (
+            {},
+            {"host_mb": 64},
+            r"m needs \d+ MiB of host memory in addition to its device, but models may take 64 MiB more",
+        ),
+        ({"deterministic": True}, {}, "memory_mb"),
+    ],
+)
+async def test_load_is_rejected_with_the_bytes_where_the_entry_or_the_host_does_not_allow_it(
+    tmp_path: Path, entry: dict[str, Any], limits: dict[str, Any], reason: str
+) -> None:
+    settings = config(tmp_path, **limits)
+    settings["models"][0] |= entry
+    async with running_node(tmp_path, settings, read_host=lambda: LARGE) as node:
+        with pytest.raises(InsufficientCapacity, match=reason):
+            await load(node)
+        assert node.health().host.weight_bytes == 0  # type: ignore[union-attr]
+
+
+async def test_limit_of_the_model_itself_divides_it_too(tmp_path: Path) -> None:
+    async with running_node(tmp_path, config(tmp_path, memory_mb=900), read_host=lambda: LARGE) as node:
+        status = await node.load(LoadRequest(model_id="m", max_bytes=110 * MIB), wait=True)
+        assert status.host_bytes > 0
+
+
+async def test_killed_worker_gives_its_host_bytes_back_and_the_model_is_divided_again(tmp_path: Path) -> None:
+    async with running_node(tmp_path, config(tmp_path, host_mb=250), read_host=lambda: LARGE) as node:
+        before = (await load(node)).host_bytes
+        os.kill(worker_of(node), signal.SIGKILL)
+        await until(lambda: node.model("m").state is not ModelState.READY)
+        await until(lambda: node.model("m").state is ModelState.READY)
+        assert node.model("m").host_bytes == before
+        assert node.health().host.weight_bytes == before  # type: ignore[union-attr]
+
+
+async def test_failed_load_gives_the_host_memory_back(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    write_model(tmp_path / "m", config=MIXTURE, load="refuse")
+    async with running_node(tmp_path, settings, read_host=lambda: LARGE) as node:
+        with pytest.raises(LoadFailed):
+            await load(node)
+        assert node.host.free_bytes("other") == node.health().host.budget_bytes  # type: ignore[union-attr]
+
+
+async def test_host_that_runs_short_is_reported_and_the_model_stays(tmp_path: Path) -> None:
+    host = [LARGE]
+    async with running_node(tmp_path, config(tmp_path), read_host=lambda: host[0]) as node:
+        await load(node)
+        host[0] = HostMemory(4096 * MIB, 100 * MIB)
+        await until(lambda: node.health().host.shortage)  # type: ignore[union-attr]
+        assert node.model("m").state is ModelState.READY
+        host[0] = LARGE
+        await until(lambda: not node.health().host.shortage)  # type: ignore[union-attr]

@@ -49,6 +49,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     drafted_tokens: Tokens = 0
     """Draft tokens that were checked, several in one step, and those of them that the response has."""
     accepted_draft_tokens: Tokens = 0
+    queued_ms: Tokens = 0
+    """How long its choices waited for a slot of the model, at the node."""
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):

@@ -269,6 +269,7 @@ def _as_json(record: RequestRecord, key: KeySection | None, *, in_full: bool = F
         "drafted_tokens": usage.drafted_tokens if usage is not None else None,
         "accepted_draft_tokens": usage.accepted_draft_tokens if usage is not None else None,
         "attempts": record.num_attempts,
+        "class": record.request_class,
         "reason": record.reason if is_operator else None,
         "error": record.error_code,
         "error_message": record.error_message if is_operator else None,
@@ -290,6 +291,7 @@ def _running_json(running: RunningRequest, key: KeySection | None) -> dict[str, 
         "phase": running.phase,
         "duration_s": round(running.duration_s, 4),
         "attempts": running.num_attempts,
+        "class": running.request_class,
     }
 
 

@@ -40,6 +40,7 @@ from cortex.wire.events import MAX_TOKENS, Tokens, Usage
 from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.headers import DIMENSIONS, PROMPT_TOKENS, RECOVERS, RELAYED
 from cortex.wire.opaque.health_checks import not_ready
+from cortex.wire.request_class import level_of
 
 _USAGE_KEY = b'"usage":'
 
@@ -226,6 +227,7 @@ class ProxyRequest:
                 excluded=self._excluded,
                 has_pictures=self.received.envelope.facts.has_pictures,
                 client=self.received.client,
+                level=level_of(self.admitted.request_class),
             )
             self.services.dispatcher.request_lease(pending)
         except CortexError as error:

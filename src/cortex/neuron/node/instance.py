@@ -33,6 +33,7 @@ from cortex.wire.errors import (
 )
 from cortex.wire.node.protocol import ModelLoad
 from cortex.wire.prompt_overflow import prompt_too_long, prompt_too_long_for_memory
+from cortex.wire.request_class import CLASSES
 from cortex.wire.words import duration, plural
 
 
@@ -114,7 +115,10 @@ class _Running:
 class Instance:
     """The `ModelSink` of one loaded model. Belongs to the daemon's loop."""
 
-    def __init__(self, model_id: str, host: ModelHost, limits: Limits, callbacks: ModelCallbacks) -> None:
+    def __init__(
+        self, model_id: str, host: ModelHost, limits: Limits, callbacks: ModelCallbacks, *, preempts: bool = True
+    ) -> None:
+        """`preempts`: it runs on the engine, which preempts requests of lower classes."""
         self.model_id = model_id
         self.host = host
         self.stage_layers: tuple[int, ...] = ()
@@ -129,7 +133,8 @@ class Instance:
         self._callbacks = callbacks
         self._unloading: asyncio.Task[Reclaimed] | None = None
         self._max_num_seqs = limits.max_num_seqs
-        self._admission = Admission(self._num_slots, limits.max_queue)
+        self._preempts = preempts
+        self._admission = Admission(self._num_slots, limits.max_queue, preempted_slots=self._num_slots * preempts)
         self._requests: dict[str, _Running] = {}
         self._closed: CortexError | None = None
         self._has_produced = False
@@ -184,6 +189,7 @@ class Instance:
             waiting=self._admission.waiting + waiting_in_engine + num_in_preparation,
             kv_used_fraction=round(self._stats.used_pages / max(self._stats.num_pages, 1), 4),
             tokens_per_s=self._throughput.per_s(time.monotonic()),
+            waiting_by_class={name: n for name, n in zip(CLASSES, self._admission.waiting_at, strict=True) if n},
         )
 
     # Requests
@@ -201,7 +207,9 @@ class Instance:
         queued = QueuedRequest(
             request.principal,
             len(request.prompt) + min(request.max_tokens, _CACHE_TOKENS_AHEAD),
-            start=lambda: self.host.submit(request),
+            level=request.level,
+            prompt_tokens=len(request.prompt),
+            start=lambda: self._start(request, generation, queued),
             reject=lambda retry_after_s: self._end_with_error(
                 request.id, self._overloaded(self._admission.waiting, retry_after_s)
             ),
@@ -214,6 +222,10 @@ class Instance:
             self._forget(request.id)
             raise self._overloaded(full.waiting, full.retry_after_s) from full
         return generation
+
+    def _start(self, request: EngineRequest, generation: Generation, queued: QueuedRequest) -> None:
+        generation.queued_s = time.monotonic() - queued.entered_s
+        self.host.submit(request)
 
     def _overloaded(self, waiting: int, retry_after_s: float) -> Overloaded:
         queue = plural(waiting, "request is", "requests are")
@@ -267,6 +279,7 @@ class Instance:
                     self._fail_alone(output)
                     continue
                 num_tokens += len(output.tokens)
+                self._admission.spent(running.queued, len(output.tokens) - (output.cached_tokens or 0))
                 if not running.has_token and (output.tokens or output.vectors):
                     self._admission.produced(running.queued, now_s)
                     num_tokens -= self._note_first(running, output)
@@ -323,6 +336,7 @@ class Instance:
             num_pages = max(info.num_pages, self._stats.num_pages)  # more with extra replicas
             free_tokens = (num_pages - self._stats.used_pages) * info.page_tokens
             self._admission.slots = self._num_slots
+            self._admission.preempted_slots = self._num_slots * self._preempts
             self._admission.cache_reported(free_tokens, time.monotonic())
 
     # Drain, sleep and unload

@@ -76,6 +76,10 @@ class BudgetedGeneration:
         self._is_paused = False
         self._running.resume()
 
+    @property
+    def queued_s(self) -> float:
+        return self._running.queued_s
+
     def cancel(self) -> None:
         self._is_cancelled = True
         self._running.cancel()

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
+import msgspec
+
 from cortex.neuron.api.backend import Backend, GenerationStream
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.choice import Choice, ChoiceContext, Stopwatch
@@ -60,6 +62,8 @@ class Session:
         self._gateway_s = gateway_s
         self.first_token_s: float | None = None
         """Time from the request's arrival to its first token."""
+        self._queued_s = 0.0
+        """How long its choices waited for slots, once one has a token."""
         self._arrived_s = time.monotonic()
         self._picture_work = PictureWork(client)
         self._choices: list[Choice] = []
@@ -73,7 +77,9 @@ class Session:
         """Usage of all choices so far; before there are any, the pictures that were decoded for them."""
         if not self._choices:
             return Usage(prompt_tokens=self._picture_work.num_tokens)
-        return summed(choice.usage for choice in self._choices)
+        queued_ms = round(1000 * self._queued_s)
+        used = summed(choice.usage for choice in self._choices)
+        return msgspec.structs.replace(used, queued_ms=queued_ms) if queued_ms else used
 
     async def run(self, deliver: Deliver) -> None:
         """Calls `deliver` with batches of events, to the last one. Raises a `CortexError` when the response cannot
@@ -168,6 +174,7 @@ class Session:
             return
         self.phase = "decode"
         if self.first_token_s is None:
+            self._queued_s = sum(each.queued_s for each in self._generations)
             self.first_token_s = time.monotonic() - self._arrived_s
         try:
             if events := choice.push(outputs, self._stopwatch):

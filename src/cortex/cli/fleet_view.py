@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from cortex.cli.client import GatewayClient
+from cortex.fleet.topology import RESERVES
 from cortex.wire.node.protocol import ModelStatus, NodeValue
 
 
@@ -47,6 +48,8 @@ class NodeView(NodeValue, frozen=True, kw_only=True):
     up: bool
     draining: bool = False
     drained: bool = False
+    sleep: str = "awake"
+    """`asleep`, `waking`, `suspending` or `lost` where the gateway has suspended it."""
     problem: str | None = None
     ceiling_bytes: int | None = None
     """The most that models may hold over all devices."""
@@ -61,6 +64,11 @@ class NodeView(NodeValue, frozen=True, kw_only=True):
     """Parts of models that other nodes serve."""
     files: dict[str, int] = msgspec.field(default_factory=dict)
     """Bytes on disk, by model."""
+
+    @property
+    def is_reserve(self) -> bool:
+        """Whether it sleeps, and is woken when it is needed."""
+        return self.sleep in RESERVES
 
 
 class FleetView(NodeValue, frozen=True, kw_only=True):

@@ -218,6 +218,9 @@ class NeuronConfig(Section, frozen=True):
     """The address of this host on a private network that only the nodes are on: servers that run a model on several
     nodes (`nodes` in `models.toml`) reach each other there, and accept everybody who does. Absent: this node takes no
     part in such models."""
+    suspend_command: tuple[str, ...] = ("systemctl", "suspend")
+    """The program with its arguments that suspends this host when a gateway with `wake` for this node asks for it.
+    Empty: the node refuses."""
     devices: tuple[DeviceEntry, ...] = ()
     harnesses: tuple[HarnessEntry, ...] = (HarnessEntry(),)
     harness: HarnessSettings = HarnessSettings()

@@ -72,7 +72,9 @@ def render(fleet: FleetView) -> RenderableType:
 
 
 def _node(node: NodeView, fleet: FleetView) -> RenderableType:
-    if not node.up:
+    if node.is_reserve:
+        condition = Text(node.problem or node.sleep, style="blue")
+    elif not node.up:
         condition = Text.assemble(("down", "bold red"), f"  {node.problem or ''}")
     elif node.drained:
         condition = Text(f"drained, takes no new requests until `cortex undrain {node.name}`", style="yellow")

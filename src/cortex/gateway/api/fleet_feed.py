@@ -154,6 +154,7 @@ def _node_status(node: Node, catalogue: Catalogue) -> dict[str, Any]:
         "up": node.healthy,
         "draining": node.draining,
         "drained": node.drained,
+        "sleep": node.sleep,
         "problem": node.problem,
         "missed_polls": node.missed_polls,
         "can_sleep": node.can_sleep,

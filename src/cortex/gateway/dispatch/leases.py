@@ -63,7 +63,19 @@ class PendingRequest:
     """A request for a lease. `deliver` is called exactly once, with a lease or with the error, unless the request is
     cancelled first."""
 
-    __slots__ = ("client", "deliver", "excluded", "has_pictures", "level", "model", "need", "origin", "prompt", "since")
+    __slots__ = (
+        "client",
+        "deliver",
+        "excluded",
+        "has_pictures",
+        "level",
+        "model",
+        "need",
+        "origin",
+        "prompt",
+        "since",
+        "tell",
+    )
 
     def __init__(
         self,
@@ -78,8 +90,11 @@ class PendingRequest:
         has_pictures: bool = False,
         client: str = SOMEBODY,
         level: int = DEFAULT,
+        tell: Callable[[float], None] | None = None,
     ) -> None:
         self.client = client
+        self.tell = tell
+        """Called, once, with the seconds that a node takes to wake for the request."""
         self.level = level
         """Of its class."""
         self.model = model

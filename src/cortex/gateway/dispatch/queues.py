@@ -113,6 +113,13 @@ class Queues:
         queue = self._pending.get(model)
         return queue.next(now) if queue else None
 
+    def tell(self, model: str, wait_s: float) -> None:
+        """Tell those that wait for `model`, once, how long a node takes to wake for it."""
+        for pending in self._pending.get(model, ()):
+            tell, pending.tell = pending.tell, None
+            if tell is not None:
+                tell(wait_s)
+
     def by_class(self, model: str) -> dict[str, int]:
         """How many of each class wait for `model`; only classes with any."""
         queue = self._pending.get(model)

@@ -51,7 +51,7 @@ function Summary() {
   const devices = nodes.filter((each) => each.up).flatMap((each) => each.devices);
   const total = sum(devices, (device) => device.total_bytes);
   const used = total - sum(devices, (device) => device.free_bytes);
-  const down = nodes.filter((each) => !each.up).length;
+  const down = nodes.filter((each) => !each.up && !isReserve(each)).length;
   const inQueue = sum(Object.values(waiting.value), (depth) => depth) + sum(models, (model) => model.load.waiting);
   const tiles = [
     ["Nodes", `${nodes.length - down} up${down ? `, ${down} down` : ""}`, down ? "bad-text" : ""],
@@ -78,18 +78,23 @@ const inFlight = (model) => Math.max(model.in_flight, model.load.running);
 
 const sum = (values, of) => values.reduce((total, value) => total + (of(value) ?? 0), 0);
 
+/** Whether a node sleeps, and is woken when it is needed. */
+function isReserve(node) {
+  return ["suspending", "asleep", "waking"].includes(node.sleep);
+}
+
 function NodeCard({ name, onOrder }) {
   const here = node(name).value;
   const [all, setAll] = useState(false);
   if (!here) return null;
   const models = all ? here.models : here.models.slice(0, SHOWN_MODELS);
   const asleep = here.models.filter((model) => model.host_bytes > 0);
-  const status = !here.up ? ["bad", "down"] : here.draining ? ["warn", here.drained ? "drained" : "draining"] : ["good", "up"];
+  const status = isReserve(here) ? ["", here.sleep] : !here.up ? ["bad", here.sleep === "lost" ? "lost" : "down"] : here.draining ? ["warn", here.drained ? "drained" : "draining"] : ["good", "up"];
   return html`
     <article class="card node ${here.up ? "" : "down"}" aria-label=${`Node ${name}`}>
       <header>
         <h2 title=${name}>${name}</h2>
-        <${Badge} kind=${status[0]}>${status[1]}<//>
+        <${Badge} kind=${status[0]} title=${here.problem ?? ""}>${status[1]}<//>
         ${here.kind === "openai" && html`<${Badge} title="An OpenAI-compatible server; it loads and unloads nothing">foreign<//>`}
         <span class="grow"></span>
         ${here.kind === "neuron" && here.up && html`

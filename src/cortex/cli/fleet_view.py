@@ -24,6 +24,7 @@ class DeviceView(NodeValue, frozen=True, kw_only=True):
     """The part of `free_bytes` that extra replicas hold."""
     kv_host_bytes: int = 0
     """Host memory of KV pages that are not on the device."""
+    watts: float | None = None
 
     @property
     def short_name(self) -> str:
@@ -50,6 +51,8 @@ class NodeView(NodeValue, frozen=True, kw_only=True):
     drained: bool = False
     sleep: str = "awake"
     """`asleep`, `waking`, `suspending` or `lost` where the gateway has suspended it."""
+    watts: float | None = None
+    """What its devices and processor packages draw."""
     problem: str | None = None
     ceiling_bytes: int | None = None
     """The most that models may hold over all devices."""

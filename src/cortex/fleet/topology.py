@@ -166,6 +166,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     num_loads: int = 0
     """Loads since its workers were last recycled."""
     disk: DiskUse | None = None
+    watts: float | None = None
+    """What its devices and processor packages draw together, as far as it can read that."""
     pulls: tuple[PullStatus, ...] = ()
     """Downloads without a load."""
     members: tuple[ModelStatus, ...] = ()

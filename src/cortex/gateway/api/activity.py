@@ -265,6 +265,7 @@ def _as_json(record: RequestRecord, key: KeySection | None, *, in_full: bool = F
         "cached_tokens": usage.cached_tokens if usage is not None else None,
         "completion_tokens": usage.completion_tokens if usage is not None else None,
         "reasoning_tokens": usage.reasoning_tokens if usage is not None else None,
+        "energy_j": usage.energy_mj / 1000 if usage is not None else None,
         "dimensions": record.dimensions,
         "drafted_tokens": usage.drafted_tokens if usage is not None else None,
         "accepted_draft_tokens": usage.accepted_draft_tokens if usage is not None else None,

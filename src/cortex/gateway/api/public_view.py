@@ -172,6 +172,7 @@ def _as_one(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "draining": False,
         "drained": False,
         "sleep": "awake",
+        "watts": None,
         "problem": None,
         "missed_polls": 0,
         "can_sleep": False,

@@ -472,8 +472,8 @@ class Dispatcher(DispatchView, StateMachine):
         """A node that has the model is down or shutting down: it may be back soon. One that the operator drained is
         back only when the operator says so, and one that could not be woken when somebody looks after it."""
         nodes = self._fleet_state.fleet.listing(model)
-        lasting = [node for node in nodes if node.drained or node.sleep == "lost"]
-        return any(node.draining or not node.healthy for node in nodes if node not in lasting)
+        returning = [node for node in nodes if not node.drained and node.sleep != "lost"]
+        return any(node.draining or not node.healthy for node in returning)
 
     def _is_any_node_undecided(self) -> bool:
         """A node was not observed yet, or missed too few polls to be down: it could still take the model."""

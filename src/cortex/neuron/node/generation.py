@@ -28,12 +28,15 @@ class Generation:
         "_on_cancel",
         "_receive",
         "_unread",
+        "energy_j",
         "queued_s",
         "request_id",
     )
 
     def __init__(self, request_id: str, on_cancel: Callable[[], None]) -> None:
         self.request_id = request_id
+        self.energy_j = 0.0
+        """What it drew, once it has ended."""
         self.queued_s = 0.0
         """How long it waited for its slot."""
         self._on_cancel = on_cancel

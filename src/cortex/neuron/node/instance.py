@@ -19,6 +19,7 @@ from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput
 from cortex.neuron.node.admission import Admission, QueuedRequest, QueueFull
 from cortex.neuron.node.generation import Generation
 from cortex.neuron.node.loading.library import FileStamps
+from cortex.neuron.node.power import EnergyMeter
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import ModelHost, Resident
@@ -110,6 +111,8 @@ class _Running:
     generation: Generation
     queued: QueuedRequest
     has_token: bool = False
+    drawn_j: float = 0.0
+    """The meter when it got its slot."""
 
 
 class Instance:
@@ -135,6 +138,7 @@ class Instance:
         self._max_num_seqs = limits.max_num_seqs
         self._preempts = preempts
         self._admission = Admission(self._num_slots, limits.max_queue, preempted_slots=self._num_slots * preempts)
+        self._energy = EnergyMeter()
         self._requests: dict[str, _Running] = {}
         self._closed: CortexError | None = None
         self._has_produced = False
@@ -224,8 +228,24 @@ class Instance:
         return generation
 
     def _start(self, request: EngineRequest, generation: Generation, queued: QueuedRequest) -> None:
-        generation.queued_s = time.monotonic() - queued.entered_s
+        now_s = time.monotonic()
+        generation.queued_s = now_s - queued.entered_s
+        # The slot is counted already.
+        self._requests[request.id].drawn_j = self._energy.advance(now_s, self._admission.running - 1)
         self.host.submit(request)
+
+    @property
+    def power_devices(self) -> tuple[int, ...]:
+        return tuple(index for replica in self.host.replica_devices for index in replica)
+
+    @property
+    def num_running(self) -> int:
+        return self._admission.running
+
+    def draws(self, watts: float) -> None:
+        """From now on, its running requests draw this much together."""
+        self._energy.advance(time.monotonic(), self._admission.running)
+        self._energy.draws(watts)
 
     def _overloaded(self, waiting: int, retry_after_s: float) -> Overloaded:
         queue = plural(waiting, "request is", "requests are")
@@ -257,6 +277,11 @@ class Instance:
     def on_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
         self._callbacks.on_progress(stage, done_bytes, total_bytes)
 
+    def _meter(self, running: _Running, now_s: float) -> None:
+        """The request ends: says what it drew, before its last output is delivered."""
+        if running.queued.has_slot:
+            running.generation.energy_j = self._energy.advance(now_s, self._admission.running) - running.drawn_j
+
     def on_outputs(self, outputs: tuple[StepOutput, ...]) -> None:
         if not self._has_produced and any(output.tokens or output.vectors for output in outputs):
             self._has_produced = True
@@ -267,6 +292,8 @@ class Instance:
             running = self._requests.get(output.request_id)
             if running is None:
                 continue
+            if output.finish is not None:
+                self._meter(running, now_s)
             if output.finish in ("error", "rejected"):
                 message = output.error or "the engine ended this request without a reason; see the node's log"
                 failed = InvalidValue if output.finish == "rejected" else GenerationFailed

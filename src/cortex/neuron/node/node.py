@@ -38,6 +38,7 @@ from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings
 from cortex.neuron.node.memory.sleep_budget import SleepBudget, sleep_budget_bytes
 from cortex.neuron.node.models import Models
+from cortex.neuron.node.power import attribute
 from cortex.neuron.node.replicas.demand import ReplicaDemand, ReplicaRules
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import ServedModel, describe_node
@@ -79,6 +80,7 @@ class Node:
             forecast.reserve,
             ceilings,
             limits.kv_host_mb,
+            boosts=not config.harness.torch.idle_clock,
         )
         self._surveys = (parts.surveys or partial(SurveyProcess.of, limits))()
         self._library = Library(config)
@@ -203,6 +205,7 @@ class Node:
             failing_tasks=failing,
             pulls=self.files.pulls,
             disk=self.files.disk,
+            watts=None if self.devices.total_watts is None else round(self.devices.total_watts, 1),
         )
 
     def models(self) -> tuple[ModelStatus, ...]:
@@ -422,6 +425,7 @@ class Node:
         """Keeps device readings up to date."""
         while True:
             await self.devices.sample()
+            attribute(self.devices.watts, self._models.instances())
             self._ceilings.watch()
             await self.texts.rest_idle(self._models.is_in_memory)
             await asyncio.gather(self.pictures.rest_idle(), self._surveys.rest_idle())

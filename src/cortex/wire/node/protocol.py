@@ -98,6 +98,8 @@ class DeviceHealth(NodeValue, frozen=True):
     utilisation: float | None = None
     """0 to 1."""
     temperature_c: float | None = None
+    watts: float | None = None
+    """What it draws, where that can be read; a CPU: its packages."""
     worker: Literal["none", "starting", "running", "faulted"] = "none"
     kept_free_bytes: int = 0
     """Memory that every load leaves free: the operator's reserve, activations, buffers of libraries."""
@@ -344,6 +346,8 @@ class Health(NodeValue, frozen=True):
     pulls: tuple[PullStatus, ...] = ()
     """Downloads without a load: those in progress, and the latest that ended."""
     disk: DiskUse | None = None
+    watts: float | None = None
+    """What devices and processor packages draw together, as far as that can be read."""
 
 
 class Endpoint(NodeValue, frozen=True):

@@ -56,10 +56,11 @@ const sum = (rows, name) => rows.reduce((total, row) => total + row[name], 0);
 
 function Recorded({ usage, until, span }) {
   const rows = usage.day.rows;
-  const cost = sum(rows, "cost");
+  const cost = sum(rows, "cost"), energy = sum(rows, "energy_wh");
   const tiles = [
     ["Requests", count(sum(rows, "requests"))], ["Prompt tokens", compact(sum(rows, "prompt_tokens"))],
     ["of them cached", compact(sum(rows, "cached_tokens"))], ["Completion tokens", compact(sum(rows, "completion_tokens"))],
+    ...(energy ? [["Energy", energyText(energy)]] : []),
     ...(cost ? [["Cost", money(cost)]] : []),
   ];
   const plotted = useMemo(() => byDay(rows, until, span), [usage]);
@@ -93,15 +94,20 @@ function byDay(rows, until, span) {
   };
 }
 
+/** Watt hours for people. */
+function energyText(wattHours) {
+  return wattHours >= 1000 ? `${(wattHours / 1000).toFixed(2)} kWh` : `${wattHours.toFixed(wattHours < 1 ? 3 : 1)} Wh`;
+}
+
 function Table({ title, rows }) {
-  const hasCost = rows.some((row) => row.cost);
+  const hasCost = rows.some((row) => row.cost), hasEnergy = rows.some((row) => row.energy_wh);
   return html`
     <section class="card"><h2 class="card-title">${title}</h2><div class="scroll"><table>
-      <thead><tr><th>Name</th><th class="number">Requests</th><th class="number">In</th><th class="number">Cached</th><th class="number">Out</th>${hasCost && html`<th class="number">Cost</th>`}</tr></thead>
+      <thead><tr><th>Name</th><th class="number">Requests</th><th class="number">In</th><th class="number">Cached</th><th class="number">Out</th>${hasEnergy && html`<th class="number">Energy</th>`}${hasCost && html`<th class="number">Cost</th>`}</tr></thead>
       <tbody>${rows.map((row) => html`
         <tr key=${row.id ?? row.name}><td class="name-cell" title=${row.name}>${row.name}</td><td class="number">${count(row.requests)}</td>
           <td class="number" title=${count(row.prompt_tokens)}>${compact(row.prompt_tokens)}</td><td class="number" title=${count(row.cached_tokens)}>${compact(row.cached_tokens)}</td>
-          <td class="number" title=${count(row.completion_tokens)}>${compact(row.completion_tokens)}</td>${hasCost && html`<td class="number">${money(row.cost)}</td>`}</tr>`)}</tbody>
+          <td class="number" title=${count(row.completion_tokens)}>${compact(row.completion_tokens)}</td>${hasEnergy && html`<td class="number">${energyText(row.energy_wh)}</td>`}${hasCost && html`<td class="number">${money(row.cost)}</td>`}</tr>`)}</tbody>
     </table></div></section>`;
 }
 

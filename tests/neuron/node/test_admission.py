@@ -211,6 +211,21 @@ def test_higher_class_gets_the_free_slot_and_a_long_wait_raises_a_lower_one() ->
     assert callers.started[-1] is young
 
 
+@given(st.integers(IDLE, PRIORITY), st.lists(st.sampled_from([FLEX, DEFAULT, PRIORITY]), min_size=1, max_size=4))
+def test_no_class_starves_however_many_requests_of_others_come(level: int, others: list[int]) -> None:
+    callers = Callers(slots=1, max_queue=10_000)
+    running = callers.enter("other", level=PRIORITY, prompt_tokens=1)
+    low = callers.enter("low", level=level, prompt_tokens=1)
+    for second in range(1, 900):
+        callers.enter("other", second, level=others[second % len(others)], prompt_tokens=1)
+        callers.enter("third", second, level=others[second % len(others)], prompt_tokens=1)
+        callers.finish(running, second)
+        running = callers.started[-1]
+        if running is low:
+            return
+    pytest.fail("it waits for ever")
+
+
 def test_principals_share_tokens_and_not_slots() -> None:
     callers = Callers(slots=1, max_queue=100)
     running = callers.enter("short", prompt_tokens=100)

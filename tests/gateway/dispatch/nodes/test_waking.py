@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +59,40 @@ async def test_command_that_fails_says_why(command: tuple[str, ...], why: str) -
 def test_rules_need_exactly_one_valid_way(fields: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"mac"):
         WakeRules(**fields)  # type: ignore[arg-type]
+
+
+IN_NAMESPACE = """
+import asyncio, socket, subprocess
+from cortex.fleet.sleeping import WakeRules
+from cortex.gateway.dispatch.nodes.waking import wake
+for command in (
+    "link add near type veth peer name far", "addr add 10.9.8.1/24 dev near", "link set near up", "link set far up"
+):
+    subprocess.run(["ip", *command.split()], check=True)
+sniffer = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0800))
+sniffer.bind(("far", 0))
+sniffer.settimeout(30)
+asyncio.run(wake(WakeRules(mac="0a:1b:2c:3d:4e:ff", broadcast="10.9.8.255")))
+while (frame := sniffer.recv(2048))[23] != socket.IPPROTO_UDP:
+    pass
+print(frame.hex())
+"""
+
+
+@pytest.mark.skipif(
+    shutil.which("ip") is None
+    or shutil.which("unshare") is None
+    or subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False).returncode != 0,
+    reason="needs network namespaces",
+)
+def test_packet_reaches_every_host_of_the_network_as_an_ethernet_broadcast() -> None:
+    ran = subprocess.run(
+        ["unshare", "-rn", sys.executable, "-c", IN_NAMESPACE], capture_output=True, check=False, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    frame = bytes.fromhex(ran.stdout)
+    assert frame[:6] == b"\xff" * 6, "to every host"
+    assert frame[12:14] == b"\x08\x00"
+    assert frame[30:34] == bytes((10, 9, 8, 255))
+    assert int.from_bytes(frame[36:38], "big") == 9
+    assert frame[42:144] == b"\xff" * 6 + MAC * 16

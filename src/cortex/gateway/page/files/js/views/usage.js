@@ -6,6 +6,7 @@ import { Badge, CopyButton, Dialog, Empty, Loading, Menu, MenuItem, Problem, not
 import { StackedBars } from "../plot.js";
 import { session } from "../state.js";
 
+const CLASSES = "idle|flex|default|priority";
 const DAY_S = 86400;
 const SPANS = [7, 30, 90];
 
@@ -204,6 +205,7 @@ function LimitsForm({ what, info, onDone, onClose }) {
   const before = {
     name: text("name"), models: info?.models.join(", ") ?? "", group: text("group"), requests_per_min: text("requests_per_min"),
     window_tokens: text("window_tokens"), window_cost: text("window_cost"), window_h: String((info?.window_s ?? DAY_S) / 3600),
+    request_class: text("request_class"), highest_class: text("highest_class"),
     balance_tokens: text("balance_tokens"), balance_cost: text("balance_cost"), expires: info?.expires?.slice(0, 10) ?? "", operator: info?.operator ?? false,
   };
   const [fields, setFields] = useState(before);
@@ -217,6 +219,7 @@ function LimitsForm({ what, info, onDone, onClose }) {
       models: fields.models.split(",").map((text) => text.trim()).filter(Boolean), requests_per_min: number(fields.requests_per_min),
       window_tokens: number(fields.window_tokens), window_cost: number(fields.window_cost), window_s: Math.round((number(fields.window_h) ?? 24) * 3600),
       balance_tokens: number(fields.balance_tokens), balance_cost: number(fields.balance_cost),
+      request_class: fields.request_class.trim() || null, highest_class: fields.highest_class.trim() || null,
       ...(isKey ? { group: fields.group.trim() || null, expires: fields.expires || null, operator: fields.operator } : {}),
     });
     // Only what was changed: the models that are shown may be those of its group.
@@ -248,6 +251,10 @@ function LimitsForm({ what, info, onDone, onClose }) {
         <div class="fields">
           ${isKey && field("group", "Group, whose models and budget it shares", { placeholder: "None" })}
           ${field("requests_per_min", "Requests per minute", { type: "number", min: 1, placeholder: "No limit" })}
+        </div>
+        <div class="fields">
+          ${field("request_class", "Class of its requests: idle, flex, default or priority", { placeholder: "default", pattern: CLASSES })}
+          ${field("highest_class", "Highest class that they can ask for", { placeholder: "No limit", pattern: CLASSES })}
         </div>
         <div class="fields">
           ${field("window_tokens", "Tokens per window", { type: "number", min: 0, placeholder: "No limit" })}

@@ -89,3 +89,12 @@ def test_usage_never_falls_below_the_least_of_those_that_wait(steps: list[tuple[
             before = time.used(client)
             time.charge(client, cost)
             assert time.used(client) == before + cost
+
+
+def test_nothing_is_kept_of_clients_when_nobody_waits() -> None:
+    time: VirtualTime[str] = VirtualTime()
+    for number in range(100):
+        time.joins(f"client {number}")
+        time.leaves(f"client {number}")
+        time.charge(f"client {number}", 1)
+    assert [time.used(f"client {number}") for number in range(99)] == [0.0] * 99

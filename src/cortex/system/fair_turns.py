@@ -27,8 +27,7 @@ def aged(level: int, waited_s: float) -> int:
 
 
 class VirtualTime(Generic[Client]):
-    """What clients have used, as far as it decides whose turn it is. Its memory is bounded by the clients that wait and
-    those that are ahead of them."""
+    """What clients have used, as far as it decides whose turn it is. It is forgotten when nobody waits."""
 
     def __init__(self) -> None:
         self._used: dict[Client, float] = {}
@@ -42,7 +41,7 @@ class VirtualTime(Generic[Client]):
 
     def joins(self, client: Client) -> None:
         """One more request of the client waits."""
-        if not self._waiting[client]:
+        if client not in self._waiting:
             self._rise()
             self._used[client] = self.used(client)
         self._waiting[client] += 1
@@ -52,8 +51,11 @@ class VirtualTime(Generic[Client]):
         if self._waiting[client] <= 1:
             self._rise()
             del self._waiting[client]
-            self._used = {each: used for each, used in self._used.items() if used > self._level or self._waiting[each]}
-            self._waiting += Counter()  # without those that were looked up
+            if not self._waiting:  # nobody is owed anything
+                self._used, self._level = {}, 0.0
+            self._used = {
+                each: used for each, used in self._used.items() if used > self._level or each in self._waiting
+            }
         else:
             self._waiting[client] -= 1
 
@@ -62,4 +64,4 @@ class VirtualTime(Generic[Client]):
         self._used[client] = max(self.used(client) + cost, 0.0)
 
     def _rise(self) -> None:
-        self._level = max(self._level, min((self._used[each] for each, n in self._waiting.items() if n), default=0.0))
+        self._level = max(self._level, min((self._used[each] for each in self._waiting), default=0.0))

@@ -12,6 +12,8 @@ from cortex.gateway.dispatch.queues import Queues
 from cortex.system.fair_turns import DEFAULT, FLEX, IDLE, PRIORITY
 from cortex.wire.errors import Overloaded
 
+from ..fake_fleet import GB, FakeFleet
+
 
 def pending(
     model: str = "a",
@@ -111,3 +113,11 @@ def test_work_that_can_wait_leaves_places_in_the_queue(queues: Queues) -> None:
     with pytest.raises(Overloaded):
         queues.join(pending(level=FLEX))
     queues.join(pending())
+
+
+def test_dispatcher_says_what_waits_in_which_class() -> None:
+    fake = FakeFleet({"n": {"a": GB}})
+    fake.poll()
+    fake.ask("a")
+    fake.dispatcher.request_lease(pending(since=fake.now, level=IDLE))
+    assert fake.dispatcher.queued("a") == {"": {"idle": 1, "default": 1}}

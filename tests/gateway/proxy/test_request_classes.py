@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from cortex.gateway.ledger.groups import GroupSection
@@ -57,3 +58,25 @@ async def test_unknown_tier_is_rejected(neurons: StartNeuron, start_gateway: Sta
     body = {"model": "a", "messages": [{"role": "user", "content": "hi"}], "service_tier": "gold"}
     status, reply = await client.post("/v1/chat/completions", body)
     assert (status, reply["error"]["param"]) == (400, "service_tier")
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "passed"),
+    [
+        (PLAIN, "/v1/chat/completions", ("priority", -1)),
+        (BOUNDED, "/v1/chat/completions", (None, None)),
+        (BOUNDED, "/v1/messages", (None, None)),
+    ],
+)
+async def test_foreign_server_gets_no_class_beyond_that_of_the_key(
+    neurons: StartNeuron, start_gateway: StartGateway, key: NewKey, path: str, passed: tuple[str | None, int | None]
+) -> None:
+    server = await neurons("server", sizes={"a": GB})
+    client = await start_gateway(foreign=(server,), **KEYED)
+    body: dict[str, Any] = {"model": "a", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+    if path == "/v1/chat/completions":
+        body |= {"service_tier": "priority", "priority": -1}
+    status, reply = await client.post(path, body, authorization=f"Bearer {key.text}")
+    assert status == 200, reply
+    sent = msgspec.json.decode(server.seen[-1].raw)
+    assert (sent.get("service_tier"), sent.get("priority")) == passed

@@ -308,7 +308,7 @@ def test_counters_match_the_live_requests_after_any_history(
     for now_s, (action, principal, pick) in enumerate(history):
         if action == "enter":
             try:
-                live.append(callers.enter(principal, float(now_s), cache_tokens=1 + pick))
+                live.append(callers.enter(principal, float(now_s), cache_tokens=1 + pick, level=pick % 4))
             except QueueFull:
                 assert callers.admission.waiting >= max_queue
         elif action == "clear":

@@ -23,7 +23,7 @@ FAMILIES = {"neuron.families", "neuron.vision"}
 KERNELS = {"neuron.kernels", "neuron.private_api", "neuron.delta_sizes", "system.cache_folder", "formats.quant_names"}
 LAYERS = {"neuron.layers", *KERNELS}
 MODELS = {"neuron.models", "neuron.weights", *FAMILIES, *LAYERS}
-ENGINE = {"neuron.engine", "formats.units", *MODELS}
+ENGINE = {"neuron.engine", "formats.units", "system.fair_turns", *MODELS}
 WORKER = {"neuron.worker", "system.engine_packages", "ipc", "routing", "system.tasks", "telemetry", "wire", *ENGINE}
 TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.weights", *FAMILIES}
 HUB = {"neuron.hub_process", "ipc", "neuron.weights"}
@@ -52,6 +52,7 @@ DISPATCH = {
     "http",
     "system.open_files",
     "system.private_file",
+    "system.fair_turns",
     "system.service_manager",
     "routing",
     "system.tasks",
@@ -81,6 +82,7 @@ RULES: dict[str, Rule] = {
     "system": Rule(set(), frozenset()),
     "system.build": Rule({"cortex"}, frozenset()),
     "system.cache_folder": Rule(set(), frozenset()),
+    "system.fair_turns": Rule(set(), frozenset()),
     "system.engine_packages": Rule(set(), frozenset()),
     "system.exits": Rule(set(), frozenset()),
     "system.open_files": Rule(set(), frozenset()),
@@ -95,7 +97,7 @@ RULES: dict[str, Rule] = {
     "fleet": Rule({"fleet", "formats.quant_names", "formats.units", "wire", "settings"}, frozenset({"msgspec"})),
     "routing": Rule({"routing"}, frozenset({"msgspec"})),
     "http": Rule({"http", "settings", "wire"}, frozenset({"httptools"})),
-    "ipc": Rule({"ipc", "telemetry", "wire"}, frozenset({"msgspec"})),
+    "ipc": Rule({"ipc", "system.fair_turns", "telemetry", "wire"}, frozenset({"msgspec"})),
     "foreign": Rule({"foreign", "http", "ipc", "wire"}, frozenset({"msgspec"})),
     "parsing": Rule({"parsing", "foreign", "ipc", "telemetry", "wire"}, frozenset({"msgspec"})),
     "gateway.config": Rule(

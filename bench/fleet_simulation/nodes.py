@@ -7,6 +7,7 @@ from collections import deque
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.rules import EvictionRules
+from cortex.fleet.sleeping import WakeRules
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.config import NeuronSection
 from cortex.gateway.dispatch.dispatcher import Dispatcher
@@ -90,6 +91,10 @@ class SimulatedFleet:
     def poll_now(self, node: str) -> None: ...
 
     def mark_down(self, node: str, *, is_down: bool) -> None: ...
+
+    def suspend(self, node: str) -> None: ...
+
+    def wake(self, node: str, rules: WakeRules) -> None: ...
 
     # --- the nodes
 

@@ -19,6 +19,7 @@ import msgspec
 from cortex.fleet.catalogue import Catalogue, ModelSpec
 from cortex.fleet.demand import SOMEBODY
 from cortex.fleet.rules import EvictionRules
+from cortex.fleet.sleeping import WakeRules
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.config import NeuronSection
 from cortex.gateway.dispatch.dispatcher import Dispatcher
@@ -199,6 +200,10 @@ class Simulation:
     def abandon(self, node: str) -> None: ...
 
     def mark_down(self, node: str, *, is_down: bool) -> None: ...
+
+    def suspend(self, node: str) -> None: ...
+
+    def wake(self, node: str, rules: WakeRules) -> None: ...
 
 
 def pipeline() -> list[Client]:

@@ -11,6 +11,7 @@ from cortex.fleet.demand import SOMEBODY
 from cortex.fleet.devices import MemoryReservation
 from cortex.fleet.placement.decision import Origin
 from cortex.fleet.rules import EvictionRules
+from cortex.fleet.sleeping import WakeRules
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.config import NeuronSection
 from cortex.gateway.dispatch.dispatcher import Dispatcher
@@ -55,6 +56,8 @@ class FakeFleet:
     device_kind: DeviceKind = "cuda"
     spans: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The nodes of models that span several; `sizes` has the part of each node, at the first."""
+    wakes: dict[str, WakeRules] = field(default_factory=dict)
+    """How nodes that may sleep are woken."""
 
     def __post_init__(self) -> None:
         self.loads: list[tuple[str, str]] = []
@@ -69,6 +72,8 @@ class FakeFleet:
         self.abandoned: list[str] = []
         self.polls: list[str] = []
         self.down: set[str] = set()
+        self.suspended: list[str] = []
+        self.woken: list[str] = []
         self.forgotten: list[tuple[str, str]] = []
         self.surveys: list[tuple[str, str]] = []
         self.ready: dict[str, dict[str, float]] = {name: {} for name in self.sizes}
@@ -98,7 +103,7 @@ class FakeFleet:
         self.operator = OperatorCommands(self.dispatcher, self.event_log)
 
     def settings(self, *names: str, endpoint: str = "http://x") -> DispatchSettings:
-        neurons = tuple(NeuronSection(name=name, endpoint=endpoint) for name in names)
+        neurons = tuple(NeuronSection(name=name, endpoint=endpoint, wake=self.wakes.get(name)) for name in names)
         return DispatchSettings(self.catalogue, self.rules, neurons, self.max_wait_s, max_waiting=100, missed_polls=3)
 
     # Effects
@@ -124,6 +129,12 @@ class FakeFleet:
 
     def poll_now(self, node: str) -> None:
         self.polls.append(node)
+
+    def suspend(self, node: str) -> None:
+        self.suspended.append(node)
+
+    def wake(self, node: str, rules: WakeRules) -> None:
+        self.woken.append(node)
 
     def mark_down(self, node: str, *, is_down: bool) -> None:
         (self.down.add if is_down else self.down.discard)(node)

@@ -30,6 +30,8 @@ class PlayedGeneration:
     def resume(self) -> None:
         self._flows.set()
 
+    queued_s = energy_j = 0.0
+
     def cancel(self) -> None:
         """What was produced is delivered still, as by an engine that learns of it late."""
         self.cancelled.set()

@@ -9,6 +9,7 @@ import msgspec
 
 from cortex.cli.client import GatewayClient
 from cortex.cli.output import size
+from cortex.fleet.topology import RESERVES
 from cortex.wire.node.protocol import HostHealth, ModelStatus, NodeValue
 
 
@@ -24,6 +25,7 @@ class DeviceView(NodeValue, frozen=True, kw_only=True):
     """The part of `free_bytes` that extra replicas hold."""
     kv_host_bytes: int = 0
     """Host memory of KV pages that are not on the device."""
+    watts: float | None = None
 
     @property
     def short_name(self) -> str:
@@ -64,6 +66,10 @@ class NodeView(NodeValue, frozen=True, kw_only=True):
     up: bool
     draining: bool = False
     drained: bool = False
+    sleep: str = "awake"
+    """`asleep`, `waking`, `suspending` or `lost` where the gateway has suspended it."""
+    watts: float | None = None
+    """What its devices and processor packages draw."""
     problem: str | None = None
     ceiling_bytes: int | None = None
     """The most that models may hold over all devices."""
@@ -79,6 +85,11 @@ class NodeView(NodeValue, frozen=True, kw_only=True):
     """Parts of models that other nodes serve."""
     files: dict[str, int] = msgspec.field(default_factory=dict)
     """Bytes on disk, by model."""
+
+    @property
+    def is_reserve(self) -> bool:
+        """Whether it sleeps, and is woken when it is needed."""
+        return self.sleep in RESERVES
 
 
 class FleetView(NodeValue, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     utilisation: float | None = None
     """0 to 1."""
     temperature_c: float | None = None
+    watts: float | None = None
 
 
 class MemoryReservation(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -33,6 +33,7 @@ def after_poll(before: Node, discovery: Discovery, health: Health, now: float) -
         problem=discovery.driver_problem,
         disk=health.disk,
         host=health.host,
+        watts=health.watts,
         pulls=health.pulls,
         members=tuple(status for status in health.models if status.rank),
     )
@@ -93,6 +94,7 @@ def _device(
         kv_host_bytes=report.kv_host_bytes if report else 0,
         utilisation=report.utilisation if report else None,
         temperature_c=report.temperature_c if report else None,
+        watts=report.watts if report else None,
     )
 
 

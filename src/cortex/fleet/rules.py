@@ -17,6 +17,8 @@ class PlacementRules(Section, frozen=True):
     strategy: Literal["pack", "spread"] = "pack"
     """`pack`: where the least is left free, which keeps large devices for large models. `spread`: where the most is
     free, so that models share a device only when they must."""
+    min_awake: Annotated[int, msgspec.Meta(ge=0)] = 1
+    """As many nodes stay awake, however idle they are: see `wake` of `[[neurons]]`."""
 
 
 class EvictionRules(Section, frozen=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Set
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -133,6 +133,11 @@ class PlacementFacts(NamedTuple):
     """What the budget of host memory has left, in the same units."""
 
 
+Sleep = Literal["awake", "suspending", "asleep", "waking", "lost"]
+RESERVES: tuple[Sleep, ...] = ("suspending", "asleep", "waking")
+"""What is said of nodes that serve nothing now, and will when they are needed."""
+
+
 class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One host, or one foreign server, as of its last report. What is `remembered` of it is kept with it."""
 
@@ -158,12 +163,16 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     drained: bool = False
     """By the operator."""
     missed_polls: int = 0
+    sleep: Sleep = "awake"
+    """Whether this gateway has suspended or woken it; `lost`: it did not come back."""
     problem: str | None = None
     """Why it is not healthy, or why its devices cannot be used."""
     reservations: tuple[MemoryReservation, ...] = ()
     num_loads: int = 0
     """Loads since its workers were last recycled."""
     disk: DiskUse | None = None
+    watts: float | None = None
+    """What its devices and processor packages draw together, as far as it can read that."""
     pulls: tuple[PullStatus, ...] = ()
     """Downloads without a load."""
     members: tuple[ModelStatus, ...] = ()

@@ -19,6 +19,7 @@ from cortex import settings
 from cortex.fleet.catalogue import MEBIBYTE
 from cortex.fleet.devices import Ceilings
 from cortex.fleet.rules import EvictionRules, PlacementRules
+from cortex.fleet.sleeping import WakeRules
 from cortex.fleet.topology import Abilities
 from cortex.gateway.database import check_location, is_url
 from cortex.gateway.ledger.groups import GroupSection, check_groups
@@ -268,6 +269,7 @@ class NeuronSection(Section, frozen=True):
     """The most memory that models may take over all devices of the node, weights and KV caches together. Where the
     node's own `limits.memory_mb` is smaller, that counts."""
     devices: tuple[NeuronDevice, ...] = ()
+    wake: WakeRules | None = None
 
     @property
     def abilities(self) -> Abilities:
@@ -294,6 +296,8 @@ class NeuronSection(Section, frozen=True):
             raise ValueError(f"`{self.name}` has two entries for one device; remove one of them")
         if self.cache_salt and self.kind == "neuron":
             raise ValueError(f"`{self.name}` is a neuron and separates cached prefixes by itself; remove cache_salt")
+        if self.wake is not None and self.kind != "neuron":
+            raise ValueError(f"`{self.name}` is not a neuron and cannot be suspended; remove wake")
         if self.kind == "neuron" and (self.models or self.set_params or self.strip_params):
             raise ValueError(f"`{self.name}` is a neuron: its own file has its models and parameters; remove them here")
         if not ROUTED_FIELDS.isdisjoint((*self.set_params, *self.strip_params)):

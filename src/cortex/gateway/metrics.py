@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from cortex.fleet.devices import DeviceState
-from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
+from cortex.fleet.topology import RESERVES, Fleet, ModelOnNode, Node, Residency
 from cortex.wire.events import Usage
 from cortex.wire.node.protocol import HostHealth, ModelState
 
@@ -51,6 +51,12 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cortex_device_kv_host_bytes": ("Host memory of KV pages that are not on the device.", ("node", "device")),
     "cortex_device_utilisation_ratio": ("How busy the device is, 0 to 1.", ("node", "device")),
     "cortex_device_temperature_celsius": ("Temperature of the device.", ("node", "device")),
+    "cortex_device_watts": ("What the device draws, where the node can read that.", ("node", "device")),
+    "cortex_node_watts": (
+        "What devices and processor packages of the node draw, as far as it can read that.",
+        ("node",),
+    ),
+    "cortex_node_asleep": ("1 while the node is suspended.", ("node",)),
     "cortex_model_loaded": ("1 where the model is ready, else 0.", ("model", "node")),
     "cortex_model_memory_bytes": ("Device memory of the model, as measured.", ("model", "node")),
     "cortex_host_memory_budget_bytes": ("Host memory that models of the node may take.", ("node",)),
@@ -88,6 +94,9 @@ def fleet_gauges(
         yield GaugeSample("cortex_in_flight_requests", count, model=target.model, node=target.node)
     for node in fleet.nodes:
         yield GaugeSample("cortex_node_up", float(node.healthy), node=node.name)
+        yield GaugeSample("cortex_node_asleep", float(node.sleep in RESERVES), node=node.name)
+        if node.healthy and node.watts is not None:
+            yield GaugeSample("cortex_node_watts", node.watts, node=node.name)
         if node.healthy:
             for device in node.devices:
                 yield from _device_gauges(node.name, device)
@@ -114,6 +123,8 @@ def _device_gauges(node: str, device: DeviceState) -> Iterator[GaugeSample]:
         yield GaugeSample("cortex_device_utilisation_ratio", device.utilisation, **labels)
     if device.temperature_c is not None:
         yield GaugeSample("cortex_device_temperature_celsius", device.temperature_c, **labels)
+    if device.watts is not None:
+        yield GaugeSample("cortex_device_watts", device.watts, **labels)
 
 
 def _host_gauges(node: str, host: HostHealth) -> Iterator[GaugeSample]:
@@ -190,7 +201,7 @@ class Traffic:
 class KeyTokens:
     """The tokens one key has used on one model."""
 
-    __slots__ = ("cached", "completion", "cost", "prompt")
+    __slots__ = ("cached", "completion", "cost", "energy_mj", "prompt")
 
     def __init__(self) -> None:
         self.cost = 0.0
@@ -198,12 +209,14 @@ class KeyTokens:
         self.prompt = 0
         self.cached = 0
         self.completion = 0
+        self.energy_mj = 0
 
     def add(self, usage: Usage, cost: float = 0.0) -> None:
         self.cost += cost
         self.prompt += usage.prompt_tokens
         self.cached += usage.cached_tokens
         self.completion += usage.completion_tokens
+        self.energy_mj += usage.energy_mj
 
 
 class _RequestMetrics(Collector):
@@ -257,12 +270,16 @@ class _RequestMetrics(Collector):
         cost = CounterMetricFamily(
             "cortex_cost", "Cost of tokens by the prices in models.toml, in their currency.", labels=labels
         )
+        energy = CounterMetricFamily(
+            "cortex_energy_joules", "What requests drew of devices whose power nodes can read.", labels=labels
+        )
         for account, spend in self.spend.items():
+            energy.add_metric(account, spend.energy_mj / 1000)
             cost.add_metric(account, spend.cost)
             prompt.add_metric(account, spend.prompt)
             cached.add_metric(account, spend.cached)
             completion.add_metric(account, spend.completion)
-        yield from (prompt, cached, completion, cost)
+        yield from (prompt, cached, completion, cost, energy)
 
 
 class Metrics:

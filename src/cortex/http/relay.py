@@ -397,15 +397,22 @@ class Relay:
             self._has_written = False
             self._written_at = now
         keepalive = self._keepalive
-        if keepalive is None or now - self._written_at < keepalive.interval_s or not self._may_keep_alive():
-            return
+        if keepalive is not None and now - self._written_at >= keepalive.interval_s and self._may_keep_alive():
+            self._write_aside(keepalive, keepalive.payload)
+            self._written_at = now
+
+    def comment(self, text: bytes) -> None:
+        """Send a comment of a stream, if it is between two events. Only for requests with keepalives."""
+        if self._keepalive is not None and self._may_keep_alive():
+            self._write_aside(self._keepalive, text)
+
+    def _write_aside(self, keepalive: Keepalive, data: bytes) -> None:
         if not self.exchange.started:
             if self._head is not None:
                 self.exchange.start(self._head.status, self._head.headers)
             else:
                 self.exchange.start(200, (*keepalive.headers, *self._extra_headers))
-        self.exchange.write(keepalive.payload)
-        self._written_at = now
+        self.exchange.write(data)
 
     def _may_keep_alive(self) -> bool:
         head = self._head

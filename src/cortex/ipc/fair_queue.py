@@ -1,16 +1,18 @@
 """Places that clients share fairly. Decided without I/O; only `hold` waits.
 
-A free place goes to the client that holds the fewest, among equals to the one that was served longest ago. No client
-holds all places, so that one with expensive requests delays no other. The number of waiting requests is bounded, in all
+A free place goes to the client that holds the fewest, among equals to the one that has had the fewest. No client holds
+all places, so that one with expensive requests delays no other. The number of waiting requests is bounded, in all
 and for each client.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+
+from cortex.system.fair_turns import VirtualTime
 
 
 class NoPlace(Exception):
@@ -31,8 +33,8 @@ class FairQueue:
         self._max_waiting = max_waiting
         self._max_waiting_per_client = max_waiting_per_client
         self._held: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[Entry]] = OrderedDict()
-        """By client, the one that was served longest ago first."""
+        self._waiting: dict[str, deque[Entry]] = {}
+        self._served: VirtualTime[str] = VirtualTime()
 
     @property
     def num_waiting(self) -> int:
@@ -64,6 +66,7 @@ class FairQueue:
             if self.num_waiting >= self._max_waiting:
                 raise NoPlace(self.num_waiting, is_own=False)
         self._waiting.setdefault(client, deque()).append(entry)
+        self._served.joins(client)
         self._fill()
         return entry
 
@@ -77,21 +80,25 @@ class FairQueue:
                 del self._held[client]
         elif client in self._waiting and entry in self._waiting[client]:
             self._waiting[client].remove(entry)
-            if not self._waiting[client]:
-                del self._waiting[client]
+            self._leave_queue(client)
         self._fill()
+
+    def _leave_queue(self, client: str) -> None:
+        self._served.leaves(client)
+        if not self._waiting[client]:
+            del self._waiting[client]
 
     def _may_start(self, client: str) -> bool:
         return self._held.total() < self._num_places and self._held[client] < self._max_held
 
     def _fill(self) -> None:
         while candidates := [client for client in self._waiting if self._may_start(client)]:
-            client = min(candidates, key=self._held.__getitem__)  # the first of equals
+            client = min(
+                candidates, key=lambda each: (self._held[each], self._served.used(each))
+            )  # the first of equals
             entry = self._waiting[client].popleft()
-            if self._waiting[client]:
-                self._waiting.move_to_end(client)
-            else:
-                del self._waiting[client]
+            self._leave_queue(client)
+            self._served.charge(client, 1)
             entry.has_place = True
             self._held[client] += 1
             entry.start()

@@ -18,6 +18,7 @@ from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import MalformedJSON
 from cortex.wire.fields.body import ABSENT, without_lone_surrogates
 from cortex.wire.node.protocol import Dialect
+from cortex.wire.request_class import asked_class
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.tenant import SALT
 
@@ -57,6 +58,8 @@ def read(body: bytes, dialect: Dialect, generates: bool = True) -> Envelope:
         facts = RequestSummary(fields.model(), False, 0, 1)
     if not fields.is_empty(SALT):
         facts = msgspec.structs.replace(facts, cache_salt=bytes(fields.bytes_of(SALT)[0]))
+    if (asked := asked_class(fields, codec.FIELDS.facts)) is not None:
+        facts = msgspec.structs.replace(facts, asked_class=asked)
     pictures = find_pictures(body, fields, dialect)
     if pictures.number:
         _, num_bytes, num_tokens = pictures

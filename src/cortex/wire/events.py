@@ -49,6 +49,11 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     drafted_tokens: Tokens = 0
     """Draft tokens that were checked, several in one step, and those of them that the response has."""
     accepted_draft_tokens: Tokens = 0
+    queued_ms: Tokens = 0
+    """How long its choices waited for a slot of the model, at the node."""
+    energy_mj: Tokens = 0
+    """What its choices drew, in millijoules: their share of what the devices of the model drew meanwhile. 0 where
+    that cannot be read."""
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):

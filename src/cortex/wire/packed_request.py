@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
 
@@ -12,6 +12,7 @@ import msgspec
 from cortex.wire.errors import MAX_ECHO, InvalidValue
 from cortex.wire.fields.constraints import unenforced_parts
 from cortex.wire.pictures.files import take_files
+from cortex.wire.request_class import RequestClass
 from cortex.wire.requests import GenerateRequest
 
 MAX_HEAD_BYTES = 1 << 20
@@ -46,6 +47,12 @@ class PackedRequest:
     """The files of its pictures, by their numbers."""
     token_prompts: tuple[tuple[int, ...], ...] = ()
     """Its prompts, if they are token ids that can be used as they are: no process need read the request then."""
+
+    def served_in(self, name: RequestClass) -> PackedRequest:
+        """The same with its class as the node has decided."""
+        if name == (self.head.request_class or "default"):
+            return self
+        return replace(self, head=msgspec.structs.replace(self.head, request_class=name))
 
     def whole(self) -> bytes:
         """All of it without the files of pictures. With `token_prompts` it is decoded and encoded: call it once."""

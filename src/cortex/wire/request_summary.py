@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from cortex.wire.request_class import RequestClass
+
 
 class RequestSummary(msgspec.Struct, frozen=True, array_like=True):
     """What a body says, without the conversation."""
@@ -31,3 +33,5 @@ class RequestSummary(msgspec.Struct, frozen=True, array_like=True):
     """The conversation that the request continues (Responses API)."""
     cache_salt: bytes = b""
     """The client's salt for cached prefixes, as JSON; empty: none."""
+    asked_class: RequestClass | None = None
+    """None: that of its key."""

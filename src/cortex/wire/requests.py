@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from cortex.wire.request_class import RequestClass, level_of
+
 Prompt = str | tuple[int, ...]
 """Text or token ids."""
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -239,6 +241,10 @@ class GenerateRequest(Value, frozen=True):
     """A cap on prompt and response together, below the context of the model: `num_ctx` (Ollama)."""
     loads_only: bool = False
     """The request has no prompt and asks only that the model is loaded (Ollama)."""
+    request_class: RequestClass | None = None
+    """What it asks for, and at a node the class that it is served in; None: as its key has it."""
+    echoes_tier: bool = False
+    """Whether the response says in which service tier it was served: the request names one."""
     keep_alive_s: float | None = None
     """How long the model should stay after the response (Ollama). 0: unload it. Nothing else has an effect."""
     dropped_tools: tuple[str, ...] = ()
@@ -247,6 +253,11 @@ class GenerateRequest(Value, frozen=True):
     """Paths of formats in the body that the codec cannot constrain the output to; reported in a header."""
     ignored_fields: tuple[str, ...] = ()
     """Fields of the body that the codec does not know; reported in a header."""
+
+    @property
+    def level(self) -> int:
+        """Of its class."""
+        return level_of(self.request_class or "default")
 
     @property
     def unloads_only(self) -> bool:

@@ -327,8 +327,8 @@ def test_usage_has_bounds_groups_every_model_of_a_key_and_csv(invoke: Invoke, tm
     assert rows("--by", "key", "--since", "2023-11-17", "--until", "2023-12-01") == [("b", "", 4000)]
     text = invoke("usage", "--config", str(config), "--by", "key-model", "--csv", *since).stdout
     assert text.splitlines()[:2] == [
-        "key,id,model,requests,prompt_tokens,cached_tokens,completion_tokens,reasoning_tokens,total_tokens,cost",
-        "a,aaaaaaaa,'=x,1,20,0,0,0,20,0.000000",
+        "key,id,model,requests,prompt_tokens,cached_tokens,completion_tokens,reasoning_tokens,total_tokens,cost,energy_wh",
+        "a,aaaaaaaa,'=x,1,20,0,0,0,20,0.000000,0.000000",
     ]
     shown = invoke("usage", "--config", str(config), "--by", "key-model", *since).stdout
     assert "MODEL" in shown

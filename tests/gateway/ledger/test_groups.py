@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cortex.fleet.catalogue import Catalogue, Cost, ModelSpec
 from cortex.gateway.config import Config
-from cortex.gateway.ledger.groups import GroupSection, budgets_of, cost_nano, nano_per_token, with_models_of_groups
+from cortex.gateway.ledger.groups import GroupSection, budgets_of, cost_nano, nano_per_token, with_values_of_groups
 from cortex.gateway.ledger.keys import Keyring, NewKey, generate
 from cortex.gateway.ledger.ledger import Ledger
 from cortex.gateway.ledger.meter import KeyedMeter, Reservation
@@ -30,7 +30,7 @@ async def opened(database: str, groups: tuple[GroupSection, ...], *keys: NewKey)
     sections = tuple(key.section for key in keys)
     ledger = Ledger(
         open_store(database),
-        Keyring(with_models_of_groups(sections, groups)),
+        Keyring(with_values_of_groups(sections, groups)),
         budgets_of(sections, groups),
         flush_s=1000,
         clock=Clock(),

@@ -25,7 +25,10 @@ DAY_S = 86400
 
 
 def counts(prompt: int, completion: int, requests: int = 1) -> Counts:
-    return Counts(requests=requests, usage=Usage(prompt_tokens=prompt, cached_tokens=1, completion_tokens=completion))
+    return Counts(
+        requests=requests,
+        usage=Usage(prompt_tokens=prompt, cached_tokens=1, completion_tokens=completion, energy_mj=5000),
+    )
 
 
 def slot(key: str = "k1", at: float = NOW, model: str = "m", node: str = "n") -> Slot:
@@ -69,7 +72,7 @@ def test_usage_by_key_model_node_and_day(database: str) -> None:
     assert rows("node") == [("n", 2, 152), ("other", 3, 15)]
     assert rows("day") == [("2023-11-14", 2, 152), ("2023-11-15", 3, 15)]
     (first, _) = usage(store, since=since, until=until)
-    assert (first.name, first.cells()) == ("name of k1", ("4", "110", "2", "55", "0", "165", ""))
+    assert (first.name, first.cells()) == ("name of k1", ("4", "110", "2", "55", "0", "165", "0.003", ""))
     store.close()
 
 

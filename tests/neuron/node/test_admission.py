@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cortex.neuron.node.admission import Admission, QueuedRequest, QueueFull
+from cortex.system.fair_turns import DEFAULT, FLEX, IDLE, PRIORITY
 
 from ...examples import MANY
 
@@ -12,17 +13,26 @@ from ...examples import MANY
 class Callers:
     """Sends requests through an admission and records which were started and which were displaced."""
 
-    def __init__(self, slots: int, max_queue: int) -> None:
-        self.admission = Admission(slots, max_queue)
+    def __init__(self, slots: int, max_queue: int, preempted_slots: int = 0) -> None:
+        self.admission = Admission(slots, max_queue, preempted_slots=preempted_slots)
         self.started: list[QueuedRequest] = []
         self.displaced: list[QueuedRequest] = []
 
-    def enter(self, principal: str, now_s: float = 0.0, cache_tokens: int = 10) -> QueuedRequest:
+    def enter(
+        self,
+        principal: str,
+        now_s: float = 0.0,
+        cache_tokens: int = 10,
+        level: int = DEFAULT,
+        prompt_tokens: int = 0,
+    ) -> QueuedRequest:
         queued = QueuedRequest(
             principal,
             cache_tokens,
             start=lambda: self.started.append(queued),
             reject=lambda _: self.displaced.append(queued),
+            level=level,
+            prompt_tokens=prompt_tokens,
         )
         self.admission.enter(queued, now_s)
         return queued
@@ -182,6 +192,102 @@ def test_what_waits_longest_is_first_among_equals() -> None:
     assert callers.admission.waited_s(10.0) == 0.0
 
 
+def test_higher_class_gets_the_free_slot_and_a_long_wait_raises_a_lower_one() -> None:
+    callers = Callers(slots=1, max_queue=10)
+    running = callers.enter("a")
+    old = callers.enter("a", 1.0, level=FLEX)
+    young = callers.enter("b", 2.0, level=FLEX)
+    default = callers.enter("b", 3.0)
+    assert callers.admission.waiting_at == [0, 2, 1, 0]
+    assert default.num_ahead == 0
+    callers.finish(running, 4.0)
+    assert callers.started[-1] is default
+    another = callers.enter("b", 60.0)
+    callers.finish(default, 61.5)
+    assert callers.started[-1] is old, "it has waited for a minute: equal, and of the principal that used less"
+    callers.finish(old, 61.5)
+    assert callers.started[-1] is another
+    callers.finish(another, 62.5)
+    assert callers.started[-1] is young
+
+
+@given(st.integers(IDLE, PRIORITY), st.lists(st.sampled_from([FLEX, DEFAULT, PRIORITY]), min_size=1, max_size=4))
+def test_no_class_starves_however_many_requests_of_others_come(level: int, others: list[int]) -> None:
+    callers = Callers(slots=1, max_queue=10_000)
+    running = callers.enter("other", level=PRIORITY, prompt_tokens=1)
+    low = callers.enter("low", level=level, prompt_tokens=1)
+    for second in range(1, 900):
+        callers.enter("other", second, level=others[second % len(others)], prompt_tokens=1)
+        callers.enter("third", second, level=others[second % len(others)], prompt_tokens=1)
+        callers.finish(running, second)
+        running = callers.started[-1]
+        if running is low:
+            return
+    pytest.fail("it waits for ever")
+
+
+def test_principals_share_tokens_and_not_slots() -> None:
+    callers = Callers(slots=1, max_queue=100)
+    running = callers.enter("short", prompt_tokens=100)
+    for _ in range(20):
+        callers.enter("long", prompt_tokens=400)
+        callers.enter("short", prompt_tokens=100)
+    for _ in range(20):
+        callers.admission.spent(running, 10)
+        callers.finish(running)
+        running = callers.started[-1]
+    used = {"short": 110, "long": 410}
+    tokens = {name: each * sum(q.principal == name for q in callers.started) for name, each in used.items()}
+    assert abs(tokens["short"] - tokens["long"]) <= 410
+
+
+def test_returning_principal_gets_no_more_than_its_share() -> None:
+    callers = Callers(slots=1, max_queue=100)
+    running = callers.enter("busy", prompt_tokens=100)
+    for _ in range(40):
+        callers.enter("busy", prompt_tokens=100)
+    for _ in range(10):
+        callers.finish(running)
+        running = callers.started[-1]
+    for _ in range(20):
+        callers.enter("back", prompt_tokens=100)
+    num_before = len(callers.started)
+    for _ in range(10):
+        callers.finish(running)
+        running = callers.started[-1]
+    assert sum(queued.principal == "back" for queued in callers.started[num_before:]) == 5
+
+
+def test_higher_class_starts_beyond_the_slots_as_far_as_a_lower_one_can_be_preempted() -> None:
+    callers = Callers(slots=2, max_queue=10, preempted_slots=2)
+    callers.admission.cache_reported(15, 0.0)
+    low = [callers.enter("a", level=IDLE), callers.enter("a", cache_tokens=5, level=FLEX)]
+    for queued in low:
+        callers.admission.produced(queued, 0.0)
+    callers.admission.cache_reported(0, 0.0)
+    assert [callers.enter("b", level=PRIORITY).has_slot, callers.enter("b", cache_tokens=5).has_slot] == [True, True]
+    assert not callers.enter("b", cache_tokens=1).has_slot, "only those of its own class and above run now"
+    assert not callers.enter("b", cache_tokens=1, level=PRIORITY).has_slot, "no more than twice the slots"
+    assert callers.admission.running == 4
+
+
+def test_server_that_cannot_preempt_gets_no_more_than_its_slots() -> None:
+    callers = Callers(slots=1, max_queue=10)
+    callers.enter("a", level=IDLE)
+    assert not callers.enter("b", level=PRIORITY).has_slot
+
+
+def test_full_queue_displaces_a_lower_class_first() -> None:
+    callers = Callers(slots=1, max_queue=2)
+    callers.enter("a")
+    idle = callers.enter("a", level=IDLE)
+    callers.enter("a")
+    callers.enter("a")
+    assert callers.displaced == [idle]
+    with pytest.raises(QueueFull):
+        callers.enter("b", level=FLEX)
+
+
 actions = st.lists(
     st.tuples(
         st.sampled_from(["enter", "produce", "report", "finish", "cancel", "clear"]),
@@ -202,7 +308,7 @@ def test_counters_match_the_live_requests_after_any_history(
     for now_s, (action, principal, pick) in enumerate(history):
         if action == "enter":
             try:
-                live.append(callers.enter(principal, float(now_s), cache_tokens=1 + pick))
+                live.append(callers.enter(principal, float(now_s), cache_tokens=1 + pick, level=pick % 4))
             except QueueFull:
                 assert callers.admission.waiting >= max_queue
         elif action == "clear":

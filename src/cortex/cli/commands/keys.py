@@ -32,10 +32,11 @@ from cortex.gateway.ledger.keys import KeySection, as_toml, generate
 from cortex.gateway.ledger.limits import MINUTE_S
 from cortex.gateway.ledger.store import read_counters
 from cortex.system import private_file
+from cortex.wire.request_class import CLASSES
 from cortex.wire.words import duration, os_error_in_words, plural
 
 _REMOVABLE = (
-    *("model", "requests-per-min", "window-tokens", "balance-tokens"),
+    *("model", "request-class", "highest-class", "requests-per-min", "window-tokens", "balance-tokens"),
     *("window-cost", "balance-cost", "group", "expires"),
 )
 _GROUP_REMOVABLE = tuple(name for name in _REMOVABLE if name not in ("group", "expires"))
@@ -57,6 +58,10 @@ def _limit_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 multiple=True,
                 help="A model to allow, or a pattern with *; repeatable.",
             ),
+            click.option(
+                "--class", "request_class", type=click.Choice(CLASSES), help="Class of requests that ask for none."
+            ),
+            click.option("--highest-class", type=click.Choice(CLASSES), help="Highest class that its requests get."),
             click.option("--requests-per-min", type=click.IntRange(1), help="Limit of requests per minute."),
             click.option("--window-tokens", type=click.IntRange(0), help="Limit of tokens within the window."),
             click.option("--window-s", type=click.IntRange(60), help="Length of the window; a day if absent."),
@@ -227,6 +232,8 @@ class LimitsRow(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     models: tuple[str, ...] = ()
+    request_class: str | None = None
+    highest_class: str | None = None
     requests_per_min: int | None = None
     window_tokens: int | None = None
     window_s: int = 86400
@@ -248,7 +255,9 @@ class LimitsRow(msgspec.Struct, frozen=True, kw_only=True):
             _left(self.window_left_cost, self.window_cost, window),
             _left(self.balance_left_cost, self.balance_cost),
         )
+        bounded = f" up to {self.highest_class}" if self.highest_class else ""
         return (
+            f"{self.request_class or ''}{bounded}".strip(),
             str(self.requests_per_min or ""),
             _left(self.window_left_tokens, self.window_tokens, window),
             _left(self.balance_left_tokens, self.balance_tokens),
@@ -257,7 +266,7 @@ class LimitsRow(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-_LIMIT_COLUMNS = (">REQUESTS/MIN", ">WINDOW LEFT", ">BALANCE LEFT", ">COST LEFT", "IN")
+_LIMIT_COLUMNS = ("CLASS", ">REQUESTS/MIN", ">WINDOW LEFT", ">BALANCE LEFT", ">COST LEFT", "IN")
 
 
 class KeyRow(LimitsRow, frozen=True, kw_only=True):

@@ -44,11 +44,13 @@ def nodes(gateway: GatewayClient, as_json: bool) -> int:
         for node in found:
             rows.add_row(node.name, node.kind, _health(node), _devices(node), _memory(node), _models(node))
         console().print(rows)
-    return ExitCode.OK if all(node.up for node in found) else ExitCode.FAILED
+    return ExitCode.OK if all(node.up or node.is_reserve for node in found) else ExitCode.FAILED
 
 
 def _health(node: NodeView) -> Text:
     """`up`, `drained`, or `down: connection refused`."""
+    if node.is_reserve:
+        return Text(node.problem or node.sleep, style="blue")
     word = "down" if not node.up else "drained" if node.drained else "draining" if node.draining else "up"
     style = {"down": "red", "up": "green"}.get(word, "yellow")
     return Text(f"{word}: {node.problem}" if node.problem else word, style=style)
@@ -98,9 +100,10 @@ def ps(gateway: GatewayClient, as_json: bool) -> None:
     rows = table("MODEL", "NODE", "STATE", ">MEMORY", ">RUNNING", ">TOK/S", ">IDLE", "PINNED")
     for node, model in held:
         if not node.up:  # what it did at the last poll says nothing about now
-            unreachable = Text("unreachable", style="red")
+            word, style = (node.sleep, "blue") if node.is_reserve else ("down", "red")
+            unreachable = Text("unreachable", style=style)
             pinned = "yes" if model.pinned else ""
-            rows.add_row(model.id, f"{node.name} (down)", unreachable, memory_of(model), "", "", "", pinned)
+            rows.add_row(model.id, f"{node.name} ({word})", unreachable, memory_of(model), "", "", "", pinned)
             continue
         rows.add_row(
             model.id,

@@ -74,7 +74,9 @@ def render(fleet: FleetView) -> RenderableType:
 
 
 def _node(node: NodeView, fleet: FleetView) -> RenderableType:
-    if not node.up:
+    if node.is_reserve:
+        condition = Text(node.problem or node.sleep, style="blue")
+    elif not node.up:
         condition = Text.assemble(("down", "bold red"), f"  {node.problem or ''}")
     elif node.drained:
         condition = Text(f"drained, takes no new requests until `cortex undrain {node.name}`", style="yellow")
@@ -82,6 +84,8 @@ def _node(node: NodeView, fleet: FleetView) -> RenderableType:
         condition = Text("draining, takes no new requests", style="yellow")
     else:
         condition = Text.assemble(("up", "green"), f"  {node.problem or ''}")
+    if node.watts is not None:
+        condition = Text.assemble(condition, (f"  {node.watts:.0f} W", "dim"))
     kind = "" if node.kind == "neuron" else f"  ({node.kind} server)"
     parts: list[RenderableType] = [Text.assemble((node.name, "bold"), kind, "  ", condition)]
     if node.devices:
@@ -129,6 +133,7 @@ def _devices(node: NodeView) -> Table:
     rows.show_header = False
     for device in node.devices:
         notes = [
+            f"{device.watts:.0f} W" if device.watts is not None and node.up else "",
             f"{size(device.foreign_bytes)} other programs" if device.foreign_bytes > 1 << 30 else "",
             f"{size(device.extra_replica_bytes)} extra replicas" if device.extra_replica_bytes else "",
             f"{size(device.kv_host_bytes)} of KV in RAM" if device.kv_host_bytes else "",
@@ -187,10 +192,12 @@ def _state(model: HeldModel) -> Text:
 
 
 def _requests(model: HeldModel, waiting_here: int) -> str:
-    """`3 running, 1 waiting`, or `idle 12 min`."""
+    """`3 running, 4 waiting (2 flex)`, or `idle 12 min`."""
     running = max(model.load.running, model.in_flight)
     waiting = model.load.waiting + waiting_here
-    counts = [f"{running} running" if running else "", f"{waiting} waiting" if waiting else ""]
+    classes = {name: number for name, number in model.load.waiting_by_class.items() if name != "default"}
+    of_them = f" ({', '.join(f'{number} {name}' for name, number in classes.items())})" if classes else ""
+    counts = [f"{running} running" if running else "", f"{waiting} waiting{of_them}" if waiting else ""]
     if model.state is ModelState.READY and not any(counts):
         return f"idle {duration(model.idle_s)}" if model.idle_s >= 1 else "idle"
     return ", ".join(filter(None, counts))

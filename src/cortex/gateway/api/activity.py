@@ -267,10 +267,12 @@ def _as_json(record: RequestRecord, key: KeySection | None, *, in_full: bool = F
         "cached_tokens": usage.cached_tokens if usage is not None else None,
         "completion_tokens": usage.completion_tokens if usage is not None else None,
         "reasoning_tokens": usage.reasoning_tokens if usage is not None else None,
+        "energy_j": usage.energy_mj / 1000 if usage is not None else None,
         "dimensions": record.dimensions,
         "drafted_tokens": usage.drafted_tokens if usage is not None else None,
         "accepted_draft_tokens": usage.accepted_draft_tokens if usage is not None else None,
         "attempts": record.num_attempts,
+        "class": record.request_class,
         "reason": record.reason if is_operator else None,
         "error": record.error_code,
         "error_message": record.error_message if is_operator else None,
@@ -292,6 +294,7 @@ def _running_json(running: RunningRequest, key: KeySection | None) -> dict[str, 
         "phase": running.phase,
         "duration_s": round(running.duration_s, 4),
         "attempts": running.num_attempts,
+        "class": running.request_class,
     }
 
 

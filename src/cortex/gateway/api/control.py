@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -287,7 +287,9 @@ class Control:
         if view.is_restricted and node is not None:
             raise NodeNotFound("This key sees its models, but no nodes; leave out 'node'.", param="node")
         decision = self._dispatcher.explain(resolution.model_id, origin, only_on=node)
-        body = explain.as_json(decision) | {"at": time.time(), "text": explain.text(decision)}
+        queued = {} if view.is_restricted else self._dispatcher.queued(resolution.model_id)
+        text = "\n".join((explain.text(decision), *_queue_lines(queued)))
+        body = explain.as_json(decision) | {"at": time.time(), "text": text, "queued": queued}
         return json_response(view.decision(body))
 
     def _stream_events(self, exchange: Exchange) -> None:
@@ -317,3 +319,11 @@ def _text(header: bytes | None) -> str | None:
 
 def _family_of(request: Request) -> Family:
     return family_of(request.path, is_anthropic=request.header(b"anthropic-version") is not None)
+
+
+def _queue_lines(queued: dict[str, dict[str, int]]) -> Iterator[str]:
+    """What waits, for people. A request waits for those of its class and of higher ones."""
+    for node, counts in queued.items():
+        listed = ", ".join(f"{number} {name}" for name, number in reversed(counts.items()))
+        place = f"for a slot on {node}" if node else "at the gateway for the model"
+        yield f"Requests that wait {place}, by class: {listed}."

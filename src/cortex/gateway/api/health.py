@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from cortex import __version__
-from cortex.fleet.topology import Node
+from cortex.fleet.topology import RESERVES, Node
 from cortex.http.tls import ServerCertificate
 from cortex.system.tasks import Supervisor
 from cortex.wire.words import plural
@@ -53,18 +54,23 @@ class GatewayHealth:
 
 
 def _nodes(nodes: tuple[Node, ...]) -> dict[str, str]:
-    return {node.name: "up" if node.healthy else "down" for node in nodes}
+    return {node.name: _word(node) for node in nodes}
+
+
+def _word(node: Node) -> str:
+    return "up" if node.healthy else "asleep" if node.sleep in RESERVES else "down"
 
 
 def _num_nodes(nodes: tuple[Node, ...]) -> dict[str, int]:
     """Without names, which are for operators."""
-    num_up = sum(node.healthy for node in nodes)
-    return {"up": num_up, "down": len(nodes) - num_up}
+    words = Counter(map(_word, nodes))
+    asleep = {"asleep": words["asleep"]} if words["asleep"] else {}
+    return {"up": words["up"], "down": words["down"], **asleep}
 
 
 def is_ready(nodes: Iterable[Node]) -> bool:
-    """Whether a node takes requests."""
-    return any(node.healthy and not node.draining for node in nodes)
+    """Whether a node takes requests, or would once it is woken for one."""
+    return any((node.healthy and not node.draining) or node.sleep in RESERVES for node in nodes)
 
 
 def _process_reasons(config: dict[str, str], failing: tuple[str, ...], is_database_away: bool) -> list[str]:
@@ -86,7 +92,7 @@ def _node_reasons(nodes: tuple[Node, ...], *, for_operator: bool) -> list[str]:
     reasons = []
     for node in nodes:
         name = f"node {node.name}" if for_operator else "a node"
-        if not node.healthy:
+        if not node.healthy and node.sleep not in RESERVES:
             problem = f": {node.problem}" if node.problem and for_operator else ""
             reasons.append(f"{name} is down{problem}")
         elif node.draining:

@@ -28,6 +28,7 @@ from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.errors import DatabaseUnavailable, InvalidValue, ManagedByFile, OperatorOnly, RouteNotFound, shorten
+from cortex.wire.request_class import RequestClass
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ class _Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Limits in a request. Absent: as it is, or the default; null: without this limit."""
 
     models: tuple[str, ...] | msgspec.UnsetType = _UNSET
+    request_class: RequestClass | msgspec.UnsetType | None = _UNSET
+    highest_class: RequestClass | msgspec.UnsetType | None = _UNSET
     requests_per_min: _Rate | msgspec.UnsetType | None = _UNSET
     window_tokens: Limit | msgspec.UnsetType | None = _UNSET
     window_s: _Window | msgspec.UnsetType = _UNSET

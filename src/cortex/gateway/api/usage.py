@@ -98,4 +98,4 @@ def _group(name: str) -> GroupBy:
 
 def _as_json(row: UsageRow) -> dict[str, Any]:
     values: dict[str, Any] = msgspec.to_builtins(row)
-    return values | {"total_tokens": row.total_tokens, "cost": round(row.cost, 6)}
+    return values | {"total_tokens": row.total_tokens, "cost": round(row.cost, 6), "energy_wh": round(row.energy_wh, 6)}

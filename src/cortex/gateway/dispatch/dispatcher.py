@@ -17,6 +17,7 @@ from cortex.fleet.placement.decision import Decision, Verdict
 from cortex.fleet.placement.eviction import due_for_recycling, expired, over_ceilings
 from cortex.fleet.placement.place import UnmetPin, place, unmet_pins
 from cortex.fleet.placement.search import search
+from cortex.fleet.sleeping import as_if_awake
 from cortex.fleet.topology import Fleet, ModelOnNode
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import DispatchSettings, FleetState, LoadJob, Shortfall
@@ -187,11 +188,71 @@ class Dispatcher(DispatchView, StateMachine):
             self._jobs.unload(target, cause="evicted")
         for target in expired(fleet, now):
             self._jobs.unload(target, cause="ttl", sleep=not self._fleet_state.is_asleep(target))
+        self._tend_sleep(now)
         unmet = [UnmetPin(*pin) for pin in self._fleet_state.pins if self._fleet_state.is_absent(pin)]
         for pin in (*unmet_pins(fleet), *unmet):
             self._load_pinned(pin)
         for model in sorted(self._lost_groups.models):
             self._restart_group(model)
+
+    def _tend_sleep(self, now: float) -> None:
+        """Suspend idle nodes, and report those that do not come back."""
+        sleeping = self._fleet_state.sleeping
+        if not sleeping:
+            return
+        for name in sleeping.due(self.fleet, now):
+            self._fleet_state.changed(name)
+            self._event_log.happened("node_suspending", node=name)
+            self._effects.suspend(name)
+        for name in sleeping.resent(now):
+            self._effects.wake(name, sleeping.rules(name))
+        for name in sleeping.lost(now):
+            self._lose(name, f"it did not respond after it was woken: {sleeping.problem(name, now)}")
+
+    def _lose(self, node: str, why: str) -> None:
+        self._fleet_state.changed(node)
+        self._undecided.is_all = True
+        self._event_log.happened("node_lost", node=node, why=why)
+
+    @event
+    def suspend_ended(self, node: str, error: CortexError | None) -> None:
+        """The node suspends itself now, or does not."""
+        self._fleet_state.sleeping.suspend_ended(node, self._clock(), is_accepted=error is None)
+        self._fleet_state.changed(node)
+        if error is None:
+            self._event_log.happened("node_asleep", node=node)
+        else:
+            self._event_log.happened("node_not_suspended", node=node, why=error.message)
+            self._undecided.is_all = True
+
+    @event
+    def wake_failed(self, node: str, error: CortexError) -> None:
+        """The node could not be told to wake."""
+        self._fleet_state.sleeping.wake_failed(node, self._clock())
+        self._lose(node, error.message)
+
+    def _wakes_for(self, decision: Decision) -> bool:
+        """Whether a node that sleeps can serve the model; it is woken, and those who wait are told for how long."""
+        sleeping, now = self._fleet_state.sleeping, self._clock()
+        reserves = sleeping.reserves
+        if not reserves:
+            return False
+        later = search(decision.model_id, as_if_awake(self.fleet, reserves), now, origin=decision.origin)
+        if later.action in ("load", "wake"):
+            needed = {later.node, *(part.node for part in later.parts)} & reserves
+        else:
+            ready = (Verdict.RESIDENT, Verdict.STARTING)
+            able = [each.node for each in later.assessments if each.verdict in ready and each.node in reserves]
+            needed = {min(able, key=lambda name: sleeping.expected_wait_s(name, now))} if able else set()
+        names = sorted(name for name in needed if name is not None)
+        for name in names:
+            if sleeping.wake(name, now):
+                self._fleet_state.changed(name)
+                self._event_log.happened("node_waking", node=name, model=decision.model_id)
+                self._effects.wake(name, sleeping.rules(name))
+        if names:
+            self._queues.tell(decision.model_id, max(sleeping.expected_wait_s(name, now) for name in names))
+        return bool(names)
 
     @event
     def _restart_group(self, model: str) -> None:
@@ -227,6 +288,13 @@ class Dispatcher(DispatchView, StateMachine):
         """A poll succeeded."""
         if node not in self._fleet_state:
             return
+        after_sleep = self._fleet_state.sleeping.responded(node, self._clock())
+        if after_sleep == "waits":
+            return
+        if after_sleep is not None:
+            self._fleet_state.changed(node)
+            self._undecided.is_all = True
+            self._event_log.happened("node_woken" if after_sleep == "woken" else "node_not_suspended", node=node)
         was_up = self._fleet_state.is_up(node)
         self._fleet_state.observed(node, discovery, health, self._clock())
         self._leases.observed(node)
@@ -247,8 +315,11 @@ class Dispatcher(DispatchView, StateMachine):
         was_up = self._fleet_state.is_up(node)
         self._fleet_state.missed(node, why)
         went_down = was_up and not self._fleet_state.is_up(node)
+        self._fleet_state.sleeping.missed(node)
+        is_news = not self._fleet_state.sleeping.is_expected_down(node)
         # A node that was never up is reported too, once.
-        if went_down or self._fleet_state.reported(node).missed_polls == self._fleet_state.settings.missed_polls:
+        is_first = self._fleet_state.reported(node).missed_polls == self._fleet_state.settings.missed_polls
+        if is_news and (went_down or is_first):
             self._event_log.happened("node_down", node=node, why=why)
         if went_down:
             self._effects.mark_down(node, is_down=True)
@@ -383,8 +454,11 @@ class Dispatcher(DispatchView, StateMachine):
             self.start_load(decision)
         for decision in (*decided.waits, *decided.rejections):
             self._event_log.decided(decision)
+        for decision in decided.waits:
+            if decision.origin != "background":
+                self._wakes_for(decision)
         for decision in decided.rejections:
-            if not self._is_any_node_undecided():
+            if not self._is_any_node_undecided() and not self._wakes_for(decision):
                 awaited = self._may_return(decision.model_id)
                 until = self._clock() - self._fleet_state.settings.rules.fair_wait_s if awaited else math.inf
                 self._waiting.fail(decision.model_id, explain.rejection(decision), until)
@@ -396,14 +470,16 @@ class Dispatcher(DispatchView, StateMachine):
 
     def _may_return(self, model: str) -> bool:
         """A node that has the model is down or shutting down: it may be back soon. One that the operator drained is
-        back only when the operator says so."""
+        back only when the operator says so, and one that could not be woken when somebody looks after it."""
         nodes = self._fleet_state.fleet.listing(model)
-        return any(not node.drained and (node.draining or not node.healthy) for node in nodes)
+        returning = [node for node in nodes if not node.drained and node.sleep != "lost"]
+        return any(node.draining or not node.healthy for node in returning)
 
     def _is_any_node_undecided(self) -> bool:
         """A node was not observed yet, or missed too few polls to be down: it could still take the model."""
         limit = self._fleet_state.settings.missed_polls
-        return any(not node.healthy and node.missed_polls < limit for node in self._fleet_state.fleet.nodes)
+        nodes = self._fleet_state.fleet.nodes
+        return any(not node.healthy and node.missed_polls < limit and node.sleep == "awake" for node in nodes)
 
 
 def _shutting_down() -> ShuttingDown:

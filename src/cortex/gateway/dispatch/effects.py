@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from cortex.fleet.sleeping import WakeRules
 from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.groups import UNLOAD_TIMEOUT_S, start_group, unload_group, wake_group
 from cortex.gateway.dispatch.model_jobs import Cause, MemberPlan
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.dispatch.nodes.poller import Poller
+from cortex.gateway.dispatch.nodes.waking import wake
 from cortex.gateway.metrics import Metrics
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.wire.errors import CortexError, InsufficientCapacity, UpstreamUnavailable
@@ -35,6 +37,8 @@ class Outcomes(Protocol):
     def source_surveyed(self, target: ModelOnNode, source: str, result: ModelStatus | CortexError) -> None: ...
     def sources_surveyed(self, node: str) -> None: ...
     def recycle_ended(self, node: str, result: tuple[int, ...] | CortexError) -> None: ...
+    def suspend_ended(self, node: str, error: CortexError | None) -> None: ...
+    def wake_failed(self, node: str, error: CortexError) -> None: ...
 
 
 class NodeEffects:
@@ -72,6 +76,12 @@ class NodeEffects:
 
     def recycle(self, node: str, devices: tuple[int, ...]) -> None:
         self._start(node, f"recycle the workers of {node}", self._recycle(node, devices))
+
+    def suspend(self, node: str) -> None:
+        self._start(node, f"suspend {node}", self._suspend(node))
+
+    def wake(self, node: str, rules: WakeRules) -> None:
+        self._start("", f"wake {node}", self._wake(node, rules))  # also of a node whose orders are abandoned
 
     def abandon(self, node: str) -> None:
         for task in [task for task, name in self._tasks.items() if name == node]:
@@ -151,6 +161,16 @@ class NodeEffects:
 
     async def _recycle_one(self, node: str, device: int) -> bool:
         return await self._nodes[node].recycle(device, timeout_s=RECYCLE_TIMEOUT_S)
+
+    async def _suspend(self, node: str) -> None:
+        result = await result_of(lambda: self._nodes[node].suspend())
+        self.outcomes.suspend_ended(node, result if isinstance(result, CortexError) else None)
+
+    async def _wake(self, node: str, rules: WakeRules) -> None:
+        result = await result_of(lambda: wake(rules))
+        if isinstance(result, CortexError):
+            self.outcomes.wake_failed(node, result)
+        self.poll_now(node)
 
     async def _poll(self, *nodes: str) -> None:
         await asyncio.gather(*(self._pollers[node].poll() for node in nodes if node in self._pollers))

@@ -18,6 +18,7 @@ from cortex.fleet.devices import MemoryReservation
 from cortex.fleet.placement.bounds import node_room
 from cortex.fleet.placement.decision import Origin
 from cortex.fleet.rules import EvictionRules, PlacementRules
+from cortex.fleet.sleeping import SleepingNodes
 from cortex.fleet.topology import Fleet, ModelOnNode, Node, Residency
 from cortex.gateway.config import Config, NeuronSection
 from cortex.wire.errors import InsufficientCapacity
@@ -188,6 +189,8 @@ class FleetState:
         """Set by the operator."""
         self.drained: frozenset[str] = frozenset()
         """Nodes that the operator drained."""
+        self.sleeping = SleepingNodes()
+        """Call `changed` for a node whose state there changes."""
         self._reported: dict[str, Node] = {}
         self._resolved: dict[str, Resolution] = {}
         self._is_reconfigured = False
@@ -201,6 +204,7 @@ class FleetState:
     def reconfigure(self, settings: DispatchSettings) -> None:
         """Use new settings; nodes that they do not name are forgotten."""
         self.settings = settings
+        self.sleeping.reconfigure({each.name: each.wake for each in settings.neurons if each.wake is not None})
         self._resolved.clear()
         self._is_reconfigured = True
         before, self._reported = self._reported, {}
@@ -233,6 +237,10 @@ class FleetState:
 
     def drain(self, node: str, *, drained: bool) -> None:
         self.drained = self.drained | {node} if drained else self.drained - {node}
+        self._stale.add(node)
+
+    def changed(self, node: str) -> None:
+        """Something that reports do not show has changed."""
         self._stale.add(node)
 
     def resolve(self, name: str) -> Resolution:
@@ -409,8 +417,12 @@ class FleetState:
             for name, reservation in job.parts
             if name == node.name and reservation.model_id not in held_here
         )
+        why_away = self.sleeping.problem(node.name, now)
         return msgspec.structs.replace(
             node,
+            healthy=node.healthy and why_away is None,
+            problem=why_away or node.problem,
+            sleep=self.sleeping.state(node.name),
             residencies=models,
             reservations=reservations,
             raised_needs=raised,

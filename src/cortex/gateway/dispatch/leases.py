@@ -15,6 +15,7 @@ from cortex.fleet.topology import Abilities, ModelOnNode, Node
 from cortex.gateway.dispatch.fleet_state import ChangedNode, FleetState
 from cortex.gateway.dispatch.replicas import ReadyReplica, ReadyReplicas, ReplicaLoads, ready_models
 from cortex.routing.prefixes import PrefixRecord
+from cortex.system.fair_turns import DEFAULT
 from cortex.wire.errors import CortexError, Overloaded, UnsupportedModality
 from cortex.wire.node.load_options import ENGINE
 from cortex.wire.node.protocol import ModelState, ModelStatus
@@ -62,7 +63,19 @@ class PendingRequest:
     """A request for a lease. `deliver` is called exactly once, with a lease or with the error, unless the request is
     cancelled first."""
 
-    __slots__ = ("client", "deliver", "excluded", "has_pictures", "model", "need", "origin", "prompt", "since")
+    __slots__ = (
+        "client",
+        "deliver",
+        "excluded",
+        "has_pictures",
+        "level",
+        "model",
+        "need",
+        "origin",
+        "prompt",
+        "since",
+        "tell",
+    )
 
     def __init__(
         self,
@@ -76,8 +89,14 @@ class PendingRequest:
         excluded: frozenset[str] = NO_NODES,
         has_pictures: bool = False,
         client: str = SOMEBODY,
+        level: int = DEFAULT,
+        tell: Callable[[float], None] | None = None,
     ) -> None:
         self.client = client
+        self.tell = tell
+        """Called, once, with the seconds that a node takes to wake for the request."""
+        self.level = level
+        """Of its class."""
         self.model = model
         self.has_pictures = has_pictures
         """Nodes whose replicas read pictures are preferred."""

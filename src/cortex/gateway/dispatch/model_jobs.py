@@ -16,6 +16,7 @@ from cortex.fleet.devices import Ceilings
 from cortex.fleet.holdings import ON_DEVICE
 from cortex.fleet.placement.decision import Decision
 from cortex.fleet.placement.eviction import is_freed_by_sleep
+from cortex.fleet.sleeping import WakeRules
 from cortex.fleet.topology import ModelOnNode, Node
 from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import FleetState, LoadFailure, LoadJob
@@ -72,6 +73,12 @@ class Effects(Protocol):
 
     def poll_now(self, node: str) -> None:
         """Ends in `observed` or `missed`."""
+
+    def suspend(self, node: str) -> None:
+        """Have an idle node suspend itself. Ends in `suspend_ended`."""
+
+    def wake(self, node: str, rules: WakeRules) -> None:
+        """Wake a node that was suspended. Ends in `wake_failed` if that could not be done; else polls show it."""
 
     def mark_down(self, node: str, *, is_down: bool) -> None:
         """Requests at a node that is down fail unless it still sends something; they may then be sent elsewhere."""

@@ -28,9 +28,9 @@ class WaitingRequests:
         self._clock = clock
 
     def serve(self) -> None:
-        """Deliver the leases that are available now, in order of arrival."""
+        """Deliver the leases that are available now, by class and in order of arrival."""
         for model in self._queues.models:
-            while (pending := self._queues.first(model)) is not None:
+            while (pending := self._queues.first(model, self._clock())) is not None:
                 lease = self._leases.acquire_for(pending)
                 if lease is None:
                     break

@@ -1,29 +1,72 @@
-"""Requests that wait for a model, in order of arrival."""
+"""Requests that wait for a model, by class and in order of arrival."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from cortex.fleet.demand import Demand
 from cortex.fleet.placement.decision import Origin
 from cortex.fleet.queueing import Waiting
 from cortex.gateway.dispatch.leases import PendingRequest
+from cortex.system.fair_turns import DEFAULT, aged
 from cortex.wire.errors import Overloaded
+from cortex.wire.request_class import CLASSES
 from cortex.wire.words import plural
 
 
+class ModelQueue:
+    """The requests that wait for one model, a queue for each class."""
+
+    __slots__ = ("by_level",)
+
+    def __init__(self) -> None:
+        self.by_level: tuple[deque[PendingRequest], ...] = tuple(deque() for _ in CLASSES)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.by_level))
+
+    def __iter__(self) -> Iterator[PendingRequest]:
+        return chain.from_iterable(self.by_level)
+
+    @property
+    def oldest(self) -> PendingRequest:
+        return min((own[0] for own in self.by_level if own), key=_since)
+
+    def next(self, now: float) -> PendingRequest:
+        """The oldest of the highest class; one that has waited for long counts as one of a higher class."""
+        return min(
+            (own[0] for own in self.by_level if own), key=lambda each: (-aged(each.level, now - each.since), each.since)
+        )
+
+    def add(self, pending: PendingRequest) -> None:
+        self.by_level[pending.level].append(pending)
+
+    def remove(self, pending: PendingRequest) -> bool:
+        """False: it did not wait."""
+        own = self.by_level[pending.level]
+        if pending not in own:
+            return False
+        own.remove(pending)
+        return True
+
+
+def _since(pending: PendingRequest) -> float:
+    return pending.since
+
+
 class Queues:
-    """One first-in, first-out queue per model; it exists while requests wait. Owned by the dispatcher; delivers nothing
-    itself."""
+    """One queue per model; it exists while requests wait. Within a class, the first that came is the first that is
+    served. Owned by the dispatcher; delivers nothing itself."""
 
     def __init__(self, demand: Demand) -> None:
         self._demand = demand
         self.max_waiting = 0
         """Requests that may wait for one model."""
         self.max_wait_s = 0.0
-        self._pending: dict[str, deque[PendingRequest]] = {}
+        self._pending: dict[str, ModelQueue] = {}
 
     def __bool__(self) -> bool:
         return bool(self._pending)
@@ -42,8 +85,10 @@ class Queues:
 
     def join(self, pending: PendingRequest) -> bool:
         """Add a request; True if that may change what is decided for its model. Raises Overloaded when full."""
-        queue = self._pending.get(pending.model, ())
-        if len(queue) >= self.max_waiting:
+        queue = self._pending.get(pending.model) or ModelQueue()
+        # Work that can wait never fills the queue for the rest.
+        most = self.max_waiting if pending.level >= DEFAULT else max(1, self.max_waiting * 3 // 4)
+        if len(queue) >= most:
             raise Overloaded(
                 f"{plural(len(queue), 'request waits', 'requests wait')} for {pending.model}; "
                 "try again later or raise gateway.max_waiting.",
@@ -51,28 +96,39 @@ class Queues:
             )
         is_new_client = not self._demand.awaits(pending.client, pending.model)
         may_change_decision = is_new_client or all(other.origin == "background" for other in queue)
-        self._pending.setdefault(pending.model, deque()).append(pending)
+        self._pending.setdefault(pending.model, queue).add(pending)
         self._demand.waits(pending.client, pending.model, pending.since)
         return may_change_decision
 
     def leave(self, pending: PendingRequest) -> None:
         """Remove a request, served or not; no-op for one that does not wait."""
         queue = self._pending.get(pending.model)
-        if queue is not None and pending in queue:
-            queue.remove(pending)
+        if queue is not None and queue.remove(pending):
             self._demand.waits_no_more(pending.client, pending.model)
             if not queue:
                 del self._pending[pending.model]
 
-    def first(self, model: str) -> PendingRequest | None:
+    def first(self, model: str, now: float) -> PendingRequest | None:
         """The request whose turn it is; it stays in the queue."""
         queue = self._pending.get(model)
-        return queue[0] if queue else None
+        return queue.next(now) if queue else None
+
+    def tell(self, model: str, wait_s: float) -> None:
+        """Tell those that wait for `model`, once, how long a node takes to wake for it."""
+        for pending in self._pending.get(model, ()):
+            tell, pending.tell = pending.tell, None
+            if tell is not None:
+                tell(wait_s)
+
+    def by_class(self, model: str) -> dict[str, int]:
+        """How many of each class wait for `model`; only classes with any."""
+        queue = self._pending.get(model)
+        return {} if queue is None else {CLASSES[level]: len(own) for level, own in enumerate(queue.by_level) if own}
 
     def overdue(self, now: float) -> Iterator[PendingRequest]:
         """Remove, one by one, the requests that have waited for `max_wait_s`."""
         for model in self.models:
-            while (pending := self.first(model)) is not None and now - pending.since >= self.max_wait_s:
+            while (queue := self._pending.get(model)) and now - (pending := queue.oldest).since >= self.max_wait_s:
                 self.leave(pending)
                 yield pending
 
@@ -91,6 +147,6 @@ class Queues:
     def waiting(self) -> list[Waiting]:
         """The queues as input of a decision."""
         return [
-            Waiting(model_id=model, since=queue[0].since, count=len(queue), origin=self.origin(model))
+            Waiting(model_id=model, since=queue.oldest.since, count=len(queue), origin=self.origin(model))
             for model, queue in self._pending.items()
         ]

@@ -76,6 +76,13 @@ class DispatchView:
     def queue_depths(self) -> dict[str, int]:
         return self._queues.depths
 
+    def queued(self, model: str) -> dict[str, dict[str, int]]:
+        """How many requests of each class wait for `model`: in the queue of this gateway, under an empty name, and for
+        a slot on each node. Only where any wait."""
+        nodes = self._fleet_state.fleet.listing(model)
+        waiting = {node.name: node.residencies[model].status.load.waiting_by_class for node in nodes}
+        return {name: counts for name, counts in {"": self._queues.by_class(model), **waiting}.items() if counts}
+
     @property
     def in_flight(self) -> dict[ModelOnNode, int]:
         """Requests open at each model on each node; only those with any."""

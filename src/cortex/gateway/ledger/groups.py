@@ -16,6 +16,7 @@ from cortex.gateway.ledger.keys import KeySection, Limit, Money
 from cortex.gateway.ledger.users import SignInSection
 from cortex.settings import Section
 from cortex.wire.events import Usage
+from cortex.wire.request_class import RequestClass
 
 NANO = 10**9
 _GROUP, _COST = "group:", "cost:"
@@ -55,6 +56,10 @@ class GroupSection(Section, frozen=True):
     """As in `group` of the keys."""
     models: tuple[str, ...] = ()
     """Models that its keys and users may use if they name none, as ids or patterns with `*`; all when empty."""
+    request_class: RequestClass | None = None
+    """The class of requests that ask for none, for its keys that name none."""
+    highest_class: RequestClass | None = None
+    """The highest class of requests, for its keys that name none."""
     requests_per_min: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Requests per minute of all its keys together."""
     window_tokens: Limit | None = None
@@ -141,13 +146,18 @@ def check_groups(keys: Iterable[KeySection], groups: Sequence[GroupSection]) -> 
             )
 
 
-def with_models_of_groups(keys: Iterable[Member], groups: Iterable[GroupSection]) -> tuple[Member, ...]:
-    """The keys, or what holds for users; those that name no models have those of their group."""
-    models = {group.name: group.models for group in groups}
-    return tuple(
-        key if key.models or key.group is None else msgspec.structs.replace(key, models=models[key.group])
-        for key in keys
-    )
+_INHERITED = ("models", "request_class", "highest_class")
+
+
+def with_values_of_groups(keys: Iterable[Member], groups: Iterable[GroupSection]) -> tuple[Member, ...]:
+    """The keys, or what holds for users; what those do not set of `_INHERITED` is as in their group."""
+    by_name = {group.name: group for group in groups}
+    return tuple(key if key.group is None else _inheriting(key, by_name[key.group]) for key in keys)
+
+
+def _inheriting(key: Member, group: GroupSection) -> Member:
+    missing = {name: getattr(group, name) for name in _INHERITED if hasattr(key, name) and not getattr(key, name)}
+    return msgspec.structs.replace(key, **missing)
 
 
 def budgets_of(keys: Iterable[KeySection], groups: Iterable[GroupSection]) -> dict[str, tuple[Budget, ...]]:

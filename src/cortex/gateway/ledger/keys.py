@@ -22,6 +22,7 @@ import msgspec
 
 from cortex.settings import Section
 from cortex.wire.errors import InvalidAPIKey, ModelNotAllowed, OperatorOnly, shorten
+from cortex.wire.request_class import RequestClass, served_class
 from cortex.wire.tenant import EVERYBODY, tenant_of
 
 PREFIX = "ck"
@@ -63,6 +64,11 @@ class KeySection(Section, frozen=True):
     """What it may cost in its whole life."""
     group: str | None = None
     """The group of `[[groups]]` whose limits it shares, in addition to its own."""
+    request_class: RequestClass | None = None
+    """The class of its requests that ask for none: `idle`, `flex`, `default` or `priority`; that of its group, or
+    `default`, when absent."""
+    highest_class: RequestClass | None = None
+    """The highest class that its requests get, whatever they ask for; that of its group, or any, when absent."""
     operator: bool = False
     """Whether it may also load, unload and pin models, and manage keys."""
     expires: str | None = None
@@ -167,6 +173,11 @@ class Keyring:
 def may_use(key: KeySection | None, model: str) -> bool:
     """Whether `key` may use `model`; None, a client of an open gateway, may use all."""
     return key is None or not key.models or any(fnmatch.fnmatchcase(model, pattern) for pattern in key.models)
+
+
+def class_of_key(key: KeySection | None, asked: RequestClass | None) -> RequestClass:
+    """The class in which a request of `key` is served; None: of an open gateway."""
+    return served_class(asked) if key is None else served_class(asked, key.request_class, key.highest_class)
 
 
 def tenant_of_key(key: KeySection | None, sharing: PrefixSharing) -> bytes:

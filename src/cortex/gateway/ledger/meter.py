@@ -25,7 +25,7 @@ from cortex.gateway.ledger.groups import (
     cost_id,
     group_id,
     nano_per_token,
-    with_models_of_groups,
+    with_values_of_groups,
 )
 from cortex.gateway.ledger.key_store import KeysInForce, KeyStore, merged
 from cortex.gateway.ledger.keys import Keyring, KeySection, check_operator
@@ -410,8 +410,8 @@ class Metering:
         """
         in_force = merged(config.keys, config.groups, await self.key_store.read())
         keys, groups = in_force.keys, in_force.groups
-        keyring = Keyring(with_models_of_groups(keys, groups))
-        (sign_in,) = with_models_of_groups((config.sign_in,), groups)
+        keyring = Keyring(with_values_of_groups(keys, groups))
+        (sign_in,) = with_values_of_groups((config.sign_in,), groups)
         budgets = budgets_of(keys, groups)
         if self._ledger is not None:
             await self._ledger.use(keyring, budgets)

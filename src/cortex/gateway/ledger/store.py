@@ -58,12 +58,15 @@ SCHEMA = Schema(
         PRIMARY KEY (owner, key_id)
     )""",
     ),
-    added_columns=(("spend", "key_group", "TEXT NOT NULL DEFAULT ''"),),
+    added_columns=(
+        ("spend", "key_group", "TEXT NOT NULL DEFAULT ''"),
+        ("spend", "energy_mj", "BIGINT NOT NULL DEFAULT 0"),
+    ),
 )
 _ADD_SPEND = """
     INSERT INTO spend (minute, key_id, key_name, key_group, model, node,
-                       requests, prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+                       requests, prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens, energy_mj)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT (key_id, minute, model, node) DO UPDATE SET
         key_name = excluded.key_name,
         key_group = excluded.key_group,
@@ -71,7 +74,8 @@ _ADD_SPEND = """
         prompt_tokens = spend.prompt_tokens + excluded.prompt_tokens,
         cached_tokens = spend.cached_tokens + excluded.cached_tokens,
         completion_tokens = spend.completion_tokens + excluded.completion_tokens,
-        reasoning_tokens = spend.reasoning_tokens + excluded.reasoning_tokens
+        reasoning_tokens = spend.reasoning_tokens + excluded.reasoning_tokens,
+        energy_mj = spend.energy_mj + excluded.energy_mj
 """
 _ADD_TOTAL = """
     INSERT INTO total (key_id, tokens) VALUES (?, ?)
@@ -94,7 +98,7 @@ _GROUPS: dict[GroupBy, str] = {
 }
 _USAGE = """
     SELECT {group}, model, SUM(requests), SUM(prompt_tokens), SUM(cached_tokens),
-           SUM(completion_tokens), SUM(reasoning_tokens)
+           SUM(completion_tokens), SUM(reasoning_tokens), SUM(energy_mj)
     FROM spend WHERE minute >= ? AND minute < ?{of_key}
         AND substr(key_id, 1, 6) <> 'group:' AND substr(key_id, 1, 5) <> 'cost:'
     GROUP BY 1, 3 ORDER BY 1, 3
@@ -368,11 +372,17 @@ def read_usage(execute: Execute, group: GroupBy, bounds: tuple[int, int], key_id
 
 def _row(slot: Slot, counts: Counts) -> tuple[str | int, ...]:
     usage = counts.usage
-    tokens = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.reasoning_tokens)
-    return (slot.minute, slot.key_id, slot.key_name, slot.key_group, slot.model, slot.node, counts.requests, *tokens)
+    used = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.reasoning_tokens, usage.energy_mj)
+    return (slot.minute, slot.key_id, slot.key_name, slot.key_group, slot.model, slot.node, counts.requests, *used)
 
 
 def _counts(row: Sequence[Any]) -> Counts:
-    requests, prompt, cached, completion, reasoning = map(int, row)
-    usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion, reasoning_tokens=reasoning)
+    requests, prompt, cached, completion, reasoning, energy_mj = map(int, row)
+    usage = Usage(
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        completion_tokens=completion,
+        reasoning_tokens=reasoning,
+        energy_mj=energy_mj,
+    )
     return Counts(requests=requests, usage=usage)

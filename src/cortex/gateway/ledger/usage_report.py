@@ -13,7 +13,9 @@ from cortex.gateway.ledger.store import GroupBy, Spend, Store
 from cortex.wire.events import Usage
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
-HEADER = ("requests", "prompt", "cached", "completion", "reasoning", "total", "cost")
+HEADER = ("requests", "prompt", "cached", "completion", "reasoning", "total", "Wh", "cost")
+
+MILLIJOULES_PER_WH = 3_600_000
 
 CostOf = Callable[[str, Usage], float]
 """What the usage of a model costs."""
@@ -40,6 +42,8 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int = 0
     reasoning_tokens: int = 0
     """Part of the completion tokens."""
+    energy_wh: float = 0.0
+    """What its requests drew of devices whose power nodes can read."""
     cost: float = 0.0
     """By the catalogue's present prices, in their currency."""
 
@@ -57,7 +61,8 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
             self.reasoning_tokens,
             self.total_tokens,
         )
-        return (*(f"{count:,}" for count in counts), f"{self.cost:,.4f}" if self.cost else "")
+        measured = f"{self.energy_wh:,.3f}" if self.energy_wh else ""
+        return (*(f"{count:,}" for count in counts), measured, f"{self.cost:,.4f}" if self.cost else "")
 
 
 def usage(
@@ -85,6 +90,7 @@ def report(group: GroupBy, spends: Iterable[Spend], cost_of: CostOf) -> tuple[Us
             cached_tokens=before.cached_tokens + used.cached_tokens,
             completion_tokens=before.completion_tokens + used.completion_tokens,
             reasoning_tokens=before.reasoning_tokens + used.reasoning_tokens,
+            energy_wh=before.energy_wh + used.energy_mj / MILLIJOULES_PER_WH,
             cost=before.cost + cost_of(spend.model, used),
         )
     if group == "day":
@@ -100,11 +106,13 @@ def as_csv(group: GroupBy, rows: Iterable[UsageRow]) -> str:
     writer = csv.writer(out)
     columns = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens", "total_tokens")
     has_model = group == "key-model"
-    writer.writerow(["key" if has_model else group, "id", *(["model"] if has_model else []), *columns, "cost"])
+    writer.writerow(
+        ["key" if has_model else group, "id", *(["model"] if has_model else []), *columns, "cost", "energy_wh"]
+    )
     for row in rows:
         names = [row.name, row.id, *([row.model] if has_model else [])]
         cells = [*map(_as_text, names), *(getattr(row, name) for name in columns)]
-        writer.writerow([*cells, f"{row.cost:.6f}"])
+        writer.writerow([*cells, f"{row.cost:.6f}", f"{row.energy_wh:.6f}"])
     return out.getvalue()
 
 

@@ -13,7 +13,7 @@ import msgspec
 from cortex.fleet.catalogue import ModelSpec, Resolution, near_misses
 from cortex.fleet.placement.decision import Origin
 from cortex.gateway.dispatch.view import DispatchView
-from cortex.gateway.ledger.keys import KeySection, PrefixSharing, check_model, may_use, tenant_of_key
+from cortex.gateway.ledger.keys import KeySection, PrefixSharing, check_model, class_of_key, may_use, tenant_of_key
 from cortex.gateway.ledger.meter import FreeReservation, Meter, Reservation
 from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.routes import InferenceRoute
@@ -22,6 +22,7 @@ from cortex.http.server.exchange import Exchange
 from cortex.parsing.envelope import Envelope
 from cortex.telemetry.spans import Span
 from cortex.wire.errors import CortexError, ModelNotAllowed, ModelNotFound, shorten
+from cortex.wire.request_class import RequestClass
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.tenant import EVERYBODY, tenant_of
 
@@ -62,6 +63,8 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
     """Whether it is a health check: it counts against no limit or budget, and loads no model."""
     tenant: bytes = EVERYBODY
     """With whom its client shares cached prefixes."""
+    request_class: RequestClass = "default"
+    """Which requests it waits for, and which wait for it."""
 
 
 def narrowed_tenant(received: ReceivedRequest, admitted: AdmittedRequest) -> bytes:
@@ -107,8 +110,11 @@ class AdmissionController:
         except CortexError as error:
             reservation.cancel()
             raise shown_to(key, error) from error
-        origin: Origin = "background" if resolution.background else "request"
-        return AdmittedRequest(model, origin, reservation, key, is_check, tenant_of_key(key, self.prefix_sharing))
+        served = class_of_key(key, facts.asked_class)
+        # Idle work evicts no model for itself.
+        origin: Origin = "background" if resolution.background or served == "idle" else "request"
+        tenant = tenant_of_key(key, self.prefix_sharing)
+        return AdmittedRequest(model, origin, reservation, key, is_check, tenant, served)
 
     def _reserve(
         self, key: KeySection | None, prompt_bytes: int, facts: RequestSummary, *, has_price: bool

@@ -10,6 +10,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from cortex.foreign.body import Access, ServerBody, ServerFields, server_body
 from cortex.foreign.embeddings import OllamaEmbeddings
 from cortex.gateway.dispatch.leases import Lease
@@ -30,6 +32,7 @@ from cortex.wire.errors import InsufficientQuota
 from cortex.wire.fields.raw_fields import replace_fields
 from cortex.wire.opaque.fields import OpaqueFields
 from cortex.wire.opaque.routes import upstream_path
+from cortex.wire.request_class import PRIORITY, TIER
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.tenant import EVERYBODY
@@ -83,6 +86,7 @@ class OutgoingBody:
     __slots__ = (
         "_access",
         "_admitted",
+        "_beyond",
         "_edited",
         "_has_budget",
         "_is_foreign",
@@ -119,6 +123,9 @@ class OutgoingBody:
         self._set_params: dict[str, Any] = {}
         self._strip_params: tuple[str, ...] = ()
         """What the operator sets and leaves out at the node."""
+        asked = received.envelope.facts.asked_class
+        self._beyond = (TIER, PRIORITY) if asked is not None and asked != admitted.request_class else ()
+        """Fields that ask for more than the key may have: a foreign server gets none of them."""
         self._limits: dict[int, int | None] = {}
         """The limit of a choice at a foreign server, by the tokens of the prompt there."""
         is_renamed = received.envelope.facts.model != admitted.model  # the client named it by an alias
@@ -132,7 +139,7 @@ class OutgoingBody:
         """Choose the form for the node of `lease`; False: call `prepare` before `made`."""
         route, body = self._route, self._received
         self._is_foreign = not lease.abilities.reads_headers
-        filters = lease.abilities.set_params, lease.abilities.strip_params
+        filters = lease.abilities.set_params, (*lease.abilities.strip_params, *self._beyond)
         if filters != (self._set_params, self._strip_params):
             (self._set_params, self._strip_params), self._served, self._translated = filters, None, None
         self._translates = route.generates and route.dialect not in lease.abilities.dialects
@@ -227,6 +234,8 @@ class OutgoingBody:
                 made = server_body(self._path, made.body, self._fields.without)
             self._translated = request, made
         request, served = self._translated
+        if request.echoes_tier:
+            request = msgspec.structs.replace(request, request_class=self._admitted.request_class)
         own_limit = None if "max_tokens" in self._strip_params else request.sampling.max_tokens
         limits = (own_limit, self._foreign_limit(len(served.body)))
         limit = min((each for each in limits if each is not None), default=None)

@@ -17,6 +17,7 @@ from cortex.wire.dialects.openai_responses import kept
 from cortex.wire.node.headers import (
     ATTEMPT_ID,
     BUDGET,
+    CLASS,
     ERROR_DETAILS,
     NO_DETAILS,
     NODE,
@@ -28,6 +29,7 @@ from cortex.wire.node.headers import (
 from cortex.wire.opaque.routes import SAFE_HEADERS
 
 _PRINCIPAL = PRINCIPAL.encode()
+_CLASS = CLASS.encode()
 _TENANT = TENANT.encode()
 _ATTEMPT = ATTEMPT_ID.encode()
 _NODE = NODE.encode()
@@ -58,6 +60,8 @@ def for_node(
         (_ATTEMPT, accounting.attempt_id),
         (_PRINCIPAL, header_value(reservation.principal)),
     )
+    if admitted.request_class != "default" or accounting.received.envelope.facts.asked_class is not None:
+        headers = (*headers, (_CLASS, admitted.request_class.encode()))
     if admitted.tenant:
         headers = (*headers, (_TENANT, admitted.tenant.hex().encode()))
     if keeper is not None and keeper.kept is not None:

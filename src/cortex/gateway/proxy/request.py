@@ -33,13 +33,14 @@ from cortex.routing.prefixes import MAX_PREFIX_BYTES
 from cortex.system.tasks import run_once
 from cortex.telemetry.spans import Span
 from cortex.telemetry.tracing import UNTRACED
-from cortex.wire import errors
+from cortex.wire import errors, sse
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.errors import CortexError, RequestCancelled, UpstreamInterrupted, UpstreamUnavailable
 from cortex.wire.events import MAX_TOKENS, Tokens, Usage
 from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.headers import DIMENSIONS, PROMPT_TOKENS, RECOVERS, RELAYED
 from cortex.wire.opaque.health_checks import not_ready
+from cortex.wire.request_class import level_of
 
 _USAGE_KEY = b'"usage":'
 
@@ -226,10 +227,17 @@ class ProxyRequest:
                 excluded=self._excluded,
                 has_pictures=self.received.envelope.facts.has_pictures,
                 client=self.received.client,
+                level=level_of(self.admitted.request_class),
+                tell=self._tell,
             )
             self.services.dispatcher.request_lease(pending)
         except CortexError as error:
             self._deliver(error)
+
+    def _tell(self, wait_s: float) -> None:
+        """A node wakes for the request: a client that streams learns how long that takes."""
+        if self._relay is not None and self._accounting.stream and self.route.codec.CONTENT_TYPE == sse.CONTENT_TYPE:
+            self._relay.comment(b": a node is waking up, which takes about %d s\n\n" % round(wait_s))
 
     def _deliver(self, result: Lease | CortexError) -> None:
         """There is a lease, or there will be none."""

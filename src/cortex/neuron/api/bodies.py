@@ -5,8 +5,10 @@ from __future__ import annotations
 from cortex.http.request import Request
 from cortex.wire.errors import InvalidValue, shorten
 from cortex.wire.node import headers
+from cortex.wire.request_class import CLASSES, RequestClass, served_class
 
 _PRINCIPAL = headers.PRINCIPAL.encode()
+_CLASS = headers.CLASS.encode()
 _TENANT = headers.TENANT.encode()
 _TOKEN_LIMIT = headers.TOKEN_LIMIT.encode()
 _WAITED = headers.WAITED.encode()
@@ -21,6 +23,17 @@ def principal_of(request: Request) -> str:
 def tenant_of(request: Request) -> bytes:
     """The tenant that a gateway names, empty for other clients."""
     return request.header(_TENANT) or b""
+
+
+def class_of(request: Request, asked: RequestClass | None = None) -> RequestClass:
+    """The class that a gateway names; `asked` is what counts of a client without one. Raises InvalidValue."""
+    if request.header(_PRINCIPAL) is None:
+        return served_class(asked)
+    value = (request.header(_CLASS) or b"default").decode("latin-1")
+    for each in CLASSES:
+        if each == value:
+            return each
+    raise InvalidValue(f"{headers.CLASS} must be one of {', '.join(CLASSES)}, got `{shorten(value)}`.")
 
 
 def token_limit_of(request: Request) -> int | None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from cortex.neuron.engine.errors import RequestError
 from cortex.neuron.engine.roofline.step_work import StepWork
 from cortex.neuron.vision.picture import Picture
+from cortex.system.fair_turns import DEFAULT
 
 FinishReason = Literal["stop", "length", "cancelled", "error", "rejected"]
 """`rejected`: the request contradicts itself, which only its output shows."""
@@ -105,6 +106,8 @@ class EngineRequest:
     principal: str = ""
     """Whose share of the slots it uses (`node/admission.py`) and of the prefill
     (`engine/scheduling/budget.py`); empty: anonymous."""
+    level: int = DEFAULT
+    """Of its class (`system/fair_turns.py`): those of lower levels wait, and are preempted first."""
     tenant: bytes = b""
     """With which other requests it shares what is kept of prompts: those of the same tenant. A digest; empty: with all
     that have none."""

@@ -13,6 +13,7 @@ from cortex.neuron.engine.memory.reserve import MemoryReserve
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.node.memory.ceilings import Ceilings
 from cortex.neuron.node.memory.kv_host import KvHostMemory
+from cortex.neuron.node.power import PackagePower
 from cortex.neuron.node.replicas.extras import ExtraReplicas
 from cortex.neuron.servers.ready_made import usable
 from cortex.neuron.worker.discovery import DeviceReading, Inventory, discover, divided, with_amd_cards
@@ -46,13 +47,20 @@ class NodeDevices:
         reserve: Callable[[Device], MemoryReserve],
         ceilings: Ceilings,
         kv_host_mb: int | None = 0,
+        *,
+        boosts: bool = True,
     ) -> None:
         """`worker_factory`: closed with the devices. `reserve`: what loads leave free on a device. `kv_host_mb`: as
-        `limits.kv_host_mb`."""
+        `limits.kv_host_mb`. `boosts`: an idle GPU with a model keeps a high clock."""
         self.all = inventory.devices
         self.extras = ExtraReplicas(inventory.devices, ceilings)
         self._readings = dict(inventory.readings)
         self._read_devices = read_devices
+        self._package_power = PackagePower()
+        self.watts: dict[int, float] = {}
+        """What each device draws, where that can be read: the CPU by its packages."""
+        self.total_watts: float | None = None
+        """What devices and packages draw together, as far as that can be read."""
         self._reserve = reserve
         self._ceilings = ceilings
         self._worker_factory = worker_factory
@@ -61,7 +69,9 @@ class NodeDevices:
         killed."""
         self.supervisors = {
             device.index: WorkerSupervisor(
-                DeviceAddress.of(device, inventory.num_host_shares), self._worker_factory, timeouts=timeouts
+                DeviceAddress.of(device, inventory.num_host_shares, boosts=boosts),
+                self._worker_factory,
+                timeouts=timeouts,
             )
             for device in inventory.devices
         }
@@ -91,7 +101,16 @@ class NodeDevices:
 
     async def sample(self) -> None:
         """Reads the devices on a thread, so that a hanging driver does not block the loop."""
-        self._readings = await asyncio.to_thread(self._read_devices, self.all)
+        self._readings, package_watts = await asyncio.to_thread(self._read)
+        self.watts = {index: each.watts for index, each in self._readings.items() if each.watts is not None}
+        on_host = [device.index for device in self.all if device.kind == "cpu"]
+        if package_watts is not None:
+            self.watts |= dict.fromkeys(on_host, package_watts / max(1, len(on_host)))
+        known = [*self.watts.values(), *([] if on_host or package_watts is None else [package_watts])]
+        self.total_watts = sum(known) if known else None
+
+    def _read(self) -> tuple[dict[int, DeviceReading], float | None]:
+        return self._read_devices(self.all), self._package_power.read()
 
     async def warm(self) -> None:
         """Imports the engine, so that the first load need not wait for it."""
@@ -116,6 +135,7 @@ class NodeDevices:
             free_bytes=reading.free_bytes,
             utilisation=reading.utilisation,
             temperature_c=reading.temperature_c,
+            watts=self.watts.get(device.index),
             worker=supervisor.state,
             kept_free_bytes=reserve.num_bytes,
             kept_free_share=reserve.share,

@@ -20,10 +20,25 @@ class Generation:
     has a `finish`, unless the request failed.
     """
 
-    __slots__ = ("_ended", "_error", "_fail", "_is_paused", "_on_cancel", "_receive", "_unread", "request_id")
+    __slots__ = (
+        "_ended",
+        "_error",
+        "_fail",
+        "_is_paused",
+        "_on_cancel",
+        "_receive",
+        "_unread",
+        "energy_j",
+        "queued_s",
+        "request_id",
+    )
 
     def __init__(self, request_id: str, on_cancel: Callable[[], None]) -> None:
         self.request_id = request_id
+        self.energy_j = 0.0
+        """What it drew, once it has ended."""
+        self.queued_s = 0.0
+        """How long it waited for its slot."""
         self._on_cancel = on_cancel
         self._receive: Receive | None = None
         self._fail: Fail | None = None

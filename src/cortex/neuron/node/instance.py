@@ -19,6 +19,7 @@ from cortex.neuron.engine.request import EngineRequest, EngineStats, StepOutput
 from cortex.neuron.node.admission import Admission, QueuedRequest, QueueFull
 from cortex.neuron.node.generation import Generation
 from cortex.neuron.node.loading.library import FileStamps
+from cortex.neuron.node.power import EnergyMeter
 from cortex.neuron.worker.faults import FaultKind
 from cortex.neuron.worker.memory import Reclaimed
 from cortex.neuron.worker.model_host import ModelHost, Resident
@@ -34,6 +35,7 @@ from cortex.wire.errors import (
     prompt_too_long_for_memory,
 )
 from cortex.wire.node.protocol import ModelLoad
+from cortex.wire.request_class import CLASSES
 from cortex.wire.words import duration, plural
 
 
@@ -110,12 +112,17 @@ class _Running:
     generation: Generation
     queued: QueuedRequest
     has_token: bool = False
+    drawn_j: float = 0.0
+    """The meter when it got its slot."""
 
 
 class Instance:
     """The `ModelSink` of one loaded model. Belongs to the daemon's loop."""
 
-    def __init__(self, model_id: str, host: ModelHost, limits: Limits, callbacks: ModelCallbacks) -> None:
+    def __init__(
+        self, model_id: str, host: ModelHost, limits: Limits, callbacks: ModelCallbacks, *, preempts: bool = True
+    ) -> None:
+        """`preempts`: it runs on the engine, which preempts requests of lower classes."""
         self.model_id = model_id
         self.host = host
         self.stage_layers: tuple[int, ...] = ()
@@ -130,7 +137,9 @@ class Instance:
         self._callbacks = callbacks
         self._unloading: asyncio.Task[Reclaimed] | None = None
         self._max_num_seqs = limits.max_num_seqs
-        self._admission = Admission(self._num_slots, limits.max_queue)
+        self._preempts = preempts
+        self._admission = Admission(self._num_slots, limits.max_queue, preempted_slots=self._num_slots * preempts)
+        self._energy = EnergyMeter()
         self._requests: dict[str, _Running] = {}
         self._closed: CortexError | None = None
         self._has_produced = False
@@ -192,6 +201,7 @@ class Instance:
             waiting=self._admission.waiting + waiting_in_engine + num_in_preparation,
             kv_used_fraction=round(self._stats.used_pages / max(self._stats.num_pages, 1), 4),
             tokens_per_s=self._throughput.per_s(time.monotonic()),
+            waiting_by_class={name: n for name, n in zip(CLASSES, self._admission.waiting_at, strict=True) if n},
         )
 
     # Requests
@@ -209,7 +219,9 @@ class Instance:
         queued = QueuedRequest(
             request.principal,
             len(request.prompt) + min(request.max_tokens, _CACHE_TOKENS_AHEAD),
-            start=lambda: self.host.submit(request),
+            level=request.level,
+            prompt_tokens=len(request.prompt),
+            start=lambda: self._start(request, generation, queued),
             reject=lambda retry_after_s: self._end_with_error(
                 request.id, self._overloaded(self._admission.waiting, retry_after_s)
             ),
@@ -222,6 +234,26 @@ class Instance:
             self._forget(request.id)
             raise self._overloaded(full.waiting, full.retry_after_s) from full
         return generation
+
+    def _start(self, request: EngineRequest, generation: Generation, queued: QueuedRequest) -> None:
+        now_s = time.monotonic()
+        generation.queued_s = now_s - queued.entered_s
+        # The slot is counted already.
+        self._requests[request.id].drawn_j = self._energy.advance(now_s, self._admission.running - 1)
+        self.host.submit(request)
+
+    @property
+    def power_devices(self) -> tuple[int, ...]:
+        return tuple(index for replica in self.host.replica_devices for index in replica)
+
+    @property
+    def num_running(self) -> int:
+        return self._admission.running
+
+    def draws(self, watts: float) -> None:
+        """From now on, its running requests draw this much together."""
+        self._energy.advance(time.monotonic(), self._admission.running)
+        self._energy.draws(watts)
 
     def _overloaded(self, waiting: int, retry_after_s: float) -> Overloaded:
         queue = plural(waiting, "request is", "requests are")
@@ -253,6 +285,11 @@ class Instance:
     def on_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
         self._callbacks.on_progress(stage, done_bytes, total_bytes)
 
+    def _meter(self, running: _Running, now_s: float) -> None:
+        """The request ends: says what it drew, before its last output is delivered."""
+        if running.queued.has_slot:
+            running.generation.energy_j = self._energy.advance(now_s, self._admission.running) - running.drawn_j
+
     def on_outputs(self, outputs: tuple[StepOutput, ...]) -> None:
         if not self._has_produced and any(output.tokens or output.vectors for output in outputs):
             self._has_produced = True
@@ -263,6 +300,8 @@ class Instance:
             running = self._requests.get(output.request_id)
             if running is None:
                 continue
+            if output.finish is not None:
+                self._meter(running, now_s)
             if output.finish in ("error", "rejected"):
                 message = output.error or "the engine ended this request without a reason; see the node's log"
                 failed = InvalidValue if output.finish == "rejected" else GenerationFailed
@@ -275,6 +314,7 @@ class Instance:
                     self._fail_alone(output)
                     continue
                 num_tokens += len(output.tokens)
+                self._admission.spent(running.queued, len(output.tokens) - (output.cached_tokens or 0))
                 if not running.has_token and (output.tokens or output.vectors):
                     self._admission.produced(running.queued, now_s)
                     num_tokens -= self._note_first(running, output)
@@ -331,6 +371,7 @@ class Instance:
             num_pages = max(info.num_pages, self._stats.num_pages)  # more with extra replicas
             free_tokens = (num_pages - self._stats.used_pages) * info.page_tokens
             self._admission.slots = self._num_slots
+            self._admission.preempted_slots = self._num_slots * self._preempts
             self._admission.cache_reported(free_tokens, time.monotonic())
 
     # Drain, sleep and unload

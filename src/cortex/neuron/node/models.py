@@ -196,6 +196,11 @@ class Models:
         digest = survey.facts.digest if survey is not None else None
         self._bench_results.keep(self.options(model_id), digest, devices, result)
 
+    def instances(self) -> list[Instance]:
+        """Those that are loaded and awake."""
+        held = [controller.instance for controller in self._controllers.values()]
+        return [each for each in held if each is not None and each.host.resident is not None]
+
     def in_memory(self) -> list[str]:
         return [model_id for model_id in self._controllers if self.is_in_memory(model_id)]
 

@@ -7,6 +7,7 @@ Each model has one controller; the node finds it and passes requests on.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from functools import partial
@@ -36,6 +37,7 @@ from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings
 from cortex.neuron.node.memory.host_budget import HostBudget, HostLimits
 from cortex.neuron.node.models import Models
+from cortex.neuron.node.power import attribute
 from cortex.neuron.node.replicas.demand import ReplicaDemand, ReplicaRules
 from cortex.neuron.node.startup_models import StartupModels
 from cortex.neuron.node.status import ServedModel, describe_node
@@ -47,11 +49,16 @@ from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.discovery import Inventory
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.system.tasks import SupervisedTask, Supervisor, run_once
-from cortex.wire.errors import LoadFailed, ModelNotFound, ShuttingDown, shorten
+from cortex.wire.errors import LoadFailed, ModelInUse, ModelNotFound, ModelUnsupported, ShuttingDown, shorten
 from cortex.wire.node.groups import PreparedMember, PrepareMember
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Health, ModelState, ModelStatus, NodeEvent
 
+log = logging.getLogger(__name__)
+
+_CHANGING = (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.UNLOADING, ModelState.RECOVERING)
+_SUSPEND_AFTER_S = 0.5
+"""So long after a gateway asked for it, which gets a response first."""
 _SAMPLE_S = 1.0
 _SCAN_S = 30.0
 
@@ -73,6 +80,7 @@ class Node:
             forecast.reserve,
             ceilings,
             limits.kv_host_mb,
+            boosts=not config.harness.torch.idle_clock,
         )
         self._surveys = (parts.surveys or partial(SurveyProcess.of, limits))()
         self._library = Library(config)
@@ -200,6 +208,7 @@ class Node:
             pulls=self.files.pulls,
             disk=self.files.disk,
             host=self.host.health(),
+            watts=None if self.devices.total_watts is None else round(self.devices.total_watts, 1),
         )
 
     def models(self) -> tuple[ModelStatus, ...]:
@@ -338,6 +347,30 @@ class Node:
         await self.devices.extras.give_back((device,), self._config.drain_s)
         return await self.devices.supervisors[device].recycle()
 
+    def suspend(self) -> tuple[str, ...]:
+        """Runs `suspend_command` in a moment, and returns it. Raises ModelInUse while the node has work, and
+        ModelUnsupported without a command."""
+        self._check_open()
+        if not (command := self._config.suspend_command):
+            raise ModelUnsupported("this node is never suspended: its `suspend_command` is empty")
+        if work := self._work():
+            raise ModelInUse(f"this node is not suspended: {work}")
+        run_once(_suspend(command), "suspend this host")
+        return command
+
+    def _work(self) -> str | None:
+        """What would be interrupted if the host were suspended now; None: nothing."""
+        for status in self.models():
+            if status.load.running or status.load.waiting:
+                return f"{status.id} has requests"
+            if status.state in _CHANGING:
+                return f"{status.id} is {status.state.value}"
+            if status.rank or status.nodes:
+                return f"{status.id} runs on several nodes"
+        if any(pull.state == "running" for pull in self.health().pulls):
+            return "it downloads a model"
+        return "a model is being measured" if self.benches.is_running else None
+
     async def close(self) -> None:
         """Ends queued requests at once, gives running ones `drain_s`, then ends the workers."""
         if self._closing:
@@ -395,6 +428,7 @@ class Node:
         """Keeps device readings up to date."""
         while True:
             await self.devices.sample()
+            attribute(self.devices.watts, self._models.instances())
             self._ceilings.watch()
             await self.host.watch()
             await self.texts.rest_idle(self._models.is_in_memory)
@@ -420,3 +454,15 @@ class Node:
 
 def _shutting_down() -> ShuttingDown:
     return ShuttingDown("the node is shutting down; try another node, or this one later", retry_after_s=10)
+
+
+async def _suspend(command: tuple[str, ...]) -> None:
+    await asyncio.sleep(_SUSPEND_AFTER_S)
+    log.info("this host is suspended: %s", " ".join(command))
+    try:
+        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
+    except OSError as problem:
+        log.error("this host cannot be suspended: %s", problem)
+        return
+    if status := await process.wait():
+        log.error("this host was not suspended: `%s` failed with status %d", command[0], status)

@@ -35,6 +35,7 @@ class DeviceReading:
     utilisation: float | None = None
     """0 to 1."""
     temperature_c: float | None = None
+    watts: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +195,7 @@ class _Nvml:
             temperature_c=_optional(
                 lambda: float(_library.nvmlDeviceGetTemperature(handle, _library.NVML_TEMPERATURE_GPU))
             ),
+            watts=_optional(lambda: _library.nvmlDeviceGetPowerUsage(handle) / 1000),
         )
 
     def _device(self, index: int, handle: Any, total_bytes: int) -> Device:

@@ -31,10 +31,12 @@ class DeviceAddress:
     uuid: str | None = None
     num_host_shares: int = 1
     """How many CPU devices share the host's cores and memory with this one, itself included."""
+    boosts: bool = True
+    """Whether the driver keeps a GPU at a high clock while the worker's context exists, idle or not."""
 
     @classmethod
-    def of(cls, device: Device, num_host_shares: int = 1) -> DeviceAddress:
-        return cls(device.kind, device.index, device.uuid, num_host_shares)
+    def of(cls, device: Device, num_host_shares: int = 1, *, boosts: bool = True) -> DeviceAddress:
+        return cls(device.kind, device.index, device.uuid, num_host_shares, boosts)
 
     @property
     def thread_name(self) -> str:
@@ -49,10 +51,11 @@ class DeviceAddress:
         return "cpu" if self.kind == "cpu" else "cuda:0"
 
     def environment(self) -> dict[str, str]:
-        """The environment variables that hide every other device from the worker."""
+        """What the worker must have in its environment before it has a context: it hides every other device."""
         if self.kind == "cpu":
             return {"CUDA_VISIBLE_DEVICES": ""}
-        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": self.uuid or str(self.index)}
+        clock = {} if self.boosts else {"CUDA_DISABLE_PERF_BOOST": "1"}
+        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": self.uuid or str(self.index), **clock}
 
 
 class MemoryReading(ChannelMessage, frozen=True):

@@ -12,6 +12,7 @@ from cortex import __version__
 from cortex.wire import error_encoding
 from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import Finish, Timing, TokenLogprob, Usage, UsageSoFar
+from cortex.wire.request_class import tier_of
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.response import summed, total_usage
 from cortex.wire.sse import frame
@@ -28,6 +29,11 @@ def stream_error(error: CortexError) -> bytes:
     return frame(msgspec.json.encode(error_encoding.envelope(error, Family.OPENAI)))
 
 
+def served_tier(request: GenerateRequest) -> dict[str, str]:
+    """Says in which service tier a request was served that names one."""
+    return {"service_tier": tier_of(request.request_class or "default")} if request.echoes_tier else {}
+
+
 class ChunkEncoder(ABC):
     """Choices to chunks. The usage chunk and `[DONE]` follow the finish of the last choice."""
 
@@ -38,6 +44,7 @@ class ChunkEncoder(ABC):
             "created": created,
             "model": model,
             "system_fingerprint": SYSTEM_FINGERPRINT,
+            **served_tier(request),
         }
         self._head = msgspec.json.encode(head)[:-1] + b',"choices":'
         """The beginning of every chunk, encoded once."""

@@ -15,6 +15,9 @@ TENANT = "x-cortex-tenant"
 """The digest of the clients with whom a request shares cached prefixes, in hex; absent: with all that have none. Only a
 gateway sets it."""
 
+CLASS = "x-cortex-class"
+"""The class that a request is served in (`wire/request_class.py`); absent: `default`. Only a gateway sets it."""
+
 ATTEMPT_ID = "x-cortex-attempt-id"
 """Names one attempt at a request, for `GET /requests/{id}/usage`. Only a gateway sets it, and clients never see it: two
 requests may have the same `x-request-id`, which clients choose."""

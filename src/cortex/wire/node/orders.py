@@ -91,6 +91,12 @@ class HubRepository(NodeValue, frozen=True):
     variants: tuple[HubVariant, ...]
 
 
+class Suspended(NodeValue, frozen=True):
+    """`POST /suspend`: the node runs its `suspend_command` now. It refuses while it works."""
+
+    command: tuple[str, ...]
+
+
 class Recycled(NodeValue, frozen=True):
     """`POST /devices/{index}/recycle`: whether the device's worker was replaced; not while models are on it."""
 

@@ -99,6 +99,8 @@ class DeviceHealth(NodeValue, frozen=True):
     utilisation: float | None = None
     """0 to 1."""
     temperature_c: float | None = None
+    watts: float | None = None
+    """What it draws, where that can be read; a CPU: its packages."""
     worker: Literal["none", "starting", "running", "faulted"] = "none"
     kept_free_bytes: int = 0
     """Memory that every load leaves free: the operator's reserve, activations, buffers of libraries."""
@@ -149,6 +151,8 @@ class ModelLoad(NodeValue, frozen=True):
     kv_used_fraction: float = 0.0
     tokens_per_s: float = 0.0
     """Completion tokens of all requests, without the first of each, over the last few seconds in which one came."""
+    waiting_by_class: dict[str, int] = {}
+    """How many of those that wait for a slot are of each class; only classes with any."""
 
 
 class Capabilities(NodeValue, frozen=True):
@@ -370,6 +374,8 @@ class Health(NodeValue, frozen=True):
     disk: DiskUse | None = None
     host: HostHealth | None = None
     """Absent: the node does not report it."""
+    watts: float | None = None
+    """What devices and processor packages draw together, as far as that can be read."""
 
 
 class Endpoint(NodeValue, frozen=True):

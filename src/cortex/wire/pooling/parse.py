@@ -12,6 +12,7 @@ from cortex.wire.errors import MissingModel, shorten
 from cortex.wire.fields.body import LARGEST_TOKEN, Fields
 from cortex.wire.fields.tables import pooling as tables
 from cortex.wire.pooling.request import PoolingRequest, Task
+from cortex.wire.request_class import asked_class
 
 MAX_TEXTS: Final = 4096
 """In one request."""
@@ -51,6 +52,7 @@ def parse_embeddings(body: bytes) -> PoolingRequest:
         purpose=None if purpose is None else _PURPOSES[purpose],
         loads_only=loads_only,
         user=fields.text("user"),
+        request_class=asked_class(fields, tables.EMBEDDINGS.facts),
         **_truncation(fields),
     )
 
@@ -95,6 +97,7 @@ def parse_rerank(body: bytes) -> PoolingRequest:
         returns_documents=bool(fields.flag("return_documents")) or bool(fields.flag("return_text")),
         raw_scores=bool(fields.flag("raw_scores")),
         user=fields.text("user"),
+        request_class=asked_class(fields, tables.RERANK.facts),
         **truncation,
     )
 
@@ -121,6 +124,7 @@ def parse_score(body: bytes) -> PoolingRequest:
         instruction=fields.text("instruction"),
         raw_scores=bool(fields.flag("raw_scores")),
         user=fields.text("user"),
+        request_class=asked_class(fields, tables.SCORE.facts),
         **_truncation(fields),
     )
 

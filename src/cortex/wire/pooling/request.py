@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from cortex.wire.request_class import RequestClass
+
 Task = Literal["embed", "score"]
 Shape = Literal["openai", "rerank", "tei_embed", "tei_rerank", "score"]
 """Whose form a response has: OpenAI's embeddings, the rerank of Jina and Cohere, those of TEI, vLLM's scores."""
@@ -48,6 +50,8 @@ class PoolingRequest(msgspec.Struct, frozen=True):
     raw_scores: bool = False
     """Without the activation that maps scores to 0 to 1."""
     user: str | None = None
+    request_class: RequestClass | None = None
+    """What it asks for; None: as its key has it."""
     ignored_fields: tuple[str, ...] = ()
 
     @property

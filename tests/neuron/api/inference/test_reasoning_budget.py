@@ -45,6 +45,8 @@ class Engine:
             super().__init__(self.outputs(engine, job))
             self.engine = engine
 
+        queued_s = energy_j = 0.0
+
         def cancel(self) -> None:
             self.engine.num_cancelled += 1
 

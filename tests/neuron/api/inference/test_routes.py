@@ -14,6 +14,7 @@ from cortex.wire.errors import Recovering
 from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.headers import PROMPT_TOKENS, TOKEN_LIMIT
 from cortex.wire.node.load_options import SamplingDefaults
+from cortex.wire.request_class import RequestClass, level_of, tier_of
 
 from ....waiting import WAIT_S
 from ..conftest import Api, ChatBody, Until
@@ -182,6 +183,27 @@ async def test_passes_on_principal_and_request_id(api: Api, chat_body: ChatBody)
     assert headers["x-request-id"] == "abc-1"
     _, _, headers = await api.post("/v1/chat/completions", chat_body(), **{"x-request-id": "no spaces, please"})
     assert len(headers["x-request-id"]) == 32
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "expected"),
+    [
+        ({}, {}, "default"),
+        ({}, {"service_tier": "flex"}, "flex"),
+        ({"x-cortex-class": "idle"}, {"service_tier": "flex"}, "flex"),  # only a gateway says so
+        ({"x-cortex-principal": "alice"}, {"service_tier": "auto"}, "default"),
+        ({"x-cortex-principal": "alice", "x-cortex-class": "idle"}, {}, "idle"),
+        ({"x-cortex-principal": "alice", "x-cortex-class": "default"}, {"service_tier": "priority"}, "default"),
+    ],
+)
+async def test_class_is_what_the_gateway_says_or_what_a_client_without_one_asks_for(
+    api: Api, chat_body: ChatBody, headers: dict[str, str], fields: dict[str, Any], expected: RequestClass
+) -> None:
+    status, reply, _ = await api.post("/v1/chat/completions", chat_body(**fields), **headers)
+    assert status == 200, reply
+    assert api.node.submitted[-1].level == level_of(expected)
+    if "service_tier" in fields:
+        assert reply["service_tier"] == tier_of(expected)
 
 
 async def test_tenant_is_made_of_what_the_gateway_says_and_of_the_salt(api: Api, chat_body: ChatBody) -> None:

@@ -47,6 +47,8 @@ async def test_reports_usage_up_to_the_disconnect(api: Any, chat_body: Any, stre
         "cached_tokens": 2,
         "completion_tokens": 1,
         "reasoning_tokens": 0,
+        "queued_ms": 0,
+        "energy_mj": 0,
     }
     text = await exposition(api)
     assert f'neuron_prompt_tokens_total{{model="org/tiny"}} {num_prompt_tokens}.0' in text

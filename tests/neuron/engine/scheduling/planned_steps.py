@@ -13,6 +13,7 @@ from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.scheduling.sequence import Sequence
 from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepPlan
 from cortex.neuron.vision.picture import PictureRules
+from cortex.system.fair_turns import DEFAULT
 
 PAGE = 4
 TOKEN_S = 1e-3
@@ -42,15 +43,19 @@ def scheduler_of(
     return Scheduler(KVPages({None: pages + 1}, PAGE), limits, token_costs(), pictures=pictures)
 
 
-def request(name: str, prompt: int | tuple[int, ...], max_tokens: int = 4, principal: str = "") -> EngineRequest:
+def request(
+    name: str, prompt: int | tuple[int, ...], max_tokens: int = 4, principal: str = "", level: int = DEFAULT
+) -> EngineRequest:
     """A prompt given by its length is the start of 0, 1, 2, …"""
     tokens = tuple(range(prompt)) if isinstance(prompt, int) else prompt
-    return EngineRequest(name, tokens, max_tokens=max_tokens, principal=principal)
+    return EngineRequest(name, tokens, max_tokens=max_tokens, principal=principal, level=level)
 
 
-def other(name: str, length: int, first: int, max_tokens: int = 4, principal: str = "") -> EngineRequest:
+def other(
+    name: str, length: int, first: int, max_tokens: int = 4, principal: str = "", level: int = DEFAULT
+) -> EngineRequest:
     """A prompt that shares no prefix with one of another `first`."""
-    return request(name, tuple(range(first, first + length)), max_tokens, principal)
+    return request(name, tuple(range(first, first + length)), max_tokens, principal, level)
 
 
 def planned(scheduler: Scheduler) -> StepPlan:

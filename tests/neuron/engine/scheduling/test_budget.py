@@ -18,36 +18,40 @@ from cortex.neuron.engine.scheduling.budget import (
     PrefillShares,
     Prompt,
     SchedulerLimits,
+    Sharer,
     StepShares,
     fair_shares,
     turns,
 )
+from cortex.system.fair_turns import FLEX, PRIORITY
 
 NONE: Mapping[int, tuple[int, ...]] = {}
 MIXED_SIZES = {48: (16, 64, 80, 208, 336, 464, 592, 720, 976), 256: (16, 64, 128, 256, 384, 512, 768, 1024)}
 
-NEEDED = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 5000), max_size=8)
+SHARERS = [Sharer(name) for name in "abcdefgh"]
+A, B, C, *_ = SHARERS
+NEEDED = st.dictionaries(st.sampled_from(SHARERS), st.integers(1, 5000), max_size=8)
 
 
 @pytest.mark.parametrize(
     ("budget", "needed", "expected"),
     [
         (512, {}, {}),
-        (512, {"a": 9000}, {"a": 512}),
-        (512, {"a": 9000, "b": 9000}, {"a": 256, "b": 256}),
-        (512, {"a": 9000, "b": 100}, {"a": 412, "b": 100}),
-        (513, {"a": 9000, "b": 9000}, {"a": 256, "b": 257}),
-        (64, {"a": 9000, "b": 9000}, {"a": 64, "b": 0}),
-        (128, {"a": 10, "b": 10, "c": 9000}, {"a": 10, "b": 10, "c": 108}),
-        (0, {"a": 5}, {"a": 0}),
+        (512, {A: 9000}, {A: 512}),
+        (512, {A: 9000, B: 9000}, {A: 256, B: 256}),
+        (512, {A: 9000, B: 100}, {A: 412, B: 100}),
+        (513, {A: 9000, B: 9000}, {A: 256, B: 257}),
+        (64, {A: 9000, B: 9000}, {A: 64, B: 0}),
+        (128, {A: 10, B: 10, C: 9000}, {A: 10, B: 10, C: 108}),
+        (0, {A: 5}, {A: 0}),
     ],
 )
-def test_shares(budget: int, needed: dict[str, int], expected: dict[str, int]) -> None:
+def test_shares(budget: int, needed: dict[Sharer, int], expected: dict[Sharer, int]) -> None:
     assert fair_shares(budget, needed) == expected
 
 
 @given(st.integers(0, 20_000), NEEDED)
-def test_nobody_gets_more_than_another_who_needs_more(budget: int, needed: dict[str, int]) -> None:
+def test_nobody_gets_more_than_another_who_needs_more(budget: int, needed: dict[Sharer, int]) -> None:
     shares = fair_shares(budget, needed)
     assert sum(shares.values()) == min(budget, sum(needed.values()))
     assert all(0 <= shares[each] <= needed[each] for each in needed)
@@ -56,14 +60,32 @@ def test_nobody_gets_more_than_another_who_needs_more(budget: int, needed: dict[
         assert all(share <= least + len(needed) for least in unmet for share in shares.values())
 
 
-@given(st.integers(1, 500), st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=8, unique=True))
-def test_over_many_steps_principals_that_always_wait_get_the_same(budget: int, principals: list[str]) -> None:
+@given(st.integers(1, 500), st.lists(st.sampled_from(SHARERS), min_size=2, max_size=8, unique=True))
+def test_over_many_steps_principals_that_always_wait_get_the_same(budget: int, principals: list[Sharer]) -> None:
     shares, total = PrefillShares(), dict.fromkeys(principals, 0)
     for _ in range(40):
         for principal, share in shares.of_step(budget, dict.fromkeys(principals, 10**6)).items():
             shares.count(principal, share)
             total[principal] += share
     assert max(total.values()) - min(total.values()) <= 2 * budget
+
+
+def test_higher_class_gets_its_shares_first_and_a_lower_one_what_is_left() -> None:
+    high, low = Sharer("a", PRIORITY), Sharer("a", FLEX)
+    needed = {low: 9000, A: 100, high: 300}
+    assert PrefillShares().of_step(512, needed) == {high: 300, A: 100, low: 112}
+    assert PrefillShares().of_step(256, needed) == {high: 256, A: 0, low: 0}
+
+
+def test_principal_that_comes_back_is_level_with_those_that_waited() -> None:
+    shares = PrefillShares()
+    for _ in range(10):  # all is of A, while B is away
+        shares.count(A, shares.of_step(64, {A: 10**6})[A])
+    assert shares.of_step(64, {A: 10**6, B: 10**6}) == {A: 64, B: 0}  # level: the first of equals
+    shares.count(A, 64)
+    assert shares.of_step(64, {A: 10**6, B: 10**6}) == {A: 0, B: 64}
+    shares.count(B, 64)
+    assert shares.of_step(64, {A: 10**6, B: 10**6})[B] == 0, "it has nothing stored up"
 
 
 def costs() -> StepCosts:
@@ -115,7 +137,7 @@ def test_streams_wait_no_longer_than_the_bound(
     assert expected.seconds(streams.with_prompts(budget)) <= most_s * (1 + 1e-9)
 
 
-PROMPTS = st.lists(st.builds(Prompt, st.sampled_from("ab"), st.integers(1, 3000)), max_size=12)
+PROMPTS = st.lists(st.builds(Prompt, st.sampled_from([A, B]), st.integers(1, 3000)), max_size=12)
 
 
 @pytest.mark.parametrize(
@@ -133,17 +155,17 @@ PROMPTS = st.lists(st.builds(Prompt, st.sampled_from("ab"), st.integers(1, 3000)
 def test_short_prompts_overtake_a_long_one_of_their_principal(
     prompts: list[int], share: int, overtaking: list[int]
 ) -> None:
-    assert turns([Prompt("a", worth) for worth in prompts], {"a": share}).overtaking == overtaking
+    assert turns([Prompt(A, worth) for worth in prompts], {A: share}).overtaking == overtaking
 
 
 @given(PROMPTS, st.integers(0, 2000), st.integers(0, 2000))
 def test_the_oldest_prompt_of_each_principal_keeps_half_of_its_share(prompts: list[Prompt], a: int, b: int) -> None:
-    shares = {"a": a, "b": b}
+    shares = {A: a, B: b}
     order = turns(prompts, shares)
     assert sorted([*order.overtaking, *order.by_age]) == list(range(len(prompts)))
     assert order.by_age == sorted(order.by_age)
     for principal, share in shares.items():
-        own = [index for index, prompt in enumerate(prompts) if prompt.principal == principal]
+        own = [index for index, prompt in enumerate(prompts) if prompt.sharer == principal]
         taken = [index for index in own if index in order.overtaking]
         assert sum(prompts[index].worth for index in taken) <= share // 2
         assert not taken or own[0] not in taken
@@ -151,9 +173,9 @@ def test_the_oldest_prompt_of_each_principal_keeps_half_of_its_share(prompts: li
 
 @given(st.integers(0, 120_000), st.integers(1, 20_000))
 def test_chunk_takes_from_the_share_what_it_is_worth(start: int, share: int) -> None:
-    shares = StepShares(costs().work, {"a": share})
-    count = shares.tokens("a", start, 10**6)
+    shares = StepShares(costs().work, {A: share})
+    count = shares.tokens(A, start, 10**6)
     assert 1 <= count <= share
-    shares.take("a", start, count)
-    assert shares.left["a"] >= 0 or count == 1
-    assert shares.tokens("b", start, 10) == 0
+    shares.take(A, start, count)
+    assert shares.left[A] >= 0 or count == 1
+    assert shares.tokens(B, start, 10) == 0

@@ -4,7 +4,54 @@ from __future__ import annotations
 
 import pytest
 
+from cortex.neuron.engine.scheduling.sequence import NO_ROW, PREEMPTIONS_PER_LEVEL
+from cortex.system.fair_turns import DEFAULT, FLEX, IDLE
+
 from .planned_steps import PAGE, collect, other, planned, request, run_to_the_end, scheduler_of, spans
+
+
+def test_preempts_the_lowest_class_before_the_youngest_sequence() -> None:
+    scheduler = scheduler_of(pages=5)
+    low = scheduler.add(request("low", PAGE - 1, max_tokens=9, level=FLEX))
+    first = planned(scheduler)
+    high = scheduler.add(other("high", PAGE - 1, 100, max_tokens=13))
+    collect(scheduler, first)
+    run_to_the_end(scheduler)
+    assert (low.preemptions, high.preemptions) != (0, 0)
+    assert high.preemptions == 0
+    assert (len(low.tokens), len(high.tokens)) == (PAGE - 1 + 9, PAGE - 1 + 13)
+
+
+def test_waiting_sequence_of_a_higher_class_takes_the_row_of_a_lower_one_and_gives_it_back() -> None:
+    scheduler = scheduler_of(rows=1)
+    low = scheduler.add(request("low", PAGE, max_tokens=8, level=IDLE))
+    collect(scheduler, planned(scheduler))
+    high = scheduler.add(other("high", PAGE, 100, max_tokens=2))
+    collect(scheduler, planned(scheduler))
+    assert (low.row, high.row) == (NO_ROW, 0)
+    run_to_the_end(scheduler)
+    assert (len(low.tokens), len(high.tokens)) == (PAGE + 8, PAGE + 2)
+    assert low.preemptions == 1
+
+
+def test_sequence_is_not_preempted_for_one_of_its_own_class() -> None:
+    scheduler = scheduler_of(rows=1)
+    scheduler.add(request("one", PAGE, max_tokens=8))
+    collect(scheduler, planned(scheduler))
+    scheduler.add(other("two", PAGE, 100, max_tokens=2))
+    run_to_the_end(scheduler)
+    assert scheduler.preemptions == 0
+
+
+def test_sequence_that_loses_its_row_again_and_again_rises_and_keeps_it() -> None:
+    scheduler = scheduler_of(rows=1)
+    low = scheduler.add(request("low", PAGE, max_tokens=40, level=FLEX))
+    for number in range(3 * PREEMPTIONS_PER_LEVEL):
+        collect(scheduler, planned(scheduler))
+        scheduler.add(other(f"high{number}", PAGE, 100 * (number + 1), max_tokens=1))
+        collect(scheduler, planned(scheduler))
+    assert low.preemptions == PREEMPTIONS_PER_LEVEL
+    assert low.level == DEFAULT
 
 
 def test_preempts_the_youngest_sequence_when_pages_run_out() -> None:

@@ -22,6 +22,7 @@ from cortex.neuron.engine.scheduling.budget import STREAM_SHARE, SchedulerLimits
 from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.scheduling.sequence import NO_ROW, Sequence
 from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepPlan
+from cortex.system.fair_turns import IDLE, PRIORITY
 
 from .planned_steps import TOKEN_S, read, token_costs
 
@@ -201,10 +202,19 @@ class Trace(RuleBasedStateMachine):
         max_tokens=st.integers(1, 10),
         stops=st.booleans(),
         principal=st.sampled_from(["", "ada", "bob"]),
+        level=st.integers(IDLE, PRIORITY),
         tenant=TENANTS,
     )
     def submit(
-        self, family: int, shared: int, own: list[int], max_tokens: int, stops: bool, principal: str, tenant: bytes
+        self,
+        family: int,
+        shared: int,
+        own: list[int],
+        max_tokens: int,
+        stops: bool,
+        principal: str,
+        level: int,
+        tenant: bytes,
     ) -> None:
         prefix = [(position * position + family) % VOCAB for position in range(shared)]
         prompt = tuple(prefix + own)[: self.limits.context_tokens - 1] or (family,)
@@ -214,6 +224,7 @@ class Trace(RuleBasedStateMachine):
             max_tokens=min(max_tokens, self.limits.context_tokens - len(prompt)),
             stop_token_ids=(0,) if stops else (),
             principal=principal,
+            level=level,
             tenant=tenant,
         )
         if request.max_tokens < 1:

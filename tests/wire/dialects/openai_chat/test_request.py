@@ -160,7 +160,7 @@ def test_rejection_names_nested_fields() -> None:
         {"stream_options": None},
         {"tool_choice": "auto"},
         {"response_format": {"type": "text"}},
-        {"store": True, "metadata": {"a": "b"}, "verbosity": "low", "service_tier": "flex"},
+        {"store": True, "metadata": {"a": "b"}, "verbosity": "low", "service_tier": None},
     ],
 )
 def test_ignores_fields_without_meaning_here(extra: dict[str, Any]) -> None:

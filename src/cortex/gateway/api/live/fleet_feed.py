@@ -154,6 +154,8 @@ def _node_status(node: Node, catalogue: Catalogue) -> dict[str, Any]:
         "up": node.healthy,
         "draining": node.draining,
         "drained": node.drained,
+        "sleep": node.sleep,
+        "watts": node.watts if node.healthy else None,
         "problem": node.problem,
         "missed_polls": node.missed_polls,
         "can_sleep": node.can_sleep,

@@ -171,6 +171,8 @@ def _as_one(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "up": any(node["up"] for node in nodes),
         "draining": False,
         "drained": False,
+        "sleep": "awake",
+        "watts": None,
         "problem": None,
         "missed_polls": 0,
         "can_sleep": False,

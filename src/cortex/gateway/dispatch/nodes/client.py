@@ -34,6 +34,7 @@ from cortex.wire.node.orders import (
     HubRepository,
     LoadRequest,
     Recycled,
+    Suspended,
     UnloadRequest,
 )
 from cortex.wire.node.protocol import Discovery, Health, ModelState, ModelStatus, PullStatus
@@ -249,6 +250,10 @@ class NodeClient:
     async def recycle(self, device: int, *, timeout_s: float) -> bool:
         """Replace the worker of an empty device; False when the device is not empty after all."""
         return (await self._post(f"/devices/{device}/recycle".encode(), {}, Recycled, timeout_s)).recycled
+
+    async def suspend(self) -> Suspended:
+        """Have the node suspend itself; it has begun to when this returns. Raises ModelInUse while it works."""
+        return await self._post(b"/suspend", {}, Suspended, CONTROL_TIMEOUT_S)
 
     async def pull(self, request: FilesRequest) -> PullStatus:
         """Start to download a model's files, or join the download in progress; returns at once."""

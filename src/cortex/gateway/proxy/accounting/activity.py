@@ -68,6 +68,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Time to the first token; None where it is not known: for a whole response of another server."""
     duration_s: float = 0.0
     num_attempts: int = 0
+    request_class: str = "default"
     usage: Usage | None = None
     dimensions: int | None = None
     """The length of the vectors of a response with embeddings."""

@@ -18,6 +18,10 @@ from cortex.http.observer import Outcome
 from cortex.telemetry.tracing import UNTRACED
 from cortex.wire.errors import CortexError, ModelNotFound
 from cortex.wire.events import Usage
+from cortex.wire.words import duration
+
+SHOWN_QUEUE_MS = 100
+"""The record of a request says why it waited for a slot if that took as long."""
 
 log = logging.getLogger("cortex.access")
 budget_log = logging.getLogger(__name__)
@@ -180,6 +184,9 @@ class RequestAccounting:
         model, reservation, key = admitted.model, admitted.reservation, admitted.key
         node = lease.node if lease is not None else ""
         reason, duration_s = self._reason(lease), self.ended_at - self.started_at
+        if usage is not None and usage.queued_ms >= SHOWN_QUEUE_MS:
+            waited = duration(usage.queued_ms / 1000)
+            reason = f"{reason}; it waited {waited} for a slot there, in the class `{admitted.request_class}`"
         if usage is not None and reservation.token_limit is not None and self._ended_at_budget(usage):
             reason = f"{reason}; ended at the {reservation.token_limit} tokens that its key had left for it"
             fields = {"request_id": self.received.id.decode(), "principal": reservation.principal, "model": model}
@@ -210,6 +217,7 @@ class RequestAccounting:
                 first_token_s=self.first_token_s,
                 duration_s=duration_s,
                 num_attempts=self.num_attempts,
+                request_class=admitted.request_class,
                 usage=usage,
                 dimensions=self.dimensions,
                 error_code=self.failure,
@@ -248,6 +256,7 @@ class RequestAccounting:
             phase=self._phase(),
             duration_s=self.services.clock() - self.started_at,
             num_attempts=self.num_attempts,
+            request_class=self.admitted.request_class,
         )
 
     def _phase(self) -> Phase:

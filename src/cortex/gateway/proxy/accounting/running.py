@@ -27,6 +27,7 @@ class RunningRequest(msgspec.Struct, frozen=True, kw_only=True):
     phase: Phase
     duration_s: float
     num_attempts: int
+    request_class: str = "default"
 
 
 class Cancellable(Protocol):

@@ -78,6 +78,7 @@ def engine_requests(
             min_tokens=min(sampling.min_tokens, max_tokens),
             grammar=grammar,
             principal=principal,
+            level=request.level,
             tenant=request.tenant,
             checkpoint_at=turn_ends,
             prompt_logprobs=_num_prompt_logprobs(request),

@@ -26,6 +26,7 @@ from cortex.wire.errors import CortexError, MethodNotAllowed, UpstreamInterrupte
 from cortex.wire.node import headers as our_headers
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.opaque.health_checks import not_ready
+from cortex.wire.request_class import level_of
 
 _JSON = (b"content-type", b"application/json")
 _RELAYED: Headers = ((our_headers.RELAYED.encode(), b"1"),)
@@ -71,7 +72,7 @@ class OpaqueRelay:
         id = f"opaque-{uuid.uuid4().hex}"
         slot: ServerSlot | NoSlot = NoSlot()
         if not is_check:
-            slot = ServerSlot(self.backend, model, id, principal)
+            slot = ServerSlot(self.backend, model, id, principal, level_of(bodies.class_of(http)))
         response = _Response(asyncio.get_running_loop().create_future())
         relay = Relay(call.exchange, response, self.ticker, None, _RELAYED)
         try:

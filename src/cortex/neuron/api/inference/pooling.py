@@ -33,6 +33,7 @@ from cortex.wire.node import usage_report
 from cortex.wire.pooling.parse import MODEL_OPTIONAL, ROUTES, names_model, only_model, with_model
 from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.pooling.response import embeddings_body, floats, scores_body
+from cortex.wire.request_class import level_of
 
 MAX_TOKENS: Final = 1 << 22
 """The limit for all texts of a request together."""
@@ -235,7 +236,9 @@ class PoolingRoutes:
         usage = Usage(prompt_tokens=num_tokens)
         watch.usage = lambda: usage
         watch.phase = lambda: "prefill"
-        vectors = await self._pooled(request.model, EngineRequest(id, (), 0, principal=principal, texts=texts))
+        level = level_of(bodies.class_of(http, request.request_class))
+        job = EngineRequest(id, (), 0, principal=principal, level=level, texts=texts)
+        vectors = await self._pooled(request.model, job)
         headers = [(_USAGE, usage_report.header_value(usage).encode())] if principal else []
         if request.task == "embed":
             width = len(vectors) // 4 // len(texts.lengths)

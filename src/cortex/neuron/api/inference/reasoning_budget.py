@@ -64,6 +64,7 @@ class BudgetedGeneration:
         self._is_paused = False
         self._is_cancelled = False
         self._running = begin(job)
+        self._begun = [self._running]
 
     def follow(self, receive: Receive, fail: Fail) -> None:
         self._running.follow(partial(self._receive_reasoning, receive, fail), partial(self._fail_reasoning, fail))
@@ -75,6 +76,14 @@ class BudgetedGeneration:
     def resume(self) -> None:
         self._is_paused = False
         self._running.resume()
+
+    @property
+    def queued_s(self) -> float:
+        return sum(each.queued_s for each in self._begun)
+
+    @property
+    def energy_j(self) -> float:
+        return sum(each.energy_j for each in self._begun)
 
     def cancel(self) -> None:
         self._is_cancelled = True
@@ -98,6 +107,7 @@ class BudgetedGeneration:
     def _answer(self, receive: Receive, fail: Fail, job: EngineRequest) -> None:
         try:
             self._running = self._begin(job)
+            self._begun.append(self._running)
         except CortexError as error:
             fail(error)
             return

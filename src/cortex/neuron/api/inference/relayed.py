@@ -105,7 +105,7 @@ class RelayedSession:
                 self._upstream.produced(self._id)
             deliver([self._observed(event) for event in events])
 
-        slot = ServerSlot(self._backend, model, self._id, self._principal)
+        slot = ServerSlot(self._backend, model, self._id, self._principal, self._packed.head.level)
         try:
             await slot.wait()
             slot.on_lost = response.fail

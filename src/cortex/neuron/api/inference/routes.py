@@ -89,6 +89,7 @@ class Inference:
                 packed = await self.parser.parse(
                     name, http.body, bodies.client_of(http), tenant=bodies.tenant_of(http), strip_billing=strip_billing
                 )
+                packed = packed.served_in(bodies.class_of(http, packed.head.request_class))
                 served = self.backend.served(packed.head.model)  # raises ModelNotFound
                 watch.model = packed.head.model
                 is_of_gateway = bool(bodies.principal_of(http))

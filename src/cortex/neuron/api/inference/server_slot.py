@@ -13,12 +13,12 @@ from cortex.wire.errors import CortexError
 class ServerSlot:
     """Owned by one request's task: `wait`, then send the request, and `release` however it ends."""
 
-    def __init__(self, backend: Backend, model: str, request_id: str, principal: str) -> None:
-        """Raises what `Backend.generate` raises."""
+    def __init__(self, backend: Backend, model: str, request_id: str, principal: str, level: int) -> None:
+        """`level`: of its class. Raises what `Backend.generate` raises."""
         self.on_lost: Callable[[CortexError], None] | None = None
         """Called where the server is lost after `wait` has returned."""
         self._granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._generation = backend.generate(model, EngineRequest(request_id, (), 1, principal=principal))
+        self._generation = backend.generate(model, EngineRequest(request_id, (), 1, principal=principal, level=level))
         self._generation.follow(self._receive, self._fail)
 
     async def wait(self) -> None:

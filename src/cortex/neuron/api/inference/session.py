@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
+import msgspec
+
 from cortex.neuron.api.backend import Backend, GenerationStream
 from cortex.neuron.api.drain_gate import DrainGate
 from cortex.neuron.api.inference.choice import Choice, ChoiceContext, Stopwatch
@@ -60,6 +62,8 @@ class Session:
         self._gateway_s = gateway_s
         self.first_token_s: float | None = None
         """Time from the request's arrival to its first token."""
+        self._at_end = (0, 0)
+        """What was measured of its choices when they had ended."""
         self._arrived_s = time.monotonic()
         self._picture_work = PictureWork(client)
         self._choices: list[Choice] = []
@@ -73,7 +77,14 @@ class Session:
         """Usage of all choices so far; before there are any, the pictures that were decoded for them."""
         if not self._choices:
             return Usage(prompt_tokens=self._picture_work.num_tokens)
-        return summed(choice.usage for choice in self._choices)
+        used = summed(choice.usage for choice in self._choices)
+        queued_ms, energy_mj = self._measured() if self._generations else self._at_end
+        return msgspec.structs.replace(used, queued_ms=queued_ms, energy_mj=energy_mj)
+
+    def _measured(self) -> tuple[int, int]:
+        """How long its choices waited for slots, and what they drew, in thousandths."""
+        begun = self._generations
+        return round(1000 * sum(each.queued_s for each in begun)), round(1000 * sum(each.energy_j for each in begun))
 
     async def run(self, deliver: Deliver) -> None:
         """Calls `deliver` with batches of events, to the last one. Raises a `CortexError` when the response cannot
@@ -149,6 +160,7 @@ class Session:
             self._ended = None
             for generation in self._generations:
                 generation.cancel()
+            self._at_end = self._measured()
             self._generations.clear()
 
     def pause(self) -> None:

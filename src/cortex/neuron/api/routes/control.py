@@ -24,7 +24,7 @@ from cortex.wire.errors import InvalidValue, MalformedJSON, RouteNotFound, short
 from cortex.wire.model_names import check_name
 from cortex.wire.node.bench import BenchRequest
 from cortex.wire.node.groups import PrepareMember
-from cortex.wire.node.orders import FilesRequest, ForgetSizeRequest, LoadRequest, Recycled, UnloadRequest
+from cortex.wire.node.orders import FilesRequest, ForgetSizeRequest, LoadRequest, Recycled, Suspended, UnloadRequest
 from cortex.wire.node.protocol import Endpoint, ModelList, ModelState
 
 T = TypeVar("T")
@@ -57,6 +57,7 @@ class Control:
             Route("POST", "/models/unload", self.unload),
             Route("POST", "/models/forget-size", self.forget_size),
             Route("POST", r"/devices/(?P<index>\d{1,4})/recycle", self.recycle),
+            Route("POST", "/suspend", self.suspend),
             Route("POST", "/files/pull", self.pull),
             Route("GET", "/files/pulls/(?P<id>.+)", self.pull_status),
             Route("POST", "/files/cancel", self.cancel_pull),
@@ -201,6 +202,11 @@ class Control:
         with self.drain_gate.enter():
             recycled = await self.backend.recycle(index)
         return responses.json(Recycled(device=index, recycled=recycled))
+
+    async def suspend(self, call: ApiCall) -> Response:
+        """Suspends this host, if nothing runs on it. A gateway asks for it, which can wake the host again."""
+        del call
+        return responses.json(Suspended(command=self.backend.suspend()), status=202)
 
     async def events(self, call: ApiCall) -> None:
         """A stream of changes; ends when the node shuts down."""

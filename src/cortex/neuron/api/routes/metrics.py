@@ -268,6 +268,8 @@ def _of_devices(devices: Iterable[DeviceHealth]) -> Iterator[Metric]:
     yield _fallbacks(by_index.values())
     temperature = {index: device.temperature_c for index, device in by_index.items()}
     yield _gauge("device_temperature_celsius", "Temperature of the device.", "device", temperature)
+    watts = {index: device.watts for index, device in by_index.items()}
+    yield _gauge("device_watts", "What the device draws, where that can be read.", "device", watts)
 
 
 def _of_host(host: HostHealth | None) -> Iterator[Metric]:

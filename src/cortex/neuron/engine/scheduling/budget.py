@@ -3,10 +3,10 @@
 A step with streams is bounded by its expected time, because each stream waits for all of it. Prompts are measured in
 tokens without attention (`StepWork.prompt_worth`), so that a chunk late in a long prompt has fewer tokens.
 
-Principals whose prompts wait get the same shares, and what one does not need goes to the others, so that a long prompt
-of one principal delays the prompts of another by a chunk, not by itself. Shares are not smaller than `LEAST_TOKENS`:
-with more principals than fit into a step, those that had the fewest tokens so far go first. Within a principal, short
-prompts overtake a long one with half of its share.
+Prompts of a higher class come first. Within a class, principals whose prompts wait get the same shares, and what one
+does not need goes to the others, so that a long prompt of one principal delays the prompts of another by a chunk, not
+by itself. Shares are not smaller than `LEAST_TOKENS`: with more principals than fit into a step, those that had the
+fewest tokens so far go first. Within a principal, short prompts overtake a long one with half of its share.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from cortex.neuron.engine.roofline.step_costs import StepCosts, StepShape
 from cortex.neuron.engine.roofline.step_work import StepWork
+from cortex.system.fair_turns import DEFAULT, PRIORITY, VirtualTime
 
 LEAST_TOKENS = 64
 """Smaller chunks cost more for each token."""
@@ -74,20 +75,27 @@ class SchedulerLimits:
         return graph if is_fast else tokens
 
 
-def fair_shares(budget: int, needed: Mapping[str, int]) -> dict[str, int]:
-    """Tokens of each principal. Their sum is at most `budget`, and is below it only where nobody needs more.
+class Sharer(NamedTuple):
+    """The requests that share what one of them is given: those of a principal with the same class."""
 
-    `needed` has the tokens that each principal could use, in the order in which they are considered.
+    principal: str
+    level: int = DEFAULT
+
+
+def fair_shares(budget: int, needed: Mapping[Sharer, int]) -> dict[Sharer, int]:
+    """Tokens of each sharer. Their sum is at most `budget`, and is below it only where nobody needs more.
+
+    `needed` has the tokens that each sharer could use, in the order in which they are considered.
     """
     num_served = max(1, budget // LEAST_TOKENS)
     served = dict(list(needed.items())[:num_served])
-    shares: dict[str, int] = {}
-    for position, (principal, tokens) in enumerate(sorted(served.items(), key=lambda entry: entry[1])):
-        shares[principal] = min(tokens, budget // (len(served) - position))
-        budget -= shares[principal]
-    for principal, tokens in needed.items():  # what division left over, and what the first ones did not need
-        added = min(budget, tokens - shares.get(principal, 0))
-        shares[principal] = shares.get(principal, 0) + added
+    shares: dict[Sharer, int] = {}
+    for position, (sharer, tokens) in enumerate(sorted(served.items(), key=lambda entry: entry[1])):
+        shares[sharer] = min(tokens, budget // (len(served) - position))
+        budget -= shares[sharer]
+    for sharer, tokens in needed.items():  # what division left over, and what the first ones did not need
+        added = min(budget, tokens - shares.get(sharer, 0))
+        shares[sharer] = shares.get(sharer, 0) + added
         budget -= added
     return shares
 
@@ -95,7 +103,7 @@ def fair_shares(budget: int, needed: Mapping[str, int]) -> dict[str, int]:
 class Prompt(NamedTuple):
     """What a prompt that waits or is computed still needs, as far as its turn depends on it."""
 
-    principal: str
+    sharer: Sharer
     worth: int
 
 
@@ -107,24 +115,24 @@ class Turns(NamedTuple):
     by_age: list[int]
 
 
-def turns(prompts: Ordered[Prompt], shares: Mapping[str, int]) -> Turns:
-    """The turns of prompts, which are given by age. A principal whose oldest prompt needs more than its share gives up
+def turns(prompts: Ordered[Prompt], shares: Mapping[Sharer, int]) -> Turns:
+    """The turns of prompts, which are given by age. A sharer whose oldest prompt needs more than its share gives up
     to half of the share to other prompts of its own that end with it: they wait for a chunk of the long one and not
     for all of it, and the long one always advances."""
-    oldest: dict[str, int] = {}
+    oldest: dict[Sharer, int] = {}
     for index, prompt in enumerate(prompts):
-        oldest.setdefault(prompt.principal, index)
+        oldest.setdefault(prompt.sharer, index)
     left = {
-        principal: shares.get(principal, 0) // 2
-        for principal, index in oldest.items()
-        if prompts[index].worth > shares.get(principal, 0)
+        sharer: shares.get(sharer, 0) // 2
+        for sharer, index in oldest.items()
+        if prompts[index].worth > shares.get(sharer, 0)
     }
     overtaking = []
     for index in sorted(range(len(prompts)), key=lambda index: prompts[index].worth) if left else ():
-        principal, worth = prompts[index]
-        if index != oldest[principal] and worth <= left.get(principal, 0):
+        sharer, worth = prompts[index]
+        if index != oldest[sharer] and worth <= left.get(sharer, 0):
             overtaking.append(index)
-            left[principal] -= worth
+            left[sharer] -= worth
     first = set(overtaking)
     return Turns(overtaking, [index for index in range(len(prompts)) if index not in first])
 
@@ -132,39 +140,45 @@ def turns(prompts: Ordered[Prompt], shares: Mapping[str, int]) -> Turns:
 class StepShares:
     """What is left of the principals' shares while a step is planned."""
 
-    def __init__(self, work: StepWork, shares: dict[str, int]) -> None:
+    def __init__(self, work: StepWork, shares: dict[Sharer, int]) -> None:
         """`work`: says what tokens are worth."""
         self._work = work
         self.left = shares
 
-    def tokens(self, principal: str, start: int, remaining: int) -> int:
+    def tokens(self, sharer: Sharer, start: int, remaining: int) -> int:
         """How many of the `remaining` tokens of a prompt from `start` on the share allows; at least one if there is any
         left."""
-        share = self.left.get(principal, 0)
+        share = self.left.get(sharer, 0)
         return min(remaining, max(1, self._work.tokens_worth(start, share))) if share > 0 else 0
 
-    def take(self, principal: str, start: int, count: int) -> int:
+    def take(self, sharer: Sharer, start: int, count: int) -> int:
         """Takes a chunk off, and returns what it is worth."""
         worth = ceil(self._work.prompt_worth(start, count))
-        self.left[principal] -= worth
+        self.left[sharer] -= worth
         return worth
 
 
 class PrefillShares:
-    """The tokens that principals have had while they had prompts to prefill. Belongs to the scheduler."""
+    """The tokens that sharers have had while they had prompts to prefill. Belongs to the scheduler."""
 
     def __init__(self) -> None:
-        self._prefilled: dict[str, int] = {}
+        self._prefilled: list[VirtualTime[Sharer]] = [VirtualTime() for _ in range(PRIORITY + 1)]
+        self._waiting: set[Sharer] = set()
 
-    def of_step(self, budget: int, needed: Mapping[str, int]) -> dict[str, int]:
-        """The shares of the next step; see `fair_shares`. A principal that had no prompts starts level with the one
-        that had the fewest tokens."""
-        known = [self._prefilled[principal] for principal in needed if principal in self._prefilled]
-        level = min(known, default=0)
-        self._prefilled = {principal: self._prefilled.get(principal, level) for principal in needed}
-        order = sorted(needed, key=self._prefilled.__getitem__)
-        return fair_shares(budget, {principal: needed[principal] for principal in order})
+    def of_step(self, budget: int, needed: Mapping[Sharer, int]) -> dict[Sharer, int]:
+        """The shares of the next step: those of the highest class first, and within it see `fair_shares`."""
+        for sharer in needed.keys() - self._waiting:
+            self._prefilled[sharer.level].joins(sharer)
+        for sharer in self._waiting - needed.keys():
+            self._prefilled[sharer.level].leaves(sharer)
+        self._waiting = set(needed)
+        shares: dict[Sharer, int] = {}
+        for level in sorted({sharer.level for sharer in needed}, reverse=True):
+            order = sorted((each for each in needed if each.level == level), key=self._prefilled[level].used)
+            shares |= fair_shares(budget, {sharer: needed[sharer] for sharer in order})
+            budget -= sum(shares[sharer] for sharer in order)
+        return shares
 
-    def count(self, principal: str, worth: int) -> None:
+    def count(self, sharer: Sharer, worth: int) -> None:
         """Record what was prefilled."""
-        self._prefilled[principal] = self._prefilled.get(principal, 0) + worth
+        self._prefilled[sharer.level].charge(sharer, worth)

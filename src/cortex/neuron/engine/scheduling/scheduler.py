@@ -3,8 +3,9 @@
 Every step is made of decode rows (sequences that need exactly their last drawn token computed) and a bounded chunk of
 prefill. Decode rows go first. Prompts extend the step up to a bound of its expected time, so that running streams keep
 their pace: principals get equal shares of it, and the prompts of one go by age, except that short ones overtake.
-When pages run out, the youngest sequence gives its pages back and is computed again later. The oldest never does, so
-there is no deadlock. A step may be planned before the host knows the tokens of the previous one.
+When pages run out, the youngest sequence of the lowest class gives its pages back and is computed again later. It also
+does so for a waiting sequence of a higher class. The oldest of the highest class never does, so there is no deadlock.
+A step may be planned before the host knows the tokens of the previous one.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from cortex.neuron.engine.scheduling.budget import (
     PrefillShares,
     Prompt,
     SchedulerLimits,
+    Sharer,
     StepShares,
     turns,
 )
@@ -62,10 +64,10 @@ class Scheduler:
         self.limits = limits
         self.costs = costs
         self.waiting: deque[Sequence] = deque()
-        """First in, first out for each principal; preempted sequences go to the front. The node decides whose request
-        is sent when."""
+        """By class, and within one first in, first out for each principal; preempted sequences go to the front of their
+        class. The node decides whose request is sent when."""
         self.running: list[Sequence] = []
-        """In order of admission: the first is the oldest."""
+        """By class, and within one in order of admission: the first is the oldest of the highest class."""
         self.preemptions = 0
         self._offloaded: OffloadedPages | None = None
         """Pages that the device has no room for; None: they are lost."""
@@ -107,7 +109,11 @@ class Scheduler:
             places = PicturePositions(request.pictures, self._pictures)
         packed = array("I") if packed is None else packed
         sequence = Sequence(request, list(request.prompt) if tokens is None else tokens, packed, places)
-        self.waiting.append(sequence)
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].level < sequence.level:
+            place -= 1
+            self._is_blocked = False  # it may have pages that a lower class gives up
+        self.waiting.insert(place, sequence)
         return sequence
 
     def use_offloaded(self, pages: OffloadedPages) -> None:
@@ -167,9 +173,21 @@ class Scheduler:
         """The next step, or None if nothing can be computed now. `drafted`: draft tokens that the rows of `decoding`
         check, by the id of their request; only if no step is in flight."""
         draft = self._new_draft()
+        self._preempt_lower_classes(draft)
         self._plan_decodes(draft, drafted)
         self._plan_prompts(draft)
         return self._finish(draft)
+
+    def _preempt_lower_classes(self, draft: StepDraft) -> None:
+        """Makes room for the first waiting sequence, as far as running ones of lower classes have it."""
+        while self.waiting and self.running and self.running[-1].level < self.waiting[0].level:
+            first = self.waiting[0]
+            if self._offloaded is not None and self._offloaded.is_fetching(first.request.id):
+                return
+            cached = self._admission.cached_pages(first, draft)
+            if cached is None or (self._free_rows and self._admission.fits(first, cached)):
+                return
+            self._preempt(self.running[-1])
 
     def plan_alone(self, sequence: Sequence) -> StepPlan | None:
         """A step that prefills this sequence and nothing else, or None if it cannot be computed now."""
@@ -251,24 +269,25 @@ class Scheduler:
         waiting: Ordered[Sequence] = () if self._is_blocked and running else self.waiting
         if self._offloaded is not None:
             waiting = [each for each in waiting if not self._offloaded.is_fetching(each.request.id)]
-        sequences = [*running, *islice(waiting, len(self._free_rows))]
+        sequences = sorted((*running, *islice(waiting, len(self._free_rows))), key=lambda each: -each.level)
+        has_row = [sequence.row != NO_ROW for sequence in sequences]
         if not sequences:
             return
         budget = self.limits.prompt_budget(self.costs, step_shape(draft.rows, self.costs.work), len(sequences))
         work = _COUNT if budget is None else self.costs.work
         prompts = self._prompts(sequences, draft, work)
-        needed: dict[str, int] = {}
-        for principal, worth in prompts:
-            needed[principal] = needed.get(principal, 0) + worth
+        needed: dict[Sharer, int] = {}
+        for sharer, worth in prompts:
+            needed[sharer] = needed.get(sharer, 0) + worth
         room = self.limits.step_tokens - draft.num_tokens
         shares = StepShares(work, self._shares.of_step(room if budget is None else budget, needed))
         order, preemptions, num_streams = turns(prompts, shares.left), self.preemptions, len(draft.rows)
         for index in (*order.overtaking, *order.by_age):
             sequence, overtakes = sequences[index], index in order.overtaking
-            share = shares.left.get(sequence.request.principal, 0)
+            share = shares.left.get(_sharer(sequence), 0)
             if share <= 0 or (share < min(LEAST_CHUNK, prompts[index].worth) and len(draft.rows) > num_streams):
                 continue
-            if index < len(running):
+            if has_row[index]:
                 if sequence.row != NO_ROW:  # else preempted
                     self._prefill_share(sequence, draft, shares)
             elif not self._free_rows or self.preemptions > preemptions:
@@ -291,7 +310,7 @@ class Scheduler:
                     sequence.expected_start = None if cached is None else self._admission.start(sequence, cached)
                 start = sequence.expected_start or 0
                 remaining = max(1, len(sequence.tokens) - start)
-            prompts.append(Prompt(sequence.request.principal, ceil(work.prompt_worth(start, remaining))))
+            prompts.append(Prompt(_sharer(sequence), ceil(work.prompt_worth(start, remaining))))
         return prompts
 
     def _admit(self, sequence: Sequence, draft: StepDraft, shares: StepShares, *, is_next: bool = False) -> bool:
@@ -311,9 +330,9 @@ class Scheduler:
 
     def _prefill_share(self, sequence: Sequence, draft: StepDraft, shares: StepShares) -> int:
         """Prefills what the share of the sequence's principal allows, and takes it off."""
-        principal, start = sequence.request.principal, sequence.scheduled
-        num_tokens = self._prefill(sequence, draft, shares.tokens(principal, start, sequence.remaining))
-        self._shares.count(principal, shares.take(principal, start, num_tokens))
+        sharer, start = _sharer(sequence), sequence.scheduled
+        num_tokens = self._prefill(sequence, draft, shares.tokens(sharer, start, sequence.remaining))
+        self._shares.count(sharer, shares.take(sharer, start, num_tokens))
         return num_tokens
 
     def _try_admit(self, sequence: Sequence, cached: int, draft: StepDraft) -> bool:
@@ -323,7 +342,12 @@ class Scheduler:
         if sequence is self._starved:
             self._starved = None
         self._admission.admit(sequence, cached, self._free_rows.pop(), draft)
-        self.running.append(sequence)
+        place = len(self.running)
+        while place and self.running[place - 1].level < sequence.level:
+            place -= 1
+        if place < len(self.running):
+            self._admission.running_change()
+        self.running.insert(place, sequence)
         return True
 
     def _room(self, draft: StepDraft) -> int | None:
@@ -340,7 +364,7 @@ class Scheduler:
         if room is None:
             return True
         remaining = len(sequence.tokens) - start
-        end = start + min(room, shares.tokens(sequence.request.principal, start, remaining))
+        end = start + min(room, shares.tokens(_sharer(sequence), start, remaining))
         return room > 0 and sequence.pictures.cut(start, end) - start <= room
 
     def _prefill(self, sequence: Sequence, draft: StepDraft, budget: int) -> int:
@@ -395,7 +419,7 @@ class Scheduler:
         sequence.committed = max(sequence.committed, full)
 
     def _make_room(self, sequence: Sequence, length: int, draft: StepDraft) -> bool:
-        """Extends the sequence's pages to hold `length` positions, preempting younger sequences if necessary."""
+        """Extends the sequence's pages to hold `length` positions, preempting those after it if necessary."""
         if length <= sequence.pages[0].end * self.pages.page_tokens:
             return True
         while (added := self.pages.extend(sequence.pages, length)) is None:
@@ -409,7 +433,7 @@ class Scheduler:
         return True
 
     def _youngest_after(self, sequence: Sequence, draft: StepDraft) -> Sequence | None:
-        """The youngest running sequence that is younger than `sequence` and not computed by this step."""
+        """The last running sequence that comes after `sequence` and is not computed by this step."""
         planned = {row.row for row in draft.rows}
         for candidate in reversed(self.running):
             if candidate is sequence:
@@ -422,7 +446,11 @@ class Scheduler:
         self.preemptions += 1
         self.running.remove(sequence)
         self._release(sequence)
-        self.waiting.appendleft(sequence)
+        sequence.preemptions += 1
+        place = 0
+        while place < len(self.waiting) and self.waiting[place].level > sequence.level:
+            place += 1
+        self.waiting.insert(place, sequence)
 
     # -- results ---------------------------------------------------------------------------------------------------
 
@@ -447,3 +475,7 @@ class Scheduler:
             assert sequence.scheduled <= held, "a sequence has computed past its pages"
         assert all(not sequence.pages and sequence.row == NO_ROW for sequence in self.waiting), "a waiter holds memory"
         self._states.check_integrity((*self.running, *self.waiting))
+
+
+def _sharer(sequence: Sequence) -> Sharer:
+    return Sharer(sequence.request.principal, sequence.level)

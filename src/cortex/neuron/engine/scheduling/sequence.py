@@ -20,8 +20,10 @@ from cortex.neuron.engine.scheduling.step_plan import (
     RowOutputs,
     RowPlan,
 )
+from cortex.system.fair_turns import PRIORITY
 
 NO_ROW = -1
+PREEMPTIONS_PER_LEVEL = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -67,10 +69,18 @@ class Sequence:
     checkpoints: tuple[int, ...] = ()
     """Positions where its recurrent state will be saved, if the model has one."""
     decode_checkpoint: DecodeCheckpoint | None = None
+    preemptions: int = 0
+    """How often it lost its row."""
     snapshot: int | None = None
     """The slot that its recurrent state is copied to before a row checks draft tokens."""
     is_state_ahead: bool = False
     """Whether the recurrent state of its row includes rejected tokens: the one in `snapshot` is valid."""
+
+    @property
+    def level(self) -> int:
+        """Of its class. It rises with the preemptions, so that no sequence loses its row for ever; it changes only
+        while the sequence waits."""
+        return min(PRIORITY, self.request.level + self.preemptions // PREEMPTIONS_PER_LEVEL)
 
     @property
     def length(self) -> int:

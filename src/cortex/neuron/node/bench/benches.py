@@ -75,6 +75,10 @@ class Benches:
         self._benches: dict[str, _Bench] = {}
         """The latest of each model."""
 
+    @property
+    def is_running(self) -> bool:
+        return any(bench.state == "running" for bench in self._benches.values())
+
     def start(self, request: BenchRequest) -> BenchStatus:
         """Raises CortexError: the model is not ready, is in use, or is none that can be measured."""
         running = next((bench for bench in self._benches.values() if bench.state == "running"), None)

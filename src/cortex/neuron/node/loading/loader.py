@@ -220,7 +220,7 @@ class ModelLoader:
         async with self._room.for_load(model, facts, callbacks.on_wait) as room:
             host, chosen = await harness.host(model, facts, room)
             limits = replace(self._config.limits, max_num_seqs=harness.max_num_seqs)
-            instance = Instance(model.id, host, limits, callbacks)
+            instance = Instance(model.id, host, limits, callbacks, preempts=harness.upstream(model) is None)
             own_stages = chosen.stages[: len(chosen.devices)]
             instance.stage_layers = tuple(stage.num_layers for stage in own_stages) * model.replicas
             await self._load_weights(instance, facts.path, uses_text=harness.upstream(model) is None)

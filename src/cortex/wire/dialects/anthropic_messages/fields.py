@@ -43,7 +43,7 @@ FIELDS = FieldTable(
         CACHE_SALT,
         tolerated("cache_control", {"type": "ephemeral"}, "prefixes are always cached"),
         tolerated("context_management", {"edits": []}, "the client compacts"),
-        tolerated("service_tier", "auto"),
+        fact("service_tier", "standard_only", "`auto`: the class of the key; `standard_only`: at most the default one"),
         tolerated("inference_geo", "eu"),
         tolerated("betas", ["x"]),
         tolerated("speed", "fast"),

@@ -12,6 +12,7 @@ from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.sampling import MAX_TEMPERATURE, read_response_format, read_speculation, read_stops
 from cortex.wire.fields.tools import ToolList, read_arguments
 from cortex.wire.pictures.parts import from_base64, from_url
+from cortex.wire.request_class import TIER, asked_class
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import (
     GenerateRequest,
@@ -201,6 +202,8 @@ def parse(body: bytes, *, generates: bool = True) -> GenerateRequest:
         dropped_tools=tuple(found.dropped),
         ignored_fields=fields.unknown,
         tenant=read_tenant(fields),
+        request_class=asked_class(fields, FIELDS.facts),
+        echoes_tier=TIER in fields,
     )
 
 

@@ -27,6 +27,7 @@ from cortex.wire.events import (
     Usage,
     UsageSoFar,
 )
+from cortex.wire.request_class import anthropic_tier_of
 from cortex.wire.requests import GenerateRequest, Reasoning, Text
 from cortex.wire.response import Block, gather
 from cortex.wire.sse import frame
@@ -56,6 +57,7 @@ class Encoder:
         self._shows_reasoning = request.thinking.shown
         self._id = id
         self._model = model
+        self._tier = _served_tier(request)
         self._next_block = 0
         self._open: Literal["text", "thinking", "tool_use"] | None = None
 
@@ -109,12 +111,14 @@ class Encoder:
     def _start(self, event: Start) -> bytes:
         usage = Usage(prompt_tokens=event.prompt_tokens, cached_tokens=event.cached_tokens)
         message = _message_body(self._id, self._model, [], None, None, usage)
+        message["usage"] |= self._tier
         return _event("message_start", message=message)
 
     def _finish(self, event: Finish) -> bytes:
         reason, sequence = _stop(event)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        return _event("message_delta", delta=delta, usage=_usage_body(event.usage)) + _event("message_stop")
+        usage = _usage_body(event.usage) | self._tier
+        return _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
 
 
 def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, created: int, model: str) -> bytes:
@@ -123,9 +127,9 @@ def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, creat
     choice = gather(events)[0]
     shows_all = request.thinking.shown
     content = [_block_body(block) for block in choice.blocks if shows_all or not isinstance(block, Reasoning)]
-    return msgspec.json.encode(
-        _message_body(id, model, content, *_stop(choice.finish), choice.finish.usage),
-    )
+    message = _message_body(id, model, content, *_stop(choice.finish), choice.finish.usage)
+    message["usage"] |= _served_tier(request)
+    return msgspec.json.encode(message)
 
 
 def _event(kind: str, **values: Any) -> bytes:
@@ -153,7 +157,12 @@ def _message_body(
     }
 
 
-def _usage_body(usage: Usage) -> dict[str, int]:
+def _served_tier(request: GenerateRequest) -> dict[str, str]:
+    """Part of the usage in the response to a request that names a service tier."""
+    return {"service_tier": anthropic_tier_of(request.request_class or "default")} if request.echoes_tier else {}
+
+
+def _usage_body(usage: Usage) -> dict[str, Any]:
     """In this dialect `input_tokens` does not include cached prompt tokens."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,

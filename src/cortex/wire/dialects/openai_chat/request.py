@@ -25,6 +25,7 @@ from cortex.wire.fields.sampling import (
 )
 from cortex.wire.fields.tools import ToolList, read_arguments, read_function
 from cortex.wire.pictures.parts import PICTURE_PARTS, picture_urls, read_url_part
+from cortex.wire.request_class import TIER, asked_class
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import (
     GenerateRequest,
@@ -98,6 +99,8 @@ def parse(body: bytes) -> GenerateRequest:
         template_args=template_args,
         user=fields.text("user"),
         tenant=read_tenant(fields),
+        request_class=asked_class(fields, FIELDS.facts),
+        echoes_tier=TIER in fields,
         dropped_tools=tuple(found.dropped),
         unenforced=tuple(found.unenforced),
         ignored_fields=fields.unknown,

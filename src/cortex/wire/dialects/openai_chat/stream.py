@@ -11,6 +11,7 @@ from cortex.wire.dialects.openai_chunks import (
     SYSTEM_FINGERPRINT,
     ChunkEncoder,
     prompt_logprobs_body,
+    served_tier,
     stream_error,
     timings_body,
     usage_body,
@@ -140,6 +141,7 @@ def fold(events: Iterable[AnyEvent], request: GenerateRequest, *, id: str, creat
         "system_fingerprint": SYSTEM_FINGERPRINT,
         "choices": [_choice_body(choice, request) for choice in choices],
         "usage": usage_body(usage),
+        **served_tier(request),
     }
     if request.sampling.prompt_logprobs is not None:
         body["prompt_logprobs"] = prompt_logprobs_body(choices[0].prompt_logprobs)

@@ -42,6 +42,7 @@ from cortex.wire.fields.sampling import (
     read_stream_options,
     read_truncation,
 )
+from cortex.wire.request_class import asked_class
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Prompt, Reasoning, Text
 from cortex.wire.response import ResponseChoice, gather, total_usage
@@ -110,6 +111,7 @@ def parse(body: bytes) -> GenerateRequest:
         user=fields.text("user"),
         ignored_fields=fields.unknown,
         tenant=read_tenant(fields),
+        request_class=asked_class(fields, FIELDS.facts),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cortex.wire.fields.tables.shared import EXTENSIONS, OUTPUT, PROMPT, SAMPLING
+from cortex.wire.fields.tables.shared import EXTENSIONS, OUTPUT, PROMPT, SAMPLING, TIER
 from cortex.wire.fields.tables.table import (
     FieldTable,
     Kind,
@@ -48,7 +48,7 @@ FIELDS = FieldTable(
         ),
         honoured("user", "u"),
         honoured("metadata", {"k": "v"}, "repeated in the response"),
-        honoured("service_tier", "auto", "repeated in the response"),
+        TIER,
         honoured("safety_identifier", "s", "repeated in the response"),
         honoured("prompt_cache_key", "k", "repeated in the response"),
         honoured("max_tool_calls", 3, "repeated in the response; it concerns tools that run on a server"),

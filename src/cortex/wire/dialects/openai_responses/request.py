@@ -21,6 +21,7 @@ from cortex.wire.fields.sampling import (
     read_truncation,
 )
 from cortex.wire.fields.tools import ToolList
+from cortex.wire.request_class import TIER, asked_class
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Message, Sampling, Text, Thinking, ToolChoice
 from cortex.wire.tenant import read_tenant
@@ -33,7 +34,6 @@ ECHOED = (
     "prompt_cache_key",
     "reasoning",
     "safety_identifier",
-    "service_tier",
     "text",
     "tool_choice",
     "tools",
@@ -118,6 +118,8 @@ def parse(body: bytes) -> GenerateRequest:
         unenforced=tuple(found.unenforced),
         ignored_fields=fields.unknown,
         tenant=read_tenant(fields),
+        request_class=asked_class(fields, FIELDS.facts),
+        echoes_tier=TIER in fields,
     )
 
 

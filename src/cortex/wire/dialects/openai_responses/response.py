@@ -10,6 +10,7 @@ from cortex.wire.dialects.openai_chunks import output_details
 from cortex.wire.dialects.openai_responses.client_tools import ID_PREFIXES, call_fields
 from cortex.wire.events import Finish, TokenLogprob, Usage
 from cortex.wire.fields.custom_tools import input_of
+from cortex.wire.request_class import tier_of
 from cortex.wire.requests import GenerateRequest, Reasoning, Text, Tool, ToolCall
 from cortex.wire.response import Block
 
@@ -39,7 +40,7 @@ def response_body(request: GenerateRequest, *, id: str, created: int, model: str
         "prompt_cache_key": echoed.get("prompt_cache_key"),
         "reasoning": echoed.get("reasoning", {"effort": None, "summary": None}),
         "safety_identifier": echoed.get("safety_identifier"),
-        "service_tier": echoed.get("service_tier"),
+        "service_tier": tier_of(request.request_class or "default") if request.echoes_tier else None,
         "store": echoed.get("store", False),
         "temperature": sampling.temperature,
         "text": echoed.get("text", {"format": {"type": "text"}}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cortex.wire.fields.tables.shared import PRIORITY
 from cortex.wire.fields.tables.table import BodyField, FieldTable, content, honoured, rejected, tolerated
 
 _TOKENS = "more tokens of a text are cut off; -1: as many as the model takes. Without it, a longer text gets a 400"
@@ -12,7 +13,7 @@ _TRUNCATION = (
 _ACCOUNT = (honoured("model", "other"), honoured("user", "u"))
 _RAW = honoured("raw_scores", True, "without the activation that maps scores to 0 to 1")
 _IGNORED: tuple[BodyField, ...] = (
-    tolerated("priority", 1),
+    PRIORITY,
     tolerated("request_id", "r"),
     tolerated("cache_salt", "s", "nothing is cached"),
 )

@@ -7,6 +7,8 @@ from cortex.wire.fields.tables.table import fact, honoured, rejected, tolerated
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 CACHE_SALT = fact("cache_salt", "s", "shares cached prefixes only with requests that have the same salt")
+TIER = fact("service_tier", "flex", "`flex` waits for others, `priority` goes first; the response has what was served")
+PRIORITY = fact("priority", 1, "as vLLM: below 0 as `service_tier` `priority`, above 0 as `flex`")
 SPECULATION = honoured("speculation", "off", "one token per step; the response is the same")
 SAMPLING = (
     honoured("temperature", 0.5),
@@ -62,7 +64,7 @@ STREAM = (
 ACCOUNT = (
     tolerated("store", True, "nothing is stored"),
     tolerated("metadata", {"k": "v"}),
-    tolerated("service_tier", "auto"),
+    TIER,
     tolerated("safety_identifier", "s"),
     tolerated("prompt_cache_key", "k", "prefixes are always cached"),
     tolerated("prompt_cache_retention", "24h"),
@@ -72,7 +74,7 @@ PROMPT = (honoured("truncate_prompt_tokens", 8, "keeps the last tokens of the pr
 
 EXTENSIONS = (
     CACHE_SALT,
-    tolerated("priority", 0, "requests of one key are served in order"),
+    PRIORITY,
     tolerated("request_id", "r", "the header `x-request-id` names a request"),
     tolerated("rid", "r"),
     tolerated("cache_prompt", True, "prefixes are always cached"),

@@ -15,7 +15,7 @@ export const hasFleet = signal(false);
 const MAX_EVENTS = 200;
 const HISTORY = 60;
 const KINDS = [
-  "decision", "node_drained", "node_undrained", "node_suspected", "node_up", "node_down", "load_started", "model_loaded", "load_failed", "load_cancelled",
+  "decision", "node_drained", "node_undrained", "node_suspected", "node_up", "node_down", "node_suspending", "node_asleep", "node_waking", "node_woken", "node_not_suspended", "node_lost", "load_started", "model_loaded", "load_failed", "load_cancelled",
   "unload_started", "model_asleep", "model_unloaded", "unload_failed", "workers_recycled", "recycle_failed",
 ];
 const nodes = new Map();

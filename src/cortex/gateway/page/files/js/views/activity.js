@@ -13,7 +13,7 @@ const APIS = {
 };
 const apiOf = (path) => APIS[path] ?? path.replace("/v1/", "");
 const WORDS = {
-  node_drained: "is drained", node_undrained: "takes requests again", node_suspected: "a request failed there", node_up: "is up", node_down: "is down", load_started: "begins to load", model_loaded: "is loaded",
+  node_drained: "is drained", node_undrained: "takes requests again", node_suspected: "a request failed there", node_up: "is up", node_down: "is down", node_suspending: "goes to sleep", node_asleep: "sleeps", node_waking: "is woken", node_woken: "is awake again", node_not_suspended: "did not go to sleep", node_lost: "did not come back", load_started: "begins to load", model_loaded: "is loaded",
   load_failed: "load failed", load_cancelled: "load was cancelled", unload_started: "begins to unload", model_asleep: "is asleep", model_unloaded: "is unloaded",
   unload_failed: "unload failed", workers_recycled: "workers were replaced", recycle_failed: "workers could not be replaced",
 };

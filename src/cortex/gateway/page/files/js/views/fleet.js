@@ -51,14 +51,16 @@ function Summary() {
   const devices = nodes.filter((each) => each.up).flatMap((each) => each.devices);
   const total = sum(devices, (device) => device.total_bytes);
   const used = total - sum(devices, (device) => device.free_bytes);
-  const down = nodes.filter((each) => !each.up).length;
+  const watts = sum(nodes, (each) => each.watts ?? 0), asleep = nodes.filter(isReserve).length;
+  const down = nodes.filter((each) => !each.up && !isReserve(each)).length;
   const inQueue = sum(Object.values(waiting.value), (depth) => depth) + sum(models, (model) => model.load.waiting);
   const tiles = [
-    ["Nodes", `${nodes.length - down} up${down ? `, ${down} down` : ""}`, down ? "bad-text" : ""],
+    ["Nodes", `${nodes.length - down - asleep} up${asleep ? `, ${asleep} asleep` : ""}${down ? `, ${down} down` : ""}`, down ? "bad-text" : ""],
     ["Memory", total ? `${bytes(used)} of ${bytes(total)}` : "–"],
     ["Models ready", count(models.filter((model) => model.state === "ready").length)],
     ["In flight", count(sum(models, inFlight))],
     ["Waiting", count(inQueue), inQueue ? "warn-text" : ""],
+    ...(watts ? [["Power", `${Math.round(watts)} W`]] : []),
     ["Tokens/s", rate(sum(models, (model) => model.load.tokens_per_s))],
   ];
   return html`<dl class="tiles">${tiles.map(([name, value, kind]) => html`
@@ -78,17 +80,27 @@ const inFlight = (model) => Math.max(model.in_flight, model.load.running);
 
 const sum = (values, of) => values.reduce((total, value) => total + (of(value) ?? 0), 0);
 
+/** What waits for a slot of a model, by class. */
+function byClass(model) {
+  return Object.entries(model.load.waiting_by_class ?? {}).map(([name, number]) => `${number} ${name}`).join(", ");
+}
+
+/** Whether a node sleeps, and is woken when it is needed. */
+function isReserve(node) {
+  return ["suspending", "asleep", "waking"].includes(node.sleep);
+}
+
 function NodeCard({ name, onOrder }) {
   const here = node(name).value;
   const [all, setAll] = useState(false);
   if (!here) return null;
   const models = all ? here.models : here.models.slice(0, SHOWN_MODELS);
-  const status = !here.up ? ["bad", "down"] : here.draining ? ["warn", here.drained ? "drained" : "draining"] : ["good", "up"];
+  const status = isReserve(here) ? ["", here.sleep] : !here.up ? ["bad", here.sleep === "lost" ? "lost" : "down"] : here.draining ? ["warn", here.drained ? "drained" : "draining"] : ["good", "up"];
   return html`
     <article class="card node ${here.up ? "" : "down"}" aria-label=${`Node ${name}`}>
       <header>
         <h2 title=${name}>${name}</h2>
-        <${Badge} kind=${status[0]}>${status[1]}<//>
+        <${Badge} kind=${status[0]} title=${here.problem ?? ""}>${status[1]}<//>
         ${here.kind === "openai" && html`<${Badge} title="An OpenAI-compatible server; it loads and unloads nothing">foreign<//>`}
         <span class="grow"></span>
         ${here.kind === "neuron" && here.up && html`
@@ -142,6 +154,7 @@ function Device({ device, index, here }) {
         <span class="name" title=${device.name}>${index}${device.name}</span>
         <span class="dim facts">
           ${device.temperature_c != null && html`<span class=${device.temperature_c >= 85 ? "bad-text" : ""}>${Math.round(device.temperature_c)} °C</span>`}
+          ${device.watts != null && html`<span title="What the device draws">${Math.round(device.watts)} W</span>`}
           ${device.utilisation != null && html`<span title="Utilisation">${percent(device.utilisation)} busy</span>`}
           ${device.kv_host_bytes > 0 && html`<span title="KV pages in the host's memory: conversations that continue them are not computed again">${bytes(device.kv_host_bytes)} of KV in RAM</span>`}
           ${device.ceiling_bytes != null && html`<span title="Models may take this much of the device (memory_mb)">models ≤ ${bytes(device.ceiling_bytes)}</span>`}
@@ -274,7 +287,7 @@ function ModelRow({ here, model, onOrder }) {
       ${active && html`
         <div class="numbers dim">
           <span>${inFlight(model)} in flight</span>
-          ${model.load.waiting > 0 && html`<span class="warn-text">${model.load.waiting} waiting</span>`}
+          ${model.load.waiting > 0 && html`<span class="warn-text" title=${byClass(model)}>${model.load.waiting} waiting</span>`}
           ${model.kv_bytes > 0 && html`<span>KV ${percent(model.load.kv_used_fraction)} used</span>`}
           <${Rate} node=${here.name} model=${model} />
         </div>`}

@@ -6,6 +6,7 @@ import { Badge, CopyButton, Dialog, Empty, Loading, Menu, MenuItem, Problem, not
 import { StackedBars } from "../plot.js";
 import { session } from "../state.js";
 
+const CLASSES = "idle|flex|default|priority";
 const DAY_S = 86400;
 const SPANS = [7, 30, 90];
 
@@ -56,10 +57,11 @@ const sum = (rows, name) => rows.reduce((total, row) => total + row[name], 0);
 
 function Recorded({ usage, until, span }) {
   const rows = usage.day.rows;
-  const cost = sum(rows, "cost");
+  const cost = sum(rows, "cost"), energy = sum(rows, "energy_wh");
   const tiles = [
     ["Requests", count(sum(rows, "requests"))], ["Prompt tokens", compact(sum(rows, "prompt_tokens"))],
     ["of them cached", compact(sum(rows, "cached_tokens"))], ["Completion tokens", compact(sum(rows, "completion_tokens"))],
+    ...(energy ? [["Energy", energyText(energy)]] : []),
     ...(cost ? [["Cost", money(cost)]] : []),
   ];
   const plotted = useMemo(() => byDay(rows, until, span), [usage]);
@@ -93,15 +95,20 @@ function byDay(rows, until, span) {
   };
 }
 
+/** Watt hours for people. */
+function energyText(wattHours) {
+  return wattHours >= 1000 ? `${(wattHours / 1000).toFixed(2)} kWh` : `${wattHours.toFixed(wattHours < 1 ? 3 : 1)} Wh`;
+}
+
 function Table({ title, rows }) {
-  const hasCost = rows.some((row) => row.cost);
+  const hasCost = rows.some((row) => row.cost), hasEnergy = rows.some((row) => row.energy_wh);
   return html`
     <section class="card"><h2 class="card-title">${title}</h2><div class="scroll"><table>
-      <thead><tr><th>Name</th><th class="number">Requests</th><th class="number">In</th><th class="number">Cached</th><th class="number">Out</th>${hasCost && html`<th class="number">Cost</th>`}</tr></thead>
+      <thead><tr><th>Name</th><th class="number">Requests</th><th class="number">In</th><th class="number">Cached</th><th class="number">Out</th>${hasEnergy && html`<th class="number">Energy</th>`}${hasCost && html`<th class="number">Cost</th>`}</tr></thead>
       <tbody>${rows.map((row) => html`
         <tr key=${row.id ?? row.name}><td class="name-cell" title=${row.name}>${row.name}</td><td class="number">${count(row.requests)}</td>
           <td class="number" title=${count(row.prompt_tokens)}>${compact(row.prompt_tokens)}</td><td class="number" title=${count(row.cached_tokens)}>${compact(row.cached_tokens)}</td>
-          <td class="number" title=${count(row.completion_tokens)}>${compact(row.completion_tokens)}</td>${hasCost && html`<td class="number">${money(row.cost)}</td>`}</tr>`)}</tbody>
+          <td class="number" title=${count(row.completion_tokens)}>${compact(row.completion_tokens)}</td>${hasEnergy && html`<td class="number">${energyText(row.energy_wh)}</td>`}${hasCost && html`<td class="number">${money(row.cost)}</td>`}</tr>`)}</tbody>
     </table></div></section>`;
 }
 
@@ -198,6 +205,7 @@ function LimitsForm({ what, info, onDone, onClose }) {
   const before = {
     name: text("name"), models: info?.models.join(", ") ?? "", group: text("group"), requests_per_min: text("requests_per_min"),
     window_tokens: text("window_tokens"), window_cost: text("window_cost"), window_h: String((info?.window_s ?? DAY_S) / 3600),
+    request_class: text("request_class"), highest_class: text("highest_class"),
     balance_tokens: text("balance_tokens"), balance_cost: text("balance_cost"), expires: info?.expires?.slice(0, 10) ?? "", operator: info?.operator ?? false,
   };
   const [fields, setFields] = useState(before);
@@ -211,6 +219,7 @@ function LimitsForm({ what, info, onDone, onClose }) {
       models: fields.models.split(",").map((text) => text.trim()).filter(Boolean), requests_per_min: number(fields.requests_per_min),
       window_tokens: number(fields.window_tokens), window_cost: number(fields.window_cost), window_s: Math.round((number(fields.window_h) ?? 24) * 3600),
       balance_tokens: number(fields.balance_tokens), balance_cost: number(fields.balance_cost),
+      request_class: fields.request_class.trim() || null, highest_class: fields.highest_class.trim() || null,
       ...(isKey ? { group: fields.group.trim() || null, expires: fields.expires || null, operator: fields.operator } : {}),
     });
     // Only what was changed: the models that are shown may be those of its group.
@@ -242,6 +251,10 @@ function LimitsForm({ what, info, onDone, onClose }) {
         <div class="fields">
           ${isKey && field("group", "Group, whose models and budget it shares", { placeholder: "None" })}
           ${field("requests_per_min", "Requests per minute", { type: "number", min: 1, placeholder: "No limit" })}
+        </div>
+        <div class="fields">
+          ${field("request_class", "Class of its requests: idle, flex, default or priority", { placeholder: "default", pattern: CLASSES })}
+          ${field("highest_class", "Highest class that they can ask for", { placeholder: "No limit", pattern: CLASSES })}
         </div>
         <div class="fields">
           ${field("window_tokens", "Tokens per window", { type: "number", min: 0, placeholder: "No limit" })}

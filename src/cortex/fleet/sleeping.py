@@ -1,0 +1,241 @@
+"""Nodes that sleep: when one is suspended, when it is woken, and what becomes of one that does not come back. Pure.
+
+A node with a way to wake it is suspended once nothing has used it for a while. Nothing pinned may be on it, and enough
+others must stay awake. It still counts as capacity: a request that no node which is awake can serve has it woken. A
+node that does not come back in time is lost. It counts no more until it responds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from cortex.fleet.topology import Fleet, Node, Sleep
+from cortex.settings import Section
+from cortex.wire.words import duration
+
+_MAC = re.compile(r"(?:[0-9A-Fa-f]{2}[:-]){5}[0-9A-Fa-f]{2}")
+_FIRST_WAKE_S = 60.0
+"""How long a wake is expected to take before one was seen."""
+_SETTLE_S = 30.0
+"""For so long after its suspension was ordered a node may still respond."""
+_RESEND_S = 10.0
+_LEARNED = 0.3
+"""The weight of the latest wake in the expected time."""
+
+
+class WakeRules(Section, frozen=True):
+    """How a node that may sleep is woken, and when it is suspended. Give one of `mac`, `ipmi_host` and `command`."""
+
+    mac: str | None = None
+    """The MAC address that gets a Wake-on-LAN packet, such as `0a:1b:2c:3d:4e:5f`."""
+    broadcast: str = "255.255.255.255"
+    """Where the packet is sent: the broadcast address of the node's network."""
+    port: Annotated[int, Meta(ge=1, le=65535)] = 9
+    """The UDP port of the packet."""
+    ipmi_host: str | None = None
+    """The address of the node's BMC: it is switched on with `ipmitool`, over lanplus."""
+    ipmi_user: str | None = None
+    """The user at the BMC."""
+    ipmi_password_env: str | None = None
+    """The environment variable that holds the password at the BMC."""
+    command: tuple[str, ...] = ()
+    """A program with its arguments that wakes the node."""
+    suspend_after_s: Annotated[float, Meta(ge=0)] = 1800.0
+    """Suspend the node once it was idle for so long; 0: never, it is only woken."""
+    timeout_s: Annotated[float, Meta(gt=0)] = 300.0
+    """A node that does not respond so long after it was woken is lost: it is reported, and requests go elsewhere."""
+
+    def __post_init__(self) -> None:
+        ways = [each for each in (self.mac, self.ipmi_host, self.command) if each]
+        if len(ways) != 1:
+            raise ValueError("wake needs exactly one of mac, ipmi_host and command")
+        if self.mac is not None and not _MAC.fullmatch(self.mac):
+            raise ValueError(f"mac must look like `0a:1b:2c:3d:4e:5f`, got `{self.mac[:60]}`")
+
+
+@dataclass(slots=True)
+class _Node:
+    rules: WakeRules
+    state: Sleep = "awake"
+    since: float = 0.0
+    """When it got into its state."""
+    idle_since: float | None = None
+    """None: it is busy."""
+    wake_s: float = _FIRST_WAKE_S
+    """How long it takes to wake, as learned."""
+    sent_at: float = 0.0
+    """When it was last told to wake."""
+    has_missed: bool = False
+    """Whether it has not responded since its suspension was ordered."""
+
+
+class SleepingNodes:
+    """Owned by the dispatcher. Decides nothing about nodes without `WakeRules`."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, _Node] = {}
+
+    def reconfigure(self, rules: Mapping[str, WakeRules]) -> None:
+        """These nodes may sleep, and no others."""
+        known = self._nodes
+        self._nodes = {name: known.get(name, _Node(each)) for name, each in rules.items()}
+        for name, each in rules.items():
+            self._nodes[name].rules = each
+
+    def __bool__(self) -> bool:
+        return bool(self._nodes)
+
+    def state(self, name: str) -> Sleep:
+        node = self._nodes.get(name)
+        return "awake" if node is None else node.state
+
+    @property
+    def away(self) -> frozenset[str]:
+        """Nodes that get no requests and no orders, whatever their last reports say."""
+        return frozenset(name for name, node in self._nodes.items() if node.state != "awake")
+
+    @property
+    def reserves(self) -> frozenset[str]:
+        """Nodes that could serve once they are awake."""
+        return frozenset(name for name, node in self._nodes.items() if node.state in ("asleep", "waking"))
+
+    def is_expected_down(self, name: str) -> bool:
+        """Whether it is no news that the node does not respond."""
+        return self.state(name) in ("suspending", "asleep", "waking")
+
+    def problem(self, name: str, now: float) -> str | None:
+        """Why a node that is away serves nothing, for people."""
+        match self.state(name):
+            case "asleep":
+                wait = duration(self.expected_wait_s(name, now))
+                return f"asleep: a request that needs it has it woken, which takes about {wait}"
+            case "waking":
+                return "waking up"
+            case "suspending":
+                return "going to sleep"
+            case "lost":
+                return f"did not come back within {duration(self._nodes[name].rules.timeout_s)} after it was woken"
+        return None
+
+    def expected_wait_s(self, name: str, now: float) -> float:
+        """How long it will be until a node of `reserves` responds."""
+        node = self._nodes[name]
+        return max(1.0, node.wake_s - (now - node.since if node.state == "waking" else 0.0))
+
+    # --- what happens
+
+    def due(self, fleet: Fleet, now: float) -> list[str]:
+        """The nodes to suspend now; they count as suspending from here on. Called at every tick."""
+        num_awake = sum(node.healthy and not node.draining and self.state(node.name) == "awake" for node in fleet.nodes)
+        found = []
+        for name, node in self._nodes.items():
+            held = fleet.node(name)
+            if held is None or node.state != "awake" or not held.healthy or not may_sleep(held, fleet):
+                node.idle_since = None
+                continue
+            node.idle_since = now if node.idle_since is None else node.idle_since
+            after_s = node.rules.suspend_after_s
+            is_due = after_s > 0 and now - _last_use(held, node.idle_since) >= after_s
+            is_spare = num_awake - (not held.draining) >= fleet.placement.min_awake
+            if is_due and is_spare:
+                num_awake -= not held.draining
+                self._enter(name, "suspending", now)
+                found.append(name)
+        return found
+
+    def suspend_ended(self, name: str, now: float, *, is_accepted: bool) -> None:
+        """The node was ordered to suspend itself, or refused to."""
+        if self.state(name) == "suspending":
+            self._enter(name, "asleep" if is_accepted else "awake", now)
+
+    def responded(self, name: str, now: float) -> Literal["woken", "not_suspended", "waits"] | None:
+        """The node responded to a poll. None: as expected. `waits`: it has not gone to sleep yet, its report does not
+        count."""
+        node = self._nodes.get(name)
+        if node is None or node.state == "awake":
+            return None
+        if node.state == "suspending" or (
+            node.state == "asleep" and not node.has_missed and now - node.since < _SETTLE_S
+        ):
+            return "waits"
+        has_slept = node.has_missed or node.state != "asleep"
+        if node.state == "waking":
+            node.wake_s += _LEARNED * (now - node.since - node.wake_s)
+        self._enter(name, "awake", now)
+        return "woken" if has_slept else "not_suspended"
+
+    def resent(self, now: float) -> list[str]:
+        """The nodes that get another Wake-on-LAN packet now: one may be lost on the way."""
+        found = [
+            name
+            for name, node in self._nodes.items()
+            if node.state == "waking" and node.rules.mac is not None and now - node.sent_at >= _RESEND_S
+        ]
+        for name in found:
+            self._nodes[name].sent_at = now
+        return found
+
+    def missed(self, name: str) -> None:
+        """The node did not respond to a poll."""
+        if (node := self._nodes.get(name)) is not None and node.state in ("asleep", "waking"):
+            node.has_missed = True
+
+    def wake(self, name: str, now: float) -> bool:
+        """A request needs the node. True: it has to be woken now. False: that has happened already."""
+        if self.state(name) != "asleep":
+            return False
+        has_missed = self._nodes[name].has_missed
+        self._enter(name, "waking", now)
+        self._nodes[name].has_missed, self._nodes[name].sent_at = has_missed, now
+        return True
+
+    def wake_failed(self, name: str, now: float) -> None:
+        """There is no way to wake it: it is lost."""
+        if self.state(name) == "waking":
+            self._enter(name, "lost", now)
+
+    def rules(self, name: str) -> WakeRules:
+        return self._nodes[name].rules
+
+    def lost(self, now: float) -> list[str]:
+        """The nodes that did not come back in time; each is named once."""
+        late = [
+            name
+            for name, node in self._nodes.items()
+            if node.state == "waking" and now - node.since >= node.rules.timeout_s
+        ]
+        for name in late:
+            self._enter(name, "lost", now)
+        return late
+
+    def _enter(self, name: str, state: Sleep, now: float) -> None:
+        node = self._nodes[name]
+        node.state, node.since, node.idle_since, node.has_missed = state, now, None, False
+
+
+def may_sleep(node: Node, fleet: Fleet) -> bool:
+    """Whether nothing runs, loads or is pinned on the node, and it has no part in a model that others run."""
+    pinned = any(
+        held.pinned or fleet.catalogue.spec(held.model_id).is_pinned_on(node.name) for held in node.active
+    ) or any(node.name in spec.pinned_on for spec in fleet.catalogue.pinned)
+    return node.takes_orders and node.is_idle and not node.members and not pinned
+
+
+def as_if_awake(fleet: Fleet, names: Iterable[str]) -> Fleet:
+    """The fleet if these nodes were awake, with what they had when they reported last."""
+    nodes = [node for name in names if (node := fleet.node(name)) is not None and not node.drained]
+    return fleet.with_nodes(
+        [msgspec.structs.replace(node, healthy=True, draining=False, missed_polls=0, problem=None) for node in nodes]
+    )
+
+
+def _last_use(node: Node, idle_since: float) -> float:
+    """When a model of the node was used last, as far as the node says; not before this gateway saw it idle."""
+    used = max((held.last_used for held in node.active), default=idle_since)
+    return max(used, idle_since)

@@ -1,0 +1,102 @@
+"""A real gateway suspends a real neuron and wakes it for a request. Stopping the process stands for the sleep."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ...waiting import WAIT_S
+from .conftest import TINY, nodes_of, until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .conftest import Daemon, StartDaemon, StartGateway
+
+pytestmark = pytest.mark.e2e
+
+STOPS_ITSELF = """suspend_command = ["sh", "-c", "kill -STOP $PPID"]"""
+
+
+def started(start_daemon: StartDaemon, start_gateway: StartGateway, tmp_path: Path, wake: str) -> tuple[Daemon, Daemon]:
+    """A neuron that is suspended after a second, and its gateway. `wake`: a line of shell."""
+    node = start_daemon(STOPS_ITSELF)
+    script = tmp_path / "wake"
+    script.write_text(f"#!/bin/sh\n{wake.format(pid=node.process.pid)}\n")
+    script.chmod(0o755)
+    section = (
+        f'[neurons.wake]\ncommand = ["{script}"]\nsuspend_after_s = 1\ntimeout_s = 3\n[placement]\nmin_awake = 0\n'
+    )
+    return node, start_gateway("", {"box": node}, sections=section)
+
+
+def sleep_of(gateway: Daemon) -> str:
+    return str(nodes_of(gateway)["box"]["sleep"])
+
+
+def stream(gateway: Daemon, **fields: Any) -> list[str]:
+    """The lines of a streamed response."""
+    body = {"model": TINY, "prompt": "The capital", "max_tokens": 3, "temperature": 0, "stream": True, **fields}
+    request = urllib.request.Request(
+        f"{gateway.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=WAIT_S) as response:
+        return [line.decode().strip() for line in response]
+
+
+def test_idle_node_sleeps_and_a_request_wakes_it_and_is_told_so(
+    start_daemon: StartDaemon, start_gateway: StartGateway, tmp_path: Path
+) -> None:
+    node, gateway = started(start_daemon, start_gateway, tmp_path, "kill -CONT {pid}")
+    assert any('"text"' in line for line in stream(gateway))
+    until(lambda: sleep_of(gateway) == "asleep", "the idle node is not suspended")
+    stat = f"/proc/{node.process.pid}/stat"
+
+    def is_stopped() -> bool:
+        with open(stat) as opened:
+            return opened.read().rpartition(")")[2].split()[0] == "T"
+
+    until(is_stopped, "the suspend command did not run")
+    until(lambda: nodes_of(gateway)["box"]["missed_polls"] > 0, "nobody noticed that it sleeps")
+    status, explained = gateway.call(f"/fleet/explain/{TINY}")
+    assert status == 200
+    assert "asleep" in explained["text"]
+    assert gateway.call("/ready")[0] == 200, "it can serve"
+    lines = stream(gateway)
+    assert any(line.startswith(": a node is waking up, which takes about") for line in lines)
+    assert lines[-2:] == ["data: [DONE]", ""]
+    assert sleep_of(gateway) == "awake"
+
+
+def test_node_that_does_not_come_back_is_reported_and_its_requests_fail_with_the_reason(
+    start_daemon: StartDaemon, start_gateway: StartGateway, tmp_path: Path
+) -> None:
+    node, gateway = started(start_daemon, start_gateway, tmp_path, "true")
+    until(lambda: sleep_of(gateway) == "asleep", "the idle node is not suspended")
+    until(lambda: nodes_of(gateway)["box"]["missed_polls"] > 0, "nobody noticed that it sleeps")
+    status, reply = gateway.call("/v1/completions", {"model": TINY, "prompt": "a", "max_tokens": 1})
+    assert status == 502, reply
+    assert "did not come back" in reply["error"]["message"]
+    assert sleep_of(gateway) == "lost"
+    events = [event["kind"] for event in gateway.call("/fleet/decisions")[1]["events"]]
+    assert "node_lost" in events
+    node.process.send_signal(18)  # it comes back after all
+    until(lambda: sleep_of(gateway) == "awake", "a node that responds is not used again")
+
+
+def test_node_is_not_suspended_under_a_request(
+    start_daemon: StartDaemon, start_gateway: StartGateway, tmp_path: Path
+) -> None:
+    node = start_daemon(STOPS_ITSELF)
+    assert node.complete(TINY)[0] == 200
+    body = {"model": TINY, "prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{node.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=WAIT_S) as response:
+        response.readline()
+        status, reply = node.call("/suspend", {})
+        assert (status, reply["error"]["code"]) == (409, "model_in_use")

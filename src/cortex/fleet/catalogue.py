@@ -23,6 +23,7 @@ from cortex.wire.model_names import plain_name, split_quant
 from cortex.wire.node.groups import MAX_NODES
 from cortex.wire.node.load_options import ENGINE, Count, LoadOptions, is_path
 from cortex.wire.node.orders import LoadRequest
+from cortex.wire.preset import Preset
 
 MEBIBYTE = 1024 * 1024
 
@@ -155,13 +156,17 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
         return node in self.pinned_on or (self.policy == "pinned" and not self.pinned_on)
 
 
-class Alias(Section, frozen=True):
-    """Another name for a model."""
+class Alias(Section, Preset, frozen=True):
+    """Another name for a model, which may add fields to requests."""
 
     model: Annotated[str, msgspec.Meta(min_length=1)]
     """The id it stands for."""
     background: bool = False
     """For secondary requests of an agent, besides its main model: they never evict anything."""
+    display_name: str | None = None
+    """Shown to clients in `/v1/models`."""
+    description: str | None = None
+    """The same."""
 
 
 class Resolution(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,6 +176,8 @@ class Resolution(msgspec.Struct, frozen=True, kw_only=True):
     alias: str | None = None
     """The alias or pattern that matched."""
     background: bool = False
+    preset: Preset | None = None
+    """What the alias adds to a request."""
 
     @property
     def model_id(self) -> str:
@@ -183,7 +190,8 @@ class Catalogue(Section, frozen=True, dict=True):
     models: tuple[ModelSpec, ...] = ()
     aliases: dict[str, str | Alias] = msgspec.field(default_factory=dict)
     """Exact names or patterns with `*` and `?`, such as `"claude-*haiku*" = "…"`; the most specific pattern wins.
-    A table `{ model = "…", background = true }` marks a name whose requests never evict."""
+    A table `{ model = "…", background = true }` marks a name whose requests never evict, and
+    `{ model = "…", set_params = { temperature = 0 }, reasoning = "high" }` one whose requests get these fields."""
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -272,12 +280,18 @@ class Catalogue(Section, frozen=True, dict=True):
 
     def _through(self, name: str, target: str | Alias) -> Resolution:
         alias = Alias(model=target) if isinstance(target, str) else target
-        return Resolution(spec=self.spec(alias.model), alias=name, background=alias.background)
+        preset = None if alias.is_empty else alias
+        return Resolution(spec=self.spec(alias.model), alias=name, background=alias.background, preset=preset)
 
     @cached_property
     def ids(self) -> frozenset[str]:
         """The ids of its models."""
         return frozenset(spec.id for spec in self.models)
+
+    @cached_property
+    def has_presets(self) -> bool:
+        """Whether any alias adds fields to requests."""
+        return any(isinstance(target, Alias) and not target.is_empty for target in self.aliases.values())
 
     @property
     def alias_targets(self) -> dict[str, str]:

@@ -28,6 +28,7 @@ from cortex.gateway.ledger.users import SignInSection
 from cortex.settings import Listen, Section
 from cortex.telemetry import logs
 from cortex.telemetry.tracing import TelemetrySection
+from cortex.wire.preset import ROUTED_FIELDS
 
 Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
@@ -233,10 +234,6 @@ class NeuronDevice(Section, frozen=True):
     index: Annotated[int, Meta(ge=0)]
     memory_mb: Count
     """The most memory that models may take there, weights and KV caches together. The rest is for other programs."""
-
-
-ROUTED_FIELDS = frozenset({"model", "stream", "stream_options", "n", "best_of"})
-"""Fields that the gateway itself reads to relay a response and to count it."""
 
 
 class NeuronSection(Section, frozen=True):

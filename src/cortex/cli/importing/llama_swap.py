@@ -11,8 +11,8 @@ from datetime import date
 from typing import Any
 
 from cortex.cli.importing import server_command
-from cortex.gateway.config import ROUTED_FIELDS
 from cortex.wire.errors import shorten
+from cortex.wire.preset import ROUTED_FIELDS
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 

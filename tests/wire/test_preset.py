@@ -27,7 +27,9 @@ def applied(preset: Preset, dialect: Dialect, **more: Any) -> Any:
 
 @pytest.mark.parametrize("dialect", BODIES)
 def test_parameters_system_prompt_and_reasoning_reach_the_request_in_every_dialect(dialect: Dialect) -> None:
-    preset = Preset(set_params={"temperature": 0.25, "max_tokens": 7, "stop": ["X"]}, system="be brief", reasoning="low")
+    preset = Preset(
+        set_params={"temperature": 0.25, "max_tokens": 7, "stop": ["X"]}, system="be brief", reasoning="low"
+    )
     request = applied(preset, dialect)
     assert (request.sampling.temperature, request.sampling.max_tokens) == (0.25, 7)
     assert request.thinking.effort == "low"

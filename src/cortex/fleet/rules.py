@@ -17,6 +17,8 @@ class PlacementRules(Section, frozen=True):
     strategy: Literal["pack", "spread"] = "pack"
     """`pack`: where the least is left free, which keeps large devices for large models. `spread`: where the most is
     free, so that models share a device only when they must."""
+    max_loaded: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """The most models that a node has loaded at once, whatever its memory. Absent: as many as fit."""
 
 
 class EvictionRules(Section, frozen=True):
@@ -24,6 +26,8 @@ class EvictionRules(Section, frozen=True):
 
     strategy: Literal["lru", "priority"] = "lru"
     """`lru`: evict the least recently used model first. `priority`: the one of lowest priority, then by last use."""
+    ttl_s: Seconds = 0.0
+    """The `ttl_s` of every model without one of its own; 0: none."""
     defrag_after_cycles: Annotated[int, msgspec.Meta(ge=0)] = 50
     """Replace a node's workers, once idle, after this many loads; 0: never."""
     min_residency_s: Seconds = 20.0

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from cortex import settings
-from cortex.fleet.catalogue import MEBIBYTE
+from cortex.fleet.catalogue import MEBIBYTE, LoadingState
 from cortex.fleet.devices import Ceilings
 from cortex.fleet.rules import EvictionRules, PlacementRules
 from cortex.fleet.topology import Abilities
@@ -80,6 +80,10 @@ class GatewaySection(Section, frozen=True):
     """Directory for measured model sizes and usage records, relative to this file."""
     keepalive_s: Seconds = 2.0
     """Interval of keepalives to a streaming client that waits."""
+    loading_state: LoadingState = "comment"
+    """How a streaming client that waits for a load learns of it, with each keepalive. `comment`: by a comment of the
+    event stream, which programs skip. `reasoning`: by reasoning text, for chats that show it, in chat completions and
+    Ollama's dialect."""
     idle_timeout_s: Seconds = 300.0
     """A node may be silent this long in a stream. There is no total timeout. A response that is no stream (also speech,
     images and all that is below `/upstream/`) gets an hour, or this time if that is longer, while its node responds to

@@ -141,6 +141,7 @@ class Relay:
         "_written_at",
         "closed",
         "exchange",
+        "waiting_note",
     )
 
     def __init__(
@@ -164,6 +165,8 @@ class Relay:
         self._observer = observer
         self._ticker = ticker
         self._keepalive = keepalive
+        self.waiting_note: Callable[[], bytes] | None = None
+        """Events that precede each keepalive until the node has sent its head."""
         self._extra_headers = extra_headers
         self._capture = capture
         self._node_headers: Headers = ()
@@ -388,6 +391,7 @@ class Relay:
             self._has_written = False
             self._written_at = now
         keepalive = self._keepalive
+        note = self.waiting_note if self._head is None else None
         if keepalive is None or now - self._written_at < keepalive.interval_s or not self._may_keep_alive():
             return
         if not self.exchange.started:
@@ -395,7 +399,7 @@ class Relay:
                 self.exchange.start(self._head.status, self._head.headers)
             else:
                 self.exchange.start(200, (*keepalive.headers, *self._extra_headers))
-        self.exchange.write(keepalive.payload)
+        self.exchange.write(keepalive.payload if note is None else note() + keepalive.payload)
         self._written_at = now
 
     def _may_keep_alive(self) -> bool:

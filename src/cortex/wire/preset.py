@@ -66,8 +66,18 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 raise ValueError("each of `messages` has a `role` (system, user or assistant) and a `content`")
 
     @property
-    def is_empty(self) -> bool:
-        return not (self.set_params or self.default_params or self.system or self.messages or self.reasoning)
+    def adds_fields(self) -> bool:
+        return bool(self.set_params or self.default_params or self.system or self.messages or self.reasoning)
+
+    def over(self, other: Preset) -> Preset:
+        """These fields, and those of `other` where there are none."""
+        return Preset(
+            set_params={**other.set_params, **self.set_params},
+            default_params={**other.default_params, **self.default_params},
+            system=self.system or other.system,
+            messages=self.messages or other.messages,
+            reasoning=self.reasoning or other.reasoning,
+        )
 
     def applied(self, body: bytes, dialect: Dialect, *, is_opaque: bool = False) -> bytes:
         """`body`, a JSON object, with these fields. `is_opaque`: a server alone knows its fields, so it gets only

@@ -28,8 +28,9 @@ from cortex.gateway.dispatch.pending_decisions import PendingDecisions, WaitingR
 from cortex.gateway.dispatch.source_surveys import SourceSurveys
 from cortex.gateway.dispatch.state_machine import StateMachine, event
 from cortex.gateway.dispatch.view import DispatchView
-from cortex.wire.errors import CortexError, InsufficientCapacity, ShuttingDown
+from cortex.wire.errors import CortexError, InsufficientCapacity, RateLimitExceeded, ShuttingDown
 from cortex.wire.node.protocol import Discovery, Health, ModelState, ModelStatus
+from cortex.wire.words import plural
 
 
 class Dispatcher(DispatchView, StateMachine):
@@ -92,6 +93,7 @@ class Dispatcher(DispatchView, StateMachine):
         Raises UnsupportedModality; for a response the node decides that, because most requests ask for one."""
         if self._is_applying:
             return None
+        self._check_limit(model)
         if need != "response":
             self._leases.check_capable(model, need)
         return self.acquire(model, prompt, excluded, has_pictures, client)
@@ -107,6 +109,7 @@ class Dispatcher(DispatchView, StateMachine):
         ):
             pending.deliver(lease)
             return
+        self._check_limit(pending.model)
         self._leases.check_capable(pending.model, pending.need)
         if not self._is_applying and (lease := self._leases.acquire_for(pending, pending.excluded)):
             pending.deliver(lease)
@@ -115,6 +118,16 @@ class Dispatcher(DispatchView, StateMachine):
         elif self._queues.join(pending):
             self._undecided.joined.add(pending.model)
             self.apply(lambda: None)  # only the queue has changed
+
+    def _check_limit(self, model: str) -> None:
+        """Raises RateLimitExceeded for a request beyond the `max_requests` of its model."""
+        limit = self.catalogue.request_limits.get(model)
+        if limit is None:
+            return
+        running = sum(self._leases.in_flight_on(node.name).get(model, 0) for node in self.fleet.listing(model))
+        if running + self._queues.depths.get(model, 0) >= limit:
+            requests = plural(limit, "request", "requests")
+            raise RateLimitExceeded(f"{model} has {requests} already, its limit; try again later.", retry_after_s=1.0)
 
     def cancel(self, pending: PendingRequest) -> None:
         """The client disconnected. A load under way continues: other clients may want it."""

@@ -21,7 +21,7 @@ from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, nar
 from cortex.gateway.proxy.outgoing_body import OpaqueBody, OutgoingBody
 from cortex.gateway.proxy.redaction import ErrorRedaction, StreamRedaction, hides_errors_of, shown_to
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
-from cortex.gateway.proxy.routes import JSON_HEADERS, error_response
+from cortex.gateway.proxy.routes import JSON_HEADERS, error_response, loading_note
 from cortex.gateway.proxy.routes import keepalive as keepalive_of
 from cortex.gateway.proxy.services import Services
 from cortex.gateway.proxy.translation import ChatTranslation
@@ -227,9 +227,17 @@ class ProxyRequest:
                 has_pictures=self.received.envelope.facts.has_pictures,
                 client=self.received.client,
             )
+            self._relay.waiting_note = self._loading_note
             self.services.dispatcher.request_lease(pending)
         except CortexError as error:
             self._deliver(error)
+
+    def _loading_note(self) -> bytes:
+        """What the client is told while it waits for its model."""
+        model, dispatcher = self.admitted.model, self.services.dispatcher
+        shown = dispatcher.catalogue.spec(model).loading_state or self.services.config.loading_state
+        name = self.received.envelope.facts.model
+        return loading_note(self.route, name, dispatcher.loading_state(model), as_reasoning=shown == "reasoning")
 
     def _deliver(self, result: Lease | CortexError) -> None:
         """There is a lease, or there will be none."""

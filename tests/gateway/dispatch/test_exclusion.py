@@ -1,0 +1,41 @@
+"""Models that exclude each other, with a dispatcher."""
+
+from __future__ import annotations
+
+import pytest
+
+from cortex.fleet.catalogue import Catalogue, ModelSpec, SwapGroup
+from cortex.wire.errors import RateLimitExceeded
+
+from ..fake_fleet import GB, FakeFleet, lease_of
+
+
+def test_members_of_a_swap_group_take_turns_however_many_requests_come() -> None:
+    names = ("a", "b", "c")
+    catalogue = Catalogue(
+        models=tuple(ModelSpec(id=name) for name in names), swap_groups={"llm": SwapGroup(members=names)}
+    )
+    fake = FakeFleet({"n": dict.fromkeys(names, GB)}, catalogue=catalogue)
+    fake.poll()
+    first, _, _ = [fake.ask(name) for name in names]
+    assert fake.loads == [("n", "a")]  # the others wait, although there is memory for all
+    fake.finish_load()
+    assert not fake.unloads  # it is in use
+    fake.dispatcher.release(lease_of(first))
+    fake.poll()
+    assert [model for _, model, _ in fake.unloads] == ["a"]
+    fake.finish_unload()
+    assert fake.loads == [("n", "a"), ("n", "b")]
+
+
+def test_request_beyond_the_limit_of_a_model_is_rejected_instead_of_queued() -> None:
+    catalogue = Catalogue(models=(ModelSpec(id="a", max_requests=2),))
+    fake = FakeFleet({"n": {"a": GB}}, catalogue=catalogue)
+    fake.ready["n"]["a"] = 900.0
+    fake.poll()
+    lease = lease_of(fake.ask("a"))
+    fake.ask("a")
+    with pytest.raises(RateLimitExceeded, match="a has 2 requests already"):
+        fake.ask("a")
+    fake.dispatcher.release(lease)
+    assert fake.ask("a")

@@ -163,13 +163,14 @@ class Gateway:
         )
         store = self._operator_state.store
         orders = OrderRoutes(self.dispatcher, operator, board, self._metering, self._deferred, store)
+        self._model_servers = ModelServerRoutes(self.dispatcher, nodes, self._metering, self._deferred, self.event_log)
         parts = (
             self._file_routes,
             self._ollama_routes,
             orders,
             self._bench_routes,
             LlamaCppRoutes(self.dispatcher, orders, self._metering, open_paths, self.event_log, self._streams),
-            ModelServerRoutes(self.dispatcher, nodes, self._metering, self._deferred),
+            self._model_servers,
             JobRoutes(board, self._metering),
             AuditRoutes(self._audit, self._metering, self._deferred),
             ActivityRoutes(
@@ -273,6 +274,7 @@ class Gateway:
         await self._services.parser.close()
         await self._deferred.close()
         await self._ollama_routes.close()
+        await self._model_servers.close()
         await self._file_routes.close()
         await self._bench_routes.close()
         self._connections.close()

@@ -39,3 +39,18 @@ def test_request_beyond_the_limit_of_a_model_is_rejected_instead_of_queued() -> 
         fake.ask("a")
     fake.dispatcher.release(lease)
     assert fake.ask("a")
+
+
+def test_model_of_unknown_size_takes_the_rest_of_the_device_until_it_is_measured() -> None:
+    names = ("docker", "other")
+    fake = FakeFleet({"n": dict.fromkeys(names, 0)}, catalogue=Catalogue(models=tuple(ModelSpec(id=n) for n in names)))
+    fake.poll()
+    fake.ask("docker")
+    fake.ask("other")
+    assert fake.loads == [("n", "docker")]
+    [reservation] = fake.reservations("n")
+    assert reservation.num_bytes == 24 * GB
+    fake.sizes["n"]["docker"] = 2 * GB
+    fake.finish_load()
+    fake.poll()
+    assert fake.loads == [("n", "docker"), ("n", "other")]

@@ -227,6 +227,9 @@ def _find_room(
         return _excluded(excluded, rivals)
     if division is None:
         emptiest = sorted(eligible, key=lambda device: (-device.available_bytes, device.index))[:count]
+        changing = [each for each in occupants if each.protection is Protection.CHANGING]
+        if changing and not all(device.available_bytes for device in emptiest):
+            return _Finding(Verdict.BLOCKED, _waits_for(changing, occupants))
         return _with_rivals(
             _Finding(
                 Verdict.FITS,

@@ -29,6 +29,7 @@ _USE = {
 }
 _CONTROL = {
     "load": "commands.load:load",
+    "create": "importing.create:create",
     "unload": "commands.load:unload",
     "cancel": "commands.cancel:cancel",
     "pin": "commands.load:pin",

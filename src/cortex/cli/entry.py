@@ -33,7 +33,7 @@ def neuron() -> None:
 
 def single_file() -> None:
     """Both programs in one file: it is `neuron` under a name that begins so, or with `neuron` as its first argument."""
-    if os.path.basename(sys.argv[0]).startswith("neuron"):  # noqa: PTH119 - pathlib takes a while to import
+    if os.path.basename(sys.argv[0]).startswith("neuron"):
         neuron()
     elif sys.argv[1:2] == ["neuron"]:
         sys.argv[:2] = ["neuron"]

@@ -94,6 +94,8 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
     """Shown to clients in `/v1/models`, besides the id."""
     description: str | None = None
     """The same."""
+    license: str | None = None
+    """Shown to Ollama's clients."""
     loading_state: LoadingState | None = None
     """Takes precedence over `gateway.loading_state`."""
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -181,6 +183,8 @@ class Alias(Section, Preset, frozen=True):
     """Shown to clients in `/v1/models`."""
     description: str | None = None
     """The same."""
+    license: str | None = None
+    """Shown to Ollama's clients."""
 
 
 class SwapGroup(Section, frozen=True):
@@ -375,7 +379,9 @@ def _known_ids(name: str) -> tuple[str, ...]:
         known = known_model(name)
     except AmbiguousName:
         return ()
-    return () if known is None else tuple(filter(None, (known.name, known.repository, known.gguf)))
+    return (
+        () if known is None else tuple(filter(None, (known.name, known.repository, known.open_repository, known.gguf)))
+    )
 
 
 def near_misses(name: str, known: Iterable[str], limit: int = 3) -> tuple[str, ...]:

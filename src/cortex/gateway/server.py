@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from cortex.fleet.catalogue import Catalogue
+from cortex.fleet.catalogue import Alias, Catalogue, ModelSpec
 from cortex.gateway.api.activity import ActivityRoutes
 from cortex.gateway.api.audit import AuditRoutes
 from cortex.gateway.api.benches import BenchRoutes
@@ -31,6 +31,7 @@ from cortex.gateway.api.parts import DeferredResponses
 from cortex.gateway.api.usage import UsageRoutes
 from cortex.gateway.config import Config
 from cortex.gateway.configuration_files import ConfigurationFiles, warn_about_access, warn_about_restart
+from cortex.gateway.created_models import CreatedModels, joined, with_entry, without_entries
 from cortex.gateway.database import Database, StoreError, driver_of
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.effects import NodeEffects
@@ -99,6 +100,7 @@ class Gateway:
         self._ticker = Ticker(loop)
         self._tick_thread = ThreadPoolExecutor(1, thread_name_prefix="tick")
         """The tick shares no thread with work that clients cause, which may occupy all of the default executor."""
+        self._created_models = CreatedModels(config.state_directory(directory))
         self._measured_sizes = MeasuredSizes(config.state_directory(directory))
         self.event_log = EventLog()
         self.metrics = Metrics(self._gauges)
@@ -159,7 +161,14 @@ class Gateway:
         self._bench_routes = BenchRoutes(self.dispatcher, operator, nodes, board, self._metering)
         open_paths = paths_without_key(config)
         self._ollama_routes = OllamaRoutes(
-            self.dispatcher, nodes, self._file_routes, self._metering, self._deferred, open_paths
+            self.dispatcher,
+            nodes,
+            self._file_routes,
+            self._metering,
+            self._deferred,
+            open_paths,
+            self._created_models,
+            self._change_created,
         )
         store = self._operator_state.store
         orders = OrderRoutes(self.dispatcher, operator, board, self._metering, self._deferred, store)
@@ -362,6 +371,15 @@ class Gateway:
         if self._metering.is_open != was_open or bool(before.keys) != bool(config.keys):
             self._warn_about_access()
         await asyncio.gather(*(poller.stop() for poller in leaving))
+
+    async def _change_created(self, name: str, entry: ModelSpec | Alias | None) -> None:
+        """Write an entry of the created models, or remove one, and use it at once. Raises OSError or SettingsError."""
+        async with self._reloading:
+            before = self._created_models.read()
+            after = with_entry(before, name, entry)
+            await asyncio.to_thread(self._created_models.write, after)
+            catalogue = without_entries(self._catalogue, before)
+            await self.reconfigure(self._configured, joined(catalogue, after))
 
     def _with_discovered(self, config: Config) -> Config:
         return msgspec.structs.replace(config, neurons=self._discovery.joined(config.neurons))

@@ -28,6 +28,9 @@ class EvictionRules(Section, frozen=True):
     """`lru`: evict the least recently used model first. `priority`: the one of lowest priority, then by last use."""
     ttl_s: Seconds = 0.0
     """The `ttl_s` of every model without one of its own; 0: none."""
+    max_keep_alive_s: Seconds = 0.0
+    """The most that the `keep_alive` of a request in Ollama's dialect keeps its model after the response: until then it
+    is not evicted for others, and its `ttl_s` does not end. 0: it keeps nothing."""
     defrag_after_cycles: Annotated[int, msgspec.Meta(ge=0)] = 50
     """Replace a node's workers, once idle, after this many loads; 0: never."""
     min_residency_s: Seconds = 20.0

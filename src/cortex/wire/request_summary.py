@@ -29,5 +29,7 @@ class RequestSummary(msgspec.Struct, frozen=True, array_like=True):
     picture_tokens: int = 0
     conversation_id: str | None = None
     """The conversation that the request continues (Responses API)."""
+    keep_alive_s: float | None = None
+    """How long the model is to stay after the response (Ollama's API); negative: for ever."""
     cache_salt: bytes = b""
     """The client's salt for cached prefixes, as JSON; empty: none."""

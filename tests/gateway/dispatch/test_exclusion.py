@@ -54,3 +54,17 @@ def test_model_of_unknown_size_takes_the_rest_of_the_device_until_it_is_measured
     fake.finish_load()
     fake.poll()
     assert fake.loads == [("n", "docker"), ("n", "other")]
+
+
+def test_keep_alive_of_a_request_keeps_its_model_until_it_ends() -> None:
+    fake = FakeFleet({"n": {"a": 20 * GB, "b": 20 * GB}}, catalogue=Catalogue(models=(ModelSpec(id="a", ttl_s=5),)))
+    fake.ready["n"]["a"] = 900.0
+    fake.poll()
+    fake.dispatcher.keep("a", 60.0)
+    fake.dispatcher.tick()
+    fake.ask("b")
+    assert not fake.unloads
+    fake.now += 61
+    fake.poll()
+    fake.dispatcher.tick()
+    assert [model for _, model, _ in fake.unloads] == ["a"]

@@ -108,7 +108,14 @@ def protected(
         return Protection.CHANGING
     if held.is_busy:
         return Protection.BUSY
-    return Protection.YOUNG if _is_kept(held, node, newcomer, fleet, now) else None
+    is_kept = _kept_s(held.model_id, fleet, now) > 0 or _is_kept(held, node, newcomer, fleet, now)
+    return Protection.YOUNG if is_kept else None
+
+
+def _kept_s(model_id: str, fleet: Fleet, now: float) -> float:
+    """How much longer the `keep_alive` of a request keeps the model."""
+    until = 0.0 if fleet.demand is None else fleet.demand.kept_until.get(model_id, 0.0)
+    return max(0.0, until - now)
 
 
 def is_leaving(held: Residency, node: Node) -> bool:
@@ -160,6 +167,8 @@ def protection(
         case Protection.BUSY:
             running = max(held.in_flight, held.status.load.running + held.status.load.waiting)
             return kept, f"busy with {plural(running, 'request')}"
+        case _ if (wanted_s := _kept_s(held.model_id, fleet, now)) > 0:
+            return kept, f"a request keeps it for another {duration(wanted_s)} (`keep_alive`)"
         case _:
             kept_s = residency_s(held, fleet.rules) - age_s
             return kept, f"loaded {duration(age_s)} ago, kept for another {duration(kept_s)} for its other clients"
@@ -212,7 +221,8 @@ def expired(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
             continue
         for held in node.active:
             left_s = ttl_left_s(held, node, fleet.catalogue.spec(held.model_id), fleet.rules, now)
-            if left_s is not None and left_s <= 0 and held.state in _AT_REST and not held.is_busy:
+            is_kept = _kept_s(held.model_id, fleet, now) > 0
+            if left_s is not None and left_s <= 0 and not is_kept and held.state in _AT_REST and not held.is_busy:
                 found.append(ModelOnNode(node.name, held.model_id))
     return tuple(found)
 

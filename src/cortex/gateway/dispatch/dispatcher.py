@@ -119,6 +119,13 @@ class Dispatcher(DispatchView, StateMachine):
             self._undecided.joined.add(pending.model)
             self.apply(lambda: None)  # only the queue has changed
 
+    def keep(self, model: str, kept_s: float) -> None:
+        """Neither evict the model nor end its `ttl_s` for this long, by wish of a request."""
+        now, kept = self._clock(), self._demand.kept_until
+        kept[model] = max(kept.get(model, 0.0), now + kept_s)
+        for other in [each for each, until in kept.items() if until <= now]:
+            del kept[other]
+
     def _check_limit(self, model: str) -> None:
         """Raises RateLimitExceeded for a request beyond the `max_requests` of its model."""
         limit = self.catalogue.request_limits.get(model)

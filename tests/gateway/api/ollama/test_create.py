@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.rules import EvictionRules
 from cortex.gateway.created_models import FILE_NAME
 
 from ...fake_neuron import GB
+from ...started_gateway import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,3 +79,20 @@ async def test_names_of_the_configuration_are_not_replaced(neurons: StartNeuron,
     assert status == 404
     status, reply = await client.post("/api/create", {"model": "c", "from": "a", "template": "<|other|>{{ .Prompt }}"})
     assert (status, "leave it out" in reply["error"]) == (400, True)
+
+
+async def test_keep_alive_keeps_the_model_within_the_limit_of_the_operator(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB})
+    client = await start_gateway(beast, rules=EvictionRules(max_keep_alive_s=60))
+    dispatcher = client.gateway.dispatcher
+    demand = dispatcher.fleet.demand
+    assert demand is not None
+    kept = demand.kept_until
+    messages = [{"role": "user", "content": "x"}]
+    for keep_alive, least_s, most_s in (("5s", 0, 5), ("10m", 5, 60), (-1, 5, 60)):
+        body = {"model": "a", "messages": messages, "stream": False, "keep_alive": keep_alive}
+        assert (await client.post("/api/chat", body))[0] == 200
+        await until(lambda: "a" in kept)
+        assert least_s < kept.pop("a") - dispatcher.now <= most_s

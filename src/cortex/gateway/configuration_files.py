@@ -100,7 +100,8 @@ class ConfigurationFiles:
     def stamps(self, config: Config) -> dict[Path, Stamp]:
         """The files of `config`, each with a value that changes when the file does."""
         authorities = (config.ca_file(neuron, self.directory) for neuron in config.neurons)
-        files = (self.path, catalogue_path(config, self.path), *authorities)
+        created = CreatedModels(config.state_directory(self.directory)).path  # another gateway may have written it
+        files = (self.path, catalogue_path(config, self.path), created, *authorities)
         return {file: stamp(file) for file in files if file is not None}
 
 

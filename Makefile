@@ -28,7 +28,7 @@ ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up check test lint types suite kernels lowest next fuzz soak hostile clients mixed swaps release distribution site format bench docs locks sbom clean
+.PHONY: help setup up check test lint types suite kernels lowest next fuzz soak hostile clients mixed swaps release distribution small site format bench docs locks sbom clean
 
 help: ## Show this table of contents
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 14 | sed 's/^/  make /'
@@ -98,6 +98,12 @@ release: $(TESTABLE) $(RELEASE)/.made ## Build wheel, sdist, SBOMs, provenance a
 
 distribution: $(TESTABLE) $(RELEASE)/.made ## Build wheel and sdist, install them in clean environments and try them (needs a package index)
 	TEST_INSTALLATION=$(RELEASE)/bin/python $(BIN)/python -m pytest tests/packaging/test_installation.py $(ARGS)
+
+small: $(RELEASE)/.made ## Build gateway and harness-only node, without the engine, as one file: dist/cortex.pyz (needs a package index)
+	@mkdir -p dist
+	$(RELEASE)/bin/shiv --compressed --reproducible --extend-pythonpath --python '/usr/bin/env python3' \
+	  --entry-point cortex.cli.entry:single_file --output-file dist/cortex.pyz --quiet '.[hub]'
+	@ls -l dist/cortex.pyz
 
 site: $(RELEASE)/.made ## Build the documentation site into dist/site; a broken link is an error
 	@rm -rf .cache/site dist/site && mkdir -p .cache/site/pages dist

@@ -60,7 +60,7 @@ DISPATCH = {
 }
 PROXY = {"gateway.proxy", "gateway.pictures", "foreign", "parsing", "ipc", "telemetry", *DISPATCH, *LEDGER}
 HISTORY = {"gateway.history", *PROXY}
-GATEWAY_API = {"gateway.api", "system.build", *HISTORY}
+GATEWAY_API = {"gateway.api", "gateway.created_models", "system.build", *HISTORY}
 GATEWAY_PAGE = {"gateway.page", "cortex", *PROXY}
 RESPONSES = {"gateway.responses", *PROXY}
 GATEWAY = {"gateway", "system.exits", *GATEWAY_API, *GATEWAY_PAGE, *RESPONSES}
@@ -101,8 +101,9 @@ RULES: dict[str, Rule] = {
     "foreign": Rule({"foreign", "http", "ipc", "wire"}, frozenset({"msgspec"})),
     "parsing": Rule({"parsing", "foreign", "ipc", "telemetry", "wire"}, frozenset({"msgspec"})),
     "gateway.config": Rule(
-        {"fleet", "gateway.database", "gateway.ledger", "settings", "telemetry"}, frozenset({"msgspec"})
+        {"fleet", "gateway.database", "gateway.ledger", "settings", "telemetry", "wire"}, frozenset({"msgspec"})
     ),
+    "gateway.created_models": Rule({"fleet", "settings", "wire"}, frozenset({"msgspec"})),
     "gateway.database": Rule({"system.exits", "wire"}, frozenset(), frozenset({"psycopg"})),
     "gateway.metrics": Rule({"fleet", "wire"}),
     "gateway.ledger": Rule(LEDGER),

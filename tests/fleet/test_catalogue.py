@@ -106,7 +106,7 @@ def test_load_policy_defaults_by_pinned_on(facts: dict[str, object], policy: str
             "[[models]]\nid='a'\nvramm_mb=3",
             r"unknown key models\[0\].vramm_mb in models.toml line 3: did you mean `vram_mb`",
         ),
-        ("[[models]]\nid='a'\nttl_s=0", r"models\[0\].ttl_s in models.toml line 3"),
+        ("[[models]]\nid='a'\nttl_s=-1", r"models\[0\].ttl_s in models.toml line 3"),
         (
             "[aliases]\na='b'\n'c*'={modl='x'}",
             "unknown key aliases.c[*].modl in models.toml line 3: did you mean `model`",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
-from cortex.fleet.known_models import KNOWN_MODELS, AmbiguousName, known_model, nearest_names
+from cortex.fleet.known_models import KNOWN_MODELS, AmbiguousName, known_model, known_repository, nearest_names
 from cortex.neuron.models.registry import read_architecture
 from cortex.neuron.models.sizes import WeightStorage, weight_bytes
 from cortex.neuron.weights.hub.source import is_hub_id
@@ -96,3 +96,10 @@ def test_catalogue_understands_names_of_known_models_that_are_there() -> None:
     assert Catalogue().resolve("phi4", live=["microsoft/phi-4"]).model_id == "microsoft/phi-4"
     with pytest.raises(ModelNotFound):
         offered.resolve("qwen3-8b")
+
+
+def test_gated_models_come_from_a_repository_that_needs_no_account() -> None:
+    assert known_repository("llama3.2:1b") == "unsloth/Llama-3.2-1B-Instruct"
+    assert known_repository("gemma3:4b") == "unsloth/gemma-3-4b-it"
+    assert known_repository("qwen3:8b") == "Qwen/Qwen3-8B"
+    assert not [model for model in KNOWN_MODELS if model.open_repository.startswith(("meta-llama/", "google/gemma-3-"))]

@@ -162,7 +162,8 @@ class FakeFleet:
             if since is None
             else ModelState.READY,
             devices=() if since is None else (0,),
-            estimate_bytes=self.sizes[node][model] * (1 if since is not None else len(self.spans.get(model, "1"))),
+            estimate_bytes=self.sizes[node][model] * (1 if since is not None else len(self.spans.get(model, "1")))
+            or None,
             least_bytes=self.contexts[model].sizes[0].num_bytes if model in self.contexts else None,
             contexts=self.contexts.get(model),
             host_splits=self.splits.get(model),

@@ -30,6 +30,7 @@ _USE = {
 }
 _CONTROL = {
     "load": "commands.load:load",
+    "create": "importing.create:create",
     "unload": "commands.load:unload",
     "cancel": "commands.status:cancel",
     "pin": "commands.load:pin",

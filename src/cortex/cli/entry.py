@@ -4,7 +4,9 @@ Importing the commands takes a noticeable time. Until that is done, Ctrl-C ends 
 module imports nothing else first.
 """
 
+import os
 import signal
+import sys
 
 
 def _set_interrupt(*, is_silent: bool) -> None:
@@ -27,3 +29,14 @@ def neuron() -> None:
 
     _set_interrupt(is_silent=False)
     main()
+
+
+def single_file() -> None:
+    """Both programs in one file: it is `neuron` under a name that begins so, or with `neuron` as its first argument."""
+    if os.path.basename(sys.argv[0]).startswith("neuron"):
+        neuron()
+    elif sys.argv[1:2] == ["neuron"]:
+        sys.argv[:2] = ["neuron"]
+        neuron()
+    else:
+        cortex()

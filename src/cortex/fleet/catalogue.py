@@ -9,7 +9,7 @@ import difflib
 import fnmatch
 from collections.abc import Collection, Iterable
 from functools import cached_property, lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -23,11 +23,13 @@ from cortex.wire.model_names import plain_name, split_quant
 from cortex.wire.node.groups import MAX_NODES
 from cortex.wire.node.load_options import ENGINE, Count, LoadOptions, is_path
 from cortex.wire.node.orders import LoadRequest
+from cortex.wire.preset import Preset
 
 MEBIBYTE = 1024 * 1024
 
 LoadPolicy = Literal["on_demand", "pinned", "manual"]
 Capability = Literal["chat", "tools", "reasoning", "vision", "embeddings", "rerank", "insert"]
+LoadingState = Literal["comment", "reasoning"]
 Amount = Annotated[int, msgspec.Meta(ge=0)]
 Price = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -68,21 +70,36 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
     operator. When absent: `pinned` where `pinned_on` is given, else `on_demand`."""
     priority: int = 0
     """A model never evicts one of higher priority."""
-    ttl_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    evict_cost: Price = 1.0
+    """What it costs to evict the model, in relation to others: the cheapest goes first."""
+    max_requests: Count | None = None
+    """Requests for it at once, running and waiting together; a further one is rejected with 429. When absent, they
+    wait."""
+    ttl_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
     """After this long without a request the model is put to sleep, and unloaded after as long again. Where its node has
-    no host memory for that, it is unloaded at once. When absent, it stays until its room is needed."""
+    no host memory for that, it is unloaded at once. When absent, `eviction.ttl_s` counts; 0: it stays until its room is
+    needed."""
     cost: Cost = Cost()
     tokens_per_request: Amount = 1000
     """What one request counts in the budget of its key where its response reports no tokens: speech, images, and what
     else a server does (`[[harnesses]]`)."""
     tokens_per_minute: Amount = 0
     """What a minute of the work on such a request counts in addition."""
+    preset: Preset = Preset()
+    """Fields of requests for it, such as `{ system = "Be brief.", set_params = { temperature = 0 } }`. Those of an
+    alias take precedence."""
     capabilities: tuple[Capability, ...] = ()
     """Shown to clients; as the node reports when empty."""
     display_name: str | None = None
     """Shown to clients in `/v1/models`, besides the id."""
     description: str | None = None
     """The same."""
+    license: str | None = None
+    """Shown to Ollama's clients."""
+    loading_state: LoadingState | None = None
+    """Takes precedence over `gateway.loading_state`."""
+    metadata: dict[str, Any] = msgspec.field(default_factory=dict)
+    """The same, any values, as `metadata` and as `meta.llamaswap`."""
     unlisted: bool = False
     """Leave the model and its aliases out of the lists of models; requests that name it are served. `/v1/models` has it
     with `?unlisted=true`."""
@@ -155,13 +172,32 @@ class ModelSpec(Section, LoadOptions, frozen=True, kw_only=True):
         return node in self.pinned_on or (self.policy == "pinned" and not self.pinned_on)
 
 
-class Alias(Section, frozen=True):
-    """Another name for a model."""
+class Alias(Section, Preset, frozen=True):
+    """Another name for a model, which may add fields to requests."""
 
     model: Annotated[str, msgspec.Meta(min_length=1)]
     """The id it stands for."""
     background: bool = False
     """For secondary requests of an agent, besides its main model: they never evict anything."""
+    display_name: str | None = None
+    """Shown to clients in `/v1/models`."""
+    description: str | None = None
+    """The same."""
+    license: str | None = None
+    """Shown to Ollama's clients."""
+
+
+class SwapGroup(Section, frozen=True):
+    """Models of which a node loads only some at once, whatever its memory."""
+
+    members: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    swap: bool = True
+    """Only one member is loaded on a node at a time."""
+    exclusive: bool = False
+    """A member is loaded only after every model outside the group has left the node, except pinned ones and those of
+    persistent groups."""
+    persistent: bool = False
+    """Models outside the group never evict a member."""
 
 
 class Resolution(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,6 +207,8 @@ class Resolution(msgspec.Struct, frozen=True, kw_only=True):
     alias: str | None = None
     """The alias or pattern that matched."""
     background: bool = False
+    preset: Preset | None = None
+    """What the name adds to a request."""
 
     @property
     def model_id(self) -> str:
@@ -183,7 +221,16 @@ class Catalogue(Section, frozen=True, dict=True):
     models: tuple[ModelSpec, ...] = ()
     aliases: dict[str, str | Alias] = msgspec.field(default_factory=dict)
     """Exact names or patterns with `*` and `?`, such as `"claude-*haiku*" = "…"`; the most specific pattern wins.
-    A table `{ model = "…", background = true }` marks a name whose requests never evict."""
+    A table `{ model = "…", background = true }` marks a name whose requests never evict, and
+    `{ model = "…", set_params = { temperature = 0 }, reasoning = "high" }` one whose requests get these fields."""
+
+    swap_groups: dict[str, SwapGroup] = msgspec.field(default_factory=dict)
+    """Groups of models that exclude each other: `[swap_groups.NAME]`. A model is in one group at most."""
+    together: tuple[tuple[str, ...], ...] = ()
+    """Sets of models that a node may have loaded together, such as `[["a", "b"], ["a", "c"]]`; a model in none of them
+    is loaded alone. Empty: all that fit."""
+    profiles: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
+    """Sets of models by name, which `cortex load --profile NAME` loads together."""
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -194,6 +241,11 @@ class Catalogue(Section, frozen=True, dict=True):
         for name in self.aliases:
             if name in seen:
                 raise ValueError(f"alias `{name}` is also the id of a model; rename one of them")
+        grouped: dict[str, str] = {}
+        for name, group in self.swap_groups.items():
+            for member in group.members:
+                if grouped.setdefault(member, name) != name:
+                    raise ValueError(f"`{member}` is in the groups {grouped[member]} and {name}; remove it from one")
 
     def spec(self, model_id: str) -> ModelSpec:
         """The operator's spec, or a default one for a model that only nodes list."""
@@ -216,6 +268,22 @@ class Catalogue(Section, frozen=True, dict=True):
     @cached_property
     def _by_id(self) -> dict[str, ModelSpec]:
         return {spec.id: spec for spec in self.models}
+
+    @cached_property
+    def request_limits(self) -> dict[str, int]:
+        """The `max_requests` of each model that has one."""
+        return {spec.id: spec.max_requests for spec in self.models if spec.max_requests is not None}
+
+    @cached_property
+    def swap_group_of(self) -> dict[str, str]:
+        """The group of each model that is in one."""
+        return {member: name for name, group in self.swap_groups.items() for member in group.members}
+
+    def is_kept_from(self, model_id: str, newcomer: str) -> bool:
+        """Whether the model's group is persistent, and another model wants its room."""
+        name = self.swap_group_of.get(model_id)
+        is_outside = name is not None and self.swap_group_of.get(newcomer) != name
+        return name is not None and is_outside and self.swap_groups[name].persistent
 
     @cached_property
     def pinned(self) -> tuple[ModelSpec, ...]:
@@ -244,7 +312,8 @@ class Catalogue(Section, frozen=True, dict=True):
                 f"There is no model `{shorten(name)}`: a name has at most {MAX_MODEL_NAME} characters.", param="model"
             )
         if self.has(name):
-            return Resolution(spec=self.spec(name))
+            spec = self.spec(name)
+            return Resolution(spec=spec, preset=spec.preset if spec.preset.adds_fields else None)
         if (target := self.aliases.get(name)) is not None:
             return self._through(name, target)
         if name in live:
@@ -272,12 +341,22 @@ class Catalogue(Section, frozen=True, dict=True):
 
     def _through(self, name: str, target: str | Alias) -> Resolution:
         alias = Alias(model=target) if isinstance(target, str) else target
-        return Resolution(spec=self.spec(alias.model), alias=name, background=alias.background)
+        spec = self.spec(alias.model)
+        preset = alias.over(spec.preset)
+        return Resolution(
+            spec=spec, alias=name, background=alias.background, preset=preset if preset.adds_fields else None
+        )
 
     @cached_property
     def ids(self) -> frozenset[str]:
         """The ids of its models."""
         return frozenset(spec.id for spec in self.models)
+
+    @cached_property
+    def has_presets(self) -> bool:
+        """Whether any name adds fields to requests."""
+        aliases = (target for target in self.aliases.values() if isinstance(target, Alias))
+        return any(each.adds_fields for each in (*(spec.preset for spec in self.models), *aliases))
 
     @property
     def alias_targets(self) -> dict[str, str]:
@@ -300,7 +379,9 @@ def _known_ids(name: str) -> tuple[str, ...]:
         known = known_model(name)
     except AmbiguousName:
         return ()
-    return () if known is None else tuple(filter(None, (known.name, known.repository, known.gguf)))
+    return (
+        () if known is None else tuple(filter(None, (known.name, known.repository, known.open_repository, known.gguf)))
+    )
 
 
 def near_misses(name: str, known: Iterable[str], limit: int = 3) -> tuple[str, ...]:

@@ -49,6 +49,8 @@ class Demand:
         self._overlaps: dict[tuple[str, str, str], float] = {}
         """A client and two models, in order: when a request for one of them last had to wait while it had one for the
         other."""
+        self.kept_until: dict[str, float] = {}
+        """By model: when the longest `keep_alive` of a request for it ends."""
 
     # Requests
 

@@ -13,6 +13,9 @@ from typing import Final
 
 _SUFFIX: Final = re.compile(r"(?:-instruct|-it|-pt|-bf16|-chat|-reasoning|-v\d+(?:\.\d+)?|-\d{4}|-\d{2}-\d{4})+$")
 _SEPARATORS: Final = re.compile(r"[:_\s/]+")
+_GATED: Final = ("meta-llama/", "google/gemma-3-", "google/embeddinggemma-")
+"""Repositories whose files the hub gives only to accounts that have accepted a licence. Unsloth publishes the same
+weights without that, under the same names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,12 @@ class KnownModel:
     def name(self) -> str:
         """Its short name, which clients use."""
         return _SUFFIX.sub("", self.repository.rpartition("/")[2].lower().replace("_", "-"))
+
+    @property
+    def open_repository(self) -> str:
+        """Where its weights can be had without an account."""
+        is_gated = self.repository.startswith(_GATED)
+        return f"unsloth/{self.repository.rpartition('/')[2]}" if is_gated else self.repository
 
     @property
     def weight_bytes(self) -> int:
@@ -57,12 +66,13 @@ def known_model(name: str) -> KnownModel | None:
 
 
 def known_repository(name: str) -> str | None:
-    """The repository of the model that `name` stands for; None if there is none, or more than one."""
+    """The repository of the model that `name` stands for, which needs no account; None if there is none, or more than
+    one."""
     try:
         model = known_model(name)
     except AmbiguousName:
         return None
-    return None if model is None or "/" in name else model.repository
+    return None if model is None or "/" in name else model.open_repository
 
 
 def nearest_names(name: str, limit: int = 3) -> tuple[str, ...]:

@@ -19,6 +19,8 @@ class PlacementRules(Section, frozen=True):
     free, so that models share a device only when they must."""
     min_awake: Annotated[int, msgspec.Meta(ge=0)] = 1
     """As many nodes stay awake, however idle they are: see `wake` of `[[neurons]]`."""
+    max_loaded: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """The most models that a node has loaded at once, whatever its memory. Absent: as many as fit."""
 
 
 class EvictionRules(Section, frozen=True):
@@ -26,6 +28,11 @@ class EvictionRules(Section, frozen=True):
 
     strategy: Literal["lru", "priority"] = "lru"
     """`lru`: evict the least recently used model first. `priority`: the one of lowest priority, then by last use."""
+    ttl_s: Seconds = 0.0
+    """The `ttl_s` of every model without one of its own; 0: none."""
+    max_keep_alive_s: Seconds = 0.0
+    """The most that the `keep_alive` of a request in Ollama's dialect keeps its model after the response: until then it
+    is not evicted for others, and its `ttl_s` does not end. 0: it keeps nothing."""
     defrag_after_cycles: Annotated[int, msgspec.Meta(ge=0)] = 50
     """Replace a node's workers, once idle, after this many loads; 0: never."""
     min_residency_s: Seconds = 20.0

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from cortex import settings
-from cortex.fleet.catalogue import MEBIBYTE
+from cortex.fleet.catalogue import MEBIBYTE, LoadingState
 from cortex.fleet.devices import Ceilings
 from cortex.fleet.rules import EvictionRules, PlacementRules
 from cortex.fleet.sleeping import WakeRules
@@ -29,6 +29,7 @@ from cortex.gateway.ledger.users import SignInSection
 from cortex.settings import Listen, Section
 from cortex.telemetry import logs
 from cortex.telemetry.tracing import TelemetrySection
+from cortex.wire.preset import ROUTED_FIELDS
 
 Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
@@ -80,6 +81,10 @@ class GatewaySection(Section, frozen=True):
     """Directory for measured model sizes and usage records, relative to this file."""
     keepalive_s: Seconds = 2.0
     """Interval of keepalives to a streaming client that waits."""
+    loading_state: LoadingState = "comment"
+    """How a streaming client that waits for a load learns of it, with each keepalive. `comment`: by a comment of the
+    event stream, which programs skip. `reasoning`: by reasoning text, for chats that show it, in chat completions and
+    Ollama's dialect."""
     idle_timeout_s: Seconds = 300.0
     """A node may be silent this long in a stream. There is no total timeout. A response that is no stream (also speech,
     images and all that is below `/upstream/`) gets an hour, or this time if that is longer, while its node responds to
@@ -234,10 +239,6 @@ class NeuronDevice(Section, frozen=True):
     index: Annotated[int, Meta(ge=0)]
     memory_mb: Count
     """The most memory that models may take there, weights and KV caches together. The rest is for other programs."""
-
-
-ROUTED_FIELDS = frozenset({"model", "stream", "stream_options", "n", "best_of"})
-"""Fields that the gateway itself reads to relay a response and to count it."""
 
 
 class NeuronSection(Section, frozen=True):

@@ -11,6 +11,7 @@ from cortex import settings
 from cortex.fleet.catalogue import Catalogue, ModelSpec, near_misses
 from cortex.gateway import config as configuration
 from cortex.gateway.config import Config, GatewaySection
+from cortex.gateway.created_models import CreatedModels, joined
 from cortex.settings import SettingsError, Stamp, stamp
 from cortex.settings.conversion import Source
 from cortex.settings.positions import positions
@@ -67,7 +68,8 @@ class ConfigurationFiles:
 
     def read_catalogue(self, config: Config) -> Catalogue:
         """The catalogue, whose names must stand for something. Raises SettingsError."""
-        catalogue = load_catalogue(config, self.path)
+        created = CreatedModels(config.state_directory(self.directory))
+        catalogue = joined(load_catalogue(config, self.path), created.read())
         names = [section.name for section in config.neurons]
         is_known = config.discovery.dns is None  # otherwise nodes have names that are found later
         for index, spec in enumerate(catalogue.models if is_known else ()):
@@ -98,7 +100,8 @@ class ConfigurationFiles:
     def stamps(self, config: Config) -> dict[Path, Stamp]:
         """The files of `config`, each with a value that changes when the file does."""
         authorities = (config.ca_file(neuron, self.directory) for neuron in config.neurons)
-        files = (self.path, catalogue_path(config, self.path), *authorities)
+        created = CreatedModels(config.state_directory(self.directory)).path  # another gateway may have written it
+        files = (self.path, catalogue_path(config, self.path), created, *authorities)
         return {file: stamp(file) for file in files if file is not None}
 
 

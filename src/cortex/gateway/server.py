@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from cortex.fleet.catalogue import Catalogue
+from cortex.fleet.catalogue import Alias, Catalogue, ModelSpec
 from cortex.gateway.api.activity import ActivityRoutes, AuditRoutes, HistoryRoutes
 from cortex.gateway.api.benches import BenchRoutes
 from cortex.gateway.api.control import Control
@@ -29,6 +29,7 @@ from cortex.gateway.api.parts import DeferredResponses
 from cortex.gateway.api.usage import UsageRoutes
 from cortex.gateway.config import Config
 from cortex.gateway.configuration_files import ConfigurationFiles, warn_about_access, warn_about_restart
+from cortex.gateway.created_models import CreatedModels, joined, with_entry, without_entries
 from cortex.gateway.database import Database, StoreError, driver_of
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.effects import NodeEffects
@@ -97,6 +98,7 @@ class Gateway:
         self._ticker = Ticker(loop)
         self._tick_thread = ThreadPoolExecutor(1, thread_name_prefix="tick")
         """The tick shares no thread with work that clients cause, which may occupy all of the default executor."""
+        self._created_models = CreatedModels(config.state_directory(directory))
         self._measured_sizes = MeasuredSizes(config.state_directory(directory))
         self.event_log = EventLog()
         self.metrics = Metrics(self._gauges)
@@ -157,17 +159,25 @@ class Gateway:
         self._bench_routes = BenchRoutes(self.dispatcher, operator, nodes, board, self._metering)
         open_paths = paths_without_key(config)
         self._ollama_routes = OllamaRoutes(
-            self.dispatcher, nodes, self._file_routes, self._metering, self._deferred, open_paths
+            self.dispatcher,
+            nodes,
+            self._file_routes,
+            self._metering,
+            self._deferred,
+            open_paths,
+            self._created_models,
+            self._change_created,
         )
         store = self._operator_state.store
         orders = OrderRoutes(self.dispatcher, operator, board, self._metering, self._deferred, store)
+        self._model_servers = ModelServerRoutes(self.dispatcher, nodes, self._metering, self._deferred, self.event_log)
         parts = (
             self._file_routes,
             self._ollama_routes,
             orders,
             self._bench_routes,
             LlamaCppRoutes(self.dispatcher, orders, self._metering, open_paths, self.event_log, self._streams),
-            ModelServerRoutes(self.dispatcher, nodes, self._metering, self._deferred),
+            self._model_servers,
             JobRoutes(board, self._metering),
             AuditRoutes(self._audit, self._metering, self._deferred),
             ActivityRoutes(
@@ -271,6 +281,7 @@ class Gateway:
         await self._services.parser.close()
         await self._deferred.close()
         await self._ollama_routes.close()
+        await self._model_servers.close()
         await self._file_routes.close()
         await self._bench_routes.close()
         self._connections.close()
@@ -358,6 +369,15 @@ class Gateway:
         if self._metering.is_open != was_open or bool(before.keys) != bool(config.keys):
             self._warn_about_access()
         await asyncio.gather(*(poller.stop() for poller in leaving))
+
+    async def _change_created(self, name: str, entry: ModelSpec | Alias | None) -> None:
+        """Write an entry of the created models, or remove one, and use it at once. Raises OSError or SettingsError."""
+        async with self._reloading:
+            before = self._created_models.read()
+            after = with_entry(before, name, entry)
+            await asyncio.to_thread(self._created_models.write, after)
+            catalogue = without_entries(self._catalogue, before)
+            await self.reconfigure(self._configured, joined(catalogue, after))
 
     def _with_discovered(self, config: Config) -> Config:
         return msgspec.structs.replace(config, neurons=self._discovery.joined(config.neurons))

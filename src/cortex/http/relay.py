@@ -150,6 +150,7 @@ class Relay:
         "_written_at",
         "closed",
         "exchange",
+        "waiting_note",
     )
 
     def __init__(
@@ -173,6 +174,8 @@ class Relay:
         self._observer = observer
         self._ticker = ticker
         self._keepalive = keepalive
+        self.waiting_note: Callable[[], bytes] | None = None
+        """Events that precede each keepalive until the node has sent its head."""
         self._extra_headers = extra_headers
         self._capture = capture
         self._node_headers: Headers = ()
@@ -398,7 +401,8 @@ class Relay:
             self._written_at = now
         keepalive = self._keepalive
         if keepalive is not None and now - self._written_at >= keepalive.interval_s and self._may_keep_alive():
-            self._write_aside(keepalive, keepalive.payload)
+            note = self.waiting_note if self._head is None else None
+            self._write_aside(keepalive, keepalive.payload if note is None else note() + keepalive.payload)
             self._written_at = now
 
     def comment(self, text: bytes) -> None:

@@ -17,8 +17,9 @@ from cortex.wire.dialects.openai_responses import read_state
 from cortex.wire.dialects.registry import DIALECTS
 from cortex.wire.errors import MalformedJSON
 from cortex.wire.fields.body import ABSENT, without_lone_surrogates
+from cortex.wire.fields.request_class import asked_class
 from cortex.wire.node.protocol import Dialect
-from cortex.wire.request_class import asked_class
+from cortex.wire.preset import Preset
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.tenant import SALT
 
@@ -91,6 +92,12 @@ def read_relayed(body: bytes, dialect: Dialect, generates: bool, strip_billing: 
 def _read(received: bytes, dialect: Dialect, generates: bool, strip_billing: bool) -> RelayedBody:
     body = strip_billing_header(received) if strip_billing and dialect in BILLED else received
     return RelayedBody(body, read(body, dialect, generates), body is not received)
+
+
+def read_preset(body: bytes, dialect: Dialect, generates: bool, preset: Preset, is_opaque: bool) -> RelayedBody:
+    """Reads a body that was read before, with what the model's name adds to it. Raises as `read_relayed` does."""
+    written = preset.applied(body, dialect, is_opaque=is_opaque)
+    return RelayedBody(written, read(written, dialect, generates), False)
 
 
 def spans(relayed: RelayedBody) -> tuple[ByteRange, ...]:

@@ -33,6 +33,7 @@ from cortex.wire.packed_request import encode_head
 from cortex.wire.pictures.files import check_files, take_files
 from cortex.wire.pooling.parse import ROUTES as POOLING_ROUTES
 from cortex.wire.pooling.request import PoolingRequest
+from cortex.wire.preset import Preset
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.tenant import tenant_of
@@ -84,6 +85,7 @@ def functions() -> dict[str, Callable[..., Any]]:
         edit_fields,
         write_server_body,
         read_relayed,
+        read_preset,
         parse_tokenize,
         parse_pooling,
         find_picture_urls,
@@ -132,6 +134,13 @@ def read_relayed(dialect: Dialect, generates: bool, strip_billing: bool, body: b
     found = envelope.read_relayed(body, dialect, generates=generates, strip_billing=strip_billing)
     changed = found.body if found.body is not body else None
     return ReadBody(found.envelope.facts, envelope.spans(found), found.is_stripped, changed)
+
+
+def read_preset(dialect: Dialect, generates: bool, is_opaque: bool, preset: bytes, body: bytes) -> ReadBody:
+    """A body that is relayed, with the fields of `preset`, which is JSON."""
+    fields = msgspec.json.decode(preset, type=Preset)
+    found = envelope.read_preset(body, dialect, generates, fields, is_opaque)
+    return ReadBody(found.envelope.facts, envelope.spans(found), False, found.body)
 
 
 def parse_tokenize(tenant: bytes, body: bytes) -> Parsed | ParsedText:

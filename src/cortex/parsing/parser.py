@@ -24,6 +24,7 @@ from cortex.wire.errors import BodyTooLarge, Overloaded, PreparationLimitExceede
 from cortex.wire.node.protocol import Dialect
 from cortex.wire.packed_request import PackedRequest
 from cortex.wire.pooling.request import PoolingRequest
+from cortex.wire.preset import Preset
 from cortex.wire.requests import GenerateRequest
 
 T = TypeVar("T")
@@ -106,6 +107,15 @@ class BodyParser:
         reply = await self._call(functions.read_relayed, dialect, generates, strip_billing, body=body, client=client)
         found = body if reply.changed is None else reply.changed
         return RelayedBody(found, envelope_of(found, reply.facts, reply.spans), reply.is_stripped)
+
+    async def read_preset(
+        self, dialect: Dialect, body: bytes, client: str, *, generates: bool, is_opaque: bool, preset: Preset
+    ) -> RelayedBody:
+        """A body that was read before, with what the model's name adds to it."""
+        fields = {name: getattr(preset, name) for name in Preset.__struct_fields__}
+        arguments = dialect, generates, is_opaque, msgspec.json.encode(fields)
+        reply = await self._call(functions.read_preset, *arguments, body=body, client=client)
+        return RelayedBody(reply.changed or body, envelope_of(reply.changed or body, reply.facts, reply.spans), False)
 
     async def translate_embed(self, body: bytes, model: str | None, client: str) -> bytes:
         """The body for `/v1/embeddings` of a request of Ollama's embedding routes."""

@@ -11,8 +11,8 @@ import msgspec
 
 from cortex.wire.errors import MAX_ECHO, InvalidValue
 from cortex.wire.fields.constraints import unenforced_parts
+from cortex.wire.fields.request_class import RequestClass
 from cortex.wire.pictures.files import take_files
-from cortex.wire.request_class import RequestClass
 from cortex.wire.requests import GenerateRequest
 
 MAX_HEAD_BYTES = 1 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cortex.wire.request_class import RequestClass
+from cortex.wire.fields.request_class import RequestClass
 
 
 class RequestSummary(msgspec.Struct, frozen=True, array_like=True):
@@ -31,6 +31,8 @@ class RequestSummary(msgspec.Struct, frozen=True, array_like=True):
     picture_tokens: int = 0
     conversation_id: str | None = None
     """The conversation that the request continues (Responses API)."""
+    keep_alive_s: float | None = None
+    """How long the model is to stay after the response (Ollama's API); negative: for ever."""
     cache_salt: bytes = b""
     """The client's salt for cached prefixes, as JSON; empty: none."""
     asked_class: RequestClass | None = None

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cortex.wire.request_class import RequestClass, level_of
+from cortex.wire.fields.request_class import RequestClass, level_of
 
 Prompt = str | tuple[int, ...]
 """Text or token ids."""

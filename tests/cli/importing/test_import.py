@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from cortex.cli.importing.llama_swap import KEYS, NotLlamaSwap, convert
-from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.cli.importing.matrix_sets import MatrixProblem, expanded
+from cortex.fleet.catalogue import Catalogue, ModelSpec, SwapGroup
 from cortex.gateway.config import Config
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.servers.entry import HarnessEntry
@@ -58,30 +59,39 @@ def test_command_has_its_macros_and_no_comments() -> None:
 
 
 def test_settings_of_a_model_stand_where_ours_are() -> None:
-    catalogue, node, _, notes = read(FULL)
+    catalogue, node = read(FULL)[:2]
     large = harnesses(FULL)["large"]
     assert (large.health.path, large.health.timeout_s, large.stop_timeout_s) == ("/ready", 500.0, 20.0)
     assert (large.upstream_model, large.max_concurrent) == ("org/large", 3)
     assert large.strip_params == ("temperature", "top_p")
-    assert large.set_params == {"top_k": 20, "stop": ["a"], "chat_template_kwargs": {"effort": "medium"}}
+    assert large.set_params == {"top_k": 20, "stop": ["a"]}
     entry = next(entry for entry in node.models if entry.id == "large")
     assert (entry.source, entry.context_tokens) == ("/models/large.gguf", 16384)
     assert (entry.devices, entry.tensor_parallel) == ((0, 1, 2), 3)
     spec = catalogue.spec("large")
     assert (spec.ttl_s, spec.context_tokens, spec.tensor_parallel, spec.only_on) == (60.0, 16384, 3, ("local",))
-    aliases = {name for name, model in catalogue.aliases.items() if model == "large"}
+    assert (spec.max_requests, spec.loading_state, spec.metadata) == (3, "comment", {"port": "${PORT}"})
+    aliases = {name for name, model in catalogue.alias_targets.items() if model == "large"}
     assert aliases == {"gpt-4o-mini", "big", "large:high"}
-    assert any("large:high" in note for note in notes)
-    assert any("models.large.metadata" in note for note in notes)
+
+
+def test_parameters_of_a_name_are_those_of_an_alias() -> None:
+    catalogue = read(FULL)[0]
+    for name, effort in (("large", "medium"), ("big", "medium"), ("large:high", "high")):
+        preset = catalogue.resolve(name).preset
+        assert preset is not None
+        assert preset.set_params == {"chat_template_kwargs": {"effort": effort}}
 
 
 def test_ttl_of_a_model_is_its_own_or_that_of_all() -> None:
     assert {name: spec.ttl_s for name, spec in specs(FULL).items()} == {
         "large": 60.0,
-        "fixed": None,
-        "container": 300.0,
-        "portless": 300.0,
+        "fixed": 0.0,
+        "container": None,
+        "portless": None,
     }
+    config = read(FULL)[2]
+    assert (config.eviction.ttl_s, config.gateway.loading_state) == (300.0, "comment")
 
 
 def test_fixed_port_becomes_the_port_that_the_node_chooses() -> None:
@@ -116,12 +126,11 @@ def test_preloaded_models_are_loaded_at_start() -> None:
     assert [default.id for default in read(FULL)[1].default_models] == ["fixed"]
 
 
-def test_groups_are_pins_and_priorities() -> None:
-    found = specs(GROUPS)
-    assert {name: (spec.policy, spec.priority) for name, spec in found.items()} == {
-        "a": ("pinned", 0),
-        "b": ("on_demand", -1),
-        "c": ("on_demand", 0),
+def test_groups_exclude_models_as_they_do_there() -> None:
+    assert read(GROUPS)[0].swap_groups == {
+        "forever": SwapGroup(members=("a",), swap=False, exclusive=True, persistent=True),
+        "guests": SwapGroup(members=("b",), swap=False, exclusive=False),
+        "rest": SwapGroup(members=("c",), swap=True, exclusive=True),
     }
 
 
@@ -156,7 +165,7 @@ def test_every_key_is_converted_or_named() -> None:
 
 def test_left_out_keys_are_named_by_their_path() -> None:
     notes = " ".join(read(EVERY)[3])
-    assert "models.first.metadata" in notes
+    assert "models.first.timeouts.connect" in notes
     assert "performance.every" in notes
     assert "profiles.night.pins" in notes
     assert "peers.away.timeouts.connect" in notes
@@ -187,11 +196,12 @@ def test_anchors_of_the_user_are_no_keys() -> None:
 
 def test_routing_has_groups_priorities_or_the_matrix() -> None:
     found = specs(EVERY)
-    assert (found["first"].priority, found["second"].priority, found["second"].policy) == (-1, 7, "pinned")
-    assert {name: spec.priority for name, spec in specs(ROUTED_MATRIX).items()} == {"gemma": 2, "voice": 49}
+    assert (found["second"].priority, read(EVERY)[0].together) == (7, ())
+    catalogue = read(ROUTED_MATRIX)[0]
+    assert {spec.id: spec.evict_cost for spec in catalogue.models} == {"gemma": 3.0, "voice": 50.0}
+    assert (catalogue.together, catalogue.swap_groups) == ((("gemma", "voice"),), {})
     notes = read(EVERY)[3]
     assert "routing.router.settings.matrix is left out: routing.router.use is group" in notes
-    assert any("the sets standard" in note for note in read(ROUTED_MATRIX)[3])
     with pytest.raises(NotLlamaSwap, match="give group or matrix"):
         convert(yaml.safe_load(ROUTED_MATRIX.replace("use: matrix", "use: dice")))
 
@@ -222,8 +232,40 @@ def test_capabilities_are_in_our_words() -> None:
     assert (spec.capabilities, spec.context_tokens) == (("chat", "tools", "vision", "rerank"), 4096)
 
 
-def test_costs_of_the_matrix_are_priorities() -> None:
-    assert {name: spec.priority for name, spec in specs(MATRIX).items()} == {"gemma": 0, "voice": 49}
+def test_costs_of_the_matrix_are_costs_of_evictions() -> None:
+    assert {name: spec.evict_cost for name, spec in specs(MATRIX).items()} == {"gemma": 1.0, "voice": 50.0}
+
+
+@pytest.mark.parametrize(
+    ("expression", "sets"),
+    [
+        ("a", [("a",)]),
+        ("a & b", [("a", "b")]),
+        ("a | b", [("a",), ("b",)]),
+        ("a | b & c", [("a",), ("b", "c")]),
+        ("(a | b) & (c | d)", [("a", "c"), ("a", "d"), ("b", "c"), ("b", "d")]),
+        ("+other & v", [("x", "v"), ("y", "v")]),
+    ],
+)
+def test_sets_of_the_matrix_are_expanded(expression: str, sets: list[tuple[str, ...]]) -> None:
+    assert expanded("s", {"s": expression, "other": "x | y"}) == sets
+
+
+@pytest.mark.parametrize(
+    ("expression", "problem"),
+    [
+        ("a &", "lacks a model"),
+        ("(a", r"lacks a `\)`"),
+        ("a b", "from `b` on"),
+        ("+s", "refers to itself"),
+        ("+nothing", "no set nothing"),
+        ("", "is empty"),
+        (" & ".join(["(a | b)"] * 20), "more than 1000"),
+    ],
+)
+def test_unreadable_sets_of_the_matrix_are_rejected(expression: str, problem: str) -> None:
+    with pytest.raises(MatrixProblem, match=problem):
+        expanded("s", {"s": expression})
 
 
 @pytest.mark.parametrize(

@@ -115,3 +115,41 @@ async def test_token_routes_are_relayed_to_a_node_that_has_the_model(
     client = await start_gateway(node)
     for path in ("/tokenize", "/detokenize", "/apply-template"):
         assert await client.post(path, {"model": "a:latest", "content": "x"}) == (200, {"path": path, "model": "a"})
+
+
+async def test_unload_by_get_spares_pinned_models_and_needs_no_browser(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    states = {"a": ModelState.READY, "b": ModelState.READY}
+    beast = await neurons("beast", sizes={"a": GB, "b": GB}, states=states)
+    client = await start_gateway(beast, catalogue=Catalogue(models=(ModelSpec(id="b", load="pinned"),)))
+    async with client.session.get(client.url + "/unload", headers={"user-agent": "Mozilla/5.0"}) as response:
+        assert response.status == 403
+    async with client.session.get(client.url + "/unload") as response:
+        assert (response.status, await response.text()) == (200, "OK")
+    await until(lambda: beast.states["a"] is not ModelState.READY)
+    assert beast.states["b"] is ModelState.READY
+
+
+async def test_models_of_a_profile_are_loaded_together(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    beast = await neurons("beast", sizes={"a": GB, "b": GB, "c": GB})
+    client = await start_gateway(beast, catalogue=Catalogue(profiles={"work": ("a", "b")}))
+    status, body = await client.post("/fleet/profiles/work/load", {})
+    assert (status, [each["model"] for each in body["models"]]) == (202, ["a", "b"])
+    await until(lambda: {each for each, state in beast.states.items() if state is ModelState.READY} == {"a", "b"})
+    status, body = await client.post("/fleet/profiles/play/load", {})
+    assert (status, "there are work" in body["error"]["message"]) == (404, True)
+
+
+async def test_logs_have_the_events_of_the_fleet_and_follow_them(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB})
+    client = await start_gateway(beast)
+    async with client.session.get(client.url + "/logs/stream/proxy?no-history=1") as stream:
+        await client.chat("a")
+        while b"model loaded" not in (line := await stream.content.readline()):
+            pass
+        assert b"model=a" in line
+    async with client.session.get(client.url + "/logs") as response:
+        assert "model loaded model=a" in (await response.text()).replace("node=beast ", "")

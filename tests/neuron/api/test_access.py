@@ -158,7 +158,7 @@ async def test_uses_changed_keys_and_keeps_the_old_ones_when_the_change_is_wrong
     await until(lambda: front.keys.recognises(OTHER))
     assert not front.keys.recognises(KEY), "a removed key is revoked"
     keys.write_text("short\n")
-    await until(lambda: "old ones stay in force" in caplog.text)
+    await until(lambda: "the old one stays in force" in caplog.text)
     assert front.keys.recognises(OTHER)
     path.write_text(f'keys = ["{KEY}"]\nkey_file = "keys"\n')
     keys.write_text(f"{OTHER}{OTHER}\n")

@@ -32,7 +32,7 @@ from cortex.gateway.ledger.keys import KeySection, as_toml, generate
 from cortex.gateway.ledger.limits import MINUTE_S
 from cortex.gateway.ledger.store import read_counters
 from cortex.system import private_file
-from cortex.wire.request_class import CLASSES
+from cortex.wire.fields.request_class import CLASSES
 from cortex.wire.words import duration, os_error_in_words, plural
 
 _REMOVABLE = (

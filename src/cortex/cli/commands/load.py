@@ -26,13 +26,21 @@ dry_run_option = click.option("--dry-run", is_flag=True, help="Show what it woul
 
 @click.command(cls=Command)
 @click.argument("model", type=MODEL)
+@click.option("--profile", is_flag=True, help="MODEL is a profile of models.toml: load all of its models.")
 @node_option
 @dry_run_option
 @wait_option
 @gateway_options
 @json_option
-def load(model: str, node: str | None, dry_run: bool, wait: bool, gateway: GatewayClient, as_json: bool) -> None:
-    """Load a model. Ctrl-C cancels the load."""
+def load(
+    model: str, profile: bool, node: str | None, dry_run: bool, wait: bool, gateway: GatewayClient, as_json: bool
+) -> None:
+    """Load a model, or those of a profile. Ctrl-C cancels the load."""
+    if profile:
+        if node is not None or dry_run:
+            raise CommandError("a profile takes neither --node nor --dry-run", "load its models one by one")
+        _load_profile(gateway, model, wait=wait, as_json=as_json)
+        return
     order(gateway, model, "load", "is ready on", node=node, dry_run=dry_run, wait=wait, as_json=as_json)
 
 
@@ -190,6 +198,17 @@ def order(
         _print(f"{response['model']} {result} {places}{_context(gateway, response['model'])}")
     else:
         _print(f"{action} of {response['model']} on {places} has begun: {parse(response['job']).id}")
+
+
+def _load_profile(gateway: GatewayClient, name: str, *, wait: bool, as_json: bool) -> None:
+    response = gateway.post(f"/fleet/profiles/{quote(name, safe='')}/load", {})
+    for order in response["models"]:
+        if wait:
+            order["job"] = _ended(gateway, order)
+        if not as_json:
+            _print(f"{order['model']} {'is ready' if wait else 'is being loaded'} on {', '.join(order['nodes'])}")
+    if as_json:
+        print_json(response)
 
 
 def _context(gateway: GatewayClient, model: str) -> str:

@@ -31,7 +31,7 @@ def import_configuration(file: Path, out: Path, force: bool, as_json: bool) -> N
     """Write our files from a configuration of llama-swap.
 
     FILE is a llama-swap.yaml. Writes models.toml, neuron.toml and cortex.toml: each model with its command as a
-    harness, macros expanded, aliases, peers as nodes, groups and the matrix as pins and priorities. Lists what has no
+    harness, macros expanded, aliases, peers as nodes, groups and the matrix. Lists what has no
     equivalent. Nothing is executed, and no file is replaced without --force.
     """
     imported = _converted(file)

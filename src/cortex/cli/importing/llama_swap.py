@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
 
-from cortex.cli.importing import server_command
-from cortex.gateway.config import ROUTED_FIELDS
+from cortex.cli.importing import matrix_sets, server_command
 from cortex.wire.errors import shorten
+from cortex.wire.preset import ROUTED_FIELDS
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -119,8 +119,7 @@ _GROUPS: _Keys = {"*": _keys(converted="swap exclusive persistent members")}
 _MATRIX = _keys(converted="vars evict_costs sets")
 _MODEL = _keys(
     converted="cmd cmdStop proxy checkEndpoint healthCheckTimeout ttl unloadTimeout env aliases useModelName macros "
-    "concurrencyLimit name description unlisted",
-    left_out="metadata sendLoadingState",
+    "concurrencyLimit name description unlisted metadata sendLoadingState",
     filters=_keys(converted="stripParams strip_params setParams setParamsByID"),
     capabilities=_keys(converted="in out tools reranker context"),
     compat=_keys(left_out="ignoreWebsockets"),
@@ -135,9 +134,8 @@ _SELECTOR = _keys(
     settings=_keys(left_out="spillover"),
 )
 KEYS = _keys(
-    converted="macros apiKeys logLevel healthCheckTimeout globalTTL unloadTimeout",
-    left_out="startPort logRequests logTimeFormat logToStdout metricsMaxInMemory captureBuffer sendLoadingState "
-    "includeAliasesInList",
+    converted="macros apiKeys logLevel healthCheckTimeout globalTTL unloadTimeout sendLoadingState",
+    left_out="startPort logRequests logTimeFormat logToStdout metricsMaxInMemory captureBuffer includeAliasesInList",
     store=_keys(left_out="path"),
     ui=_keys(activity=_keys(left_out="session_id")),
     performance=_keys(left_out="disabled every"),
@@ -196,7 +194,8 @@ class _Model:
     spec: dict[str, Any]
     harness: dict[str, Any]
     entry: dict[str, Any]
-    aliases: list[str]
+    aliases: dict[str, dict[str, Any]]
+    """With the parameters of each."""
 
 
 def convert(data: Any, name: str = "llama-swap.yaml") -> Imported:
@@ -207,8 +206,9 @@ def convert(data: Any, name: str = "llama-swap.yaml") -> Imported:
     note = imported.notes.append
     left_out = _left_out(data, KEYS)
     models = {str(model_id): _model(str(model_id), raw, data, note) for model_id, raw in data["models"].items()}
-    _apply_routing(data, models, note)
+    exclusion = _apply_routing(data, models, note)
     names = {alias: model_id for model_id, model in models.items() for alias in model.aliases}
+    presets = {alias: params for model in models.values() for alias, params in model.aliases.items() if params}
     peers = [_peer(str(peer), raw, data, note) for peer, raw in _mapping(data, "peers").items()]
     names |= _selectors(_mapping(data, "selectors"), models, names, note)
     names |= _peer_names(peers, {*models, *names}, note)
@@ -222,14 +222,17 @@ def convert(data: Any, name: str = "llama-swap.yaml") -> Imported:
         note(f"without an equivalent, and left out: {', '.join(left_out)}")
     known = _LEVELS.get(str(data.get("logLevel")))
     level = {} if known is None else {"log_level": known}
+    loading = {"loading_state": "reasoning"} if data.get("sendLoadingState") else {}
     head = comment(f"From {name}, by `cortex import`. Every key: docs/configuration.md")
     imported.num_models = len(models)
     imported.files = {
         "models.toml": "\n".join(
             [
                 head,
+                *exclusion.get("together", ()),
                 *(table("[[models]]", model.spec) for model in models.values()),
-                *([table("[aliases]", names)] if names else []),
+                *exclusion.get("groups", ()),
+                *([table("[aliases]", _with_presets(names, presets))] if names else []),
             ]
         ),
         "neuron.toml": "\n".join(
@@ -243,7 +246,8 @@ def convert(data: Any, name: str = "llama-swap.yaml") -> Imported:
         "cortex.toml": "\n".join(
             [
                 head,
-                table("[gateway]", {"models": "models.toml", **level}),
+                table("[gateway]", {"models": "models.toml", **loading, **level}),
+                *([table("[eviction]", {"ttl_s": ttl_s})] if (ttl_s := _number(data, "globalTTL")) > 0 else []),
                 table("[[neurons]]", {"name": _NODE, "endpoint": "http://127.0.0.1:13131"}),
                 *(table("[[neurons]]", peer) for peer in peers),
             ]
@@ -301,20 +305,24 @@ def _model(model_id: str, raw: Any, data: Mapping[str, Any], note: Any) -> _Mode
     harness["health"] = _health(options, data)
     if options.get("useModelName"):
         harness["upstream_model"] = str(options["useModelName"])
-    aliases = _texts(options, "aliases")
-    aliases += _filters(model_id, _mapping(options, "filters"), harness, noted)
+    aliases: dict[str, dict[str, Any]] = {alias: {} for alias in _texts(options, "aliases")}
+    aliases |= _filters(model_id, _mapping(options, "filters"), harness, spec, noted)
     if (limit := int(_number(options, "concurrencyLimit"))) > 0:
-        harness["max_concurrent"] = limit
+        harness["max_concurrent"] = spec["max_requests"] = limit
+    if isinstance(shown := options.get("sendLoadingState"), bool):
+        spec["loading_state"] = "reasoning" if shown else "comment"
+    if metadata := _without_null(_mapping(options, "metadata")):
+        spec["metadata"] = metadata
     if (timeout_s := _number(options, "unloadTimeout") or _number(data, "unloadTimeout")) > 0:
         harness["stop_timeout_s"] = timeout_s
-    is_own = options.get("ttl", -1) not in (None, -1)
-    if (ttl_s := _number(options, "ttl") if is_own else _number(data, "globalTTL")) > 0:
-        spec["ttl_s"] = ttl_s
+    if options.get("ttl", -1) not in (None, -1) and (_number(options, "ttl") or _number(data, "globalTTL")):
+        spec["ttl_s"] = _number(options, "ttl")
     about = {"display_name": options.get("name"), "description": options.get("description")}
     spec |= {key: str(text) for key, text in about.items() if text}
     if options.get("unlisted"):
         spec["unlisted"] = True
-    return _Model(spec, harness, entry, [alias for alias in dict.fromkeys(aliases) if alias != model_id])
+    aliases.pop(model_id, None)
+    return _Model(spec, harness, entry, aliases)
 
 
 def _health(options: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
@@ -356,16 +364,33 @@ def _capabilities(given: Mapping[str, Any], noted: Any) -> list[str]:
     return [name for name, is_there in found.items() if is_there]
 
 
-def _filters(model_id: str, filters: Mapping[str, Any], harness: dict[str, Any], noted: Any) -> list[str]:
-    """Sets and strips parameters. Returns more aliases."""
+def _filters(
+    model_id: str, filters: Mapping[str, Any], harness: dict[str, Any], spec: dict[str, Any], noted: Any
+) -> dict[str, dict[str, Any]]:
+    """Sets and strips parameters. Returns more aliases, with their parameters."""
     by_id = _mapping(filters, "setParamsByID")
-    params = {**_mapping(filters, "setParams"), **_mapping(by_id, model_id)}
-    harness |= _parameters(filters, params, frozenset({"model"}))
-    others = [name for name in by_id if name != model_id]
-    for name in others:
-        lost = ", ".join(map(str, _mapping(by_id, name)))
-        noted(f"{name} is an alias, without {lost or 'its setParamsByID'}: an alias has no parameters of its own")
-    return others
+    always = _mapping(filters, "setParams")
+    names = {model_id: {}, **{str(name): _mapping(by_id, name) for name in by_id}}
+    varied = {field for name, params in names.items() for field in params if name != model_id}
+    alike = {name: value for name, value in {**always, **names[model_id]}.items() if name not in varied}
+    harness |= _parameters(filters, alike, frozenset({"model"}))
+    found = {}
+    for name, params in names.items():  # what the harness sets would replace what a name sets
+        values = _parameters({}, {**{key: always[key] for key in always if key in varied}, **params}, ROUTED_FIELDS)
+        found[name] = {key: value for key, value in values.get("set_params", {}).items() if key not in alike}
+        if fixed := sorted((ROUTED_FIELDS - {"model"}) & set(params)):
+            noted(f"{name} does not set {', '.join(fixed)}, which the gateway itself reads")
+    if own := found.pop(model_id):
+        spec["preset"] = {"set_params": own}
+    return found
+
+
+def _with_presets(names: Mapping[str, str], presets: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Each alias as our file has it."""
+    return {
+        name: {"model": model, "set_params": presets[name]} if name in presets else model
+        for name, model in names.items()
+    }
 
 
 def _parameters(filters: Mapping[str, Any], params: Mapping[str, Any], without: frozenset[str]) -> dict[str, Any]:
@@ -385,8 +410,9 @@ def _without_null(value: Any) -> Any:
     return [_without_null(each) for each in value if each is not None] if isinstance(value, list) else value
 
 
-def _apply_routing(data: Mapping[str, Any], models: Mapping[str, _Model], note: Any) -> None:
-    """Groups, the matrix and priorities, below `routing` or where older files have them."""
+def _apply_routing(data: Mapping[str, Any], models: Mapping[str, _Model], note: Any) -> dict[str, list[str]]:
+    """Groups, the matrix and priorities, below `routing` or where older files have them. Returns the groups and the
+    sets of models as parts of our file."""
     router, scheduler = (_mapping(_mapping(data, "routing"), name) for name in ("router", "scheduler"))
     settings, engine = _mapping(router, "settings"), str(router.get("use") or "group")
     if engine not in ("group", "matrix"):
@@ -396,10 +422,9 @@ def _apply_routing(data: Mapping[str, Any], models: Mapping[str, _Model], note: 
     unused = "groups" if engine == "matrix" else "matrix"
     if settings.get(unused):
         note(f"routing.router.settings.{unused} is left out: routing.router.use is {engine}")
-    _apply_groups(_mapping(data, "groups") or (_mapping(settings, "groups") if engine == "group" else {}), models, note)
-    _apply_matrix(
-        _mapping(data, "matrix") or (_mapping(settings, "matrix") if engine == "matrix" else {}), models, note
-    )
+    groups = _mapping(data, "groups") or (_mapping(settings, "groups") if engine == "group" else {})
+    matrix = _mapping(data, "matrix") or (_mapping(settings, "matrix") if engine == "matrix" else {})
+    found = {"together": _sets(matrix, models, note)} if matrix else {"groups": _swap_groups(groups, models, note)}
     priorities = _mapping(_mapping(_mapping(scheduler, "settings"), "fifo"), "priority")
     for name in priorities:
         if name in models:
@@ -408,6 +433,7 @@ def _apply_routing(data: Mapping[str, Any], models: Mapping[str, _Model], note: 
             note(f"the priority of {name} is left out: it is no model")
     if priorities:
         note("the scheduler's priorities are those of models, which also keep a model from evicting a higher one")
+    return found
 
 
 def _selectors(
@@ -444,36 +470,50 @@ def _peer_names(peers: Iterable[Mapping[str, Any]], taken: set[str], note: Any) 
     return found
 
 
-def _apply_groups(groups: Mapping[str, Any], models: Mapping[str, _Model], note: Any) -> None:
+def _swap_groups(groups: Mapping[str, Any], models: Mapping[str, _Model], note: Any) -> list[str]:
+    """Tables of our groups. Models without one are loaded together while there is memory for them: that llama-swap
+    swaps them is for want of a measure, not anybody's wish."""
+    found: list[str] = []
+    grouped: set[str] = set()
     for name in groups:
         group = _mapping(groups, name)
         named = _texts(group, "members")
         if absent := [each for each in named if each not in models]:
             note(f"the group {name} has members that are no models: {', '.join(absent)}")
-        members = [models[each] for each in named if each in models]
-        if group.get("persistent"):
-            for member in members:
-                member.spec["load"] = "pinned"
-            note(f"the group {name} is persistent: its models are pinned, which also loads them at start")
-        elif group.get("exclusive") is False:
-            for member in members:
-                member.spec["priority"] = -1
-            note(f"the group {name} is not exclusive: its models have priority -1, so they evict no others")
-        if group.get("swap", True) and len(members) > 1:
-            note(f"the group {name} swaps: here its models are loaded together while there is memory for them")
+        if twice := [each for each in named if each in grouped]:
+            note(f"the group {name} is without {', '.join(twice)}: a model is in one group")
+        if members := [each for each in named if each in models and each not in grouped]:
+            grouped |= set(members)
+            swap, exclusive = (bool(group.get(key, True)) for key in ("swap", "exclusive"))
+            values = {"members": members, "swap": swap, "exclusive": exclusive}
+            values |= {"persistent": True} if group.get("persistent") else {}
+            found.append(table(f"[swap_groups.{_key(str(name))}]", values))
+    return found
 
 
-def _apply_matrix(matrix: Mapping[str, Any], models: Mapping[str, _Model], note: Any) -> None:
+def _sets(matrix: Mapping[str, Any], models: Mapping[str, _Model], note: Any) -> list[str]:
+    """The sets of models that may run together, as our key; costs go to the models."""
     variables = {str(short): str(model_id) for short, model_id in _mapping(matrix, "vars").items()}
     costs = _mapping(matrix, "evict_costs")
     for short in costs:
         if (model := models.get(variables.get(str(short), str(short)))) is not None:
-            model.spec["priority"] = int(_number(costs, short)) - 1
+            model.spec["evict_cost"] = _number(costs, short)
         else:
             note(f"the cost of {short} in the matrix is left out: it is no model")
-    if sets := _mapping(matrix, "sets"):
-        named = ", ".join(map(str, sets))
-        note(f"the sets {named} of the matrix are left out: models run together while there is memory for them")
+    expressions = {str(name): str(text) for name, text in _mapping(matrix, "sets").items()}
+    found: list[list[str]] = []
+    for name in expressions:
+        try:
+            sets = matrix_sets.expanded(name, expressions)
+        except matrix_sets.MatrixProblem as error:
+            raise NotLlamaSwap(str(error)) from error
+        for members in sets:
+            ids = [variables.get(each, each) for each in members]
+            if absent := [each for each in ids if each not in models]:
+                note(f"the set {name} of the matrix names what is no model: {', '.join(absent)}")
+            if (known := [each for each in dict.fromkeys(ids) if each in models]) and known not in found:
+                found.append(known)
+    return [f"together = {_value(found)}\n"] if found else []
 
 
 def _peer(name: str, raw: Any, data: Mapping[str, Any], note: Any) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def chosen(model: KnownModel, quant: str | None, free_bytes: int) -> ModelSource
         smaller = [(name, size) for name, size in _FORMATS if size < model.bytes_per_weight]
         fitting = (name for name, size in smaller if model.billions * 1e9 * size <= room)
         quant = next(fitting, smaller[-1][0] if smaller else None)
-    source = model.gguf if quant is not None and model.gguf is not None else model.repository
+    source = model.gguf if quant is not None and model.gguf is not None else model.open_repository
     return ModelSource(model.name, source, quant)
 
 

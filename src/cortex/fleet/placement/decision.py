@@ -188,6 +188,14 @@ class Assessment(msgspec.Struct, frozen=True, kw_only=True):
 
     def reservation(self, model_id: str) -> MemoryReservation:
         """What a load of the model there is counted as until it ends."""
+        if self.need_bytes is None and self.takes_bytes is None:  # unknown until it is measured: all that is left
+            rest = tuple(
+                row.available_bytes + sum(victim.frees(row.index) for victim in self.victims)
+                for index in self.devices
+                for row in self.rows
+                if row.index == index
+            )
+            return MemoryReservation(model_id=model_id, devices=self.devices, num_bytes=sum(rest), device_bytes=rest)
         takes_bytes = self.takes_bytes or 0
         needs = {row.index: row.need_bytes or 0 for row in self.rows if row.chosen}
         total = sum(needs.values())

@@ -59,6 +59,7 @@ class Occupant(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
     priority: int
     last_used: float
+    evict_cost: float = 1.0
     device_bytes: dict[int, int]
     """What its unload would free, by device index."""
     host_bytes: int = 0
@@ -103,7 +104,7 @@ def protected(
     if not node.takes_orders:
         return Protection.UNMANAGED
     spec = fleet.catalogue.spec(held.model_id)
-    if held.pinned or spec.is_pinned_on(node.name):
+    if held.pinned or spec.is_pinned_on(node.name) or fleet.catalogue.is_kept_from(held.model_id, newcomer.id):
         return Protection.PINNED
     if spec.priority > newcomer.priority:
         return Protection.PRIORITY
@@ -115,7 +116,14 @@ def protected(
         return Protection.CHANGING
     if held.is_busy:
         return Protection.BUSY
-    return Protection.YOUNG if _is_kept(held, node, newcomer, fleet, now) else None
+    is_kept = _kept_s(held.model_id, fleet, now) > 0 or _is_kept(held, node, newcomer, fleet, now)
+    return Protection.YOUNG if is_kept else None
+
+
+def _kept_s(model_id: str, fleet: Fleet, now: float) -> float:
+    """How much longer the `keep_alive` of a request keeps the model."""
+    until = 0.0 if fleet.demand is None else fleet.demand.kept_until.get(model_id, 0.0)
+    return max(0.0, until - now)
 
 
 def is_leaving(held: Residency, node: Node) -> bool:
@@ -157,7 +165,8 @@ def protection(
         case Protection.UNMANAGED:
             return kept, "its node does not unload models on request"
         case Protection.PINNED:
-            return kept, f"pinned on {node.name}"
+            is_pinned = held.pinned or fleet.catalogue.spec(held.model_id).is_pinned_on(node.name)
+            return kept, f"pinned on {node.name}" if is_pinned else "its group is persistent"
         case Protection.PRIORITY:
             priority = fleet.catalogue.spec(held.model_id).priority
             return kept, f"its priority {priority} is higher than {newcomer.priority}"
@@ -166,6 +175,8 @@ def protection(
         case Protection.BUSY:
             running = max(held.in_flight, held.status.load.running + held.status.load.waiting)
             return kept, f"busy with {plural(running, 'request')}"
+        case _ if (wanted_s := _kept_s(held.model_id, fleet, now)) > 0:
+            return kept, f"a request keeps it for another {duration(wanted_s)} (`keep_alive`)"
         case _:
             kept_s = residency_s(held, fleet.rules) - age_s
             return kept, f"loaded {duration(age_s)} ago, kept for another {duration(kept_s)} for its other clients"
@@ -179,15 +190,13 @@ def choose(
     """The occupants to evict for `shortfall` (bytes by device, `WHOLE_NODE` or `HOST`), or `None` when they cannot
     cover it.
 
-    Least recently used first (`lru`), or lowest priority and then least recently used (`priority`), until it fits. Then
+    Cheapest first (`evict_cost`), then least recently used (`lru`), or lowest priority before both, until it fits. Then
     victims that turn out to be unnecessary are dropped, the largest first: no victim in the result can be left out.
     Models that are leaving already are chosen first, and stay in the result.
     """
 
     def order(occupant: Occupant) -> tuple[float, ...]:
-        by_use = (occupant.last_used, occupant.num_bytes)
-        by_rules = (occupant.priority, *by_use) if rules.strategy == "priority" else by_use
-        return (not occupant.is_leaving, *by_rules)
+        return (not occupant.is_leaving, *by_eviction(occupant, rules))
 
     victims: list[Occupant] = []
     for occupant in sorted(occupants, key=order):
@@ -204,6 +213,12 @@ def choose(
     return tuple(victims)
 
 
+def by_eviction(occupant: Occupant, rules: EvictionRules) -> tuple[float, ...]:
+    """A sort key, the model to evict first first."""
+    by_use = (occupant.evict_cost, occupant.last_used, occupant.num_bytes)
+    return (occupant.priority, *by_use) if rules.strategy == "priority" else by_use
+
+
 def expired(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
     """The models whose `ttl_s` has passed: ready ones unused for that long, and those asleep for that long.
 
@@ -214,19 +229,21 @@ def expired(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
         if not (node.healthy and node.takes_orders):
             continue
         for held in node.active:
-            left_s = ttl_left_s(held, node, fleet.catalogue.spec(held.model_id), now)
-            if left_s is not None and left_s <= 0 and held.state in _AT_REST and not held.is_busy:
+            left_s = ttl_left_s(held, node, fleet.catalogue.spec(held.model_id), fleet.rules, now)
+            is_kept = _kept_s(held.model_id, fleet, now) > 0
+            if left_s is not None and left_s <= 0 and not is_kept and held.state in _AT_REST and not held.is_busy:
                 found.append(ModelOnNode(node.name, held.model_id))
     return tuple(found)
 
 
-def ttl_left_s(held: Residency, node: Node, spec: ModelSpec, now: float) -> float | None:
+def ttl_left_s(held: Residency, node: Node, spec: ModelSpec, rules: EvictionRules, now: float) -> float | None:
     """Seconds until the model's `ttl_s` has passed if no request comes; None: it never does."""
-    if spec.ttl_s is None or held.pinned or spec.is_pinned_on(node.name):
+    ttl_s = rules.ttl_s if spec.ttl_s is None else spec.ttl_s
+    if not ttl_s or held.pinned or spec.is_pinned_on(node.name):
         return None
     if held.is_busy:
-        return spec.ttl_s
-    return spec.ttl_s - (now - held.seen_at + min(held.status.idle_s, held.status.state_age_s))
+        return ttl_s
+    return ttl_s - (now - held.seen_at + min(held.status.idle_s, held.status.state_age_s))
 
 
 def over_ceilings(fleet: Fleet, now: float) -> tuple[ModelOnNode, ...]:
@@ -265,6 +282,7 @@ def _idle_occupant(held: Residency, devices: Sequence[DeviceLedger], fleet: Flee
         model_id=held.model_id,
         priority=fleet.catalogue.spec(held.model_id).priority,
         last_used=held.last_used,
+        evict_cost=fleet.catalogue.spec(held.model_id).evict_cost,
         device_bytes={device.index: taken for device in devices if (taken := device.held_by(held.model_id))},
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from cortex.wire.words import plural
 
 from .decision import Assessment, DeviceRow, Origin, Verdict
 from .eviction import Occupant, Protection
+from .exclusion import rivals
 from .occupants import occupants_of
 from .rooms import MOST_LAYERS, Division, Room, free_devices, harm, rooms
 
@@ -62,6 +63,7 @@ class Fitting:
         self._held = held
         self._devices = ledger(node, newcomer=spec.id)
         self._occupants = occupants_of(spec, node, self._devices, fleet, now, origin, leaving)
+        self._rivals = rivals(spec, self._occupants, fleet)
         self._eligible = _eligible(spec, self._devices)
 
     def wake(self) -> Assessment | None:
@@ -161,6 +163,7 @@ class Fitting:
             node,
             candidates,
             self._occupants,
+            self._rivals,
             self._fleet,
             self._stage_layers,
             count=count,
@@ -259,6 +262,7 @@ def _find_room(
     node: Node,
     eligible: Sequence[DeviceLedger],
     occupants: tuple[Occupant, ...],
+    rivals: Mapping[str, str],
     fleet: Fleet,
     stage_layers: tuple[int, ...],
     *,
@@ -277,13 +281,33 @@ def _find_room(
         return _Finding(Verdict.TOO_FEW_DEVICES, _too_few(spec, node, len(eligible)))
     if count is None:
         return _Finding(Verdict.TOO_SMALL, _too_small(node, eligible, division))
+    excluded = tuple(occupant for occupant in occupants if occupant.model_id in rivals)
+    if any(occupant.protection is not None for occupant in excluded):
+        return _excluded(excluded, rivals)
     if division is None:
         emptiest = sorted(eligible, key=lambda device: (-device.available_bytes, device.index))[:count]
-        return _Finding(
-            Verdict.FITS,
-            "size unknown until its first load; the node checks it then",
-            Room(tuple(emptiest), by_layers=by_layers),
+        changing = [each for each in occupants if each.protection is Protection.CHANGING]
+        if changing and not all(device.available_bytes for device in emptiest):
+            return _Finding(Verdict.BLOCKED, _waits_for(changing, occupants))
+        return _with_rivals(
+            _Finding(
+                Verdict.FITS,
+                "size unknown until its first load; the node checks it then",
+                Room(tuple(emptiest), by_layers=by_layers),
+            ),
+            *(excluded, rivals, eligible),
         )
+    if excluded:
+        emptied = [_without(excluded, device) for device in eligible]
+        others = tuple(occupant for occupant in occupants if occupant not in excluded)
+        found = _find_room(
+            *(spec, node, emptied, others, {}, fleet, stage_layers),
+            count=count,
+            division=division,
+            by_layers=by_layers,
+            split=split,
+        )
+        return _with_rivals(found, excluded, rivals, eligible)
     if host_missing_bytes <= 0 and (devices := free_devices(eligible, division, fleet.placement)):
         size = gib(division.num_bytes) if by_layers else f"{gib(division.share)} per device"
         reason = f"needs {size}, which is free{division.explained(devices, stage_layers)}"
@@ -313,8 +337,8 @@ def _find_room(
     if room := cheapest(later, lambda device: device.balance_bytes + device.foreign_bytes):
         foreign = sum(device.foreign_bytes for device in room.devices)
         return _Finding(Verdict.CROWDED, f"other programs use {gib(foreign)} of its memory")
-    emptied = [msgspec.structs.replace(occupant, protection=None) for occupant in occupants]
-    room = cheapest(emptied, lambda device: device.balance_bytes + device.foreign_bytes)
+    gone = [msgspec.structs.replace(occupant, protection=None) for occupant in occupants]
+    room = cheapest(gone, lambda device: device.balance_bytes + device.foreign_bytes)
     if room is None and host_missing_bytes > 0:
         return _Finding(Verdict.TOO_SMALL, f"{gib(host_missing_bytes)} of host memory are missing for its weights")
     if room is None:
@@ -326,6 +350,50 @@ def _find_room(
         Verdict.HELD,
         f"only models that cannot be evicted could make room ({reasons})",
         held_by=frozenset(occupant.protection for occupant in kept if occupant.protection is not None),
+    )
+
+
+def _without(excluded: Sequence[Occupant], device: DeviceLedger) -> DeviceLedger:
+    """The device as it will be once these have left."""
+    names = {occupant.model_id for occupant in excluded}
+    left_bytes = device.node_left_bytes
+    return msgspec.structs.replace(
+        device,
+        free_bytes=min(device.total_bytes, device.free_bytes + sum(each.frees(device.index) for each in excluded)),
+        holdings=tuple(holding for holding in device.holdings if holding.model_id not in names),
+        node_left_bytes=None if left_bytes is None else left_bytes + sum(each.num_bytes for each in excluded),
+    )
+
+
+def _with_rivals(
+    found: _Finding, excluded: tuple[Occupant, ...], rivals: Mapping[str, str], devices: Sequence[DeviceLedger]
+) -> _Finding:
+    """What was found once these have left, for which they must."""
+    if not excluded or found.verdict not in (Verdict.FITS, Verdict.FITS_SOON, Verdict.FITS_AFTER_EVICTION):
+        return found
+    victims = (*excluded, *found.room.victims)
+    by_index = {device.index: device for device in devices}
+    taken = tuple(by_index[device.index] for device in found.room.devices)
+    is_soon = all(victim.is_unloading for victim in victims)
+    reasons = ", ".join(f"{each.model_id}, {rivals[each.model_id]}" for each in excluded)
+    return _Finding(
+        Verdict.FITS_SOON if is_soon else Verdict.FITS_AFTER_EVICTION,
+        f"cannot be loaded together with {reasons}; {found.reason}",
+        Room(taken, victims, found.room.by_layers),
+    )
+
+
+def _excluded(excluded: Sequence[Occupant], rivals: Mapping[str, str]) -> _Finding:
+    """Models that cannot be loaded together with this one, and that cannot leave now."""
+    kept = [each for each in excluded if each.protection is not None]
+    lasting = [each for each in kept if each.protection is not None and not each.protection.is_temporary]
+    reasons = "; ".join(f"{each.model_id} ({rivals[each.model_id]}): {each.reason}" for each in lasting or kept)
+    if not lasting:
+        return _Finding(Verdict.BLOCKED, f"waits for {reasons}")
+    return _Finding(
+        Verdict.HELD,
+        f"cannot be loaded together with {reasons}",
+        held_by=frozenset(each.protection for each in lasting if each.protection is not None),
     )
 
 

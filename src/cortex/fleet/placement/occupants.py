@@ -61,6 +61,7 @@ def occupants_of(
                 model_id=model_id,
                 priority=known.priority,
                 last_used=now if held is None else held.last_used,
+                evict_cost=known.evict_cost,
                 device_bytes=device_bytes,
                 host_bytes=0 if held is None or held.state is ModelState.ASLEEP else held.status.host_bytes,
                 protection=kept[0] if kept else None,

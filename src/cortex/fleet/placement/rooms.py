@@ -164,10 +164,11 @@ def _missing(device: DeviceLedger, share: int, have_bytes: int) -> int:
 
 
 def harm(room: Room) -> tuple[float, ...]:
-    """A sort key, the best room first: fewest evicted bytes, least recently used, lowest priority. Models that are
-    leaving already do not count."""
+    """A sort key, the best room first: lowest costs, fewest evicted bytes, least recently used, lowest priority. Models
+    that are leaving already do not count."""
     victims = [victim for victim in room.victims if not victim.is_leaving]
     return (
+        sum(victim.evict_cost - 1 for victim in victims),
         sum(victim.whole_bytes for victim in victims),
         max((victim.last_used for victim in victims), default=0.0),
         max((victim.priority for victim in victims), default=0),

@@ -164,6 +164,10 @@ class FileRoutes:
         task.add_done_callback(self._tasks.discard)
         return job
 
+    def source_of(self, name: str) -> FilesRequest:
+        """The files that a name stands for: a model of this gateway, or of the hub. Raises ModelNotFound."""
+        return self._files(_Pull(model=name))
+
     def _files(self, wanted: _Pull) -> FilesRequest:
         """What to download: a model with its source, a hub id, or a name that stands for one. Raises ModelNotFound."""
         try:

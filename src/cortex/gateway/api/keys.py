@@ -28,7 +28,7 @@ from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.wire.errors import DatabaseUnavailable, InvalidValue, ManagedByFile, OperatorOnly, RouteNotFound, shorten
-from cortex.wire.request_class import RequestClass
+from cortex.wire.fields.request_class import RequestClass
 
 log = logging.getLogger(__name__)
 

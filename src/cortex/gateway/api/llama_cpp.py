@@ -108,7 +108,8 @@ class LlamaCppRoutes:
             if states and keys.may_use(key, spec.id):
                 state = next(each for each in _RUNNING_STATE.values() if each in states)
                 about = {"name": spec.display_name or "", "description": spec.description or ""}
-                entries.append({"model": spec.id, "state": state, "ttl": int(spec.ttl_s or 0), **about})
+                ttl_s = fleet.rules.ttl_s if spec.ttl_s is None else spec.ttl_s
+                entries.append({"model": spec.id, "state": state, "ttl": int(ttl_s), **about})
         return json_response({"running": entries})
 
     def _list(self, key: KeySection | None) -> dict[str, Any]:

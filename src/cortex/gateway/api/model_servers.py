@@ -1,14 +1,17 @@
 """What nodes keep of the servers that run a model, for operators: their output (`GET /fleet/models/{model}/log`), which
-may show prompts, and the sizes that were measured (`DELETE /fleet/models/{model}/size`)."""
+may show prompts, and the sizes that were measured (`DELETE /fleet/models/{model}/size`). `/logs` and `/logs/stream` are
+llama-swap's: the events of the fleet and the output of all servers, as text."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import TypeVar
+from datetime import UTC, datetime
+from typing import Any, TypeVar
 
 from cortex.gateway.api.parts import ApiRoute, DeferredResponses, number_in_query
 from cortex.gateway.dispatch.dispatcher import Dispatcher
+from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import json_response
@@ -18,11 +21,14 @@ from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.wire.errors import CortexError, NodeNotFound, UpstreamUnavailable, shorten
+from cortex.wire.node.load_options import ENGINE
 from cortex.wire.node.model_log import ModelLog
 
 T = TypeVar("T")
 
 _MAX_LINES = 10**15
+_FOLLOW_S = 1.0
+_TEXT = ((b"content-type", b"text/plain; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 
 class ModelServerRoutes:
@@ -34,7 +40,10 @@ class ModelServerRoutes:
         nodes: Mapping[str, NodeClient],
         metering: Metering,
         deferred: DeferredResponses,
+        event_log: EventLog,
     ) -> None:
+        self._event_log = event_log
+        self._tasks: set[asyncio.Task[None]] = set()
         self._dispatcher = dispatcher
         self._nodes = nodes
         self._metering = metering
@@ -44,7 +53,81 @@ class ModelServerRoutes:
         return [
             Route("GET", "/fleet/models/(?P<name>.+)/log", self._show_log),
             Route("DELETE", "/fleet/models/(?P<name>.+)/size", self._begin_forgetting),
+            Route("GET", "/logs", self._show_all),
+            Route("GET", "/logs/stream", self._stream),
+            Route("GET", "/logs/stream/(?P<name>.+)", self._stream),
         ]
+
+    async def close(self) -> None:
+        """End every stream of logs."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _show_all(self, exchange: Exchange) -> None:
+        self._metering.meter.authenticate_operator(exchange.request)
+
+        async def shown() -> Response:
+            text = "".join((*map(_line, reversed(self._event_log.events)), await self._output(None, {})))
+            return Response(200, _TEXT, text.encode())
+
+        self._deferred.respond(exchange, shown())
+
+    def _stream(self, exchange: Exchange, name: str | None = None) -> None:
+        """Follow the events and the output of servers; of `proxy` the events alone, of `upstream` the output, of a
+        model its servers'. With `no-history`: from now on."""
+        self._metering.meter.authenticate_operator(exchange.request)
+        model = None if name in (None, "proxy", "upstream") else self._dispatcher.resolve(name or "").model_id
+        has_history = query(exchange.request, "no-history") is None
+        exchange.start(200, _TEXT)
+        following = self._follow(exchange, name, model, has_history=has_history)
+        task = asyncio.create_task(following, name="follow logs")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        exchange.on_disconnect(lambda: _cancel(task))
+
+    async def _follow(self, exchange: Exchange, name: str | None, model: str | None, *, has_history: bool) -> None:
+        """Until the client disconnects, or its key may no longer see this."""
+        seen: dict[tuple[str, str], int] = {}
+        pending = list(map(_line, reversed(self._event_log.events))) if has_history else []
+        unsubscribe = self._event_log.subscribe(lambda event: pending.append(_line(event)))
+        try:
+            if not has_history and name != "proxy":
+                await self._output(model, seen)
+            while not exchange.closed:
+                self._metering.meter.authenticate_operator(exchange.request)
+                texts = [] if name == "upstream" or model is not None else [*pending]
+                pending.clear()
+                if name != "proxy":
+                    texts.append(await self._output(model, seen))
+                if (text := "".join(texts)) and not exchange.closed and not exchange.paused:
+                    exchange.write(text.encode())
+                await asyncio.sleep(_FOLLOW_S)
+        except CortexError:
+            exchange.finish(keep_alive=False)
+        except asyncio.CancelledError:
+            if not exchange.closed:
+                exchange.finish(keep_alive=False)
+            raise
+        finally:
+            unsubscribe()
+
+    async def _output(self, model: str | None, seen: dict[tuple[str, str], int]) -> str:
+        """What the servers of a model, or of all, have written since `seen`, which is updated."""
+        places = [
+            (self._nodes[node.name], each)
+            for node in self._dispatcher.fleet.nodes
+            if node.healthy and node.takes_orders
+            for each in node.residencies
+            if model in (None, each) and node.residencies[each].status.harness not in (None, ENGINE)
+        ]
+        calls = (_asked(client, client.model_log(each, seen.get((client.name, each), 0))) for client, each in places)
+        parts = []
+        for (client, each), found in zip(places, await asyncio.gather(*calls), strict=True):
+            if isinstance(found, ModelLog):
+                seen[client.name, each] = found.next
+                parts += [f"[{each}] {line}\n" for line in found.lines]
+        return "".join(parts)
 
     def _show_log(self, exchange: Exchange, name: str) -> None:
         model, clients = self._nodes_of(exchange.request, name)
@@ -76,6 +159,19 @@ class ModelServerRoutes:
             for client, each in zip(clients, found, strict=True)
         ]
         return json_response({"model": model, "nodes": nodes})
+
+
+def _line(event: dict[str, Any]) -> str:
+    """An event of the fleet as a line of a log."""
+    at = datetime.fromtimestamp(event["at"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    if event["kind"] == "decision":
+        return f"{at} {event['outcome']}\n"
+    values = " ".join(f"{name}={value}" for name, value in event.items() if name not in ("kind", "at"))
+    return f"{at} {event['kind'].replace('_', ' ')} {values}".rstrip() + "\n"
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
 
 
 async def _logs(model: str, clients: Sequence[NodeClient], after: int) -> Response:

@@ -74,7 +74,8 @@ def entry(
     problems = {node.name: residency.status.reason for node, residency in listing if residency.is_absent}
     failures = {node.name: residency.failure for node, residency in held if residency.failure is not None}
     reasons = {name: found for name, found in (("problems", problems), ("failures", failures)) if found}
-    about = {name: text for name, text in (("name", spec.display_name), ("description", spec.description)) if text}
+    about: dict[str, Any] = {"name": spec.display_name, "description": spec.description, "metadata": spec.metadata}
+    about |= {"meta": {"llamaswap": spec.metadata} if spec.metadata else None}  # where llama-swap's clients look
     context, input, output = _limits(spec, held)
     cut = _cut_context(spec, held)
     return {
@@ -99,7 +100,7 @@ def entry(
         "capabilities": _capabilities(spec, held),
         "sampling": _sampling(spec, held),
         "cost": msgspec.to_builtins(spec.cost),
-        **about,
+        **{name: value for name, value in about.items() if value},
     } | (reasons if for_operator else {})
 
 
@@ -124,7 +125,11 @@ def _alias_entry(
     fleet: Fleet, name: str, model: str, feasible_on: FeasibleOn, created: int, *, for_operator: bool
 ) -> dict[str, Any]:
     described = entry(fleet, fleet.catalogue.spec(model), feasible_on, created, for_operator=for_operator)
-    return described | {"id": name, "display_name": f"{name} → {model}", "alias_of": model}
+    alias = fleet.catalogue.aliases[name]
+    own = {} if isinstance(alias, str) else {"name": alias.display_name, "description": alias.description}
+    own = {key: text for key, text in own.items() if text}
+    shown = own.get("name") or f"{name} → {model}"
+    return described | own | {"id": name, "display_name": shown, "alias_of": model}
 
 
 def _location(node: Node, residency: Residency, for_operator: bool) -> dict[str, Any]:

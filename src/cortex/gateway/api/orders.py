@@ -26,7 +26,15 @@ from cortex.gateway.proxy.routes import error_response, json_response
 from cortex.http.routing import Route
 from cortex.http.server.exchange import Exchange
 from cortex.http.server.server import Response
-from cortex.wire.errors import CortexError, Family, InvalidValue, MalformedJSON, shorten
+from cortex.wire.errors import (
+    CortexError,
+    CrossSiteRequest,
+    Family,
+    InvalidValue,
+    MalformedJSON,
+    ModelNotFound,
+    shorten,
+)
 from cortex.wire.node.protocol import ModelState, NodeValue, Progress
 
 
@@ -73,12 +81,51 @@ class OrderRoutes:
         return [
             Route("POST", "/fleet/models/(?P<name>.+)/(?P<order>load|unload|pin|unpin)", self._carry_out),
             Route("POST", "/fleet/nodes/(?P<name>.+)/(?P<order>drain|undrain)", self._drain_node),
+            Route("POST", "/fleet/profiles/(?P<name>.+)/load", self._load_profile),
+            Route("GET", "/unload", self._unload_by_get),
+            Route("POST", "/api/models/unload", self._unload_all),
+            Route("POST", "/api/models/unload/(?P<name>.+)", self._unload_one),
         ]
 
     def _drain_node(self, exchange: Exchange, name: str, order: str) -> None:
         self._metering.meter.authenticate_operator(exchange.request)
         read_body(exchange.request.body, _Nothing)
         self._respond_stored(exchange, self._drain(name, order))
+
+    def _load_profile(self, exchange: Exchange, name: str) -> Response:
+        """Begin to load all models of a profile; a job for each."""
+        by = self._metering.meter.authenticate_operator(exchange.request)
+        read_body(exchange.request.body, _Nothing)
+        profiles = self._dispatcher.catalogue.profiles
+        if name not in profiles:
+            known = f"there are {', '.join(profiles)}" if profiles else "add it under [profiles] in models.toml"
+            raise ModelNotFound(f"There is no profile `{shorten(name)}`; {known}.", param="profile")
+        models = [self._dispatcher.resolve(each).model_id for each in profiles[name]]
+        started = [(model, *self._start(model, "load", _Order(), by)) for model in models]
+        orders = [{"model": model, "nodes": nodes, "job": job.as_json()} for model, job, nodes in started]
+        return json_response({"profile": name, "models": orders}, 202)
+
+    def _unload_by_get(self, exchange: Exchange) -> Response:
+        """As llama-swap does it. A web page can make a browser send this without asking, so a browser needs a key."""
+        request = exchange.request
+        is_browser = request.header(b"sec-fetch-site") or (request.text(b"user-agent") or "").startswith("Mozilla/")
+        if is_browser and self._metering.meter.key(request) is None:
+            raise CrossSiteRequest("A web page may have sent this request; send POST /api/models/unload instead.")
+        return self._unload_all(exchange)
+
+    def _unload_all(self, exchange: Exchange) -> Response:
+        """Unload every model that is not pinned, once its requests have ended."""
+        by = self._metering.meter.authenticate_operator(exchange.request)
+        fleet = self._dispatcher.fleet
+        for target in {ModelOnNode(node.name, held.model_id) for node in fleet.nodes for held in node.active}:
+            if target.node in self._operator.targets_of_unload(target.model) and not self._operator.is_pinned(target):
+                self._start(target.model, "unload", _Order(node=target.node), by)
+        return Response(200, ((b"content-type", b"text/plain; charset=utf-8"),), b"OK")
+
+    def _unload_one(self, exchange: Exchange, name: str) -> Response:
+        by = self._metering.meter.authenticate_operator(exchange.request)
+        self.begin(self._dispatcher.resolve(name).model_id, "unload", by)
+        return Response(200, ((b"content-type", b"text/plain; charset=utf-8"),), b"OK")
 
     def _carry_out(self, exchange: Exchange, name: str, order: str) -> Response | None:
         request = exchange.request

@@ -29,8 +29,9 @@ from cortex.gateway.dispatch.pending_decisions import PendingDecisions, WaitingR
 from cortex.gateway.dispatch.source_surveys import SourceSurveys
 from cortex.gateway.dispatch.state_machine import StateMachine, event
 from cortex.gateway.dispatch.view import DispatchView
-from cortex.wire.errors import CortexError, InsufficientCapacity, ShuttingDown
+from cortex.wire.errors import CortexError, InsufficientCapacity, RateLimitExceeded, ShuttingDown
 from cortex.wire.node.protocol import Discovery, Health, ModelState, ModelStatus
+from cortex.wire.words import plural
 
 
 class Dispatcher(DispatchView, StateMachine):
@@ -93,6 +94,7 @@ class Dispatcher(DispatchView, StateMachine):
         Raises UnsupportedModality; for a response the node decides that, because most requests ask for one."""
         if self._is_applying:
             return None
+        self._check_limit(model)
         if need != "response":
             self._leases.check_capable(model, need)
         return self.acquire(model, prompt, excluded, has_pictures, client)
@@ -108,6 +110,7 @@ class Dispatcher(DispatchView, StateMachine):
         ):
             pending.deliver(lease)
             return
+        self._check_limit(pending.model)
         self._leases.check_capable(pending.model, pending.need)
         if not self._is_applying and (lease := self._leases.acquire_for(pending, pending.excluded)):
             pending.deliver(lease)
@@ -116,6 +119,23 @@ class Dispatcher(DispatchView, StateMachine):
         elif self._queues.join(pending):
             self._undecided.joined.add(pending.model)
             self.apply(lambda: None)  # only the queue has changed
+
+    def keep(self, model: str, kept_s: float) -> None:
+        """Neither evict the model nor end its `ttl_s` for this long, by wish of a request."""
+        now, kept = self._clock(), self._demand.kept_until
+        kept[model] = max(kept.get(model, 0.0), now + kept_s)
+        for other in [each for each, until in kept.items() if until <= now]:
+            del kept[other]
+
+    def _check_limit(self, model: str) -> None:
+        """Raises RateLimitExceeded for a request beyond the `max_requests` of its model."""
+        limit = self.catalogue.request_limits.get(model)
+        if limit is None:
+            return
+        running = sum(self._leases.in_flight_on(node.name).get(model, 0) for node in self.fleet.listing(model))
+        if running + self._queues.depths.get(model, 0) >= limit:
+            requests = plural(limit, "request", "requests")
+            raise RateLimitExceeded(f"{model} has {requests} already, its limit; try again later.", retry_after_s=1.0)
 
     def cancel(self, pending: PendingRequest) -> None:
         """The client disconnected. A load under way continues: other clients may want it."""

@@ -13,7 +13,7 @@ from cortex.fleet.queueing import Waiting
 from cortex.gateway.dispatch.leases import PendingRequest
 from cortex.system.fair_turns import DEFAULT, aged
 from cortex.wire.errors import Overloaded
-from cortex.wire.request_class import CLASSES
+from cortex.wire.fields.request_class import CLASSES
 from cortex.wire.words import plural
 
 

@@ -11,7 +11,7 @@ from cortex.fleet.demand import Demand
 from cortex.fleet.placement.decision import Decision, Origin
 from cortex.fleet.placement.feasibility import Feasibility
 from cortex.fleet.placement.place import place, place_new
-from cortex.fleet.topology import Fleet, ModelOnNode, counted_node
+from cortex.fleet.topology import STARTING, Fleet, ModelOnNode, counted_node
 from cortex.gateway.dispatch.fleet_state import FleetState
 from cortex.gateway.dispatch.leases import LeasePool
 from cortex.gateway.dispatch.queues import Queues
@@ -138,6 +138,18 @@ class DispatchView:
             return self.catalogue.spec(self.resolve(name).model_id)
         except CortexError:
             return ModelSpec(id=name)
+
+    def loading_state(self, model: str) -> str:
+        """What a request for the model waits for, in a few words."""
+        for node in self.fleet.listing(model):
+            held = node.residencies[model]
+            is_ordered = any(each.model_id == model for each in node.reservations)
+            if held.state in STARTING or is_ordered:
+                progress = held.status.progress
+                share = progress.done_bytes / progress.total_bytes if progress and progress.total_bytes else None
+                stage = f": {progress.stage}" if progress is not None else ""
+                return f"{model} is being loaded{stage}{'' if share is None else f' {share:.0%}'}"
+        return f"{model} waits for its turn"
 
     def cost(self, name: str) -> Cost:
         """The prices of the model that a request names."""

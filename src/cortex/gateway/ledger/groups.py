@@ -16,7 +16,7 @@ from cortex.gateway.ledger.keys import KeySection, Limit, Money
 from cortex.gateway.ledger.users import SignInSection
 from cortex.settings import Section
 from cortex.wire.events import Usage
-from cortex.wire.request_class import RequestClass
+from cortex.wire.fields.request_class import RequestClass
 
 NANO = 10**9
 _GROUP, _COST = "group:", "cost:"

@@ -22,7 +22,7 @@ import msgspec
 
 from cortex.settings import Section
 from cortex.wire.errors import InvalidAPIKey, ModelNotAllowed, OperatorOnly, shorten
-from cortex.wire.request_class import RequestClass, served_class
+from cortex.wire.fields.request_class import RequestClass, served_class
 from cortex.wire.tenant import EVERYBODY, tenant_of
 
 PREFIX = "ck"

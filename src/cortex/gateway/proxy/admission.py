@@ -22,7 +22,7 @@ from cortex.http.server.exchange import Exchange
 from cortex.parsing.envelope import Envelope
 from cortex.telemetry.spans import Span
 from cortex.wire.errors import CortexError, ModelNotAllowed, ModelNotFound, shorten
-from cortex.wire.request_class import RequestClass
+from cortex.wire.fields.request_class import RequestClass
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.tenant import EVERYBODY, tenant_of
 

@@ -16,7 +16,7 @@ from cortex.gateway.ledger.keys import KeySection, may_use
 from cortex.gateway.ledger.meter import ANONYMOUS
 from cortex.gateway.proxy.accounting.activity import RequestRecord
 from cortex.gateway.proxy.accounting.request_accounting import STATUS_CODE
-from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, client_of
+from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, client_of, resolve_for
 from cortex.gateway.proxy.outgoing_body import OpaqueBody
 from cortex.gateway.proxy.request import ProxyRequest
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
@@ -25,7 +25,7 @@ from cortex.gateway.proxy.services import Services
 from cortex.http.request import Request
 from cortex.http.server.exchange import Exchange
 from cortex.parsing import envelope as envelopes
-from cortex.parsing.cost import is_read_elsewhere
+from cortex.parsing.cost import is_edited_elsewhere, is_read_elsewhere
 from cortex.parsing.envelope import Envelope, RelayedBody
 from cortex.system.tasks import run_once
 from cortex.telemetry.spans import Span
@@ -34,6 +34,7 @@ from cortex.wire.dialects.anthropic_messages import BILLED
 from cortex.wire.errors import CortexError, Family, InvalidAPIKey, ShuttingDown, shorten
 from cortex.wire.fields.body import check_content_type
 from cortex.wire.pooling.parse import names_model, only_model, with_model
+from cortex.wire.preset import Preset
 
 _JSON = b"application/json"
 _READ_HEADERS = frozenset((b"content-type", b"origin", b"traceparent", b"x-request-id"))
@@ -47,6 +48,11 @@ def request_id_of(given: bytes | None) -> bytes:
     if given is not None and _sane_id.fullmatch(given):
         return given
     return f"{_id_prefix}{next(_id_counter):06x}".encode()
+
+
+def is_opaque(route: InferenceRoute) -> bool:
+    """Whether only a server knows what the fields of its requests mean."""
+    return route.need == "relay"
 
 
 def _cancel(task: asyncio.Task[None]) -> None:
@@ -89,16 +95,30 @@ class Inference:
             if route.may_lack_model and not names_model(request.body):
                 request.body = with_model(request.body, self._only_model(request, route, key))
             strip_billing = services.config.strip_billing_header and route.dialect in BILLED
-            if is_read_elsewhere(request.body, route.dialect, strip_billing=strip_billing):
+            catalogue = services.dispatcher.catalogue
+            is_large = is_read_elsewhere(request.body, route.dialect, strip_billing=strip_billing)
+            if is_large or (catalogue.has_presets and is_edited_elsewhere(request.body)):
                 reading = self._receive_large(exchange, route, key, id, span, received_at, strip_billing, then)
                 task = run_once(reading, "read a large request")
                 exchange.on_disconnect(partial(_cancel, task))
                 return
             read = envelopes.read_relayed(request.body, route.dialect, route.generates, strip_billing)
+            if (preset := self._preset(read, route, key)) is not None:
+                read = envelopes.read_preset(read.body, route.dialect, route.generates, preset, is_opaque(route))
         except CortexError as error:
             self.reject_unread(exchange, route, key, id, span, error)
             return
         then(self._received(exchange, route, key, id, span, received_at, read))
+
+    def _preset(self, read: RelayedBody, route: InferenceRoute, key: KeySection | None) -> Preset | None:
+        """What the name of the model adds to the request."""
+        dispatcher = self.services.dispatcher
+        if not dispatcher.catalogue.has_presets or route.need in ("embeddings", "rerank"):
+            return None
+        try:
+            return resolve_for(dispatcher, key, read.envelope.facts.model).preset
+        except CortexError:  # which admission raises
+            return None
 
     def _only_model(self, request: Request, route: InferenceRoute, key: KeySection | None) -> str:
         """The model that the query names, or the only one that can do what the route does. Raises MissingModel."""
@@ -131,6 +151,15 @@ class Inference:
                 generates=route.generates,
                 strip_billing=strip_billing,
             )
+            if (preset := self._preset(read, route, key)) is not None:
+                read = await self.services.parser.read_preset(
+                    route.dialect,
+                    read.body,
+                    client_of(key, request),
+                    generates=route.generates,
+                    is_opaque=is_opaque(route),
+                    preset=preset,
+                )
             then(self._received(exchange, route, key, id, span, received_at, read))
         except CortexError as error:
             self.reject_unread(exchange, route, key, id, span, error)

@@ -30,9 +30,9 @@ from cortex.parsing.parser import BodyParser
 from cortex.wire.dialects.ollama import embeddings
 from cortex.wire.errors import InsufficientQuota
 from cortex.wire.fields.raw_fields import replace_fields
+from cortex.wire.fields.request_class import PRIORITY, TIER
 from cortex.wire.opaque.fields import OpaqueFields
 from cortex.wire.opaque.routes import upstream_path
-from cortex.wire.request_class import PRIORITY, TIER
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.tenant import EVERYBODY

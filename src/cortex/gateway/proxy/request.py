@@ -21,7 +21,7 @@ from cortex.gateway.proxy.admission import AdmittedRequest, ReceivedRequest, nar
 from cortex.gateway.proxy.outgoing_body import OpaqueBody, OutgoingBody
 from cortex.gateway.proxy.redaction import ErrorRedaction, StreamRedaction, hides_errors_of, shown_to
 from cortex.gateway.proxy.response_keeper import ResponseKeeper
-from cortex.gateway.proxy.routes import JSON_HEADERS, error_response
+from cortex.gateway.proxy.routes import JSON_HEADERS, error_response, loading_note
 from cortex.gateway.proxy.routes import keepalive as keepalive_of
 from cortex.gateway.proxy.services import Services
 from cortex.gateway.proxy.translation import ChatTranslation
@@ -37,10 +37,10 @@ from cortex.wire import errors, sse
 from cortex.wire.dialects.openai_chat.upstream_error import foreign_error
 from cortex.wire.errors import CortexError, RequestCancelled, UpstreamInterrupted, UpstreamUnavailable
 from cortex.wire.events import MAX_TOKENS, Tokens, Usage
+from cortex.wire.fields.request_class import level_of
 from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.headers import DIMENSIONS, PROMPT_TOKENS, RECOVERS, RELAYED
 from cortex.wire.opaque.health_checks import not_ready
-from cortex.wire.request_class import level_of
 
 _USAGE_KEY = b'"usage":'
 
@@ -230,6 +230,7 @@ class ProxyRequest:
                 level=level_of(self.admitted.request_class),
                 tell=self._tell,
             )
+            self._relay.waiting_note = self._loading_note
             self.services.dispatcher.request_lease(pending)
         except CortexError as error:
             self._deliver(error)
@@ -238,6 +239,13 @@ class ProxyRequest:
         """A node wakes for the request: a client that streams learns how long that takes."""
         if self._relay is not None and self._accounting.stream and self.route.codec.CONTENT_TYPE == sse.CONTENT_TYPE:
             self._relay.comment(b": a node is waking up, which takes about %d s\n\n" % round(wait_s))
+
+    def _loading_note(self) -> bytes:
+        """What the client is told while it waits for its model."""
+        model, dispatcher = self.admitted.model, self.services.dispatcher
+        shown = dispatcher.catalogue.spec(model).loading_state or self.services.config.loading_state
+        name = self.received.envelope.facts.model
+        return loading_note(self.route, name, dispatcher.loading_state(model), as_reasoning=shown == "reasoning")
 
     def _deliver(self, result: Lease | CortexError) -> None:
         """There is a lease, or there will be none."""

@@ -15,6 +15,7 @@ from cortex.http.observer import Keepalive
 from cortex.http.request import Headers
 from cortex.http.server.server import Response
 from cortex.wire import error_encoding
+from cortex.wire.dialects.ollama.lines import timestamp
 from cortex.wire.dialects.registry import DIALECTS, Dialect, family
 from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import AnyEvent, Finish, Start, Usage
@@ -150,6 +151,25 @@ def keepalive(dialect: DialectName, interval_s: float) -> Keepalive:
     """What clients of streams in this dialect get while they wait."""
     codec = DIALECTS[dialect]
     return Keepalive(codec.KEEPALIVE, interval_s, stream_headers(codec.CONTENT_TYPE))
+
+
+def loading_note(route: InferenceRoute, model: str, text: str, *, as_reasoning: bool) -> bytes:
+    """What a client of a stream is told while its model is loaded: as reasoning, where the dialect lets a chunk come
+    before the node's, else as an SSE comment. Empty where there is no such thing."""
+    if not as_reasoning or route.dialect not in ("openai_chat", "ollama_chat", "ollama_generate"):
+        line = " ".join(text.splitlines())
+        return b"" if route.family is Family.OLLAMA else f": {line}\n".encode()
+    if route.family is Family.OLLAMA:
+        chunk: dict[str, object] = {"model": model, "created_at": timestamp(time.time()), "done": False}
+        if route.dialect == "ollama_chat":
+            chunk["message"] = {"role": "assistant", "content": "", "thinking": f"{text}\n"}
+        else:
+            chunk |= {"response": "", "thinking": f"{text}\n"}
+        return msgspec.json.encode(chunk) + b"\n"
+    delta = {"role": "assistant", "content": None, "reasoning_content": f"{text}\n"}
+    choice = {"index": 0, "delta": delta, "finish_reason": None}
+    chunk = {"id": "loading", "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
+    return b"data: " + msgspec.json.encode(chunk | {"choices": [choice]}) + b"\n\n"
 
 
 def opaque_route(path: bytes) -> InferenceRoute | None:

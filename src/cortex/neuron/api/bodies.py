@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cortex.http.request import Request
 from cortex.wire.errors import InvalidValue, shorten
+from cortex.wire.fields.request_class import CLASSES, RequestClass, served_class
 from cortex.wire.node import headers
-from cortex.wire.request_class import CLASSES, RequestClass, served_class
 
 _PRINCIPAL = headers.PRINCIPAL.encode()
 _CLASS = headers.CLASS.encode()

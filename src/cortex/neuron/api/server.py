@@ -8,7 +8,7 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from cortex.http.limits import ClientLimits
@@ -57,12 +57,15 @@ def bind(address: Listen) -> list[socket.socket]:
 
 
 class Front:
-    """What decides who may talk to the node: its keys and its certificate, both renewed while it runs."""
+    """What decides who may talk to the node: its keys and its certificate, both renewed while it runs, as is what else
+    of its configuration can be."""
 
     def __init__(self, config: NeuronConfig, path: Path | None, *, insecure: bool) -> None:
         """`path` is the file of `config`, where relative paths start. Raises SettingsError when keys or certificate
         cannot be used, and when others could use the node without a key, unless `insecure` permits that."""
         self._config = config
+        self.use: Callable[[NeuronConfig], Awaitable[tuple[str, ...]]] | None = None
+        """Uses the rest of a changed configuration; returns the keys that need a restart. Set once there is a node."""
         self._path = path
         self._directory = path.parent if path is not None else Path.cwd()
         self._stamps = self._read_stamps()  # before the keys: a file that changes while they are read is read again
@@ -97,9 +100,13 @@ class Front:
                 config = load_config(self._path)
                 self.keys.use(read_keys(config, self._directory))
             except SettingsError as problem:
-                log.error("keys not reloaded, the old ones stay in force: %s", problem)
+                log.error("configuration not reloaded, the old one stays in force: %s", problem)
                 continue
-            log.info("keys reloaded; other changes of the configuration need a restart")
+            logs.configure(config.log_format, config.log_level, common_fields)
+            needed = () if self.use is None else await self.use(config)
+            for key in needed:
+                log.warning("%s has changed: restart the node to use it", key)
+            log.info("configuration reloaded: keys, models, servers, drain_s and the log")
 
     def _read_stamps(self) -> list[Stamp]:
         key_file = self._config.key_file
@@ -187,7 +194,8 @@ async def _serve_node(
     # Objects from imports live as long as the process: exclude them from garbage collection.
     gc.collect()
     gc.freeze()
-    watching = Supervisor().start("watch keys and certificate", front.watch)
+    front.use = node.reconfigure
+    watching = Supervisor().start("watch keys, certificate and configuration", front.watch)
     manager = ServiceManager()
     alive = asyncio.create_task(manager.keep_alive())
     try:

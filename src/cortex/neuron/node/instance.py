@@ -34,8 +34,8 @@ from cortex.wire.errors import (
     prompt_too_long,
     prompt_too_long_for_memory,
 )
+from cortex.wire.fields.request_class import CLASSES
 from cortex.wire.node.protocol import ModelLoad
-from cortex.wire.request_class import CLASSES
 from cortex.wire.words import duration, plural
 
 

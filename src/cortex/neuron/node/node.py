@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from cortex.neuron.config import NeuronConfig
 from cortex.neuron.engine.request import EngineRequest, EngineStats
 from cortex.neuron.node.bench.benches import Benches
@@ -63,6 +65,13 @@ _SAMPLE_S = 1.0
 _SCAN_S = 30.0
 
 
+_RELOADED = (
+    *("keys", "key_file", "models", "default_models", "model_roots", "model_dirs", "harnesses", "drain_s"),
+    *("log_level", "log_format"),
+)
+"""The keys of `neuron.toml` that are used without a restart; `default_models` for their options."""
+
+
 class Node:
     """Made by `start`, ended by `close`; every method in between is called on the same loop."""
 
@@ -85,15 +94,12 @@ class Node:
         self._surveys = (parts.surveys or partial(SurveyProcess.of, limits))()
         self._library = Library(config)
         engine = self._engine = EngineHarness(config, self.devices, forecast, self._surveys, self._library)
-        entries = usable_servers(config.commands).values()
         self._ports = MemberPorts(config.cluster_address)
-        self._servers = {
-            entry.name: CommandHarness(entry, config, parts.read_devices, ports=self._ports) for entry in entries
-        }
-        self._harnesses = Harnesses(engine, *self._servers.values(), *parts.harnesses)
-        usable = [name for name in self._harnesses.names if engine.is_usable or name not in engine.names]
-        groups = [entry.name for entry in entries if entry.group is not None and config.cluster_address is not None]
-        self.discovery = describe_node(inventory, limits.sleep_mb, tuple(usable), tuple(groups))
+        self._read_devices = parts.read_devices
+        self._servers: dict[str, CommandHarness] = {}
+        self._harnesses = Harnesses(engine, *parts.harnesses)
+        self._use_servers(config)
+        self.discovery = describe_node(inventory, limits.sleep_mb, *self._harness_names(config))
         self._config = config
         self._started_s = time.monotonic()
         open_text = parts.open_text or partial(
@@ -173,6 +179,37 @@ class Node:
         self._background: list[asyncio.Task[None]] = []
         """Work that runs once."""
         self._closing = False
+
+    def _use_servers(self, config: NeuronConfig) -> None:
+        for name, entry in usable_servers(config.commands).items():
+            if (server := self._servers.get(name)) is not None:
+                server.use(entry, config)
+            else:
+                self._servers[name] = CommandHarness(entry, config, self._read_devices, ports=self._ports)
+                self._harnesses.add(self._servers[name])
+
+    def _harness_names(self, config: NeuronConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Those that can run a model, and those of them that can run a part of one."""
+        engine, entries = self._engine, usable_servers(config.commands).values()
+        usable = [name for name in self._harnesses.names if engine.is_usable or name not in engine.names]
+        groups = [entry.name for entry in entries if entry.group is not None and config.cluster_address is not None]
+        return tuple(usable), tuple(groups)
+
+    async def reconfigure(self, config: NeuronConfig) -> tuple[str, ...]:
+        """Use what can be changed while the node runs: models, their folders, servers and `drain_s`; what is loaded
+        stays as it is. Returns the changed keys that need a restart."""
+        before = self._config
+        lost = {entry.name for entry in before.harnesses} - {entry.name for entry in config.harnesses}
+        others = [name for name in config.__struct_fields__ if name not in _RELOADED]
+        changed = [name for name in others if getattr(before, name) != getattr(config, name)]
+        self._use_servers(config)
+        usable, groups = self._harness_names(config)
+        self.discovery = replace(self.discovery, harnesses=usable, group_harnesses=groups)
+        self._models.forget(self._library.use(config))
+        applied = {name: getattr(config, name) for name in _RELOADED}
+        self._config = replace(before, **applied)
+        await self.scan_library()
+        return (*changed, *(f"harnesses.{name}" for name in sorted(lost)))
 
     @classmethod
     async def start(cls, config: NeuronConfig, parts: NodeDependencies | None = None) -> Node:

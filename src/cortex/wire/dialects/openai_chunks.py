@@ -12,7 +12,7 @@ from cortex import __version__
 from cortex.wire import error_encoding
 from cortex.wire.errors import CortexError, Family
 from cortex.wire.events import Finish, Timing, TokenLogprob, Usage, UsageSoFar
-from cortex.wire.request_class import tier_of
+from cortex.wire.fields.request_class import tier_of
 from cortex.wire.requests import GenerateRequest
 from cortex.wire.response import summed, total_usage
 from cortex.wire.sse import frame

@@ -10,9 +10,9 @@ import msgspec
 
 from cortex.wire.errors import MissingModel, shorten
 from cortex.wire.fields.body import LARGEST_TOKEN, Fields
+from cortex.wire.fields.request_class import asked_class
 from cortex.wire.fields.tables import pooling as tables
 from cortex.wire.pooling.request import PoolingRequest, Task
-from cortex.wire.request_class import asked_class
 
 MAX_TEXTS: Final = 4096
 """In one request."""

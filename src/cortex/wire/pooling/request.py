@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from cortex.wire.request_class import RequestClass
+from cortex.wire.fields.request_class import RequestClass
 
 Task = Literal["embed", "score"]
 Shape = Literal["openai", "rerank", "tei_embed", "tei_rerank", "score"]

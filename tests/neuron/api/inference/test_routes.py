@@ -11,10 +11,10 @@ import openai
 import pytest
 
 from cortex.wire.errors import Recovering
+from cortex.wire.fields.request_class import RequestClass, level_of, tier_of
 from cortex.wire.node import failure_report, usage_report
 from cortex.wire.node.headers import PROMPT_TOKENS, TOKEN_LIMIT
 from cortex.wire.node.load_options import SamplingDefaults
-from cortex.wire.request_class import RequestClass, level_of, tier_of
 
 from ....waiting import WAIT_S
 from ..conftest import Api, ChatBody, Until

@@ -1,4 +1,5 @@
-"""Ollama's chat and generate: `keep_alive: 0` unloads the model after the response, or instead of one."""
+"""Ollama's chat and generate: `keep_alive: 0` unloads the model after the response, or instead of one; other values
+keep it for a while, if the operator permits that."""
 
 from __future__ import annotations
 
@@ -47,7 +48,19 @@ class OllamaInference:
                 keeper = _AfterResponse(partial(self._unload_idle, facts.model))
             except (OperatorOnly, CrossSiteRequest) as error:
                 log.debug("%s stays loaded after a response: %s", facts.model, error)
+        elif facts.keep_alive_s and self._inference.services.dispatcher.fleet.rules.max_keep_alive_s:
+            keeper = _AfterResponse(partial(self._keep, facts.model, facts.keep_alive_s))
         self._inference.serve(received, keeper)
+
+    def _keep(self, name: str, keep_alive_s: float) -> None:
+        """Keep the model after a response, within the operator's limit."""
+        dispatcher = self._inference.services.dispatcher
+        limit_s = dispatcher.fleet.rules.max_keep_alive_s
+        kept_s = limit_s if keep_alive_s < 0 else min(keep_alive_s, limit_s)
+        try:
+            dispatcher.keep(dispatcher.resolve(name).model_id, kept_s)
+        except ModelNotFound:
+            log.debug("%s is gone", name)
 
     def _check_operator(self, received: ReceivedRequest) -> None:
         """Raises OperatorOnly or CrossSiteRequest where the client may not unload."""

@@ -28,12 +28,12 @@ from cortex.neuron.tokenizer_process.protocol import packed
 from cortex.wire.errors import CortexError, InsufficientQuota, InvalidValue, LoadFailed, shorten, text_too_long
 from cortex.wire.events import Usage
 from cortex.wire.fields.body import check_content_type
+from cortex.wire.fields.request_class import level_of
 from cortex.wire.node import headers as our_headers
 from cortex.wire.node import usage_report
 from cortex.wire.pooling.parse import MODEL_OPTIONAL, ROUTES, names_model, only_model, with_model
 from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.pooling.response import embeddings_body, floats, scores_body
-from cortex.wire.request_class import level_of
 
 MAX_TOKENS: Final = 1 << 22
 """The limit for all texts of a request together."""

@@ -58,7 +58,7 @@ class OllamaRoutes:
             Route("DELETE", "/api/delete", self.delete),
             Route("POST", embeddings.PATH, self.embed),
             Route("POST", embeddings.OLD_PATH, self.embed),
-            *(Route("POST", f"/api/{name}", self.absent) for name in models.ABSENT),
+            *(Route("POST", f"/api/{name}", self.absent) for name in (*models.CREATING, *models.ABSENT)),
             *(Route(method, models.BLOBS, self.absent) for method in ("GET", "POST")),
         ]
 

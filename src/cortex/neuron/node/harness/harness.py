@@ -76,6 +76,9 @@ class Harnesses:
     def names(self) -> tuple[str, ...]:
         return tuple(self._by_name)
 
+    def add(self, harness: Harness) -> None:
+        self._by_name |= dict.fromkeys(harness.names, harness)
+
     def named(self, name: str) -> Harness:
         """Raises ModelUnsupported, which lists them."""
         if (harness := self._by_name.get(name)) is None:

@@ -203,18 +203,27 @@ class Library:
 
     def __init__(self, config: NeuronConfig, env: Mapping[str, str] = os.environ) -> None:
         self.cache = cache_directory(config, env)
-        self._models = {model.id: _with_own_quant(model) for model in _configured(config)}
-        self._configured = frozenset(self._models)
-        configured = (Path(model.source) for model in self._models.values() if is_path(model.source))
-        self._roots = tuple(
-            _resolved(path) for path in (self.cache, *config.model_roots, *config.model_dirs, *configured)
-        )
+        self._models: dict[str, KnownModel] = {}
+        self._configured: frozenset[str] = frozenset()
+        self._roots: tuple[Path, ...] = ()
         """Where the paths of load requests must be. The operator's own sources are among them."""
-        self.folders = config.model_dirs
+        self.folders: tuple[Path, ...] = ()
+        self.use(config)
         self._in_folders: frozenset[str] = frozenset()
         """Models that were found there."""
         self._adopted: set[str] = set()
         """Models that load requests have named."""
+
+    def use(self, config: NeuronConfig) -> list[str]:
+        """Take the models and folders of another configuration. Returns the ids that are no longer configured."""
+        configured = {model.id: _with_own_quant(model) for model in _configured(config)}
+        gone = sorted(self._configured - configured.keys())
+        self._models |= configured
+        self._configured = frozenset(configured)
+        own = (Path(model.source) for model in configured.values() if is_path(model.source))
+        self._roots = tuple(_resolved(path) for path in (self.cache, *config.model_roots, *config.model_dirs, *own))
+        self.folders = config.model_dirs
+        return gone
 
     def __iter__(self) -> Iterator[KnownModel]:
         return iter(tuple(self._models.values()))

@@ -9,10 +9,10 @@ from cortex.wire.dialects.anthropic_messages.fields import FIELDS
 from cortex.wire.dialects.openai_chat.request import CONTINUE
 from cortex.wire.errors import UnsupportedModality, shorten
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
+from cortex.wire.fields.request_class import TIER, asked_class
 from cortex.wire.fields.sampling import MAX_TEMPERATURE, read_response_format, read_speculation, read_stops
 from cortex.wire.fields.tools import ToolList, read_arguments
 from cortex.wire.pictures.parts import from_base64, from_url
-from cortex.wire.request_class import TIER, asked_class
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import (
     GenerateRequest,

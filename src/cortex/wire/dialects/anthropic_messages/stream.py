@@ -27,7 +27,7 @@ from cortex.wire.events import (
     Usage,
     UsageSoFar,
 )
-from cortex.wire.request_class import anthropic_tier_of
+from cortex.wire.fields.request_class import anthropic_tier_of
 from cortex.wire.requests import GenerateRequest, Reasoning, Text
 from cortex.wire.response import Block, gather
 from cortex.wire.sse import frame

@@ -36,7 +36,7 @@ _SHARED = (
     fact("stream", False, "`true` if absent"),
     honoured("format", "json", "`json` or a schema"),
     honoured("think", "low", "`true`, `false`, `low`, `medium`, `high` or `max`"),
-    fact("keep_alive", 0, "0 unloads the model after the response; nothing pins it"),
+    fact("keep_alive", 0, "0 unloads the model after the response; others keep it within `eviction.max_keep_alive_s`"),
     honoured("logprobs", True),
     honoured("top_logprobs", 2, logprobs=True),
     CACHE_SALT,

@@ -10,12 +10,14 @@ from typing import Any
 
 import msgspec
 
+from cortex.wire.dialects.ollama import modelfile
 from cortex.wire.dialects.ollama.lines import stream_error, timestamp
 from cortex.wire.errors import BodyTooLarge, CortexError, InvalidValue, MissingModel
 from cortex.wire.fields import body as wire_body
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.model_names import check_name, plain_name
 from cortex.wire.node.protocol import Capabilities, ModelState, ModelStatus, Progress, StoredForm
+from cortex.wire.preset import Preset
 
 VERSION = "0.33.0"
 """The version of Ollama whose API this is. Clients ask for a minimum."""
@@ -26,12 +28,18 @@ RUNNING = "Ollama is running"
 NEVER = "9999-12-31T23:59:59Z"
 """When a model without a `ttl_s` is unloaded: nobody knows, because demand decides."""
 
-ABSENT = ("create", "copy", "push")
+CREATING = ("create", "copy")
+"""Routes that make models of others, which only a gateway has."""
+ABSENT = ("push",)
 """Routes that have no meaning here, with `BLOBS`."""
 BLOBS = "/api/blobs/(?P<digest>.+)"
 
 _MAX_BODY_BYTES = 64 * 1024
-_OPTION_NAMES = {"repetition_penalty": "repeat_penalty"}
+_OPTION_NAMES = {
+    "repetition_penalty": "repeat_penalty",
+    "repetition_window": "repeat_last_n",
+    "max_tokens": "num_predict",
+}
 """Sampling parameters that Ollama calls differently."""
 _PARAMETERS = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([bBmM])(?![A-Za-z0-9])")
 
@@ -64,6 +72,11 @@ class OllamaModel:
     """Unix time at which it leaves the device unless a request comes; None: no time is set."""
     template: str = ""
     """Its chat template; empty: unknown."""
+    source: str = ""
+    """The model that it was made of; empty: none."""
+    preset: Preset = field(default_factory=Preset)
+    """What its name adds to requests."""
+    license: str = ""
 
     @property
     def digest(self) -> str:
@@ -102,10 +115,10 @@ def read_name(body: bytes) -> str:
 def absence(path: str) -> str:
     """Why there is no such route, for an error."""
     reason = {
-        "/api/create": "models are not built here: configure them in models.toml, or /api/pull one from the hub",
-        "/api/copy": "models are not copied: give one a second name under `aliases` in models.toml",
+        "/api/create": "a node has no catalogue; send it to a gateway",
+        "/api/copy": "a node has no catalogue; send it to a gateway",
         "/api/push": "models are not uploaded from here; use the tools of the hub",
-    }.get(path, "files are not uploaded; /api/pull takes a model of the hub")
+    }.get(path, "files are not uploaded; put them on a node, and create a model from their path there")
     return f"{path} is not implemented: {reason}."
 
 
@@ -171,11 +184,16 @@ def show(model: OllamaModel) -> dict[str, Any]:
         information[f"{architecture}.context_length"] = model.context_tokens
     if model.stored is not None and model.stored.num_parameters is not None:
         information["general.parameter_count"] = model.stored.num_parameters
+    preset = model.preset
+    said = {"system": preset.system, "messages": [*preset.messages]}
     return {
-        "license": "",
-        "modelfile": f"# {model.name} is served by cortex; it has no Modelfile.\nFROM {model.name}\n",
+        "license": model.license,
+        "modelfile": modelfile.as_text(
+            model.name, model.source or model.name, preset, model.context_tokens, model.license
+        ),
         "parameters": _parameters(model),
         "template": model.template,
+        **{name: value for name, value in said.items() if value},
         "details": _details(model),
         "model_info": information,
         "capabilities": _capabilities(model),
@@ -186,8 +204,16 @@ def show(model: OllamaModel) -> dict[str, Any]:
 def _parameters(model: OllamaModel) -> str:
     """Under Ollama's names, one per line."""
     context = () if model.context_tokens is None else (("num_ctx", model.context_tokens),)
-    sampling = ((_OPTION_NAMES.get(name, name), value) for name, value in model.parameters)
-    return "\n".join(f"{name:<30} {value:.10g}" for name, value in (*context, *sampling))
+    own = {**dict(model.parameters), **model.preset.default_params, **model.preset.set_params}
+    values = ((name, each) for name, value in own.items() for each in (value if isinstance(value, list) else [value]))
+    named = ((_OPTION_NAMES.get(name, name), value) for name, value in values)
+    return "\n".join(f"{name:<30} {_parameter(value)}" for name, value in (*context, *named))
+
+
+def _parameter(value: Any) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    return f"{value:.10g}" if isinstance(value, int | float) else wire_body.json_text(value)
 
 
 def pull_progress(digest: str, progress: Progress | None) -> dict[str, Any]:
@@ -220,7 +246,7 @@ def _entry(model: OllamaModel) -> dict[str, Any]:
 
 def _details(model: OllamaModel) -> dict[str, Any]:
     return {
-        "parent_model": "",
+        "parent_model": model.source,
         "format": model.stored.file_format if model.stored is not None else "",
         "family": model.family,
         "families": [model.family] if model.family else [],

@@ -35,7 +35,8 @@ def read_facts(fields: Fields, *, loads_only: bool) -> RequestSummary:
         limit if limit is not None and limit >= 0 else None,
         1,
         loads_only=loads_only,
-        unloads=read_keep_alive(fields) == 0,
+        unloads=(keep_alive_s := read_keep_alive(fields)) == 0,
+        keep_alive_s=keep_alive_s,
     )
 
 

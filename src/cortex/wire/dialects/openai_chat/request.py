@@ -13,6 +13,7 @@ from cortex.wire.errors import UnsupportedModality, shorten
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.custom_tools import arguments_of
 from cortex.wire.fields.prediction import read_prediction
+from cortex.wire.fields.request_class import TIER, asked_class
 from cortex.wire.fields.sampling import (
     MAX_TOP_LOGPROBS,
     read_effort,
@@ -25,7 +26,6 @@ from cortex.wire.fields.sampling import (
 )
 from cortex.wire.fields.tools import ToolList, read_arguments, read_function
 from cortex.wire.pictures.parts import PICTURE_PARTS, picture_urls, read_url_part
-from cortex.wire.request_class import TIER, asked_class
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import (
     GenerateRequest,

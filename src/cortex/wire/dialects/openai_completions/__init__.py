@@ -32,6 +32,7 @@ from cortex.wire.events import (
     UsageSoFar,
 )
 from cortex.wire.fields.body import MAX_PROMPTS, Fields, PromptIds
+from cortex.wire.fields.request_class import asked_class
 from cortex.wire.fields.sampling import (
     MAX_CHOICES,
     MAX_TOP_LOGPROBS,
@@ -42,7 +43,6 @@ from cortex.wire.fields.sampling import (
     read_stream_options,
     read_truncation,
 )
-from cortex.wire.request_class import asked_class
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Prompt, Reasoning, Text
 from cortex.wire.response import ResponseChoice, gather, total_usage

@@ -12,6 +12,7 @@ from cortex.wire.dialects.openai_responses.items import read_input
 from cortex.wire.errors import shorten
 from cortex.wire.fields.body import LARGEST_COUNT, Fields
 from cortex.wire.fields.prediction import read_prediction
+from cortex.wire.fields.request_class import TIER, asked_class
 from cortex.wire.fields.sampling import (
     MAX_TOP_LOGPROBS,
     read_effort,
@@ -21,7 +22,6 @@ from cortex.wire.fields.sampling import (
     read_truncation,
 )
 from cortex.wire.fields.tools import ToolList
-from cortex.wire.request_class import TIER, asked_class
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest, Message, Sampling, Text, Thinking, ToolChoice
 from cortex.wire.tenant import read_tenant

@@ -10,7 +10,7 @@ from cortex.wire.dialects.openai_chunks import output_details
 from cortex.wire.dialects.openai_responses.client_tools import ID_PREFIXES, call_fields
 from cortex.wire.events import Finish, TokenLogprob, Usage
 from cortex.wire.fields.custom_tools import input_of
-from cortex.wire.request_class import tier_of
+from cortex.wire.fields.request_class import tier_of
 from cortex.wire.requests import GenerateRequest, Reasoning, Text, Tool, ToolCall
 from cortex.wire.response import Block
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from faulty_models import running_node, write_model
 
@@ -91,6 +92,35 @@ def test_a_measurement_that_is_too_small_does_not_count(
         size = SizeOfModel(estimates, model, facts)
         assert size.started(measured_mb << 20) == expected_mb << 20, "while it is loaded"
     assert estimates.whole_bytes(model, facts) == expected_mb << 20
+
+
+async def test_changed_configuration_is_used_without_a_restart(tmp_path: Path) -> None:
+    async with running_node(tmp_path, config(model={"context_tokens": 900})) as node:
+        await load(node)
+        [process] = servers()
+        before = node._config  # noqa: SLF001 - as its file says
+        [fake] = before.harnesses
+        [model] = before.models
+        other = msgspec.structs.replace(fake, name="other")
+        changed = msgspec.structs.replace(
+            before,
+            harnesses=(msgspec.structs.replace(fake, max_concurrent=3), other),
+            models=(
+                msgspec.structs.replace(model, context_tokens=700),
+                msgspec.structs.replace(model, id="n", harness="other"),
+            ),
+            drain_s=1.0,
+            max_body_mb=7,
+        )
+        assert await node.reconfigure(changed) == ("max_body_mb",)
+        assert is_running(process), "what is loaded stays as it is"
+        assert "other" in node.discovery.harnesses
+        await node.unload(UnloadRequest(model_id="m"))
+        assert (await load(node)).context_tokens == 700
+        assert (await node.load(LoadRequest(model_id="n"), wait=True)).state is ModelState.READY
+        await node.unload(UnloadRequest(model_id="n"))
+        assert await node.reconfigure(before) == ("harnesses.other",)
+        assert "n" not in {status.id for status in node.health().models}
 
 
 async def test_closing_the_node_ends_the_server(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from cortex.neuron.node.harness.command.group import MemberPorts, interface_of
 from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, free_port, server_info
 from cortex.neuron.node.harness.command.server_log import ServerLog, plain_lines
 from cortex.neuron.node.harness.command.server_memory import ServerMemory
+from cortex.neuron.node.harness.command.sizes import ServerSizes
 from cortex.neuron.node.harness.estimates import Footprint
 from cortex.neuron.node.loading.device_choice import ChosenDevices
 from cortex.neuron.node.loading.library import KnownModel
@@ -113,10 +114,8 @@ class CommandHarness:
         ports: MemberPorts | None = None,
     ) -> None:
         self.names = (entry.name,)
-        self.estimates = CommandEstimates(config, entry)
-        self.max_num_seqs = entry.max_concurrent or config.limits.max_num_seqs
-        self.restarts = entry.restart
-        self._entry = entry
+        self._sizes = ServerSizes()
+        self.use(entry, config)
         self._read_devices = read_devices
         self._ports = ports or MemberPorts(None)
         self._env = env
@@ -125,6 +124,13 @@ class CommandHarness:
         self._hosts: dict[str, CommandHost] = {}
         """The latest load of each model."""
         self._logs: dict[str, ServerLog] = {}
+
+    def use(self, entry: HarnessEntry, config: NeuronConfig) -> None:
+        """Take another entry of the same name, from the next load of a model on."""
+        self.estimates = CommandEstimates(config, entry, self._sizes)
+        self.max_num_seqs = entry.max_concurrent or config.limits.max_num_seqs
+        self.restarts = entry.restart
+        self._entry = entry
 
     def check(self, model: KnownModel) -> None:
         for name, is_given in (

@@ -9,7 +9,7 @@ from cortex.parsing.envelope import read
 from cortex.wire.dialects import anthropic_messages, openai_chat, openai_responses
 from cortex.wire.errors import InvalidValue
 from cortex.wire.events import Finish, Start, TextDelta, Usage
-from cortex.wire.request_class import CLASSES, RequestClass, anthropic_tier_of, served_class, tier_of
+from cortex.wire.fields.request_class import CLASSES, RequestClass, anthropic_tier_of, served_class, tier_of
 from cortex.wire.requests import GenerateRequest
 
 

@@ -1,0 +1,98 @@
+"""Models that clients create, copy and delete."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.rules import EvictionRules
+from cortex.gateway.created_models import FILE_NAME
+
+from ...fake_neuron import GB
+from ...started_gateway import until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ...fake_neuron import StartNeuron
+    from ...started_gateway import StartGateway
+
+PIRATE = {"model": "pirate", "from": "a", "system": "Arr.", "parameters": {"temperature": 0.25}, "license": "MIT"}
+
+
+async def test_created_model_is_served_shown_copied_and_deleted(
+    neurons: StartNeuron, start_gateway: StartGateway, tmp_path: Path
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB})
+    client = await start_gateway(beast, catalogue=Catalogue(models=(ModelSpec(id="a", context_tokens=4096),)))
+    assert b'"success"' in await client.stream("/api/create", PIRATE)
+    assert (await client.chat("pirate"))[0] == 200
+    body = beast.seen[-1].body
+    assert (body["model"], body["temperature"], body["messages"][0]["content"]) == ("a", 0.25, "Arr.")
+    _, shown = await client.post("/api/show", {"model": "pirate"})
+    assert (shown["license"], shown["system"], shown["details"]["parent_model"]) == ("MIT", "Arr.", "a")
+    assert "PARAMETER temperature 0.25" in shown["modelfile"]
+    assert "temperature                    0.25" in shown["parameters"]
+    async with client.session.post(
+        client.url + "/api/copy", data=msgspec.json.encode({"source": "pirate", "destination": "copy"})
+    ) as response:
+        assert response.status == 200
+    await client.chat("copy")
+    assert beast.seen[-1].body["temperature"] == 0.25
+    kept = msgspec.json.decode(next(tmp_path.rglob(FILE_NAME)).read_bytes())
+    assert set(kept["aliases"]) == {"pirate", "copy"}
+    async with client.session.delete(client.url + "/api/delete", data=b'{"model":"pirate"}') as response:
+        assert response.status == 200
+    assert (await client.chat("pirate"))[0] == 404
+    assert (await client.chat("copy"))[0] == 200
+
+
+async def test_model_with_more_context_or_of_the_hub_is_one_of_its_own(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB})
+    client = await start_gateway(beast, catalogue=Catalogue(models=(ModelSpec(id="a", context_tokens=4096),)))
+    for body in (
+        {"model": "short", "from": "a", "parameters": {"num_ctx": 2048}},
+        {"model": "long", "from": "a", "parameters": {"num_ctx": 8192}},
+        {"model": "file", "from": "/models/x.gguf"},
+        {"model": "hub", "from": "hf.co/org/name:Q4_K_M"},
+    ):
+        status, reply = await client.post("/api/create", body | {"stream": False})
+        assert (status, reply["status"]) == (200, "success"), reply
+    catalogue = client.gateway.dispatcher.catalogue
+    assert catalogue.resolve("short").model_id == "a"
+    assert (catalogue.spec("long").source, catalogue.spec("long").context_tokens) == ("a", 8192)
+    assert catalogue.spec("file").source == "/models/x.gguf"
+    assert (catalogue.spec("hub").source, catalogue.spec("hub").quant) == ("org/name", "Q4_K_M")
+
+
+async def test_names_of_the_configuration_are_not_replaced(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    beast = await neurons("beast", sizes={"a": GB, "b": GB})
+    client = await start_gateway(beast, catalogue=Catalogue(models=(ModelSpec(id="a"),)))
+    for name in ("a", "b"):
+        status, reply = await client.post("/api/create", {"model": name, "from": "a"})
+        assert (status, "already" in reply["error"]) == (400, True)
+    status, reply = await client.post("/api/create", {"model": "c", "from": "nothing"})
+    assert status == 404
+    status, reply = await client.post("/api/create", {"model": "c", "from": "a", "template": "<|other|>{{ .Prompt }}"})
+    assert (status, "leave it out" in reply["error"]) == (400, True)
+
+
+async def test_keep_alive_keeps_the_model_within_the_limit_of_the_operator(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    beast = await neurons("beast", sizes={"a": GB})
+    client = await start_gateway(beast, rules=EvictionRules(max_keep_alive_s=60))
+    dispatcher = client.gateway.dispatcher
+    demand = dispatcher.fleet.demand
+    assert demand is not None
+    kept = demand.kept_until
+    messages = [{"role": "user", "content": "x"}]
+    for keep_alive, least_s, most_s in (("5s", 0, 5), ("10m", 5, 60), (-1, 5, 60)):
+        body = {"model": "a", "messages": messages, "stream": False, "keep_alive": keep_alive}
+        assert (await client.post("/api/chat", body))[0] == 200
+        await until(lambda: "a" in kept)
+        assert least_s < kept.pop("a") - dispatcher.now <= most_s

@@ -70,9 +70,8 @@ class _Layouts(Mapping[str, DeviceLayout]):
 def _tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     if len(shape) == 1:
-        return torch.rand(shape, generator=generator) * 0.9 + 0.1
-    values = torch.randn(shape, generator=generator)
-    return values * (2.0 * shape[-1] ** -0.5)
+        return torch.rand(shape, generator=generator).mul_(0.9).add_(0.1)
+    return torch.randn(shape, generator=generator).mul_(2.0 * shape[-1] ** -0.5)
 
 
 def _fill(parameters: Parameters) -> None:

@@ -100,12 +100,12 @@ class _Layer:
         assert error < (1e-2 if INTERPRETED else 1e-3), error  # kernels of GPUs round to bfloat16
 
 
-@pytest.mark.parametrize("name", _LAYOUTS)
+@pytest.mark.parametrize("name", ("Q4", "float32") if INTERPRETED else tuple(_LAYOUTS))  # interpreted, each takes long
 @pytest.mark.parametrize("streams", [False, True])
 def test_experts_in_host_memory_give_the_results_of_a_whole_mixture(name: str, streams: bool) -> None:
     layer = _Layer(_LAYOUTS[name], 256, 128, gated=True, biased=name == "FP4")
     layer.team.rates = HostRates(1.0, 1e9) if streams else HostRates(1e9, 1.0)
-    for rows in (1, 3, 9):
+    for rows in (1, 7):
         layer.check(rows, 256)
 
 

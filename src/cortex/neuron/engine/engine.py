@@ -133,6 +133,8 @@ class Engine:
             num_pages=self.stats().num_pages,
             notes=loaded.notes,
             work=self._work,
+            host_weight_bytes=0 if loaded.host is None else loaded.host.num_bytes,
+            host_locked_bytes=0 if loaded.host is None else loaded.host.locked_bytes,
         )
 
     @classmethod
@@ -395,6 +397,8 @@ class Engine:
         if self._asleep is not None:
             self._asleep.release()
         self._loaded.end_compiling()
+        if self._loaded.host is not None:
+            self._loaded.host.release()
         del self._loaded, self._asleep
         self._free_caches()
 

@@ -24,6 +24,7 @@ class ModelSleep:
         self._response = response
         self._weights = HostWeights(loaded.storages()) if moves_weights else None
         self.host_bytes = self._weights.num_bytes if self._weights is not None else loaded.weight_bytes
+        self.host_bytes += 0 if loaded.host is None else loaded.host.num_bytes
 
     @property
     def moved_bytes(self) -> int:
@@ -33,6 +34,8 @@ class ModelSleep:
     def begin(self) -> None:
         """Frees the device memory. Nothing that holds addresses in it, such as a graph, may exist."""
         self._loaded.memory.release()
+        if self._loaded.team is not None:
+            self._loaded.team.release()
         if self._weights is not None:
             self._weights.vacate()
 

@@ -318,6 +318,8 @@ class MoEConfig:
     """Whether the checkpoint has a factor for the weight of each expert, `gate.expert_scale`."""
     shard: Shard = WHOLE
     """Whole experts are divided among the ranks; every rank routes over all of them."""
+    hosted: int = 0
+    """Routed experts that lie in host memory, the last ones at first."""
 
     @property
     def held(self) -> range:

@@ -12,6 +12,8 @@ from cortex.neuron.kernels.activations import relu_squared_
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.matrix import ExpertMatrix
 from cortex.neuron.kernels.moe.experts import Experts
+from cortex.neuron.kernels.moe.host_team import HostExperts
+from cortex.neuron.kernels.moe.hosted import hosted_mixture
 from cortex.neuron.kernels.moe.mixture import mixture
 from cortex.neuron.kernels.moe.shared_gate import add_gated
 from cortex.neuron.layers.configs import MoEConfig, halves
@@ -30,11 +32,14 @@ class MoE:
     def __init__(self, parameters: Parameters, config: MoEConfig, prefix: str) -> None:
         self._group = parameters.group
         self.shared: SharedExpert | None = None
+        self.host: HostExperts | None = None
         num_shared = 0
-        quantised = _quantised_experts(parameters, config, prefix)
+        quantised = None if config.hosted else _quantised_experts(parameters, config, prefix)
         gate_up: ExpertMatrix
         down: ExpertMatrix
-        if quantised is None:
+        if config.hosted:
+            gate_up, down, self.host = _divided_experts(parameters, config, prefix)
+        elif quantised is None:
             num_shared = config.num_shared
             gate_up, down = _dense_experts(parameters, config, prefix)
         else:
@@ -68,8 +73,12 @@ class MoE:
             router_norm=_router_norm(parameters, config, prefix),
             scales=_scales(parameters, config, prefix),
             aligned_router=router if num_shared and len(gate) else None,
-            **_biases(parameters, config, prefix),
+            slot_of=None if self.host is None else self.host.slot_of,
+            expert_on=None if self.host is None else self.host.experts_on,
+            **(biases := _biases(parameters, config, prefix)),
         )
+        if self.host is not None and biases:
+            self.host.biases = (biases["gate_up_bias"], biases["down_bias"])
 
     def __call__(self, x: Tensor, norm: RMSNorm | None, residual: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden] → residual + experts(norm(x))"""
@@ -78,11 +87,12 @@ class MoE:
             residual = torch.zeros_like(x)
         if self.shared is not None:
             residual = self.shared(x, norm, residual)
+        compute = mixture if self.host is None else partial(hosted_mixture, host=self.host)
         if self._latent is None:
-            return self._group.all_reduce(mixture(x, norm.weight, norm.eps, self.experts, residual))
+            return self._group.all_reduce(compute(x, norm.weight, norm.eps, self.experts, residual=residual))
         into, back = self._latent
         inputs = into(x, norm=norm)
-        mixed = mixture(x, norm.weight, norm.eps, self.experts, torch.zeros_like(inputs), inputs)
+        mixed = compute(x, norm.weight, norm.eps, self.experts, residual=torch.zeros_like(inputs), inputs=inputs)
         return self._group.all_reduce(back(mixed, residual=residual))
 
 
@@ -144,6 +154,25 @@ def _quantised_experts(
         if parameters.can_stack(with_shared) and parameters.can_stack(downs_with_shared):
             gate_up, downs, num_shared = with_shared, downs_with_shared, 1
     return parameters.expert_matrix(gate_up, config.width), parameters.expert_matrix(downs, config.inner), num_shared
+
+
+def _divided_experts(
+    parameters: Parameters, config: MoEConfig, prefix: str
+) -> tuple[ExpertMatrix, ExpertMatrix, HostExperts]:
+    """Gate and up, and down, of the experts on the device, and the experts in host memory."""
+    assert parameters.host is not None
+    names = [f"{prefix}.experts.{expert}" for expert in range(len(config.held))]
+    joint = [{f"{name}.gate_up_proj.weight": 2 * config.inner} for name in names]
+    apart = [{f"{name}.{half}_proj.weight": config.inner for half in halves(config.gated)} for name in names]
+    downs = [{f"{name}.down_proj.weight": config.width} for name in names]
+    inputs = joint if parameters.can_stack([source for each in joint for source in each]) else apart
+    gate_up, hosted_gate_up = parameters.divided_matrix(inputs, config.width, config.hosted)
+    down, hosted_down = parameters.divided_matrix(downs, config.inner, config.hosted)
+    team = parameters.host
+    places, held = (hosted_gate_up, hosted_down), (gate_up, down)
+    host = HostExperts(team, *places, held, len(config.held), config.top_k, gated=config.gated)
+    host.activation = config.activation
+    return gate_up, down, host
 
 
 def _dense_experts(parameters: Parameters, config: MoEConfig, prefix: str) -> tuple[DenseMatrix, DenseMatrix]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 from cortex.neuron.kernels.dense.matrix import DenseMatrix
 from cortex.neuron.kernels.layouts import DeviceLayout, MatrixLayout
 from cortex.neuron.kernels.matrix import ExpertMatrix, Matrix, StackedMatrix, StoredMatrix
+from cortex.neuron.kernels.moe.host_memory import HostMatrix
+from cortex.neuron.kernels.moe.host_team import HostTeam
 from cortex.neuron.kernels.storages import empty_device_matrix, empty_matrix
 from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup
 
@@ -54,6 +56,16 @@ class PackedBinding:
     num_rows: int
 
 
+@dataclass(frozen=True, slots=True)
+class HostedBinding:
+    """The same for a matrix in host memory."""
+
+    source: str
+    matrix: HostMatrix
+    first_row: int
+    num_rows: int
+
+
 class Parameters:
     """Allocates the tensors of a model on one device and lists the bindings that fill them."""
 
@@ -63,14 +75,18 @@ class Parameters:
         dtype: torch.dtype,
         packing: Mapping[str, MatrixLayout] | None = None,
         group: ParallelGroup = SINGLE_RANK,
+        host: HostTeam | None = None,
     ) -> None:
         """`packing`: in which layouts tensors of the checkpoint are kept quantised, by name; others are dense.
-        `group`: the ranks that the model is divided among. The layers get the sizes of this rank's share."""
+        `group`: the ranks that the model is divided among. The layers get the sizes of this rank's share.
+        `host`: what computes experts in host memory; None: there are none."""
+        self.host = host
         self.device = device
         self.group = group
         self.dtype = dtype
         self.bindings: list[Binding] = []
         self.packed_bindings: list[PackedBinding] = []
+        self.hosted_bindings: list[HostedBinding] = []
         self.num_bytes = 0
         self.packing = {} if packing is None else packing
 
@@ -131,6 +147,29 @@ class Parameters:
         self._bind_rows(matrix, sources.items())
         return matrix
 
+    def divided_matrix(
+        self, experts: Sequence[Mapping[str, int]], inputs: int, num_hosted: int
+    ) -> tuple[ExpertMatrix, HostMatrix]:
+        """The rows of each expert (name → rows), in order: the last ones in host memory, with a spare place. Dense, or
+        all in one layout."""
+        assert self.host is not None
+        layout, rows = self.packing.get(next(iter(experts[0]))), sum(experts[0].values())
+
+        def make(outputs: int, device: torch.device) -> ExpertMatrix:
+            if layout is None:
+                return DenseMatrix(torch.empty(outputs, inputs, dtype=self.dtype, device=device))
+            assert isinstance(layout, DeviceLayout)
+            return empty_device_matrix(layout, outputs, inputs, device)
+
+        num_held = len(experts) - num_hosted
+        held = make(num_held * rows, self.device)
+        hosted = HostMatrix(make, rows, num_hosted + 1, inputs, self.device, self.host.allocate)
+        self._bind_rows(held, [source for names in experts[:num_held] for source in names.items()])
+        sources = [source for names in experts[num_held:] for source in names.items()]
+        for (source, count), end in zip(sources, accumulate(count for _, count in sources), strict=True):
+            self.hosted_bindings.append(HostedBinding(source, hosted, end - count, count))
+        return held, hosted
+
     def _dense(self, sources: Mapping[str, int], inputs: int) -> DenseMatrix:
         weight = self.empty(sum(sources.values()), inputs)
         for source, part in zip(sources, weight.split(list(sources.values())), strict=True):
@@ -149,8 +188,18 @@ class Parameters:
             self.packed_bindings.append(PackedBinding(source, matrix, first_row, rows))
             first_row += rows
 
+    @property
+    def row_bindings(self) -> list[PackedBinding | HostedBinding]:
+        """The tensors that fill rows of matrices, on the device and in host memory."""
+        return [*self.packed_bindings, *self.hosted_bindings]
+
+    def host_storages(self) -> list[torch.UntypedStorage]:
+        """The memory of experts in host memory."""
+        hosted = {id(each.matrix): each.matrix for each in self.hosted_bindings}.values()
+        return [tensor.untyped_storage() for matrix in hosted for tensor in matrix.tensors if tensor.numel()]
+
     def storages(self) -> list[torch.UntypedStorage]:
-        """The memory of all parameters. Memory that several tensors share is listed once."""
+        """The memory of all parameters on the device. Memory that several tensors share is listed once."""
         destinations = [part.destination for binding in self.bindings for part in (binding, *binding.parts)]
         destinations += [tensor for binding in self.packed_bindings for tensor in binding.matrix.tensors]
         return list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in destinations}.values())

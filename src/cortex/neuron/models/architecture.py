@@ -10,7 +10,7 @@ import copy
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -168,6 +168,12 @@ class Architecture(ABC):
         part.stage = stage
         part.layers = self.layers[stage.start : stage.stop]
         part.head = self.head if part.has_ends else None
+        return part
+
+    def hosting(self, experts_on_device: Sequence[int]) -> Architecture:
+        """The same model with fewer routed experts of each layer on the device; the others lie in host memory."""
+        part = copy.copy(self)
+        part.layers = tuple(layer.hosting(count) for layer, count in zip(self.layers, experts_on_device, strict=True))
         return part
 
     def with_head(self, names: Container[str] | None) -> Architecture:

@@ -224,6 +224,15 @@ class LayerConfig:
         experts = None if self.experts is None else sharded_experts(self.experts, shard)
         return replace(self, mixer=mixer, feed_forward=block, experts=experts)
 
+    def hosting(self, experts_on_device: int) -> LayerConfig:
+        """The layer with so many of its routed experts on the device."""
+        if isinstance(self.feed_forward, MoEConfig):
+            hosted = len(self.feed_forward.held) - experts_on_device
+            return replace(self, feed_forward=replace(self.feed_forward, hosted=hosted))
+        if self.experts is None:
+            return self
+        return replace(self, experts=replace(self.experts, hosted=len(self.experts.held) - experts_on_device))
+
     @property
     def is_parallel(self) -> bool:
         return self.feed_forward is not None and not self.feed_forward_norms.names

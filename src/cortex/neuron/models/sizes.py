@@ -310,6 +310,10 @@ def _moe_bytes(config: MoEConfig, storage: WeightStorage, prefix: str) -> int:
     if config.latent:
         extra += storage.linear_bytes(config.hidden, {f"{prefix}.fc1_latent_proj": config.latent})
         extra += storage.linear_bytes(config.latent, {f"{prefix}.fc2_latent_proj": config.hidden})
+    if config.hosted:
+        held = (len(config.held) - config.hosted) * expert_bytes(config, storage, prefix)
+        router = storage.matrix_bytes(config.router_rows, config.hidden)
+        return held + extra + router + _shared_bytes(config, storage, prefix)
     packed = _packed_expert_bytes(config, storage, prefix)
     if packed is not None:
         packed += extra

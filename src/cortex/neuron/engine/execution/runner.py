@@ -203,6 +203,8 @@ class Runner:
     def _run(self, plan: StepPlan, draws: Sequence[Draw], mask: NewMask | None) -> Launched:
         """Starts a step whose requests have their rows."""
         with torch.inference_mode():
+            if self.model.parameters.host is not None:
+                self.model.parameters.host.exchange()
             self._tables.extend(plan.new_pages)
             self._memory.copy_pages(plan.page_copies)
             if self._states is not None:

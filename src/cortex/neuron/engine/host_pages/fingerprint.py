@@ -51,6 +51,7 @@ def _weights(model: Decoder) -> list[torch.UntypedStorage]:
     whose length follows from the context."""
     tables = {storage.data_ptr() for storage in model.ropes.storages()}
     weights = [storage for storage in model.storages() if storage.data_ptr() not in tables]
+    weights += model.parameters.host_storages()
     tower = model.tower
     if tower is not None and tower.parameters.device != model.parameters.device:
         weights += tower.parameters.storages()

@@ -28,7 +28,7 @@ def fill_from(
     ]
     packed = [
         PackedPlacement(binding.source, binding.matrix, binding.first_row, binding.num_rows)
-        for binding in parameters.packed_bindings
+        for binding in parameters.row_bindings
     ]
     load_into(
         checkpoint,

@@ -18,6 +18,8 @@ from cortex.neuron.engine.loading.filling import Progress, fill_from
 from cortex.neuron.engine.loading.kernel_pass import KernelPass, PassedModel, kernel_pass
 from cortex.neuron.engine.memory.device import compute_dtype, device_memory
 from cortex.neuron.engine.memory.dtypes import dtype_name
+from cortex.neuron.engine.memory.host import read_host_memory
+from cortex.neuron.engine.memory.host_weights import HostBuffers
 from cortex.neuron.engine.memory.plan import (
     MIN_PAGES,
     PAGE_TOKENS,
@@ -35,6 +37,7 @@ from cortex.neuron.families.registry import family_of
 from cortex.neuron.kernels.cpu.native import multiplies_codes
 from cortex.neuron.kernels.device_facts import facts_of
 from cortex.neuron.kernels.layouts import MatrixLayout
+from cortex.neuron.kernels.moe.host_team import HostTeam
 from cortex.neuron.kernels.quantised.recipes import RECIPES, recipe_of
 from cortex.neuron.layers.parallel import SINGLE_RANK, ParallelGroup
 from cortex.neuron.layers.parameters import Parameters
@@ -42,6 +45,7 @@ from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.config import UnsupportedModel
 from cortex.neuron.models.decoder import Decoder
 from cortex.neuron.models.draft_model import DraftModel
+from cortex.neuron.models.host_division import Division, LayerWeights, buffer_experts, divide_model, movable_layers
 from cortex.neuron.models.packing import MatrixDevice, choose_layouts, draft_output, with_draft_output
 from cortex.neuron.models.pooling.model import PooledModel
 from cortex.neuron.models.proposer import Proposer
@@ -59,6 +63,8 @@ from cortex.neuron.weights.errors import Cancelled, CheckpointError, Unsupported
 from cortex.neuron.weights.sharded import ShardedCheckpoint
 from cortex.neuron.weights.stored import TensorInfo
 
+HOSTING_CONTEXT_TOKENS = 16_384
+"""Weights move to host memory until there is room for a context of this many tokens."""
 DETERMINISTIC_NOTE = "deterministic: the tokens of a request are independent of the batch, at lower speed"
 
 
@@ -76,6 +82,10 @@ class LoadedModel:
     draft: DraftModel | None = None
     graph_tokens: int = 0
     """Steps of prompts up to this many tokens are captured as graphs."""
+    host: HostBuffers | None = None
+    """The host memory of weights that the device has no room for; None: there are none."""
+    team: HostTeam | None = None
+    """What computes those."""
     kernels: KernelPass | None = None
     """What compiles its kernels; None: nothing does before they are used."""
 
@@ -267,18 +277,32 @@ def build_model(
     most = max_graph_tokens(facts_of(device).total_bytes) if may_capture else 0
     rows, kind, wanted = spec.max_num_seqs, device.type, spec.wanted_tokens
     plan = plan_with_graphs(sizes, have_bytes, own_bytes, most, max_rows=rows, device_kind=kind, wanted_tokens=wanted)
+    allowed_bytes = have_bytes if own_bytes is None else min(have_bytes, own_bytes)
+    passed_architecture, division = architecture, None
+    if spec.host_weight_bytes and not (plan.fits and plan.context_tokens >= least_context(sizes, spec)):
+        _check_hosting(spec, config, architecture)
+        division = _divided(architecture, storage, sizes, spec, allowed_bytes)
+        architecture = architecture.hosting(division.experts_on_device)
+        weights = division.device_bytes + sizes.weight_bytes - weight_bytes(passed_architecture, storage)
+        sizes = replace(sizes, weight_bytes=weights)
+        plan = plan_with_graphs(sizes, have_bytes, own_bytes, 0, max_rows=rows, device_kind=kind, wanted_tokens=wanted)
     if not plan.fits:
-        allowed_bytes = have_bytes if own_bytes is None else min(have_bytes, own_bytes)
         raise _no_room(sizes, limit_bytes, device, allowed_bytes - plan.slots.num_bytes)
     if group is not None:
         plan = _agreed(plan, sizes, group, is_recurrent=architecture.is_recurrent)
     sequences = (plan.slots.rows, plan.context_tokens, spec.deterministic, spec.speculation != "off")
-    passed = PassedModel(architecture, packing, dtype, kv_dtype, within_layers.shard, *sequences)
+    passed = PassedModel(passed_architecture, packing, dtype, kv_dtype, within_layers.shard, *sequences)
     compiling = kernel_pass(passed, device)
     with contextlib.ExitStack() as failing:
         if compiling is not None:
             failing.callback(compiling.close)
-        parameters = Parameters(device, dtype, packing, within_layers)
+        host: HostBuffers | None = None
+        team: HostTeam | None = None
+        if division is not None:
+            host = HostBuffers(pinned=device.type == "cuda")
+            failing.callback(host.release)
+            team = _team(device, dtype, host, movable_layers(passed_architecture, storage))
+        parameters = Parameters(device, dtype, packing, within_layers, team)
         model: Decoder | PooledModel
         if network is not None:
             model = TransformersModel(network, architecture, parameters, plan.context_tokens, tensors or {})
@@ -289,6 +313,8 @@ def build_model(
             else:
                 model = Decoder(architecture, parameters, num_positions, step_tokens(spec, plan.slots.rows, device))
         fill(parameters)
+        if team is not None:
+            team.prepare()
         num_bytes = parameters.num_bytes
         if isinstance(model, Decoder) and architecture.held_tower is not None:
             pictures = pictures or read_picture_spec(family_of(config).pictures, config, {})
@@ -318,12 +344,73 @@ def build_model(
             context_tokens=plan.context_tokens,
             weight_bytes=num_bytes + draft_bytes + table_bytes,
             memory=memory,
-            notes=(*architecture.notes, *plan.notes, *((DETERMINISTIC_NOTE,) if spec.deterministic else ())),
+            notes=(
+                *architecture.notes,
+                *_host_notes(division),
+                *plan.notes,
+                *((DETERMINISTIC_NOTE,) if spec.deterministic else ()),
+            ),
             proposal_cost=draft_bytes / max(1, parameters.num_bytes) or _proposal_cost(architecture, storage),
             draft=drafting,
             graph_tokens=plan.graph_tokens,
             kernels=compiling,
+            host=host,
+            team=team,
         )
+
+
+def least_context(sizes: ModelSizes, spec: LoadSpec) -> int:
+    """The context that weights make room for, where some of them may lie in host memory."""
+    return min(sizes.context_tokens, max(spec.wanted_tokens, HOSTING_CONTEXT_TOKENS))
+
+
+def _check_hosting(spec: LoadSpec, config: Mapping[str, Any], architecture: Architecture) -> None:
+    """Raises UnsupportedModel for what does not go together with weights in host memory."""
+    reason = None
+    if spec.rank is not None:
+        reason = "a model that is divided among devices"
+    elif spec.deterministic:
+        reason = "deterministic = true"
+    elif ADAPTER_KEY in config:
+        reason = "an adapter"
+    elif architecture.pooling is not None or architecture.backend != "native":
+        reason = "models that pool texts or have no native family"
+    if reason is not None:
+        raise UnsupportedModel(f"the model does not fit, and weights in host memory do not go together with {reason}")
+
+
+def _divided(
+    architecture: Architecture, storage: WeightStorage, sizes: ModelSizes, spec: LoadSpec, allowed_bytes: int
+) -> Division:
+    """Raises LoadError."""
+    other_bytes = sizes.weight_bytes - weight_bytes(architecture, storage) + sizes.table_bytes
+    tokens = least_context(sizes, spec)
+    sequence_bytes = (-(-tokens // PAGE_TOKENS) + MIN_PAGES) * sizes.page_bytes + 16 * sizes.slot_bytes
+    room_bytes = allowed_bytes - other_bytes - min(sequence_bytes, allowed_bytes // 4)
+    division = divide_model(architecture, storage, room_bytes, spec.host_weight_bytes)
+    if isinstance(division, str):
+        raise LoadError(f"the model does not fit the device: {division}")
+    free_bytes = read_host_memory().free_bytes
+    if division.host_bytes > free_bytes:
+        raise NoRoomError(f"the weights take {gib(division.host_bytes)} of host memory, but {gib(free_bytes)} are free")
+    return division
+
+
+def _team(device: torch.device, dtype: torch.dtype, host: HostBuffers, layers: Sequence[LayerWeights]) -> HostTeam:
+    """Raises UnsupportedError."""
+    try:
+        team = HostTeam(device, dtype, host.allocate, buffer_experts(layers))
+    except NotImplementedError as error:
+        raise UnsupportedError(f"the CPU computes weights in host memory, and {error}") from error
+    host.on_release = team.close
+    return team
+
+
+def _host_notes(division: Division | None) -> tuple[str, ...]:
+    if division is None:
+        return ()
+    moved = len(division.host_layers)
+    return (f"{gib(division.host_bytes)} of weights in host memory: routed experts of {moved} layers",)
 
 
 def step_tokens(spec: LoadSpec, rows: int, device: torch.device) -> int:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from cortex.formats.units import gib
-from cortex.neuron.engine.errors import DamagedError, SleepError
+from cortex.neuron.engine.errors import DamagedError, NoRoomError, SleepError
 from cortex.neuron.engine.memory.device import device_memory
 
 _ALIGNMENT_BYTES = 512
@@ -119,6 +119,41 @@ class HostBuffer:
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
             self._is_locked = False
         self.bytes = torch.empty(0, dtype=torch.uint8)  # the mapping ends with the last tensor on it
+
+
+class HostBuffers:
+    """The host memory of weights that the device has no room for. Each piece is page-locked where a GPU copies it."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._buffers: list[HostBuffer] = []
+        self.num_bytes = 0
+        self.on_release: Callable[[], object] | None = None
+        """Called before the memory is freed: ends the threads that use it."""
+
+    @property
+    def locked_bytes(self) -> int:
+        return self.num_bytes if self._pinned else 0
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """[bytes] uint8. Raises NoRoomError."""
+        try:
+            buffer = HostBuffer(num_bytes, pinned=self._pinned)
+        except SleepError as error:
+            raise NoRoomError(str(error)) from error
+        self._buffers.append(buffer)
+        self.num_bytes += num_bytes
+        return buffer.bytes
+
+    def release(self) -> None:
+        """Frees the memory. Nothing may use it any more."""
+        if self._pinned and self._buffers:
+            torch.cuda.synchronize()
+        if self.on_release is not None:
+            self.on_release()
+        for buffer in self._buffers:
+            buffer.release()
+        self._buffers.clear()
 
 
 def _flat(storage: torch.UntypedStorage) -> Tensor:

@@ -50,6 +50,11 @@ class Experts:
     aligned_router: Tensor | None = None
     """The router and rows after it that do not count, a multiple of eight in all; None: there are none"""
 
+    slot_of: Tensor | None = None
+    """[routed] int32: where the matrices have each routed expert, below 0: nowhere; None: a run from `first` on"""
+    expert_on: Tensor | None = None
+    """[held] int64: the expert of each of those places"""
+
     @property
     def num_experts(self) -> int:
         return self.num_routed + self.num_shared

@@ -12,7 +12,7 @@ from cortex.neuron.kernels.activations import activate_reference, relu_squared_,
 from cortex.neuron.kernels.jit import has_kernels
 from cortex.neuron.kernels.matrix import ExpertMatrix, Prologue
 from cortex.neuron.kernels.moe.experts import Experts
-from cortex.neuron.kernels.moe.pairs import PairLists
+from cortex.neuron.kernels.moe.pairs import ExpertChoice, PairLists
 from cortex.neuron.kernels.moe.routing import (
     choose_rows,
     choose_rows_reference,
@@ -35,14 +35,16 @@ def mixture(
     experts: Experts,
     residual: Tensor | None = None,
     inputs: Tensor | None = None,
+    held: ExpertChoice | None = None,
 ) -> Tensor:
     """hidden: [tokens, hidden] → residual + Σ weight · expert(norm(hidden)) over those of each token's experts that are
     held. `residual` is by default `hidden` itself. `inputs`: what the experts take in place of norm(hidden), [tokens,
-    width]; then a residual of that width is needed."""
+    width]; then a residual of that width is needed. `held`: the choice by the ids of the held experts,
+    where it is known."""
     if not has_kernels(hidden):
-        return mixture_reference(hidden, norm_weight, eps, experts, residual, inputs)
+        return mixture_reference(hidden, norm_weight, eps, experts, residual, inputs, held)
     if inputs is None and takes_single_pairs(len(hidden), experts.top_k, experts.num_routed, experts.gate_up.max_reads):
-        return mixture_of_rows(hidden, norm_weight, eps, experts, residual)
+        return mixture_of_rows(hidden, norm_weight, eps, experts, residual, held)
     return mixture_grouped(hidden, norm_weight, eps, experts, residual, inputs)
 
 
@@ -54,11 +56,16 @@ def takes_single_pairs(rows: int, top_k: int, num_experts: int, max_reads: float
 
 
 def mixture_of_rows(
-    hidden: Tensor, norm_weight: Tensor, eps: float, experts: Experts, residual: Tensor | None = None
+    hidden: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    experts: Experts,
+    residual: Tensor | None = None,
+    held: ExpertChoice | None = None,
 ) -> Tensor:
     """Each pair on its own, in three or four launches."""
     residual = hidden if residual is None else residual
-    choice = held_choice(choose_rows(hidden, norm_weight, eps, experts), experts)
+    choice = held or held_choice(choose_rows(hidden, norm_weight, eps, experts), experts)
     inner = torch.empty(len(hidden) * experts.slots, experts.inner, dtype=hidden.dtype, device=hidden.device)
     activation, norm = experts.activation if experts.gated else None, Prologue(norm_weight, eps)
     experts.gate_up.expand_rows(hidden, choice, norm, activation, inner, experts.gate_up_bias)
@@ -89,11 +96,11 @@ def mixture_grouped(
     if not experts.gated or not experts.gate_up.gated_pairs(
         experts.down, x, lists, parts, slots=experts.slots, activation=experts.activation, biases=biases
     ):
-        _expand_and_contract(x, experts, lists, parts, load)
+        expand_and_contract(x, experts, lists, parts, load)
     return combine(parts, hidden if residual is None else residual)
 
 
-def _expand_and_contract(x: Tensor, experts: Experts, lists: PairLists, parts: Tensor, load: int) -> None:
+def expand_and_contract(x: Tensor, experts: Experts, lists: PairLists, parts: Tensor, load: int) -> None:
     """parts[pair] = weight · expert(x), in two products."""
     inner = torch.empty(len(parts), experts.inner, dtype=x.dtype, device=x.device)
     experts.gate_up.grouped(
@@ -117,10 +124,11 @@ def mixture_reference(
     experts: Experts,
     residual: Tensor | None = None,
     inputs: Tensor | None = None,
+    held: ExpertChoice | None = None,
 ) -> Tensor:
     """Sorts pairs by expert, so that each expert runs once on contiguous memory."""
     x = rms_norm_reference(hidden, norm_weight, eps)
-    choice = held_choice(choose_rows_reference(hidden, norm_weight, eps, experts), experts)
+    choice = held or held_choice(choose_rows_reference(hidden, norm_weight, eps, experts), experts)
     by_expert, order = choice.experts.flatten().sort(stable=True)
     x = x if inputs is None else inputs
     gathered = x.index_select(0, order // experts.slots)  # [pairs, hidden]

@@ -143,6 +143,9 @@ def list_pairs_reference(logits: Tensor, experts: Experts) -> PairLists:
 def held_choice(choice: ExpertChoice, experts: Experts) -> ExpertChoice:
     """The choice by the ids of the held experts. An expert that is not held becomes the first one, with weight 0:
     its GEMV is computed and not used, because leaving it out of a small batch would take longer."""
+    if experts.slot_of is not None:
+        slot = experts.slot_of[choice.experts.long()]
+        return ExpertChoice(slot.clamp(min=0), choice.weights.where(slot >= 0, 0.0))
     if experts.num_held == experts.num_routed:
         return choice
     is_shared = choice.experts >= experts.num_routed
@@ -154,6 +157,8 @@ def held_choice(choice: ExpertChoice, experts: Experts) -> ExpertChoice:
 
 def held_lists(lists: PairLists, experts: Experts) -> PairLists:
     """The lists of the held experts."""
+    if experts.expert_on is not None:
+        return PairLists(lists.weights, lists.counts[experts.expert_on], lists.members[experts.expert_on])
     if experts.num_held == experts.num_routed:
         return lists
     parts = (slice(experts.first, experts.first + experts.num_held), slice(experts.num_routed, experts.num_experts))

@@ -23,7 +23,7 @@ from cortex.system.cache_folder import cache_folder
 
 log = logging.getLogger(__name__)
 
-_NAMES = ("values.h", "operations.h", "tiles.h", "products.c", "lookups.c", "attention.c", "steps.c")
+_NAMES = ("values.h", "operations.h", "tiles.h", "products.c", "lookups.c", "attention.c", "experts.c", "steps.c")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _COMPILE_TIMEOUT_S = 300
 _LOCK_TIMEOUT_S = _COMPILE_TIMEOUT_S + 30
@@ -58,6 +58,12 @@ class _Threads(ctypes.Structure):
 class NativeLibrary:
     def __init__(self, library: ctypes.CDLL, threads: _Threads | None) -> None:
         """`threads`: how functions run on torch's own threads; None: they run on one thread."""
+        self.library = library
+        library.host_pool_start.restype = ctypes.c_void_p
+        library.host_pool_start.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
+        library.host_pool_stop.argtypes = [ctypes.c_void_p]
+        library.experts_room.restype = ctypes.c_int64
+        library.experts_room.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         self._run = library.run
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint]
         self._threads = threads

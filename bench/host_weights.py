@@ -1,0 +1,192 @@
+"""A mixture with experts in host memory: speed, against the bytes that the CPU must read, and tokens, against the same
+model on the device.
+
+    python bench/host_weights.py --model gpt-oss-120b --quant mxfp4 --memory-mb 24000
+    python bench/host_weights.py --model qwen3-30b-a3b --memory-mb 24000
+    python bench/host_weights.py --model tiny-mixture --memory-mb 12 --device cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.loading.loading import LoadedModel, build_model
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.layers.parameters import Binding, Parameters
+from engine import packing, random_four_bits
+from shapes import SHAPES
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def fill_by_name(quant: str | None, device: torch.device, parameters: Parameters) -> None:
+    """The same weights wherever they lie."""
+
+    def seed(name: str) -> None:
+        torch.manual_seed(zlib.crc32(name.encode()))
+
+    def put(binding: Binding) -> None:
+        for part in binding.parts:
+            put(part)
+        if not binding.parts:
+            seed(binding.source)
+            view = binding.destination
+            view.normal_(1.0, 0.1) if view.dim() == 1 else view.normal_(0.0, view.shape[-1] ** -0.5)
+
+    for binding in parameters.bindings:
+        put(binding)
+    for packed in parameters.row_bindings:
+        seed(packed.source)
+        rows, inputs = packed.num_rows, packed.matrix.inputs
+        if quant == "mxfp4":
+            packed.matrix.put_codes(packed.first_row, *random_four_bits(rows, inputs, device))
+        else:
+            packed.matrix.put_values(packed.first_row, torch.randn(rows, inputs, device=device) * inputs**-0.5)
+
+
+class Run:
+    def __init__(self, loaded: LoadedModel, spec: LoadSpec, device: torch.device) -> None:
+        self.engine = Engine(loaded, spec)
+        self.device = device
+        self._next = 0
+
+    def warm(self) -> None:
+        if self.device.type == "cuda":
+            self.engine.compiled(lambda *_: None, lambda: False)
+        self.engine.warm_up()
+
+    def tokens(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        found: dict[str, list[int]] = {}
+        for prompt in prompts:
+            self._next += 1
+            found[str(self._next)] = []
+            self.engine.submit(EngineRequest(str(self._next), list(prompt), count, GREEDY))
+        while self.engine.has_work:
+            for output in self.engine.step():
+                found[output.request_id] += output.tokens
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return list(found.values())
+
+    def seconds(self, prompts: Sequence[Sequence[int]], count: int) -> float:
+        start = time.perf_counter()
+        self.tokens(prompts, count)
+        return time.perf_counter() - start
+
+
+def random_prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab, (count, length), generator=generator).tolist()
+
+
+def host_bandwidth() -> float:
+    values = torch.ones(1 << 28)
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        values.sum()
+        best = min(best, time.perf_counter() - start)
+    return values.nbytes / best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt-oss-120b", choices=SHAPES)
+    parser.add_argument("--quant", help="as bench/engine.py has it")
+    parser.add_argument("--memory-mb", type=int, default=24_000)
+    parser.add_argument("--host-mb", type=int, default=100_000)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--no-resident", action="store_true", help="the whole model does not fit, or takes too long")
+    parser.add_argument("--prompts", default="2048,8192")
+    arguments = parser.parse_args()
+    device, config = torch.device(arguments.device), SHAPES[arguments.model]
+    vocab = config["vocab_size"]
+    short = random_prompts(2, 24, vocab, 1)
+    layouts = packing(arguments.quant)
+    base = LoadSpec("", max_num_seqs=8, speculation="off", context_tokens=10_240)
+
+    def loaded(spec: LoadSpec) -> LoadedModel:
+        start = time.perf_counter()
+        model = build_model(
+            config, spec, device, lambda parameters: fill_by_name(arguments.quant, device, parameters), layouts
+        )
+        print(
+            f"  loaded in {time.perf_counter() - start:.1f} s: {model.weight_bytes / 1e9:.1f} GB on the device",
+            flush=True,
+        )
+        return model
+
+    expected = None
+    if not arguments.no_resident:
+        print("on the device", flush=True)
+        whole = Run(loaded(base), base, device)
+        whole.warm()
+        expected = [whole.tokens([prompt], 16)[0] for prompt in short]
+        decoded = whole.seconds(short[:1], 65) - whole.seconds(short[:1], 1)
+        print(f"  decode 1 stream {64 / decoded:.1f} tok/s", flush=True)
+        whole.engine.close()
+        del whole
+
+    print(f"with {arguments.memory_mb} MB", flush=True)
+    spec = LoadSpec(
+        "", max_num_seqs=8, speculation="off", context_tokens=10_240, memory_bytes=arguments.memory_mb << 20,
+        host_weight_bytes=arguments.host_mb << 20,
+    )  # fmt: skip
+    model = loaded(spec)
+    team = model.team
+    if team is None or model.host is None or team.rates is None:
+        raise SystemExit("the model fits: nothing is in host memory; choose a smaller --memory-mb")
+    rates = team.rates
+    print(
+        f"  {model.host.num_bytes / 1e9:.1f} GB in host memory; CPU {rates.host / 1e9:.1f} GB/s, "
+        f"bus {rates.bus / 1e9:.1f} GB/s, {rates.row_s * 1e6:.0f} µs per pair, notes {model.notes}",
+        flush=True,
+    )
+    run = Run(model, spec, device)
+    start = time.perf_counter()
+    run.warm()
+    print(f"  warm in {time.perf_counter() - start:.1f} s", flush=True)
+    if expected is not None:
+        found = [run.tokens([prompt], 16)[0] for prompt in short]
+        same = [
+            next((at for at, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x))
+            for x, y in zip(expected, found, strict=True)
+        ]
+        print(f"  greedy tokens equal up to {same} of 16", flush=True)
+    while run.engine.prepare():
+        pass
+    bandwidth = host_bandwidth()
+    for streams in (1, 8):
+        prompts = random_prompts(streams, 24, vocab, 2)
+        run.seconds(prompts, 8)
+        first_s = run.seconds(prompts, 1)
+        team.forget_counts()
+        step_s = (run.seconds(prompts, 65) - first_s) / 64
+        read = team.host_read_bytes() / 65
+        floor_s = read / bandwidth
+        print(
+            f"  decode {streams} streams: {streams / step_s:.1f} tok/s, {step_s * 1e3:.2f} ms per step; "
+            f"host experts {read / 1e9:.3f} GB per step (each pair counts), floor {floor_s * 1e3:.2f} ms "
+            f"at {bandwidth / 1e9:.0f} GB/s: {floor_s / step_s:.2f} of it; {team.num_exchanges} exchanges so far",
+            flush=True,
+        )
+    for length in map(int, arguments.prompts.split(",")):
+        run.seconds(random_prompts(1, length, vocab, 3), 1)
+        seconds = run.seconds(random_prompts(1, length, vocab, 4), 1)
+        carried = sum(layer.num_places * layer.expert_bytes for layer in team.layers)
+        print(
+            f"  prompt {length}: {length / seconds:.0f} tok/s, {seconds * 1e3:.0f} ms; "
+            f"bus floor {carried / rates.bus * 1e3:.0f} ms",
+            flush=True,
+        )
+    run.engine.close()
+
+
+if __name__ == "__main__":
+    main()

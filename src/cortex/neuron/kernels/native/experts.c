@@ -1,0 +1,650 @@
+// The experts of a mixture that lie in host memory, in the layouts of a GPU (quantised/layout.py, float8/layout.py) or dense.
+//
+// A chunk of a packed row is 128 columns in sixteen units of eight. Each unit is one lane of 32 bits: inputs are arranged as the
+// codes lie, so that codes are multiplied as they are loaded. The four groups of 32 columns of a chunk are the lanes modulo 4.
+// Threads are our own: the CUDA driver calls `host_experts` from one of its threads.
+
+#define _GNU_SOURCE
+#include "operations.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum { CHUNK = 128, UNITS = 16, VECTOR = 64, PARTS = VECTOR / WIDTH, MOST_ROWS = 4, BLOCK = 16, LARGEST = 127 * 256 };
+enum { PACKED, BFLOAT16, FLOAT32, FLOAT8 };
+enum { POOL_SPINS = 20000 };  // some hundred microseconds to a millisecond: a decode step has pauses of that length
+
+typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
+typedef uint16_t Shorts __attribute__((vector_size(WIDTH / 2)));
+typedef uint8_t Quarters __attribute__((vector_size(WIDTH / 4)));
+typedef uint32_t Words __attribute__((vector_size(WIDTH)));
+
+// A matrix of equally many rows of each place, one place below the other. `zero` < 0: groups have minimums.
+typedef struct {
+    const uint8_t *low, *high, *scales, *table;
+    int64_t rows, columns;
+    int32_t form, low_bits, high_bits, group, zero, block;
+} Store;
+
+typedef struct Pool Pool;
+
+// The experts of one layer. `place_of`: by expert, below 0: on the device. Biases are by expert. `counts`: how often each
+// expert was chosen.
+typedef struct {
+    Store gate_up, down;
+    const void *gate_up_bias, *down_bias;
+    const int32_t *place_of;
+    int64_t *counts;
+    int64_t width, inner, experts, slots;
+    int32_t is_half, activation, is_gated, is_counted;
+} Layer;
+
+// out = the sum of weight · expert(x) over the experts of each row that have a place. `room`: see `experts_room`.
+typedef struct {
+    Layer *layer;
+    Pool *pool;
+    const void *x;
+    const int32_t *chosen;
+    const float *weights;
+    void *out;
+    uint8_t *room;
+    int64_t rows;
+} Call;
+
+typedef struct {
+    int64_t row, number;  // of the token, and of the pair in order of experts
+    int32_t place, expert;
+    float weight;
+} Pair;
+
+typedef struct {
+    int64_t first, count;
+    int32_t place, expert;
+} Used;
+
+typedef struct {
+    const Call *call;
+    Pair *pairs;
+    Used *used;
+    int64_t num_pairs, num_used;
+    float *inner;      // [pairs, inner]
+    uint8_t *x, *mid;  // arranged inputs of rows, and of pairs
+} Work;
+
+struct Pool {
+    Team team;
+    Work work;
+    int64_t threads;
+    _Alignas(64) int32_t generation, sleepers, stops;
+    pthread_t *workers;
+    Member *members;
+};
+
+INLINE int64_t chunks_of(const Store *s) { return (s->columns + CHUNK - 1) / CHUNK; }
+INLINE int halves_of(const Store *s) { return s->group == 16 ? 2 : 1; }
+INLINE int orders_of(const Store *s) { return s->low_bits != 8 && s->high_bits ? 2 : 1; }
+
+// Arranged inputs of a chunk: shifts of 2 halves, the scale, then bytes [order, half, plane, vector, 64].
+enum { HEAD_FLOATS = 2 * UNITS + UNITS };
+INLINE int64_t chunk_bytes(const Store *s) { return HEAD_FLOATS * 4 + orders_of(s) * halves_of(s) * 4 * VECTOR; }
+INLINE int64_t input_bytes(const Store *s) {
+    return s->form == PACKED ? chunks_of(s) * chunk_bytes(s) : (chunks_of(s) * CHUNK) * 4;
+}
+
+// The slot of a unit that a byte of a lane has, in the order of a plane of `bits` bits.
+INLINE int slot_of(int bits, int is_book, int vector, int byte) {
+    static const int8_t spread[2][4] = {{0, 4, 1, 5}, {2, 6, 3, 7}};
+    if (bits == 1) return 4 * vector + byte;
+    if (bits == 2 || is_book) return spread[vector][byte];
+    return 2 * byte + vector;
+}
+
+INLINE int column_of(int unit, int slot) {
+    return 32 * (unit % 4) + 16 * (slot / 2 % 2) + 8 * (slot % 2) + 2 * (unit / 4) + slot / 4;
+}
+
+// values: 128 columns, 0 after the last
+static void arrange(const Store *s, const float *values, uint8_t *out) {
+    float largest = 0, doubt = 0, *shifts = (float *)out, *scales = shifts + 2 * UNITS;
+    for (int i = 0; i < CHUNK; i++) {
+        const float size = values[i] < 0 ? -values[i] : values[i];
+        largest = size > largest ? size : largest;
+        doubt += values[i] * 0;  // NaN, if one is not finite
+    }
+    const float factor = largest > 1e-30f ? LARGEST / largest : 0, scale = largest / LARGEST + doubt;
+    int8_t high[CHUNK], low[CHUNK];
+    float sums[8] = {0};
+    for (int i = 0; i < CHUNK; i++) {
+        const int32_t number = (int32_t)__builtin_rintf(values[i] * factor);
+        const int32_t above = (number + 128) >> 8;
+        high[i] = (int8_t)above;
+        low[i] = (int8_t)(number - (above << 8));
+        sums[i / 16] += (float)number;
+    }
+    const float of_sum = s->zero < 0 ? scale : -scale * (float)s->zero;
+    const int halves = halves_of(s);
+    for (int unit = 0; unit < UNITS; unit++) {
+        scales[unit] = scale;
+        for (int half = 0; half < 2; half++) {
+            const float sum = halves == 2 ? sums[2 * (unit % 4) + half] : sums[2 * (unit % 4)] + sums[2 * (unit % 4) + 1];
+            shifts[half * UNITS + unit] = unit < 4 ? sum * of_sum : 0;
+        }
+    }
+    int8_t *bytes = (int8_t *)(out + HEAD_FLOATS * 4);
+    for (int order = 0; order < orders_of(s); order++) {
+        const int bits = order ? s->high_bits : s->low_bits;
+        for (int half = 0; half < halves; half++)
+            for (int vector = 0; vector < 2; vector++)
+                for (int unit = 0; unit < UNITS; unit++)
+                    for (int byte = 0; byte < 4; byte++) {
+                        const int slot = slot_of(bits, s->table != 0, vector, byte), column = column_of(unit, slot);
+                        const int is_used = halves == 1 || slot / 2 % 2 == half;
+                        int8_t *to = bytes + ((order * halves + half) * 4 + vector) * VECTOR + 4 * unit + byte;
+                        to[0] = is_used ? high[column] : 0;
+                        to[2 * VECTOR] = is_used ? low[column] : 0;
+                    }
+    }
+}
+
+INLINE Bytes load(const void *from) {
+    Bytes bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    return bytes;
+}
+
+// Adds the products of four codes and four inputs to each lane. `wide`: codes may have more than seven bits.
+INLINE Ints dot_lanes(Ints sums, Bytes codes, const int8_t *inputs, int wide) {
+    (void)wide;
+#if WIDTH == 64
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, (__m512i)load(inputs));
+#elif WIDTH == 16
+    const int8x16_t x = (int8x16_t)load(inputs);
+    if (!wide) return vdotq_s32(sums, (int8x16_t)codes, x);
+    sums = vdotq_s32(sums, (int8x16_t)(codes & 15), x);
+    return sums + (vdotq_s32((Ints){0}, (int8x16_t)(codes >> 4), x) << 4);
+#else
+    const __m256i x = (__m256i)load(inputs), one = _mm256_set1_epi16(1);
+    if (!wide) return sums + (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)codes, x), one);
+    sums += (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)(codes & 15), x), one);
+    return sums + (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)((codes >> 4) & 15), x), _mm256_set1_epi16(16));
+#endif
+}
+
+INLINE Bytes book_entries(const uint8_t *table, Bytes codes) {
+#if WIDTH == 16
+    return (Bytes)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)codes);
+#elif WIDTH == 64
+    return (Bytes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)), (__m512i)codes);
+#else
+    return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)), (__m256i)codes);
+#endif
+}
+
+typedef uint32_t Four __attribute__((vector_size(16)));
+
+// Four float32 numbers, by their bits, again and again in all lanes.
+INLINE Floats repeated_four(Four bits) {
+#if WIDTH == 16
+    return (Floats)bits;
+#elif WIDTH == 64
+    return (Floats)_mm512_broadcast_f32x4((__m128)bits);
+#else
+    return (Floats)_mm256_insertf128_ps(_mm256_castps128_ps256((__m128)bits), (__m128)bits, 1);
+#endif
+}
+
+// The scales of a chunk's four groups, or of the halves of all groups, and their minimums.
+INLINE void scales_of_chunk(const uint8_t *from, int group, int has_minimums, int is_book, Floats *scale, Floats *minimum) {
+    typedef uint16_t FourShorts __attribute__((vector_size(8)));
+    Four words, others;
+    if (is_book) {
+        FourShorts shorts;
+        memcpy(&shorts, from, sizeof shorts);
+        scale[0] = repeated_four(__builtin_convertvector(shorts, Four) << 16);
+        return;
+    }
+    memcpy(&words, from, sizeof words);
+    if (group == 16 && has_minimums) {  // of both halves of a group, one after the other
+        memcpy(&others, from + sizeof words, sizeof others);
+        const Four first = {words[0], words[2], others[0], others[2]}, second = {words[1], words[3], others[1], others[3]};
+        scale[0] = repeated_four(first << 16);
+        scale[1] = repeated_four(second << 16);
+        minimum[0] = repeated_four(first & 0xffff0000u);
+        minimum[1] = repeated_four(second & 0xffff0000u);
+        return;
+    }
+    scale[0] = repeated_four(words << 16);
+    (has_minimums ? minimum : scale + 1)[0] = repeated_four(words & 0xffff0000u);
+}
+
+// The codes of one vector of a plane. `part`: which lanes.
+INLINE Bytes plane_codes(const uint8_t *plane, int bits, int vector, int part) {
+    if (bits == 4) {
+        const Bytes bytes = load(plane + part * WIDTH);
+        return (vector ? bytes >> 4 : bytes) & 15;
+    }
+    if (bits == 2) {
+        Shorts shorts;
+        memcpy(&shorts, plane + part * WIDTH / 2, sizeof shorts);
+        const Words words = __builtin_convertvector(shorts, Words);
+        const Words spread = words | ((words << 14) & 0xffff0000u);
+        return (Bytes)(vector ? spread >> 4 : spread) & 3;
+    }
+    Quarters quarters;
+    memcpy(&quarters, plane + part * WIDTH / 4, sizeof quarters);
+    const Words words = __builtin_convertvector(quarters, Words) * 0x01010101u;
+    return (Bytes)((Bytes)(words & (vector ? 0x80402010u : 0x08040201u)) != 0) & 1;
+}
+
+// One packed row times `count` inputs. The last five are constants wherever it is called.
+INLINE void packed_row(const Store *s, int64_t row, const uint8_t *const *inputs, float *sums, int count, int low_bits,
+                       int high_bits, int group, int has_minimums, int is_book) {
+    const int64_t chunks = chunks_of(s);
+    const int halves = group == 16 ? 2 : 1, scale_words = group == 16 && has_minimums ? 2 : 1;
+    const int64_t low_bytes = low_bits == 8 ? 64 : 16 * low_bits, high_bytes = low_bits == 8 ? 64 : 16 * high_bits;
+    const int64_t scale_bytes = 4 * scale_words * (is_book ? 2 : 4);
+    const int64_t size = chunk_bytes(s);
+    const uint8_t *low = s->low + row * chunks * low_bytes, *high = s->high + row * chunks * high_bytes;
+    const uint8_t *scales = s->scales + row * chunks * scale_bytes;
+    const int wide = low_bits == 8 || is_book;
+    Floats totals[MOST_ROWS][PARTS] = {0};
+    for (int64_t c = 0; c < chunks; c++, low += low_bytes, high += high_bytes, scales += scale_bytes) {
+        __builtin_prefetch(low + 4096);
+        Floats scale[2], minimum[2];
+        scales_of_chunk(scales, group, has_minimums, is_book, scale, minimum);
+        Bytes codes[2][PARTS], others[2][PARTS];
+#pragma GCC unroll 2
+        for (int vector = 0; vector < 2; vector++)
+#pragma GCC unroll 4
+            for (int part = 0; part < PARTS; part++) {
+                if (low_bits == 8)
+                    codes[vector][part] = load((vector ? high : low) + part * WIDTH);
+                else
+                    codes[vector][part] = plane_codes(low, low_bits, vector, part);
+                if (is_book) codes[vector][part] = book_entries(s->table, codes[vector][part]);
+                if (high_bits && low_bits != 8) others[vector][part] = plane_codes(high, high_bits, vector, part);
+            }
+#pragma GCC unroll 4
+        for (int i = 0; i < count; i++) {
+            const uint8_t *input = inputs[i] + c * size;
+            const float *shifts = (const float *)input, *factors = shifts + 2 * UNITS;
+            const int8_t *bytes = (const int8_t *)(input + HEAD_FLOATS * 4);
+#pragma GCC unroll 2
+            for (int half = 0; half < halves; half++)
+#pragma GCC unroll 4
+                for (int part = 0; part < PARTS; part++) {
+                    Ints above = {0}, below = {0};
+#pragma GCC unroll 2
+                    for (int vector = 0; vector < 2; vector++) {
+                        const int8_t *from = bytes + (half * 4 + vector) * VECTOR + part * WIDTH;
+                        above = dot_lanes(above, codes[vector][part], from, wide);
+                        below = dot_lanes(below, codes[vector][part], from + 2 * VECTOR, wide);
+                    }
+                    if (high_bits && low_bits != 8) {
+                        Ints more = {0}, less = {0};
+#pragma GCC unroll 2
+                        for (int vector = 0; vector < 2; vector++) {
+                            const int8_t *from = bytes + ((halves + half) * 4 + vector) * VECTOR + part * WIDTH;
+                            more = dot_lanes(more, others[vector][part], from, 0);
+                            less = dot_lanes(less, others[vector][part], from + 2 * VECTOR, 0);
+                        }
+                        above += more << low_bits;
+                        below += less << low_bits;
+                    }
+                    const Floats whole = __builtin_convertvector((above << 8) + below, Floats);
+                    const Floats shift = floats_at(shifts + half * UNITS + part * LANES);
+                    const Floats factor = floats_at(factors + part * LANES), by = scale[half];
+                    if (has_minimums) {
+                        totals[i][part] = added(totals[i][part], by, whole * factor);
+                        totals[i][part] = added(totals[i][part], minimum[half], shift);
+                    } else {
+                        totals[i][part] = added(totals[i][part], by, added(shift, whole, factor));
+                    }
+                }
+        }
+    }
+    for (int i = 0; i < count; i++) {
+        Floats total = totals[i][0];
+        for (int part = 1; part < PARTS; part++) total += totals[i][part];
+        sums[i] = sum_of_lanes(total);
+    }
+}
+
+// Eight-bit floating-point numbers, 2⁻⁸ of their value: in half precision their exponent has one bit more.
+INLINE Floats float8_at(const uint8_t *from) {
+    Quarters codes;
+    memcpy(&codes, from, sizeof codes);
+    const Shorts wide = __builtin_convertvector(codes, Shorts);
+    const Shorts halves = (wide & 0x7f) << 7 | (wide & 0x80) << 8;
+#if WIDTH == 16
+    return (Floats)vcvt_f32_f16(vreinterpret_f16_u16((uint16x4_t)halves));
+#elif WIDTH == 64
+    return (Floats)_mm512_cvtph_ps((__m256i)halves);
+#else
+    return (Floats)_mm256_cvtph_ps((__m128i)halves);
+#endif
+}
+
+// One dense row, or one in eight-bit floats. inputs: float32, 0 after the last column up to a whole chunk
+INLINE void float_row(const Store *s, int64_t row, const uint8_t *const *inputs, float *sums, int count, int form) {
+    const int64_t columns = s->columns, item = form == FLOAT8 ? 1 : form == BFLOAT16 ? 2 : 4;
+    const uint8_t *from = s->low + row * columns * item;
+    Floats totals[MOST_ROWS] = {0};
+    float tails[MOST_ROWS] = {0};
+    const int64_t step = form == FLOAT8 && s->block ? s->block : columns, across = (columns + step - 1) / step;
+    for (int64_t first = 0, b = 0; first < columns; first += step, b++) {
+        const int64_t stop = first + step < columns ? first + step : columns;
+        Floats parts[MOST_ROWS] = {0};
+        int64_t i = first;
+        for (; i + LANES <= stop; i += LANES) {
+            const Floats weights = form == FLOAT8     ? float8_at(from + i)
+                                   : form == BFLOAT16 ? widened_at(from, i, 1)
+                                                      : floats_at((const float *)from + i);
+#pragma GCC unroll 4
+            for (int k = 0; k < count; k++) parts[k] = added(parts[k], weights, floats_at((const float *)inputs[k] + i));
+        }
+        float scale = 1;
+        if (form == FLOAT8) {
+            const float *scales = (const float *)s->scales;
+            scale = 256 * (s->block ? scales[row / s->block * across + b] : scales[row]);
+        }
+        for (int k = 0; k < count; k++) {
+            totals[k] += parts[k] * scale;
+            if (form != FLOAT8)
+                for (int64_t j = i; j < stop; j++) tails[k] += number_at(from, j, form == BFLOAT16) * ((const float *)inputs[k])[j];
+        }
+    }
+    for (int k = 0; k < count; k++) sums[k] = sum_of_lanes(totals[k]) + tails[k];
+}
+
+typedef void (*RowProduct)(const Store *, int64_t, const uint8_t *const *, float *);
+#define PACKED_ROW(COUNT, NAME, ...)                                                                                       \
+    static void row_of_##NAME##_##COUNT(const Store *s, int64_t row, const uint8_t *const *inputs, float *sums) {          \
+        packed_row(s, row, inputs, sums, COUNT, __VA_ARGS__);                                                              \
+    }
+#define FLOAT_ROW(COUNT, NAME, FORM)                                                                                       \
+    static void row_of_##NAME##_##COUNT(const Store *s, int64_t row, const uint8_t *const *inputs, float *sums) {          \
+        float_row(s, row, inputs, sums, COUNT, FORM);                                                                      \
+    }
+#define EACH_ROW(KIND, NAME, ...) KIND(1, NAME, __VA_ARGS__) KIND(2, NAME, __VA_ARGS__) KIND(4, NAME, __VA_ARGS__)
+EACH_ROW(PACKED_ROW, q2, 2, 0, 16, 1, 0)
+EACH_ROW(PACKED_ROW, q3, 2, 1, 16, 0, 0)
+EACH_ROW(PACKED_ROW, q4, 4, 0, 32, 1, 0)
+EACH_ROW(PACKED_ROW, q5, 4, 1, 32, 1, 0)
+EACH_ROW(PACKED_ROW, q6, 4, 2, 16, 0, 0)
+EACH_ROW(PACKED_ROW, q8, 8, 0, 32, 1, 0)
+EACH_ROW(PACKED_ROW, book, 4, 0, 32, 0, 1)
+EACH_ROW(FLOAT_ROW, bfloat16, BFLOAT16)
+EACH_ROW(FLOAT_ROW, float32, FLOAT32)
+EACH_ROW(FLOAT_ROW, float8, FLOAT8)
+#define ROWS_OF(NAME) \
+    { row_of_##NAME##_1, row_of_##NAME##_2, row_of_##NAME##_4 }
+
+static const RowProduct *products_of(const Store *s) {
+    static const RowProduct all[][3] = {ROWS_OF(q2), ROWS_OF(q3),   ROWS_OF(q4),       ROWS_OF(q5),      ROWS_OF(q6),
+                                        ROWS_OF(q8), ROWS_OF(book), ROWS_OF(bfloat16), ROWS_OF(float32), ROWS_OF(float8)};
+    if (s->form != PACKED) return all[6 + s->form];
+    if (s->table) return all[6];
+    if (s->low_bits == 8) return all[5];
+    return all[s->low_bits == 2 ? s->high_bits : 2 + s->high_bits];
+}
+
+// `rows` rows of a store from `first` on, times the inputs of up to MOST_ROWS vectors. sums: [rows, MOST_ROWS]
+static void block_products(const Store *s, int64_t first, int rows, const uint8_t *const *inputs, int count, float *sums) {
+    const RowProduct *products = products_of(s);
+    for (int row = 0; row < rows; row++) {
+        float *to = sums + row * MOST_ROWS;
+        switch (count) {
+            case 1: products[0](s, first + row, inputs, to); break;
+            case 2: products[1](s, first + row, inputs, to); break;
+            case 3:
+                products[1](s, first + row, inputs, to);
+                products[0](s, first + row, inputs + 2, to + 2);
+                break;
+            default: products[2](s, first + row, inputs, to);
+        }
+    }
+}
+
+// The inputs of a chunk for a store. values: 128
+INLINE void put_input(const Store *s, const float *values, uint8_t *inputs, int64_t chunk) {
+    if (s->form == PACKED)
+        arrange(s, values, inputs + chunk * chunk_bytes(s));
+    else
+        memcpy(inputs + chunk * CHUNK * 4, values, CHUNK * 4);
+}
+
+// The pairs whose experts have a place, in the order of places.
+static void list_pairs(Work *work) {
+    const Call *call = work->call;
+    const Layer *layer = call->layer;
+    const int64_t all = call->rows * layer->slots;
+    int64_t count = 0, used = 0;
+    for (int64_t at = 0; at < all; at++) {
+        const int32_t expert = call->chosen[at];
+        if (expert < 0 || expert >= layer->experts) continue;  // shared ones follow those of the router
+        if (layer->is_counted) layer->counts[expert]++;
+        const int32_t place = layer->place_of[expert];
+        if (place < 0 || call->weights[at] == 0) continue;
+        int64_t to = count++;
+        for (; to > 0 && work->pairs[to - 1].place > place; to--) work->pairs[to] = work->pairs[to - 1];
+        work->pairs[to] = (Pair){at / layer->slots, 0, place, expert, call->weights[at]};
+    }
+    for (int64_t at = 0; at < count; at++) {
+        if (!used || work->used[used - 1].place != work->pairs[at].place)
+            work->used[used++] = (Used){at, 0, work->pairs[at].place, work->pairs[at].expert};
+        work->used[used - 1].count++;
+    }
+    work->num_pairs = count;
+    work->num_used = used;
+}
+
+static void expand(const Work *work, const Used *used, int64_t block) {
+    const Layer *layer = work->call->layer;
+    const Store *s = &layer->gate_up;
+    const int64_t inner = layer->inner, first = block * BLOCK, left = inner - first, size = input_bytes(s);
+    const int rows = left < BLOCK ? left : BLOCK;
+    const int64_t base = used->place * s->rows, of_bias = used->expert * s->rows;
+    for (int64_t start = 0; start < used->count; start += MOST_ROWS) {
+        const int count = used->count - start < MOST_ROWS ? used->count - start : MOST_ROWS;
+        const uint8_t *inputs[MOST_ROWS];
+        float gates[BLOCK * MOST_ROWS], ups[BLOCK * MOST_ROWS];
+        for (int i = 0; i < count; i++) inputs[i] = work->x + work->pairs[used->first + start + i].row * size;
+        block_products(s, base + first, rows, inputs, count, gates);
+        if (layer->is_gated) block_products(s, base + inner + first, rows, inputs, count, ups);
+        for (int i = 0; i < count; i++) {
+            float *to = work->inner + (used->first + start + i) * inner + first;
+            for (int row = 0; row < rows; row++) {
+                float gate = gates[row * MOST_ROWS + i], up = layer->is_gated ? ups[row * MOST_ROWS + i] : 0;
+                if (layer->gate_up_bias) {
+                    gate += number_at(layer->gate_up_bias, of_bias + first + row, layer->is_half);
+                    if (layer->is_gated) up += number_at(layer->gate_up_bias, of_bias + inner + first + row, layer->is_half);
+                }
+                if (layer->is_gated)
+                    to[row] = activated(gate, up, layer->activation);
+                else
+                    to[row] = gate > 0 ? gate * gate : 0;
+            }
+        }
+    }
+}
+
+static void contract(const Work *work, int64_t block) {
+    const Call *call = work->call;
+    const Layer *layer = call->layer;
+    const Store *s = &layer->down;
+    const int64_t width = layer->width, first = block * BLOCK, left = width - first, size = input_bytes(s);
+    const int rows = left < BLOCK ? left : BLOCK;
+    float *sums = (float *)(call->room) + block * BLOCK * call->rows;  // [rows of x, BLOCK]
+    memset(sums, 0, call->rows * BLOCK * sizeof(float));
+    for (int64_t e = 0; e < work->num_used; e++) {
+        const Used *used = work->used + e;
+        for (int64_t start = 0; start < used->count; start += MOST_ROWS) {
+            const int count = used->count - start < MOST_ROWS ? used->count - start : MOST_ROWS;
+            const uint8_t *inputs[MOST_ROWS];
+            float values[BLOCK * MOST_ROWS];
+            for (int i = 0; i < count; i++) inputs[i] = work->mid + (used->first + start + i) * size;
+            block_products(s, used->place * s->rows + first, rows, inputs, count, values);
+            for (int i = 0; i < count; i++) {
+                const Pair *pair = work->pairs + used->first + start + i;
+                for (int row = 0; row < rows; row++) {
+                    float value = values[row * MOST_ROWS + i];
+                    if (layer->down_bias) value += number_at(layer->down_bias, used->expert * s->rows + first + row, layer->is_half);
+                    sums[pair->row * BLOCK + row] += pair->weight * value;
+                }
+            }
+        }
+    }
+    for (int64_t row = 0; row < call->rows; row++) narrow(sums + row * BLOCK, rows, call->out, row * width + first, layer->is_half);
+}
+
+INLINE int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// Memory for `rows` rows: sums of outputs, pairs, experts in use, inner values, and arranged inputs.
+int64_t experts_room(const Layer *layer, int64_t rows) {
+    const int64_t pairs = rows * layer->slots;
+    return aligned((layer->width + BLOCK) * rows * 4) + aligned(pairs * sizeof(Pair)) + aligned(pairs * sizeof(Used)) +
+           aligned(pairs * (layer->inner + CHUNK) * 4) + aligned(rows * input_bytes(&layer->gate_up)) +
+           aligned(pairs * input_bytes(&layer->down));
+}
+
+static void compute_experts(Work *work, const Member *member) {
+    const Call *call = work->call;
+    const Layer *layer = call->layer;
+    if (!member->number) list_pairs(work);
+    const int64_t width = layer->width, inner = layer->inner;
+    const int64_t x_chunks = chunks_of(&layer->gate_up), mid_chunks = chunks_of(&layer->down);
+    float values[CHUNK];
+    for (int64_t at; (at = take(member->team, 1)) < call->rows * x_chunks;) {
+        const int64_t row = at / x_chunks, first = at % x_chunks * CHUNK;
+        const int64_t count = width - first < CHUNK ? width - first : CHUNK;
+        memset(values, 0, sizeof values);
+        widen(call->x, row * width + first, count, layer->is_half, values);
+        put_input(&layer->gate_up, values, work->x + row * input_bytes(&layer->gate_up), at % x_chunks);
+    }
+    await_barrier(member);
+    const int64_t blocks = (inner + BLOCK - 1) / BLOCK;
+    for (int64_t at; (at = take(member->team, 1)) < work->num_used * blocks;) expand(work, work->used + at / blocks, at % blocks);
+    await_barrier(member);
+    for (int64_t at; (at = take(member->team, 1)) < work->num_pairs * mid_chunks;) {
+        const int64_t pair = at / mid_chunks, first = at % mid_chunks * CHUNK;
+        const int64_t count = inner - first < CHUNK ? inner - first : CHUNK;
+        memset(values, 0, sizeof values);
+        memcpy(values, work->inner + pair * inner + first, count * 4);
+        put_input(&layer->down, values, work->mid + pair * input_bytes(&layer->down), at % mid_chunks);
+    }
+    await_barrier(member);
+    for (int64_t at; (at = take(member->team, 1)) < (width + BLOCK - 1) / BLOCK;) contract(work, at);
+    await_barrier(member);
+}
+
+INLINE void relax(void) {
+#if defined(__aarch64__)
+    __asm__ volatile("isb");
+#else
+    _mm_pause();
+#endif
+}
+
+static void *serve(void *data) {
+    const Member *member = data;
+    Pool *pool = (Pool *)member->team;  // its first field
+    for (int32_t seen = 0;;) {
+        int spins = 0;
+        while (__atomic_load_n(&pool->generation, __ATOMIC_ACQUIRE) == seen) {
+            if (++spins < POOL_SPINS) {
+                relax();
+                continue;
+            }
+            __atomic_add_fetch(&pool->sleepers, 1, __ATOMIC_SEQ_CST);
+            if (__atomic_load_n(&pool->generation, __ATOMIC_SEQ_CST) == seen)
+                syscall(SYS_futex, &pool->generation, FUTEX_WAIT_PRIVATE, seen, (void *)0);
+            __atomic_sub_fetch(&pool->sleepers, 1, __ATOMIC_SEQ_CST);
+        }
+        seen++;
+        if (__atomic_load_n(&pool->stops, __ATOMIC_ACQUIRE)) return 0;
+        compute_experts(&pool->work, member);
+    }
+}
+
+static void wake(Pool *pool) {
+    __atomic_add_fetch(&pool->generation, 1, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&pool->sleepers, __ATOMIC_SEQ_CST))
+        syscall(SYS_futex, &pool->generation, FUTEX_WAKE_PRIVATE, INT32_MAX);
+}
+
+void host_pool_stop(Pool *pool) {
+    __atomic_store_n(&pool->stops, 1, __ATOMIC_RELEASE);
+    wake(pool);
+    for (int64_t i = 1; i < pool->threads; i++) pthread_join(pool->workers[i], 0);
+    free(pool->workers);
+    free(pool->members);
+    free(pool);
+}
+
+// Threads for experts, the calling one included; on these processors, if there are some. 0: there is no memory for them.
+Pool *host_pool_start(int64_t threads, const int32_t *processors, int64_t num_processors) {
+    Pool *pool = aligned_alloc(64, aligned(sizeof(Pool)));
+    if (!pool) return 0;
+    memset(pool, 0, sizeof *pool);
+    pool->workers = calloc(threads, sizeof(pthread_t));
+    pool->members = calloc(threads, sizeof(Member));
+    if (!pool->workers || !pool->members) {
+        free(pool->workers);
+        free(pool->members);
+        free(pool);
+        return 0;
+    }
+    for (int64_t i = 0; i < threads; i++) pool->members[i] = (Member){&pool->team, i, threads};
+    pool->threads = 1;
+    for (int64_t i = 1; i < threads; i++) {
+        if (pthread_create(pool->workers + i, 0, serve, pool->members + i)) {
+            host_pool_stop(pool);
+            return 0;
+        }
+        pool->threads = i + 1;
+        if (num_processors) {
+            cpu_set_t set;
+            CPU_ZERO(&set);
+            for (int64_t k = 0; k < num_processors; k++) CPU_SET(processors[k], &set);
+            pthread_setaffinity_np(pool->workers[i], sizeof set, &set);
+        }
+    }
+    return pool;
+}
+
+// Called by the CUDA driver, in the order of a stream, or by us.
+void host_experts(void *data) {
+    const Call *call = data;
+    const Layer *layer = call->layer;
+    Pool *pool = call->pool;
+    const int64_t pairs = call->rows * layer->slots;
+    uint8_t *room = call->room + aligned((layer->width + BLOCK) * call->rows * 4);
+    Work *work = &pool->work;
+    work->call = call;
+    work->pairs = (Pair *)room;
+    room += aligned(pairs * sizeof(Pair));
+    work->used = (Used *)room;
+    room += aligned(pairs * sizeof(Used));
+    work->inner = (float *)room;
+    room += aligned(pairs * (layer->inner + CHUNK) * 4);
+    work->x = room;
+    work->mid = room + aligned(call->rows * input_bytes(&layer->gate_up));
+    wake(pool);
+    compute_experts(work, pool->members);
+}
+
+// Two experts that have changed places, in the order of a stream: {table, on the device, in host memory, its place}.
+typedef struct {
+    int32_t *place_of;
+    int64_t leaves, comes, place;
+} Swap;
+
+void swap_places(void *data) {
+    const Swap *swap = data;
+    swap->place_of[swap->comes] = -1;
+    swap->place_of[swap->leaves] = (int32_t)swap->place;
+}

@@ -1,0 +1,240 @@
+"""A mixture that does not fit its device generates the same tokens with experts in host memory."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.errors import LoadError, NoRoomError
+from cortex.neuron.engine.loading.loading import LoadedModel, build_model, load_model
+from cortex.neuron.engine.memory import host_weights
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.kernels.float8.layout import FLOAT8_ROWS
+from cortex.neuron.kernels.layouts import DeviceLayout
+from cortex.neuron.kernels.moe.host_team import HostRates, HostTeam
+from cortex.neuron.kernels.quantised.layout import Q4, Q6, Q8
+from cortex.neuron.layers.parameters import Binding, Parameters
+from cortex.neuron.models.config import UnsupportedModel
+
+from ...tiny_models import tiny_delta, tiny_experts, tiny_sizes, write_checkpoint
+from ..random_engine import response_to
+
+CPU = torch.device("cpu")
+MIXTURE: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    **tiny_sizes(),
+    **tiny_experts(num_experts=12, moe_intermediate_size=32),
+}
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+ROUTED = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0, "n_shared_experts": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {},
+    "qwen3_next": {
+        **tiny_delta(),
+        "shared_expert_intermediate_size": 40,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "gpt_oss": {"num_local_experts": 12, "intermediate_size": 32, "sliding_window": 8},
+    "deepseek_v3": {**ROUTED, **LATENT, "routed_scaling_factor": 2.5},
+    "glm4_moe": {"n_routed_experts": 12, "n_shared_experts": 2, "first_k_dense_replace": 0},
+}
+PROMPT = [5, 17, 3, 40, 22, 9, 61]
+
+
+class _Layouts(Mapping[str, DeviceLayout]):
+    """One layout for all experts."""
+
+    def __init__(self, layout: DeviceLayout | None) -> None:
+        self._layout = layout
+
+    def __getitem__(self, name: str) -> DeviceLayout:
+        if self._layout is None or ".experts." not in name or ".gate_up_proj" in name or name.endswith(".bias"):
+            raise KeyError(name)
+        return self._layout
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def _tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    if len(shape) == 1:
+        return torch.rand(shape, generator=generator).mul_(0.9).add_(0.1)
+    return torch.randn(shape, generator=generator).mul_(2.0 * shape[-1] ** -0.5)
+
+
+def _fill(parameters: Parameters) -> None:
+    """By the names of tensors, so that a weight is the same wherever it lies."""
+
+    def put(binding: Binding) -> None:
+        if binding.parts:
+            for part in binding.parts:
+                put(part)
+            return
+        values = _tensor(binding.source, binding.shape or tuple(binding.destination.shape))
+        binding.destination.copy_(values if binding.transform is None else binding.transform(values))
+
+    for binding in parameters.bindings:
+        put(binding)
+    for packed in parameters.row_bindings:
+        packed.matrix.put_values(packed.first_row, _tensor(packed.source, (packed.num_rows, packed.matrix.inputs)))
+
+
+def _built(family: str, layout: DeviceLayout | None = None, **options: Any) -> tuple[LoadedModel, LoadSpec]:
+    config = {"model_type": family, **MIXTURE, **FAMILIES[family]}
+    spec = LoadSpec("", dtype="float32", max_num_seqs=4, speculation="off", **options)
+    return build_model(config, spec, CPU, _fill, _Layouts(layout)), spec
+
+
+def _small_bytes(whole: LoadedModel) -> int:
+    """A device that has no room for all experts: for about half."""
+    return whole.weight_bytes * 6 // 10 + whole.memory.num_bytes // 4
+
+
+def _tokens(loaded: LoadedModel, spec: LoadSpec) -> list[list[int]]:
+    engine = Engine(loaded, spec)
+    try:
+        found = []
+        for number, prompt in enumerate((PROMPT, PROMPT * 3)):
+            request = EngineRequest(str(number), prompt, 6, SamplingParams(temperature=0.0))
+            found.append(response_to(engine, request)[0])
+        return found
+    finally:
+        engine.close()
+
+
+@pytest.fixture(params=["cpu", "stream"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    rates = HostRates(1e9, 1.0) if request.param == "cpu" else HostRates(1.0, 1e9)
+    monkeypatch.setattr(HostTeam, "_measured", lambda _: rates)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_model_larger_than_its_device_generates_the_tokens_of_one_that_fits(family: str, way: str) -> None:
+    whole, spec = _built(family)
+    small, small_spec = _built(family, memory_bytes=_small_bytes(whole), host_weight_bytes=1 << 30)
+    assert small.host is not None
+    assert whole.host is None
+    assert small.weight_bytes < whole.weight_bytes * 0.75
+    assert small.host.num_bytes > 0.2 * whole.weight_bytes
+    assert _tokens(small, small_spec) == _tokens(whole, spec)
+
+
+@pytest.mark.parametrize("layout", [Q4, Q6, Q8, FLOAT8_ROWS], ids=["Q4", "Q6", "Q8", "FP8"])
+def test_experts_in_each_format_generate_the_same_tokens(layout: DeviceLayout, way: str) -> None:
+    whole, spec = _built("qwen3_moe", layout)
+    small, small_spec = _built("qwen3_moe", layout, memory_bytes=_small_bytes(whole), host_weight_bytes=1 << 30)
+    assert small.host is not None
+    assert _tokens(small, small_spec) == _tokens(whole, spec)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts_of_a_checkpoint_are_read_into_host_memory(tmp_path: Path, stacked: bool) -> None:
+    config = {"model_type": "qwen3_moe", **MIXTURE}
+    weights = {name: tensor.contiguous() for name, tensor in _weights_of(config).items()}
+    if stacked:
+        weights = _stacked(weights, config["num_experts"])
+    path = write_checkpoint(tmp_path, config, weights)
+    spec = LoadSpec(str(path), dtype="float32", max_num_seqs=4, speculation="off")
+    whole = load_model(spec, CPU, lambda *_: None, lambda: False)
+    limited = replace(spec, memory_bytes=_small_bytes(whole), host_weight_bytes=1 << 30)
+    small = load_model(limited, CPU, lambda *_: None, lambda: False)
+    assert small.host is not None
+    assert _tokens(small, spec) == _tokens(whole, spec)
+
+
+def _weights_of(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint that has every expert apart."""
+    found: dict[str, torch.Tensor] = {}
+
+    def collect(parameters: Parameters) -> None:
+        def put(binding: Binding) -> None:
+            for part in binding.parts:
+                put(part)
+            if not binding.parts:
+                found[binding.source] = _tensor(binding.source, binding.shape or tuple(binding.destination.shape))
+
+        for binding in parameters.bindings:
+            put(binding)
+
+    build_model(config, LoadSpec("", dtype="float32", max_num_seqs=4, speculation="off"), CPU, collect)
+    return found
+
+
+def _stacked(weights: dict[str, torch.Tensor], num_experts: int) -> dict[str, torch.Tensor]:
+    """The same with one tensor of all experts of a layer."""
+    kept = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+    for layer in range(MIXTURE["num_hidden_layers"]):
+        name = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([weights[f"{name}.{expert}.{part}_proj.weight"] for expert in range(num_experts)])
+            for part in ("gate", "up", "down")
+        )
+        kept |= {f"{name}.gate_up_proj": torch.cat((gate, up), 1), f"{name}.down_proj": down}
+    return kept
+
+
+def test_model_that_fits_has_nothing_in_host_memory() -> None:
+    loaded, _ = _built("qwen3_moe", host_weight_bytes=1 << 30)
+    assert loaded.host is None
+    assert loaded.team is None
+
+
+def test_load_that_may_not_take_enough_host_memory_says_how_much_it_needs() -> None:
+    whole, _ = _built("qwen3_moe")
+    with pytest.raises(LoadError, match=r"of host memory, and .* are allowed"):
+        _built("qwen3_moe", memory_bytes=_small_bytes(whole), host_weight_bytes=1 << 10)
+
+
+def test_host_weights_and_deterministic_are_rejected_together() -> None:
+    whole, _ = _built("qwen3_moe")
+    with pytest.raises(UnsupportedModel, match="deterministic"):
+        _built("qwen3_moe", memory_bytes=_small_bytes(whole), host_weight_bytes=1 << 30, deterministic=True)
+
+
+def test_host_that_runs_out_of_memory_in_the_middle_of_a_load_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = _built("qwen3_moe")
+    released: list[int] = []
+    allocate, release = host_weights.HostBuffers.allocate, host_weights.HostBuffers.release
+    made: list[host_weights.HostBuffers] = []
+
+    def failing(self: host_weights.HostBuffers, num_bytes: int) -> torch.Tensor:
+        made.append(self)
+        if len(made) == 3:
+            raise NoRoomError("no memory")
+        return allocate(self, num_bytes)
+
+    def releasing(self: host_weights.HostBuffers) -> None:
+        release(self)
+        released.append(len(self._buffers))
+
+    monkeypatch.setattr(host_weights.HostBuffers, "allocate", failing)
+    monkeypatch.setattr(host_weights.HostBuffers, "release", releasing)
+    with pytest.raises(NoRoomError):
+        _built("qwen3_moe", memory_bytes=_small_bytes(whole), host_weight_bytes=1 << 30)
+    assert released == [0]
+
+
+def test_sleeping_model_wakes_with_its_experts_in_host_memory() -> None:
+    whole, _ = _built("qwen3_moe")
+    loaded, spec = _built("qwen3_moe", memory_bytes=_small_bytes(whole), host_weight_bytes=1 << 30)
+    engine = Engine(loaded, spec, moves_weights=True)
+    request = EngineRequest("r", PROMPT, 8, SamplingParams(temperature=0.0))
+    before = response_to(engine, request)[0]
+    assert loaded.host is not None
+    assert engine.sleep() >= loaded.host.num_bytes + loaded.weight_bytes * 0.9
+    engine.wake(lambda *_: None)
+    assert response_to(engine, request)[0] == before
+    engine.close()

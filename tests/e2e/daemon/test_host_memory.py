@@ -128,3 +128,25 @@ def test_model_that_may_not_use_host_memory_fits_nowhere(gateway: Daemon) -> Non
     code, shown = run(gateway, "fits", "on-device")
     assert code == 7
     assert " no " in shown
+
+
+def test_loaded_model_says_what_lies_where_and_serves(node: Daemon, gateway: Daemon) -> None:
+    expected = explained(gateway, "moe")["host"]["need_bytes"]
+    order(gateway, "moe")
+    status = node.model("moe")
+    assert status["state"] == "ready"
+    assert status["host_bytes"] == pytest.approx(expected, rel=0.25)
+    host = node.call("/health")[1]["host"]
+    assert host["weight_bytes"] == status["host_bytes"] <= host["budget_bytes"] <= HOST_MB << 20
+    assert node.complete("moe")[0] == 200
+    assert "in RAM" in run(gateway, "ps")[1]
+    until(lambda: "host memory" in run(gateway, "status")[1], "the status does not say it")
+
+
+def test_model_in_host_memory_is_evicted_for_another_that_needs_it(node: Daemon, gateway: Daemon) -> None:
+    order(gateway, "moe")
+    until(lambda: explained(gateway, "second")["victims"] == ["moe"], "it is no victim")
+    order(gateway, "second")
+    assert (node.model("second")["state"], node.model("moe")["state"]) == ("ready", "cold")
+    host = node.call("/health")[1]["host"]
+    assert host["weight_bytes"] == node.model("second")["host_bytes"] > 0

@@ -16,6 +16,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from cortex.neuron.config import NeuronConfig
+from cortex.neuron.hub_process.resolver import FileSources
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directory
@@ -25,6 +26,7 @@ from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.node.groups import GroupMember
 from cortex.wire.node.host_splits import HostSplit
 from cortex.wire.node.load_options import ENGINE, PlacedOptions, draft_of, is_path
+from cortex.wire.node.neighbours import Neighbour, repository_of
 from cortex.wire.node.orders import LoadRequest
 
 MAX_DEPTH = 4
@@ -158,8 +160,8 @@ class KnownModel(PlacedOptions, frozen=True, kw_only=True):
         return self.max_replicas > self.replicas and not self.is_divided
 
 
-Fetch = Callable[[str, Path, str | None, Callable[[int, int], None], Callable[[], bool]], Path]
-"""(source, cache, quant, progress(done, total), cancelled) → local path. Blocks; may use the network."""
+Fetch = Callable[[str, Path, str | None, Callable[[int, int], None], Callable[[], bool], FileSources], Path]
+"""(source, cache, quant, progress(done, total), cancelled, sources) → local path. Blocks; may use the network."""
 
 
 def _with_own_quant(model: KnownModel) -> KnownModel:
@@ -215,6 +217,8 @@ class Library:
         """Models that were found there."""
         self._adopted: set[str] = set()
         """Models that load requests have named."""
+        self._neighbours: dict[str, tuple[Neighbour, ...]] = {}
+        """By repository: the nodes that the latest order for it has named."""
 
     def __iter__(self) -> Iterator[KnownModel]:
         return iter(tuple(self._models.values()))
@@ -260,6 +264,10 @@ class Library:
                 self._check_source(draft)  # the name of a draft model that is not known is its source
             except SourceNotAllowed as error:
                 raise LoadFailed(f"draft model: {error.message}") from error
+        if request.neighbours and (repository := repository_of(source)) is not None:
+            self._neighbours[repository] = request.neighbours
+            if len(self._neighbours) > MAX_ADOPTED:
+                del self._neighbours[next(iter(self._neighbours))]
         if known is None:
             if request.source is None and not _names_a_model(source):
                 return self.find(request.model_id)
@@ -271,6 +279,10 @@ class Library:
             self._adopted.add(request.model_id)
             known = self._models[request.model_id] = KnownModel(id=request.model_id, source=source)
         return _requested(known, request)
+
+    def neighbours(self, model: KnownModel) -> tuple[Neighbour, ...]:
+        """The nodes that may have its files."""
+        return self._neighbours.get(repository_of(model.source) or "", ())
 
     def keep_options(self, request: LoadRequest) -> KnownModel:
         """Keep the options of a request that was adopted, for the size of a model that only requests have named and for

@@ -119,9 +119,11 @@ class NodeEffects:
         began = self._clock()
         request = self._neighbours.in_load(node, request)
         if others:
-            begin = wake_group if request.wake_only else start_group
             members = (MemberPlan(node, request.devices), *others)
-            result = await result_of(lambda: begin(self._nodes, members, request))
+            if request.wake_only:
+                result = await result_of(lambda: wake_group(self._nodes, members, request))
+            else:
+                result = await result_of(lambda: start_group(self._nodes, members, request, self._neighbours))
         else:
             result = await result_of(lambda: self._nodes[node].load(request))
         if isinstance(result, ModelStatus):

@@ -215,7 +215,7 @@ class NodeClient:
         status = await self._post(b"/models/load", request, ModelStatus, LOAD_CALL_TIMEOUT_S)
         while status.state in _CHANGING:
             await asyncio.sleep(STATE_POLL_S)
-            status = await self._status(request.model_id)
+            status = await self.model_status(request.model_id)
         if status.state is not ModelState.READY:
             reason = status.reason or f"{request.model_id} is {status.state} after the load"
             raise from_code(status.reason_code or LoadFailed.code, reason)
@@ -229,7 +229,7 @@ class NodeClient:
             return ModelStatus(id=request.model_id, state=ModelState.COLD)
         while status.state is ModelState.UNLOADING:
             await asyncio.sleep(STATE_POLL_S)
-            status = await self._status(request.model_id)
+            status = await self.model_status(request.model_id)
         absent = {ModelState.COLD, ModelState.FAILED} | ({ModelState.ASLEEP} if request.sleep else set())
         if status.state not in absent:
             raise LoadFailed(f"{request.model_id} is {status.state} after the unload")
@@ -298,7 +298,7 @@ class NodeClient:
         """What a repository of the hub offers, as the node sees it."""
         return await self._get(f"/hub/{quote(source)}".encode(), HubRepository, HUB_TIMEOUT_S)
 
-    async def _status(self, model: str) -> ModelStatus:
+    async def model_status(self, model: str) -> ModelStatus:
         for status in (await self._get(b"/health", Health)).models:
             if status.id == model:
                 return status

@@ -7,6 +7,7 @@ load requests have named since the start. A model's source is a hub id, a direct
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 import re
 import time
@@ -28,6 +29,7 @@ from cortex.wire.node.host_splits import HostSplit
 from cortex.wire.node.load_options import ENGINE, PlacedOptions, draft_of, is_path
 from cortex.wire.node.neighbours import Neighbour, repository_of
 from cortex.wire.node.orders import LoadRequest
+from cortex.wire.words import os_error_in_words
 
 MAX_DEPTH = 4
 MAX_FOUND = 1000
@@ -108,6 +110,27 @@ def file_stamps(path: Path) -> FileStamps:
     except OSError:
         return ()
     return tuple(stamps)
+
+
+_SAMPLED_BYTES = 64 << 10
+
+
+def files_digest(path: Path) -> str:
+    """Equal for the same files of a model on different hosts: of their names, their sizes, and the digest by which the
+    hub's cache names each, or else bytes from its middle. Blocks. Raises LoadFailed."""
+    found = hashlib.sha256()
+    folder = path if path.is_dir() else path.parent
+    try:
+        for name, num_bytes, _ in file_stamps(path):
+            content = (folder / name).resolve().name.encode()
+            if not re.fullmatch(rb"[0-9a-f]{40}|[0-9a-f]{64}", content):
+                with (folder / name).open("rb") as file:
+                    file.seek(max(0, num_bytes - _SAMPLED_BYTES) // 2)
+                    content = hashlib.sha256(file.read(_SAMPLED_BYTES)).hexdigest().encode()
+            found.update(f"{name} {num_bytes} ".encode() + content + b"\n")
+    except OSError as error:
+        raise LoadFailed(f"the files at {path} cannot be read: {os_error_in_words(error)}") from error
+    return found.hexdigest()
 
 
 _CACHE_PREFIX = "models--"

@@ -32,7 +32,7 @@ from cortex.neuron.worker import amd, gpu_processes
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.system.tasks import finish_all
 from cortex.wire.errors import LoadFailed, Recovering, UnsupportedModality, shorten
-from cortex.wire.node.groups import GroupMember, PreparedMember
+from cortex.wire.node.groups import GroupMember, PreparedMember, PrepareMember
 from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.model_log import ModelLog
 from cortex.wire.node.protocol import Capabilities, Device
@@ -143,11 +143,20 @@ class CommandHarness:
         for text in expanded_texts(self._entry, _rank(model), has_context=model.context_tokens is not None):
             expansion.text(text)
 
-    async def prepare(self, group: str) -> PreparedMember:
-        """Chooses the ports of a member of a group that this node will load. Raises LoadFailed."""
+    async def prepare(self, request: PrepareMember) -> PreparedMember:
+        """Chooses the ports of a member of a group that this node will load. Raises LoadFailed or GroupClaimed."""
         if self._entry.group is None:
             raise LoadFailed(f"the harness {self._entry.name} runs models on one node only: it has no `group`")
-        return self._ports.prepare(group, await self._version())
+        host, port, pulse_port = self._ports.hold(request.group, request.model_id)
+        try:
+            version = await self._version()
+        except BaseException:
+            self._ports.release(request.group)
+            raise
+        return PreparedMember(host=host, port=port, pulse_port=pulse_port, version=version)
+
+    def member_needs_files(self, rank: int | None) -> bool:
+        return uses(self._entry, "MODEL_PATH", rank) or uses(self._entry, "MODEL_DIRECTORY", rank)
 
     async def _version(self) -> str:
         command = self._entry.group_commands["version"]
@@ -172,8 +181,7 @@ class CommandHarness:
         return (plain_lines(output) or [""])[-1][:200]
 
     def needs_files(self, model: KnownModel) -> bool:
-        rank = _rank(model)
-        return uses(self._entry, "MODEL_PATH", rank) or uses(self._entry, "MODEL_DIRECTORY", rank)
+        return self.member_needs_files(_rank(model))
 
     async def read(self, model: KnownModel, path: Path) -> tuple[ServedFiles, dict[str, Footprint]]:
         num_bytes = await asyncio.to_thread(_size, path) if self.needs_files(model) else 0

@@ -182,7 +182,7 @@ async def _fill(
 ) -> None:
     """Get the files to these nodes. Without another node that has them, one uses the hub and the others get them from
     it. Raises CortexError."""
-    files = FilesRequest(model_id=request.model_id, source=request.source, quant=request.quant)
+    files = FilesRequest(model_id=request.model_id, source=request.source, quant=request.quant, harness=request.harness)
     done: list[str] = []
     waiting = list(names)
     if neighbours.is_on and not neighbours.holders(names[0], files.model_id, files.source):

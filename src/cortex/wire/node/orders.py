@@ -70,6 +70,8 @@ class FilesRequest(NodeValue, frozen=True):
     source: str | None = None
     """Hub id; the model id itself when absent."""
     quant: str | None = None
+    harness: Annotated[str, Meta(max_length=256)] | None = None
+    """What will run the model, and reads its files after a pull; as the node is configured when absent."""
     neighbours: Neighbours = ()
     uses_hub: bool = True
     """False: a pull takes the files as the neighbours have them, and nothing from the hub."""

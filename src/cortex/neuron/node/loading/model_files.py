@@ -87,7 +87,11 @@ class ModelFiles:
             return known.status()
         self._library.remember_quant(request.model_id, None)  # a pull without one is for the repository's own weights
         wanted = LoadRequest(
-            model_id=request.model_id, source=request.source, quant=request.quant, neighbours=request.neighbours
+            model_id=request.model_id,
+            source=request.source,
+            quant=request.quant,
+            harness=request.harness,
+            neighbours=request.neighbours,
         )
         model = self._library.adopt(wanted)
         self.reject_if_deleting(model)
@@ -265,7 +269,8 @@ class ModelFiles:
         try:
             path = await self._loader.download(model, progressed, uses_hub=pull.request.uses_hub)
             is_in_memory = any(user == model.id for user, _ in self._in_use())
-            await (self._loader.read if is_in_memory else self._loader.survey)(model, path)
+            is_another = model.harness != self._library.find(model.id).harness  # a load with that one reads it again
+            await (self._loader.read if is_in_memory or is_another else self._loader.survey)(model, path)
         except asyncio.CancelledError:
             return "cancelled", "the download was cancelled; what it has is kept", None
         except CortexError as error:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ from cortex.wire.node.model_log import ModelLog
 from cortex.wire.node.protocol import Capabilities, Device
 
 CHAT = "/v1/chat/completions"
+_VERSION = re.compile(r"\bversion\b\W*\w*\d", re.IGNORECASE)
 _VERSION_S = 120.0
 """Some servers import all of torch to print their version."""
 
@@ -178,7 +180,7 @@ class CommandHarness:
                         process.kill()
         except OSError as error:  # a timeout too
             raise LoadFailed(f"the version of {self._entry.name} is not known: `{command[0]}`: {error}") from error
-        return (plain_lines(output) or [""])[-1][:200]
+        return version_in(plain_lines(output))
 
     def needs_files(self, model: KnownModel) -> bool:
         return self.member_needs_files(_rank(model))
@@ -305,6 +307,13 @@ class CommandHarness:
             **_group_values(model.member),
         }
         return Expansion(values, self._env, self._entry.name)
+
+
+def version_in(lines: Sequence[str]) -> str:
+    """The version in what a server prints: the line that says so, or the last one. llama.cpp and SGLang go on with the
+    compiler or the revision, which may be equal for different versions."""
+    said = [line for line in lines if _VERSION.search(line)]
+    return ((said or lines)[-1] if lines else "")[:200]
 
 
 def _rank(model: KnownModel) -> int | None:

@@ -44,8 +44,9 @@ class NotedNode:
         if self._leaves is not None:
             del self._fleet[self._leaves]
         digest = "" if self._lacks_files else self._digest
-        ports = {"port": 1, "pulse_port": 2}
-        return PreparedMember(host="127.0.0.1", **ports, lacks_files=self._lacks_files, files_digest=digest)
+        return PreparedMember(
+            host="127.0.0.1", port=1, pulse_port=2, lacks_files=self._lacks_files, files_digest=digest
+        )
 
     async def pull(self, request: FilesRequest) -> PullStatus:
         self.orders.append(f"pull {request.model_id}")

@@ -258,8 +258,9 @@ class FileRoutes:
             source = match["name"] + (match["revision"] or "")
             return FilesRequest(model_id=match["name"], source=source, quant=quant, uses_hub=not wanted.copy)
         quant = wanted.quant or spec.quant
-        options = {"source": spec.source, "quant": quant, "harness": spec.harness}
-        return FilesRequest(model_id=spec.id, **options, uses_hub=not wanted.copy)
+        return FilesRequest(
+            model_id=spec.id, source=spec.source, quant=quant, harness=spec.harness, uses_hub=not wanted.copy
+        )
 
     def _choose_node(self, model: str) -> str:
         """The node where the model would be loaded; where that is not known, the one with the most free disk."""

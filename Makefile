@@ -28,7 +28,7 @@ ATTACKS  := tests/hostile tests/http/test_bounds.py tests/http/test_tls.py tests
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up check test lint types suite kernels lowest next fuzz soak hostile clients mixed swaps release distribution small site format bench docs locks sbom clean
+.PHONY: help setup up check test lint types suite kernels lowest next fuzz soak hostile clients mixed groups swaps release distribution small site format bench docs locks sbom clean
 
 help: ## Show this table of contents
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 14 | sed 's/^/  make /'
@@ -82,6 +82,9 @@ clients: $(TESTABLE) $(CLIENTS) ## Run SDKs, frameworks and coding agents, unmod
 
 mixed: $(TESTABLE) ## Run gateway and node of this revision with those of an earlier one (FROM=v0.1.0; without a tag, a day ago)
 	MIXED_WITH=$(FROM) $(BIN)/python -m pytest tests/e2e/daemon/test_mixed_versions.py $(ARGS)
+
+groups: $(TESTABLE) ## Run all tests of models on several nodes, also those that take long (root: in network namespaces)
+	GROUP_TESTS=full $(BIN)/python -m pytest --processes auto tests/e2e/daemon/test_groups.py tests/e2e/daemon/test_group_networks.py $(ARGS)
 
 swaps: $(TESTABLE) bench/swaps/.venv/.made ## Swap a native model, llama.cpp's server and a speech server 100 times (GGUF=FILE; needs espeak-ng)
 	$(BIN)/python bench/swaps/run.py --gguf $(GGUF) --llama-python bench/swaps/.venv/bin/python $(ARGS)

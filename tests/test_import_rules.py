@@ -26,7 +26,7 @@ MODELS = {"neuron.models", "neuron.weights", *FAMILIES, *LAYERS}
 ENGINE = {"neuron.engine", "formats.units", "system.fair_turns", *MODELS}
 WORKER = {"neuron.worker", "system.engine_packages", "ipc", "routing", "system.tasks", "telemetry", "wire", *ENGINE}
 TOKENIZER = {"neuron.tokenizer_process", "ipc", "telemetry", "wire", "neuron.text", "neuron.weights", *FAMILIES}
-HUB = {"neuron.hub_process", "ipc", "neuron.weights"}
+HUB = {"neuron.hub_process", "ipc", "neuron.weights", "wire"}
 PICTURES = {"neuron.picture_process", "ipc", "settings", "neuron.vision", "wire"}
 NODE = {"neuron.node", "neuron.config", "neuron.servers", "http", "system.private_file", "formats.quant_names"}
 NODE |= {*HUB, *PICTURES, *TOKENIZER, *WORKER}
@@ -132,7 +132,7 @@ RULES: dict[str, Rule] = {
     "neuron.servers": Rule({"neuron.servers", "wire", "settings"}, frozenset({"msgspec"})),
     "neuron.worker": Rule(WORKER),
     "neuron.tokenizer_process": Rule(TOKENIZER),
-    "neuron.hub_process": Rule(HUB, frozenset({"huggingface_hub"})),
+    "neuron.hub_process": Rule(HUB, frozenset({"huggingface_hub", "msgspec"})),
     "neuron.node": Rule(NODE),
     "neuron.api": Rule(API),
     "neuron": Rule(NEURON),

@@ -37,6 +37,7 @@ _CONTROL = {
     "unpin": "commands.load:unpin",
     "move": "commands.load:move",
     "pull": "commands.files:pull",
+    "copy": "commands.files:copy",
     "rm": "commands.files:rm",
     "drain": "commands.nodes:drain",
     "undrain": "commands.nodes:undrain",

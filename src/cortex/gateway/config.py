@@ -74,6 +74,9 @@ class GatewaySection(Section, frozen=True):
     """The environment variable that holds the key of every neuron without a `key_env` of its own."""
     node_ca_file: Path | None = None
     """The `ca_file` of every node without one of its own."""
+    share_files: bool = True
+    """Nodes get the files of models from other nodes that have them, and only the rest from the hub. They reach each
+    other at their `endpoint`; `limits.share_mb_per_s` of a node bounds what it sends. Changes need a restart."""
     models: Path = Path("models.toml")
     """The catalogue, relative to this file. `models.toml` is optional: nodes list their own models. A file of another
     name must exist."""

@@ -37,6 +37,7 @@ from cortex.gateway.dispatch.event_log import EventLog
 from cortex.gateway.dispatch.fleet_state import DispatchSettings
 from cortex.gateway.dispatch.measured_sizes import MeasuredSizes
 from cortex.gateway.dispatch.nodes.dns_discovery import DNSDiscovery, Resolve, resolve_addresses
+from cortex.gateway.dispatch.nodes.neighbours import Neighbours
 from cortex.gateway.dispatch.operator.audit import AuditLog, record_changed_keys
 from cortex.gateway.dispatch.operator.commands import OperatorCommands
 from cortex.gateway.dispatch.operator.state import OperatorState
@@ -106,7 +107,8 @@ class Gateway:
         self._regular: list[SupervisedTask] = []
         self._connections = NodeConnections(self._ticker, directory, self.tasks)
         nodes = self._connections.clients
-        self._effects = NodeEffects(nodes, self._connections.pollers, self.metrics, time.monotonic)
+        neighbours = Neighbours(nodes, lambda: self.dispatcher.fleet, is_on=config.gateway.share_files)
+        self._effects = NodeEffects(nodes, self._connections.pollers, self.metrics, time.monotonic, neighbours)
         self.dispatcher = Dispatcher(
             self._effects,
             self.event_log,
@@ -155,7 +157,7 @@ class Gateway:
         self._streams = EventStreams(time.monotonic, self._metering)
         board = JobBoard()
         operator = OperatorCommands(self.dispatcher, self.event_log)
-        self._file_routes = FileRoutes(self.dispatcher, nodes, board, self._metering, self._deferred)
+        self._file_routes = FileRoutes(self.dispatcher, nodes, neighbours, board, self._metering, self._deferred)
         self._bench_routes = BenchRoutes(self.dispatcher, operator, nodes, board, self._metering)
         open_paths = paths_without_key(config)
         self._ollama_routes = OllamaRoutes(

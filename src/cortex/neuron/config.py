@@ -112,6 +112,9 @@ class Limits(Section, frozen=True):
     max_loads: Count = 8
     """Loads that run at once; further ones wait. A load begins once its memory is reserved, next to others on the same
     device; only those of the engine take turns there. Lower it where several loads overload the disk."""
+    share_mb_per_s: Megabytes | None = None
+    """The most megabytes per second, over all transfers, at which this node sends files of models to other nodes of its
+    fleet. 0: it sends none. Absent: as fast as the network and its disk are."""
     survey_cpu_s: Count = 30
     """Computing time that reading a model's config, headers and chat template may take. A model that takes more is
     reported as damaged, and not loaded."""

@@ -221,6 +221,13 @@ class NodeNotFound(_InvalidRequest):
     anthropic_type = "not_found_error"
 
 
+class GroupClaimed(_InvalidRequest):
+    """Another gateway starts the model on these nodes, or has started it."""
+
+    status = 409
+    code = "group_claimed"
+
+
 class ModelInUse(_InvalidRequest):
     """The order would disturb a model that is in use: it is in memory, pinned, or changing."""
 

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
         (("drain", "beast"), "/fleet/nodes/beast/drain", {}),
         (("undrain", "beast"), "/fleet/nodes/beast/undrain", {}),
         (("pull", "org/m:Q4_K_M"), "/fleet/pull", {"model": "org/m", "quant": "Q4_K_M"}),
-        (("pull", "org/m", "--node", "beast"), "/fleet/pull", {"model": "org/m", "node": "beast"}),
+        (("pull", "org/m", "--node", "beast"), "/fleet/pull", {"model": "org/m", "nodes": ["beast"]}),
+        (("pull", "org/m", "--to", "a", "--to", "b"), "/fleet/pull", {"model": "org/m", "nodes": ["a", "b"]}),
+        (("copy", "org/m", "a", "b"), "/fleet/pull", {"model": "org/m", "nodes": ["a", "b"], "copy": True}),
     ],
 )
 def test_lifecycle_commands_send_their_request(

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""A stand-in for servers that run one model on several hosts: vLLM without Ray, SGLang, and llama.cpp over RPC.
+"""A stand-in for servers that run one model on several hosts: vLLM with and without Ray, SGLang, llama.cpp over RPC.
 
 It takes the arguments of the real ones, meets its other members as they do, and fails as they do: a leader that loses a
 member ends, a member that loses its leader ends, a member that is frozen holds up every response. `rpc-server` waits
-for leaders, one after another. It needs the standard library only, so that it starts in milliseconds.
+for leaders, one after another. The head of Ray goes on in the background, whatever becomes of vLLM. It needs the
+standard library only, so that it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ VERSION = os.environ.get("STAND_IN_VERSION", "1.2.3")
 def main() -> None:
     program = Path(sys.argv[0]).name
     if sys.argv[1:] in (["--version"], ["version"]):
-        print(VERSION)
+        print_version(program)
+        return
+    if program == "ray":
+        start_ray()
         return
     if program == "rpc-server":
         serve_rpc()
@@ -35,12 +39,87 @@ def main() -> None:
     print(f"{program} rank {options.rank} of {options.nodes}", flush=True)
     if options.fails == options.rank:
         sys.exit("no such model: it fails on purpose")
-    held = bytearray(options.megabytes << 20)  # noqa: F841 - it takes memory, as weights do
+    held = bytearray(b"x") * (options.megabytes << 20)  # noqa: F841 - it takes memory, as weights do
     if options.rank > 0:
         work(options)
-    members = [connected(*address) for address in options.rpc] if options.rpc else met(options)
+    if options.distributed_executor_backend == "ray":
+        members = [through_head(f"driver {int(options.pipeline_parallel_size) - 1}")]
+    else:
+        members = [connected(*address) for address in options.rpc] if options.rpc else met(options)
     print("all members are there", flush=True)
     serve(options, members)
+
+
+def print_version(program: str) -> None:
+    """As each of them does, also what follows and is equal for different versions."""
+    if program == "llama-server":
+        print(f"version: {VERSION} (4f2a1c0)\nbuilt with cc (GCC) 14.2.0 for x86_64-linux-gnu", file=sys.stderr)
+    elif program == "sglang":
+        print(f"sglang version: {VERSION}\ngit revision: N/A")
+    else:
+        print(f"ray, version {VERSION}" if program == "ray" else VERSION)
+
+
+def start_ray() -> None:
+    parser = argparse.ArgumentParser("ray", allow_abbrev=False)
+    parser.add_argument("verb", choices=["start"])
+    for name in ("--address", "--port", "--node-ip-address", "--num-gpus", "--temp-dir", "--include-dashboard"):
+        parser.add_argument(name)
+    for name in ("--head", "--block", "--disable-usage-stats"):
+        parser.add_argument(name, action="store_true")
+    options = parser.parse_args()
+    if not options.head:
+        os.environ["RAY_ADDRESS"] = options.address
+        answer(through_head("member"))
+        sys.exit("the head is gone")
+    listener = socket.create_server((options.node_ip_address, int(options.port)))
+    if os.fork() == 0:
+        os.setsid()  # a daemon, as those of Ray
+        for descriptor in (0, 1, 2):
+            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+        lead_ray(listener)
+
+
+def lead_ray(listener: socket.socket) -> None:
+    """Passes what a driver sends to all members, and one of their responses back."""
+    members: list[socket.socket] = []
+    drivers: list[tuple[socket.socket, int]] = []
+    while True:
+        peer = listener.accept()[0]
+        kind, _, count = peer.makefile().readline().partition(" ")
+        if kind.strip() == "member":
+            members.append(peer)
+        elif kind == "driver":
+            drivers.append((peer, int(count)))
+        if drivers and len(members) >= drivers[0][1]:
+            driver = drivers.pop()[0]
+            driver.sendall(b"+")
+            threading.Thread(target=relay, args=(driver, members), daemon=True).start()
+
+
+def relay(driver: socket.socket, members: list[socket.socket]) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            ready, _, _ = select.select([driver, *members], [], [])
+            if any(not each.recv(1, socket.MSG_PEEK) for each in ready):
+                break
+            data = driver.recv(1)
+            for member in members:
+                member.sendall(data)
+            if not all(member.recv(1) for member in members):
+                break
+            driver.sendall(data)
+    driver.close()
+
+
+def through_head(hello: str) -> socket.socket:
+    host, _, port = os.environ["RAY_ADDRESS"].rpartition(":")
+    peer = connected(host, int(port))
+    peer.settimeout(None)
+    peer.sendall(f"{hello}\n".encode())
+    if hello != "member" and peer.recv(1) != b"+":
+        sys.exit("the members of Ray do not come")
+    return peer
 
 
 def arguments(program: str) -> argparse.Namespace:
@@ -53,6 +132,7 @@ def arguments(program: str) -> argparse.Namespace:
             parser.add_argument(name)
         parser.add_argument("--enable-sleep-mode", action="store_true")
         parser.add_argument("--headless", action="store_true")
+        parser.add_argument("--distributed-executor-backend", default="")
         parser.add_argument("--master-addr")
         parser.add_argument("--master-port", type=int)
     elif program == "sglang":
@@ -69,13 +149,14 @@ def arguments(program: str) -> argparse.Namespace:
     parser.add_argument("--port", type=int)
     parser.add_argument("--nnodes", dest="nodes", type=int, default=1)
     parser.add_argument("--node-rank", dest="rank", type=int, default=0)
+    parser.set_defaults(distributed_executor_backend="")
     parser.add_argument("--megabytes", type=int, default=1)
     parser.add_argument("--fails", type=int, default=-1)
     options = parser.parse_args()
     if program == "sglang" and options.dist_init_addr:
         options.master_addr, _, port = options.dist_init_addr.rpartition(":")
         options.master_port = int(port)
-    if program == "vllm" and options.headless != (options.rank > 0):
+    if program == "vllm" and options.nodes > 1 and options.headless != (options.rank > 0):
         sys.exit("only ranks other than 0 are headless")
     addresses = (address.rpartition(":") for address in getattr(options, "rpc", "").split(",") if address)
     options.rpc = [(host, int(port)) for host, _, port in addresses]

@@ -11,18 +11,21 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ...neuron.fake_hub import FakeHub, served
 from .conftest import Daemon, StartDaemon, StartGateway, nodes_of, until
 
 pytestmark = pytest.mark.e2e
 long = pytest.mark.skipif(os.environ.get("GROUP_TESTS") != "full", reason="takes long; set GROUP_TESTS=full")
 
 NAMES = ("one", "two", "three")
-PROGRAMS = ("vllm", "sglang", "llama-server", "rpc-server")
+PROGRAMS = ("vllm", "sglang", "llama-server", "rpc-server", "ray")
+HUB_MODEL = {"config.json": b"{}", "model.safetensors": bytes(100_000)}
 
 
 @dataclass
@@ -32,6 +35,8 @@ class Group:
     start_daemon: StartDaemon
     start_gateway: StartGateway
     folder: Path
+    hub: FakeHub
+    native: Path
     nodes: dict[str, Daemon] = field(default_factory=dict)
     gateway: Daemon = field(init=False)
 
@@ -55,23 +60,34 @@ class Group:
             f'cluster_address = "127.0.0.{number}"',
             "drain_s = 5",
             '[[harnesses]]\nname = "broken"\nlike = "vllm"\nargs = "--fails 1"',
+            '[[harnesses]]\nname = "large"\nlike = "vllm"\nargs = "--megabytes 400"',
+            "[limits]\nmemory_mb = 450",
             listen=listen,
             waits=waits,
-            environment={"PATH": f"{self.folder}:{os.environ['PATH']}", "STAND_IN_VERSION": version},
+            environment={
+                "PATH": f"{self.folder}:{os.environ['PATH']}",
+                "STAND_IN_VERSION": version,
+                "HF_ENDPOINT": self.hub.endpoint,
+                "NO_PROXY": "*",
+            },
         )
 
     @property
     def models(self) -> str:
-        source = f'source = "{self.folder}/model"\nvram_mb = 60'
-        return "".join(
-            f'[[models]]\nid = "{name}"\nharness = "{harness}"\nnodes = {nodes}\n{source}\n'
-            for name, harness, nodes in (
-                ("two", "vllm", '["one", "two"]'),
-                ("all", "sglang", "3"),
-                ("rpc", "llama-server", '["two", "one"]'),
-                ("broken", "broken", "2"),
+        groups = "".join(
+            f'[[models]]\nid = "{name}"\nharness = "{harness}"\nnodes = {nodes}\nsource = "{source}"\n'
+            f"vram_mb = {800 if name == 'large' else 60}\n"
+            for name, harness, nodes, source in (
+                ("two", "vllm", '["one", "two"]', f"{self.folder}/model"),
+                ("all", "sglang", "3", f"{self.folder}/model"),
+                ("rpc", "llama-server", '["two", "one"]', f"{self.folder}/model"),
+                ("ray", "vllm-ray", '["one", "two"]', f"{self.folder}/model"),
+                ("broken", "broken", "2", f"{self.folder}/model"),
+                ("hub", "vllm", '["one", "two"]', "org/model"),
+                ("large", "large", '["one", "two"]', f"{self.folder}/model"),
             )
         )
+        return f'{groups}[[models]]\nid = "native"\nsource = "{self.native}"\nonly_on = ["one"]\nvram_mb = 300\n'
 
     def ask(self, model: str) -> tuple[int, Any]:
         body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -89,7 +105,8 @@ class Group:
             except OSError:
                 continue
             programs = [str(self.folder / name) for name in PROGRAMS]
-            if len(arguments) > 2 and arguments[2] in programs and (not model or model in arguments):
+            is_ours = len(arguments) > 2 and arguments[2] in programs
+            if is_ours and (not model or model in arguments or Path(arguments[2]).name == model):
                 rank = arguments[arguments.index("--node-rank") + 1] if "--node-rank" in arguments else "0"
                 found[int(entry.name)] = int(rank)
         return found
@@ -103,6 +120,10 @@ class Group:
             if held["id"] == model
         }
 
+    def num_loads(self, model: str) -> int:
+        """Loads on the nodes since they were started."""
+        return sum(node.log.read_text().count(f"{model}: cold → loading") for node in self.nodes.values())
+
     def unload(self, model: str) -> None:
         self.gateway.call(f"/fleet/models/{model}/unload", {})
         until(lambda: not self.processes(model), f"{model} is not gone")
@@ -110,17 +131,19 @@ class Group:
 
 @pytest.fixture(scope="module")
 def group(
-    start_daemon: StartDaemon, start_gateway: StartGateway, tmp_path_factory: pytest.TempPathFactory
+    start_daemon: StartDaemon, start_gateway: StartGateway, tmp_path_factory: pytest.TempPathFactory, wide_model: Path
 ) -> Iterator[Group]:
-    made = Group(start_daemon, start_gateway, tmp_path_factory.mktemp("group"))
-    yield made
-    for node in made.nodes.values():
-        node.process.terminate()
-    until(lambda: not made.processes(), "servers are left")
+    with served(FakeHub(HUB_MODEL)) as hub:
+        made = Group(start_daemon, start_gateway, tmp_path_factory.mktemp("group"), hub, wide_model)
+        yield made
+        for node in made.nodes.values():
+            node.process.terminate()
+        until(lambda: not made.processes(), "servers are left")
 
 
 def test_group_starts_on_all_its_nodes_and_the_leader_serves(group: Group) -> None:
-    for model, nodes in (("two", {"one", "two"}), ("all", set(NAMES)), ("rpc", {"one", "two"})):
+    pair = {"one", "two"}
+    for model, nodes in (("two", pair), ("all", set(NAMES)), ("rpc", pair), ("ray", pair)):
         status, response = group.ask(model)
         assert (status, response["choices"][0]["message"]["content"]) == (200, "word word "), response
         members = group.members(model)
@@ -190,3 +213,84 @@ def test_nodes_with_different_versions_of_the_server_start_no_group(group: Group
     assert "different versions of its server" in str(response)
     assert "2.0.0 on three" in str(response)
     assert not group.processes("all")
+
+
+def test_files_of_a_group_come_to_all_its_nodes_before_it_starts_and_once_from_the_hub(group: Group) -> None:
+    status, response = group.ask("hub")
+    assert status == 200, response
+    names = [path.rpartition("/")[2] for path, _ in group.hub.contents_requests()]
+    assert sorted(names) == sorted(HUB_MODEL)
+    group.unload("hub")
+
+
+@long
+def test_members_with_different_files_start_no_group(group: Group) -> None:
+    until(lambda: group.is_served("hub"), "it is not served")
+    group.unload("hub")
+    (config,) = (group.nodes["two"].log.parent / "hub").rglob("config.json")
+    intact = config.resolve()
+    config.unlink()
+    config.write_text("{ }")
+    status, response = group.ask("hub")
+    assert status >= 400
+    assert "different files of hub" in str(response)
+    assert not group.processes("hub")
+    config.unlink()
+    config.symlink_to(intact)
+
+
+def _is_gone(group: Group, processes: dict[int, int]) -> bool:
+    return not processes.keys() & group.processes("two").keys()
+
+
+@long
+def test_two_gateways_start_a_lost_group_once(group: Group) -> None:
+    second = group.start_gateway(group.models, group.nodes)
+    until(lambda: group.is_served("two"), "it is not served")
+    until(lambda: bool(nodes_of(second)["two"]["members"]), "the second gateway does not see it")
+    body = {"model": "two", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    for _ in range(5):
+        before, num_loads = group.processes("two"), group.num_loads("two")
+        os.kill(next(iter(before)), signal.SIGKILL)
+        until(partial(_is_gone, group, before), "the old one is left")
+        until(lambda: len(group.processes("two")) == 2, "it is not started again")
+        until(lambda: group.is_served("two"), "it is not served")
+        until(lambda: second.call("/v1/chat/completions", body)[0] == 200, "the second gateway does not serve it")
+        assert group.num_loads("two") == num_loads + 2, "one start, with a load on each node"
+    second.process.kill()
+    second.process.wait()
+    group.unload("two")
+
+
+@long
+def test_group_is_pinned_moved_and_drained_as_one(group: Group) -> None:
+    orders = group.gateway.call
+    assert orders("/fleet/models/all/pin", {"wait": True})[0] == 200
+    members = group.members("all")
+    assert sorted(rank for _, rank in members.values()) == [0, 1, 2]
+    leader = next(name for name, (_, rank) in members.items() if rank == 0)
+    os.kill(next(iter(group.processes("all"))), signal.SIGKILL)
+    until(lambda: sorted(s for s, _ in group.members("all").values()) == ["ready"] * 3, "a pinned group is not back")
+    assert orders("/fleet/models/all/unload", {"wait": True})[0] == 409, "it is pinned"
+    orders("/fleet/models/all/unpin", {})
+    group.unload("all")
+    assert orders("/fleet/models/all/load", {"node": "two", "wait": True})[0] == 200
+    assert group.members("all")["two"] == ("ready", 0), f"it was led by {leader}"
+    orders("/fleet/nodes/three/drain", {})
+    group.unload("all")
+    status, response = group.ask("all")
+    assert status >= 400
+    assert "three" in str(response)
+    orders("/fleet/nodes/three/undrain", {})
+    until(lambda: group.is_served("all"), "it is not served again")
+    group.unload("all")
+
+
+@long
+def test_group_and_native_model_swap_on_the_same_memory(group: Group) -> None:
+    for _ in range(10):
+        for model, other in (("large", "native"), ("native", "large")):
+            assert group.is_served(model)
+            assert group.members(other).get("one", ("cold", 0))[0] == "cold", "both do not fit"
+        assert not group.processes("large")
+    assert not any(node["members"] for node in nodes_of(group.gateway).values())

@@ -6,27 +6,55 @@ from typing import cast
 
 import pytest
 
+from cortex.fleet.topology import Fleet
+from cortex.gateway.dispatch import groups
 from cortex.gateway.dispatch.groups import start_group, unload_group
 from cortex.gateway.dispatch.model_jobs import MemberPlan
 from cortex.gateway.dispatch.nodes.client import NodeClient
-from cortex.wire.errors import UpstreamUnavailable
+from cortex.gateway.dispatch.nodes.neighbours import Neighbours
+from cortex.wire.errors import GroupClaimed, LoadFailed, UpstreamUnavailable
 from cortex.wire.node.groups import PreparedMember, PrepareMember
-from cortex.wire.node.orders import LoadRequest, UnloadRequest
-from cortex.wire.node.protocol import ModelState, ModelStatus
+from cortex.wire.node.orders import FilesRequest, LoadRequest, UnloadRequest
+from cortex.wire.node.protocol import ModelState, ModelStatus, PullStatus
 
 
 class NotedNode:
     """Leaves `fleet` under its name in `leaves` once its member is prepared."""
 
-    def __init__(self, fleet: dict[str, NodeClient], leaves: str | None = None) -> None:
+    def __init__(
+        self,
+        fleet: dict[str, NodeClient],
+        leaves: str | None = None,
+        *,
+        lacks_files: bool = False,
+        digest: str = "same",
+        num_claims: int = 0,
+        state: ModelState = ModelState.COLD,
+    ) -> None:
+        """`num_claims`: how often it rejects a claim."""
         self._fleet, self._leaves = fleet, leaves
+        self._lacks_files, self._digest, self._num_claims, self._state = lacks_files, digest, num_claims, state
         self.orders: list[str] = []
 
     async def prepare_member(self, request: PrepareMember) -> PreparedMember:
+        if self._num_claims:
+            self._num_claims -= 1
+            raise GroupClaimed("another gateway starts it")
         self.orders.append(f"prepare {request.model_id}")
         if self._leaves is not None:
             del self._fleet[self._leaves]
-        return PreparedMember(host="127.0.0.1", port=1, pulse_port=2)
+        digest = "" if self._lacks_files else self._digest
+        return PreparedMember(
+            host="127.0.0.1", port=1, pulse_port=2, lacks_files=self._lacks_files, files_digest=digest
+        )
+
+    async def pull(self, request: FilesRequest) -> PullStatus:
+        self.orders.append(f"pull {request.model_id}")
+        self._lacks_files = False
+        return PullStatus(model_id=request.model_id, state="done")
+
+    async def model_status(self, model: str) -> ModelStatus:
+        return ModelStatus(id=model, state=self._state)
 
     async def load(self, request: LoadRequest) -> ModelStatus:
         self.orders.append(f"load {request.model_id}")
@@ -37,14 +65,55 @@ class NotedNode:
         return ModelStatus(id=request.model_id, state=ModelState.COLD)
 
 
+def no_neighbours(fleet: dict[str, NodeClient]) -> Neighbours:
+    return Neighbours(fleet, Fleet, is_on=False)
+
+
 async def test_group_whose_node_leaves_the_fleet_during_the_start_fails_and_is_ended() -> None:
     fleet: dict[str, NodeClient] = {}
     leader, member = NotedNode(fleet), NotedNode(fleet, leaves="second")
     fleet |= {"first": cast(NodeClient, leader), "second": cast(NodeClient, member)}
     plans = (MemberPlan("first", (0,)), MemberPlan("second", (0,)))
     with pytest.raises(UpstreamUnavailable, match="second"):
-        await start_group(fleet, plans, LoadRequest(model_id="m", harness="vllm"))
+        await start_group(fleet, plans, LoadRequest(model_id="m", harness="vllm"), no_neighbours(fleet))
     assert leader.orders == ["prepare m", "unload m"]
+
+
+async def test_files_come_before_the_load_and_once_from_the_hub() -> None:
+    fleet: dict[str, NodeClient] = {}
+    noted = {name: NotedNode(fleet, lacks_files=True) for name in ("first", "second", "third")}
+    fleet |= {name: cast(NodeClient, node) for name, node in noted.items()}
+    plans = tuple(MemberPlan(name, (0,)) for name in fleet)
+    await start_group(fleet, plans, LoadRequest(model_id="m", harness="vllm"), no_neighbours(fleet))
+    for node in noted.values():
+        assert node.orders == ["prepare m", "pull m", "prepare m", "load m"]
+
+
+async def test_members_with_different_files_start_no_group() -> None:
+    fleet: dict[str, NodeClient] = {}
+    noted = {name: NotedNode(fleet, digest=name) for name in ("first", "second")}
+    fleet |= {name: cast(NodeClient, node) for name, node in noted.items()}
+    plans = tuple(MemberPlan(name, (0,)) for name in fleet)
+    with pytest.raises(LoadFailed, match="different files of m: first on first, second on second"):
+        await start_group(fleet, plans, LoadRequest(model_id="m", harness="vllm"), no_neighbours(fleet))
+    assert [node.orders for node in noted.values()] == [["prepare m", "unload m"]] * 2
+
+
+@pytest.mark.parametrize("others_end", ["ready", "cold"])
+async def test_gateway_waits_for_the_start_of_another_one(others_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "CLAIM_POLL_S", 0.01)
+    fleet: dict[str, NodeClient] = {}
+    noted = {name: NotedNode(fleet, num_claims=3, state=ModelState(others_end)) for name in ("first", "second")}
+    fleet |= {name: cast(NodeClient, node) for name, node in noted.items()}
+    plans = tuple(MemberPlan(name, (0,)) for name in ("second", "first"))
+    start = start_group(fleet, plans, LoadRequest(model_id="m", harness="vllm"), no_neighbours(fleet))
+    if others_end == "ready":
+        with pytest.raises(GroupClaimed):
+            await start
+        assert noted["second"].orders == ["unload m"], "the first by name decides"
+    else:
+        await start
+        assert noted["second"].orders[-1] == "load m"
 
 
 async def test_unload_of_a_group_whose_leader_has_left_the_fleet_fails() -> None:

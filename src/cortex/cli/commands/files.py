@@ -1,7 +1,8 @@
-"""`cortex pull`, `rm`: the files of models on the disks of nodes."""
+"""`cortex pull`, `copy`, `rm`: the files of models on the disks of nodes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from urllib.parse import quote
 
 import click
@@ -18,21 +19,40 @@ from cortex.wire.model_names import split_quant
 
 @click.command(cls=Command)
 @click.argument("model", type=MODEL, metavar="MODEL[:QUANT]")
-@click.option("--node", help="The node to download to; the gateway chooses when absent.")
+@click.option("--to", "--node", "nodes", multiple=True, help="A node to download to, also several; else one suits it.")
 @click.option("--wait/--no-wait", default=True, help="Wait until it is done (the default).")
 @gateway_options
 @json_option
-def pull(model: str, node: str | None, wait: bool, gateway: GatewayClient, as_json: bool) -> None:
+def pull(model: str, nodes: tuple[str, ...], wait: bool, gateway: GatewayClient, as_json: bool) -> None:
     """Download a model without loading it.
 
     MODEL is a model of the catalogue or a hub id; QUANT selects one of its GGUF files, else the dense weights, which
-    are quantised so at load. Ctrl-C cancels; what was downloaded is kept for the next time.
+    are quantised so at load. Nodes get from each other what one of them has, and only the rest from the hub. Ctrl-C
+    cancels; what was downloaded is kept for the next time.
 
     \b
       cortex pull Qwen/Qwen3-8B
-      cortex pull unsloth/Qwen3-8B-GGUF:Q4_K_M --node beast
+      cortex pull unsloth/Qwen3-8B-GGUF:Q4_K_M --to beast --to mini
     """
-    job = parse(start_pull(gateway, model, node))
+    _show(gateway, start_pull(gateway, model, nodes), wait=wait, as_json=as_json)
+
+
+@click.command(cls=Command)
+@click.argument("model", type=MODEL, metavar="MODEL[:QUANT]")
+@click.argument("nodes", nargs=-1, required=True, metavar="NODE...")
+@click.option("--wait/--no-wait", default=True, help="Wait until it is done (the default).")
+@gateway_options
+@json_option
+def copy(model: str, nodes: tuple[str, ...], wait: bool, gateway: GatewayClient, as_json: bool) -> None:
+    """Copy a model's files to nodes, from those that have them.
+
+    Nothing comes from the hub, and the nodes need not reach it.
+    """
+    _show(gateway, start_pull(gateway, model, nodes, copies=True), wait=wait, as_json=as_json)
+
+
+def _show(gateway: GatewayClient, started: object, *, wait: bool, as_json: bool) -> None:
+    job = parse(started)
     if wait:
         follow(gateway, gateway.get(f"/fleet/jobs/{job.id}"))
     if as_json:
@@ -43,12 +63,12 @@ def pull(model: str, node: str | None, wait: bool, gateway: GatewayClient, as_js
     console().print(f"{job.model} {what} {', '.join(job.nodes)}{then}", soft_wrap=True)
 
 
-def start_pull(gateway: GatewayClient, model: str, node: str | None) -> object:
+def start_pull(gateway: GatewayClient, model: str, nodes: Sequence[str], *, copies: bool = False) -> object:
     """Begin a download; returns its job."""
     name, quant = split_quant(model)
-    body = {"model": name, "quant": quant, "node": node}
+    body = {"model": name, "quant": quant, "nodes": nodes, "copy": copies}
     try:
-        return gateway.post("/fleet/pull", {key: value for key, value in body.items() if value is not None})["job"]
+        return gateway.post("/fleet/pull", {key: value for key, value in body.items() if value})["job"]
     except GatewayRejected as rejected:
         if rejected.code != ModelNotFound.code:
             raise

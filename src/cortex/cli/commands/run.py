@@ -44,7 +44,7 @@ def run(
     if quant is not None:
         _reject_another_quant(gateway, name, quant)
     if quant is not None or not _is_known(gateway, name):
-        follow(gateway, start_pull(gateway, model, node))
+        follow(gateway, start_pull(gateway, model, (node,) if node else ()))
     body = {"wait": False} if node is None else {"wait": False, "node": node}
     follow(gateway, gateway.post(model_path(name, "load"), body)["job"])
     converse(gateway, name, prompt, system, temperature, max_tokens)

@@ -1,15 +1,15 @@
 """The files of models on the disks of nodes. For operators.
 
-`POST /fleet/pull` downloads without a load, as a job that can be cancelled. `DELETE /fleet/nodes/{node}/files/{model}`
-deletes. `GET /fleet/hub/{model}` lists what a repository of the hub offers, and where it would fit.
+`POST /fleet/pull` downloads without a load, as a job that can be cancelled, also to several nodes: then one of them
+uses the hub, and the others get the files from it. `DELETE /fleet/nodes/{node}/files/{model}` deletes.
+`GET /fleet/hub/{model}` lists what a repository of the hub offers, and where it would fit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -20,6 +20,7 @@ from cortex.gateway.api.jobs import Job, JobBoard
 from cortex.gateway.api.live.event_streams import Following
 from cortex.gateway.api.parts import ApiRoute, DeferredResponses, read_body
 from cortex.gateway.dispatch.nodes.client import NodeClient
+from cortex.gateway.dispatch.nodes.neighbours import Neighbours
 from cortex.gateway.dispatch.view import DispatchView
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import json_response
@@ -29,6 +30,8 @@ from cortex.http.server.server import Response
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.wire.errors import (
     CortexError,
+    HubUnavailable,
+    InvalidValue,
     ModelNotFound,
     NodeNotFound,
     UpstreamUnavailable,
@@ -48,6 +51,75 @@ class _Pull(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model of the catalogue, or `owner/name`, also with `:QUANT`."""
     quant: str | None = None
     node: str | None = None
+    nodes: Annotated[tuple[str, ...], msgspec.Meta(max_length=256)] = ()
+    """In place of `node`, if there are several."""
+    copy: bool = False
+    """Take the files as other nodes have them, and nothing from the hub."""
+
+
+class _Pulls:
+    """The downloads of one model to some nodes. Owned by the task that runs `outcomes`."""
+
+    def __init__(self, clients: Sequence[NodeClient], files: FilesRequest, neighbours: Neighbours) -> None:
+        self._files = files
+        self._neighbours = neighbours
+        self._clients = clients
+        self._done: set[str] = set()
+        self._following = {client.name: self._follow(client) for client in clients}
+
+    def cancel(self) -> None:
+        for each in self._following.values():
+            each.cancelled.set()
+
+    def stage(self) -> tuple[str, Progress | None]:
+        """The stage of the download that is behind, and the bytes of all."""
+        found = [each.status.progress for each in self._following.values() if each.status and each.status.progress]
+        if not found:
+            return "starting", None
+        last = max(found, key=lambda progress: progress.eta_s or 0.0)
+        done_bytes = sum(progress.done_bytes or 0 for progress in found)
+        total_bytes = sum(progress.total_bytes or 0 for progress in found)
+        return last.finest_stage, msgspec.structs.replace(last, done_bytes=done_bytes, total_bytes=total_bytes)
+
+    async def outcomes(self, job: Job) -> None:
+        """Reports the end on each node to the job. Where no other node has the files, the first that can gets them
+        from the hub before the others begin."""
+        waiting = list(self._clients)
+        offline: list[NodeClient] = []
+        while waiting and waiting + offline != waiting[:1] and not self._done and not self._has_holder(waiting[0].name):
+            client = waiting.pop(0)
+            error = await self._outcome(client)
+            if isinstance(error, HubUnavailable) and not self._following[client.name].cancelled.is_set():
+                self._following[client.name] = self._follow(client)
+                offline.append(client)
+            else:
+                job.node_ended(client.name, error)
+                if error is not None:
+                    return
+        await asyncio.gather(*(self._report(client, job) for client in (*waiting, *offline)))
+
+    def _has_holder(self, node: str) -> bool:
+        return not self._neighbours.is_on or bool(
+            self._neighbours.holders(node, self._files.model_id, self._files.source)
+        )
+
+    async def _report(self, client: NodeClient, job: Job) -> None:
+        job.node_ended(client.name, await self._outcome(client))
+
+    async def _outcome(self, client: NodeClient) -> CortexError | None:
+        error = await self._following[client.name].outcome()
+        if error is None:
+            self._done.add(client.name)
+        return error
+
+    def _follow(self, client: NodeClient) -> Following[PullStatus]:
+        return Following(
+            lambda: client.pull(self._neighbours.in_pull(client.name, self._files, self._done)),
+            lambda: client.pull_status(self._files.model_id),
+            lambda: client.cancel_pull(self._files.model_id),
+            described=f"the download on {client.name}",
+            after_restart=f"{client.name} has restarted; pull again to continue the download.",
+        )
 
 
 class FileRoutes:
@@ -57,12 +129,14 @@ class FileRoutes:
         self,
         dispatcher: DispatchView,
         nodes: Mapping[str, NodeClient],
+        neighbours: Neighbours,
         board: JobBoard,
         metering: Metering,
         deferred: DeferredResponses,
     ) -> None:
         self._dispatcher = dispatcher
         self._nodes = nodes
+        self._neighbours = neighbours
         self._board = board
         self._metering = metering
         self._deferred = deferred
@@ -142,24 +216,21 @@ class FileRoutes:
 
     def _pull(self, wanted: _Pull, by: str) -> Job:
         files = self._files(wanted)
-        client = self._client(wanted.node or self._choose_node(files.model_id))
-        following: Following[PullStatus] = Following(
-            lambda: client.pull(files),
-            lambda: client.pull_status(files.model_id),
-            lambda: client.cancel_pull(files.model_id),
-            described=f"the download on {client.name}",
-            after_restart=f"{client.name} has restarted; pull again to continue the download.",
-        )
+        names = wanted.nodes or (wanted.node or self._choose_node(files.model_id),)
+        clients = [self._client(name) for name in dict.fromkeys(names)]
+        if wanted.copy:
+            self._check_copies(clients, files)
+        pulls = _Pulls(clients, files, self._neighbours)
         job = self._board.start(
             "pull",
             files.model_id if files.quant is None else f"{files.model_id}:{files.quant}",
-            (client.name,),
+            [client.name for client in clients],
             by=by,
-            awaited=(client.name,),
-            read_stage=partial(_stage, following),
-            cancel=following.cancelled.set,
+            awaited=[client.name for client in clients],
+            read_stage=pulls.stage,
+            cancel=pulls.cancel,
         )
-        task = asyncio.create_task(_follow(following, client.name, job), name=f"pull {files.model_id} on {client.name}")
+        task = asyncio.create_task(pulls.outcomes(job), name=f"pull {files.model_id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return job
@@ -167,6 +238,15 @@ class FileRoutes:
     def source_of(self, name: str) -> FilesRequest:
         """The files that a name stands for: a model of this gateway, or of the hub. Raises ModelNotFound."""
         return self._files(_Pull(model=name))
+
+    def _check_copies(self, clients: Sequence[NodeClient], files: FilesRequest) -> None:
+        """Raises InvalidValue or ModelNotFound."""
+        if not self._neighbours.is_on:
+            raise InvalidValue("Nodes do not share files: set `share_files` of [gateway] to true.", param="copy")
+        for client in clients:
+            if not self._neighbours.holders(client.name, files.model_id, files.source):
+                what = f"No other node that {client.name} can reach has {shorten(files.model_id)} in its hub cache"
+                raise ModelNotFound(f"{what}; pull it instead.", param="model")
 
     def _files(self, wanted: _Pull) -> FilesRequest:
         """What to download: a model with its source, a hub id, or a name that stands for one. Raises ModelNotFound."""
@@ -180,8 +260,11 @@ class FileRoutes:
                 raise ModelNotFound(f"{what}, whose names are OWNER/NAME.", param="model") from None
             quant = wanted.quant or match["quant"]
             source = match["name"] + (match["revision"] or "")
-            return FilesRequest(model_id=match["name"], source=source, quant=quant)
-        return FilesRequest(model_id=spec.id, source=spec.source, quant=wanted.quant or spec.quant)
+            return FilesRequest(model_id=match["name"], source=source, quant=quant, uses_hub=not wanted.copy)
+        quant = wanted.quant or spec.quant
+        return FilesRequest(
+            model_id=spec.id, source=spec.source, quant=quant, harness=spec.harness, uses_hub=not wanted.copy
+        )
 
     def _choose_node(self, model: str) -> str:
         """The node where the model would be loaded; where that is not known, the one with the most free disk."""
@@ -204,15 +287,6 @@ class FileRoutes:
             known = ", ".join(node.name for node in self._dispatcher.fleet.nodes if node.takes_orders) or "none"
             raise NodeNotFound(f"There is no node {shorten(name)} that keeps files; there are: {known}.", param="node")
         return client
-
-
-def _stage(following: Following[PullStatus]) -> tuple[str, Progress | None]:
-    progress = following.status.progress if following.status is not None else None
-    return progress.finest_stage if progress is not None else "starting", progress
-
-
-async def _follow(following: Following[PullStatus], node: str, job: Job) -> None:
-    job.node_ended(node, await following.outcome())
 
 
 async def _delete(client: NodeClient, files: FilesRequest) -> Response:

@@ -29,7 +29,7 @@ from cortex.gateway.dispatch.pending_decisions import PendingDecisions, WaitingR
 from cortex.gateway.dispatch.source_surveys import SourceSurveys
 from cortex.gateway.dispatch.state_machine import StateMachine, event
 from cortex.gateway.dispatch.view import DispatchView
-from cortex.wire.errors import CortexError, InsufficientCapacity, RateLimitExceeded, ShuttingDown
+from cortex.wire.errors import CortexError, GroupClaimed, InsufficientCapacity, RateLimitExceeded, ShuttingDown
 from cortex.wire.node.protocol import Discovery, Health, ModelState, ModelStatus
 from cortex.wire.words import plural
 
@@ -369,12 +369,13 @@ class Dispatcher(DispatchView, StateMachine):
 
     @event
     def load_ended(self, target: ModelOnNode, result: ModelStatus | CortexError) -> None:
-        is_cancelled = self._jobs.take_cancelled(target, result)
+        is_elsewhere = isinstance(result, GroupClaimed)  # another gateway runs it: polls show where
+        is_cancelled = self._jobs.take_cancelled(target, result) or is_elsewhere
         job = self._jobs.load_ended(target, result, is_cancelled=is_cancelled)
         if isinstance(result, ModelStatus):
             self._jobs.notify(target, "load", None)
         elif is_cancelled:
-            self._jobs.notify(target, "load", result)
+            self._jobs.notify(target, "load", None if is_elsewhere else result)
         elif isinstance(result, InsufficientCapacity) and job and target not in self._fleet_state.shortfalls:
             self._raise_need(job, result)
         else:

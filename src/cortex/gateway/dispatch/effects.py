@@ -13,6 +13,7 @@ from cortex.fleet.topology import ModelOnNode
 from cortex.gateway.dispatch.groups import UNLOAD_TIMEOUT_S, start_group, unload_group, wake_group
 from cortex.gateway.dispatch.model_jobs import Cause, MemberPlan
 from cortex.gateway.dispatch.nodes.client import NodeClient
+from cortex.gateway.dispatch.nodes.neighbours import Neighbours
 from cortex.gateway.dispatch.nodes.poller import Poller
 from cortex.gateway.dispatch.nodes.waking import wake
 from cortex.gateway.metrics import Metrics
@@ -50,11 +51,13 @@ class NodeEffects:
         pollers: Mapping[str, Poller],
         metrics: Metrics,
         clock: Callable[[], float],
+        neighbours: Neighbours,
     ) -> None:
         self._nodes = nodes
         self._pollers = pollers
         self._metrics = metrics
         self._clock = clock
+        self._neighbours = neighbours
         self._tasks: dict[asyncio.Task[None], str] = {}
         self.outcomes: Outcomes
         """The dispatcher. Set once, before the first order, because each of the two needs the other."""
@@ -114,10 +117,13 @@ class NodeEffects:
 
     async def _load(self, node: str, request: LoadRequest, others: tuple[MemberPlan, ...]) -> None:
         began = self._clock()
+        request = self._neighbours.in_load(node, request)
         if others:
-            begin = wake_group if request.wake_only else start_group
             members = (MemberPlan(node, request.devices), *others)
-            result = await result_of(lambda: begin(self._nodes, members, request))
+            if request.wake_only:
+                result = await result_of(lambda: wake_group(self._nodes, members, request))
+            else:
+                result = await result_of(lambda: start_group(self._nodes, members, request, self._neighbours))
         else:
             result = await result_of(lambda: self._nodes[node].load(request))
         if isinstance(result, ModelStatus):

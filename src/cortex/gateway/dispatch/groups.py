@@ -1,9 +1,11 @@
 """The life of a group, from the side of the gateway: a model that one server runs on several nodes.
 
-`fleet/placement/groups.py` decides where. A start has three steps: every node prepares its member, which fixes ports
-and shows the version of its server; then all members but the leader are loaded, and last the leader, which takes the
-requests. All of them start, or what has started is ended. From then on the nodes watch each other (`MemberLink` of a
-neuron): when one is lost, they end the group, and the dispatcher has it started again (`LostGroups`).
+`fleet/placement/groups.py` decides where. A start has four steps: every node prepares its member, which fixes ports
+and shows the version of its server and its files; nodes that lack files get them; then all members but the leader are
+loaded, and last the leader, which takes the requests. A prepared member is a claim, so that of several gateways one
+starts the group, and the others wait for it. All members start, or what has started is ended. From then on the nodes
+watch each other (`MemberLink` of a neuron): when one is lost, they end the group, and the dispatcher has it started
+again (`LostGroups`).
 """
 
 from __future__ import annotations
@@ -19,28 +21,48 @@ import msgspec
 from cortex.fleet.topology import Node
 from cortex.gateway.dispatch.model_jobs import MemberPlan
 from cortex.gateway.dispatch.nodes.client import NodeClient
+from cortex.gateway.dispatch.nodes.neighbours import Neighbours
 from cortex.http.upstream.faults import UpstreamFault
 from cortex.system.tasks import finish_all, run_once
-from cortex.wire.errors import CortexError, LoadFailed, UpstreamUnavailable
+from cortex.wire.error_encoding import from_code
+from cortex.wire.errors import CortexError, GroupClaimed, LoadFailed, UpstreamUnavailable
 from cortex.wire.node.groups import GroupMember, MemberAddress, PreparedMember, PrepareMember
-from cortex.wire.node.orders import LoadRequest, UnloadRequest
+from cortex.wire.node.orders import FilesRequest, LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState, ModelStatus
 
 T = TypeVar("T")
 
 END_TIMEOUT_S = 30.0
+CLAIM_POLL_S = 1.0
+RENEW_S = 30.0
+"""How often a claim is renewed during downloads; nodes drop it after `HOLD_S` of theirs."""
 UNLOAD_TIMEOUT_S = 180.0
 """Running requests may end first; a node that takes longer is stuck."""
 
 
 async def start_group(
-    nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: LoadRequest
+    nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: LoadRequest, neighbours: Neighbours
 ) -> ModelStatus:
     """`plans`: of all members, the leader's first. Returns its status when all are ready. Raises UpstreamFault or
-    CortexError; what has started is ended then, also when this is cancelled."""
+    CortexError; what has started is ended then, also when this is cancelled. While another gateway starts the model on
+    these nodes, it waits for that; raises GroupClaimed once it is ready there."""
+    while True:
+        try:
+            return await _start_once(nodes, plans, request, neighbours)
+        except GroupClaimed:
+            await asyncio.sleep(CLAIM_POLL_S)
+            for plan in plans:
+                status = await _ask(nodes, plan.node, lambda node: node.model_status(request.model_id))
+                if status.state is ModelState.READY:
+                    raise
+
+
+async def _start_once(
+    nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: LoadRequest, neighbours: Neighbours
+) -> ModelStatus:
     group = secrets.token_hex(16)
     async with _ended_on_failure(nodes, plans, UnloadRequest(model_id=request.model_id, force=True, group=group)):
-        members = await _prepared(nodes, plans, request, group)
+        members = await _prepared(nodes, plans, request, group, neighbours)
         requests = [
             msgspec.structs.replace(
                 request,
@@ -92,16 +114,102 @@ async def unload_group(nodes: Mapping[str, NodeClient], names: Sequence[str], re
 
 
 async def _prepared(
-    nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: LoadRequest, group: str
+    nodes: Mapping[str, NodeClient],
+    plans: Sequence[MemberPlan],
+    request: LoadRequest,
+    group: str,
+    neighbours: Neighbours,
 ) -> tuple[MemberAddress, ...]:
-    """The addresses of the members. Raises CortexError."""
-    asked = PrepareMember(model_id=request.model_id, harness=request.harness or "", group=group)
-    found = await _all(_ask(nodes, plan.node, lambda node: node.prepare_member(asked)) for plan in plans)
+    """The addresses of the members, all of which have their files. Raises CortexError."""
+    found = await _claimed(nodes, plans, request, group)
     _check_versions(plans, found)
+    lacking = [plan.node for plan, each in zip(plans, found, strict=True) if each.lacks_files]
+    if lacking:
+        async with _renewed(lambda: _claimed(nodes, plans, request, group)):
+            await _fill(nodes, lacking, request, neighbours)
+        found = await _claimed(nodes, plans, request, group)
+    _check_files(plans, found, request.model_id)
     return tuple(
         MemberAddress(node=plan.node, host=each.host, port=each.port, pulse_port=each.pulse_port)
         for plan, each in zip(plans, found, strict=True)
     )
+
+
+async def _claimed(
+    nodes: Mapping[str, NodeClient], plans: Sequence[MemberPlan], request: LoadRequest, group: str
+) -> list[PreparedMember]:
+    """Idempotent. One node decides between gateways: that whose name comes first, whoever leads. Raises CortexError,
+    such as GroupClaimed."""
+
+    def prepare(rank: int) -> Awaitable[PreparedMember]:
+        asked = PrepareMember(
+            model_id=request.model_id,
+            harness=request.harness or "",
+            group=group,
+            rank=rank,
+            source=request.source,
+            quant=request.quant,
+        )
+        return _ask(nodes, plans[rank].node, lambda node: node.prepare_member(asked))
+
+    first = min(range(len(plans)), key=lambda rank: plans[rank].node)
+    decided = await prepare(first)
+    others = [rank for rank in range(len(plans)) if rank != first]
+    found = dict(zip(others, await _all(map(prepare, others)), strict=True))
+    return [decided if rank == first else found[rank] for rank in range(len(plans))]
+
+
+@contextlib.asynccontextmanager
+async def _renewed(renew: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
+    """Calls it now and then during the block, which ends when it fails."""
+
+    async def keep() -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            await renew()
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            renewing = tasks.create_task(keep())
+            yield
+            renewing.cancel()
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _fill(
+    nodes: Mapping[str, NodeClient], names: Sequence[str], request: LoadRequest, neighbours: Neighbours
+) -> None:
+    """Get the files to these nodes. Without another node that has them, one uses the hub and the others get them from
+    it. Raises CortexError."""
+    files = FilesRequest(model_id=request.model_id, source=request.source, quant=request.quant, harness=request.harness)
+    done: list[str] = []
+    waiting = list(names)
+    if neighbours.is_on and not neighbours.holders(names[0], files.model_id, files.source):
+        done.append(waiting.pop(0))
+        await _pull(nodes, done[0], neighbours.in_pull(done[0], files))
+    await _all(_pull(nodes, name, neighbours.in_pull(name, files, done)) for name in waiting)
+
+
+async def _pull(nodes: Mapping[str, NodeClient], name: str, files: FilesRequest) -> None:
+    """Returns when the node has the files. Cancels the download when it is cancelled. Raises CortexError."""
+    status = await _ask(nodes, name, lambda node: node.pull(files))
+    try:
+        while status.state == "running":
+            await asyncio.sleep(CLAIM_POLL_S)
+            status = await _ask(nodes, name, lambda node: node.pull_status(files.model_id))
+    except asyncio.CancelledError:
+        run_once(_quietly(_in_fleet(nodes, name).cancel_pull(files.model_id)), f"cancel the pull on {name}")
+        raise
+    if status.state != "done":
+        raise from_code(status.code or LoadFailed.code, f"on {name}: {status.reason or status.state}")
+
+
+def _check_files(plans: Sequence[MemberPlan], found: Sequence[PreparedMember], model: str) -> None:
+    digests = {plan.node: each.files_digest for plan, each in zip(plans, found, strict=True) if each.files_digest}
+    if len(set(digests.values())) > 1:
+        have = ", ".join(f"{digest[:12]} on {node}" for node, digest in digests.items())
+        raise LoadFailed(f"the nodes of the group have different files of {model}: {have}; copy the same ones to all")
 
 
 def _check_versions(plans: Sequence[MemberPlan], found: Sequence[PreparedMember]) -> None:

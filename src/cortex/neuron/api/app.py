@@ -33,6 +33,7 @@ from cortex.neuron.api.routes.control import Control
 from cortex.neuron.api.routes.metrics import Metrics
 from cortex.neuron.api.routes.models import ModelRoutes
 from cortex.neuron.api.routes.ollama import OllamaRoutes
+from cortex.neuron.api.routes.shared_files import SharedFiles
 from cortex.neuron.api.routes.tokens import Tokens
 from cortex.parsing.parser import BodyParser
 from cortex.telemetry.spans import Tracer
@@ -63,6 +64,7 @@ class NodeApi:
         tracer: Tracer | None = None,
         access: NodeAccess | None = None,
         scheme: str = "http",
+        share_mb_per_s: int | None = None,
     ) -> None:
         """Without `access`, every local program may use it. `scheme` is that of the URLs that clients use."""
         self._access = access or NodeAccess(NodeKeys())
@@ -94,6 +96,7 @@ class NodeApi:
                 *OllamaRoutes(backend, drain_gate, ticker, keepalive_s, self._parser, self._by_path).routes(),
                 Route("GET", "/metrics", self._expose),
                 *usage_records.routes(),
+                *SharedFiles(backend, share_mb_per_s).routes(),
                 *Control(backend, drain_gate, self._access, ticker, keepalive_s, scheme).routes(),
             ],
             "the API begins at /v1 and /discovery",

@@ -15,6 +15,7 @@ from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.groups import PreparedMember, PrepareMember
+from cortex.wire.node.neighbours import SharedRepository
 from cortex.wire.node.orders import DeletedFiles, FilesRequest, HubRepository, LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Discovery, Health, ModelStatus, NodeEvent, PullStatus
 from cortex.wire.packed_request import PackedRequest
@@ -41,6 +42,8 @@ class Files(Protocol):
     async def cancel(self, model_id: str) -> PullStatus: ...
     async def delete(self, request: FilesRequest) -> DeletedFiles: ...
     async def offer(self, source: str) -> HubRepository: ...
+    async def shared(self, repository: str, revision: str) -> SharedRepository: ...
+    def open_shared(self, repository: str, digest: str) -> int: ...
 
 
 class ModelBenches(Protocol):

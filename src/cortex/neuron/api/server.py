@@ -189,6 +189,7 @@ async def _serve_node(
         tracer=tracer,
         access=front.access,
         scheme=scheme,
+        share_mb_per_s=config.limits.share_mb_per_s,
     )
     host, port = api.server.listen_on(sockets, tls=front.certificate.context if front.certificate is not None else None)
     # Objects from imports live as long as the process: exclude them from garbage collection.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
@@ -14,6 +14,7 @@ from cortex.neuron.hub_process.protocol import Failed, FetchFiles
 from cortex.neuron.weights.errors import Cancelled, HubError
 from cortex.neuron.weights.hub.listing import Listing
 from cortex.neuron.weights.hub.source import endpoint_of
+from cortex.wire.node.neighbours import Neighbour
 
 T = TypeVar("T")
 
@@ -21,6 +22,7 @@ _HELPER: Final = Helper(
     name="neuron-hub", purpose="the process that talks to the hub", module="cortex.neuron.hub_process.service"
 )
 _LIST_FILES: Function[Listing | Failed] = Function("list_files", Listing | Failed)
+_LIST_SHARED: Function[Listing | Failed | None] = Function("list_shared", Listing | Failed | None)
 _FETCH: Function[Failed | None] = Function("fetch", Failed | None)
 _OF_THE_HUB: Final = ("HF_", "HUGGING_FACE_")
 
@@ -62,6 +64,10 @@ class HubProcess:
     def list_files(self, repository: str, revision: str) -> Listing:
         """Raises HubError, or Cancelled soon after `cancelled` returns true."""
         return self._call(_LIST_FILES, self.endpoint, repository, revision)
+
+    def list_shared(self, neighbours: Sequence[Neighbour], repository: str, revision: str) -> Listing | None:
+        """The listing of the first neighbour that has one. Raises as `list_files` does."""
+        return self._call(_LIST_SHARED, tuple(neighbours), repository, revision)
 
     def fetch(self, files: FetchFiles, meanwhile: Callable[[], None]) -> None:
         """Downloads what the cache lacks. `meanwhile` is called until then. Raises as `list_files` does."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cortex.ipc.channel import ChannelMessage
 from cortex.neuron.weights.errors import DownloadCorrupt, HubError, HubUnreachable, NoDiskSpace, NotOnHub
 from cortex.neuron.weights.hub.listing import RemoteFile
+from cortex.wire.node.neighbours import Neighbour
 
 _ERRORS = {error.__name__: error for error in (HubError, NotOnHub, HubUnreachable, DownloadCorrupt, NoDiskSpace)}
 
@@ -17,6 +18,8 @@ class FetchFiles(ChannelMessage, frozen=True):
     commit: str
     files: tuple[RemoteFile, ...]
     cache_directory: str
+    neighbours: tuple[Neighbour, ...] = ()
+    uses_hub: bool = True
 
 
 class Failed(ChannelMessage, frozen=True):

@@ -17,11 +17,20 @@ from cortex.neuron.weights.hub.cache import RepositoryCache, cache_directory, in
 from cortex.neuron.weights.hub.listing import Listing, RemoteFile
 from cortex.neuron.weights.hub.selection import Objection, missing_parts, select, variants
 from cortex.neuron.weights.hub.source import HubSource, is_offline, parse_source
+from cortex.wire.node.neighbours import Neighbour
 
 _SPARE_DISK_BYTES: Final = 64 << 20
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, total bytes) on the calling thread; bytes done never fall."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSources:
+    """Where files that the cache lacks come from: the neighbours first, then the hub."""
+
+    neighbours: tuple[Neighbour, ...] = ()
+    uses_hub: bool = True
 
 
 def resolve(
@@ -33,6 +42,7 @@ def resolve(
     cancelled: Callable[[], bool],
     cache_dir: Path | None = None,
     offline: bool | None = None,
+    sources: FileSources = FileSources(),
     environment: Mapping[str, str] = os.environ,
 ) -> Path:
     """The model directory or `.gguf` file that `source` names, downloaded first if necessary.
@@ -42,7 +52,8 @@ def resolve(
 
     Blocks, so call it on a thread. Raises Cancelled soon after `cancelled()` becomes true. `environment` has the
     variables of the hub's own tools (`HF_HUB_CACHE`, `HF_HOME`, `HF_HUB_OFFLINE`, `HF_TOKEN`, `HF_ENDPOINT`, …). When
-    the hub rejects the request or does not respond, a complete model in the cache is used. Raises CheckpointError.
+    the hub rejects the request or does not respond, a complete model in the cache is used, else what a neighbour has.
+    Raises CheckpointError.
     """
     parsed = parse_source(source)
     if isinstance(parsed, Path):
@@ -51,20 +62,42 @@ def resolve(
         parsed = replace(parsed, quant=quant)
     cache = RepositoryCache(cache_dir or cache_directory(environment), parsed.repository)
     if offline or (offline is None and is_offline(environment)):
+        sources = replace(sources, uses_hub=False)
+    if not sources.uses_hub and not sources.neighbours:
         reason = HubUnreachable(f"{parsed.repository} is not in the cache and the node is offline")
         return in_cache(cache, parsed, objection, reason)
     with HubProcess(environment, cancelled) as hub:
-        try:
-            listing = hub.list_files(parsed.repository, parsed.revision)
-        except HubError as error:
-            return in_cache(cache, parsed, objection, error)
+        found = _listing(hub, cache, parsed, objection, sources)
+        if isinstance(found, Path):
+            return found
+        listing, sources = found
         selection = select(parsed.repository, listing.files, parsed.quant, objection=objection)
         if missing := missing_parts(selection):
             raise NotOnHub(f"{parsed.repository} lacks {missing[0]}, a part of the model; choose another quantisation")
         files = tuple(listing.files[path] for path in selection.paths)
-        _download(hub, cache, parsed.repository, listing.commit, files, progress)
+        _download(hub, cache, parsed.repository, listing.commit, files, progress, sources)
     cache.remember(parsed.revision, listing.commit)
     return cache.snapshot(listing.commit) / (selection.entry or "")
+
+
+def _listing(
+    hub: HubProcess, cache: RepositoryCache, source: HubSource, objection: Objection, sources: FileSources
+) -> tuple[Listing, FileSources] | Path:
+    """What the model consists of, and where it comes from; or the complete model in the cache, if the hub does not say.
+    Raises CheckpointError."""
+    reason = HubError(f"no node that has {source.repository} can be reached; name the hub, or start such a node")
+    if sources.uses_hub:
+        try:
+            return hub.list_files(source.repository, source.revision), sources
+        except HubError as error:
+            reason = error
+    try:
+        return in_cache(cache, source, objection, reason)
+    except HubError:
+        listing = hub.list_shared(sources.neighbours, source.repository, source.revision)
+        if listing is None:
+            raise
+    return listing, replace(sources, uses_hub=False)
 
 
 def _download(
@@ -74,10 +107,12 @@ def _download(
     commit: str,
     files: tuple[RemoteFile, ...],
     progress: Progress,
+    sources: FileSources,
 ) -> None:
     _check_disk(cache, files)
     meter = _Meter(cache, files, progress)
-    hub.fetch(FetchFiles(hub.endpoint, repository, commit, files, str(cache.root.parent)), meter.show)
+    where = (str(cache.root.parent), sources.neighbours, sources.uses_hub)
+    hub.fetch(FetchFiles(hub.endpoint, repository, commit, files, *where), meter.show)
     meter.show()
 
 

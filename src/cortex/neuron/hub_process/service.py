@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from huggingface_hub import HfFileMetadata, constants, file_download, get_hf_file_metadata, get_session, hf_hub_url
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # its documentation names it here
 
+from cortex.neuron.hub_process.neighbours import NeighbourFailed, Neighbours
 from cortex.neuron.hub_process.protocol import Failed, FetchFiles
 from cortex.neuron.weights.errors import DownloadCorrupt, HubError, HubUnreachable, NoDiskSpace, NotOnHub
 from cortex.neuron.weights.hub.cache import RepositoryCache
 from cortex.neuron.weights.hub.listing import MAX_LISTING_BYTES, Listing, RemoteFile, parse_listing
+from cortex.wire.node.neighbours import Neighbour
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -56,12 +58,17 @@ def functions() -> dict[str, Callable[..., Any]]:
     client_log = logging.getLogger("huggingface_hub")  # its own handler writes in a format of its own
     client_log.handlers.clear()
     client_log.propagate = True
-    return {"list_files": list_files, "fetch": fetch}
+    return {"list_files": list_files, "list_shared": list_shared, "fetch": fetch}
 
 
 def list_files(endpoint: str, repository: str, revision: str) -> Listing | Failed:
     """The listing of a repository."""
     return _answered(lambda: fetch_listing(endpoint, repository, revision))
+
+
+def list_shared(neighbours: tuple[Neighbour, ...], repository: str, revision: str) -> Listing | Failed | None:
+    """The listing of the first neighbour that has one."""
+    return _answered(lambda: Neighbours(neighbours, repository).listing(revision))
 
 
 def fetch(request: FetchFiles) -> Failed | None:
@@ -182,6 +189,7 @@ class _Transfer:
         self._cache = cache
         self._request = request
         self._headers = {**build_hf_headers(), "accept-encoding": "identity"}  # so that a partial file can be continued
+        self._neighbours = Neighbours(request.neighbours, request.repository)
         self._uses_xet = not constants.HF_HUB_DISABLE_XET and find_spec("hf_xet") is not None
 
     def fetch(self, file: RemoteFile) -> None:
@@ -196,12 +204,15 @@ class _Transfer:
     def _fetch_verified(self, file: RemoteFile) -> None:
         partial = self._cache.partial(file)
         partial.parent.mkdir(parents=True, exist_ok=True)
-        for _ in range(_MAX_CORRUPT_DOWNLOADS):
+        num_corrupt = 0
+        while num_corrupt < _MAX_CORRUPT_DOWNLOADS:
             self._complete(partial, file)
             if partial.stat().st_size == file.num_bytes and _digest(partial, file) == file.digest:
                 partial.replace(self._cache.blob(file))
                 return
             partial.unlink()
+            if not self._neighbours.distrust_senders(file):
+                num_corrupt += 1
         raise DownloadCorrupt(
             f"{file.path} of {self._request.repository} does not have the size and digest that the hub lists; "
             "the network or a mirror alters files: check the proxy and HF_ENDPOINT"
@@ -228,6 +239,13 @@ class _Transfer:
     def _continue(self, partial: Path, position: int, file: RemoteFile) -> None:
         """One transfer of what is missing from `position` on. Raises Interrupted, NotOnHub, or OSError of the disk."""
         request = self._request
+        try:
+            self._neighbours.fetch(partial, file, is_last_resort=not request.uses_hub)
+            return
+        except NeighbourFailed as failure:
+            position = partial.stat().st_size
+            if not request.uses_hub:
+                raise Interrupted(str(failure), "start a node that has it, or let this one reach the hub") from None
         url = hf_hub_url(request.repository, file.path, revision=request.commit, endpoint=request.endpoint)
         if position == 0 and not file.is_git_blob and self._fetch_over_xet(url, partial, file):
             return

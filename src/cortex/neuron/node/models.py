@@ -209,6 +209,12 @@ class Models:
         controller = self._controllers.get(model_id)
         return controller is not None and controller.life.state not in (ModelState.COLD, ModelState.FAILED)
 
+    def is_starting_or_ready(self, model_id: str) -> bool:
+        """Whether it serves, or is about to without another order."""
+        controller = self._controllers.get(model_id)
+        starting = (ModelState.DOWNLOADING, ModelState.LOADING, ModelState.RECOVERING)
+        return controller is not None and controller.life.state in (ModelState.READY, *starting)
+
     def forget(self, model_ids: Iterable[str]) -> None:
         """Stop listing models whose files are gone, unless they are in memory."""
         for model_id in model_ids:

@@ -33,7 +33,7 @@ from cortex.neuron.node.harness.upstream import Upstream
 from cortex.neuron.node.loading.context_allocator import ContextAllocator
 from cortex.neuron.node.loading.device_allocator import DeviceAllocator
 from cortex.neuron.node.loading.forecast import Forecast
-from cortex.neuron.node.loading.library import KnownModel, Library, scan_cache, scan_folders
+from cortex.neuron.node.loading.library import KnownModel, Library, files_digest, scan_cache, scan_folders
 from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.model_files import ModelFiles
 from cortex.neuron.node.memory.ceilings import Ceilings, MemoryCeilings
@@ -51,8 +51,18 @@ from cortex.neuron.tokenizer_process.client import TokenizerClient
 from cortex.neuron.worker.discovery import Inventory
 from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.system.tasks import SupervisedTask, Supervisor, run_once
-from cortex.wire.errors import LoadFailed, ModelInUse, ModelNotFound, ModelUnsupported, ShuttingDown, shorten
+from cortex.wire.errors import (
+    GroupClaimed,
+    LoadFailed,
+    ModelInUse,
+    ModelNotFound,
+    ModelUnsupported,
+    ShuttingDown,
+    SourceNotFound,
+    shorten,
+)
 from cortex.wire.node.groups import PreparedMember, PrepareMember
+from cortex.wire.node.load_options import is_path
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Health, ModelState, ModelStatus, NodeEvent
 
@@ -305,11 +315,26 @@ class Node:
             await controller.ensure_gone(0.0)
 
     async def prepare_member(self, request: PrepareMember) -> PreparedMember:
-        """Chooses the ports of a member of a group, and holds them for its load. Raises LoadFailed."""
+        """Chooses the ports of a member of a group, and holds them for its load. Raises LoadFailed, GroupClaimed, and
+        what `load` raises of a request."""
         self._check_open()
         if (server := self._servers.get(request.harness)) is None:
             raise LoadFailed(f"this node has no server `{shorten(request.harness)}` that runs a model on several nodes")
-        return await server.prepare(request.group)
+        wanted = LoadRequest(
+            model_id=request.model_id, source=request.source, quant=request.quant, harness=request.harness
+        )
+        model = self._adopt(wanted)
+        member = self._models.options(model.id).member
+        if member is not None and member.group != request.group and self._models.is_starting_or_ready(model.id):
+            raise GroupClaimed(f"{shorten(model.id)} already runs on {', '.join(member.nodes)}")
+        prepared = await server.prepare(request)
+        if not server.member_needs_files(request.rank):
+            return prepared
+        path = await self._loader.find_local(model)
+        if path is None and is_path(model.source):
+            raise SourceNotFound(f"{shorten(model.id)}: there is no complete model at {model.source}")
+        digest = "" if path is None else await asyncio.to_thread(files_digest, path)
+        return replace(prepared, lacks_files=path is None, files_digest=digest)
 
     async def survey(self, request: LoadRequest) -> ModelStatus:
         """Lists a model and reads its files, so that its size is known, or why it cannot be loaded. The options hold
@@ -341,6 +366,8 @@ class Node:
         `drain_s` to finish, or nothing with `force`. A model without files whose load failed is forgotten."""
         if request.forget and not self._library.is_adopted(request.model_id):
             return self.model(request.model_id)
+        if request.group is not None:
+            self._ports.release(request.group)
         drain_s = request.drain_s if request.drain_s is not None else self._config.drain_s
         controller = self._models.controller(request.model_id)
         member = controller.model.member

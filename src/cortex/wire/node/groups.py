@@ -1,7 +1,8 @@
 """A model that one server runs on several nodes: its group, and what gateway and nodes exchange to start it.
 
 Each node starts one member. Rank 0, the leader, serves; the others work for it and for nobody else. The gateway has
-every node prepare its member, which fixes addresses and ports, then loads all of them with the same list of members.
+every node prepare its member, which fixes addresses and ports, then loads all of them with the same list of members. A
+prepared member is also a claim: until it ends, or nothing comes of it, no other start of the model is admitted there.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ MAX_NODES = 64
 
 
 class PrepareMember(NodeValue, frozen=True):
-    """`POST /groups/prepare`: choose the ports of a member. They are held for a while, until its load takes them."""
+    """`POST /groups/prepare`: choose the ports of a member. They are held for a while after each such call, until its
+    load takes them. Rejected with 409 while another start of the model has a member there."""
 
     model_id: Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
     harness: Name
     group: Secret
+    rank: Annotated[int, Meta(ge=0, lt=MAX_NODES)] = 0
+    source: Annotated[str, Meta(max_length=4096)] | None = None
+    quant: Annotated[str, Meta(max_length=256)] | None = None
 
 
 class PreparedMember(NodeValue, frozen=True):
@@ -36,6 +41,10 @@ class PreparedMember(NodeValue, frozen=True):
     """Where the node of the leader reaches this one for as long as the group lives."""
     version: str = ""
     """The server's version, as its `version` command prints it; empty: there is no such command."""
+    lacks_files: bool = False
+    """The member uses files of the hub that are not all here."""
+    files_digest: str = ""
+    """Equal for the same files on different nodes; empty: they are not here, or the member uses none."""
 
 
 class MemberAddress(NodeValue, frozen=True):

@@ -9,9 +9,12 @@ from msgspec import Meta
 from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.node.groups import GroupMember
 from cortex.wire.node.load_options import Count, PlacedOptions
+from cortex.wire.node.neighbours import MAX_NEIGHBOURS, Neighbour
 from cortex.wire.node.protocol import NodeValue
 
 ModelName = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
+Neighbours = Annotated[tuple[Neighbour, ...], Meta(max_length=MAX_NEIGHBOURS)]
+"""Nodes that have files of the model, which are asked before the hub."""
 
 
 class LoadRequest(PlacedOptions, frozen=True, kw_only=True):
@@ -28,6 +31,7 @@ class LoadRequest(PlacedOptions, frozen=True, kw_only=True):
 
     member: GroupMember | None = None
     """The model runs on several nodes, and this node starts one member of its group."""
+    neighbours: Neighbours = ()
     wake_only: bool = False
     """Wake a model that is asleep; where nothing of it is in memory, it is not loaded."""
 
@@ -66,6 +70,11 @@ class FilesRequest(NodeValue, frozen=True):
     source: str | None = None
     """Hub id; the model id itself when absent."""
     quant: str | None = None
+    harness: Annotated[str, Meta(max_length=256)] | None = None
+    """What will run the model, and reads its files after a pull; as the node is configured when absent."""
+    neighbours: Neighbours = ()
+    uses_hub: bool = True
+    """False: a pull takes the files as the neighbours have them, and nothing from the hub."""
 
 
 class DeletedFiles(NodeValue, frozen=True):

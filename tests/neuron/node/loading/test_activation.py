@@ -7,6 +7,7 @@ from pathlib import Path
 
 from faulty_models import running_node, write_model
 
+from cortex.neuron.hub_process.resolver import FileSources
 from cortex.neuron.weights.errors import HubUnreachable
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import ModelState
@@ -33,7 +34,12 @@ async def test_retries_default_models_until_the_hub_is_reachable(tmp_path: Path)
     attempts: list[str] = []
 
     def fetch(
-        source: str, cache: Path, quant: str | None, progress: Callable[[int, int], None], cancelled: Callable[[], bool]
+        source: str,
+        cache: Path,
+        quant: str | None,
+        progress: Callable[[int, int], None],
+        cancelled: Callable[[], bool],
+        sources: FileSources,
     ) -> Path:
         attempts.append(source)
         if len(attempts) < 3:
@@ -51,7 +57,12 @@ async def test_download_reports_progress_and_can_be_cancelled(tmp_path: Path) ->
     cancelled_seen = []
 
     def fetch(
-        source: str, cache: Path, quant: str | None, progress: Callable[[int, int], None], cancelled: Callable[[], bool]
+        source: str,
+        cache: Path,
+        quant: str | None,
+        progress: Callable[[int, int], None],
+        cancelled: Callable[[], bool],
+        sources: FileSources,
     ) -> Path:
         for done in range(1000):
             progress(done, 1000)

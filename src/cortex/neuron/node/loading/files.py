@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from cortex.neuron.hub_process.resolver import resolve
+from cortex.neuron.hub_process.resolver import FileSources, resolve
 from cortex.neuron.node.loading.preflight import objection
 from cortex.neuron.weights.errors import CheckpointError, Malformed
 from cortex.wire.errors import FilesDamaged
@@ -17,9 +17,18 @@ def fetch(
     quant: str | None,
     progress: Callable[[int, int], None],
     cancelled: Callable[[], bool],
+    sources: FileSources,
 ) -> Path:
     """The local path of `source`, downloaded if necessary. Raises the errors of `neuron.weights`."""
-    return resolve(source, quant=quant, objection=objection, cache_dir=cache, progress=progress, cancelled=cancelled)
+    return resolve(
+        source,
+        quant=quant,
+        objection=objection,
+        cache_dir=cache,
+        progress=progress,
+        cancelled=cancelled,
+        sources=sources,
+    )
 
 
 def find_local(source: str, cache: Path, quant: str | None) -> Path | None:

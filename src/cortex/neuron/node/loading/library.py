@@ -7,6 +7,7 @@ load requests have named since the start. A model's source is a hub id, a direct
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 import re
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from cortex.neuron.config import NeuronConfig
+from cortex.neuron.hub_process.resolver import FileSources
 from cortex.neuron.node.memory.ceilings import smallest
 from cortex.neuron.weights.errors import CheckpointError
 from cortex.neuron.weights.hub.cache import cache_directory as hub_cache_directory
@@ -25,7 +27,9 @@ from cortex.wire.fields.body import MAX_MODEL_NAME
 from cortex.wire.node.groups import GroupMember
 from cortex.wire.node.host_splits import HostSplit
 from cortex.wire.node.load_options import ENGINE, PlacedOptions, draft_of, is_path
+from cortex.wire.node.neighbours import Neighbour, repository_of
 from cortex.wire.node.orders import LoadRequest
+from cortex.wire.words import os_error_in_words
 
 MAX_DEPTH = 4
 MAX_FOUND = 1000
@@ -108,6 +112,27 @@ def file_stamps(path: Path) -> FileStamps:
     return tuple(stamps)
 
 
+_SAMPLED_BYTES = 64 << 10
+
+
+def files_digest(path: Path) -> str:
+    """Equal for the same files of a model on different hosts: of their names, their sizes, and the digest by which the
+    hub's cache names each, or else bytes from its middle. Blocks. Raises LoadFailed."""
+    found = hashlib.sha256()
+    folder = path if path.is_dir() else path.parent
+    try:
+        for name, num_bytes, _ in file_stamps(path):
+            content = (folder / name).resolve().name.encode()
+            if not re.fullmatch(rb"[0-9a-f]{40}|[0-9a-f]{64}", content):
+                with (folder / name).open("rb") as file:
+                    file.seek(max(0, num_bytes - _SAMPLED_BYTES) // 2)
+                    content = hashlib.sha256(file.read(_SAMPLED_BYTES)).hexdigest().encode()
+            found.update(f"{name} {num_bytes} ".encode() + content + b"\n")
+    except OSError as error:
+        raise LoadFailed(f"the files at {path} cannot be read: {os_error_in_words(error)}") from error
+    return found.hexdigest()
+
+
 _CACHE_PREFIX = "models--"
 _NOWHERE = Path()
 """Inside no root: roots are absolute."""
@@ -158,8 +183,8 @@ class KnownModel(PlacedOptions, frozen=True, kw_only=True):
         return self.max_replicas > self.replicas and not self.is_divided
 
 
-Fetch = Callable[[str, Path, str | None, Callable[[int, int], None], Callable[[], bool]], Path]
-"""(source, cache, quant, progress(done, total), cancelled) → local path. Blocks; may use the network."""
+Fetch = Callable[[str, Path, str | None, Callable[[int, int], None], Callable[[], bool], FileSources], Path]
+"""(source, cache, quant, progress(done, total), cancelled, sources) → local path. Blocks; may use the network."""
 
 
 def _with_own_quant(model: KnownModel) -> KnownModel:
@@ -213,6 +238,8 @@ class Library:
         """Models that were found there."""
         self._adopted: set[str] = set()
         """Models that load requests have named."""
+        self._neighbours: dict[str, tuple[Neighbour, ...]] = {}
+        """By repository: the nodes that the latest order for it has named."""
 
     def use(self, config: NeuronConfig) -> list[str]:
         """Take the models and folders of another configuration. Returns the ids that are no longer configured."""
@@ -269,6 +296,10 @@ class Library:
                 self._check_source(draft)  # the name of a draft model that is not known is its source
             except SourceNotAllowed as error:
                 raise LoadFailed(f"draft model: {error.message}") from error
+        if request.neighbours and (repository := repository_of(source)) is not None:
+            self._neighbours[repository] = request.neighbours
+            if len(self._neighbours) > MAX_ADOPTED:
+                del self._neighbours[next(iter(self._neighbours))]
         if known is None:
             if request.source is None and not _names_a_model(source):
                 return self.find(request.model_id)
@@ -280,6 +311,10 @@ class Library:
             self._adopted.add(request.model_id)
             known = self._models[request.model_id] = KnownModel(id=request.model_id, source=source)
         return _requested(known, request)
+
+    def neighbours(self, model: KnownModel) -> tuple[Neighbour, ...]:
+        """The nodes that may have its files."""
+        return self._neighbours.get(repository_of(model.source) or "", ())
 
     def keep_options(self, request: LoadRequest) -> KnownModel:
         """Keep the options of a request that was adopted, for the size of a model that only requests have named and for

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from cortex.formats.units import gib
 from cortex.neuron.config import NeuronConfig
+from cortex.neuron.hub_process.resolver import FileSources
 from cortex.neuron.node.devices import NodeDevices
 from cortex.neuron.node.harness.estimates import FileFacts, Footprint
 from cortex.neuron.node.harness.harness import Harnesses
@@ -295,15 +296,19 @@ class ModelLoader:
         survey = self.surveys.get(model_id)
         return None if survey is None else survey.facts.path
 
-    async def download(self, model: KnownModel, on_progress: Callable[[str, int, int], None]) -> Path:
-        """The local path of the model, after downloading what is missing. Raises LoadFailed."""
+    async def download(
+        self, model: KnownModel, on_progress: Callable[[str, int, int], None], *, uses_hub: bool = True
+    ) -> Path:
+        """The local path of the model, after getting what is missing from other nodes and the hub. Raises
+        LoadFailed."""
         loop = asyncio.get_running_loop()
         cancelled = threading.Event()
 
         def progress(done_bytes: int, total_bytes: int) -> None:
             loop.call_soon_threadsafe(on_progress, "download", done_bytes, total_bytes)
 
-        arguments = (model.source, self._library.cache, model.quant, progress, cancelled.is_set)
+        sources = FileSources(self._library.neighbours(model), uses_hub)
+        arguments = (model.source, self._library.cache, model.quant, progress, cancelled.is_set, sources)
         download = asyncio.create_task(asyncio.to_thread(self._fetch, *arguments))
         try:
             return await asyncio.shield(download)

@@ -21,8 +21,10 @@ from cortex.neuron.node.loading.loader import ModelLoader
 from cortex.neuron.node.loading.progress import LoadProgressTracker
 from cortex.neuron.weights.errors import CheckpointError, FilesMissing, HubError, NotOnHub
 from cortex.neuron.weights.hub import disk
-from cortex.neuron.weights.hub.source import HubSource, parse_source
+from cortex.neuron.weights.hub.cache import RepositoryCache
+from cortex.neuron.weights.hub.source import HubSource, is_hub_id, parse_source
 from cortex.wire.errors import CortexError, HubUnavailable, LoadFailed, ModelInUse, ModelNotFound, shorten
+from cortex.wire.node.neighbours import SharedFile, SharedRepository
 from cortex.wire.node.orders import DeletedFiles, FilesRequest, HubRepository, HubVariant, LoadRequest
 from cortex.wire.node.protocol import DiskUse, PullState, PullStatus
 from cortex.wire.words import about, os_error_in_words
@@ -84,7 +86,14 @@ class ModelFiles:
                 raise ModelInUse(f"{request.model_id} is being downloaded as {known.request.quant}; cancel that first")
             return known.status()
         self._library.remember_quant(request.model_id, None)  # a pull without one is for the repository's own weights
-        model = self._library.adopt(LoadRequest(model_id=request.model_id, source=request.source, quant=request.quant))
+        wanted = LoadRequest(
+            model_id=request.model_id,
+            source=request.source,
+            quant=request.quant,
+            harness=request.harness,
+            neighbours=request.neighbours,
+        )
+        model = self._library.adopt(wanted)
         self.reject_if_deleting(model)
         self._pulls.pop(request.model_id, None)
         pull = self._pulls[request.model_id] = _Pull(request, LoadProgressTracker.begin(time.monotonic()))
@@ -143,6 +152,27 @@ class ModelFiles:
             self._library.forget(model.id)
         log.info("%s: files deleted, %s are free again", model.id, gib(num_bytes))
         return DeletedFiles(model_id=model.id, freed_bytes=num_bytes)
+
+    async def shared(self, repository: str, revision: str) -> SharedRepository:
+        """What this node has of a repository. Raises ModelNotFound."""
+        found = await asyncio.to_thread(self._shared_cache(repository).listing, revision)
+        if found is None:
+            raise ModelNotFound(f"this node has no files of {repository} at {shorten(revision)}")
+        files = [SharedFile(path=f.path, num_bytes=f.num_bytes, digest=f.digest) for f in found.files.values()]
+        return SharedRepository(commit=found.commit, files=tuple(files))
+
+    def open_shared(self, repository: str, digest: str) -> int:
+        """A descriptor of a complete file of a repository. Raises ModelNotFound, or OSError."""
+        try:
+            return self._shared_cache(repository).open_blob(digest)
+        except FileNotFoundError:
+            raise ModelNotFound(f"this node has no file {shorten(digest)} of {repository}") from None
+
+    def _shared_cache(self, repository: str) -> RepositoryCache:
+        """Raises ModelNotFound for what is no repository of a model of this node."""
+        if not is_hub_id(repository) or not any(self._repository_of(model.id) == repository for model in self._library):
+            raise ModelNotFound(f"this node has no files of {shorten(repository)}")
+        return RepositoryCache(self._library.cache, repository)
 
     async def offer(self, source: str) -> HubRepository:
         """What a repository of the hub offers. Raises ModelNotFound, or HubUnavailable."""
@@ -237,9 +267,10 @@ class ModelFiles:
             pull.progress = pull.progress.advanced(stage, done_bytes, total_bytes, time.monotonic())
 
         try:
-            path = await self._loader.download(model, progressed)
+            path = await self._loader.download(model, progressed, uses_hub=pull.request.uses_hub)
             is_in_memory = any(user == model.id for user, _ in self._in_use())
-            await (self._loader.read if is_in_memory else self._loader.survey)(model, path)
+            is_another = model.harness != self._library.find(model.id).harness  # a load with that one reads it again
+            await (self._loader.read if is_in_memory or is_another else self._loader.survey)(model, path)
         except asyncio.CancelledError:
             return "cancelled", "the download was cancelled; what it has is kept", None
         except CortexError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import stat
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,11 +14,12 @@ from typing import Final
 
 from cortex.neuron.weights.directory import read_json
 from cortex.neuron.weights.errors import CheckpointError, HubError, HubUnreachable, Malformed
-from cortex.neuron.weights.hub.listing import RemoteFile
+from cortex.neuron.weights.hub.listing import Listing, RemoteFile
 from cortex.neuron.weights.hub.selection import SHARD, Objection, Selection, gguf_of, missing_parts, select
 from cortex.neuron.weights.hub.source import HubSource
 
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_DIGEST: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 def cache_directory(environment: Mapping[str, str]) -> Path:
@@ -105,6 +107,29 @@ class RepositoryCache:
         """The files of a snapshot whose contents exist."""
         snapshot = self.snapshot(commit)
         return sorted(path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file())
+
+    def listing(self, revision: str) -> Listing | None:
+        """The complete files of `revision`, with the digests that name them here; None where the cache has none."""
+        commit = self.commit_of(revision)
+        if commit is None:
+            return None
+        found = {}
+        for path in self.paths_in(commit):
+            pointer = self.snapshot(commit) / path
+            digest = pointer.readlink().name if pointer.is_symlink() else ""
+            if _DIGEST.fullmatch(digest) and pointer.samefile(self.root / "blobs" / digest):
+                found[path] = RemoteFile(path, pointer.stat().st_size, digest)
+        return Listing(commit, found) if found else None
+
+    def open_blob(self, digest: str) -> int:
+        """A descriptor of a complete file. Raises FileNotFoundError, and OSError where it cannot be read."""
+        if not _DIGEST.fullmatch(digest):
+            raise FileNotFoundError(digest)
+        descriptor = os.open(self.root / "blobs" / digest, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise FileNotFoundError(digest)
+        return descriptor
 
     @contextmanager
     def locked(self, file: RemoteFile) -> Iterator[None]:

@@ -44,9 +44,7 @@ def parse_listing(raw: bytes, endpoint: str) -> Listing:
         raise HubError(f"{endpoint} sent a listing of more than {MAX_LISTING_BYTES >> 20} MiB; check HF_ENDPOINT")
     try:
         body = parse_json_object(raw, Path(endpoint))
-        commit = _typed(body, "sha", str, "")
-        if not _COMMIT.fullmatch(commit):
-            raise ValueError(f"the commit {commit[:80]!r}")
+        commit = checked_commit(_typed(body, "sha", str, ""))
         siblings = _typed(body, "siblings", list, "")
         files = [_file(sibling, f"siblings[{position}]") for position, sibling in enumerate(siblings)]
     except (Malformed, ValueError) as error:
@@ -70,8 +68,21 @@ def _file(sibling: Any, place: str) -> RemoteFile:
     is_large = sibling.get("lfs") is not None
     source, place = (sibling["lfs"], f"{place}.lfs") if is_large else (sibling, place)
     digest = _typed(source, "sha256" if is_large else "blobId", str, place)
-    num_bytes = _typed(source, "size", int, place)
     if not (_SHA256 if is_large else _COMMIT).fullmatch(digest):
+        raise ValueError(f"the digest {digest[:80]!r} of {path[:80]!r}")
+    return checked_file(path, _typed(source, "size", int, place), digest)
+
+
+def checked_commit(commit: str) -> str:
+    """Raises ValueError for what is none."""
+    if not _COMMIT.fullmatch(commit):
+        raise ValueError(f"the commit {commit[:80]!r}")
+    return commit
+
+
+def checked_file(path: str, num_bytes: int, digest: str) -> RemoteFile:
+    """Raises ValueError for what no repository has, such as a path that leads out of it."""
+    if not (_SHA256.fullmatch(digest) or _COMMIT.fullmatch(digest)):
         raise ValueError(f"the digest {digest[:80]!r} of {path[:80]!r}")
     if not 0 <= num_bytes <= _MAX_FILE_BYTES:
         raise ValueError(f"the size {str(num_bytes)[:80]} of {path[:80]!r}")

@@ -19,7 +19,7 @@ from cortex.neuron.node.harness.command.host import CommandHost, ServerCommand, 
 from cortex.neuron.node.harness.command.server_memory import ServerMemory
 from cortex.neuron.servers.entry import HarnessEntry
 from cortex.neuron.worker.model_host import LoadRejected
-from cortex.wire.errors import LoadFailed
+from cortex.wire.errors import GroupClaimed, LoadFailed
 from cortex.wire.node.groups import GroupMember, MemberAddress
 
 from .....waiting import WAIT_S
@@ -33,11 +33,11 @@ class Members:
 
     def __init__(self) -> None:
         ports = [MemberPorts(f"127.0.0.{number}") for number in (1, 2, 3)]
-        prepared = [each.prepare(SECRET, "") for each in ports]
+        held = [each.hold(SECRET, "m") for each in ports]
         names = ("first", "second", "third")
         addresses = tuple(
-            MemberAddress(node=name, host=each.host, port=each.port, pulse_port=each.pulse_port)
-            for name, each in zip(names, prepared, strict=True)
+            MemberAddress(node=name, host=host, port=port, pulse_port=pulse_port)
+            for name, (host, port, pulse_port) in zip(names, held, strict=True)
         )
         self.members = [GroupMember(group=SECRET, rank=rank, members=addresses) for rank in range(3)]
         self.links = [each.take(member) for each, member in zip(ports, self.members, strict=True)]
@@ -134,15 +134,27 @@ async def test_leader_checks_the_ports_of_servers_that_listen(members: Members) 
 async def test_ports_are_held_for_one_load_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "HOLD_S", 0.01)
     ports = MemberPorts("127.0.0.1")
-    prepared = ports.prepare(SECRET, "1.0")
-    assert ports.prepare(SECRET, "1.0") == prepared
+    host, port, pulse_port = held = ports.hold(SECRET, "m")
+    assert ports.hold(SECRET, "m") == held
     with pytest.raises(OSError, match="in use"):
-        socket.create_server((prepared.host, prepared.port))
+        socket.create_server((host, port))
     await asyncio.sleep(0.05)
-    address = MemberAddress(node="n", host=prepared.host, port=prepared.port, pulse_port=prepared.pulse_port)
+    address = MemberAddress(node="n", host=host, port=port, pulse_port=pulse_port)
     with pytest.raises(LoadFailed, match="not prepared on this node"):
         ports.take(GroupMember(group=SECRET, rank=0, members=(address, address)))
-    socket.create_server((prepared.host, prepared.port)).close()
+    socket.create_server((host, port)).close()
+
+
+async def test_ports_of_one_start_of_a_model_reject_another_one_until_they_are_released() -> None:
+    ports, other = MemberPorts("127.0.0.1"), "cd" * 16
+    ports.hold(SECRET, "m")
+    with pytest.raises(GroupClaimed, match="another gateway"):
+        ports.hold(other, "m")
+    ports.hold(other, "another model")
+    ports.release(other)
+    ports.release(SECRET)
+    ports.hold(other, "m")
+    ports.close()
 
 
 class EndingLink:
@@ -183,9 +195,9 @@ class Sink:
 
 async def test_node_without_a_cluster_address_prepares_nothing() -> None:
     with pytest.raises(LoadFailed, match="set `cluster_address`"):
-        MemberPorts(None).prepare(SECRET, "")
+        MemberPorts(None).hold(SECRET, "m")
     with pytest.raises(LoadFailed, match=r"no ports of cluster_address 192\.0\.2\.1 can be used"):
-        MemberPorts("192.0.2.1").prepare(SECRET, "")
+        MemberPorts("192.0.2.1").hold(SECRET, "m")
 
 
 def test_interface_of_an_address_is_found() -> None:

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from cortex.system.tasks import run_once
-from cortex.wire.errors import LoadFailed
-from cortex.wire.node.groups import GroupMember, MemberAddress, PreparedMember
+from cortex.wire.errors import GroupClaimed, LoadFailed, shorten
+from cortex.wire.node.groups import GroupMember, MemberAddress
 from cortex.wire.words import os_error_in_words
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ SILENCE_S = 12.0
 """After this long without a line, another node is lost."""
 CONNECT_S = 5.0
 HOLD_S = 120.0
-"""How long ports are held for a load that does not come."""
+"""How long ports are held for a load that does not come, or for another call that prepares the same member."""
 LINGER_S = 10.0
 LEADER_S = 180.0
 """How long a member waits for the leader's node, which loads last; then it ends."""
@@ -72,20 +72,22 @@ class MemberPorts:
         self.address = address
         self._held: dict[str, _HeldPorts] = {}
 
-    def prepare(self, group: str, version: str) -> PreparedMember:
-        """Idempotent. Raises LoadFailed."""
+    def hold(self, group: str, model_id: str) -> tuple[str, int, int]:
+        """The address and the two ports of a member, held for `HOLD_S` from now on. Raises LoadFailed, and GroupClaimed
+        while they are held for another start of the model."""
         if self.address is None:
             raise LoadFailed("this node takes no part in groups: set `cluster_address` in its neuron.toml")
+        if any(held.model_id == model_id for other, held in self._held.items() if other != group):
+            raise GroupClaimed(f"{shorten(model_id)} is being started by another gateway")
         if group not in self._held:
             try:
-                held = _HeldPorts(self.address)
+                self._held[group] = _HeldPorts(self.address, model_id)
             except OSError as error:
                 why = os_error_in_words(error)
                 raise LoadFailed(f"no ports of cluster_address {self.address} can be used: {why}") from error
-            self._held[group] = held
-            asyncio.get_running_loop().call_later(HOLD_S, self._release, group, held)
-        server, pulse = self._held[group].numbers
-        return PreparedMember(host=self.address, port=server, pulse_port=pulse, version=version)
+        held = self._held[group]
+        held.expire_after(HOLD_S, lambda: self.release(group))
+        return self.address, *held.numbers
 
     def take(self, member: GroupMember) -> MemberLink:
         """Raises LoadFailed if its ports are not held here."""
@@ -94,15 +96,16 @@ class MemberPorts:
             if held is not None:
                 held.close()
             raise LoadFailed("the group of the model is not prepared on this node; its gateway must start it again")
+        held.keep()
         return MemberLink(member, held)
 
     def close(self) -> None:
         while self._held:
             self._held.popitem()[1].close()
 
-    def _release(self, group: str, held: _HeldPorts) -> None:
-        if self._held.get(group) is held:
-            del self._held[group]
+    def release(self, group: str) -> None:
+        """Idempotent."""
+        if (held := self._held.pop(group, None)) is not None:
             held.close()
 
 
@@ -110,8 +113,10 @@ class _HeldPorts:
     """Two ports on which this node listens: that of a server, so that others can check that they reach it, and the one
     for pulses."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, model_id: str) -> None:
         """Raises OSError."""
+        self.model_id = model_id
+        self._expiry: asyncio.TimerHandle | None = None
         with contextlib.ExitStack() as opened:
             self.server, self.pulse = (opened.enter_context(_listening(address)) for _ in range(2))
             opened.pop_all()
@@ -120,7 +125,17 @@ class _HeldPorts:
     def numbers(self) -> tuple[int, int]:
         return self.server.getsockname()[1], self.pulse.getsockname()[1]
 
+    def expire_after(self, seconds: float, expire: Callable[[], None]) -> None:
+        """In place of the last time that was set."""
+        self.keep()
+        self._expiry = asyncio.get_running_loop().call_later(seconds, expire)
+
+    def keep(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+
     def close(self) -> None:
+        self.keep()
         self.server.close()
         self.pulse.close()
 

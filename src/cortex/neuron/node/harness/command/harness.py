@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +34,13 @@ from cortex.neuron.worker import amd, gpu_processes
 from cortex.neuron.worker.model_host import ModelHost
 from cortex.system.tasks import finish_all
 from cortex.wire.errors import LoadFailed, Recovering, UnsupportedModality, shorten
-from cortex.wire.node.groups import GroupMember, PreparedMember
+from cortex.wire.node.groups import GroupMember, PreparedMember, PrepareMember
 from cortex.wire.node.load_options import SamplingDefaults
 from cortex.wire.node.model_log import ModelLog
 from cortex.wire.node.protocol import Capabilities, Device
 
 CHAT = "/v1/chat/completions"
+_VERSION = re.compile(r"\bversion\b\W*\w*\d", re.IGNORECASE)
 _VERSION_S = 120.0
 """Some servers import all of torch to print their version."""
 
@@ -149,11 +151,20 @@ class CommandHarness:
         for text in expanded_texts(self._entry, _rank(model), has_context=model.context_tokens is not None):
             expansion.text(text)
 
-    async def prepare(self, group: str) -> PreparedMember:
-        """Chooses the ports of a member of a group that this node will load. Raises LoadFailed."""
+    async def prepare(self, request: PrepareMember) -> PreparedMember:
+        """Chooses the ports of a member of a group that this node will load. Raises LoadFailed or GroupClaimed."""
         if self._entry.group is None:
             raise LoadFailed(f"the harness {self._entry.name} runs models on one node only: it has no `group`")
-        return self._ports.prepare(group, await self._version())
+        host, port, pulse_port = self._ports.hold(request.group, request.model_id)
+        try:
+            version = await self._version()
+        except BaseException:
+            self._ports.release(request.group)
+            raise
+        return PreparedMember(host=host, port=port, pulse_port=pulse_port, version=version)
+
+    def member_needs_files(self, rank: int | None) -> bool:
+        return uses(self._entry, "MODEL_PATH", rank) or uses(self._entry, "MODEL_DIRECTORY", rank)
 
     async def _version(self) -> str:
         command = self._entry.group_commands["version"]
@@ -175,11 +186,10 @@ class CommandHarness:
                         process.kill()
         except OSError as error:  # a timeout too
             raise LoadFailed(f"the version of {self._entry.name} is not known: `{command[0]}`: {error}") from error
-        return (plain_lines(output) or [""])[-1][:200]
+        return version_in(plain_lines(output))
 
     def needs_files(self, model: KnownModel) -> bool:
-        rank = _rank(model)
-        return uses(self._entry, "MODEL_PATH", rank) or uses(self._entry, "MODEL_DIRECTORY", rank)
+        return self.member_needs_files(_rank(model))
 
     async def read(self, model: KnownModel, path: Path) -> tuple[ServedFiles, dict[str, Footprint]]:
         num_bytes = await asyncio.to_thread(_size, path) if self.needs_files(model) else 0
@@ -303,6 +313,13 @@ class CommandHarness:
             **_group_values(model.member),
         }
         return Expansion(values, self._env, self._entry.name)
+
+
+def version_in(lines: Sequence[str]) -> str:
+    """The version in what a server prints: the line that says so, or the last one. llama.cpp and SGLang go on with the
+    compiler or the revision, which may be equal for different versions."""
+    said = [line for line in lines if _VERSION.search(line)]
+    return ((said or lines)[-1] if lines else "")[:200]
 
 
 def _rank(model: KnownModel) -> int | None:

@@ -1,0 +1,85 @@
+"""Which nodes have the files that another one is about to get, so that it asks them before the hub."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections.abc import Callable, Collection, Mapping
+from urllib.parse import urlsplit
+
+import msgspec
+
+from cortex.fleet.topology import Fleet
+from cortex.gateway.dispatch.nodes.client import NodeClient
+from cortex.wire.node.neighbours import MAX_NEIGHBOURS, Neighbour, repository_of
+from cortex.wire.node.orders import FilesRequest, LoadRequest
+
+log = logging.getLogger(__name__)
+
+
+class Neighbours:
+    """Belongs to the loop."""
+
+    def __init__(self, nodes: Mapping[str, NodeClient], read_fleet: Callable[[], Fleet], *, is_on: bool) -> None:
+        self._nodes = nodes
+        self._read_fleet = read_fleet
+        self.is_on = is_on
+
+    def in_load(self, node: str, request: LoadRequest) -> LoadRequest:
+        """The order with the neighbours that it names to `node`."""
+        return msgspec.structs.replace(request, neighbours=self._named(node, request.model_id, request.source))
+
+    def in_pull(self, node: str, request: FilesRequest, also: Collection[str] = ()) -> FilesRequest:
+        """`also`: nodes that have the files since their last report."""
+        return msgspec.structs.replace(request, neighbours=self._named(node, request.model_id, request.source, also))
+
+    def holders(self, node: str, model: str, source: str | None, also: Collection[str] = ()) -> list[str]:
+        """The other nodes that are up, have files of the model and can be reached from `node`."""
+        fleet = self._read_fleet()
+        repository = self._repository(fleet, model, source)
+        target = self._nodes.get(node)
+        if repository is None or target is None:
+            return []
+        return [
+            other.name
+            for other in fleet.nodes
+            if other.name != node and other.healthy and other.takes_orders and other.name in self._nodes
+            if _reaches(target.section.endpoint, self._nodes[other.name].section.endpoint)
+            if other.name in also
+            or any(
+                held.status.disk_bytes and repository_of(held.status.source or held.model_id) == repository
+                for held in other.residencies.values()
+            )
+        ]
+
+    def _named(self, node: str, model: str, source: str | None, also: Collection[str] = ()) -> tuple[Neighbour, ...]:
+        repository = self._repository(self._read_fleet(), model, source)
+        if not self.is_on or repository is None:
+            return ()
+        found = []
+        for name in self.holders(node, model, source, also)[:MAX_NEIGHBOURS]:
+            try:
+                found.append(self._nodes[name].as_neighbour(repository))
+            except OSError as error:
+                log.warning("%s cannot be asked for files: %s", name, error)
+        return tuple(found)
+
+    def _repository(self, fleet: Fleet, model: str, source: str | None) -> str | None:
+        """That of the model: by the order, by a node that knows it, or by its name."""
+        if source is None:
+            held = (node.residencies.get(model) for node in fleet.nodes)
+            source = next((each.status.source for each in held if each is not None and each.status.source), model)
+        return repository_of(source)
+
+
+def _reaches(endpoint: str, other: str) -> bool:
+    """Whether a node at `endpoint` can use the address of another one: a loopback address is for the same host only."""
+    return _is_loopback(endpoint) or not _is_loopback(other)
+
+
+def _is_loopback(endpoint: str) -> bool:
+    host = urlsplit(endpoint).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,129 @@
+"""Files of models for other nodes of the fleet, at the rate that `limits.share_mb_per_s` leaves them.
+
+Only complete files of repositories in the hub cache are sent, by their digest: no request names a path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Final
+
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import Response
+from cortex.neuron.api import responses
+from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.calls import ApiCall, Route
+from cortex.wire.errors import InvalidValue, ModelNotFound
+from cortex.wire.node.neighbours import PATH
+
+_CHUNK_BYTES: Final = 1 << 20
+_OCTETS: Final = ((b"content-type", b"application/octet-stream"),)
+
+
+class SharedFiles:
+    """Belongs to the daemon's loop. Files are read on threads."""
+
+    def __init__(self, backend: Backend, mb_per_s: int | None) -> None:
+        self._backend = backend
+        self._mb_per_s = mb_per_s
+        self._free_s = 0.0
+        """When the next chunk of any transfer may be sent."""
+
+    def routes(self) -> list[Route]:
+        repository = f"{PATH}(?P<repository>[^/]+/[^/]+)"
+        return [Route("GET", repository, self.list), Route("GET", f"{repository}/(?P<digest>[^/]+)", self.send)]
+
+    async def list(self, call: ApiCall) -> Response:
+        self._check_shares()
+        return responses.json(
+            await self._backend.files.shared(call.values["repository"], call.query("revision") or "main")
+        )
+
+    async def send(self, call: ApiCall) -> None:
+        self._check_shares()
+        offset = call.query("offset") or "0"
+        descriptor = self._backend.files.open_shared(call.values["repository"], call.values["digest"])
+        try:
+            num_bytes = os.fstat(descriptor).st_size
+            if not (offset.isascii() and offset.isdigit() and int(offset) <= num_bytes):
+                raise InvalidValue(f"Invalid value for 'offset': the file has {num_bytes} bytes.", param="offset")
+            await self._send(call.exchange, descriptor, int(offset), num_bytes)
+        finally:
+            os.close(descriptor)
+
+    def _check_shares(self) -> None:
+        if self._mb_per_s == 0:
+            raise ModelNotFound("this node sends no files to others: its `limits.share_mb_per_s` is 0")
+
+    async def _send(self, exchange: Exchange, descriptor: int, position: int, num_bytes: int) -> None:
+        """A file that shrinks meanwhile ends the connection, which the client notices."""
+        client = _Client(exchange)
+        exchange.listen(client)
+        exchange.start(200, _OCTETS, num_bytes - position)
+        reading = _Reading(descriptor)
+        try:
+            reading.begin(position)
+            while position < num_bytes and (chunk := await reading.end()):
+                position += len(chunk)
+                reading.begin(position)
+                await self._turn(len(chunk))
+                exchange.write(chunk)
+                await client.has_room()
+            exchange.finish()
+        finally:
+            await reading.stop()
+
+    async def _turn(self, num_bytes: int) -> None:
+        """Returns when the node may send that many bytes."""
+        if self._mb_per_s is None:
+            return
+        now_s = asyncio.get_running_loop().time()
+        self._free_s = max(now_s, self._free_s)
+        wait_s = self._free_s - now_s
+        self._free_s += num_bytes / (self._mb_per_s * 1e6)
+        await asyncio.sleep(wait_s)
+
+
+class _Reading:
+    """Reads the next chunk of a file while the last one is sent. The descriptor may be closed after `stop`."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._task: asyncio.Future[bytes] | None = None
+
+    def begin(self, position: int) -> None:
+        read: Callable[[], bytes] = lambda: os.pread(self._descriptor, _CHUNK_BYTES, position)  # noqa: E731
+        self._task = asyncio.get_running_loop().run_in_executor(None, read)
+
+    async def end(self) -> bytes:
+        assert self._task is not None
+        return await asyncio.shield(self._task)
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            await asyncio.wait({self._task})
+            self._task.exception()
+
+
+class _Client:
+    """Waits for a client that reads more slowly than we send."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._ready = asyncio.Event()
+
+    async def has_room(self) -> None:
+        while self._exchange.paused:
+            self._ready.clear()
+            await self._ready.wait()
+
+    def on_client_full(self) -> None:
+        """`has_room` waits."""
+
+    def on_client_ready(self) -> None:
+        self._ready.set()
+
+    def on_client_disconnected(self) -> None:
+        """The task of the request is cancelled."""

@@ -227,6 +227,9 @@ class LoadSpec:
     """The rank to load of a model that is divided among several devices; None: the whole model."""
     kv_host_bytes: int = 0
     """Host memory for pages of the models of the device that are not on it; 0: they are lost."""
+    kv_disk_dir: str = ""
+    kv_disk_bytes: int = 0
+    """The folder for pages that leave host memory, and how much of its disk they may use; 0: they are lost."""
     num_host_shares: int = 1
     """On a CPU: how many devices divide the memory of the host equally."""
     stages: tuple[StageSpec, ...] = ()

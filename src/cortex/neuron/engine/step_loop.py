@@ -133,8 +133,8 @@ class StepLoop:
             self._launch(self._with_proposals(plan))
         elif not self._in_flight:
             self._read_at = None
-            if self.host is not None and self.host.has_fetches:
-                self.host.collect(wait=True)  # nothing else is left to do
+            if self.host is not None:
+                self.host.await_fetches()
         if self._in_flight and (not self._overlaps or plan is None or len(self._in_flight) > 1):
             self._collect(self._in_flight.popleft())
         outputs, self._outputs = self._outputs, []

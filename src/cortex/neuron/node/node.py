@@ -62,7 +62,9 @@ class Node:
 
     def __init__(self, config: NeuronConfig, inventory: Inventory, parts: NodeDependencies) -> None:
         limits = config.limits
-        timeouts = parts.timeouts or WorkerTimeouts(step_s=limits.step_timeout_s, load_s=limits.load_timeout_s)
+        timeouts = parts.timeouts or WorkerTimeouts(
+            step_s=limits.step_timeout_s, load_s=limits.load_timeout_s, saves_kv=limits.kv_disk_mb > 0
+        )
         forecast = Forecast(config)
         ceilings = Ceilings.of(config)
         self.devices = NodeDevices(

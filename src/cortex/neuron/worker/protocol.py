@@ -139,6 +139,9 @@ class MeasureLimits(ChannelMessage, frozen=True):
 class Exit(ChannelMessage, frozen=True):
     """Exit now, with everything that is loaded."""
 
+    save_s: float = 0.0
+    """For so long, KV pages may be written to disk before."""
+
 
 class AnnouncedStep(ChannelMessage, frozen=True):
     """From the leader of a divided model to the other ranks: run this step too."""

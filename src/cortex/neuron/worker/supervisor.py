@@ -142,7 +142,9 @@ class WorkerSupervisor:
     async def close(self) -> None:
         """Ends the worker and everything in it; returns when the process has exited."""
         if self._worker is not None:
-            await self._worker.stop(self.timeouts.exit_s)
+            timeouts = self.timeouts
+            save_s = timeouts.save_s if timeouts.saves_kv else 0.0
+            await self._worker.stop(timeouts.exit_s + save_s, save_s)
 
     async def _ensure_worker(self) -> WorkerProcess:
         async with self._spawning:

@@ -251,6 +251,18 @@ class DeviceModels(dict[int, DeviceModel]):
         self._host_pages = model.engine.keep_pages(self._host_pages)  # without a budget too, which may grow
         self.limit_host_pages(budget_bytes)
 
+    def save_all(self, save_s: float) -> None:
+        """Writes the pages of all models to disk, if they have one, within `save_s`: the process exits next."""
+        if self._host_pages is None or self._host_pages.disk is None or save_s <= 0:
+            return
+        until_s = time.monotonic() + save_s
+        for model in list(self.values()):
+            model.cancel_all()
+            while model.engine.has_work and model.step():
+                pass  # what running requests have computed is kept, too
+            self._save_pages(model)
+        self._host_pages.settle(until_s)
+
     def _save_pages(self, model: DeviceModel) -> None:
         try:
             model.engine.save_pages()

@@ -192,6 +192,8 @@ class Executor:
                 self._emit(self._models.measure_limits(command.query))
             case protocol.Exit():
                 self._is_exiting = True
+                self.activity = "unload"
+                self._models.save_all(command.save_s)
             case protocol.CancelLoad():
                 # The reader thread has set the flag; the load has ended before this command's turn.
                 self._models.cancelled_loads.discard(command.handle)

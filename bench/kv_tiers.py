@@ -1,0 +1,206 @@
+"""Measures KV on disk and between nodes: the time to the first token after a restart against computing the prompt.
+
+    PYTHONPATH=src:bench python bench/kv_tiers.py --shape llama-3.1-8b
+    PYTHONPATH=src:bench python bench/kv_tiers.py --device cpu --shape tiny --tokens 2048,4096
+
+Random weights of a named shape. A restart is a new engine with the same weights and empty host memory. The disk is read
+twice: as the restart finds it, in part from the page cache, and after its files were dropped from that. The limit of a
+fetch is the measured rate of reading the same files with the same threads, without a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.host_pages import block_files, tier
+from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
+from cortex.neuron.engine.host_pages.disk import READ_BYTES, READERS
+from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from engine import random_engine
+from shapes import SHAPES
+
+SHAPES["tiny"] = SHAPES["llama-3.1-8b"] | {
+    **{"num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 4096},
+    **{"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64},
+}
+RATE_FILES = 64
+"""About 4 GB."""
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def text(seed: int, count: int) -> tuple[int, ...]:
+    chosen = random.Random(seed)
+    return tuple(chosen.randrange(10, 4000) for _ in range(count))
+
+
+class Restarts:
+    """One model, started again and again on the same folder."""
+
+    def __init__(self, shape: str, device: torch.device, longest: int, folder: Path, host_bytes: int) -> None:
+        self._shape, self._device, self._folder, self._host_bytes = shape, device, folder, host_bytes
+        torch.manual_seed(0)
+        probe = random_engine(shape, device, LoadSpec(path="", max_num_seqs=1, context_tokens=64), None)
+        info = probe.info
+        self.token_bytes = info.kv_bytes / (info.num_pages + 1) / info.page_tokens
+        probe.close()
+        limit = int(info.weight_bytes + (longest + 8192) * self.token_bytes + (64 << 20))
+        dtype = "float32" if device.type == "cpu" else "auto"
+        self._spec = LoadSpec(
+            path="",
+            model_id=shape,
+            dtype=dtype,
+            max_num_seqs=8,
+            context_tokens=longest + 64,
+            memory_bytes=limit if device.type == "cuda" else None,
+            kv_disk_dir=str(folder),
+            kv_disk_bytes=1 << 40,
+        )
+        self.engine: Engine
+        self.host: DeviceHostMemory
+        self._next = 0
+
+    def start(self) -> None:
+        torch.manual_seed(0)
+        self.engine = random_engine(self._shape, self._device, self._spec, None)
+        self.engine.warm_up()
+        if self._next == 0 and self._device.type == "cuda":
+            self.run(text(98, 12_000))  # compiles what long prompts use
+        host = self.engine.keep_pages(None)
+        assert host is not None
+        host.store.limit(self._host_bytes)
+        self.host = host
+        self.run(text(99, 512))
+
+    def run(self, prompt: Sequence[int]) -> tuple[float, int, list[int]]:
+        """Seconds to the first token, how many tokens were cached, and the tokens."""
+        self._next += 1
+        self._synchronise()
+        start = time.perf_counter()
+        self.engine.submit(EngineRequest(f"r{self._next}", tuple(prompt), 1, GREEDY))
+        cached, tokens = 0, []
+        while self.engine.has_work:
+            for output in self.engine.step():
+                cached += output.cached_tokens or 0
+                tokens += output.tokens
+        self._synchronise()
+        return time.perf_counter() - start, cached, tokens
+
+    def save(self) -> tuple[float, float]:
+        """Seconds to host memory, and from there to files."""
+        start = time.perf_counter()
+        self.engine.save_pages()
+        copied = time.perf_counter()
+        self.host.settle()
+        return copied - start, time.perf_counter() - copied
+
+    def close(self) -> None:
+        self.engine.close()
+        self.host.store.limit(0)
+        if self.host.disk is not None:
+            self.host.disk.close()
+        del self.engine, self.host
+
+    def _synchronise(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    for each in block_files.stored(folder):
+        fd = os.open(each.path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def read_rate(folder: Path) -> float:
+    """Bytes per second of the files of a folder, checked, without a model."""
+    files = [block_files.read_header(each.path) for each in block_files.stored(folder)][:RATE_FILES]
+    views = [memoryview(bytearray(READ_BYTES)) for _ in range(2 * READERS)]
+    for view in views:
+        view[::4096] = bytes(len(view[::4096]))
+    start, num_bytes = time.perf_counter(), 0
+    with ThreadPoolExecutor(READERS) as readers:
+        reads = []
+        for file in files:
+            most = max(1, READ_BYTES // file.kind.num_bytes)
+            for first in range(0, len(file.digests), most):
+                size = min(most, len(file.digests) - first) * file.kind.num_bytes
+                num_bytes += size
+                view = views[len(reads) % len(views)][:size]
+                if len(reads) >= len(views):
+                    reads[-len(views)].result()
+                reads.append(readers.submit(block_files.read_blocks, file, first, view))
+        for read in reads:
+            read.result()  # a view that is read into twice fails its check; the rate is the same
+    return num_bytes / (time.perf_counter() - start)
+
+
+def measure(restarts: Restarts, folder: Path, lengths: Sequence[int], *, follows_rule: bool) -> None:
+    restarts.start()
+    computed: dict[int, tuple[float, list[int]]] = {}
+    for length in lengths:
+        prompt = text(length, length)
+        took_s, _, tokens = restarts.run(prompt)
+        computed[length] = took_s, tokens
+        host_s, disk_s = restarts.save()
+        size = length * restarts.token_bytes
+        print(
+            f"{length:>7} tokens, {size / 1e9:.2f} GB: computed in {took_s:.3f} s; "
+            f"to host memory {host_s:.2f} s, to files {disk_s:.2f} s ({size / max(disk_s, 1e-9) / 1e9:.1f} GB/s)",
+            flush=True,
+        )
+    restarts.close()
+    if not follows_rule:
+        tier.saves_time = lambda *_: True  # what the disk does, whether or not it is worth it
+    for state in ("page cache", "cold files"):
+        restarts.start()
+        for length in lengths:
+            if state == "cold files":
+                drop_from_page_cache(folder)
+            took_s, cached, tokens = restarts.run(text(length, length))
+            computed_s, expected = computed[length]
+            rate = cached * restarts.token_bytes / took_s / 1e9
+            print(
+                f"{length:>7} tokens after a restart, {state}: {took_s:.3f} s, {took_s / computed_s:.2f} of computing, "
+                f"{cached} cached ({rate:.2f} GB/s), same token {tokens == expected}",
+                flush=True,
+            )
+        restarts.close()
+    print(f"files alone, page cache: {read_rate(folder) / 1e9:.2f} GB/s", flush=True)
+    drop_from_page_cache(folder)
+    print(f"files alone, cold: {read_rate(folder) / 1e9:.2f} GB/s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tokens", default="32768,65536,122880")
+    parser.add_argument("--folder", type=Path, help="On the disk to measure. [default: a temporary one]")
+    parser.add_argument("--host-mb", type=int, default=20_000)
+    parser.add_argument("--rule", action="store_true", help="Fetch only what the rule expects to be worth it.")
+    arguments = parser.parse_args()
+    lengths = [int(each) for each in arguments.tokens.split(",")]
+    folder = Path(tempfile.mkdtemp(prefix="kv-tiers-", dir=arguments.folder))
+    try:
+        device = torch.device(arguments.device)
+        restarts = Restarts(arguments.shape, device, max(lengths), folder, arguments.host_mb << 20)
+        measure(restarts, folder, lengths, follows_rule=arguments.rule)
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Files of blocks: their format, how they are written and read, and how they are purged. No state; any thread.
+
+A file holds blocks of one kind, one after another, after a header with their digests and checksums. It gets its name
+when it is complete, and is never changed. Nothing is synced: after a power loss the checksums decide. A file that is
+not what its header says is removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import struct
+import time
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from cortex.neuron.engine.host_pages.store import BlockKind
+from cortex.neuron.engine.kv.pages import TENANT_BYTES, Digest
+
+FORMAT = 1
+"""Changes with the meaning of a header, of a digest or of the bytes of a block."""
+SUFFIX, UNFINISHED = ".kv", ".tmp"
+STALE_S = 600.0
+"""An unfinished file that was not written to for this long has no writer any more."""
+_MAGIC = b"cortexkv"
+_FIXED = struct.Struct("<8sII")
+"""Magic, bytes of the rest of the header, its checksum."""
+_ALIGNMENT = 4096
+"""Of blocks in files and memory, for reads that bypass the page cache."""
+_MAX_HEADER_BYTES = 64 << 20
+_MODEL = re.compile("[0-9a-f]{32}")
+
+
+class DamagedFile(Exception):
+    """A file is not what this program has written."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFile:
+    path: Path
+    kind: BlockKind
+    model_id: str
+    digests: tuple[Digest, ...]
+    checksums: tuple[int, ...]
+    first_byte: int
+    """Where the blocks begin."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.first_byte + len(self.digests) * self.kind.num_bytes
+
+
+def model_folder(root: Path, model: bytes) -> Path:
+    return root / model.hex()
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder that only its owner can read. Raises OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_mode & 0o077:
+        folder.chmod(0o700)
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+def write_file(
+    root: Path, kind: BlockKind, model_id: str, digests: Sequence[Digest], pieces: Sequence[memoryview]
+) -> BlockFile:
+    """Writes blocks, which lie in `pieces` in order. Raises OSError, and leaves nothing behind."""
+    size = kind.num_bytes
+    checksums = [zlib.crc32(piece[start : start + size]) for piece in pieces for start in range(0, piece.nbytes, size)]
+    header = _header(kind, model_id, digests, checksums)
+    folder = model_folder(root, kind.model)
+    make_private(root)
+    make_private(folder)
+    name = f"{kind.part}-{secrets.token_hex(8)}"
+    path, unfinished = folder / (name + SUFFIX), folder / (name + UNFINISHED)
+    try:
+        fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            for piece in (memoryview(header), *pieces):
+                _write(fd, piece)
+        finally:
+            os.close(fd)
+        unfinished.rename(path)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
+    return BlockFile(path, kind, model_id, tuple(digests), tuple(checksums), len(header))
+
+
+def _write(fd: int, piece: memoryview) -> None:
+    while piece.nbytes:
+        piece = piece[os.write(fd, piece[: 1 << 30]) :]
+
+
+def _header(kind: BlockKind, model_id: str, digests: Sequence[Digest], checksums: Sequence[int]) -> bytes:
+    facts = {
+        "format": FORMAT,
+        "model": kind.model.hex(),
+        "model_id": model_id,
+        "part": kind.part,
+        "num_bytes": kind.num_bytes,
+        "digests": [digest.hex() for digest in digests],
+        "checksums": list(checksums),
+    }
+    rest = json.dumps(facts).encode()
+    header = _FIXED.pack(_MAGIC, len(rest), zlib.crc32(rest)) + rest
+    return header + bytes(-len(header) % _ALIGNMENT)
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def read_header(path: Path) -> BlockFile:
+    """Raises DamagedFile or OSError."""
+    with open(path, "rb", buffering=0) as file:
+        fixed = file.read(_FIXED.size)
+        if len(fixed) < _FIXED.size:
+            raise DamagedFile(path)
+        magic, length, checksum = _FIXED.unpack(fixed)
+        if magic != _MAGIC or length > _MAX_HEADER_BYTES:
+            raise DamagedFile(path)
+        rest = file.read(length)
+        if len(rest) < length or zlib.crc32(rest) != checksum:
+            raise DamagedFile(path)
+        try:
+            facts = json.loads(rest)
+            if facts["format"] != FORMAT or facts["model"] != path.parent.name:
+                raise DamagedFile(path)
+            found = BlockFile(
+                path,
+                BlockKind(bytes.fromhex(facts["model"]), facts["part"], facts["num_bytes"]),
+                facts["model_id"],
+                tuple(map(bytes.fromhex, facts["digests"])),
+                tuple(facts["checksums"]),
+                -(-(_FIXED.size + length) // _ALIGNMENT) * _ALIGNMENT,
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedFile(path) from error
+        if os.fstat(file.fileno()).st_size != found.num_bytes or len(found.digests) != len(found.checksums):
+            raise DamagedFile(path)
+        return found
+
+
+def scan(root: Path, model: bytes) -> list[BlockFile]:
+    """The files of a model; others in its folder are removed, except those that are being written."""
+    found = []
+    for entry in _entries(model_folder(root, model)):
+        path = Path(entry.path)
+        try:
+            if path.suffix == SUFFIX:
+                found.append(read_header(path))
+            elif path.suffix != UNFINISHED or time.time() - entry.stat().st_mtime > STALE_S:
+                raise DamagedFile(path)
+        except DamagedFile:
+            remove(path)
+        except OSError:
+            continue  # it cannot be read, or another worker has removed it
+    return found
+
+
+def read_blocks(file: BlockFile, first: int, view: memoryview) -> bool:
+    """Reads consecutive blocks from number `first` on. What the page cache has comes from there; the rest bypasses it.
+    False: the file cannot be read, or its contents are not what was written; it is removed then."""
+    size = file.kind.num_bytes
+    try:
+        if _read(file, file.first_byte + first * size, view):
+            blocks = [view[start : start + size] for start in range(0, view.nbytes, size)]
+            if all(zlib.crc32(block) == file.checksums[first + index] for index, block in enumerate(blocks)):
+                with suppress(OSError):  # a read-only disk
+                    os.utime(file.path)  # it is the latest used one
+                return True
+    except OSError:
+        return False
+    remove(file.path)
+    return False
+
+
+def _read(file: BlockFile, offset: int, view: memoryview) -> bool:
+    done = 0
+    fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # BlockingIOError: it is not in the page cache; others: no such reads here
+            while done < view.nbytes and (count := os.preadv(fd, [view[done:]], offset + done, os.RWF_NOWAIT)):
+                done += count
+        done = done // _ALIGNMENT * _ALIGNMENT if done < view.nbytes else done
+        if done < view.nbytes and file.kind.num_bytes % _ALIGNMENT == 0:
+            with suppress(OSError):  # a file system without direct reads, or memory that is not aligned
+                direct = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                try:
+                    while done < view.nbytes and (count := os.preadv(direct, [view[done:]], offset + done)):
+                        done += count
+                finally:
+                    os.close(direct)
+        while done < view.nbytes and (count := os.preadv(fd, [view[done:]], offset + done)):
+            done += count
+    finally:
+        os.close(fd)
+    return done == view.nbytes
+
+
+# -- removal -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    path: Path
+    num_bytes: int
+    used_at_s: float
+
+
+def stored(root: Path) -> list[StoredFile]:
+    """All files of blocks, also unfinished ones, the least recently used first. Only folders of this program count:
+    `root` may be a folder with other things."""
+    found = []
+    for folder in _entries(root):
+        for entry in _entries(Path(folder.path)) if _MODEL.fullmatch(folder.name) else ():
+            with suppress(OSError):
+                facts = entry.stat(follow_symlinks=False)
+                found.append(StoredFile(Path(entry.path), facts.st_size, facts.st_mtime))
+    return sorted(found, key=lambda each: each.used_at_s)
+
+
+def remove(path: Path) -> None:
+    """A read-only disk keeps it."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def purge(
+    root: Path, *, model_id: str | None = None, tenant: bytes | None = None, unused_for_s: float | None = None
+) -> tuple[int, int]:
+    """Removes the files that match everything given, and returns their number and bytes. A file with a block of the
+    tenant goes as a whole. A node that runs finds them missing, and computes."""
+    number = num_bytes = 0
+    for each in stored(root):
+        if unused_for_s is not None and time.time() - each.used_at_s < unused_for_s:
+            continue
+        if model_id is not None or tenant is not None:
+            try:
+                file = read_header(each.path)
+            except OSError:
+                continue
+            except DamagedFile:
+                file = None  # whose it was is not known any more
+            if file is not None and model_id is not None and file.model_id != model_id:
+                continue
+            if file is not None and tenant is not None and not _holds(file, tenant):
+                continue
+        remove(each.path)
+        number, num_bytes = number + 1, num_bytes + each.num_bytes
+    return number, num_bytes
+
+
+def _holds(file: BlockFile, tenant: bytes) -> bool:
+    return any(digest.startswith(tenant[:TENANT_BYTES]) for digest in file.digests)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []

@@ -5,11 +5,14 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faulty_models import parts
+from lasting_workers import lasting_workers
 
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
+from cortex.neuron.engine.host_pages import block_files
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
@@ -24,7 +27,7 @@ from .node_calls import converse, generate, load, until, worker_bytes, worker_of
 MEBIBYTE = 1 << 20
 
 
-async def start(tmp_path: Path, workers: WorkerFactory, **limits: int) -> Node:
+async def start(tmp_path: Path, workers: WorkerFactory, **limits: Any) -> Node:
     # The models differ in size, so that one cannot reuse exactly the memory of the other.
     models = (
         ModelEntry(id="a", source=write_source(tmp_path / "a", seed=1), context_tokens=512),
@@ -161,6 +164,29 @@ async def test_conversation_survives_the_unload_of_its_model_until_its_memory_is
         node.devices.kv_host.give_way(0)
         await until(lambda: node.health().devices[0].kv_host_bytes == 0)
         assert node.model("a").kv_host is None
+    finally:
+        await node.close()
+
+
+async def test_conversation_is_on_disk_when_the_node_has_stopped(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "kv"
+    limits = {"kv_host_mb": 64, "kv_disk_mb": 64, "kv_disk_dir": folder}
+    node = await start(tmp_path, lasting_workers(), **limits)
+    try:
+        await load(node, "a")
+        tokens, _ = await converse(node, "a", "first")
+    finally:
+        await node.close()
+    (path,) = folder.rglob("*.kv")
+    assert block_files.read_header(path).model_id == "a"
+    assert len(block_files.read_header(path).digests) == 6
+    node = await start(tmp_path, lasting_workers(), **limits)
+    try:
+        await load(node, "a")
+        await until(lambda: (kept := node.model("a").kv_host) is not None and kept.num_tokens == 192)
+        assert (await converse(node, "a", "again"))[0] == tokens
     finally:
         await node.close()
 

@@ -271,13 +271,14 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class KeptPages:
-    """The KV pages and states of a model in host memory."""
+    """The KV pages and states of a model in host memory and on disk."""
 
     num_bytes: int
+    """In host memory."""
     num_tokens: int = 0
     """Tokens whose pages these are; 0: the model has states only."""
     tokens_per_s: float | None = None
-    """How fast they are copied to the device; None: none were yet."""
+    """How fast they come to the device on average; None: that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

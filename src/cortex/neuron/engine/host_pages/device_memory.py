@@ -106,14 +106,26 @@ class DeviceHostMemory:
         return zlib.crc32(self.slabs.rows(*place, 1, kind.num_bytes).numpy().tobytes())
 
     def kept(self) -> dict[str, KeptPages]:
-        """What is here of each model that was loaded, by its name; only those of which there is anything."""
+        """What is here and on disk of each model that was loaded, by its name; only those of which there is
+        anything."""
         found = {}
         for model_id, model in self._models.items():
             counts = [self.store.num_blocks(kind) for kind in model.kinds]
             num_bytes = sum(count * kind.num_bytes for count, kind in zip(counts, model.kinds, strict=True))
-            if num_bytes:
-                num_tokens = max(counts[: model.num_groups], default=0) * model.page_tokens
-                rate = self.rate.bytes_per_s
-                tokens_per_s = None if rate is None or not model.token_bytes else rate / model.token_bytes
-                found[model_id] = KeptPages(num_bytes, num_tokens, tokens_per_s)
+            groups = model.kinds[: model.num_groups]
+            here = max(counts[: model.num_groups], default=0) * model.page_tokens
+            on_disk = 0 if self.disk is None else max(map(self.disk.num_blocks, groups), default=0) * model.page_tokens
+            if num_bytes or on_disk:
+                found[model_id] = KeptPages(num_bytes, max(here, on_disk), self._tokens_per_s(model, here, on_disk))
         return found
+
+    def _tokens_per_s(self, model: _ModelBlocks, here: int, on_disk: int) -> float | None:
+        """How fast tokens come back to the device on average, if those that are not here come from disk."""
+        rate = self.rate.bytes_per_s
+        if not model.token_bytes or (rate is None and on_disk <= here):
+            return None
+        disk_rate = 0.0 if self.disk is None else self.disk.rate.expected
+        if on_disk <= here or not disk_rate:
+            return None if rate is None else rate / model.token_bytes
+        nearer = here / on_disk
+        return 1 / model.token_bytes / (nearer / (rate or disk_rate) + (1 - nearer) / disk_rate)

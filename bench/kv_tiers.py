@@ -5,7 +5,7 @@
 
 Random weights of a named shape. A restart is a new engine with the same weights and empty host memory. The disk is read
 twice: as the restart finds it, in part from the page cache, and after its files were dropped from that. The limit of a
-fetch is the measured rate of reading the same files with the same threads, without a model.
+fetch is the rate of reading files of the folder with the same threads and without a model, just before.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.host_pages import block_files, tier
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.disk import READ_BYTES, READERS
+from cortex.neuron.engine.host_pages.rates import saves_time
 from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
 from engine import random_engine
 from shapes import SHAPES
@@ -162,25 +164,34 @@ def measure(restarts: Restarts, folder: Path, lengths: Sequence[int], *, follows
             flush=True,
         )
     restarts.close()
-    if not follows_rule:
-        tier.saves_time = lambda *_: True  # what the disk does, whether or not it is worth it
+    verdicts: list[bool] = []
+
+    def decided(*arguments: Any) -> bool:
+        """What the rule says; without --rule the disk is read in any case, to see whether it is right."""
+        verdicts.append(saves_time(*arguments))
+        return verdicts[-1] if follows_rule else True
+
+    tier.saves_time = decided
     for state in ("page cache", "cold files"):
         restarts.start()
         for length in lengths:
+            alone = 0.0
             if state == "cold files":
+                drop_from_page_cache(folder)
+                alone = read_rate(folder)
                 drop_from_page_cache(folder)
             took_s, cached, tokens = restarts.run(text(length, length))
             computed_s, expected = computed[length]
             rate = cached * restarts.token_bytes / took_s / 1e9
+            verdict = "fetches" if verdicts and verdicts.pop() else "computes"
             print(
                 f"{length:>7} tokens after a restart, {state}: {took_s:.3f} s, {took_s / computed_s:.2f} of computing, "
-                f"{cached} cached ({rate:.2f} GB/s), same token {tokens == expected}",
+                f"{cached} cached ({rate:.2f} GB/s; files alone {alone / 1e9:.2f} GB/s), same token "
+                f"{tokens == expected}; the rule {verdict}",
                 flush=True,
             )
         restarts.close()
-    print(f"files alone, page cache: {read_rate(folder) / 1e9:.2f} GB/s", flush=True)
-    drop_from_page_cache(folder)
-    print(f"files alone, cold: {read_rate(folder) / 1e9:.2f} GB/s")
+    tier.saves_time = saves_time
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,6 +13,9 @@ from cortex.neuron.config import NeuronConfig, check_key
 from cortex.settings import SettingsError
 from cortex.wire.errors import CortexError, InvalidAPIKey
 from cortex.wire.fields.body import check_content_type
+from cortex.wire.node.kv_blocks import PATH as KV_PATH
+from cortex.wire.node.kv_blocks import SCOPE
+from cortex.wire.node.neighbours import is_valid_ticket, key_hash
 from cortex.wire.opaque.routes import is_opaque
 
 OPEN_PATH = b"/health"
@@ -33,14 +36,18 @@ class NodeKeys:
 
     def use(self, keys: Iterable[str]) -> None:
         """Replace the keys."""
-        self._hashes = tuple(map(_hash, keys))
+        self._hashes = tuple(map(key_hash, keys))
         self.required = self.required or bool(self._hashes)
 
     def recognises(self, text: str) -> bool:
         """Whether `text` is one of the keys. Takes the same time whatever `text` is and whichever key it matches."""
-        given = _hash(text[:_HASHED_CHARACTERS])
+        given = key_hash(text[:_HASHED_CHARACTERS])
         matches = [hmac.compare_digest(given, known) for known in self._hashes]
         return any(matches)
+
+    def admits_ticket(self, text: str, path: str) -> bool:
+        """Whether `text` is a ticket of a gateway for KV blocks, and `path` theirs."""
+        return path == KV_PATH and any(is_valid_ticket(text, known, SCOPE, time.time()) for known in self._hashes)
 
 
 def read_keys(config: NeuronConfig, directory: Path) -> tuple[str, ...]:
@@ -111,7 +118,7 @@ class NodeAccess:
         given = _key_in(request)
         if given is None:
             raise InvalidAPIKey("This node needs a key: send `Authorization: Bearer …`. Its operator has it.")
-        if not self._keys.recognises(given):
+        if not (self._keys.recognises(given) or self._keys.admits_ticket(given, request.path.decode("latin-1"))):
             raise InvalidAPIKey("This node does not accept this key: send one of `keys` or `key_file` of its operator.")
 
 
@@ -120,7 +127,3 @@ def _key_in(request: Request) -> str | None:
     if authorization[:7].lower() == "bearer ":
         return authorization[7:].strip()
     return request.text(b"x-api-key")
-
-
-def _hash(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()

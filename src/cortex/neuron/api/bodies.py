@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from cortex.http.request import Request
 from cortex.wire.errors import InvalidValue, shorten
-from cortex.wire.node import headers
+from cortex.wire.node import headers, kv_blocks
+from cortex.wire.node.neighbours import Neighbour
 
 _PRINCIPAL = headers.PRINCIPAL.encode()
 _TENANT = headers.TENANT.encode()
+_KV_SOURCE = kv_blocks.SOURCE.encode()
 _TOKEN_LIMIT = headers.TOKEN_LIMIT.encode()
 _WAITED = headers.WAITED.encode()
 _MAX_LIMIT_DIGITS = 18
@@ -21,6 +23,11 @@ def principal_of(request: Request) -> str:
 def tenant_of(request: Request) -> bytes:
     """The tenant that a gateway names, empty for other clients."""
     return request.header(_TENANT) or b""
+
+
+def kv_source_of(request: Request) -> Neighbour | None:
+    """The node that has computed more of the prompt, as a gateway says; None for other clients."""
+    return kv_blocks.read_source(request.header(_KV_SOURCE))
 
 
 def token_limit_of(request: Request) -> int | None:

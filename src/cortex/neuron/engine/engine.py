@@ -360,6 +360,8 @@ class Engine:
             self._loop.keep_pages(partial(self._new_tier, host))
             if (len(host.store) or host.disk is not None) and self._names_alone and self._loop.host is not None:
                 self._loop.host.ensure_named()
+                if host.disk is not None and self._is_whole:
+                    self.info = replace(self.info, kv_name=self._name_by_content().hex())
         return host
 
     @property

@@ -262,6 +262,8 @@ class EngineInfo:
     """The length of a text's vector, 1 for a score; 0 for a model that generates text."""
     work: StepWork | None = None
     """What its steps read and compute; None: it is not known."""
+    kv_name: str = ""
+    """What names its blocks on disk, in hex; empty: they are not there."""
 
     @property
     def kv_tokens(self) -> int | None:
@@ -329,6 +331,8 @@ class EngineStats(Counters):
     graph_bytes: int = 0
     graph_s: float = 0.0
     """The time that the captures took."""
+    prompt_token_s: float = 0.0
+    """Expected seconds for a token of a prompt, without attention; 0: not known."""
     failed_kernel_passes: int = 0
     """1 if the kernels of the model could not be compiled ahead: each is compiled when it is first used."""
 

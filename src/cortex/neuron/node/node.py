@@ -28,6 +28,7 @@ from cortex.neuron.node.harness.command.harness import CommandHarness
 from cortex.neuron.node.harness.engine import EngineHarness
 from cortex.neuron.node.harness.harness import Harnesses
 from cortex.neuron.node.harness.upstream import Upstream
+from cortex.neuron.node.kv_exchange import KvExchange
 from cortex.neuron.node.loading.context_allocator import ContextAllocator
 from cortex.neuron.node.loading.device_allocator import DeviceAllocator
 from cortex.neuron.node.loading.forecast import Forecast
@@ -50,6 +51,7 @@ from cortex.neuron.worker.process import WorkerTimeouts
 from cortex.system.tasks import SupervisedTask, Supervisor, run_once
 from cortex.wire.errors import LoadFailed, ModelNotFound, ShuttingDown, shorten
 from cortex.wire.node.groups import PreparedMember, PrepareMember
+from cortex.wire.node.neighbours import Neighbour
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Health, ModelState, ModelStatus, NodeEvent
 
@@ -76,6 +78,7 @@ class Node:
             ceilings,
             limits.kv_host_mb,
         )
+        self.kv = KvExchange(limits.kv_disk_folder, limits.kv_disk_mb << 20, self.devices.supervisors.values())
         self._surveys = (parts.surveys or partial(SurveyProcess.of, limits))()
         self._library = Library(config)
         engine = self._engine = EngineHarness(config, self.devices, forecast, self._surveys, self._library)
@@ -324,6 +327,12 @@ class Node:
         """
         self._check_open()
         return self._models.controller(model_id).serving_instance().generate(request)
+
+    async def fetch_kv(self, model_id: str, request: EngineRequest, source: Neighbour) -> None:
+        """Fetches KV of the prompt from a node that has computed it, where that is expected to be faster."""
+        instance = self._models.controller(model_id).instance
+        if instance is not None:
+            await self.kv.fetch(model_id, instance.resident.info, instance.stats, request, source)
 
     def upstream(self, model_id: str) -> Upstream | None:
         """The server that takes the model's requests as text; None: `generate` takes them. Raises ModelNotFound or

@@ -19,8 +19,7 @@ from cortex.neuron.worker.protocol import (
     Event,
     Exit,
     Faulted,
-    LimitsMeasured,
-    Memory,
+    Measured,
     Reply,
     Report,
 )
@@ -201,7 +200,7 @@ class WorkerProcess:
             self._watch = self._watch.reported(event.activity, event.progress, _now_s())
         self._on_event(event)
         if isinstance(event, Reply):
-            number = event.query if isinstance(event, Memory | LimitsMeasured) else event.handle
+            number = event.query if isinstance(event, Measured) else event.handle
             reply = self._replies.pop(number, None)
             if reply is not None and not reply.done():
                 reply.set_result(event)

@@ -126,6 +126,24 @@ class LimitHostPages(ChannelMessage, frozen=True):
     num_bytes: int
 
 
+class FindBlocks(ChannelMessage, frozen=True):
+    """The daemon has written KV blocks of a model to disk, which requests from now on may use."""
+
+    model: bytes
+
+
+class SaveBlocks(ChannelMessage, frozen=True):
+    """Write KV blocks to disk that other nodes may want. Models with work go on: what they use stays."""
+
+    query: int
+
+
+class BlocksSaved(ChannelMessage, frozen=True):
+    """The reply to `SaveBlocks`."""
+
+    query: int
+
+
 class QueryMemory(ChannelMessage, frozen=True):
     query: int
 
@@ -164,8 +182,8 @@ class Compiled(ChannelMessage, frozen=True):
     problem: str | None = None
 
 
-Query = QueryMemory | MeasureLimits
-Command = Load | CancelLoad | Submit | Cancel | Unload | Sleep | Wake | LimitHostPages | Query | Exit
+Query = QueryMemory | MeasureLimits | SaveBlocks
+Command = Load | CancelLoad | Submit | Cancel | Unload | Sleep | Wake | LimitHostPages | FindBlocks | Query | Exit
 
 
 class Hello(ChannelMessage, frozen=True):
@@ -305,7 +323,9 @@ class Faulted(ChannelMessage, frozen=True):
     message: str
 
 
-Reply = Loaded | ModelLoadFailed | Unloaded | Slept | SleepFailed | Woken | WakeFailed | Memory | LimitsMeasured
+Measured = Memory | LimitsMeasured | BlocksSaved
+"""Replies to queries."""
+Reply = Loaded | ModelLoadFailed | Unloaded | Slept | SleepFailed | Woken | WakeFailed | Measured
 ModelEvent = (
     Loaded
     | ModelLoadFailed
@@ -320,7 +340,7 @@ ModelEvent = (
     | ModelBroken
 )
 """Each concerns the model with its handle."""
-Event = ModelEvent | Memory | LimitsMeasured | Hello | Report | HostPagesKept | FallbacksUsed | Faulted
+Event = ModelEvent | Measured | Hello | Report | HostPagesKept | FallbacksUsed | Faulted
 
 
 # Between the daemon and the fork server, one message per packet

@@ -115,6 +115,12 @@ class WorkerSupervisor:
         assert isinstance(reply, protocol.LimitsMeasured)
         return DeviceLimits(reply.bytes_per_s, reply.flops) if reply.bytes_per_s and reply.flops else None
 
+    async def save_blocks(self) -> None:
+        """KV blocks of the worker's models are on disk, as far as that is possible now. Raises WorkerLost."""
+        if self._worker is not None:
+            query = next(self._numbers)
+            await self._worker.call(query, protocol.SaveBlocks(query))
+
     def send(self, command: Command) -> None:
         """Does nothing without a worker. Raises Unsendable."""
         if self._worker is not None:
@@ -177,7 +183,7 @@ class WorkerSupervisor:
                 self.kv_host_bytes, self.kept = event.num_bytes, event.models
             case protocol.FallbacksUsed():
                 self.fallbacks = event.reasons
-            case protocol.Memory() | protocol.LimitsMeasured() | protocol.Faulted():
+            case protocol.Memory() | protocol.LimitsMeasured() | protocol.BlocksSaved() | protocol.Faulted():
                 pass
             case _:
                 self._on_model_event(event)

@@ -262,21 +262,23 @@ def test_files_of_a_killed_writer_are_whole_or_not_found(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "bytes_per_s", "delay_s", "compute_s", "is_worth_it"),
+    ("parts", "delay_s", "compute_s", "is_worth_it"),
     [
-        pytest.param(8 << 30, 3e9, 0.002, 30.0, True, id="64k tokens of an 8B from an NVMe, on a 3090"),
-        pytest.param(8 << 30, 3e9, 0.002, 3.0, False, id="the same on an H200"),
-        pytest.param(8 << 30, 1.25e8, 0.01, 30.0, False, id="over 1 Gbit/s"),
-        pytest.param(8 << 30, 1.25e9, 0.01, 30.0, True, id="over 10 Gbit/s"),
-        pytest.param(4 << 20, 3e9, 0.01, 0.005, False, id="a page is computed before the first byte arrives"),
-        pytest.param(1000, 1e3, 0.0, 1.1, False, id="about as fast"),
-        pytest.param(1000, 0.0, 0.0, 1e9, False, id="unknown rate"),
+        pytest.param([(8 << 30, 3e9)], 0.002, 30.0, True, id="64k tokens of an 8B from an NVMe, on a 3090"),
+        pytest.param([(8 << 30, 3e9)], 0.002, 3.0, False, id="the same on an H200"),
+        pytest.param([(8 << 30, 1.25e8)], 0.01, 30.0, False, id="over 1 Gbit/s"),
+        pytest.param([(8 << 30, 1.25e9)], 0.01, 30.0, True, id="over 10 Gbit/s"),
+        pytest.param([(4 << 20, 3e9)], 0.01, 0.005, False, id="a page is computed before the first byte arrives"),
+        pytest.param([(1000, 1e3)], 0.0, 1.1, False, id="about as fast"),
+        pytest.param([(8 << 30, 1e10), (0, 1e9)], 0.002, 3.0, True, id="from the page cache of an H200's host"),
+        pytest.param([(4 << 30, 1e10), (4 << 30, 1e9)], 0.002, 3.0, False, id="half of it from a slow disk"),
+        pytest.param([(1000, 0.0)], 0.0, 1e9, False, id="unknown rate"),
     ],
 )
 def test_fetches_only_what_takes_longer_to_compute(
-    num_bytes: int, bytes_per_s: float, delay_s: float, compute_s: float, is_worth_it: bool
+    parts: list[tuple[int, float]], delay_s: float, compute_s: float, is_worth_it: bool
 ) -> None:
-    assert saves_time(num_bytes, bytes_per_s, delay_s, compute_s) is is_worth_it
+    assert saves_time(parts, delay_s, compute_s) is is_worth_it
 
 
 def test_disk_that_was_slow_once_is_tried_again() -> None:
@@ -294,5 +296,5 @@ def test_slow_disk_is_not_read(make_engine: EngineMaker, tmp_path: Path, monkeyp
     monkeypatch.setattr(tier, "saves_time", saves_time)
     host: DeviceHostMemory = new_host(folder=tmp_path)
     assert host.disk is not None
-    host.disk.rate.assumed = 1.0
+    host.disk.rate.assumed = host.disk.cached_rate.assumed = 1.0
     assert respond(make_engine(DENSE, host)) == (expected, 0)

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import re
 import ssl
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from cortex.wire.events import Usage
 from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.groups import PreparedMember, PrepareMember
 from cortex.wire.node.model_log import ModelLog
+from cortex.wire.node.neighbours import Neighbour, key_hash, new_ticket
 from cortex.wire.node.orders import (
     DeletedFiles,
     FilesRequest,
@@ -141,9 +143,11 @@ class NodeClient:
         poll_timeout_s: float = READ_TIMEOUT_S,
         num_kept: int = MAX_KEPT,
         tls: ssl.SSLContext | None = None,
+        ca_file: Path | None = None,
     ) -> None:
         self.section = section
         self.name = section.name
+        self._key, self._ca_file = key, ca_file
         self._poll_timeout_s = poll_timeout_s
         limits = UpstreamLimits(connect_s=connect_timeout_s, silence_s=idle_timeout_s, num_kept=num_kept)
         if section.kind != "neuron":  # a foreign server may be too busy for polls
@@ -177,6 +181,16 @@ class NodeClient:
             poll_timeout_s=config.gateway.poll_timeout_s,
             num_kept=num_kept(open_files.limit(), len(config.neurons)),
             tls=client_context(config.ca_file(section, directory)) if is_secure else None,
+            ca_file=config.ca_file(section, directory) if is_secure else None,
+        )
+
+    def as_neighbour(self, repository: str) -> Neighbour:
+        """This node as another one reaches it for the files of a repository. Raises OSError: its `ca_file` is gone."""
+        return Neighbour(
+            name=self.name,
+            url=self.section.endpoint.rstrip("/").removesuffix("/v1"),
+            ticket=new_ticket(key_hash(self._key), repository, time.time()) if self._key else None,
+            authority=None if self._ca_file is None else self._ca_file.read_text(),
         )
 
     async def discovery(self) -> Discovery:

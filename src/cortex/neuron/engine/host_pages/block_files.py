@@ -14,10 +14,11 @@ import secrets
 import struct
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cortex.neuron.engine.host_pages.store import BlockKind
 from cortex.neuron.engine.kv.pages import TENANT_BYTES, Digest
@@ -33,6 +34,7 @@ _FIXED = struct.Struct("<8sII")
 _ALIGNMENT = 4096
 """Of blocks in files and memory, for reads that bypass the page cache."""
 _MAX_HEADER_BYTES = 64 << 20
+_MAX_BLOCK_BYTES = 1 << 30
 _MODEL = re.compile("[0-9a-f]{32}")
 
 
@@ -184,6 +186,18 @@ def read_blocks(file: BlockFile, first: int, view: memoryview) -> bool:
     return False
 
 
+def is_cached(file: BlockFile) -> bool:
+    """Whether a file is likely to be in the page cache: its middle is."""
+    try:
+        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.preadv(fd, [bytearray(1)], file.num_bytes // 2, os.RWF_NOWAIT) > 0
+        finally:
+            os.close(fd)
+    except OSError:
+        return False
+
+
 def _read(file: BlockFile, offset: int, view: memoryview) -> bool:
     done = 0
     fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -205,6 +219,108 @@ def _read(file: BlockFile, offset: int, view: memoryview) -> bool:
     finally:
         os.close(fd)
     return done == view.nbytes
+
+
+# -- between nodes -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive bytes of a file with blocks, or of a header."""
+
+    data: bytes = b""
+    path: Path | None = None
+    first_byte: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What there is of a prefix, as one stream: headers, each with its blocks."""
+
+    num_pages: int
+    """How many leading pages there are, as far as any group of layers has them."""
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
+
+def select(root: Path, model: bytes, digests: Sequence[Digest]) -> Selection:
+    """The blocks of a prefix, whose pages have these digests."""
+    wanted, known, pieces = set(digests), set[tuple[int, Digest]](), list[Piece]()
+    for file in scan(root, model):
+        size, part = file.kind.num_bytes, file.kind.part
+        chosen = [number for number, each in enumerate(file.digests) if each in wanted and (part, each) not in known]
+        if not chosen:
+            continue
+        known |= {(part, file.digests[number]) for number in chosen}
+        names = [file.digests[number] for number in chosen], [file.checksums[number] for number in chosen]
+        header = _header(file.kind, file.model_id, *names)
+        pieces.append(Piece(header, num_bytes=len(header)))
+        for number in chosen:
+            last = pieces[-1]
+            start = file.first_byte + number * size
+            if last.path == file.path and last.first_byte + last.num_bytes == start:
+                pieces[-1] = Piece(path=file.path, first_byte=last.first_byte, num_bytes=last.num_bytes + size)
+            else:
+                pieces.append(Piece(path=file.path, first_byte=start, num_bytes=size))
+    of_pages = {digest for _, digest in known}
+    num_pages = next((index for index, digest in enumerate(digests) if digest not in of_pages), len(digests))
+    return Selection(num_pages, tuple(pieces))
+
+
+def receive(read: Callable[[int], bytes], root: Path, model: bytes, model_id: str) -> int:
+    """Writes what `Selection` streams as files; returns how many bytes. `read`: as of a file. Raises DamagedFile for
+    blocks of another model or other contents, and what `read` raises; complete files stay."""
+    total = 0
+    while fixed := _exactly(read, _FIXED.size, may_end=True):
+        magic, length, checksum = _FIXED.unpack(fixed)
+        if magic != _MAGIC or length > _MAX_HEADER_BYTES:
+            raise DamagedFile("no blocks")
+        rest = _exactly(read, -(-(_FIXED.size + length) // _ALIGNMENT) * _ALIGNMENT - _FIXED.size)[:length]
+        if zlib.crc32(rest) != checksum:
+            raise DamagedFile("a header")
+        facts = _facts(rest)
+        if facts["model"] != model.hex():
+            raise DamagedFile("blocks of another model")
+        size, checksums = int(facts["num_bytes"]), facts["checksums"]
+        blocks = []
+        for each in checksums:
+            block = _exactly(read, size)
+            if zlib.crc32(block) != each:
+                raise DamagedFile("a block")
+            blocks.append(memoryview(block))
+            total += size
+        digests = [bytes.fromhex(each) for each in facts["digests"]]
+        if len(digests) != len(blocks):
+            raise DamagedFile("a header")
+        write_file(root, BlockKind(model, int(facts["part"]), size), model_id, digests, blocks)
+    return total
+
+
+def _facts(rest: bytes) -> dict[str, Any]:
+    try:
+        facts: dict[str, Any] = json.loads(rest)
+        if facts["format"] != FORMAT or not 0 < facts["num_bytes"] <= _MAX_BLOCK_BYTES:
+            raise DamagedFile("another format")
+        return facts
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedFile("a header") from error
+
+
+def _exactly(read: Callable[[int], bytes], num_bytes: int, *, may_end: bool = False) -> bytes:
+    parts, left = [], num_bytes
+    while left:
+        part = read(left)
+        if not part:
+            if may_end and left == num_bytes:
+                return b""
+            raise DamagedFile("the stream has ended")
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
 
 
 # -- removal -------------------------------------------------------------------------------------------------------

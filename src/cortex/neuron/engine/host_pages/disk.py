@@ -23,19 +23,21 @@ from cortex.neuron.engine.host_pages import block_files
 from cortex.neuron.engine.host_pages.block_files import BlockFile
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
 from cortex.neuron.engine.host_pages.memory import HostSlabs
-from cortex.neuron.engine.host_pages.rates import DISK_BYTES_PER_S, CopyRate
+from cortex.neuron.engine.host_pages.rates import DISK_BYTES_PER_S, PAGE_CACHE_BYTES_PER_S, CopyRate
 from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace, HostPages
 from cortex.neuron.engine.kv.pages import Digest
 
 log = logging.getLogger(__name__)
 
-READ_BYTES = 16 << 20
+READ_BYTES = 8 << 20
 """One read; as many run at once as there are readers."""
-READERS = 8
+READERS = 16
 BUFFERS = 2 * READERS
 """Half of them are read into while the rest is copied to the device."""
 LEAVING_SHARE = 0.125
 """Of the host's budget: the blocks in the least recently used part of it are written ahead."""
+PURE_SHARE = 0.1
+"""A fetch with less than this from elsewhere shows the rate of where it came from."""
 RETRY_S = 60.0
 """After a write that failed."""
 _COUNTED_S = 10.0
@@ -58,6 +60,10 @@ class DiskPages:
         self.folder = folder
         self.budget_bytes = budget_bytes
         self.rate = CopyRate(assumed=DISK_BYTES_PER_S)
+        self.cached_rate = CopyRate(assumed=PAGE_CACHE_BYTES_PER_S)
+        """Of what is in the page cache."""
+        self.num_cached_bytes = 0
+        """Of the blocks that were asked for last."""
         self.buffers = HostSlabs(device)
         """What is read, until it is on the device: a slab for each read."""
         self.buffers.may_wait = True
@@ -80,6 +86,11 @@ class DiskPages:
         self._models[model] = model_id
         for file in block_files.scan(self.folder, model):
             self._add(file)
+
+    def find_again(self, model: bytes) -> None:
+        """Another process has written blocks of a model."""
+        if model in self._models:
+            self.open_model(model, self._models[model])
 
     def has(self, kind: BlockKind, digest: Digest) -> bool:
         return (kind, digest) in self._places
@@ -188,6 +199,17 @@ class DiskPages:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
+    def parts(self, blocks: Iterable[tuple[BlockKind, Digest]]) -> list[tuple[int, float]]:
+        """Bytes of blocks that are here, and how fast they are expected to come: those in the page cache, and others.
+        A restarted node finds in memory what it has just written."""
+        sizes: dict[BlockFile, int] = {}
+        for kind, digest in blocks:
+            file = self._places[kind, digest][0]
+            sizes[file] = sizes.get(file, 0) + kind.num_bytes
+        self.num_cached_bytes = sum(size for file, size in sizes.items() if block_files.is_cached(file))
+        rest = sum(sizes.values()) - self.num_cached_bytes
+        return [(self.num_cached_bytes, self.cached_rate.expected), (rest, self.rate.expected)]
+
     def buffers_of(self, num_bytes: int) -> bool:
         """Allocates buffers that hold a block of `num_bytes`. False: the host has no memory for them now."""
         wanted = max(READ_BYTES, num_bytes)
@@ -230,6 +252,7 @@ class DiskFetch:
         self.has_failed = False
         """A file is damaged or gone, the device has no memory for a copy, or the fetch was cancelled."""
         self.num_bytes = sum(kind.num_bytes for _, kind, _, _ in wanted)
+        self._cached_share = min(1.0, disk.num_cached_bytes / max(1, self.num_bytes))
         found = [(*disk.find(kind, digest), tensors, id) for tensors, kind, id, digest in wanted]
         for file, number, tensors, id in sorted(found, key=lambda each: (each[0].path, each[1])):
             run = self._runs[-1] if self._runs else None
@@ -243,6 +266,13 @@ class DiskFetch:
     def is_complete(self) -> bool:
         """Nothing is on its way any more."""
         return not (self._runs or self._reads or self._running)
+
+    def measure(self, started_s: float) -> None:
+        """The fetch is complete: its rate counts as that of the disk, or of the page cache, if it came from one."""
+        if self._cached_share > 1 - PURE_SHARE:
+            self._disk.cached_rate.measured(self.num_bytes, started_s)
+        elif self._cached_share < PURE_SHARE:
+            self._disk.rate.measured(self.num_bytes, started_s)
 
     def cancel(self) -> None:
         """Begins no further read. Those that run must end before the blocks on the device are used otherwise."""

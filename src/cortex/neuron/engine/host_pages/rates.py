@@ -4,7 +4,7 @@ but for the clock."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from cortex.neuron.engine.roofline.step_costs import StepCosts, StepShape
@@ -17,6 +17,7 @@ again."""
 WORTH = 0.9
 """A fetch must take less than this share of the time to compute: estimates err."""
 DISK_BYTES_PER_S = 1e9
+PAGE_CACHE_BYTES_PER_S = 4e9
 LINK_BYTES_PER_S = 1e8
 """Assumed until a fetch was measured."""
 
@@ -46,9 +47,15 @@ class CopyRate:
             self.bytes_per_s += _RETURN * (self.assumed - self.bytes_per_s)
 
 
-def saves_time(num_bytes: int, bytes_per_s: float, delay_s: float, compute_s: float) -> bool:
-    """Whether fetching `num_bytes` is faster than computing what they hold. `delay_s`: before the first byte."""
-    return bytes_per_s > 0 and delay_s + num_bytes / bytes_per_s < WORTH * compute_s
+def saves_time(parts: Iterable[tuple[int, float]], delay_s: float, compute_s: float) -> bool:
+    """Whether fetching is faster than computing what is fetched. `parts`: bytes, and how many of them come per second,
+    one part after another. `delay_s`: before the first byte."""
+    fetch_s = delay_s
+    for num_bytes, bytes_per_s in parts:
+        if num_bytes and bytes_per_s <= 0:
+            return False
+        fetch_s += num_bytes / bytes_per_s if num_bytes else 0.0
+    return fetch_s < WORTH * compute_s
 
 
 def prompt_s(costs: StepCosts, step_tokens: int, start: int, end: int) -> float:

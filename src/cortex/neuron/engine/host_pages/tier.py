@@ -221,17 +221,15 @@ class HostTier:
         self._looks_on_disk = False
         if further <= count:
             return 0
-        num_bytes = sum(
-            kind.num_bytes
-            for part, kind in enumerate(self._kinds[: len(self._pages.groups)])
-            for digest in digests[:further]
+        read = [
+            (kind, digest)
+            for part, kind in enumerate(self._kinds)
+            for digest in (digests[:further] if part < len(self._pages.groups) else digests[further - 1 : further])
             if self._blocks[part].num_bytes and not self._store.has(kind, digest) and disk.has(kind, digest)
-        )
-        if len(self._kinds) > len(self._pages.groups):
-            num_bytes += self._kinds[-1].num_bytes  # a state
+        ]
         page_tokens = self._pages.page_tokens
         compute_s = self._compute_s(count * page_tokens, further * page_tokens)
-        if not saves_time(num_bytes, disk.rate.expected, READ_DELAY_S, compute_s):
+        if not saves_time(disk.parts(read), READ_DELAY_S, compute_s):
             disk.rate.was_too_slow()
             return 0
         largest = max(kind.num_bytes for kind in self._kinds)
@@ -326,7 +324,7 @@ class HostTier:
                     self._checkpoints.take_back(*fetch.state)
                 self.num_fetched_tokens += fetch.num_tokens
                 if fetch.from_disk is not None and self._disk is not None:
-                    self._disk.rate.measured(fetch.from_disk.num_bytes, fetch.started_s)
+                    fetch.from_disk.measure(fetch.started_s)
                 elif self._copies.are_concurrent:
                     self._host.rate.measured(fetch.num_bytes, fetch.started_s)
         if self._outgoing is not None:

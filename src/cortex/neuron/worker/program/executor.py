@@ -36,7 +36,14 @@ PREPARE_AFTER_S = 0.2
 
 Work = Command | protocol.FollowStep | protocol.Compiled
 """Commands of the daemon, of the leader of a divided model, or of the grammar compiler."""
-_DURING_LOADS = protocol.Submit | protocol.Compiled | protocol.Cancel | protocol.QueryMemory | protocol.FollowStep
+_DURING_LOADS = (
+    protocol.Submit
+    | protocol.Compiled
+    | protocol.Cancel
+    | protocol.QueryMemory
+    | protocol.FindBlocks
+    | protocol.FollowStep
+)
 """What does not wait for the end of a load."""
 
 
@@ -185,6 +192,11 @@ class Executor:
                 self._models.wake(command.handle)
             case protocol.LimitHostPages():
                 self._models.limit_host_pages(command.num_bytes)
+            case protocol.FindBlocks():
+                self._models.find_blocks(command.model)
+            case protocol.SaveBlocks():
+                self._models.save_blocks(is_idle=not self._has_work())
+                self._emit(protocol.BlocksSaved(command.query))
             case protocol.QueryMemory():
                 self._emit(protocol.Memory(command.query, self._models.measure()))
             case protocol.MeasureLimits():

@@ -2,6 +2,7 @@
 
     PYTHONPATH=src:bench python bench/kv_tiers.py --shape llama-3.1-8b
     PYTHONPATH=src:bench python bench/kv_tiers.py --device cpu --shape tiny --tokens 2048,4096
+    PYTHONPATH=src:bench python bench/kv_tiers.py --link
 
 Random weights of a named shape. A restart is a new engine with the same weights and empty host memory. The disk is read
 twice: as the restart finds it, in part from the page cache, and after its files were dropped from that. The limit of a
@@ -11,24 +12,37 @@ fetch is the rate of reading files of the folder with the same threads and witho
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import random
 import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+import uvloop
 
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import Server
+from cortex.http.ticker import Ticker
+from cortex.neuron.api import responses
+from cortex.neuron.api.calls import ApiCall
+from cortex.neuron.api.routes.kv_blocks import KvBlocks
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.host_pages import block_files, tier
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.disk import READ_BYTES, READERS
 from cortex.neuron.engine.host_pages.rates import saves_time
-from cortex.neuron.engine.request import EngineRequest, LoadSpec, SamplingParams
+from cortex.neuron.engine.host_pages.store import BlockKind
+from cortex.neuron.engine.kv.pages import ROOT, page_digests
+from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, SamplingParams
+from cortex.neuron.engine.roofline.step_work import StepWork
+from cortex.neuron.node.kv_exchange import KvExchange
+from cortex.wire.node.neighbours import Neighbour
 from engine import random_engine
 from shapes import SHAPES
 
@@ -57,11 +71,10 @@ class Restarts:
         self.token_bytes = info.kv_bytes / (info.num_pages + 1) / info.page_tokens
         probe.close()
         limit = int(info.weight_bytes + (longest + 8192) * self.token_bytes + (64 << 20))
-        dtype = "float32" if device.type == "cpu" else "auto"
         self._spec = LoadSpec(
             path="",
             model_id=shape,
-            dtype=dtype,
+            dtype="float32" if device.type == "cpu" else "auto",
             max_num_seqs=8,
             context_tokens=longest + 64,
             memory_bytes=limit if device.type == "cuda" else None,
@@ -90,7 +103,8 @@ class Restarts:
         self._synchronise()
         start = time.perf_counter()
         self.engine.submit(EngineRequest(f"r{self._next}", tuple(prompt), 1, GREEDY))
-        cached, tokens = 0, []
+        cached = 0
+        tokens: list[int] = []
         while self.engine.has_work:
             for output in self.engine.step():
                 cached += output.cached_tokens or 0
@@ -134,7 +148,7 @@ def read_rate(folder: Path) -> float:
         view[::4096] = bytes(len(view[::4096]))
     start, num_bytes = time.perf_counter(), 0
     with ThreadPoolExecutor(READERS) as readers:
-        reads = []
+        reads: list[Future[bool]] = []
         for file in files:
             most = max(1, READ_BYTES // file.kind.num_bytes)
             for first in range(0, len(file.digests), most):
@@ -171,7 +185,7 @@ def measure(restarts: Restarts, folder: Path, lengths: Sequence[int], *, follows
         verdicts.append(saves_time(*arguments))
         return verdicts[-1] if follows_rule else True
 
-    tier.saves_time = decided
+    setattr(tier, "saves_time", decided)  # noqa: B010 - it is imported there
     for state in ("page cache", "cold files"):
         restarts.start()
         for length in lengths:
@@ -191,7 +205,100 @@ def measure(restarts: Restarts, folder: Path, lengths: Sequence[int], *, follows
                 flush=True,
             )
         restarts.close()
-    tier.saves_time = saves_time
+    setattr(tier, "saves_time", saves_time)  # noqa: B010
+
+
+class PacedRelay:
+    """Forwards one node's port at the rate of a link."""
+
+    def __init__(self, target: tuple[str, int], bits_per_s: float) -> None:
+        self._target, self._bytes_per_s = target, bits_per_s / 8
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(*self._target)
+        await asyncio.gather(self._forward(reader, back), self._forward(there, writer), return_exceptions=True)
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        free_s = time.perf_counter()
+        while chunk := await reader.read(1 << 18):
+            free_s = max(free_s, time.perf_counter()) + len(chunk) / self._bytes_per_s
+            writer.write(chunk)
+            await writer.drain()
+            if (wait_s := free_s - time.perf_counter()) > 0.002:
+                await asyncio.sleep(wait_s)
+        writer.close()
+
+    async def close(self) -> None:
+        self._server.close()
+
+
+class _Offer:
+    """The part of a node that the route for blocks needs."""
+
+    def __init__(self, kv: KvExchange) -> None:
+        self.kv = kv
+
+
+async def measure_link(folder: Path, num_bytes: int, bits_per_s: float) -> None:
+    """Blocks of 4 MiB, as pages of an 8B have, over a paced link: the rate, and at which prompt speed the rule takes
+    them after a first transfer."""
+    kind, num_blocks = BlockKind(bytes(16), 0, 4 << 20), num_bytes // (4 << 20)
+    prompt = tuple(range(32 * num_blocks))
+    digests = page_digests(ROOT, prompt, 32)
+    for first in range(0, num_blocks, 16):
+        names = digests[first : first + 16]
+        block_files.write_file(folder / "a", kind, "m", names, [memoryview(os.urandom(4 << 20)) for _ in names])
+    work = StepWork(1, weights_per_token=1)
+    info = EngineInfo("f", "d", 1 << 20, 100, 1, 1, 32, 128, work=work, kv_name=kind.model.hex())
+    server = Server(
+        _handler(KvBlocks(_Offer(KvExchange(folder / "a", 1 << 40, [])))),
+        responses.rejection,
+        Ticker(asyncio.get_running_loop()),
+    )
+    relay = PacedRelay(await server.listen("127.0.0.1", 0), bits_per_s)
+    source = Neighbour(name="a", url=await relay.start())
+    try:
+        exchange = KvExchange(folder / "b", 1 << 40, [])
+
+        async def fetched(prompt_token_s: float) -> tuple[int, float]:
+            shutil.rmtree(folder / "b", ignore_errors=True)
+            start = time.perf_counter()
+            stats = EngineStats(prompt_token_s=prompt_token_s)
+            received = await exchange.fetch("m", info, stats, EngineRequest("r", prompt, 1), source)
+            return received, time.perf_counter() - start
+
+        received, took_s = await fetched(10.0)
+        limit = bits_per_s / 8
+        print(
+            f"{bits_per_s / 1e9:.0f} Gbit/s: {received / 1e9:.2f} GB in {took_s:.2f} s, "
+            f"{received / took_s / 1e9:.3f} GB/s, {received / took_s / limit:.0%} of the link",
+            flush=True,
+        )
+        for faster in (0.5, 0.8, 1.25, 2.0):
+            compute_s = took_s * faster
+            received, _ = await fetched(compute_s / len(prompt))
+            print(f"  computing takes {faster:.2f} of the transfer: the rule {'fetches' if received else 'computes'}")
+    finally:
+        await relay.close()
+        await server.close(0.0)
+
+
+def _handler(blocks: KvBlocks) -> Any:
+    async def respond(exchange: Exchange) -> None:
+        await blocks.send(ApiCall(exchange, {}))
+
+    tasks: set[asyncio.Task[None]] = set()
+
+    def handle(exchange: Exchange) -> None:
+        task = asyncio.create_task(respond(exchange))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    return handle
 
 
 def main() -> None:
@@ -202,10 +309,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="On the disk to measure. [default: a temporary one]")
     parser.add_argument("--host-mb", type=int, default=20_000)
     parser.add_argument("--rule", action="store_true", help="Fetch only what the rule expects to be worth it.")
+    parser.add_argument("--link", action="store_true", help="Measure two nodes with a paced link instead.")
     arguments = parser.parse_args()
     lengths = [int(each) for each in arguments.tokens.split(",")]
     folder = Path(tempfile.mkdtemp(prefix="kv-tiers-", dir=arguments.folder))
     try:
+        if arguments.link:
+            for bits_per_s, num_bytes in ((1e9, 128 << 20), (1e10, 512 << 20)):
+                uvloop.run(measure_link(folder / f"{bits_per_s:.0f}", num_bytes, bits_per_s))
+            return
         device = torch.device(arguments.device)
         restarts = Restarts(arguments.shape, device, max(lengths), folder, arguments.host_mb << 20)
         measure(restarts, folder, lengths, follows_rule=arguments.rule)

@@ -134,7 +134,7 @@ def forget(
     """
     from cortex.neuron.engine.host_pages.block_files import purge
 
-    if not everything and model is tenant is unused_days is None:
+    if not everything and model is None and tenant is None and unused_days is None:
         remedy = "name --model, --tenant or --unused-days, or use --all"
         raise CommandError("nothing was chosen", remedy, ExitCode.USAGE)
     wanted = None if tenant is None else tenant.lower().encode()

@@ -98,7 +98,7 @@ def test_stream_of_blocks_makes_the_same_files_elsewhere(tmp_path: Path) -> None
     assert found.num_pages == 25
     data = stream(found)
     assert len(data) == found.num_bytes
-    assert block_files.receive(io.BytesIO(data).read, tmp_path / "b", MODEL, "m") == 25 * 4096
+    assert block_files.receive(io.BytesIO(data).readinto, tmp_path / "b", MODEL, "m") == 25 * 4096
     again = block_files.select(tmp_path / "b", MODEL, DIGESTS)
     assert again.num_pages == 25
     for file in block_files.scan(tmp_path / "b", MODEL):
@@ -121,7 +121,7 @@ def test_altered_truncated_or_foreign_stream_is_rejected(tmp_path: Path, damage:
     else:
         data[:] = b"x" * 100
     with pytest.raises(DamagedFile):
-        block_files.receive(io.BytesIO(bytes(data)).read, tmp_path / "b", model, "m")
+        block_files.receive(io.BytesIO(bytes(data)).readinto, tmp_path / "b", model, "m")
     for file in block_files.scan(tmp_path / "b", MODEL):
         assert block_files.read_blocks(file, 0, memoryview(bytearray(len(file.digests) * 4096)))
 

@@ -343,4 +343,5 @@ class EngineStats(Counters):
             values = [getattr(part, name) for part in parts]
             counts = [value for value in values if isinstance(value, dict)]
             totals[name] = dict(sum(map(Counter, counts), Counter())) if counts else sum(values)
+        totals["prompt_token_s"] = max((part.prompt_token_s for part in parts), default=0.0)  # no sum: the slowest
         return cls(**totals)

@@ -153,16 +153,16 @@ class _Transfer:
             return 0
         started_s, received = self._rate.clock(), 0
 
-        def read(count: int) -> bytes:
+        def read_into(view: memoryview) -> int:
             nonlocal received
             if time.monotonic() - started_s > allowed_s:
                 raise TimeoutError("the link is slower than computing")
-            part = response.read1(min(count, 1 << 20))
-            received += len(part)
-            return part
+            count = response.readinto(view[: 1 << 20])
+            received += count
+            return count
 
         try:
-            return block_files.receive(read, folder, model, model_id)
+            return block_files.receive(read_into, folder, model, model_id)
         finally:
             if not self._is_cancelled:
                 self._rate.measured(received, started_s)

@@ -72,11 +72,19 @@ def make_private(folder: Path) -> None:
 
 
 def write_file(
-    root: Path, kind: BlockKind, model_id: str, digests: Sequence[Digest], pieces: Sequence[memoryview]
+    root: Path,
+    kind: BlockKind,
+    model_id: str,
+    digests: Sequence[Digest],
+    pieces: Sequence[memoryview],
+    checksums: Sequence[int] = (),
 ) -> BlockFile:
-    """Writes blocks, which lie in `pieces` in order. Raises OSError, and leaves nothing behind."""
+    """Writes blocks, which lie in `pieces` in order. `checksums`: theirs, if they are known. Raises OSError, and leaves
+    nothing behind."""
     size = kind.num_bytes
-    checksums = [zlib.crc32(piece[start : start + size]) for piece in pieces for start in range(0, piece.nbytes, size)]
+    if not checksums:
+        starts = ((piece, start) for piece in pieces for start in range(0, piece.nbytes, size))
+        checksums = [zlib.crc32(piece[start : start + size]) for piece, start in starts]
     header = _header(kind, model_id, digests, checksums)
     folder = model_folder(root, kind.model)
     make_private(root)
@@ -271,15 +279,15 @@ def select(root: Path, model: bytes, digests: Sequence[Digest]) -> Selection:
     return Selection(num_pages, tuple(pieces))
 
 
-def receive(read: Callable[[int], bytes], root: Path, model: bytes, model_id: str) -> int:
-    """Writes what `Selection` streams as files; returns how many bytes. `read`: as of a file. Raises DamagedFile for
-    blocks of another model or other contents, and what `read` raises; complete files stay."""
+def receive(read_into: Callable[[memoryview], int], root: Path, model: bytes, model_id: str) -> int:
+    """Writes what `Selection` streams as files; returns how many bytes. `read_into`: as of a file. Raises DamagedFile
+    for blocks of another model or other contents, and what `read_into` raises; complete files stay."""
     total = 0
-    while fixed := _exactly(read, _FIXED.size, may_end=True):
+    while fixed := _exactly(read_into, _FIXED.size, may_end=True):
         magic, length, checksum = _FIXED.unpack(fixed)
         if magic != _MAGIC or length > _MAX_HEADER_BYTES:
             raise DamagedFile("no blocks")
-        rest = _exactly(read, -(-(_FIXED.size + length) // _ALIGNMENT) * _ALIGNMENT - _FIXED.size)[:length]
+        rest = _exactly(read_into, -(-(_FIXED.size + length) // _ALIGNMENT) * _ALIGNMENT - _FIXED.size)[:length]
         if zlib.crc32(rest) != checksum:
             raise DamagedFile("a header")
         facts = _facts(rest)
@@ -288,19 +296,19 @@ def receive(read: Callable[[int], bytes], root: Path, model: bytes, model_id: st
         size, checksums = int(facts["num_bytes"]), facts["checksums"]
         blocks = []
         for each in checksums:
-            block = _exactly(read, size)
+            block = memoryview(_exactly(read_into, size))
             if zlib.crc32(block) != each:
                 raise DamagedFile("a block")
-            blocks.append(memoryview(block))
+            blocks.append(block)
             total += size
         digests = [bytes.fromhex(each) for each in facts["digests"]]
         if len(digests) != len(blocks):
             raise DamagedFile("a header")
-        write_file(root, BlockKind(model, int(facts["part"]), size), model_id, digests, blocks)
+        write_file(root, BlockKind(model, int(facts["part"]), size), model_id, digests, blocks, checksums)
     return total
 
 
-def _facts(rest: bytes) -> dict[str, Any]:
+def _facts(rest: bytearray) -> dict[str, Any]:
     try:
         facts: dict[str, Any] = json.loads(rest)
         if facts["format"] != FORMAT or not 0 < facts["num_bytes"] <= _MAX_BLOCK_BYTES:
@@ -310,17 +318,17 @@ def _facts(rest: bytes) -> dict[str, Any]:
         raise DamagedFile("a header") from error
 
 
-def _exactly(read: Callable[[int], bytes], num_bytes: int, *, may_end: bool = False) -> bytes:
-    parts, left = [], num_bytes
-    while left:
-        part = read(left)
-        if not part:
-            if may_end and left == num_bytes:
-                return b""
+def _exactly(read_into: Callable[[memoryview], int], num_bytes: int, *, may_end: bool = False) -> bytearray:
+    found, done = bytearray(num_bytes), 0
+    view = memoryview(found)
+    while done < num_bytes:
+        count = read_into(view[done:])
+        if not count:
+            if may_end and not done:
+                return bytearray()
             raise DamagedFile("the stream has ended")
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
+        done += count
+    return found
 
 
 # -- removal -------------------------------------------------------------------------------------------------------

@@ -255,7 +255,7 @@ async def measure_link(folder: Path, num_bytes: int, bits_per_s: float) -> None:
     work = StepWork(1, weights_per_token=1)
     info = EngineInfo("f", "d", 1 << 20, 100, 1, 1, 32, 128, work=work, kv_name=kind.model.hex())
     server = Server(
-        _handler(KvBlocks(_Offer(KvExchange(folder / "a", 1 << 40, [])))),
+        _handler(KvBlocks(_Offer(KvExchange(folder / "a", 1 << 40, [])))),  # type: ignore[arg-type]
         responses.rejection,
         Ticker(asyncio.get_running_loop()),
     )

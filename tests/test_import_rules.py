@@ -128,7 +128,9 @@ RULES: dict[str, Rule] = {
     "neuron.text": Rule({"neuron.text", "neuron.weights", "wire", "settings", *FAMILIES}),
     "neuron.vision": Rule({"neuron.vision"}, frozenset(), frozenset({"numpy", "PIL"})),
     "neuron.picture_process": Rule(PICTURES, frozenset({"msgspec", "numpy", "PIL"})),
-    "neuron.config": Rule({"neuron.picture_process", "neuron.servers", "wire", "settings", "telemetry"}),
+    "neuron.config": Rule(
+        {"neuron.picture_process", "neuron.servers", "wire", "settings", "system.cache_folder", "telemetry"}
+    ),
     "neuron.servers": Rule({"neuron.servers", "wire", "settings"}, frozenset({"msgspec"})),
     "neuron.worker": Rule(WORKER),
     "neuron.tokenizer_process": Rule(TOKENIZER),

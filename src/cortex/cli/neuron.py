@@ -6,6 +6,7 @@ A command that needs the engine's packages checks first that they are installed.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from cortex.cli.output import bar, console, file_here, json_option, print_json, 
 from cortex.cli.up.preflight import require_engine
 from cortex.settings import SettingsError
 from cortex.telemetry.tracing import open_tracer
+from cortex.wire.words import plural
 
 if TYPE_CHECKING:
     from cortex.neuron.config import NeuronConfig
@@ -109,6 +111,42 @@ def discover(config: Path | None, as_json: bool) -> None:
         console().print(f"driver {inventory.driver}")
     if inventory.driver_problem:
         console().print(f"problem: {inventory.driver_problem}")
+
+
+@neuron.command()
+@config_option
+@click.option("--model", help="Only the files of this model.")
+@click.option("--tenant", help="Only files with pages of this tenant, as `cortex keys list --json` prints it.")
+@click.option("--unused-days", type=click.FloatRange(0), help="Only files that were not used for this long.")
+@click.option("--all", "everything", is_flag=True, help="All files.")
+@json_option
+def forget(
+    config: Path | None,
+    model: str | None,
+    tenant: str | None,
+    unused_days: float | None,
+    everything: bool,
+    as_json: bool,
+) -> None:
+    """Delete KV pages that this node keeps on disk (`limits.kv_disk_mb`).
+
+    The node may run meanwhile: it computes what it does not find. Pages in its memory stay until it restarts.
+    """
+    from cortex.neuron.engine.host_pages.block_files import purge
+
+    if not everything and model is None and tenant is None and unused_days is None:
+        remedy = "name --model, --tenant or --unused-days, or use --all"
+        raise CommandError("nothing was chosen", remedy, ExitCode.USAGE)
+    wanted = None if tenant is None else tenant.lower().encode()
+    if wanted is not None and not re.fullmatch(b"[0-9a-f]{8,32}", wanted):
+        raise CommandError(f"{tenant!r} is not a tenant", "give its hexadecimal digits", ExitCode.USAGE)
+    folder = _load(config or file_here("neuron.toml"), {}).limits.kv_disk_folder
+    unused_s = None if unused_days is None else unused_days * 86400
+    number, num_bytes = purge(folder, model_id=model, tenant=wanted, unused_for_s=unused_s)
+    if as_json:
+        print_json({"files": number, "bytes": num_bytes})
+    else:
+        console().print(f"deleted {plural(number, 'file')}, {size(num_bytes)}, in {folder}")
 
 
 @neuron.command("warmup")
@@ -197,6 +235,7 @@ def _findings(path: Path | None) -> Iterator[Finding]:
     yield from devices(settings)
     hub_cache = cache_directory(settings, os.environ)
     yield from checks.disk(hub_cache)
+    yield from checks.kv_disk(settings.limits.kv_disk_folder, settings.limits.kv_disk_mb)
     yield from checks.cache(hub_cache)
 
 

@@ -20,6 +20,7 @@ from cortex.neuron.picture_process.limits import PictureLimits
 from cortex.neuron.servers.entry import HarnessEntry, check_server
 from cortex.neuron.servers.ready_made import BY_NAME, completed_server
 from cortex.settings import Listen, Section
+from cortex.system.cache_folder import cache_folder
 from cortex.telemetry import logs
 from cortex.telemetry.tracing import TelemetrySection
 from cortex.wire.node.load_options import ENGINE, Count, PlacedOptions
@@ -97,6 +98,13 @@ class Limits(Section, frozen=True):
     GPU those that the KV cache has no room for. Prompts that continue them are not computed again. Weights take their
     part of `host_mb` first; the least recently used pages are dropped, also when the host runs short of memory. 0:
     none. Absent: an eighth of the host's free memory."""
+    kv_disk_mb: Megabytes = 0
+    """Disk space for KV pages that leave host memory, and for all of them when a model sleeps or is unloaded or the
+    node stops: conversations continue after a restart without being computed again, where reading is expected to be
+    faster. The least recently used files are removed. The files hold what the model computed from prompts and
+    responses, from which text can be recovered. Needs `kv_host_mb`. 0: none; meant for SSDs."""
+    kv_disk_dir: Path | None = None
+    """The directory of these files, which only the user of the node can read. Absent: `kv` in the cache of cortex."""
     max_num_seqs: Count = 256
     """Maximum requests that one model runs at once."""
     max_queue: Annotated[int, Meta(ge=0)] = 512
@@ -120,6 +128,10 @@ class Limits(Section, frozen=True):
     reported as damaged, and not loaded."""
     survey_memory_mb: Count = 1024
     """Memory that it may take, in a process of its own."""
+
+    @property
+    def kv_disk_folder(self) -> Path:
+        return (self.kv_disk_dir or cache_folder() / "kv").expanduser().absolute()
 
 
 class TextLimits(Section, frozen=True):

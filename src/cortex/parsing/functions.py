@@ -36,7 +36,7 @@ from cortex.wire.pooling.request import PoolingRequest
 from cortex.wire.preset import Preset
 from cortex.wire.request_summary import RequestSummary
 from cortex.wire.requests import GenerateRequest
-from cortex.wire.tenant import tenant_of
+from cortex.wire.tenant import narrowed
 
 
 class Parsed(ChannelMessage, frozen=True):
@@ -203,7 +203,7 @@ def translated(request: GenerateRequest, model: str, tenant: bytes = b"") -> byt
 
 def _packed(request: GenerateRequest, tenant: bytes) -> Parsed:
     if tenant:
-        request = msgspec.structs.replace(request, tenant=tenant_of(tenant, request.tenant))
+        request = msgspec.structs.replace(request, tenant=narrowed(tenant, request.tenant))
     request, files = take_files(request)
     rest, token_prompts = packed_request.take_tokens(request)
     return Parsed(encode_head(request), packed_request.encode(rest), files, token_prompts)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cortex.routing.prefixes import BYTES_PER_TOKEN, NOTHING_CACHED, CachedPrefix, PrefixRecord, leading_blocks
+from cortex.routing.prefixes import BYTES_PER_TOKEN, NOTHING_CACHED, Blocks, CachedPrefix, PrefixRecord, leading_blocks
 
 PREFILL_TOKENS_PER_S = 4000.0
 REQUEST_S = 5.0
@@ -27,6 +27,8 @@ SCARCE_KV_FRACTION = 0.7
 PREEMPTION_S = 2.0
 """What a nearly full KV cache costs: requests are preempted, and cached prefixes are lost."""
 SATURATED_KV_FRACTION = 0.95
+MIN_FETCHED_TOKENS = 1024
+"""Fewer tokens are computed rather than fetched from another place."""
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +65,14 @@ class RoutingChoice(msgspec.Struct, frozen=True):
     """How long it is expected to compute what it has not cached of the prompt, and to copy what is in host memory."""
     cached: CachedPrefix = NOTHING_CACHED
     """What it has of the prompt."""
+    source: str = ""
+    """The place that has computed so much more of the prompt that its KV may be worth fetching; empty: none."""
+
+
+def source_of(blocks: Blocks, place: str, cached: CachedPrefix, prefixes: PrefixRecord) -> str:
+    """See `RoutingChoice.source`. Whether it is worth it follows from rates that the node at `place` measures."""
+    other, num_tokens = prefixes.most(blocks)
+    return other if other != place and num_tokens >= sum(cached) + MIN_FETCHED_TOKENS else ""
 
 
 def prefill_s(replica: Replica, num_prompt_tokens: int, cached: CachedPrefix) -> float:
@@ -105,6 +115,9 @@ def choose(replicas: Sequence[Replica], prompt: bytes, prefixes: PrefixRecord) -
         rank = (replica.is_saturated, expected_s(replica, compute_s), replica.place)
         if best is None or rank < best:
             best, best_position, best_compute_s, best_cached = rank, position, compute_s, cached
+    source = ""
     if blocks:
-        prefixes.record(blocks, replicas[best_position].place)
-    return RoutingChoice(best_position, best_compute_s, best_cached)
+        place = replicas[best_position].place
+        source = source_of(blocks, place, best_cached, prefixes)
+        prefixes.record(blocks, place)
+    return RoutingChoice(best_position, best_compute_s, best_cached, source)

@@ -148,6 +148,12 @@ class PrefixRecord:
         num_bytes = EDGES[num_on_device]
         return CachedPrefix(num_bytes // BYTES_PER_TOKEN, (EDGES[count] - num_bytes) // BYTES_PER_TOKEN)
 
+    def most(self, blocks: Blocks) -> tuple[str, int]:
+        """The place that has the most of the prompt that begins with `blocks`, and how many tokens; 0: none has any."""
+        found = ((sum(self.cached(blocks, place)), place) for place in self._places)
+        num_tokens, place = max(found, default=(0, ""))
+        return place, num_tokens
+
     def moved_to_host(self, place: str) -> None:
         """The model left the device of `place`, which keeps what it had computed in host memory."""
         if (recent := self._places.get(place)) is not None:

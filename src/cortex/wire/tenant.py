@@ -12,6 +12,8 @@ from cortex.wire.fields.body import Fields
 
 SALT = "cache_salt"
 """The field of requests by which clients narrow their tenant, and by which vLLM and SGLang separate cached prefixes."""
+NAMED_BYTES = 8
+"""The first bytes of a tenant, which the parts of it have in common."""
 EVERYBODY = b""
 """The tenant of all clients that nobody separates."""
 
@@ -24,6 +26,13 @@ def tenant_of(*parts: bytes) -> bytes:
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
+
+
+def narrowed(tenant: bytes, salted: bytes) -> bytes:
+    """The clients of `tenant` that have the same salt. It begins like `tenant`, so that what nodes keep of all of them
+    can be found and deleted."""
+    whole = tenant_of(tenant, salted)
+    return tenant[:NAMED_BYTES] + whole[NAMED_BYTES:] if tenant else whole
 
 
 def read_tenant(fields: Fields) -> bytes:

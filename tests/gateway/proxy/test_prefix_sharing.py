@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +11,15 @@ import msgspec
 import pytest
 
 from cortex.gateway.config import Config, NeuronSection
+from cortex.gateway.dispatch.leases import Lease
+from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.keys import NewKey, generate
+from cortex.gateway.proxy.outgoing_headers import kv_source
+from cortex.http.ticker import Ticker
 from cortex.routing.prefixes import leading_blocks
+from cortex.wire.node.kv_blocks import SCOPE, read_source
+from cortex.wire.node.neighbours import is_valid_ticket, key_hash
 from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB
@@ -116,3 +124,44 @@ async def test_routing_finds_nothing_in_common_between_prompts_of_different_tena
         assert anna == again
         assert len(anna) > 10
         assert len({*anna, *bert, *salted}) == 3 * len(anna)
+
+
+async def test_node_that_gets_a_prompt_which_another_one_has_computed_learns_where_its_kv_is(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    nodes = [await neurons(name, sizes={"a": GB}, states={"a": READY}) for name in ("beast", "mini")]
+    dispatcher = (await start_gateway(*nodes)).gateway.dispatcher
+    connected = {
+        node.name: NodeClient(
+            NeuronSection(name=node.name, endpoint=node.endpoint),
+            Ticker(asyncio.get_running_loop()),
+            key="its key",
+            connect_timeout_s=1.0,
+            idle_timeout_s=1.0,
+        )
+        for node in nodes
+    }
+
+    def lease(text: bytes, excluded: frozenset[str] = frozenset()) -> Lease:
+        taken = dispatcher.lease_now("a", lambda: text, excluded)
+        assert taken is not None
+        dispatcher.release(taken)
+        return taken
+
+    prompt = bytes(range(256)) * 40
+    first = lease(prompt)
+    assert (first.kv_source, kv_source(first, connected)) == ("", ())
+    assert lease(prompt).kv_source == "", "it goes to the same node"
+    moved = lease(prompt, frozenset({first.node}))
+    assert moved.node != first.node
+    assert moved.kv_source == first.node
+    ((name, value),) = kv_source(moved, connected)
+    assert name == b"x-cortex-kv-source"
+    named = read_source(value)
+    assert named is not None
+    assert named.name == first.node
+    assert named.ticket is not None
+    assert is_valid_ticket(named.ticket, key_hash("its key"), SCOPE, time.time())
+    assert not is_valid_ticket(named.ticket, key_hash("another"), SCOPE, time.time())
+    assert lease(prompt, frozenset({first.node})).kv_source == "", "it has computed as much itself now"
+    assert lease(b"short" * 100, frozenset({first.node})).kv_source == ""

@@ -3,28 +3,37 @@
 import math
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faulty_models import parts
+from lasting_workers import lasting_workers
 
+from cortex.neuron.api.access import NodeAccess, NodeKeys
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
+from cortex.neuron.engine.host_pages import block_files
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
+from cortex.neuron.node import kv_exchange
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.factory import WorkerFactory
 from cortex.wire.errors import InvalidValue, Recovering
+from cortex.wire.node.kv_blocks import SCOPE
+from cortex.wire.node.neighbours import Neighbour, key_hash, new_ticket
 from cortex.wire.node.orders import UnloadRequest
 from cortex.wire.node.protocol import ModelState
 
+from ..api.served import served
 from ..generations import Reader
 from .node_calls import converse, generate, load, until, worker_bytes, worker_of, write_source
 
 MEBIBYTE = 1 << 20
 
 
-async def start(tmp_path: Path, workers: WorkerFactory, **limits: int) -> Node:
+async def start(tmp_path: Path, workers: WorkerFactory, **limits: Any) -> Node:
     # The models differ in size, so that one cannot reuse exactly the memory of the other.
     models = (
         ModelEntry(id="a", source=write_source(tmp_path / "a", seed=1), context_tokens=512),
@@ -163,6 +172,60 @@ async def test_conversation_survives_the_unload_of_its_model_until_its_memory_is
         assert node.model("a").kv_host is None
     finally:
         await node.close()
+
+
+async def test_conversation_is_on_disk_when_the_node_has_stopped(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "kv"
+    limits = {"kv_host_mb": 64, "kv_disk_mb": 64, "kv_disk_dir": folder}
+    node = await start(tmp_path, lasting_workers(), **limits)
+    try:
+        await load(node, "a")
+        tokens, _ = await converse(node, "a", "first")
+    finally:
+        await node.close()
+    (path,) = folder.rglob("*.kv")
+    assert block_files.read_header(path).model_id == "a"
+    assert len(block_files.read_header(path).digests) == 6
+    node = await start(tmp_path, lasting_workers(), **limits)
+    try:
+        await load(node, "a")
+        await until(lambda: (kept := node.model("a").kv_host) is not None and kept.num_tokens == 192)
+        assert (await converse(node, "a", "again"))[0] == tokens
+    finally:
+        await node.close()
+
+
+async def test_node_gets_the_kv_that_another_one_has_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_exchange, "MIN_TOKENS", 32)
+    monkeypatch.setattr(kv_exchange, "saves_time", lambda *_: True)  # a tiny model computes faster than any link
+    monkeypatch.setattr(kv_exchange, "WORTH", 1e9)
+    key = "nk-a-key-of-the-node"
+    folders = tmp_path / "kv a", tmp_path / "kv b"
+    nodes = [
+        await start(tmp_path, lasting_workers(), kv_host_mb=64, kv_disk_mb=64, kv_disk_dir=each) for each in folders
+    ]
+    try:
+        for node in nodes:
+            await load(node, "a")
+        tokens, _ = await converse(nodes[0], "a", "first")
+        await until(lambda: nodes[1].engine_stats()["a"].prompt_token_s > 0)
+        request = EngineRequest("r", tuple(number * 11 % 250 + 1 for number in range(200)), 4)
+        async with served(nodes[0], access=NodeAccess(NodeKeys([key]))) as (host, port):
+            url = f"http://{host}:{port}"
+            foreign = Neighbour(name="a", url=url, ticket=new_ticket(key_hash("another key"), SCOPE, time.time()))
+            await nodes[1].fetch_kv("a", request, foreign)
+            assert not list(folders[1].rglob("*.kv")), "it needs a ticket"
+            source = Neighbour(name="a", url=url, ticket=new_ticket(key_hash(key), SCOPE, time.time()))
+            await nodes[1].fetch_kv("a", request, source)
+        (path,) = folders[1].rglob("*.kv")
+        assert len(block_files.read_header(path).digests) == 6
+        await until(lambda: (kept := nodes[1].model("a").kv_host) is not None and kept.num_tokens == 192)
+        assert (await converse(nodes[1], "a", "again"))[0] == tokens
+    finally:
+        for node in nodes:
+            await node.close()
 
 
 @pytest.mark.gpu

@@ -28,7 +28,7 @@ from cortex.gateway.ledger import key_store
 from cortex.gateway.ledger.groups import Counters, GroupSection, budget_left, cost_id, group_id
 from cortex.gateway.ledger.key_file import AmbiguousKey, KeyFile, KeyFileError, NameTaken, UnknownKey
 from cortex.gateway.ledger.key_store import KeyConflict, KeysInForce, StoredKeys, merged
-from cortex.gateway.ledger.keys import KeySection, as_toml, generate
+from cortex.gateway.ledger.keys import KeySection, as_toml, generate, tenant_name
 from cortex.gateway.ledger.limits import MINUTE_S
 from cortex.gateway.ledger.store import read_counters
 from cortex.system import private_file
@@ -247,6 +247,8 @@ class LimitsRow(msgspec.Struct, frozen=True, kw_only=True):
     balance_left_cost: float | None = None
     window_left_cost: float | None = None
     source: str = "file"
+    tenant: str = ""
+    """For `neuron forget --tenant`."""
 
     def cells(self) -> tuple[str, ...]:
         """Under `_LIMIT_COLUMNS`."""
@@ -455,7 +457,8 @@ def _listed(config: Path | None, gateway: GatewayClient) -> tuple[list[KeyRow], 
 
     def row(owner: KeySection | GroupSection, id: str, *, is_file: bool) -> dict[str, Any]:
         left = budget_left(owner, counters.get(id, none), counters.get(cost_id(owner), none))
-        return {**msgspec.to_builtins(owner), **left, "source": "file" if is_file else "database"}
+        tenant = tenant_name(owner if isinstance(owner, KeySection) else owner.name)
+        return {**msgspec.to_builtins(owner), **left, "source": "file" if is_file else "database", "tenant": tenant}
 
     rows = [
         {**row(key, key.id, is_file=key.id in in_force.file_ids), "is_expired": now >= key.expires_at}

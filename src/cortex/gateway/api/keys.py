@@ -20,7 +20,7 @@ from cortex.gateway.database import Execute, StoreError
 from cortex.gateway.ledger import key_store
 from cortex.gateway.ledger.groups import Counters, GroupSection, budget_left, cost_id, group_id
 from cortex.gateway.ledger.key_store import KeyConflict
-from cortex.gateway.ledger.keys import KeySection, Limit, Money, generate
+from cortex.gateway.ledger.keys import KeySection, Limit, Money, generate, tenant_name
 from cortex.gateway.ledger.meter import Metering
 from cortex.gateway.proxy.routes import json_response
 from cortex.http.request import Request
@@ -282,6 +282,7 @@ class KeyRoutes:
     def _key_json(self, key: KeySection, counters: Mapping[str, Counters]) -> dict[str, Any]:
         """A key without its hash, and what is left of its limits."""
         public = {name: value for name, value in msgspec.to_builtins(key).items() if name != "sha256"}
+        public["tenant"] = tenant_name(key)
         is_file = key.id in self._metering.in_force.file_ids
         left = budget_left(key, counters.get(key.id, Counters()), counters.get(cost_id(key), Counters()))
         return (
@@ -294,6 +295,7 @@ class KeyRoutes:
         left = budget_left(group, counters.get(group_id(group.name), none), counters.get(cost_id(group), none))
         members = sorted(key.name for key in self._keys() if key.group == group.name)
         limits: dict[str, Any] = msgspec.to_builtins(group)
+        limits["tenant"] = tenant_name(group.name)
         return limits | left | {"keys": members, "source": "file" if is_file else "database"}
 
 

@@ -14,7 +14,8 @@ from cortex.fleet.placement.decision import Origin
 from cortex.fleet.topology import Abilities, ModelOnNode, Node
 from cortex.gateway.dispatch.fleet_state import ChangedNode, FleetState
 from cortex.gateway.dispatch.replicas import ReadyReplica, ReadyReplicas, ReplicaLoads, ready_models
-from cortex.routing.prefixes import PrefixRecord
+from cortex.routing.choice import source_of
+from cortex.routing.prefixes import PrefixRecord, leading_blocks
 from cortex.system.fair_turns import DEFAULT
 from cortex.wire.errors import CortexError, Overloaded, UnsupportedModality
 from cortex.wire.node.load_options import ENGINE
@@ -55,6 +56,8 @@ class Lease(msgspec.Struct, eq=False, gc=False):
     """Time in the queue."""
     load_s: float = 0.0
     """The part of `waited_s` in which the model was loaded."""
+    kv_source: str = ""
+    """Another node that has computed more of the prompt; empty: none."""
     client: str | None = None
     """Who uses the model; None: the model is not used, only its files are."""
 
@@ -171,7 +174,7 @@ class LeasePool:
         has_pictures: bool = False,
         client: str = SOMEBODY,
     ) -> Lease | None:
-        """A lease where `model` is ready, or `None`. The hot path: with one replica nothing is computed.
+        """A lease where `model` is ready, or `None`. The hot path: on the only node that has it nothing is computed.
         `has_pictures`: a replica that reads pictures is preferred."""
         ready = self._ready.of(model)
         if excluded or self.suspects or self.closed:
@@ -181,7 +184,7 @@ class LeasePool:
             return None
         if has_pictures and len(ready) > 1:
             ready = tuple(each for each in ready if each.reads_pictures) or ready
-        lease = self._take(ready[0]) if len(ready) == 1 else self._take_best(model, ready, prompt())
+        lease = self._take(ready[0], prompt) if len(ready) == 1 else self._take_best(model, ready, prompt())
         lease.client = client
         self._demand.runs(client, lease.target)
         return lease
@@ -347,20 +350,27 @@ class LeasePool:
         if node.name not in prefixes:
             self._recorded[node.name].discard(model)
 
-    def _take(self, replica: ReadyReplica) -> Lease:
+    def _take(self, replica: ReadyReplica, prompt: Callable[[], bytes]) -> Lease:
         target = replica.target
         node, model = target
-        reason = "the only replica that is ready"
-        return self._counted(Lease(node, model, target, replica.abilities, False, reason))
+        lease = Lease(node, model, target, replica.abilities, False, "the only replica that is ready")
+        if replica.abilities.takes_orders and len(self._fleet_state.fleet.listing(model)) > 1:
+            # The model may move: another node then wants to know what was computed here.
+            prefixes, blocks = self._prefixes.setdefault(model, PrefixRecord()), leading_blocks(prompt())
+            if blocks:
+                lease.kv_source = source_of(blocks, node, prefixes.cached(blocks, node), prefixes)
+                prefixes.record(blocks, node)
+                self._recorded.setdefault(node, set()).add(model)
+        return self._counted(lease)
 
     def _take_best(self, model: str, ready: tuple[ReadyReplica, ...], prompt: bytes) -> Lease:
         if (prefixes := self._prefixes.get(model)) is None:
             prefixes = self._prefixes[model] = PrefixRecord()
-        replica, is_alone, copies = self._loads.route(ready, self._in_flight, prompt, prefixes)
+        replica, is_alone, copies, source = self._loads.route(ready, self._in_flight, prompt, prefixes)
         target, reason = replica.target, _least_time(len(ready), copies=copies)
         if target.node in prefixes:
             self._recorded.setdefault(target.node, set()).add(model)
-        return self._counted(Lease(*target, target, replica.abilities, True, reason, is_alone))
+        return self._counted(Lease(*target, target, replica.abilities, True, reason, is_alone, kv_source=source))
 
     def _counted(self, lease: Lease) -> Lease:
         if (counts := self._in_flight.get(lease.node)) is None:

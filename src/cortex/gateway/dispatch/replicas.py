@@ -166,6 +166,8 @@ class RoutedRequest(NamedTuple):
     """Whether no other request is expected there."""
     copies: bool
     """Whether a part of the prompt is in host memory there."""
+    source: str
+    """The node that has computed more of the prompt; empty: none."""
 
 
 class ReplicaLoads:
@@ -244,7 +246,7 @@ class ReplicaLoads:
         replica, (_, load) = replicas[chosen.position], loads[chosen.position]
         load.backlog_until = now + replica.backlog_s + chosen.prefill_s
         is_alone = not replica.running and not replica.waiting
-        return RoutedRequest(ready[chosen.position], is_alone, chosen.cached.host_tokens > 0)
+        return RoutedRequest(ready[chosen.position], is_alone, chosen.cached.host_tokens > 0, chosen.source)
 
     def _load(self, target: ModelOnNode) -> _ReplicaLoad:
         load = self._loads.get(target)

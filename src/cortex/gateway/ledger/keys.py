@@ -23,7 +23,7 @@ import msgspec
 from cortex.settings import Section
 from cortex.wire.errors import InvalidAPIKey, ModelNotAllowed, OperatorOnly, shorten
 from cortex.wire.fields.request_class import RequestClass, served_class
-from cortex.wire.tenant import EVERYBODY, tenant_of
+from cortex.wire.tenant import EVERYBODY, NAMED_BYTES, tenant_of
 
 PREFIX = "ck"
 _ALPHABET = string.ascii_letters + string.digits
@@ -186,6 +186,13 @@ def tenant_of_key(key: KeySection | None, sharing: PrefixSharing) -> bytes:
     if key is None or sharing == "all":
         return EVERYBODY
     return _tenant("group", key.group) if sharing == "group" and key.group else _tenant("key", key.id, key.sha256)
+
+
+def tenant_name(owner: KeySection | str) -> str:
+    """How the tenant of a key, or of a group by its name, begins at nodes: enough to delete what they keep of it, and
+    too little to be taken for it."""
+    tenant = _tenant("group", owner) if isinstance(owner, str) else tenant_of_key(owner, "key")
+    return tenant.hex()[:NAMED_BYTES]
 
 
 @lru_cache(maxsize=4096)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from functools import lru_cache
 from urllib.parse import quote
 
 from cortex.foreign.embeddings import ASKED
 from cortex.gateway.dispatch.leases import Lease
+from cortex.gateway.dispatch.nodes.client import NodeClient
 from cortex.gateway.proxy.accounting.request_accounting import RequestAccounting
 from cortex.gateway.proxy.admission import AdmittedRequest
 from cortex.gateway.proxy.redaction import hides_details
@@ -14,6 +17,7 @@ from cortex.gateway.proxy.response_keeper import ResponseKeeper
 from cortex.gateway.proxy.routes import InferenceRoute
 from cortex.http.request import Headers
 from cortex.wire.dialects.openai_responses import kept
+from cortex.wire.node import kv_blocks
 from cortex.wire.node.headers import (
     ATTEMPT_ID,
     BUDGET,
@@ -28,6 +32,8 @@ from cortex.wire.node.headers import (
 )
 from cortex.wire.opaque.routes import SAFE_HEADERS
 
+log = logging.getLogger(__name__)
+
 _PRINCIPAL = PRINCIPAL.encode()
 _CLASS = CLASS.encode()
 _TENANT = TENANT.encode()
@@ -38,6 +44,7 @@ _KEPT = kept.HEADER.encode()
 _WAITED = WAITED.encode()
 _TOKEN_LIMIT = TOKEN_LIMIT.encode()
 _BUDGET = BUDGET.encode()
+_KV_SOURCE = kv_blocks.SOURCE.encode()
 _SAFE: Headers = tuple((name.encode(), value.encode()) for name, value in SAFE_HEADERS.items())
 
 
@@ -75,6 +82,18 @@ def for_node(
     if hides_details(admitted.key):
         headers = (*headers, _NO_DETAILS)
     return headers if traceparent is None else (*headers, (b"traceparent", traceparent))
+
+
+def kv_source(lease: Lease, nodes: Mapping[str, NodeClient]) -> Headers:
+    """Where the node finds KV of the prompt that another one has computed."""
+    source = nodes.get(lease.kv_source) if lease.kv_source else None
+    if source is None or not lease.abilities.reads_headers or source.section.kind != "neuron":
+        return ()
+    try:
+        return ((_KV_SOURCE, kv_blocks.source_header(source.as_neighbour(kv_blocks.SCOPE))),)
+    except OSError as error:
+        log.warning("%s cannot be named as a source of KV: %s", source.name, error)
+        return ()
 
 
 def for_client(lease: Lease, route: InferenceRoute, admitted: AdmittedRequest, *, names_node: bool) -> Headers:

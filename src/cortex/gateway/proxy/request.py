@@ -277,7 +277,12 @@ class ProxyRequest:
             translation.gateway_s = accounting.held_s
         self._attempt = received.span.call(lease.node)
         ours = outgoing_headers.for_node(lease, route, admitted, accounting, self.keeper, self._attempt.traceparent)
-        headers: Headers = (*node.headers, *self._body.headers, *ours)
+        headers: Headers = (
+            *node.headers,
+            *self._body.headers,
+            *ours,
+            *outgoing_headers.kv_source(lease, services.nodes),
+        )
         config = services.config
         for_client = outgoing_headers.for_client(lease, route, admitted, names_node=config.node_header)
         silence_s = route.silence_s(config.idle_timeout_s, is_stream=accounting.stream)

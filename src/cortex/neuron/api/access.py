@@ -13,6 +13,8 @@ from cortex.neuron.config import NeuronConfig, check_key
 from cortex.settings import SettingsError
 from cortex.wire.errors import CortexError, InvalidAPIKey
 from cortex.wire.fields.body import check_content_type
+from cortex.wire.node.kv_blocks import PATH as KV_PATH
+from cortex.wire.node.kv_blocks import SCOPE
 from cortex.wire.node.neighbours import PATH as SHARED_FILES
 from cortex.wire.node.neighbours import is_valid_ticket, key_hash
 from cortex.wire.opaque.routes import is_opaque
@@ -45,11 +47,14 @@ class NodeKeys:
         return any(matches)
 
     def admits_ticket(self, text: str, path: str) -> bool:
-        """Whether `text` is a ticket of a gateway for the files at `path`."""
-        if not path.startswith(SHARED_FILES):
+        """Whether `text` is a ticket of a gateway for what is at `path`: files of a repository, or KV blocks."""
+        if path == KV_PATH:
+            scope = SCOPE
+        elif path.startswith(SHARED_FILES):
+            scope = "/".join(path.removeprefix(SHARED_FILES).split("/")[:2])
+        else:
             return False
-        repository = "/".join(path.removeprefix(SHARED_FILES).split("/")[:2])
-        return any(is_valid_ticket(text, known, repository, time.time()) for known in self._hashes)
+        return any(is_valid_ticket(text, known, scope, time.time()) for known in self._hashes)
 
 
 def read_keys(config: NeuronConfig, directory: Path) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from cortex.neuron.api.inference.routes import Inference
 from cortex.neuron.api.inference.usage import UsageRecords
 from cortex.neuron.api.log_context import request_id, stream_failure
 from cortex.neuron.api.routes.control import Control
+from cortex.neuron.api.routes.kv_blocks import KvBlocks
 from cortex.neuron.api.routes.metrics import Metrics
 from cortex.neuron.api.routes.models import ModelRoutes
 from cortex.neuron.api.routes.ollama import OllamaRoutes
@@ -97,6 +98,7 @@ class NodeApi:
                 Route("GET", "/metrics", self._expose),
                 *usage_records.routes(),
                 *SharedFiles(backend, share_mb_per_s).routes(),
+                *KvBlocks(backend).routes(),
                 *Control(backend, drain_gate, self._access, ticker, keepalive_s, scheme).routes(),
             ],
             "the API begins at /v1 and /discovery",

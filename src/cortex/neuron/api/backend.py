@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
+from cortex.neuron.engine.host_pages.block_files import Selection
 from cortex.neuron.engine.request import EngineRequest, EngineStats, PooledTexts
 from cortex.neuron.node.generation import Fail, Receive
 from cortex.neuron.node.harness.upstream import Upstream
@@ -15,7 +16,7 @@ from cortex.neuron.text.preparation import Prepared
 from cortex.neuron.text.tokenizer.encoder import TextsToEncode
 from cortex.wire.node.bench import BenchRequest, BenchStatus
 from cortex.wire.node.groups import PreparedMember, PrepareMember
-from cortex.wire.node.neighbours import SharedRepository
+from cortex.wire.node.neighbours import Neighbour, SharedRepository
 from cortex.wire.node.orders import DeletedFiles, FilesRequest, HubRepository, LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Discovery, Health, ModelStatus, NodeEvent, PullStatus
 from cortex.wire.packed_request import PackedRequest
@@ -44,6 +45,12 @@ class Files(Protocol):
     async def offer(self, source: str) -> HubRepository: ...
     async def shared(self, repository: str, revision: str) -> SharedRepository: ...
     def open_shared(self, repository: str, digest: str) -> int: ...
+
+
+class KvBlocks(Protocol):
+    """KV blocks for other nodes."""
+
+    async def offered(self, model: bytes, digests: Sequence[bytes]) -> Selection: ...
 
 
 class ModelBenches(Protocol):
@@ -81,6 +88,9 @@ class Backend(Protocol):
     def benches(self) -> ModelBenches: ...
 
     @property
+    def kv(self) -> KvBlocks: ...
+
+    @property
     def texts(self) -> TextBackend: ...
 
     @property
@@ -101,6 +111,9 @@ class Backend(Protocol):
     def suspend(self) -> tuple[str, ...]: ...
     def subscribe(self) -> AsyncIterator[NodeEvent]: ...
     def generate(self, model_id: str, request: EngineRequest) -> GenerationStream: ...
+
+    async def fetch_kv(self, model_id: str, request: EngineRequest, source: Neighbour) -> None:
+        """Fetches KV of the prompt from a node that has computed it, where that is worth it. Raises nothing."""
 
     def upstream(self, model_id: str) -> Upstream | None:
         """The server that takes the model's requests as text. `generate`, with an empty prompt, is then a slot in it,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from cortex.http.request import Request
 from cortex.wire.errors import InvalidValue, shorten
 from cortex.wire.fields.request_class import CLASSES, RequestClass, served_class
-from cortex.wire.node import headers
+from cortex.wire.node import headers, kv_blocks
+from cortex.wire.node.neighbours import Neighbour
 
 _PRINCIPAL = headers.PRINCIPAL.encode()
 _CLASS = headers.CLASS.encode()
 _TENANT = headers.TENANT.encode()
+_KV_SOURCE = kv_blocks.SOURCE.encode()
 _TOKEN_LIMIT = headers.TOKEN_LIMIT.encode()
 _WAITED = headers.WAITED.encode()
 _MAX_LIMIT_DIGITS = 18
@@ -34,6 +36,11 @@ def class_of(request: Request, asked: RequestClass | None = None) -> RequestClas
         if each == value:
             return each
     raise InvalidValue(f"{headers.CLASS} must be one of {', '.join(CLASSES)}, got `{shorten(value)}`.")
+
+
+def kv_source_of(request: Request) -> Neighbour | None:
+    """The node that has computed more of the prompt, as a gateway says; None for other clients."""
+    return kv_blocks.read_source(request.header(_KV_SOURCE))
 
 
 def token_limit_of(request: Request) -> int | None:

@@ -18,6 +18,7 @@ from cortex.neuron.engine.execution.runner import Runner, RunnerConfig
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
 from cortex.neuron.engine.host_pages.fingerprint import fingerprint
+from cortex.neuron.engine.host_pages.rates import prompt_s
 from cortex.neuron.engine.host_pages.store import BlockKind
 from cortex.neuron.engine.host_pages.tier import FETCHED_PAGES, HostTier, OtherRanks
 from cortex.neuron.engine.kv.page_groups import KVPages
@@ -213,6 +214,8 @@ class Engine:
             copies_ahead=is_gpu,
             min_pages=FETCHED_PAGES[self._device.type],
             others=self._other_ranks(),
+            compute_s=partial(prompt_s, scheduler.costs, scheduler.limits.step_tokens),
+            from_disk=None if host.disk is None or not self._is_whole else BlockCopies(host.disk.buffers, self._device),
         )
 
     def _other_ranks(self) -> OtherRanks | None:
@@ -230,7 +233,13 @@ class Engine:
     def _kinds_of(self, blocks: Sequence[BlockTensors], host: DeviceHostMemory) -> tuple[BlockKind, ...]:
         memory, sizes = self._loaded.memory, [each.num_bytes for each in blocks]
         name = self._name_by_content()
-        return host.kinds(self._spec.model_id, name, sizes, len(memory.num_pages), memory.page_tokens)
+        num_groups, page_tokens = len(memory.num_pages), memory.page_tokens
+        return host.kinds(self._spec.model_id, name, sizes, num_groups, page_tokens, is_whole=self._is_whole)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether no other rank has a part of the model."""
+        return self._spec.rank is None
 
     def _name_by_content(self) -> bytes:
         if self._fingerprint is None:
@@ -349,9 +358,12 @@ class Engine:
         it."""
         if isinstance(self._loop, StepLoop):
             host = self._host_memory = host or DeviceHostMemory.on(self._device)
+            host.open_disk(Path(self._spec.kv_disk_dir), self._spec.kv_disk_bytes, self._device)
             self._loop.keep_pages(partial(self._new_tier, host))
-            if len(host.store) and self._names_alone:
-                self._name_by_content()  # now, rather than in the first request
+            if (len(host.store) or host.disk is not None) and self._names_alone and self._loop.host is not None:
+                self._loop.host.ensure_named()
+                if host.disk is not None and self._is_whole:
+                    self.info = replace(self.info, kv_name=self._name_by_content().hex())
         return host
 
     @property

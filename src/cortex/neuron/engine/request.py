@@ -232,6 +232,9 @@ class LoadSpec:
     """Host memory for pages of the models of the device that are not on it; 0: they are lost."""
     host_weight_bytes: int = 0
     """The most host memory that weights may take which the device has no room for; 0: all are on the device."""
+    kv_disk_dir: str = ""
+    kv_disk_bytes: int = 0
+    """The folder for pages that leave host memory, and how much of its disk they may use; 0: they are lost."""
     num_host_shares: int = 1
     """On a CPU: how many devices divide the memory of the host equally."""
     stages: tuple[StageSpec, ...] = ()
@@ -268,6 +271,8 @@ class EngineInfo:
     """Weights in host memory, which `weight_bytes` does not count."""
     host_locked_bytes: int = 0
     """The part of host memory for weights that is page-locked."""
+    kv_name: str = ""
+    """What names its blocks on disk, in hex; empty: they are not there."""
 
     @property
     def kv_tokens(self) -> int | None:
@@ -277,13 +282,14 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class KeptPages:
-    """The KV pages and states of a model in host memory."""
+    """The KV pages and states of a model in host memory and on disk."""
 
     num_bytes: int
+    """In host memory."""
     num_tokens: int = 0
     """Tokens whose pages these are; 0: the model has states only."""
     tokens_per_s: float | None = None
-    """How fast they are copied to the device; None: none were yet."""
+    """How fast they come to the device on average; None: that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +340,8 @@ class EngineStats(Counters):
     graph_bytes: int = 0
     graph_s: float = 0.0
     """The time that the captures took."""
+    prompt_token_s: float = 0.0
+    """Expected seconds for a token of a prompt, without attention; 0: not known."""
     failed_kernel_passes: int = 0
     """1 if the kernels of the model could not be compiled ahead: each is compiled when it is first used."""
 
@@ -344,4 +352,5 @@ class EngineStats(Counters):
             values = [getattr(part, name) for part in parts]
             counts = [value for value in values if isinstance(value, dict)]
             totals[name] = dict(sum(map(Counter, counts), Counter())) if counts else sum(values)
+        totals["prompt_token_s"] = max((part.prompt_token_s for part in parts), default=0.0)  # no sum: the slowest
         return cls(**totals)

@@ -13,6 +13,7 @@ from cortex.neuron.engine.active_request import ActiveRequest, draws_of, packed_
 from cortex.neuron.engine.errors import RequestError, StepBlamed
 from cortex.neuron.engine.execution.results import Launched
 from cortex.neuron.engine.execution.runner import Runner
+from cortex.neuron.engine.host_pages.rates import prompt_s
 from cortex.neuron.engine.host_pages.tier import HostTier
 from cortex.neuron.engine.request import Counters, EngineRequest, EngineStats, SamplingParams, StepOutput
 from cortex.neuron.engine.sampling.constraints import Constraints
@@ -21,6 +22,9 @@ from cortex.neuron.engine.scheduling.scheduler import Scheduler
 from cortex.neuron.engine.scheduling.step_plan import RowPlan, StepPlan, step_shape
 from cortex.neuron.engine.speculation.speculation import Speculation
 from cortex.neuron.engine.speculation.width_rule import StepTime
+
+PRICED_TOKENS = 1024
+"""The length of a prompt for which the time per token is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +137,8 @@ class StepLoop:
             self._launch(self._with_proposals(plan))
         elif not self._in_flight:
             self._read_at = None
-            if self.host is not None and self.host.has_fetches:
-                self.host.collect(wait=True)  # nothing else is left to do
+            if self.host is not None:
+                self.host.await_fetches()
         if self._in_flight and (not self._overlaps or plan is None or len(self._in_flight) > 1):
             self._collect(self._in_flight.popleft())
         outputs, self._outputs = self._outputs, []
@@ -372,6 +376,8 @@ class StepLoop:
             used_pages=scheduler.pages.num_held,
             cached_pages=scheduler.pages.num_idle,
             num_pages=scheduler.pages.num_pages,
+            prompt_token_s=prompt_s(scheduler.costs, scheduler.limits.step_tokens, 0, PRICED_TOKENS)
+            / scheduler.costs.work.prompt_worth(0, PRICED_TOKENS),
             **asdict(self._runner.graph_costs),
             **asdict(self.counters),
         )

@@ -30,6 +30,7 @@ from cortex.neuron.node.harness.command.harness import CommandHarness
 from cortex.neuron.node.harness.engine import EngineHarness
 from cortex.neuron.node.harness.harness import Harnesses
 from cortex.neuron.node.harness.upstream import Upstream
+from cortex.neuron.node.kv_exchange import KvExchange
 from cortex.neuron.node.loading.context_allocator import ContextAllocator
 from cortex.neuron.node.loading.device_allocator import DeviceAllocator
 from cortex.neuron.node.loading.forecast import Forecast
@@ -63,6 +64,7 @@ from cortex.wire.errors import (
 )
 from cortex.wire.node.groups import PreparedMember, PrepareMember
 from cortex.wire.node.load_options import is_path
+from cortex.wire.node.neighbours import Neighbour
 from cortex.wire.node.orders import LoadRequest, UnloadRequest
 from cortex.wire.node.protocol import Health, ModelState, ModelStatus, NodeEvent
 
@@ -87,7 +89,9 @@ class Node:
 
     def __init__(self, config: NeuronConfig, inventory: Inventory, parts: NodeDependencies) -> None:
         limits = config.limits
-        timeouts = parts.timeouts or WorkerTimeouts(step_s=limits.step_timeout_s, load_s=limits.load_timeout_s)
+        timeouts = parts.timeouts or WorkerTimeouts(
+            step_s=limits.step_timeout_s, load_s=limits.load_timeout_s, saves_kv=limits.kv_disk_mb > 0
+        )
         bench_results = BenchResults(inventory.devices, limits.max_num_seqs)
         forecast = Forecast(config, bench_results.rates)
         ceilings = Ceilings.of(config)
@@ -101,6 +105,7 @@ class Node:
             limits.kv_host_mb,
             boosts=not config.harness.torch.idle_clock,
         )
+        self.kv = KvExchange(limits.kv_disk_folder, limits.kv_disk_mb << 20, self.devices.supervisors.values())
         self._surveys = (parts.surveys or partial(SurveyProcess.of, limits))()
         self._library = Library(config)
         engine = self._engine = EngineHarness(config, self.devices, forecast, self._surveys, self._library)
@@ -398,6 +403,12 @@ class Node:
         """
         self._check_open()
         return self._models.controller(model_id).serving_instance().generate(request)
+
+    async def fetch_kv(self, model_id: str, request: EngineRequest, source: Neighbour) -> None:
+        """Fetches KV of the prompt from a node that has computed it, where that is expected to be faster."""
+        instance = self._models.controller(model_id).instance
+        if instance is not None:
+            await self.kv.fetch(model_id, instance.resident.info, instance.stats, request, source)
 
     def upstream(self, model_id: str) -> Upstream | None:
         """The server that takes the model's requests as text; None: `generate` takes them. Raises ModelNotFound or

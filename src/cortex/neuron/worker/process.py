@@ -19,8 +19,7 @@ from cortex.neuron.worker.protocol import (
     Event,
     Exit,
     Faulted,
-    LimitsMeasured,
-    Memory,
+    Measured,
     Reply,
     Report,
 )
@@ -46,7 +45,11 @@ class WorkerTimeouts:
     reclaim_s: float = 5.0
     """How long the memory of an unloaded model may take to become free."""
     exit_s: float = 3.0
-    """How long a worker may take to exit when asked to."""
+    """How long a worker may take to exit when asked to, without `save_s`."""
+    saves_kv: bool = False
+    """Whether it writes KV pages to disk before."""
+    save_s: float = 30.0
+    """How long that may take. What is not written by then is computed again."""
 
     def without_progress_s(self, activity: Activity) -> float:
         match activity:
@@ -178,12 +181,13 @@ class WorkerProcess:
         if self._process is not None:
             self._process.kill()
 
-    async def stop(self, grace_s: float) -> None:
-        """Asks the worker to exit, kills it after `grace_s`, returns when the process is reaped."""
+    async def stop(self, grace_s: float, save_s: float = 0.0) -> None:
+        """Asks the worker to exit, kills it after `grace_s`, returns when the process is reaped. `save_s`: see
+        `Exit`."""
         assert self._reaper is not None
         self._reason = self._reason or "the worker was stopped"
         if self.process_id is not None:
-            self.send(Exit())
+            self.send(Exit(save_s))
             await asyncio.wait({self._reaper}, timeout=grace_s)
         self.kill(self._reason)
         await asyncio.wait({self._reaper})
@@ -196,7 +200,7 @@ class WorkerProcess:
             self._watch = self._watch.reported(event.activity, event.progress, _now_s())
         self._on_event(event)
         if isinstance(event, Reply):
-            number = event.query if isinstance(event, Memory | LimitsMeasured) else event.handle
+            number = event.query if isinstance(event, Measured) else event.handle
             reply = self._replies.pop(number, None)
             if reply is not None and not reply.done():
                 reply.set_result(event)

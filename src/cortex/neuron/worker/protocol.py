@@ -129,6 +129,24 @@ class LimitHostPages(ChannelMessage, frozen=True):
     num_bytes: int
 
 
+class FindBlocks(ChannelMessage, frozen=True):
+    """The daemon has written KV blocks of a model to disk, which requests from now on may use."""
+
+    model: bytes
+
+
+class SaveBlocks(ChannelMessage, frozen=True):
+    """Write KV blocks to disk that other nodes may want. Models with work go on: what they use stays."""
+
+    query: int
+
+
+class BlocksSaved(ChannelMessage, frozen=True):
+    """The reply to `SaveBlocks`."""
+
+    query: int
+
+
 class QueryMemory(ChannelMessage, frozen=True):
     query: int
 
@@ -141,6 +159,9 @@ class MeasureLimits(ChannelMessage, frozen=True):
 
 class Exit(ChannelMessage, frozen=True):
     """Exit now, with everything that is loaded."""
+
+    save_s: float = 0.0
+    """For so long, KV pages may be written to disk before."""
 
 
 class AnnouncedStep(ChannelMessage, frozen=True):
@@ -164,8 +185,8 @@ class Compiled(ChannelMessage, frozen=True):
     problem: str | None = None
 
 
-Query = QueryMemory | MeasureLimits
-Command = Load | CancelLoad | Submit | Cancel | Unload | Sleep | Wake | LimitHostPages | Query | Exit
+Query = QueryMemory | MeasureLimits | SaveBlocks
+Command = Load | CancelLoad | Submit | Cancel | Unload | Sleep | Wake | LimitHostPages | FindBlocks | Query | Exit
 
 
 class Hello(ChannelMessage, frozen=True):
@@ -307,7 +328,9 @@ class Faulted(ChannelMessage, frozen=True):
     message: str
 
 
-Reply = Loaded | ModelLoadFailed | Unloaded | Slept | SleepFailed | Woken | WakeFailed | Memory | LimitsMeasured
+Measured = Memory | LimitsMeasured | BlocksSaved
+"""Replies to queries."""
+Reply = Loaded | ModelLoadFailed | Unloaded | Slept | SleepFailed | Woken | WakeFailed | Measured
 ModelEvent = (
     Loaded
     | ModelLoadFailed
@@ -322,7 +345,7 @@ ModelEvent = (
     | ModelBroken
 )
 """Each concerns the model with its handle."""
-Event = ModelEvent | Memory | LimitsMeasured | Hello | Report | HostPagesKept | FallbacksUsed | Faulted
+Event = ModelEvent | Measured | Hello | Report | HostPagesKept | FallbacksUsed | Faulted
 
 
 # Between the daemon and the fork server, one message per packet

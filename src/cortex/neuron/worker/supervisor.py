@@ -117,6 +117,12 @@ class WorkerSupervisor:
             return None
         return DeviceLimits(reply.bytes_per_s, reply.flops, reply.host_bytes_per_s, reply.bus_bytes_per_s)
 
+    async def save_blocks(self) -> None:
+        """KV blocks of the worker's models are on disk, as far as that is possible now. Raises WorkerLost."""
+        if self._worker is not None:
+            query = next(self._numbers)
+            await self._worker.call(query, protocol.SaveBlocks(query))
+
     def send(self, command: Command) -> None:
         """Does nothing without a worker. Raises Unsendable."""
         if self._worker is not None:
@@ -144,7 +150,9 @@ class WorkerSupervisor:
     async def close(self) -> None:
         """Ends the worker and everything in it; returns when the process has exited."""
         if self._worker is not None:
-            await self._worker.stop(self.timeouts.exit_s)
+            timeouts = self.timeouts
+            save_s = timeouts.save_s if timeouts.saves_kv else 0.0
+            await self._worker.stop(timeouts.exit_s + save_s, save_s)
 
     async def _ensure_worker(self) -> WorkerProcess:
         async with self._spawning:
@@ -177,7 +185,7 @@ class WorkerSupervisor:
                 self.kv_host_bytes, self.kept = event.num_bytes, event.models
             case protocol.FallbacksUsed():
                 self.fallbacks = event.reasons
-            case protocol.Memory() | protocol.LimitsMeasured() | protocol.Faulted():
+            case protocol.Memory() | protocol.LimitsMeasured() | protocol.BlocksSaved() | protocol.Faulted():
                 pass
             case _:
                 self._on_model_event(event)

@@ -168,13 +168,15 @@ class Capabilities(NodeValue, frozen=True):
 
 
 class HostKV(NodeValue, frozen=True):
-    """KV pages and states of one model that its node keeps in host memory, whether the model is loaded or not."""
+    """KV pages and states of one model that its node keeps in host memory or on disk, whether the model is loaded or
+    not."""
 
     num_bytes: int
+    """In host memory."""
     num_tokens: int = 0
     """Tokens whose pages these are; 0: not known, as it has, or a rank of it has, states only."""
     tokens_per_s: float | None = None
-    """How fast they are copied to the device, as measured; absent: none were yet."""
+    """How fast they come to the device on average; absent: none did yet."""
 
 
 class QuantisedSize(NodeValue, frozen=True):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from cortex.neuron.engine.engine import Engine
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
+from cortex.neuron.engine.host_pages.disk import DiskPages
 from cortex.neuron.engine.host_pages.memory import HostSlabs
 from cortex.neuron.engine.host_pages.store import HostPages
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
@@ -19,9 +21,13 @@ CPU = torch.device("cpu")
 EngineMaker = Callable[..., Engine]
 
 
-def new_host(budget_bytes: int = 64 << 20, *, verifies: bool = True) -> DeviceHostMemory:
+def new_host(
+    budget_bytes: int = 64 << 20, *, verifies: bool = True, folder: Path | None = None, disk_bytes: int = 64 << 20
+) -> DeviceHostMemory:
+    """`folder`: of the blocks on disk; None: there is no such tier."""
     slabs = HostSlabs(CPU)
-    return DeviceHostMemory(HostPages(slabs, budget_bytes), slabs, verifies=verifies)
+    disk = None if folder is None else DiskPages(folder, disk_bytes, CPU)
+    return DeviceHostMemory(HostPages(slabs, budget_bytes), slabs, verifies=verifies, disk=disk)
 
 
 def respond(

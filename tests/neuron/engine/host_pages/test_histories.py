@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import hypothesis
@@ -38,6 +40,8 @@ FEW = hypothesis.settings(
     max_examples=max(3, hypothesis.settings().max_examples // 10), phases=(hypothesis.Phase.generate,)
 )
 """A history takes most of a second: one that fails is reported as it is, rather than made shorter for minutes."""
+DISK_EVENTS = (*["ask"] * 8, "sleep", "idle", "limit", "restart", "restart", "kill", "damage")
+DISK_HISTORIES = st.lists(st.tuples(st.sampled_from(DISK_EVENTS), st.integers(0, 1 << 30)), min_size=8, max_size=20)
 HISTORIES = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 1 << 30)), min_size=8, max_size=20)
 
 
@@ -87,6 +91,10 @@ class Conversations:
         self.prompts[number] = longer if len(longer) + MAX_TOKENS < CONTEXT_TOKENS else self.begun(number)
 
 
+def random_budget() -> int:
+    return LateCopies.random.choice(BUDGETS[1:])
+
+
 def run(
     engine: Engine, prompts: dict[str, tuple[int, ...]], cancelled: str = "", after: int = 0
 ) -> dict[str, list[int]]:
@@ -118,8 +126,10 @@ def load(family: str, host: DeviceHostMemory | None, seed: int = 0) -> Engine:
 class History:
     """What happens to one model, in host memory that is verified."""
 
-    def __init__(self, family: str, talks: Conversations) -> None:
-        self.host = new_host()
+    def __init__(self, family: str, talks: Conversations, folder: Path | None = None) -> None:
+        """`folder`: of the blocks on disk; None: there is no such tier."""
+        self._folder = folder
+        self.host = new_host(folder=folder)
         self._family = family
         self._talks = talks
         self.engine = load(family, self.host)
@@ -145,9 +155,26 @@ class History:
                     self.engine.prepare()
             case "limit":
                 self.host.store.limit(random.choice(BUDGETS))
+            case "restart":
+                self._unload(self.engine)
+                self.host.settle()
+                self._begin_again()
+            case "kill":  # what was being written is lost, or is cut off
+                self.num_fetched_tokens += self.engine.stats().fetched_tokens
+                self._begin_again()
+            case "damage":
+                if (files := sorted(self._folder.rglob("*.kv"))) if self._folder is not None else ():
+                    path = random.choice(files)
+                    data = bytearray(path.read_bytes())
+                    data[random.randrange(len(data))] ^= 1
+                    path.write_bytes(data[: random.choice((len(data), random.randrange(len(data))))])
             case "shrink":
                 self.host.store.shrink(random.randrange(self.host.store.num_bytes + 1))
         self.host.store.check_integrity()
+
+    def _begin_again(self) -> None:
+        self.host = new_host(random_budget(), folder=self._folder, disk_bytes=400_000)
+        self.engine = load(self._family, self.host)
 
     def _ask(self, random: Random) -> None:
         numbers = random.sample(range(NUM_CONVERSATIONS), random.randint(1, 3))
@@ -170,6 +197,7 @@ class History:
 
     def end(self) -> None:
         self._unload(self.engine)
+        self.host.settle()
         self.host.store.limit(0)
         assert self.host.store.num_bytes == 0, "no copy has been forgotten"
 
@@ -191,6 +219,32 @@ def test_model_with_any_history_responds_as_one_without_host_memory(
     history = History(family, Conversations(plain[family]))
     for event, seed in events:
         history.happen(event, Random(seed))
+    history.end()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@FEW
+@hypothesis.given(events=DISK_HISTORIES)
+def test_model_with_any_history_of_restarts_kills_and_damage_responds_as_one_without_a_disk(
+    plain: dict[str, PlainModel], family: str, events: list[tuple[str, int]]
+) -> None:
+    with pytest.MonkeyPatch.context() as patched, TemporaryDirectory() as folder:
+        patched.setattr(tier, "saves_time", lambda *_: True)
+        history = History(family, Conversations(plain[family]), Path(folder))
+        for event, seed in events:
+            history.happen(event, Random(seed))
+        history.end()
+
+
+def test_pages_come_back_from_disk_after_restarts(plain: dict[str, PlainModel], tmp_path: Path) -> None:
+    """Else those histories would show nothing."""
+    history = History("dense", Conversations(plain["dense"]), tmp_path)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tier, "saves_time", lambda *_: True)
+        for seed in range(6):
+            history.happen("ask", Random(seed))
+            history.happen("restart", Random(seed))
+    assert history.num_fetched_tokens > 0
     history.end()
 
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from faulty_models import parts
@@ -44,7 +44,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @asynccontextmanager
-async def node_with(tmp_path: Path, workers: WorkerFactory, **limits: int) -> AsyncIterator[Node]:
+async def node_with(tmp_path: Path, workers: WorkerFactory, **limits: Any) -> AsyncIterator[Node]:
     model = ModelEntry(id="a", source=write_source(tmp_path / "a", seed=1), context_tokens=512)
     config = NeuronConfig(models=(model,), limits=Limits(max_num_seqs=8, **limits), drain_s=5.0)
     node = await Node.start(config, parts(make_workers=lambda: workers, timeouts=None, policy=BackoffPolicy()))

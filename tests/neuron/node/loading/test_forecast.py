@@ -59,7 +59,7 @@ def gpu(total_bytes: int) -> Device:
     return Device(index=0, kind="cuda", name="card", total_bytes=total_bytes)
 
 
-def forecast(dtype: Literal["auto", "float32"] = "auto", **limits: int) -> Forecast:
+def forecast(dtype: Literal["auto", "float32"] = "auto", **limits: Any) -> Forecast:
     return Forecast(NeuronConfig(harness=HarnessSettings(torch=TorchHarness(dtype=dtype)), limits=Limits(**limits)))
 
 

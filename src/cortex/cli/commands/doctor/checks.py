@@ -230,6 +230,32 @@ def disk(hub_cache: Path | None = None) -> Iterator[Finding]:
             yield Finding("disk", Severity.FINE, what)
 
 
+def kv_disk(folder: Path, kv_disk_mb: int, root: Path = Path("/")) -> Iterator[Finding]:
+    """Whether KV pages could go, or go, to a disk that is fast enough. `root` is for tests."""
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free_bytes, is_rotating = shutil.disk_usage(existing).free, _is_rotating(existing, root)
+    if kv_disk_mb and is_rotating:
+        what = f"{folder} is on a rotating disk: KV pages are read more slowly than they are computed"
+        yield Finding("disk", Severity.NOTE, what, "set limits.kv_disk_dir to an SSD, or limits.kv_disk_mb = 0")
+    elif kv_disk_mb and free_bytes < kv_disk_mb << 20:
+        what = f"{folder}: {size(free_bytes)} free, less than limits.kv_disk_mb"
+        yield Finding("disk", Severity.NOTE, what, "free space, or lower limits.kv_disk_mb")
+    elif not kv_disk_mb and is_rotating is False and free_bytes >= 2 * LOW_DISK_BYTES:
+        what = f"{folder} is on an SSD: conversations could survive restarts there"
+        remedy = f"to keep KV pages on disk, set limits.kv_disk_mb = {free_bytes // 10 >> 20}"
+        yield Finding("disk", Severity.FINE, f"{what}; {remedy}")
+
+
+def _is_rotating(path: Path, root: Path) -> bool | None:
+    """Whether the disk of a file rotates; None: that is not known, as of a network or of RAM."""
+    device = path.stat().st_dev
+    link = root / "sys/dev/block" / f"{os.major(device)}:{os.minor(device)}"
+    for folder in (link, link / ".."):  # a partition has no queue of its own
+        with contextlib.suppress(OSError):
+            return (folder / "queue/rotational").read_text().strip() == "1"
+    return None
+
+
 def hub_cache_folder() -> Path:
     """The directory of models that a neuron on this machine has downloaded."""
     from cortex.neuron.weights.hub.cache import cache_directory  # here, because a gateway-only installation lacks it

@@ -139,6 +139,7 @@ class Inference:
             client=bodies.client_of(http),
             token_limit=token_limit,
             gateway_s=gateway_s,
+            kv_source=bodies.kv_source_of(http),
         )
 
     async def _respond(

@@ -22,6 +22,7 @@ from cortex.neuron.picture_process.client import PictureWork
 from cortex.wire.errors import prompt_too_long
 from cortex.wire.events import AnyEvent, Finish, Start, Timing, Usage
 from cortex.wire.fields.body import LARGEST_COUNT
+from cortex.wire.node.neighbours import Neighbour
 from cortex.wire.node.orders import LoadRequest
 from cortex.wire.node.protocol import ModelState
 from cortex.wire.packed_request import PackedRequest
@@ -47,9 +48,11 @@ class Session:
         client: str,
         token_limit: int | None = None,
         gateway_s: float = 0.0,
+        kv_source: Neighbour | None = None,
     ) -> None:
         """`client`: who shares the processes that decode pictures. `token_limit`: the most tokens of prompts and
-        choices together. `gateway_s`: how long a gateway held the request back."""
+        choices together. `gateway_s`: how long a gateway held the request back. `kv_source`: a node that has computed
+        more of the prompt."""
         self.phase: Phase = "load"
         """The current phase; after the end, the last one."""
         self._backend = backend
@@ -60,6 +63,7 @@ class Session:
         self._principal = principal
         self._token_limit = token_limit
         self._gateway_s = gateway_s
+        self._kv_source = kv_source
         self.first_token_s: float | None = None
         """Time from the request's arrival to its first token."""
         self._at_end = (0, 0)
@@ -146,6 +150,9 @@ class Session:
             context = ChoiceContext(*shown, single, rendered, text, stops, num_predicted)
             choices += [Choice(context, len(jobs) + number) for number in range(len(continuations))]
             jobs += continuations
+        if self._kv_source is not None:
+            fetching = self._backend.fetch_kv(request.model, jobs[0], self._kv_source)
+            await self._drain_gate.wait_for(fetching)
         self._stopwatch = Stopwatch(arrived_s, submitted_s=time.monotonic(), gateway_s=self._gateway_s)
         ended = self._ended = asyncio.get_running_loop().create_future()
         try:

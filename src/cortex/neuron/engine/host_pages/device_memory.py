@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
+from cortex.neuron.engine.host_pages.disk import DiskPages
 from cortex.neuron.engine.host_pages.memory import HostSlabs
+from cortex.neuron.engine.host_pages.rates import CopyRate
 from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace, HostPages
 from cortex.neuron.engine.kv.pages import Digest
 from cortex.neuron.engine.request import KeptPages
-
-_NEWEST = 0.2
-"""The weight of the newest measurement."""
-
-
-@dataclass(slots=True)
-class CopyRate:
-    """How fast blocks come back to the device, from the start of a copy until the engine sees its end."""
-
-    clock: Callable[[], float] = time.monotonic
-    bytes_per_s: float | None = None
-
-    def measured(self, num_bytes: int, started_s: float) -> None:
-        duration_s = self.clock() - started_s
-        if num_bytes and duration_s > 0:
-            rate, known = num_bytes / duration_s, self.bytes_per_s
-            self.bytes_per_s = rate if known is None else known + _NEWEST * (rate - known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +28,7 @@ class _ModelBlocks:
         return sum(kind.num_bytes for kind in self.kinds[: self.num_groups]) / self.page_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DeviceHostMemory:
     """Outlasts the models, for as long as the worker of the device runs."""
 
@@ -52,6 +37,8 @@ class DeviceHostMemory:
     rate: CopyRate = field(default_factory=CopyRate)
     verifies: bool = False
     """For tests: the contents of every block are checked before they are used. It takes longer than the copy."""
+    disk: DiskPages | None = None
+    """What left host memory; None: it is lost."""
     _models: dict[str, _ModelBlocks] = field(default_factory=dict)
 
     @classmethod
@@ -60,19 +47,45 @@ class DeviceHostMemory:
         slabs = HostSlabs(device)
         return cls(HostPages(slabs), slabs)
 
+    def open_disk(self, folder: Path, budget_bytes: int, device: torch.device) -> None:
+        """Writes what leaves host memory to files in `folder`, if it has a budget."""
+        if budget_bytes and self.disk is None:
+            self.disk = DiskPages(folder, budget_bytes, device)
+
+    def save(self, *, everything: bool = False) -> None:
+        """Starts to write to disk what leaves host memory next, or all of it."""
+        if self.disk is not None:
+            self.disk.save(self.store, self.slabs, everything=everything)
+
+    def settle(self, until_s: float = float("inf")) -> None:
+        """Waits until everything is on disk, at most until a time of the monotonic clock."""
+        if self.disk is not None:
+            self.save(everything=True)
+            self.disk.settle(self.store, until_s)
+
     def yield_to_host(self) -> None:
         """Gives memory back if the host runs short of it."""
         if missing := self.slabs.num_missing_bytes():
             self.store.shrink(max(0, self.store.num_bytes - missing))
 
     def kinds(
-        self, model_id: str, fingerprint: bytes, sizes: Sequence[int], num_groups: int, page_tokens: int
+        self,
+        model_id: str,
+        fingerprint: bytes,
+        sizes: Sequence[int],
+        num_groups: int,
+        page_tokens: int,
+        *,
+        is_whole: bool = True,
     ) -> tuple[BlockKind, ...]:
         """The kinds of the blocks of a model, whose bytes are `sizes`: those of its KV groups first. What is here of
-        them is reported under `model_id` from now on, unless that is empty."""
+        them is reported under `model_id` from now on, unless that is empty. `is_whole`: they may be on disk, too. Ranks
+        of a divided model would wait for each other's disks at every fetch."""
         kinds = tuple(BlockKind(fingerprint, part, num_bytes) for part, num_bytes in enumerate(sizes))
         if model_id:
             self._models[model_id] = _ModelBlocks(kinds, num_groups, page_tokens)
+        if self.disk is not None and is_whole:
+            self.disk.open_model(fingerprint, model_id)
         return kinds
 
     def publish(self, kind: BlockKind, digest: Digest, place: BlockPlace) -> None:
@@ -93,14 +106,26 @@ class DeviceHostMemory:
         return zlib.crc32(self.slabs.rows(*place, 1, kind.num_bytes).numpy().tobytes())
 
     def kept(self) -> dict[str, KeptPages]:
-        """What is here of each model that was loaded, by its name; only those of which there is anything."""
+        """What is here and on disk of each model that was loaded, by its name; only those of which there is
+        anything."""
         found = {}
         for model_id, model in self._models.items():
             counts = [self.store.num_blocks(kind) for kind in model.kinds]
             num_bytes = sum(count * kind.num_bytes for count, kind in zip(counts, model.kinds, strict=True))
-            if num_bytes:
-                num_tokens = max(counts[: model.num_groups], default=0) * model.page_tokens
-                rate = self.rate.bytes_per_s
-                tokens_per_s = None if rate is None or not model.token_bytes else rate / model.token_bytes
-                found[model_id] = KeptPages(num_bytes, num_tokens, tokens_per_s)
+            groups = model.kinds[: model.num_groups]
+            here = max(counts[: model.num_groups], default=0) * model.page_tokens
+            on_disk = 0 if self.disk is None else max(map(self.disk.num_blocks, groups), default=0) * model.page_tokens
+            if num_bytes or on_disk:
+                found[model_id] = KeptPages(num_bytes, max(here, on_disk), self._tokens_per_s(model, here, on_disk))
         return found
+
+    def _tokens_per_s(self, model: _ModelBlocks, here: int, on_disk: int) -> float | None:
+        """How fast tokens come back to the device on average, if those that are not here come from disk."""
+        rate = self.rate.bytes_per_s
+        if not model.token_bytes or (rate is None and on_disk <= here):
+            return None
+        disk_rate = 0.0 if self.disk is None else self.disk.rate.expected
+        if on_disk <= here or not disk_rate:
+            return None if rate is None else rate / model.token_bytes
+        nearer = here / on_disk
+        return 1 / model.token_bytes / (nearer / (rate or disk_rate) + (1 - nearer) / disk_rate)

@@ -17,6 +17,9 @@ from cortex.neuron.engine.loading.loading import LoadedModel
 from cortex.neuron.engine.request import LoadSpec
 from cortex.neuron.models.decoder import Decoder
 
+KV_VERSION = 1
+"""Of what blocks contain: to be changed with the order or the meaning of the values in a page or a state. Blocks on
+disk outlast the program."""
 _ROW_WORDS = 4096
 _CHUNK_BYTES = 64 << 20
 
@@ -28,6 +31,7 @@ def fingerprint(loaded: LoadedModel, spec: LoadSpec) -> bytes:
     models = [loaded.model] if loaded.draft is None else [loaded.model, loaded.draft.model]
     storages = [storage for model in models for storage in _weights(model)]
     facts = {
+        "version": KV_VERSION,
         "config": loaded.body.architecture.raw,
         "device": name,
         "dtype": str(loaded.dtype),

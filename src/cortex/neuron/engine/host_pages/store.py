@@ -11,7 +11,7 @@ first. Blocks of one conversation are written together, so little is lost with a
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -60,6 +60,8 @@ class _Slab:
     """The checksums of blocks that are verified."""
     num_copies: int = 0
     """Copies to and from it that have not ended: it must not be dropped."""
+    saved: set[Digest] = field(default_factory=set)
+    """The blocks that are on disk, or on their way."""
 
     @property
     def num_bytes(self) -> int:
@@ -109,8 +111,9 @@ class HostPages:
     def num_blocks(self, kind: BlockKind) -> int:
         return self._num_blocks[kind]
 
-    def borrow(self, kind: BlockKind, digests: Iterable[Digest]) -> list[BlockPlace]:
-        """The places of blocks that `has` confirmed, which stay until `end`. They count as used, the first last."""
+    def borrow(self, kind: BlockKind, digests: Iterable[Digest], *, uses: bool = True) -> list[BlockPlace]:
+        """The places of blocks that `has` confirmed, which stay until `end`. They count as used, the first last, unless
+        they leave."""
         places = []
         slabs: dict[int, None] = {}
         for digest in digests:
@@ -118,9 +121,26 @@ class HostPages:
             slab.num_copies += 1
             slabs[slab.number] = None
             places.append(BlockPlace(slab.number, slab.slots[digest]))
-        for number in reversed(slabs):
+        for number in reversed(slabs) if uses else ():
             self._slabs.move_to_end(number)
         return places
+
+    def unsaved(self, share: float) -> Iterator[tuple[BlockKind, list[Digest]]]:
+        """The blocks that `saved` has not named, slab by slab, of the least recently used slabs: those that leave if
+        `share` of the budget is used for other blocks."""
+        left = self.num_bytes - self._budget_bytes + int(self._budget_bytes * share)
+        for slab in list(self._slabs.values()):
+            if left <= 0:
+                return
+            left -= slab.num_bytes
+            if found := [digest for digest in slab.slots if digest not in slab.saved]:
+                yield slab.kind, sorted(found, key=slab.slots.__getitem__)
+
+    def saved(self, kind: BlockKind, digests: Iterable[Digest], *, is_saved: bool = True) -> None:
+        """Blocks are on disk, or on their way; or they are not there after all."""
+        for digest in digests:
+            if (slab := self._slab_of.get((kind, digest))) is not None:
+                slab.saved.add(digest) if is_saved else slab.saved.discard(digest)
 
     def reserve(self, kind: BlockKind, count: int) -> list[BlockPlace]:
         """Places for up to `count` new blocks, each until `publish` or `end`. Drops slabs where the budget is full."""
@@ -171,6 +191,7 @@ class HostPages:
             if slab is not None:
                 del slab.slots[digest]
                 slab.checksums.pop(digest, None)
+                slab.saved.discard(digest)
                 self._num_blocks[kind] -= 1
 
     # -- slabs -----------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ be used for something else next; before it sleeps or is unloaded, the rest. A pa
 copied when it is needed is lost.
 
 In: a waiting prompt whose prefix goes on in host memory gets those pages, and is admitted when they have arrived. Until
-then nothing knows of them, neither here nor there: a block is offered when its copy is complete.
+then nothing knows of them, neither here nor there: a block is offered when its copy is complete. What is on disk comes
+the same way if that is expected to be faster than to compute it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import torch
 
 from cortex.neuron.engine.host_pages.copies import BlockCopies, BlockTensors, RunningCopy
 from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
+from cortex.neuron.engine.host_pages.disk import DiskFetch
 from cortex.neuron.engine.host_pages.outgoing import OutgoingBlocks
+from cortex.neuron.engine.host_pages.rates import saves_time
 from cortex.neuron.engine.host_pages.store import BlockKind, BlockPlace
 from cortex.neuron.engine.kv.page_groups import IncomingPages, KVPages
 from cortex.neuron.engine.kv.pages import Digest
@@ -32,6 +35,10 @@ FETCHED_PAGES = {"cuda": 8, "cpu": 1}
 """Fewer pages than this are computed rather than copied from host memory."""
 COPY_BYTES = 256 << 20
 """Most bytes of one copy to host memory: about 5 ms."""
+READ_DELAY_S = 0.002
+"""Before the first block of a fetch from disk arrives."""
+TURN_S = 0.005
+"""How long the engine waits for a disk before it looks for other work."""
 STEPS_BETWEEN_SCANS = 16
 """After a look at the oldest pages that found nothing to copy."""
 
@@ -45,10 +52,20 @@ class _Fetch:
     num_tokens: int
     num_bytes: int
     started_s: float
+    from_disk: DiskFetch | None = None
 
     @property
     def is_complete(self) -> bool:
-        return all(copy.is_complete for copy in self.copies)
+        is_read = self.from_disk is None or self.from_disk.is_complete
+        return is_read and all(copy.is_complete for copy in self.copies)
+
+    def advance(self, wait_s: float | None) -> None:
+        """`wait_s`: for some of it; None: for all of it."""
+        if self.from_disk is not None:
+            self.from_disk.advance(wait_s)
+        if wait_s is None or (wait_s > 0 and self.from_disk is None):
+            for copy in self.copies:
+                copy.wait()
 
 
 class OtherRanks(Protocol):
@@ -77,10 +94,13 @@ class HostTier:
         copies_ahead: bool,
         min_pages: int,
         others: OtherRanks | None = None,
+        compute_s: Callable[[int, int], float] = lambda start, end: 0.0,  # noqa: ARG005 - nothing is faster
+        from_disk: BlockCopies | None = None,
     ) -> None:
         """`blocks`: the pages of each KV group, then the slots of states. `new_kinds`: names them, when that is first
         needed. `copies_ahead`: pages are copied before the model sleeps, too. `min_pages`: fewer are computed rather
-        than fetched. `others`: for a divided model."""
+        than fetched. `others`: for a divided model. `compute_s`: how long a prompt takes from one position to another.
+        `from_disk`: copies from the buffers of the disk; None: nothing is read from there."""
         self._host = host
         self._store = host.store
         self._pages = pages
@@ -91,6 +111,11 @@ class HostTier:
         self._copies_ahead = copies_ahead
         self._min_pages = min_pages
         self._others = others
+        self._compute_s = compute_s
+        self._disk = None if from_disk is None else host.disk
+        self._from_disk = from_disk
+        self._looks_on_disk = False
+        """Whether what is on disk counts as something that can be had."""
         self._agreed: set[tuple[int, Digest]] | None = None
         """The blocks that all ranks have of the prefix that was asked for last; None: none was."""
         self._outgoing: OutgoingBlocks | None = None
@@ -107,13 +132,21 @@ class HostTier:
     def _kinds(self) -> tuple[BlockKind, ...]:
         return self._new_kinds()
 
+    def ensure_named(self) -> None:
+        """Names the blocks and finds those on disk, with memory to read them, now rather than in the first request."""
+        largest = max(kind.num_bytes for kind in self._kinds)
+        if self._has_disk and self._disk is not None:
+            self._disk.buffers_of(largest)
+
     # -- to the device ---------------------------------------------------------------------------------------------
 
     def _has_page(self, group: int, digest: Digest) -> bool:
         """Whether host memory has this page. Pages of layers that keep no KV are everywhere."""
         if self._agreed is not None and (group, digest) not in self._agreed:
             return False
-        return not self._blocks[group].num_bytes or self._store.has(self._kinds[group], digest)
+        if not self._blocks[group].num_bytes or self._store.has(self._kinds[group], digest):
+            return True
+        return self._looks_on_disk and self._disk is not None and self._disk.has(self._kinds[group], digest)
 
     def _has_state(self, digest: Digest) -> bool:
         return self._checkpoints is not None and self._has_page(len(self._blocks) - 1, digest)
@@ -143,13 +176,24 @@ class HostTier:
 
     def may_have(self, request_id: str, num_pages: int) -> bool:
         """See `OffloadedPages`, as for the next three."""
-        return bool(len(self._store)) and num_pages >= self._min_pages and request_id not in self._fetched
+        return (
+            (bool(len(self._store)) or self._has_disk)
+            and num_pages >= self._min_pages
+            and request_id not in self._fetched
+        )
+
+    @property
+    def _has_disk(self) -> bool:
+        """Whether anything of the model is on disk."""
+        return self._disk is not None and any(self._disk.num_blocks(kind) for kind in self._kinds)
 
     def is_fetching(self, request_id: str) -> bool:
         return request_id in self._fetches
 
     def ended(self, request_id: str) -> None:
         self._fetched.discard(request_id)
+        if (fetch := self._fetches.get(request_id)) is not None and fetch.from_disk is not None:
+            fetch.from_disk.cancel()
 
     def fetch(
         self,
@@ -163,7 +207,33 @@ class HostTier:
         count = usable(self._has_page, self._has_state)
         if self._agree(digests, cached, count):
             count = usable(self._has_page, self._has_state)
+        count = max(count, self._worth_reading(digests, max(cached, count), usable))
         return self._fetch(request_id, digests, cached, count, min(count * self._pages.page_tokens, last))
+
+    def _worth_reading(self, digests: Sequence[Digest], count: int, usable: Callable[[HasPage, HasState], int]) -> int:
+        """After how many pages a request can continue with what is on disk; 0 if to compute them after `count`, which
+        are nearer, is expected to be faster."""
+        disk = self._disk
+        if disk is None or not self._has_disk:
+            return 0
+        self._looks_on_disk = True
+        further = usable(self._has_page, self._has_state)
+        self._looks_on_disk = False
+        if further <= count:
+            return 0
+        read = [
+            (kind, digest)
+            for part, kind in enumerate(self._kinds)
+            for digest in (digests[:further] if part < len(self._pages.groups) else digests[further - 1 : further])
+            if self._blocks[part].num_bytes and not self._store.has(kind, digest) and disk.has(kind, digest)
+        ]
+        page_tokens = self._pages.page_tokens
+        compute_s = self._compute_s(count * page_tokens, further * page_tokens)
+        if not saves_time(disk.parts(read), READ_DELAY_S, compute_s):
+            disk.rate.was_too_slow()
+            return 0
+        largest = max(kind.num_bytes for kind in self._kinds)
+        return further if disk.buffers_of(largest) else 0
 
     def _fetch(self, request_id: str, digests: Sequence[Digest], cached: int, count: int, start: int) -> bool:
         """Starts to copy what the device lacks of the first `count` pages, `cached` of which are usable there, and the
@@ -186,24 +256,37 @@ class HostTier:
             wanted.append((len(self._blocks) - 1, [slot], [digests[count - 1]]))
         copies: list[RunningCopy] = []
         places: list[BlockPlace] = []
+        on_disk: list[tuple[BlockTensors, BlockKind, int, Digest]] = []
         num_bytes, started_s = 0, self._host.rate.clock()
         for part, ids, names in wanted:
             if ids and self._blocks[part].num_bytes:
-                found = self._store.borrow(self._kinds[part], names)
+                kind, here = self._kinds[part], list(zip(ids, names, strict=True))
+                if self._disk is not None:
+                    here = [(id, name) for id, name in here if self._store.has(kind, name)]
+                    held = {name for _, name in here}
+                    lacking = [(id, name) for id, name in zip(ids, names, strict=True) if name not in held]
+                    on_disk += [(self._blocks[part], kind, id, name) for id, name in lacking]
+                if not here:
+                    continue
+                found = self._store.borrow(kind, [name for _, name in here])
                 places += found
                 try:
-                    copies.append(self._copies.to_device(self._blocks[part], ids, found))
+                    copies.append(self._copies.to_device(self._blocks[part], [id for id, _ in here], found))
                 except torch.OutOfMemoryError:
                     self._give_up(copies, places, incoming, slot)
                     return True
-                num_bytes += len(ids) * self._blocks[part].num_bytes
+                num_bytes += len(here) * self._blocks[part].num_bytes
         named = [NamedBlocks(part, tuple(ids), tuple(names)) for part, ids, names in wanted if ids]
         if self._others is not None and not self._others.fetch(named):
             self._give_up(copies, places, incoming, slot)
             return True
         state = None if slot is None else (slot, digests[count - 1])
         num_tokens = (count - cached) * self._pages.page_tokens
-        fetch = _Fetch(tuple(copies), incoming, state, tuple(places), num_tokens, num_bytes, started_s)
+        from_disk = None
+        if on_disk and self._disk is not None and self._from_disk is not None:
+            from_disk = DiskFetch(self._disk, self._from_disk, on_disk)
+            from_disk.advance()
+        fetch = _Fetch(tuple(copies), incoming, state, tuple(places), num_tokens, num_bytes, started_s, from_disk)
         self._fetches[request_id] = fetch
         if not self._copies.are_concurrent:
             self._host.rate.measured(num_bytes, started_s)  # now: the next look at it follows a step
@@ -216,7 +299,7 @@ class HostTier:
         incoming: Sequence[IncomingPages],
         slot: int | None,
     ) -> None:
-        """Ends a fetch for which the device has no memory: the prompt is computed."""
+        """Ends a fetch for which the device has no memory, or a disk no block: the prompt is computed."""
         for copy in copies:
             copy.wait()  # its pages are free for others next
         self._store.end(places)
@@ -224,19 +307,25 @@ class HostTier:
         if slot is not None and self._checkpoints is not None:
             self._checkpoints.take_back(slot, None)
 
-    def collect(self, *, wait: bool = False) -> None:
-        """Offers the blocks whose copies are complete. `wait`: for all of them."""
+    def collect(self, *, wait: bool = False, wait_s: float = 0.0) -> None:
+        """Offers the blocks whose copies are complete. `wait`: for all of them. `wait_s`: for some of what is on
+        disk."""
         for request_id, fetch in list(self._fetches.items()):
-            for copy in fetch.copies if wait else ():
-                copy.wait()
-            if fetch.is_complete:
+            fetch.advance(None if wait else wait_s)
+            if fetch.from_disk is not None and fetch.from_disk.has_failed and fetch.is_complete:
+                del self._fetches[request_id]
+                self._give_up(fetch.copies, fetch.places, fetch.pages, None if fetch.state is None else fetch.state[0])
+                self._fetched.discard(request_id)  # it may use what is left
+            elif fetch.is_complete:
                 del self._fetches[request_id]
                 self._store.end(fetch.places)
                 self._pages.arrived(fetch.pages)
                 if fetch.state is not None and self._checkpoints is not None:
                     self._checkpoints.take_back(*fetch.state)
                 self.num_fetched_tokens += fetch.num_tokens
-                if self._copies.are_concurrent:
+                if fetch.from_disk is not None and self._disk is not None:
+                    fetch.from_disk.measure(fetch.started_s)
+                elif self._copies.are_concurrent:
                     self._host.rate.measured(fetch.num_bytes, fetch.started_s)
         if self._outgoing is not None:
             if wait:
@@ -244,10 +333,14 @@ class HostTier:
             if self._outgoing.copy.is_complete:
                 self._outgoing.publish(self._host)
                 self._outgoing = None
+        self._host.save()
 
-    @property
-    def has_fetches(self) -> bool:
-        return bool(self._fetches)
+    def await_fetches(self) -> None:
+        """Waits for copies, as nothing else is left to do. A disk may take seconds: it is waited for in turns, between
+        which requests are received."""
+        if self._fetches:
+            reads = any(fetch.from_disk is not None for fetch in self._fetches.values())
+            self.collect(wait=not reads, wait_s=TURN_S)
 
     # -- to the host -----------------------------------------------------------------------------------------------
 
@@ -289,6 +382,7 @@ class HostTier:
         while self._copy_some():
             pass
         self.collect(wait=True)
+        self._host.save(everything=True)
         if self._others is not None:
             self._others.settle()
 
@@ -345,6 +439,9 @@ class HostTier:
         digests = list(digests)
         if self._others is not None:
             self._others.forget(digests)  # they may have what was dropped here
+        if self._disk is not None:
+            for kind in self._kinds:
+                self._disk.forget(kind, digests)
         if not len(self._store) and self._outgoing is None:
             return
         self.collect(wait=True)

@@ -5,9 +5,10 @@ states: held (reference count > 0), idle (not held, but it contains a known pref
 pages first, then the least recently used idle ones.
 
 The digest of a full page covers the tenant and all tokens up to and including that page, so equal digests mean equal
-prefixes of one tenant. A page that is not full, or was not when a prompt ended in it, can also be known by the digest
-of a tail: a prefix that ends inside the page. Such a page is copied rather than shared, because every sequence
-continues it differently.
+prefixes of one tenant. It begins like the tenant, so that an operator can delete what is kept of one.
+
+A page that is not full, or was not when a prompt ended in it, can also be known by the digest of a tail: a prefix that
+ends inside the page. Such a page is copied rather than shared, because every sequence continues it differently.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ Digest = bytes
 ROOT: Digest = bytes(16)
 """What the first page of a prompt without a tenant follows. With a tenant it follows the tenant: its digests, and those
 of all pages after it, are then of no use to others."""
+TENANT_BYTES = 8
+"""The first bytes of a digest are those of its tenant."""
 PADDING_PAGE = 0
 """Never allocated: padding rows of a captured graph read and write here."""
 _BLOCK_PAGES = 32
@@ -53,7 +56,7 @@ def _block_digests(parent: Digest, data: bytes, width: int) -> list[Digest]:
 def tail_digest(parent: Digest, tokens: Sequence[int], salt: bytes = b"") -> Digest:
     """The digest of a prefix that ends inside a page, whose first `tokens` it has; `parent` and `salt` as above."""
     data = b"".join((parent, array("I", tokens).tobytes(), salt))
-    return hashlib.blake2b(data, digest_size=16, person=b"tail").digest()
+    return parent[:TENANT_BYTES] + hashlib.blake2b(data, digest_size=16, person=b"tail").digest()
 
 
 def forget_tokens() -> None:
@@ -66,7 +69,7 @@ def _chain(parent: Digest, data: bytes | memoryview, width: int, salts: Sequence
     digests = []
     for index, start in enumerate(range(0, len(data) - width + 1, width)):
         page = b"".join((parent, data[start : start + width], salts[index] if salts else b""))
-        parent = hashlib.blake2b(page, digest_size=16).digest()
+        parent = parent[:TENANT_BYTES] + hashlib.blake2b(page, digest_size=16).digest()
         digests.append(parent)
     return digests
 

@@ -110,6 +110,8 @@ class EngineHarness:
             memory_bytes=smallest(*ceilings, *chosen.limits),
             min_free_bytes=limits.min_free_vram_mb << 20,
             kv_host_bytes=self._devices.kv_host.limit_bytes,
+            kv_disk_dir=str(limits.kv_disk_folder),
+            kv_disk_bytes=limits.kv_disk_mb << 20,
             num_host_shares=sum(each.kind == "cpu" for each in self._devices.all) or 1,
             stages=chosen.stages,
             host_weight_bytes=0 if model.host_split is None else model.host_split.host_bytes,

@@ -47,7 +47,7 @@ def kept_of_model(parts: Sequence[KeptPages], num_ranks: int) -> HostKV | None:
     """What the workers of a node have of a model. Those of one that is divided into `num_ranks` have each a part of the
     same tokens: the slowest decides, and all must have theirs. None: they have nothing of use."""
     num_bytes = sum(part.num_bytes for part in parts)
-    if not num_bytes or len(parts) < num_ranks:
+    if not any(part.num_bytes or part.num_tokens for part in parts) or len(parts) < num_ranks:
         return None
     tokens, rates = [part.num_tokens for part in parts], [part.tokens_per_s for part in parts if part.tokens_per_s]
     if num_ranks > 1:

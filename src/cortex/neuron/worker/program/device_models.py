@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 0.05
+SAVE_S = 2.0
+"""How long the engine thread may wait for blocks to be written, while it has no work."""
 
 EngineLoader = Callable[..., "Engine"]
 """`load_engine`: (spec, device, progress, cancelled) -> engine; a rank of a divided model also gets its link."""
@@ -250,6 +252,32 @@ class DeviceModels(dict[int, DeviceModel]):
         """Pages of the model may be in host memory, together with those of other models."""
         self._host_pages = model.engine.keep_pages(self._host_pages)  # without a budget too, which may grow
         self.limit_host_pages(budget_bytes)
+
+    def find_blocks(self, model: bytes) -> None:
+        if self._host_pages is not None and self._host_pages.disk is not None:
+            self._host_pages.disk.find_again(model)
+
+    def save_blocks(self, *, is_idle: bool) -> None:
+        """Writes what is in host memory to disk, and before that what is on the device, if there is no work."""
+        if self._host_pages is None or self._host_pages.disk is None:
+            return
+        for model in self.values() if is_idle else ():
+            self._save_pages(model)
+        self._host_pages.save(everything=True)
+        if is_idle:
+            self._host_pages.settle(time.monotonic() + SAVE_S)
+
+    def save_all(self, save_s: float) -> None:
+        """Writes the pages of all models to disk, if they have one, within `save_s`: the process exits next."""
+        if self._host_pages is None or self._host_pages.disk is None or save_s <= 0:
+            return
+        until_s = time.monotonic() + save_s
+        for model in list(self.values()):
+            model.cancel_all()
+            while model.engine.has_work and model.step():
+                pass  # what running requests have computed is kept, too
+            self._save_pages(model)
+        self._host_pages.settle(until_s)
 
     def _save_pages(self, model: DeviceModel) -> None:
         try:

@@ -36,7 +36,14 @@ PREPARE_AFTER_S = 0.2
 
 Work = Command | protocol.FollowStep | protocol.Compiled
 """Commands of the daemon, of the leader of a divided model, or of the grammar compiler."""
-_DURING_LOADS = protocol.Submit | protocol.Compiled | protocol.Cancel | protocol.QueryMemory | protocol.FollowStep
+_DURING_LOADS = (
+    protocol.Submit
+    | protocol.Compiled
+    | protocol.Cancel
+    | protocol.QueryMemory
+    | protocol.FindBlocks
+    | protocol.FollowStep
+)
 """What does not wait for the end of a load."""
 
 
@@ -185,6 +192,11 @@ class Executor:
                 self._models.wake(command.handle)
             case protocol.LimitHostPages():
                 self._models.limit_host_pages(command.num_bytes)
+            case protocol.FindBlocks():
+                self._models.find_blocks(command.model)
+            case protocol.SaveBlocks():
+                self._models.save_blocks(is_idle=not self._has_work())
+                self._emit(protocol.BlocksSaved(command.query))
             case protocol.QueryMemory():
                 self._emit(protocol.Memory(command.query, self._models.measure()))
             case protocol.MeasureLimits():
@@ -192,6 +204,8 @@ class Executor:
                 self._emit(self._models.measure_limits(command.query))
             case protocol.Exit():
                 self._is_exiting = True
+                self.activity = "unload"
+                self._models.save_all(command.save_s)
             case protocol.CancelLoad():
                 # The reader thread has set the flag; the load has ended before this command's turn.
                 self._models.cancelled_loads.discard(command.handle)

@@ -1,0 +1,329 @@
+"""Measures KV on disk and between nodes: the time to the first token after a restart against computing the prompt.
+
+    PYTHONPATH=src:bench python bench/kv_tiers.py --shape llama-3.1-8b
+    PYTHONPATH=src:bench python bench/kv_tiers.py --device cpu --shape tiny --tokens 2048,4096
+    PYTHONPATH=src:bench python bench/kv_tiers.py --link
+
+Random weights of a named shape. A restart is a new engine with the same weights and empty host memory. The disk is read
+twice: as the restart finds it, in part from the page cache, and after its files were dropped from that. The limit of a
+fetch is the rate of reading files of the folder with the same threads and without a model, just before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvloop
+
+from cortex.http.server.exchange import Exchange
+from cortex.http.server.server import Server
+from cortex.http.ticker import Ticker
+from cortex.neuron.api import responses
+from cortex.neuron.api.calls import ApiCall
+from cortex.neuron.api.routes.kv_blocks import KvBlocks
+from cortex.neuron.engine.engine import Engine
+from cortex.neuron.engine.host_pages import block_files, tier
+from cortex.neuron.engine.host_pages.device_memory import DeviceHostMemory
+from cortex.neuron.engine.host_pages.disk import READ_BYTES, READERS
+from cortex.neuron.engine.host_pages.rates import saves_time
+from cortex.neuron.engine.host_pages.store import BlockKind
+from cortex.neuron.engine.kv.pages import ROOT, page_digests
+from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, SamplingParams
+from cortex.neuron.engine.roofline.step_work import StepWork
+from cortex.neuron.node.kv_exchange import KvExchange
+from cortex.wire.node.neighbours import Neighbour
+from engine import random_engine
+from shapes import SHAPES
+
+SHAPES["tiny"] = SHAPES["llama-3.1-8b"] | {
+    **{"num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 4096},
+    **{"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64},
+}
+RATE_FILES = 64
+"""About 4 GB."""
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def text(seed: int, count: int) -> tuple[int, ...]:
+    chosen = random.Random(seed)
+    return tuple(chosen.randrange(10, 4000) for _ in range(count))
+
+
+class Restarts:
+    """One model, started again and again on the same folder."""
+
+    def __init__(self, shape: str, device: torch.device, longest: int, folder: Path, host_bytes: int) -> None:
+        self._shape, self._device, self._folder, self._host_bytes = shape, device, folder, host_bytes
+        torch.manual_seed(0)
+        probe = random_engine(shape, device, LoadSpec(path="", max_num_seqs=1, context_tokens=64), None)
+        info = probe.info
+        self.token_bytes = info.kv_bytes / (info.num_pages + 1) / info.page_tokens
+        probe.close()
+        limit = int(info.weight_bytes + (longest + 8192) * self.token_bytes + (64 << 20))
+        self._spec = LoadSpec(
+            path="",
+            model_id=shape,
+            dtype="float32" if device.type == "cpu" else "auto",
+            max_num_seqs=8,
+            context_tokens=longest + 64,
+            memory_bytes=limit if device.type == "cuda" else None,
+            kv_disk_dir=str(folder),
+            kv_disk_bytes=1 << 40,
+        )
+        self.engine: Engine
+        self.host: DeviceHostMemory
+        self._next = 0
+
+    def start(self) -> None:
+        torch.manual_seed(0)
+        self.engine = random_engine(self._shape, self._device, self._spec, None)
+        self.engine.warm_up()
+        if self._next == 0 and self._device.type == "cuda":
+            self.run(text(98, 12_000))  # compiles what long prompts use
+        host = self.engine.keep_pages(None)
+        assert host is not None
+        host.store.limit(self._host_bytes)
+        self.host = host
+        self.run(text(99, 512))
+
+    def run(self, prompt: Sequence[int]) -> tuple[float, int, list[int]]:
+        """Seconds to the first token, how many tokens were cached, and the tokens."""
+        self._next += 1
+        self._synchronise()
+        start = time.perf_counter()
+        self.engine.submit(EngineRequest(f"r{self._next}", tuple(prompt), 1, GREEDY))
+        cached = 0
+        tokens: list[int] = []
+        while self.engine.has_work:
+            for output in self.engine.step():
+                cached += output.cached_tokens or 0
+                tokens += output.tokens
+        self._synchronise()
+        return time.perf_counter() - start, cached, tokens
+
+    def save(self) -> tuple[float, float]:
+        """Seconds to host memory, and from there to files."""
+        start = time.perf_counter()
+        self.engine.save_pages()
+        copied = time.perf_counter()
+        self.host.settle()
+        return copied - start, time.perf_counter() - copied
+
+    def close(self) -> None:
+        self.engine.close()
+        self.host.store.limit(0)
+        if self.host.disk is not None:
+            self.host.disk.close()
+        del self.engine, self.host
+
+    def _synchronise(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    for each in block_files.stored(folder):
+        fd = os.open(each.path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def read_rate(folder: Path) -> float:
+    """Bytes per second of the files of a folder, checked, without a model."""
+    files = [block_files.read_header(each.path) for each in block_files.stored(folder)][:RATE_FILES]
+    views = [memoryview(bytearray(READ_BYTES)) for _ in range(2 * READERS)]
+    for view in views:
+        view[::4096] = bytes(len(view[::4096]))
+    start, num_bytes = time.perf_counter(), 0
+    with ThreadPoolExecutor(READERS) as readers:
+        reads: list[Future[bool]] = []
+        for file in files:
+            most = max(1, READ_BYTES // file.kind.num_bytes)
+            for first in range(0, len(file.digests), most):
+                size = min(most, len(file.digests) - first) * file.kind.num_bytes
+                num_bytes += size
+                view = views[len(reads) % len(views)][:size]
+                if len(reads) >= len(views):
+                    reads[-len(views)].result()
+                reads.append(readers.submit(block_files.read_blocks, file, first, view))
+        for read in reads:
+            read.result()  # a view that is read into twice fails its check; the rate is the same
+    return num_bytes / (time.perf_counter() - start)
+
+
+def measure(restarts: Restarts, folder: Path, lengths: Sequence[int], *, follows_rule: bool) -> None:
+    restarts.start()
+    computed: dict[int, tuple[float, list[int]]] = {}
+    for length in lengths:
+        prompt = text(length, length)
+        took_s, _, tokens = restarts.run(prompt)
+        computed[length] = took_s, tokens
+        host_s, disk_s = restarts.save()
+        size = length * restarts.token_bytes
+        print(
+            f"{length:>7} tokens, {size / 1e9:.2f} GB: computed in {took_s:.3f} s; "
+            f"to host memory {host_s:.2f} s, to files {disk_s:.2f} s ({size / max(disk_s, 1e-9) / 1e9:.1f} GB/s)",
+            flush=True,
+        )
+    restarts.close()
+    verdicts: list[bool] = []
+
+    def decided(*arguments: Any) -> bool:
+        """What the rule says; without --rule the disk is read in any case, to see whether it is right."""
+        verdicts.append(saves_time(*arguments))
+        return verdicts[-1] if follows_rule else True
+
+    setattr(tier, "saves_time", decided)  # noqa: B010 - it is imported there
+    for state in ("page cache", "cold files"):
+        restarts.start()
+        for length in lengths:
+            alone = 0.0
+            if state == "cold files":
+                drop_from_page_cache(folder)
+                alone = read_rate(folder)
+                drop_from_page_cache(folder)
+            took_s, cached, tokens = restarts.run(text(length, length))
+            computed_s, expected = computed[length]
+            rate = cached * restarts.token_bytes / took_s / 1e9
+            verdict = "fetches" if verdicts and verdicts.pop() else "computes"
+            print(
+                f"{length:>7} tokens after a restart, {state}: {took_s:.3f} s, {took_s / computed_s:.2f} of computing, "
+                f"{cached} cached ({rate:.2f} GB/s; files alone {alone / 1e9:.2f} GB/s), same token "
+                f"{tokens == expected}; the rule {verdict}",
+                flush=True,
+            )
+        restarts.close()
+    setattr(tier, "saves_time", saves_time)  # noqa: B010
+
+
+class PacedRelay:
+    """Forwards one node's port at the rate of a link."""
+
+    def __init__(self, target: tuple[str, int], bits_per_s: float) -> None:
+        self._target, self._bytes_per_s = target, bits_per_s / 8
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(*self._target)
+        await asyncio.gather(self._forward(reader, back), self._forward(there, writer), return_exceptions=True)
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        free_s = time.perf_counter()
+        while chunk := await reader.read(1 << 18):
+            free_s = max(free_s, time.perf_counter()) + len(chunk) / self._bytes_per_s
+            writer.write(chunk)
+            await writer.drain()
+            if (wait_s := free_s - time.perf_counter()) > 0.002:
+                await asyncio.sleep(wait_s)
+        writer.close()
+
+    async def close(self) -> None:
+        self._server.close()
+
+
+class _Offer:
+    """The part of a node that the route for blocks needs."""
+
+    def __init__(self, kv: KvExchange) -> None:
+        self.kv = kv
+
+
+async def measure_link(folder: Path, num_bytes: int, bits_per_s: float) -> None:
+    """Blocks of 4 MiB, as pages of an 8B have, over a paced link: the rate, and at which prompt speed the rule takes
+    them after a first transfer."""
+    kind, num_blocks = BlockKind(bytes(16), 0, 4 << 20), num_bytes // (4 << 20)
+    prompt = tuple(range(32 * num_blocks))
+    digests = page_digests(ROOT, prompt, 32)
+    for first in range(0, num_blocks, 16):
+        names = digests[first : first + 16]
+        block_files.write_file(folder / "a", kind, "m", names, [memoryview(os.urandom(4 << 20)) for _ in names])
+    work = StepWork(1, weights_per_token=1)
+    info = EngineInfo("f", "d", 1 << 20, 100, 1, 1, 32, 128, work=work, kv_name=kind.model.hex())
+    server = Server(
+        _handler(KvBlocks(_Offer(KvExchange(folder / "a", 1 << 40, [])))),  # type: ignore[arg-type]
+        responses.rejection,
+        Ticker(asyncio.get_running_loop()),
+    )
+    relay = PacedRelay(await server.listen("127.0.0.1", 0), bits_per_s)
+    source = Neighbour(name="a", url=await relay.start())
+    try:
+        exchange = KvExchange(folder / "b", 1 << 40, [])
+
+        async def fetched(prompt_token_s: float) -> tuple[int, float]:
+            shutil.rmtree(folder / "b", ignore_errors=True)
+            start = time.perf_counter()
+            stats = EngineStats(prompt_token_s=prompt_token_s)
+            received = await exchange.fetch("m", info, stats, EngineRequest("r", prompt, 1), source)
+            return received, time.perf_counter() - start
+
+        received, took_s = await fetched(10.0)
+        limit = bits_per_s / 8
+        print(
+            f"{bits_per_s / 1e9:.0f} Gbit/s: {received / 1e9:.2f} GB in {took_s:.2f} s, "
+            f"{received / took_s / 1e9:.3f} GB/s, {received / took_s / limit:.0%} of the link",
+            flush=True,
+        )
+        for faster in (0.5, 0.8, 1.25, 2.0):
+            compute_s = took_s * faster
+            received, _ = await fetched(compute_s / len(prompt))
+            print(f"  computing takes {faster:.2f} of the transfer: the rule {'fetches' if received else 'computes'}")
+    finally:
+        await relay.close()
+        await server.close(0.0)
+
+
+def _handler(blocks: KvBlocks) -> Any:
+    async def respond(exchange: Exchange) -> None:
+        await blocks.send(ApiCall(exchange, {}))
+
+    tasks: set[asyncio.Task[None]] = set()
+
+    def handle(exchange: Exchange) -> None:
+        task = asyncio.create_task(respond(exchange))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    return handle
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tokens", default="32768,65536,122880")
+    parser.add_argument("--folder", type=Path, help="On the disk to measure. [default: a temporary one]")
+    parser.add_argument("--host-mb", type=int, default=20_000)
+    parser.add_argument("--rule", action="store_true", help="Fetch only what the rule expects to be worth it.")
+    parser.add_argument("--link", action="store_true", help="Measure two nodes with a paced link instead.")
+    arguments = parser.parse_args()
+    lengths = [int(each) for each in arguments.tokens.split(",")]
+    folder = Path(tempfile.mkdtemp(prefix="kv-tiers-", dir=arguments.folder))
+    try:
+        if arguments.link:
+            for bits_per_s, num_bytes in ((1e9, 128 << 20), (1e10, 512 << 20)):
+                uvloop.run(measure_link(folder / f"{bits_per_s:.0f}", num_bytes, bits_per_s))
+            return
+        device = torch.device(arguments.device)
+        restarts = Restarts(arguments.shape, device, max(lengths), folder, arguments.host_mb << 20)
+        measure(restarts, folder, lengths, follows_rule=arguments.rule)
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""`POST /kv/blocks`: KV blocks for another node of the fleet, which continues a conversation that was computed here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Final
+
+import msgspec
+
+from cortex.http.server.exchange import Exchange
+from cortex.neuron.api.backend import Backend
+from cortex.neuron.api.calls import ApiCall, Route
+from cortex.neuron.engine.host_pages.block_files import Piece
+from cortex.wire.errors import InvalidValue
+from cortex.wire.node.kv_blocks import PAGES, PATH, BlocksRequest
+
+_CHUNK_BYTES: Final = 4 << 20
+_MAX_TRANSFERS: Final = 4
+"""At once; others wait."""
+
+
+class KvBlocks:
+    """Belongs to the daemon's loop. Files are read on threads."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._turns = asyncio.Semaphore(_MAX_TRANSFERS)
+
+    def routes(self) -> list[Route]:
+        return [Route("POST", PATH, self.send)]
+
+    async def send(self, call: ApiCall) -> None:
+        try:
+            wanted = msgspec.json.decode(call.request.body, type=BlocksRequest)
+        except msgspec.MsgspecError as error:
+            raise InvalidValue(f"Invalid request for KV blocks: {error}.") from error
+        async with self._turns:
+            found = await self._backend.kv.offered(wanted.model, wanted.digests)
+            exchange = call.exchange
+            client = _Client(exchange)
+            exchange.listen(client)
+            headers = ((b"content-type", b"application/octet-stream"), (PAGES.encode(), b"%d" % found.num_pages))
+            exchange.start(200, headers, found.num_bytes)
+            for piece in found.pieces:
+                await self._send(piece, exchange, client)
+            exchange.finish()
+
+    async def _send(self, piece: Piece, exchange: Exchange, client: _Client) -> None:
+        if piece.path is None:
+            exchange.write(piece.data)
+            return
+        descriptor = os.open(piece.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for start in range(0, piece.num_bytes, _CHUNK_BYTES):
+                count = min(_CHUNK_BYTES, piece.num_bytes - start)
+                reading = asyncio.create_task(asyncio.to_thread(os.pread, descriptor, count, piece.first_byte + start))
+                try:
+                    chunk = await asyncio.shield(reading)
+                finally:
+                    await asyncio.wait({reading})  # the descriptor is closed next
+                exchange.write(chunk)
+                await client.has_room()
+        finally:
+            os.close(descriptor)
+
+
+class _Client:
+    """Waits for a client that reads more slowly than we send."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._ready = asyncio.Event()
+
+    async def has_room(self) -> None:
+        while self._exchange.paused:
+            self._ready.clear()
+            await self._ready.wait()
+
+    def on_client_full(self) -> None:
+        """`has_room` waits."""
+
+    def on_client_ready(self) -> None:
+        self._ready.set()
+
+    def on_client_disconnected(self) -> None:
+        """The task of the request is cancelled."""

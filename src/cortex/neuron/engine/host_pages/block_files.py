@@ -1,0 +1,396 @@
+"""Files of blocks: their format, how they are written and read, and how they are purged. No state; any thread.
+
+A file holds blocks of one kind, one after another, after a header with their digests and checksums. It gets its name
+when it is complete, and is never changed. Nothing is synced: after a power loss the checksums decide. A file that is
+not what its header says is removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import struct
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cortex.neuron.engine.host_pages.store import BlockKind
+from cortex.neuron.engine.kv.pages import TENANT_BYTES, Digest
+
+FORMAT = 1
+"""Changes with the meaning of a header, of a digest or of the bytes of a block."""
+SUFFIX, UNFINISHED = ".kv", ".tmp"
+STALE_S = 600.0
+"""An unfinished file that was not written to for this long has no writer any more."""
+_MAGIC = b"cortexkv"
+_FIXED = struct.Struct("<8sII")
+"""Magic, bytes of the rest of the header, its checksum."""
+_ALIGNMENT = 4096
+"""Of blocks in files and memory, for reads that bypass the page cache."""
+_MAX_HEADER_BYTES = 64 << 20
+_MAX_BLOCK_BYTES = 1 << 30
+_MODEL = re.compile("[0-9a-f]{32}")
+
+
+class DamagedFile(Exception):
+    """A file is not what this program has written."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFile:
+    path: Path
+    kind: BlockKind
+    model_id: str
+    digests: tuple[Digest, ...]
+    checksums: tuple[int, ...]
+    first_byte: int
+    """Where the blocks begin."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.first_byte + len(self.digests) * self.kind.num_bytes
+
+
+def model_folder(root: Path, model: bytes) -> Path:
+    return root / model.hex()
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder that only its owner can read. Raises OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_mode & 0o077:
+        folder.chmod(0o700)
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+def write_file(
+    root: Path,
+    kind: BlockKind,
+    model_id: str,
+    digests: Sequence[Digest],
+    pieces: Sequence[memoryview],
+    checksums: Sequence[int] = (),
+) -> BlockFile:
+    """Writes blocks, which lie in `pieces` in order. `checksums`: theirs, if they are known. Raises OSError, and leaves
+    nothing behind."""
+    size = kind.num_bytes
+    if not checksums:
+        starts = ((piece, start) for piece in pieces for start in range(0, piece.nbytes, size))
+        checksums = [zlib.crc32(piece[start : start + size]) for piece, start in starts]
+    header = _header(kind, model_id, digests, checksums)
+    folder = model_folder(root, kind.model)
+    make_private(root)
+    make_private(folder)
+    name = f"{kind.part}-{secrets.token_hex(8)}"
+    path, unfinished = folder / (name + SUFFIX), folder / (name + UNFINISHED)
+    try:
+        fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            for piece in (memoryview(header), *pieces):
+                _write(fd, piece)
+        finally:
+            os.close(fd)
+        unfinished.rename(path)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
+    return BlockFile(path, kind, model_id, tuple(digests), tuple(checksums), len(header))
+
+
+def _write(fd: int, piece: memoryview) -> None:
+    while piece.nbytes:
+        piece = piece[os.write(fd, piece[: 1 << 30]) :]
+
+
+def _header(kind: BlockKind, model_id: str, digests: Sequence[Digest], checksums: Sequence[int]) -> bytes:
+    facts = {
+        "format": FORMAT,
+        "model": kind.model.hex(),
+        "model_id": model_id,
+        "part": kind.part,
+        "num_bytes": kind.num_bytes,
+        "digests": [digest.hex() for digest in digests],
+        "checksums": list(checksums),
+    }
+    rest = json.dumps(facts).encode()
+    header = _FIXED.pack(_MAGIC, len(rest), zlib.crc32(rest)) + rest
+    return header + bytes(-len(header) % _ALIGNMENT)
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def read_header(path: Path) -> BlockFile:
+    """Raises DamagedFile or OSError."""
+    with open(path, "rb", buffering=0) as file:
+        fixed = file.read(_FIXED.size)
+        if len(fixed) < _FIXED.size:
+            raise DamagedFile(path)
+        magic, length, checksum = _FIXED.unpack(fixed)
+        if magic != _MAGIC or length > _MAX_HEADER_BYTES:
+            raise DamagedFile(path)
+        rest = file.read(length)
+        if len(rest) < length or zlib.crc32(rest) != checksum:
+            raise DamagedFile(path)
+        try:
+            facts = json.loads(rest)
+            if facts["format"] != FORMAT or facts["model"] != path.parent.name:
+                raise DamagedFile(path)
+            found = BlockFile(
+                path,
+                BlockKind(bytes.fromhex(facts["model"]), facts["part"], facts["num_bytes"]),
+                facts["model_id"],
+                tuple(map(bytes.fromhex, facts["digests"])),
+                tuple(facts["checksums"]),
+                -(-(_FIXED.size + length) // _ALIGNMENT) * _ALIGNMENT,
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedFile(path) from error
+        if os.fstat(file.fileno()).st_size != found.num_bytes or len(found.digests) != len(found.checksums):
+            raise DamagedFile(path)
+        return found
+
+
+def scan(root: Path, model: bytes) -> list[BlockFile]:
+    """The files of a model; others in its folder are removed, except those that are being written."""
+    found = []
+    for entry in _entries(model_folder(root, model)):
+        path = Path(entry.path)
+        try:
+            if path.suffix == SUFFIX:
+                found.append(read_header(path))
+            elif path.suffix != UNFINISHED or time.time() - entry.stat().st_mtime > STALE_S:
+                raise DamagedFile(path)
+        except DamagedFile:
+            remove(path)
+        except OSError:
+            continue  # it cannot be read, or another worker has removed it
+    return found
+
+
+def read_blocks(file: BlockFile, first: int, view: memoryview) -> bool:
+    """Reads consecutive blocks from number `first` on. What the page cache has comes from there; the rest bypasses it.
+    False: the file cannot be read, or its contents are not what was written; it is removed then."""
+    size = file.kind.num_bytes
+    try:
+        if _read(file, file.first_byte + first * size, view):
+            blocks = [view[start : start + size] for start in range(0, view.nbytes, size)]
+            if all(zlib.crc32(block) == file.checksums[first + index] for index, block in enumerate(blocks)):
+                with suppress(OSError):  # a read-only disk
+                    os.utime(file.path)  # it is the latest used one
+                return True
+    except OSError:
+        return False
+    remove(file.path)
+    return False
+
+
+def is_cached(file: BlockFile) -> bool:
+    """Whether a file is likely to be in the page cache: its middle is."""
+    try:
+        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.preadv(fd, [bytearray(1)], file.num_bytes // 2, os.RWF_NOWAIT) > 0
+        finally:
+            os.close(fd)
+    except OSError:
+        return False
+
+
+def _read(file: BlockFile, offset: int, view: memoryview) -> bool:
+    done = 0
+    fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # BlockingIOError: it is not in the page cache; others: no such reads here
+            while done < view.nbytes and (count := os.preadv(fd, [view[done:]], offset + done, os.RWF_NOWAIT)):
+                done += count
+        done = done // _ALIGNMENT * _ALIGNMENT if done < view.nbytes else done
+        if done < view.nbytes and file.kind.num_bytes % _ALIGNMENT == 0:
+            with suppress(OSError):  # a file system without direct reads, or memory that is not aligned
+                direct = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                try:
+                    while done < view.nbytes and (count := os.preadv(direct, [view[done:]], offset + done)):
+                        done += count
+                finally:
+                    os.close(direct)
+        while done < view.nbytes and (count := os.preadv(fd, [view[done:]], offset + done)):
+            done += count
+    finally:
+        os.close(fd)
+    return done == view.nbytes
+
+
+# -- between nodes -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive bytes of a file with blocks, or of a header."""
+
+    data: bytes = b""
+    path: Path | None = None
+    first_byte: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What there is of a prefix, as one stream: headers, each with its blocks."""
+
+    num_pages: int
+    """How many leading pages there are, as far as any group of layers has them."""
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
+
+def select(root: Path, model: bytes, digests: Sequence[Digest]) -> Selection:
+    """The blocks of a prefix, whose pages have these digests."""
+    wanted, known, pieces = set(digests), set[tuple[int, Digest]](), list[Piece]()
+    for file in scan(root, model):
+        size, part = file.kind.num_bytes, file.kind.part
+        chosen = [number for number, each in enumerate(file.digests) if each in wanted and (part, each) not in known]
+        if not chosen:
+            continue
+        known |= {(part, file.digests[number]) for number in chosen}
+        names = [file.digests[number] for number in chosen], [file.checksums[number] for number in chosen]
+        header = _header(file.kind, file.model_id, *names)
+        pieces.append(Piece(header, num_bytes=len(header)))
+        for number in chosen:
+            last = pieces[-1]
+            start = file.first_byte + number * size
+            if last.path == file.path and last.first_byte + last.num_bytes == start:
+                pieces[-1] = Piece(path=file.path, first_byte=last.first_byte, num_bytes=last.num_bytes + size)
+            else:
+                pieces.append(Piece(path=file.path, first_byte=start, num_bytes=size))
+    of_pages = {digest for _, digest in known}
+    num_pages = next((index for index, digest in enumerate(digests) if digest not in of_pages), len(digests))
+    return Selection(num_pages, tuple(pieces))
+
+
+def receive(read_into: Callable[[memoryview], int], root: Path, model: bytes, model_id: str) -> int:
+    """Writes what `Selection` streams as files; returns how many bytes. `read_into`: as of a file. Raises DamagedFile
+    for blocks of another model or other contents, and what `read_into` raises; complete files stay."""
+    total = 0
+    while fixed := _exactly(read_into, _FIXED.size, may_end=True):
+        magic, length, checksum = _FIXED.unpack(fixed)
+        if magic != _MAGIC or length > _MAX_HEADER_BYTES:
+            raise DamagedFile("no blocks")
+        rest = _exactly(read_into, -(-(_FIXED.size + length) // _ALIGNMENT) * _ALIGNMENT - _FIXED.size)[:length]
+        if zlib.crc32(rest) != checksum:
+            raise DamagedFile("a header")
+        facts = _facts(rest)
+        if facts["model"] != model.hex():
+            raise DamagedFile("blocks of another model")
+        size, checksums = int(facts["num_bytes"]), facts["checksums"]
+        blocks = []
+        for each in checksums:
+            block = memoryview(_exactly(read_into, size))
+            if zlib.crc32(block) != each:
+                raise DamagedFile("a block")
+            blocks.append(block)
+            total += size
+        digests = [bytes.fromhex(each) for each in facts["digests"]]
+        if len(digests) != len(blocks):
+            raise DamagedFile("a header")
+        write_file(root, BlockKind(model, int(facts["part"]), size), model_id, digests, blocks, checksums)
+    return total
+
+
+def _facts(rest: bytearray) -> dict[str, Any]:
+    try:
+        facts: dict[str, Any] = json.loads(rest)
+        if facts["format"] != FORMAT or not 0 < facts["num_bytes"] <= _MAX_BLOCK_BYTES:
+            raise DamagedFile("another format")
+        return facts
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedFile("a header") from error
+
+
+def _exactly(read_into: Callable[[memoryview], int], num_bytes: int, *, may_end: bool = False) -> bytearray:
+    found, done = bytearray(num_bytes), 0
+    view = memoryview(found)
+    while done < num_bytes:
+        count = read_into(view[done:])
+        if not count:
+            if may_end and not done:
+                return bytearray()
+            raise DamagedFile("the stream has ended")
+        done += count
+    return found
+
+
+# -- removal -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    path: Path
+    num_bytes: int
+    used_at_s: float
+
+
+def stored(root: Path) -> list[StoredFile]:
+    """All files of blocks, also unfinished ones, the least recently used first. Only folders of this program count:
+    `root` may be a folder with other things."""
+    found = []
+    for folder in _entries(root):
+        for entry in _entries(Path(folder.path)) if _MODEL.fullmatch(folder.name) else ():
+            with suppress(OSError):
+                facts = entry.stat(follow_symlinks=False)
+                found.append(StoredFile(Path(entry.path), facts.st_size, facts.st_mtime))
+    return sorted(found, key=lambda each: each.used_at_s)
+
+
+def remove(path: Path) -> None:
+    """A read-only disk keeps it."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def purge(
+    root: Path, *, model_id: str | None = None, tenant: bytes | None = None, unused_for_s: float | None = None
+) -> tuple[int, int]:
+    """Removes the files that match everything given, and returns their number and bytes. A file with a block of the
+    tenant goes as a whole. A node that runs finds them missing, and computes."""
+    number = num_bytes = 0
+    for each in stored(root):
+        if unused_for_s is not None and time.time() - each.used_at_s < unused_for_s:
+            continue
+        if model_id is not None or tenant is not None:
+            try:
+                file = read_header(each.path)
+            except OSError:
+                continue
+            except DamagedFile:
+                file = None  # whose it was is not known any more
+            if file is not None and model_id is not None and file.model_id != model_id:
+                continue
+            if file is not None and tenant is not None and not _holds(file, tenant):
+                continue
+        remove(each.path)
+        number, num_bytes = number + 1, num_bytes + each.num_bytes
+    return number, num_bytes
+
+
+def _holds(file: BlockFile, tenant: bytes) -> bool:
+    return any(digest.startswith(tenant[:TENANT_BYTES]) for digest in file.digests)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []

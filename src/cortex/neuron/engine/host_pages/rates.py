@@ -1,0 +1,67 @@
+"""Measured rates of the tiers below device memory, and the rule by which a prefix is fetched rather than computed. Pure
+but for the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from cortex.neuron.engine.roofline.step_costs import StepCosts, StepShape
+
+_NEWEST = 0.2
+"""The weight of the newest measurement."""
+_RETURN = 0.05
+"""How far a rate returns to the assumed one each time a fetch is rejected because of it: a disk that was busy is tried
+again."""
+WORTH = 0.9
+"""A fetch must take less than this share of the time to compute: estimates err."""
+DISK_BYTES_PER_S = 1e9
+PAGE_CACHE_BYTES_PER_S = 4e9
+LINK_BYTES_PER_S = 1e8
+"""Assumed until a fetch was measured."""
+
+
+@dataclass(slots=True)
+class CopyRate:
+    """How fast blocks arrive on the device, from the start of a fetch until the engine sees its end."""
+
+    clock: Callable[[], float] = time.monotonic
+    bytes_per_s: float | None = None
+    assumed: float = 0.0
+    """Bytes per second until a fetch was measured; 0: not known."""
+
+    def measured(self, num_bytes: int, started_s: float) -> None:
+        duration_s = self.clock() - started_s
+        if num_bytes and duration_s > 0:
+            rate, known = num_bytes / duration_s, self.bytes_per_s
+            self.bytes_per_s = rate if known is None else known + _NEWEST * (rate - known)
+
+    @property
+    def expected(self) -> float:
+        return self.assumed if self.bytes_per_s is None else self.bytes_per_s
+
+    def was_too_slow(self) -> None:
+        """A fetch was rejected because of this rate."""
+        if self.bytes_per_s is not None and self.bytes_per_s < self.assumed:
+            self.bytes_per_s += _RETURN * (self.assumed - self.bytes_per_s)
+
+
+def saves_time(parts: Iterable[tuple[int, float]], delay_s: float, compute_s: float) -> bool:
+    """Whether fetching is faster than computing what is fetched. `parts`: bytes, and how many of them come per second,
+    one part after another. `delay_s`: before the first byte."""
+    fetch_s = delay_s
+    for num_bytes, bytes_per_s in parts:
+        if num_bytes and bytes_per_s <= 0:
+            return False
+        fetch_s += num_bytes / bytes_per_s if num_bytes else 0.0
+    return fetch_s < WORTH * compute_s
+
+
+def prompt_s(costs: StepCosts, step_tokens: int, start: int, end: int) -> float:
+    """How long the tokens of a prompt from `start` to `end` are expected to take, in steps of `step_tokens`."""
+    total_s = 0.0
+    for first in range(start, end, step_tokens):
+        count = min(step_tokens, end - first)
+        total_s += costs.seconds(StepShape(0, 0, count, costs.work.prompt_worth(first, count)))
+    return total_s

@@ -1,0 +1,197 @@
+"""KV blocks between nodes: only what is whole, of the same model and worth it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from cortex.neuron.engine.host_pages import block_files
+from cortex.neuron.engine.host_pages.block_files import DamagedFile, Selection
+from cortex.neuron.engine.host_pages.store import BlockKind
+from cortex.neuron.engine.kv.pages import ROOT, page_digests
+from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats
+from cortex.neuron.engine.roofline.step_work import StepWork
+from cortex.neuron.node import kv_exchange
+from cortex.neuron.node.kv_exchange import KvExchange
+from cortex.neuron.worker.protocol import Command, FindBlocks
+from cortex.wire.node.kv_blocks import PAGES, PATH, BlocksRequest
+from cortex.wire.node.neighbours import Neighbour
+
+from ...waiting import WAIT_S
+
+MODEL = bytes(range(16))
+KIND = BlockKind(MODEL, 0, 4096)
+PROMPT = tuple(range(1024))
+DIGESTS = page_digests(ROOT, PROMPT, 32)
+INFO = EngineInfo("f", "d", 4096, 100, 1, 1, 32, 128, work=StepWork(1, weights_per_token=1), kv_name=MODEL.hex())
+SLOW = EngineStats(prompt_token_s=1.0)
+REQUEST = EngineRequest("r", PROMPT, 1)
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.sent: list[Command] = []
+        self.num_saves = 0
+
+    async def save_blocks(self) -> None:
+        self.num_saves += 1
+
+    def send(self, command: Command) -> None:
+        self.sent.append(command)
+
+
+def fill(folder: Path, count: int = 32) -> None:
+    for first in range(0, count, 10):
+        digests = list(reversed(DIGESTS[first : min(count, first + 10)]))
+        blocks = [memoryview(digest.ljust(4096)) for digest in digests]
+        block_files.write_file(folder, KIND, "m", digests, blocks)
+
+
+def stream(selection: Selection) -> bytes:
+    parts = []
+    for piece in selection.pieces:
+        if piece.path is None:
+            parts.append(piece.data)
+        else:
+            parts.append(piece.path.read_bytes()[piece.first_byte : piece.first_byte + piece.num_bytes])
+    return b"".join(parts)
+
+
+@asynccontextmanager
+async def node_with(
+    body: bytes, num_pages: int, seen: list[BlocksRequest], *, pause: bool = False
+) -> AsyncIterator[Neighbour]:
+    async def send(request: web.Request) -> web.StreamResponse:
+        assert request.headers["authorization"] == "Bearer t"
+        seen.append(msgspec.json.decode(await request.read(), type=BlocksRequest))
+        if not pause:
+            return web.Response(body=body, headers={PAGES: str(num_pages)})
+        response = web.StreamResponse(headers={PAGES: str(num_pages), "content-length": str(len(body))})
+        await response.prepare(request)
+        await response.write(body[:100])
+        await asyncio.sleep(WAIT_S)
+        return response
+
+    app = web.Application()
+    app.router.add_post(PATH, send)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]  # noqa: SLF001
+    try:
+        yield Neighbour(name="a", url=f"http://127.0.0.1:{port}", ticket="t")
+    finally:
+        await runner.cleanup()
+
+
+def test_stream_of_blocks_makes_the_same_files_elsewhere(tmp_path: Path) -> None:
+    fill(tmp_path / "a")
+    found = block_files.select(tmp_path / "a", MODEL, DIGESTS[:25])
+    assert found.num_pages == 25
+    data = stream(found)
+    assert len(data) == found.num_bytes
+    assert block_files.receive(io.BytesIO(data).readinto, tmp_path / "b", MODEL, "m") == 25 * 4096
+    again = block_files.select(tmp_path / "b", MODEL, DIGESTS)
+    assert again.num_pages == 25
+    for file in block_files.scan(tmp_path / "b", MODEL):
+        view = memoryview(bytearray(len(file.digests) * 4096))
+        assert block_files.read_blocks(file, 0, view)
+        assert bytes(view[:24]) == file.digests[0]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "model", "noise"])
+def test_altered_truncated_or_foreign_stream_is_rejected(tmp_path: Path, damage: str) -> None:
+    fill(tmp_path / "a")
+    data = bytearray(stream(block_files.select(tmp_path / "a", MODEL, DIGESTS)))
+    model = MODEL
+    if damage == "flip":
+        data[-1] ^= 1
+    elif damage == "cut":
+        del data[-1:]
+    elif damage == "model":
+        model = bytes(16)
+    else:
+        data[:] = b"x" * 100
+    with pytest.raises(DamagedFile):
+        block_files.receive(io.BytesIO(bytes(data)).readinto, tmp_path / "b", model, "m")
+    for file in block_files.scan(tmp_path / "b", MODEL):
+        assert block_files.read_blocks(file, 0, memoryview(bytearray(len(file.digests) * 4096)))
+
+
+async def test_fetches_what_it_lacks_and_tells_its_workers(tmp_path: Path) -> None:
+    fill(tmp_path / "a")
+    fill(tmp_path / "b", 10)
+    writer, seen = Writer(), list[BlocksRequest]()
+    exchange = KvExchange(tmp_path / "b", 1 << 30, [writer])
+    body = stream(block_files.select(tmp_path / "a", MODEL, DIGESTS[10:]))
+    async with node_with(body, 22, seen) as source:
+        assert await exchange.fetch("m", INFO, SLOW, REQUEST, source) == 22 * 4096
+        assert [len(each.digests) for each in seen] == [22]
+        assert writer.sent == [FindBlocks(MODEL)]
+        assert await exchange.fetch("m", INFO, SLOW, REQUEST, source) == 0, "it has all of it now"
+        assert len(seen) == 1
+    assert block_files.select(tmp_path / "b", MODEL, DIGESTS).num_pages == 32
+
+
+@pytest.mark.parametrize(
+    ("stats", "budget"),
+    [
+        pytest.param(EngineStats(prompt_token_s=1e-9), 1 << 30, id="computing is faster"),
+        pytest.param(EngineStats(), 1 << 30, id="its speed is not known"),
+        pytest.param(SLOW, 100, id="over the budget"),
+    ],
+)
+async def test_takes_nothing_that_is_not_worth_it(tmp_path: Path, stats: EngineStats, budget: int) -> None:
+    fill(tmp_path / "a")
+    exchange = KvExchange(tmp_path / "b", budget, [])
+    body = stream(block_files.select(tmp_path / "a", MODEL, DIGESTS))
+    async with node_with(body, 32, []) as source:
+        assert await exchange.fetch("m", INFO, stats, REQUEST, source) == 0
+    assert block_files.stored(tmp_path / "b") == []
+
+
+async def test_source_that_is_gone_or_slow_costs_no_more_than_computing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = KvExchange(tmp_path / "b", 1 << 30, [])
+    async with node_with(b"", 0, []) as source:
+        pass
+    assert await exchange.fetch("m", INFO, SLOW, REQUEST, source) == 0
+    fill(tmp_path / "a")
+    body = stream(block_files.select(tmp_path / "a", MODEL, DIGESTS))
+    monkeypatch.setattr(kv_exchange, "CONNECT_S", 0.05)
+    monkeypatch.setattr(kv_exchange, "SAVE_S", 0.05)
+    async with node_with(body, 32, [], pause=True) as source:
+        assert await exchange.fetch("m", INFO, SLOW, REQUEST, source) == 0
+
+
+async def test_cancelled_request_ends_its_fetch(tmp_path: Path) -> None:
+    fill(tmp_path / "a")
+    body, seen = stream(block_files.select(tmp_path / "a", MODEL, DIGESTS)), list[BlocksRequest]()
+    exchange = KvExchange(tmp_path / "b", 1 << 30, [])
+    async with node_with(body, 32, seen, pause=True) as source:
+        fetching = asyncio.create_task(exchange.fetch("m", INFO, SLOW, REQUEST, source))
+        while not seen:
+            await asyncio.sleep(0.01)
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+
+
+async def test_offers_what_is_on_disk_and_writes_the_rest_first(tmp_path: Path) -> None:
+    fill(tmp_path, 20)
+    writer = Writer()
+    exchange = KvExchange(tmp_path, 1 << 30, [writer])
+    assert (await exchange.offered(MODEL, DIGESTS[:20])).num_pages == 20
+    assert writer.num_saves == 0
+    assert (await exchange.offered(MODEL, DIGESTS)).num_pages == 20
+    assert writer.num_saves == 1
+    assert (await KvExchange(tmp_path, 0, [writer]).offered(MODEL, DIGESTS)).num_pages == 0

@@ -63,7 +63,8 @@ HISTORY = {"gateway.history", *PROXY}
 GATEWAY_API = {"gateway.api", "gateway.created_models", "system.build", *HISTORY}
 GATEWAY_PAGE = {"gateway.page", "cortex", *PROXY}
 RESPONSES = {"gateway.responses", *PROXY}
-GATEWAY = {"gateway", "system.exits", *GATEWAY_API, *GATEWAY_PAGE, *RESPONSES}
+BATCHES = {"gateway.batches", *GATEWAY_API}
+GATEWAY = {"gateway", "system.exits", *BATCHES, *GATEWAY_PAGE, *RESPONSES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ RULES: dict[str, Rule] = {
     "gateway.page": Rule(GATEWAY_PAGE),
     "gateway.history": Rule(HISTORY),
     "gateway.responses": Rule(RESPONSES),
+    "gateway.batches": Rule(BATCHES),
     "gateway": Rule(GATEWAY),
     "neuron.delta_sizes": Rule(set(), frozenset()),
     "neuron.private_api": Rule({"neuron.private_api"}, ENGINE_LIBRARIES, frozenset({"transformers"})),

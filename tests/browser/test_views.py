@@ -219,6 +219,22 @@ def test_request_that_runs_is_cancelled(page: Page, stage: Stage, node: Directed
             node.script = script
 
 
+def test_batches_show_their_progress_and_are_cancelled(page: Page, stage: Stage, sign_in: SignIn) -> None:
+    params = {"model": "huge", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
+    body = {"requests": [{"custom_id": str(number), "params": params} for number in range(3)]}
+    headers = {"content-type": "application/json", "authorization": f"Bearer {OPERATOR.text}"}
+    request = urllib.request.Request(f"{stage.url}v1/messages/batches", json.dumps(body).encode(), headers)
+    made = json.load(urllib.request.urlopen(request))
+    sign_in(OPERATOR.text, "activity")
+    page.get_by_role("button", name="Batches").click()
+    batches = page.get_by_role("region", name="Batches")
+    batches.get_by_text("0 of 3").wait_for()
+    assert "anna" in batches.inner_text()
+    batches.get_by_role("button", name=f"Cancel the batch {made['id']}").click()
+    batches.get_by_text("cancelled").wait_for()
+    batches.get_by_text("3 of 3").wait_for()
+
+
 def test_history_plots_traffic_and_the_memory_of_devices(page: Page, sign_in: SignIn) -> None:
     sign_in(OPERATOR.text, "history")
     for title in ("Tokens per second", "Time to the first token", "Waiting requests", "Loads and evictions"):

@@ -32,7 +32,8 @@ class CannedGateway:
 
             def _respond(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
-                sent = json.loads(body) if body else None
+                is_json = "json" in (self.headers.get("content-type") or "json")
+                sent = (json.loads(body) if is_json else body) if body else None
                 canned.requests.append((self.command, self.path, sent, {k.lower(): v for k, v in self.headers.items()}))
                 missing = (404, {"error": {"message": f"no route {self.path}", "code": "route_not_found"}})
                 by_path = canned.responses.get((self.command, self.path.partition("?")[0]), missing)

@@ -16,6 +16,7 @@ from cortex.fleet.catalogue import Catalogue
 from cortex.fleet.rules import EvictionRules
 from cortex.gateway.config import (
     ActivitySection,
+    BatchesSection,
     Config,
     GatewaySection,
     NeuronSection,
@@ -60,6 +61,7 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
             memory_mb: int | None = None,
             telemetry: TelemetrySection | None = None,
             responses: ResponsesSection | None = None,
+            batches: BatchesSection | None = None,
             activity: ActivitySection | None = None,
             ledger: LedgerSection | None = None,
             pictures: PicturesSection | None = None,
@@ -92,6 +94,7 @@ async def start_gateway(tmp_path: Path) -> AsyncIterator[StartGateway]:
                 eviction=rules or EvictionRules(min_residency_s=0),
                 telemetry=telemetry or TelemetrySection(),
                 responses=responses or ResponsesSection(),
+                batches=batches or BatchesSection(),
                 activity=activity or ActivitySection(),
                 ledger=ledger or LedgerSection(),
                 pictures=pictures or PicturesSection(),

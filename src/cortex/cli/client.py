@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.client
+import itertools
+import os
 import re
+import secrets
 import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import quote, urlsplit
 
 import click
@@ -21,6 +24,7 @@ from cortex.settings import is_one_key
 from .failures import CommandError, ExitCode
 
 DEFAULT_URL = "http://127.0.0.1:31313"
+_CHUNK_BYTES = 1 << 18
 
 _EXIT_CODES: dict[int | str, ExitCode] = {
     401: ExitCode.DENIED,
@@ -145,6 +149,41 @@ class GatewayClient:
         with self._exchange("POST", path, body) as response:
             yield self._events(response)
 
+    def upload(self, path: str, fields: dict[str, str], file: Path) -> Any:
+        """The decoded JSON of `POST path` with a form whose field `file` is the content of a file, which is not held in
+        memory."""
+        boundary = f"cortex-{secrets.token_hex(16)}"
+        parts = [
+            f'--{boundary}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
+            for name, value in fields.items()
+        ]
+        name = "".join(character for character in file.name if character.isprintable() and character not in '"\\')
+        head = f'{"".join(parts)}--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n\r\n'
+        tail = f"\r\n--{boundary}--\r\n".encode()
+        try:
+            with file.open("rb") as content:
+                num_bytes = len(head.encode()) + os.fstat(content.fileno()).st_size + len(tail)
+                headers = {
+                    "content-type": f"multipart/form-data; boundary={boundary}",
+                    "content-length": str(num_bytes),
+                }
+                chunks = iter(lambda: content.read(_CHUNK_BYTES), b"")
+                body = itertools.chain([head.encode()], chunks, [tail])
+                with self._exchange("POST", path, body, headers) as response:
+                    return self._decode(response.read())
+        except OSError as problem:
+            reason = problem.strerror or str(problem)
+            raise CommandError(f"cannot read {file} ({reason})", "name a file", ExitCode.USAGE) from problem
+
+    def download(self, path: str, out: IO[bytes]) -> None:
+        """Write what `GET path` responds to `out`, piece by piece."""
+        with self._exchange("GET", path, None) as response:
+            try:
+                while data := response.read(_CHUNK_BYTES):
+                    out.write(data)
+            except (http.client.HTTPException, TimeoutError) as error:
+                raise CommandError(f"the response ended early ({error})", "try again", ExitCode.UNREACHABLE) from error
+
     def _events(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         try:
             for line in response:
@@ -157,10 +196,13 @@ class GatewayClient:
             raise CommandError(f"the response ended early ({error})", "try again", ExitCode.UNREACHABLE) from error
 
     @contextlib.contextmanager
-    def _exchange(self, method: str, path: str, body: Any) -> Iterator[http.client.HTTPResponse]:
+    def _exchange(
+        self, method: str, path: str, body: Any, raw_headers: dict[str, str] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """`body` is sent as JSON; with `raw_headers`, it is an iterable of bytes that is sent with these."""
         with contextlib.closing(self._connection()) as connection:
-            content = None if body is None else msgspec.json.encode(body)
-            headers = {**self._headers, **({"content-type": "application/json"} if content else {})}
+            content = body if body is None or raw_headers else msgspec.json.encode(body)
+            headers = {**self._headers, **(raw_headers or ({"content-type": "application/json"} if content else {}))}
             try:
                 connection.request(method, self._base + path, body=content, headers=headers)
                 response = connection.getresponse()

@@ -26,6 +26,7 @@ _USE = {
     "run": "commands.run:run",
     "chat": "commands.chat:chat",
     "embed": "commands.chat:embed",
+    "batch": "commands.batch:batch",
     "launch": "commands.launch:launch",
 }
 _CONTROL = {

@@ -194,6 +194,51 @@ class ResponsesSection(Section, frozen=True):
         check_location(self.database)
 
 
+class BatchesSection(Section, frozen=True):
+    """Files and batches: `/v1/files`, `/v1/batches`, `/v1/messages/batches`."""
+
+    directory: Path = Path("files")
+    """Where files are kept, in `gateway.state`; gateways that share a database share it too. Needs a restart."""
+    hours: tuple[str, ...] = ()
+    """When batches run, in local time: `["22:00-06:30"]`. Empty: always."""
+    price: Annotated[float, Meta(ge=0, le=100)] = 0.5
+    """The cost of their tokens, relative to `models.toml`."""
+    max_lines: Annotated[int, Meta(ge=1, le=1_000_000)] = 100_000
+    """Lines of one batch."""
+    max_lines_per_node: Count = 64
+    """Lines that run at once on a node that nobody else uses."""
+    max_batches_per_key: Count = 64
+    """Batches of a key that have not ended; more get 429."""
+    max_files_per_key: Count = 10_000
+    """Files of a key; more get 429."""
+    max_mb_per_key: Count = 20_480
+    """Size of all files of a key; more get 429."""
+    max_window_s: Seconds = 604800.0
+    """The longest `completion_window`."""
+    retention_s: Seconds = 2592000.0
+    """Files and ended batches are deleted after this time."""
+
+    def __post_init__(self) -> None:
+        for text in self.hours:
+            hours_of(text)
+
+    def is_open(self, minute: int) -> bool:
+        """Whether batches run in a minute of the day."""
+        for first, last in map(hours_of, self.hours):
+            if first <= minute < last or (first >= last and (minute >= first or minute < last)):
+                return True
+        return not self.hours
+
+
+def hours_of(text: str) -> tuple[int, int]:
+    """The first minute of the day and the one after the last. Raises ValueError."""
+    match = re.fullmatch(r"([01]?\d|2[0-3]):([0-5]\d)-([01]?\d|2[0-4]):([0-5]\d)", text)
+    if match is None:
+        raise ValueError(f"hours must look like `22:00-06:30`, got `{text[:40]}`")
+    first_hour, first_minute, last_hour, last_minute = map(int, match.groups())
+    return first_hour * 60 + first_minute, last_hour * 60 + last_minute
+
+
 class PicturesSection(Section, frozen=True):
     """Pictures that clients name by address instead of sending them."""
 
@@ -343,6 +388,7 @@ class Config(Section, frozen=True):
     sign_in: SignInSection = SignInSection()
     ledger: LedgerSection = LedgerSection()
     responses: ResponsesSection = ResponsesSection()
+    batches: BatchesSection = BatchesSection()
     activity: ActivitySection = ActivitySection()
     pictures: PicturesSection = PicturesSection()
     telemetry: TelemetrySection = TelemetrySection()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from cortex.gateway.api.control import Control
 from cortex.gateway.api.ollama.inference import OllamaInference
+from cortex.gateway.batches.api import BatchService
+from cortex.gateway.batches.api import takes as takes_batches
 from cortex.gateway.config import Config
 from cortex.gateway.page.page import Page
 from cortex.gateway.proxy.inference import Inference
@@ -26,6 +28,7 @@ class RequestRouter:
         self,
         inference: Inference,
         responses: ResponsesService,
+        batches: BatchService,
         ollama: OllamaInference,
         control: Control,
         page: Page,
@@ -34,6 +37,7 @@ class RequestRouter:
         self._ollama = ollama
         self._opaque = OpaqueInference(inference)
         self._responses = responses
+        self._batches = batches
         self._control = control
         self._page = page
         self._cross_site = control.cross_site
@@ -50,7 +54,9 @@ class RequestRouter:
         addresses = (section.listen, section.ollama_listen)
         hosts = (*section.allowed_hosts, *(address.host for address in addresses if address is not None))
         self._cross_site = CrossSiteCheck(hosts, section.cors_origins)
-        self._control.cross_site = self._ollama.cross_site = self._opaque.cross_site = self._cross_site
+        self._control.cross_site = self._batches.cross_site = self._ollama.cross_site = self._opaque.cross_site = (
+            self._cross_site
+        )
         self._accepted_host = None
         self._checks_host = is_open and section.listen.is_loopback
 
@@ -68,6 +74,8 @@ class RequestRouter:
                 self._responses.conversations.handle(exchange)
             elif request.path.startswith(STORED_RESPONSES):
                 self._responses.stored.handle(exchange)
+            elif takes_batches(request):
+                self._batches.handle(exchange)
             elif self._page.takes(request):
                 self._page.handle(exchange)
             else:

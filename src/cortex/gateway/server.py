@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from cortex.fleet.catalogue import Alias, Catalogue, ModelSpec
+from cortex.fleet.idle_caps import IdleCaps
 from cortex.gateway.api.activity import ActivityRoutes, AuditRoutes, HistoryRoutes
 from cortex.gateway.api.benches import BenchRoutes
 from cortex.gateway.api.control import Control
@@ -27,6 +28,7 @@ from cortex.gateway.api.ollama.routes import OllamaRoutes
 from cortex.gateway.api.orders import OrderRoutes
 from cortex.gateway.api.parts import DeferredResponses
 from cortex.gateway.api.usage import UsageRoutes
+from cortex.gateway.batches.api import BatchService
 from cortex.gateway.config import Config
 from cortex.gateway.configuration_files import ConfigurationFiles, warn_about_access, warn_about_restart
 from cortex.gateway.created_models import CreatedModels, joined, with_entry, without_entries
@@ -141,6 +143,7 @@ class Gateway:
             parser=parser,
             pictures=PictureInlining(config.pictures, fetcher or PictureFetcher(self._ticker), parser, buffered),
             buffered=buffered,
+            idle_caps=IdleCaps(),
         )
         self._activity_file = ActivityFile(config.state_directory(directory), self._services.activity)
         self._request_log = RequestLog(self._services.activity, self._database)
@@ -155,6 +158,15 @@ class Gateway:
         self._reloading = asyncio.Lock()
         self._deferred = DeferredResponses()
         self._streams = EventStreams(time.monotonic, self._metering)
+        self._batches = BatchService(
+            config.batches,
+            config.state_directory(directory),
+            self._database,
+            self._inference,
+            self._metering,
+            self.tasks,
+            self._deferred,
+        )
         board = JobBoard()
         operator = OperatorCommands(self.dispatcher, self.event_log)
         self._file_routes = FileRoutes(self.dispatcher, nodes, neighbours, board, self._metering, self._deferred)
@@ -190,6 +202,7 @@ class Gateway:
                 self._streams,
                 self._deferred,
             ),
+            self._batches,
             HistoryRoutes(self._history.history, self._metering),
             UsageRoutes(self._metering, lambda: self.dispatcher.fleet.catalogue, self._deferred),
             KeyRoutes(self._metering, self._refresh_keys, self._deferred),
@@ -210,7 +223,7 @@ class Gateway:
         self._signing_in = SigningIn(self._metering, Conversations(self._database), attempts)
         self._page = Page(self._metering.meter, self._signing_in, attempts, is_secure=self._certificate is not None)
         ollama = OllamaInference(self._inference, operator, self._control.cross_site)
-        self._router = RequestRouter(self._inference, self._responses, ollama, self._control, self._page)
+        self._router = RequestRouter(self._inference, self._responses, self._batches, ollama, self._control, self._page)
         self.server = api_server(
             self._router.handle,
             config,
@@ -261,6 +274,7 @@ class Gateway:
         if self._certificate is not None:
             self._regular.append(self.tasks.start("renew certificate", self._certificate.watch))
         self._responses.start()
+        self._batches.start()
         self._warn_about_access()
         return address
 
@@ -272,7 +286,7 @@ class Gateway:
         self.dispatcher.close()
         closing = asyncio.create_task(self.server.close(grace_s))
         self._streams.close()
-        await asyncio.gather(closing, self._responses.drain(grace_s))
+        await asyncio.gather(closing, self._responses.drain(grace_s), self._batches.close(grace_s))
         await self._metrics_server.close()
         for task in self._regular:
             task.cancel()
@@ -359,6 +373,7 @@ class Gateway:
         self._admission.prefix_sharing = config.gateway.prefix_sharing
         self._services.pictures.section = config.pictures
         self._responses.use(config.responses)
+        self._batches.use(config.batches)
         self._router.configure(config, is_open=self._metering.is_open)
         self._services.activity.configure(config.activity)
         self._request_log.retention_days = config.activity.log_retention_days

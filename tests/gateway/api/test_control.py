@@ -143,7 +143,7 @@ async def test_wrong_method_gets_the_allowed_ones(start_gateway: StartGateway, p
         assert (response.status, response.headers["allow"]) == (405, allowed)
 
 
-@pytest.mark.parametrize("path", ["/v1/messages/batches", "/v1/models/none"])
+@pytest.mark.parametrize("path", ["/v1/messages/none", "/v1/messages/batches/none", "/v1/files", "/v1/models/none"])
 async def test_anthropic_client_gets_its_form_of_not_found(start_gateway: StartGateway, path: str) -> None:
     client = await start_gateway()
     status, body = await client.get(path, **{"anthropic-version": "2023-06-01"})

@@ -245,7 +245,7 @@ async def test_rejects_a_body_that_is_declared_as_something_else_than_json(
     assert len(beast.seen) == 3
 
 
-@pytest.mark.parametrize("path", ["/v1/files", "/v1/skills", "/v1/agents", "/v1/skills/x?beta=true"])
+@pytest.mark.parametrize("path", ["/v1/skills", "/v1/agents", "/v1/skills/x?beta=true"])
 async def test_unknown_paths_respond_in_the_dialect_of_the_caller(start_gateway: StartGateway, path: str) -> None:
     client = await start_gateway()
     status, body = await client.get(path, **{"anthropic-version": "2023-06-01"})

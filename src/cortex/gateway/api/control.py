@@ -175,6 +175,7 @@ class Control:
                     "/v1/conversations/{id}/items",
                     "/v1/conversations/{id}/items/{item}",
                 ],
+                "batches": ["/v1/files", "/v1/batches", "/v1/messages/batches", "/fleet/batches"],
                 "models": "/v1/models",
                 "ollama": ["/api/version", "/api/tags", "/api/ps", "/api/show", "/api/pull", "/api/delete"],
                 "fleet": [

@@ -84,6 +84,11 @@ class DispatchView:
         return {name: counts for name, counts in {"": self._queues.by_class(model), **waiting}.items() if counts}
 
     @property
+    def awaited_models(self) -> frozenset[str]:
+        """Models that requests wait for which may evict others."""
+        return frozenset(model for model in self._queues.models if self._queues.origin(model) != "background")
+
+    @property
     def in_flight(self) -> dict[ModelOnNode, int]:
         """Requests open at each model on each node; only those with any."""
         return self._leases.in_flight

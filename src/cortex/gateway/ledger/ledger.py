@@ -236,14 +236,7 @@ class Ledger:
     def _settle(self, account: Account, reserved: int, counts: Counts, *, model: str, node: str) -> None:
         now = self.clock()
         account.settle(reserved, counts.tokens, now)
-        slot = Slot.at(
-            now,
-            key_id=account.key.id,
-            key_name=account.key.name,
-            model=model,
-            node=node,
-            key_group=account.key.group or "",
-        )
+        slot = slot_of(account, now, model, node)
         earlier = self._batch.get(slot)
         self._batch[slot] = counts if earlier is None else earlier + counts
 
@@ -330,6 +323,12 @@ class Ledger:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await self._store.database.call(work)
+
+
+def slot_of(account: Account, now: float, model: str, node: str) -> Slot:
+    """The row that usage of `account` is added to."""
+    key = account.key
+    return Slot.at(now, key_id=key.id, key_name=key.name, model=model, node=node, key_group=key.group or "")
 
 
 def _windows(keys: Iterable[KeySection], now: float) -> dict[str, int]:

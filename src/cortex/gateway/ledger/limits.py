@@ -204,6 +204,7 @@ class Account:
 
     __slots__ = (
         "_bucket",
+        "_held_by_lines",
         "_is_cost",
         "_label",
         "_reserved",
@@ -228,6 +229,8 @@ class Account:
         self._unrecorded: dict[int, int] = {}
         """By minute: settled here and not yet known to be stored."""
         self._reserved = 0
+        self._held_by_lines = 0
+        """As `_reserved`, for lines of batches."""
         self._reserved_elsewhere = recorded.reserved_elsewhere
         self.num_reservations = 0
         """Running requests with a reservation."""
@@ -270,6 +273,23 @@ class Account:
         self._reserved += tokens * price
         self.num_reservations += 1
         return tokens * price
+
+    def hold(self, estimate: Estimate, now: float, *, price: int = 1) -> int:
+        """Reserve what a line of a batch may use; returns the amount, for `end_hold`. Lines do not count as requests
+        per minute, and gateways do not record what they hold: a line that is lost runs again and is charged then.
+
+        Raises `InsufficientQuota`.
+        """
+        amount = (self._granted(estimate, now, price) if self.has_budget else estimate.likely_tokens) * price
+        self._held_by_lines += amount
+        return amount
+
+    def end_hold(self, held: int, recorded: int, now: float) -> None:
+        """Replace what a line holds by what the store has recorded for it."""
+        self._held_by_lines -= held
+        if recorded:
+            self._window.add(int(now // MINUTE_S), recorded)
+            self._total += recorded
 
     def extend(self, reserved: int, estimate: Estimate, now: float, *, price: int = 1) -> int:
         """Replace a reservation by a larger one, by what is known now; returns its amount. Raises `InsufficientQuota`,
@@ -324,7 +344,7 @@ class Account:
 
     def _granted(self, estimate: Estimate, now: float, price: int) -> int:
         """The tokens to reserve. Raises the error of a budget that has too little left."""
-        held, least = self._reserved + self._reserved_elsewhere, estimate.least_tokens * price
+        held, least = self._reserved + self._held_by_lines + self._reserved_elsewhere, estimate.least_tokens * price
         left = UNKNOWN
         if (balance := self.key.balance_tokens) is not None:
             left = balance - self._total - held

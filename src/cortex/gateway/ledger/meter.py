@@ -23,16 +23,17 @@ from cortex.gateway.ledger.groups import (
     budget_left,
     budgets_of,
     cost_id,
+    cost_nano,
     group_id,
     nano_per_token,
     with_values_of_groups,
 )
 from cortex.gateway.ledger.key_store import KeysInForce, KeyStore, merged
 from cortex.gateway.ledger.keys import Keyring, KeySection, check_operator
-from cortex.gateway.ledger.ledger import Ledger, UnwrittenUsage
+from cortex.gateway.ledger.ledger import Ledger, UnwrittenUsage, slot_of
 from cortex.gateway.ledger.limits import Account, Estimate, TokenLimits
 from cortex.gateway.ledger.sessions import Sessions, check_from_page, session_of
-from cortex.gateway.ledger.store import Store, has_keys
+from cortex.gateway.ledger.store import Counts, Slot, Store, has_keys
 from cortex.gateway.ledger.users import SignInSection
 from cortex.http.request import Request
 from cortex.settings import Listen, SettingsError
@@ -271,6 +272,109 @@ class KeyedReservation:
         self._account.settle(self._tokens, 0, now)
         for charge in self._charges:
             charge.account.settle(charge.amount, 0, now)
+
+
+class LineReservation:
+    """What a line of a batch holds. It is charged together with its result, in one transaction, so that a line that
+    runs twice is charged once: `spend` has the charge, `end` ends the hold."""
+
+    __slots__ = (
+        "_account",
+        "_charges",
+        "_estimate",
+        "_full_prices",
+        "_ledger",
+        "_prices",
+        "_tokens",
+        "key",
+        "model",
+        "node",
+        "usage",
+    )
+
+    may_end_response = False
+
+    def __init__(
+        self, ledger: Ledger | None, key: KeySection | None, estimate: Estimate, prices: Prices, price: float
+    ) -> None:
+        """`ledger` is None on an open gateway. `price`: the part of `prices` that batches cost. Raises
+        InsufficientQuota."""
+        self.key = key
+        self.usage: Usage | None = None
+        """What it has used, once it is known."""
+        self.model = self.node = ""
+        self._ledger = ledger if key is not None else None
+        self._estimate = estimate
+        self._full_prices = prices
+        prices = self._prices = NoPrices(prices.input * price, prices.cached_input * price, prices.output * price)
+        self._account: Account | None = None
+        self._charges: list[_Charge] = []
+        self._tokens = 0
+        if self._ledger is None or key is None:
+            return
+        now = self._ledger.clock()
+        self._account = self._ledger.account(key)
+        self._tokens = self._account.hold(estimate, now)
+        try:
+            for budget, other in self._ledger.budgets(key):
+                price = nano_per_token(prices) if budget.is_cost else 1
+                if price:
+                    self._charges.append(_Charge(budget, other, price, other.hold(estimate, now, price=price)))
+        except CortexError:
+            self.end(is_recorded=False)
+            raise
+
+    @property
+    def principal(self) -> str:
+        return ANONYMOUS if self.key is None else self.key.name
+
+    @property
+    def token_limit(self) -> int | None:
+        own = self._tokens if self._account is not None and self._account.has_budget else None
+        limits = (own, *(charge.token_limit for charge in self._charges))
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def cost_nano(self) -> int:
+        """What its usage costs, at the price of a batch."""
+        return cost_nano(self._prices, self.usage or Usage())
+
+    def max_prompt_tokens(self, most: int) -> int:
+        return self._estimate.max_prompt_tokens(most)
+
+    def extend(self, prompt_tokens: int) -> int | None:
+        """A line runs with what it holds."""
+        del prompt_tokens
+        return self.token_limit
+
+    def settle(self, usage: Usage | None, *, model: str, node: str) -> None:
+        self.usage, self.model, self.node = usage, model, node
+
+    def cancel(self) -> None:
+        """Its batch ends it."""
+
+    def spend(self) -> dict[Slot, Counts]:
+        """The rows to record with its result."""
+        if self._ledger is None or self._account is None:
+            return {}
+        now, used = self._ledger.clock(), self.usage or Usage()
+        counts = Counts(requests=1, usage=used, saved_nano=cost_nano(self._full_prices, used) - self.cost_nano)
+        found = {slot_of(self._account, now, self.model, self.node): counts}
+        for charge in self._charges:
+            amount = charge.budget.amount(used.prompt_tokens + used.completion_tokens, used, self._prices)
+            slot = slot_of(charge.account, now, "", "")
+            found[slot] = Counts(requests=1, usage=Usage(completion_tokens=amount))
+        return found
+
+    def end(self, *, is_recorded: bool) -> None:
+        """End what it holds. `is_recorded`: the database has `spend`. Call it once."""
+        if self._ledger is None or self._account is None:
+            return
+        now, recorded = self._ledger.clock(), self.spend() if is_recorded else {}
+        tokens = {slot.key_id: counts.tokens for slot, counts in recorded.items()}
+        self._account.end_hold(self._tokens, tokens.get(self._account.key.id, 0), now)
+        for charge in self._charges:
+            charge.account.end_hold(charge.amount, tokens.get(charge.account.key.id, 0), now)
 
 
 class KeyedMeter:

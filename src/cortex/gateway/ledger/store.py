@@ -61,12 +61,14 @@ SCHEMA = Schema(
     added_columns=(
         ("spend", "key_group", "TEXT NOT NULL DEFAULT ''"),
         ("spend", "energy_mj", "BIGINT NOT NULL DEFAULT 0"),
+        ("spend", "saved_nano", "BIGINT NOT NULL DEFAULT 0"),
     ),
 )
 _ADD_SPEND = """
     INSERT INTO spend (minute, key_id, key_name, key_group, model, node,
-                       requests, prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens, energy_mj)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+                       requests, prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens, energy_mj,
+                       saved_nano)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT (key_id, minute, model, node) DO UPDATE SET
         key_name = excluded.key_name,
         key_group = excluded.key_group,
@@ -75,7 +77,8 @@ _ADD_SPEND = """
         cached_tokens = spend.cached_tokens + excluded.cached_tokens,
         completion_tokens = spend.completion_tokens + excluded.completion_tokens,
         reasoning_tokens = spend.reasoning_tokens + excluded.reasoning_tokens,
-        energy_mj = spend.energy_mj + excluded.energy_mj
+        energy_mj = spend.energy_mj + excluded.energy_mj,
+        saved_nano = spend.saved_nano + excluded.saved_nano
 """
 _ADD_TOTAL = """
     INSERT INTO total (key_id, tokens) VALUES (?, ?)
@@ -98,7 +101,7 @@ _GROUPS: dict[GroupBy, str] = {
 }
 _USAGE = """
     SELECT {group}, model, SUM(requests), SUM(prompt_tokens), SUM(cached_tokens),
-           SUM(completion_tokens), SUM(reasoning_tokens), SUM(energy_mj)
+           SUM(completion_tokens), SUM(reasoning_tokens), SUM(energy_mj), SUM(saved_nano)
     FROM spend WHERE minute >= ? AND minute < ?{of_key}
         AND substr(key_id, 1, 6) <> 'group:' AND substr(key_id, 1, 5) <> 'cost:'
     GROUP BY 1, 3 ORDER BY 1, 3
@@ -151,6 +154,8 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
     requests: int = 0
     usage: Usage = Usage()
+    saved_nano: int = 0
+    """By how many billionths batches cost less than the prices say."""
 
     @property
     def tokens(self) -> int:
@@ -158,7 +163,9 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
         return self.usage.prompt_tokens + self.usage.completion_tokens
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(requests=self.requests + other.requests, usage=summed((self.usage, other.usage)))
+        saved_nano = self.saved_nano + other.saved_nano
+        usage = summed((self.usage, other.usage))
+        return Counts(requests=self.requests + other.requests, usage=usage, saved_nano=saved_nano)
 
 
 class Spend(NamedTuple):
@@ -373,11 +380,12 @@ def read_usage(execute: Execute, group: GroupBy, bounds: tuple[int, int], key_id
 def _row(slot: Slot, counts: Counts) -> tuple[str | int, ...]:
     usage = counts.usage
     used = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.reasoning_tokens, usage.energy_mj)
-    return (slot.minute, slot.key_id, slot.key_name, slot.key_group, slot.model, slot.node, counts.requests, *used)
+    names = (slot.minute, slot.key_id, slot.key_name, slot.key_group, slot.model, slot.node)
+    return (*names, counts.requests, *used, counts.saved_nano)
 
 
 def _counts(row: Sequence[Any]) -> Counts:
-    requests, prompt, cached, completion, reasoning, energy_mj = map(int, row)
+    requests, prompt, cached, completion, reasoning, energy_mj, saved_nano = map(int, row)
     usage = Usage(
         prompt_tokens=prompt,
         cached_tokens=cached,
@@ -385,4 +393,4 @@ def _counts(row: Sequence[Any]) -> Counts:
         reasoning_tokens=reasoning,
         energy_mj=energy_mj,
     )
-    return Counts(requests=requests, usage=usage)
+    return Counts(requests=requests, usage=usage, saved_nano=saved_nano)

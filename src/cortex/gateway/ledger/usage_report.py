@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from cortex.gateway.ledger.groups import NANO
 from cortex.gateway.ledger.store import GroupBy, Spend, Store
 from cortex.wire.events import Usage
 
@@ -91,7 +92,7 @@ def report(group: GroupBy, spends: Iterable[Spend], cost_of: CostOf) -> tuple[Us
             completion_tokens=before.completion_tokens + used.completion_tokens,
             reasoning_tokens=before.reasoning_tokens + used.reasoning_tokens,
             energy_wh=before.energy_wh + used.energy_mj / MILLIJOULES_PER_WH,
-            cost=before.cost + cost_of(spend.model, used),
+            cost=max(0.0, before.cost + cost_of(spend.model, used) - spend.counts.saved_nano / NANO),
         )
     if group == "day":
         return tuple(sorted(rows.values(), key=lambda row: row.id))

@@ -7,6 +7,7 @@ name. No check whose cost depends on the request runs before the key is known.
 from __future__ import annotations
 
 from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -32,6 +33,19 @@ def client_of(key: KeySection | None, request: Request) -> str:
     return key.id if key is not None else request.client
 
 
+class IdleWork(Protocol):
+    """A request that can wait: a line of a batch. It evicts nothing, and its batch charges for it."""
+
+    @property
+    def reservation(self) -> Reservation: ...
+    @property
+    def avoided(self) -> frozenset[str]:
+        """Nodes that have enough of such requests."""
+
+    def sent_to(self, node: str) -> None:
+        """It is about to be sent to a node, perhaps after another one failed."""
+
+
 class ReceivedRequest(msgspec.Struct, frozen=True):
     """An authenticated request whose body was read, before it is admitted."""
 
@@ -45,6 +59,7 @@ class ReceivedRequest(msgspec.Struct, frozen=True):
     span: Span
     received_at: float
     """When all of its bytes were there."""
+    idle: IdleWork | None = None
 
     @property
     def client(self) -> str:
@@ -65,6 +80,11 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
     """With whom its client shares cached prefixes."""
     request_class: RequestClass = "default"
     """Which requests it waits for, and which wait for it."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for it, as for a line of a batch."""
+        return self.request_class == "idle"
 
 
 def narrowed_tenant(received: ReceivedRequest, admitted: AdmittedRequest) -> bytes:
@@ -95,12 +115,13 @@ class AdmissionController:
         *,
         has_price: bool = False,
         is_check: bool = False,
+        idle: IdleWork | None = None,
     ) -> AdmittedRequest:
         """Reserve what a request of `key` may use and resolve its model. Raises the `CortexError` that rejects it.
 
         `has_price`: it uses the tokens that the catalogue says for its model. `is_check`: see `AdmittedRequest`."""
-        reservation: Reservation = FreeReservation(key)
-        if not is_check:
+        reservation: Reservation = FreeReservation(key) if idle is None else idle.reservation
+        if not is_check and idle is None:
             reservation = self._reserve(key, prompt_bytes, facts, has_price=has_price)
         try:
             resolution = resolve_for(self._dispatcher, reservation.key, facts.model)
@@ -110,7 +131,7 @@ class AdmissionController:
         except CortexError as error:
             reservation.cancel()
             raise shown_to(key, error) from error
-        served = class_of_key(key, facts.asked_class)
+        served = class_of_key(key, facts.asked_class) if idle is None else "idle"
         # Idle work evicts no model for itself.
         origin: Origin = "background" if resolution.background or served == "idle" else "request"
         tenant = tenant_of_key(key, self.prefix_sharing)

@@ -94,10 +94,28 @@ class Inference:
                 check_content_type((content_type or b"").decode("latin-1"), required=is_from_page)
             if route.may_lack_model and not names_model(request.body):
                 request.body = with_model(request.body, self._only_model(request, route, key))
-            strip_billing = services.config.strip_billing_header and route.dialect in BILLED
-            catalogue = services.dispatcher.catalogue
+        except CortexError as error:
+            self.reject_unread(exchange, route, key, id, span, error)
+            return
+        self.read(exchange, route, key, id, span, received_at, then)
+
+    def read(
+        self,
+        exchange: Exchange,
+        route: InferenceRoute,
+        key: KeySection | None,
+        id: bytes,
+        span: Span,
+        received_at: float,
+        then: Callable[[ReceivedRequest], None],
+    ) -> None:
+        """Call `then` with a request of `key` once its body is read, or reject it."""
+        request = exchange.request
+        strip_billing = self.services.config.strip_billing_header and route.dialect in BILLED
+        try:
+            has_presets = self.services.dispatcher.catalogue.has_presets
             is_large = is_read_elsewhere(request.body, route.dialect, strip_billing=strip_billing)
-            if is_large or (catalogue.has_presets and is_edited_elsewhere(request.body)):
+            if is_large or (has_presets and is_edited_elsewhere(request.body)):
                 reading = self._receive_large(exchange, route, key, id, span, received_at, strip_billing, then)
                 task = run_once(reading, "read a large request")
                 exchange.on_disconnect(partial(_cancel, task))
@@ -218,7 +236,12 @@ class Inference:
             num_bytes = len(body) - envelope.facts.picture_bytes if route.uses_tokens else 0
             has_price = route.need == "relay"  # its tokens are not in its bytes
             admitted = self.services.admission.admit(
-                received.key, num_bytes, envelope.facts, has_price=has_price, is_check=is_check
+                received.key,
+                num_bytes,
+                envelope.facts,
+                has_price=has_price,
+                is_check=is_check,
+                idle=received.idle,
             )
         except CortexError as error:
             self.reject(received, error)

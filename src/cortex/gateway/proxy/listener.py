@@ -94,6 +94,8 @@ CONVERSATIONS_PATH = b"/session/conversations"
 CONVERSATION_BYTES = 1024 * 1024
 API_CONVERSATIONS = b"/v1/conversations"
 """Items of these may have pictures, as the input of a response."""
+FILES_PATH = b"/v1/files"
+MESSAGE_BATCHES_PATH = b"/v1/messages/batches"
 CONTROL_BODY_BYTES = 64 * 1024
 """The longest body of a request that is not inference."""
 MAX_SCRAPERS = 32
@@ -154,8 +156,12 @@ def api_server(
             if opaque.is_upstream and key is not None:
                 check_operator(key)  # before gigabytes of others are on the disk
             return body_limit(request, body_bytes=limits.body_bytes, upload_bytes=limits.upload_bytes)
+        if request.method == b"POST" and request.path.rstrip(b"/") == FILES_PATH:
+            return Spooled(limits.upload_bytes)
         is_inference = request.method == b"POST" and (
-            request.path in ROUTES or request.path.startswith(API_CONVERSATIONS)
+            request.path in ROUTES
+            or request.path.startswith(API_CONVERSATIONS)
+            or request.path.rstrip(b"/") == MESSAGE_BATCHES_PATH
         )
         if request.path.startswith(CONVERSATIONS_PATH):
             return CONVERSATION_BYTES

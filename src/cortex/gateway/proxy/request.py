@@ -179,7 +179,7 @@ class ProxyRequest:
         self._body = body or OutgoingBody(received, admitted, keeper)
         self._lease: Lease | None = None
         self._pending: PendingRequest | None = None
-        self._excluded = NO_NODES
+        self._excluded = NO_NODES if received.idle is None else received.idle.avoided
         self._translation: ChatTranslation | OllamaEmbeddings | None = None
         self._rewriting: asyncio.Task[None] | None = None
         """Work on a large body in another process, before it is sent."""
@@ -273,6 +273,8 @@ class ProxyRequest:
         target, body, translation = self._body.made()
         self._translation = translation
         accounting.sent(lease)
+        if received.idle is not None:
+            received.idle.sent_to(lease.node)
         if translation is not None:
             translation.gateway_s = accounting.held_s
         self._attempt = received.span.call(lease.node)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from cortex.fleet.idle_caps import IdleCaps
 from cortex.gateway.config import GatewaySection
 from cortex.gateway.dispatch.dispatcher import Dispatcher
 from cortex.gateway.dispatch.nodes.client import NodeClient
@@ -40,5 +41,7 @@ class Services:
     pictures: PictureInlining
     buffered: Buffered
     """Request bytes in memory, of clients and of runs in the background."""
+    idle_caps: IdleCaps
+    """How many lines of batches each node may run; interactive requests report how fast they were served."""
     clock: ClassVar = staticmethod(time.monotonic)
     """Not the loop's, which counts whole milliseconds and stands still during a turn: a request takes less."""

@@ -84,6 +84,8 @@ class RequestAccounting:
     def sent(self, lease: Lease) -> None:
         """The request is about to be sent to a node."""
         self.sent_at = self.services.clock()
+        if not self.admitted.is_idle:
+            self.services.idle_caps.began(lease.node, self.sent_at)
         if self.overhead_s is None:
             self.overhead_s = self.sent_at - self.started_at - lease.waited_s
         self.num_attempts += 1
@@ -280,13 +282,24 @@ class RequestAccounting:
         traffic.duration.observe(duration_s)
         if self.overhead_s is not None:
             metrics.overhead.observe(self.overhead_s)
+        if self.admitted.is_idle:
+            return  # nobody waits for it: its times are not those of the model
         first_token_s = self.first_token_s
         if first_token_s is not None:
             traffic.first_token.observe(first_token_s)
         if usage is not None and first_token_s is not None:
             later_tokens, later_s = usage.completion_tokens - 1, duration_s - first_token_s
-            if later_s > 0 and later_tokens > 0:
+            has_pace = later_s > 0 and later_tokens > 0
+            if has_pace:
                 traffic.speed.observe(later_tokens / later_s)
+            self.services.idle_caps.served(
+                node,
+                self.admitted.model,
+                self.ended_at,
+                ttft_s=first_token_s - self.held_s,
+                num_tokens=usage.prompt_tokens - usage.cached_tokens,
+                gap_s=later_s / later_tokens if has_pace else None,
+            )
 
     def _end_span(self, node: str, outcome: Outcome, usage: Usage | None) -> None:
         attributes: dict[str, str | int | float] = {

@@ -5,6 +5,7 @@ import { html, useEffect, useState } from "../html.js";
 import { Explanation, sentence } from "../orders.js";
 import { Badge, CopyButton, Dialog, Empty, Loading, Problem, notify, useLoaded } from "../parts.js";
 import { events, session } from "../state.js";
+import { Batches } from "./batches.js";
 import { Running } from "./running.js";
 
 const KEPT = 300;
@@ -24,12 +25,14 @@ export default function Activity() {
   return html`
     <header class="view-head">
       <h1>Activity</h1>
-      ${operator && html`<div class="segmented" role="group" aria-label="What to show">
-        ${["requests", "decisions"].map((name) => html`
+      <div class="segmented" role="group" aria-label="What to show">
+        ${["requests", ...(operator ? ["decisions"] : []), "batches"].map((name) => html`
           <button key=${name} aria-pressed=${tab === name} onClick=${() => setTab(name)}>${name[0].toUpperCase()}${name.slice(1)}</button>`)}
-      </div>`}
+      </div>
     </header>
-    ${tab === "requests" ? html`<${Requests} operator=${operator} />` : html`<${Decisions} />`}`;
+    ${tab === "requests" && html`<${Requests} operator=${operator} />`}
+    ${tab === "decisions" && html`<${Decisions} />`}
+    ${tab === "batches" && html`<${Batches} operator=${operator} />`}`;
 }
 
 function Requests({ operator }) {

@@ -1,0 +1,145 @@
+"""How many lines of batches each node may run at once, from how much they slow interactive requests down.
+
+Pure: samples and times come in, numbers go out. While a node serves nobody else, its cap doubles up to a limit. Beside
+interactive requests it follows what these measure: one more line while they are as fast as without batches, half as
+many when they are slower than that allows (additive increase, multiplicative decrease).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Hashable
+
+MAX_TTFT_RATIO = 1.5
+"""Time to the first token beside batches, against that without them."""
+MAX_GAP_RATIO = 1.2
+"""Time between tokens, likewise."""
+QUIET_S = 5.0
+"""A node without interactive requests for this long is free for batches."""
+STEP_S = 1.0
+"""How often a cap is raised at most."""
+HOLD_S = 2.0
+"""After a cap was halved, samples of requests that began before still come in; they do not halve it again."""
+NUM_KEPT = 128
+NUM_CLEAN = 8
+"""Samples without batches that a baseline needs."""
+TAIL = 0.95
+"""The part of the requests without batches that must be within the limit too."""
+NUM_GOOD = 4
+"""Good samples before a cap is raised beside interactive requests."""
+MAX_PATIENCE = 64
+"""The same from zero, where a single line was too much: it doubles with every attempt, up to this."""
+
+
+class _Pace:
+    """Samples of one kind: those without batches, and all."""
+
+    __slots__ = ("all", "clean")
+
+    def __init__(self) -> None:
+        self.clean: deque[float] = deque(maxlen=NUM_KEPT)
+        self.all: deque[float] = deque(maxlen=NUM_KEPT)
+
+    def add(self, value: float, *, is_clean: bool) -> None:
+        self.all.append(value)
+        if is_clean:
+            self.clean.append(value)
+
+    @property
+    def baseline(self) -> float:
+        """What requests take without batches; infinite while too little is known. Where a node was never seen without
+        batches, its fastest requests stand for that."""
+        if len(self.clean) >= NUM_CLEAN:
+            return _quantile(self.clean, TAIL)
+        return _quantile(self.all, 0.25) if len(self.all) >= NUM_CLEAN else math.inf
+
+
+class _NodeCap:
+    """One node."""
+
+    __slots__ = ("free", "gaps", "halved_at", "interactive_at", "num_good", "patience", "raised_at", "shared", "ttfts")
+
+    def __init__(self) -> None:
+        self.free = 1.0
+        self.shared = 1.0
+        self.raised_at = self.halved_at = self.interactive_at = -math.inf
+        self.num_good = 0
+        self.patience = NUM_GOOD
+        self.ttfts: dict[Hashable, _Pace] = {}
+        self.gaps: dict[Hashable, _Pace] = {}
+
+
+class IdleCaps:
+    """The caps of all nodes. Mutable; belongs to the loop's thread."""
+
+    def __init__(self, most: int = 64) -> None:
+        self.most = most
+        """Lines on one node at once. Replaced by a reload."""
+        self._nodes: dict[str, _NodeCap] = {}
+        self.lines: Counter[str] = Counter()
+        """Lines that run on each node. Their owner counts them."""
+
+    def cap(self, node: str, now: float, *, num_interactive: int) -> int:
+        """How many lines may run there now, `num_interactive` other requests being there."""
+        at = self._at(node)
+        if num_interactive:
+            at.interactive_at = now
+        return int(min(self.most, at.free if self._is_quiet(at, now) else at.shared))
+
+    def began(self, node: str, now: float) -> None:
+        """An interactive request was sent there."""
+        self._at(node).interactive_at = now
+
+    def served(
+        self, node: str, model: str, now: float, *, ttft_s: float | None, num_tokens: int, gap_s: float | None
+    ) -> None:
+        """An interactive request was served, with `num_tokens` computed of its prompt."""
+        at, lines = self._at(node), self.lines[node]
+        at.interactive_at = now
+        is_slow = False
+        for paces, key, value, most in (
+            (at.ttfts, (model, num_tokens.bit_length() // 2), ttft_s, MAX_TTFT_RATIO),
+            (at.gaps, model, gap_s, MAX_GAP_RATIO),
+        ):
+            if value is None:
+                continue
+            pace = paces.setdefault(key, _Pace())
+            is_slow = is_slow or (lines > 0 and value > most * pace.baseline)
+            pace.add(value, is_clean=lines == 0)
+        if is_slow and now - at.halved_at >= HOLD_S:
+            at.shared = max(0.5, min(at.shared, lines) / 2)
+            at.patience = NUM_GOOD if at.shared >= 1 else min(MAX_PATIENCE, 2 * at.patience)
+            at.halved_at, at.num_good = now, 0
+        elif not is_slow:
+            at.num_good += 1
+            # A cap that is not used up says nothing about the next one.
+            is_used = lines >= int(at.shared)
+            wanted = NUM_GOOD if at.shared >= 1 else at.patience
+            if is_used and at.num_good >= wanted and now - max(at.raised_at, at.halved_at) >= STEP_S:
+                at.shared = min(self.most, math.floor(at.shared) + 1.0)
+                at.raised_at, at.num_good = now, 0
+
+    def full(self, node: str, now: float) -> None:
+        """The node rejected a line, because it has enough to do."""
+        at = self._at(node)
+        at.free, at.raised_at = max(1.0, at.free / 2), now
+
+    def completed(self, node: str, now: float) -> None:
+        """A line was completed there, and still counts."""
+        at = self._at(node)
+        if self._is_quiet(at, now) and self.lines[node] >= int(at.free) and now - at.raised_at >= STEP_S:
+            at.free, at.raised_at = min(self.most, at.free * 2), now
+
+    def _is_quiet(self, at: _NodeCap, now: float) -> bool:
+        return now - at.interactive_at >= QUIET_S
+
+    def _at(self, node: str) -> _NodeCap:
+        if (found := self._nodes.get(node)) is None:
+            found = self._nodes[node] = _NodeCap()
+        return found
+
+
+def _quantile(samples: deque[float], share: float) -> float:
+    ordered = sorted(samples)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

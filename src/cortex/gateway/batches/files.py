@@ -1,0 +1,176 @@
+"""The files of clients and batches: rows in the database, bytes in a directory. No file is held in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from cortex.gateway.batches import tables
+from cortex.gateway.batches.tables import StoredFile
+from cortex.gateway.config import BatchesSection
+from cortex.gateway.database import Database, Execute, RejectedValue, StoreError
+from cortex.http.composed_body import ComposedBody
+from cortex.http.request import Headers
+from cortex.http.server.exchange import Exchange
+from cortex.wire.errors import DatabaseUnavailable, InvalidValue, Overloaded, RateLimitExceeded
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+CHUNK_BYTES = 256 * 1024
+MEBIBYTE = 1024 * 1024
+UNFINISHED_S = 86400.0
+"""A file that was not written for this long belongs to a gateway that has ended."""
+
+
+class FileStore:
+    """Owns the directory. Used on the loop's thread; what blocks runs on others."""
+
+    def __init__(
+        self, database: Database, section: BatchesSection, directory: Path, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.section = section
+        """Replaced by a reload."""
+        self.database = database.use(tables.SCHEMA)
+        self.directory = directory
+        self.clock = clock
+
+    async def do(self, work: Callable[[Execute], T]) -> T:
+        """Work on the database. Raises DatabaseUnavailable or InvalidValue."""
+        try:
+            return await self.database.do(work)
+        except RejectedValue as problem:
+            raise InvalidValue("The database cannot hold a text of the request, such as one with a NUL.") from problem
+        except StoreError as problem:
+            raise DatabaseUnavailable("Files and batches are not available now; try again later.") from problem
+
+    def path(self, id: str) -> Path:
+        return self.directory / id
+
+    def temporary(self, id: str) -> Path:
+        return self.directory / f".{id}.{secrets.token_hex(4)}"
+
+    async def save(
+        self, key_id: str, purpose: str, filename: str, content: Iterable[bytes], *, num_bytes: int, lasts_s: float
+    ) -> StoredFile:
+        """Keep a file. `content` is read on another thread. Raises RateLimitExceeded over a quota, Overloaded where the
+        disk does not take it."""
+        now = int(self.clock())
+        id = f"file-{secrets.token_hex(12)}"
+        file = StoredFile(id, key_id, purpose, filename[:500], num_bytes, now, now + int(lasts_s))
+        await self.do(lambda execute: self._check_quota(execute, file))
+        fresh = self.temporary(id)
+        try:
+            await asyncio.to_thread(write_whole, fresh, self.path(id), content)
+        except OSError as problem:
+            raise Overloaded(f"the file cannot be written ({problem.strerror}); try again later") from problem
+
+        def add(execute: Execute) -> None:
+            self._check_quota(execute, file)
+            tables.add_file(execute, file)
+
+        try:
+            await self.do(add)
+        except BaseException:
+            self.path(id).unlink(missing_ok=True)
+            raise
+        return file
+
+    def _check_quota(self, execute: Execute, file: StoredFile) -> None:
+        section = self.section
+        count, num_bytes = tables.held(execute, file.key_id)
+        if count >= section.max_files_per_key:
+            raise RateLimitExceeded(
+                f"This key has {count} files, which is the limit (batches.max_files_per_key); delete some."
+            )
+        if num_bytes + file.num_bytes > section.max_mb_per_key * MEBIBYTE:
+            raise RateLimitExceeded(
+                f"The files of this key would have more than {section.max_mb_per_key} MB (batches.max_mb_per_key); "
+                "delete some."
+            )
+
+    async def delete(self, id: str) -> None:
+        await self.do(lambda execute: tables.drop_file(execute, id))
+        await asyncio.to_thread(self.path(id).unlink, missing_ok=True)
+
+    async def purge(self) -> None:
+        """Delete what has expired."""
+        now = self.clock()
+        for id in await self.do(lambda execute: tables.expired_files(execute, now)):
+            await self.delete(id)
+        for id in await self.do(lambda execute: tables.old_batches(execute, now - self.section.retention_s)):
+            await self.do(partial(tables.drop_batch, id=id))
+        await asyncio.to_thread(self._delete_unfinished, now - UNFINISHED_S)
+
+    def _delete_unfinished(self, before_s: float) -> None:
+        """Delete what gateways were writing when they ended. Blocks."""
+        for path in self.directory.glob(".*"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < before_s:
+                    path.unlink()
+
+    async def send(self, exchange: Exchange, id: str, headers: Headers) -> None:
+        """Respond with the content of a file, at the pace of the client. Raises FileNotFoundError."""
+        file = await asyncio.to_thread(open, self.path(id), "rb")
+        try:
+            pace = _Pace()
+            num_bytes = os.fstat(file.fileno()).st_size
+            exchange.start(200, headers, num_bytes)
+            exchange.listen(pace)
+            while not exchange.closed and (data := await asyncio.to_thread(file.read, CHUNK_BYTES)):
+                exchange.write(data)
+                if exchange.paused:
+                    pace.ready.clear()
+                    await pace.ready.wait()
+            exchange.finish()
+        finally:
+            file.close()
+
+
+class _Pace:
+    """Waits for a client that reads more slowly than the disk."""
+
+    def __init__(self) -> None:
+        self.ready = asyncio.Event()
+
+    def on_client_full(self) -> None:
+        """The sender has noticed."""
+
+    def on_client_ready(self) -> None:
+        self.ready.set()
+
+    def on_client_disconnected(self) -> None:
+        self.ready.set()
+
+
+def write_whole(fresh: Path, path: Path, content: Iterable[bytes]) -> None:
+    """Write `path`, complete or not at all, through `fresh`. Blocks. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            for data in content:
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.rename(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def chunks_of(body: bytes | ComposedBody, start: int, end: int) -> Iterable[bytes]:
+    """A range of a body, piece by piece. Blocks."""
+    while start < end:
+        data = body[start : min(end, start + CHUNK_BYTES)]
+        if not data:
+            return
+        yield data
+        start += len(data)

@@ -1,0 +1,65 @@
+"""Gateways with batches, and their clients."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+from openai.types import Batch
+
+from cortex.gateway.batches import results as batch_results
+from cortex.gateway.batches import runner
+
+from ...waiting import WAIT_S
+
+MODEL = "small"
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is waited for in seconds elsewhere takes moments here."""
+    monkeypatch.setattr(runner, "RENEW_S", 0.1)
+    monkeypatch.setattr(batch_results, "RENEW_S", 0.1)
+    monkeypatch.setattr(runner, "PUMP_S", 0.02)
+    monkeypatch.setattr(runner, "LOST_AFTER_S", 1.0)
+
+
+def openai_client(port: int, key: str = "none") -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=WAIT_S)
+
+
+def line(number: int, **body: Any) -> dict[str, Any]:
+    content = {"model": MODEL, "messages": [{"role": "user", "content": f"hello {number}"}], **body}
+    return {"custom_id": f"line-{number}", "method": "POST", "url": CHAT, "body": content}
+
+
+def jsonl(lines: Iterable[Any]) -> bytes:
+    return b"".join((each if isinstance(each, bytes) else json.dumps(each).encode()) + b"\n" for each in lines)
+
+
+async def submit(client: AsyncOpenAI, lines: Iterable[Any], **fields: Any) -> Batch:
+    file = await client.files.create(file=("in.jsonl", io.BytesIO(jsonl(lines))), purpose="batch")
+    options: dict[str, Any] = {"endpoint": CHAT, "completion_window": "24h", **fields}
+    return await client.batches.create(input_file_id=file.id, **options)
+
+
+async def ended(client: AsyncOpenAI, id: str) -> Batch:
+    deadline = time.monotonic() + WAIT_S
+    while (batch := await client.batches.retrieve(id)).status not in ("completed", "failed", "expired", "cancelled"):
+        assert time.monotonic() < deadline, batch
+        await asyncio.sleep(0.02)
+    return batch
+
+
+async def results(client: AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    if file_id is None:
+        return []
+    content = await client.files.content(file_id)
+    return [json.loads(each) for each in content.read().splitlines()]

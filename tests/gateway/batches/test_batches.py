@@ -1,0 +1,421 @@
+"""Files and batches with the vendors' own clients, over fake nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import msgspec
+import openai
+import pytest
+from aiohttp import web
+
+from cortex.fleet.catalogue import Catalogue, Cost, ModelSpec
+from cortex.gateway.config import BatchesSection
+from cortex.gateway.ledger import keys
+from cortex.wire.node.protocol import ModelState
+
+from ...waiting import WAIT_S
+from ..fake_neuron import FakeNeuron, StartNeuron, plain_response
+from ..fake_responses import reset_connection
+from ..started_gateway import StartGateway, until
+from .conftest import MODEL, ended, line, openai_client, results, submit
+
+READY = {"sizes": {MODEL: 1 << 30}, "states": {MODEL: ModelState.READY}}
+
+
+async def test_every_line_of_a_batch_has_one_result(start_gateway: StartGateway, neurons: StartNeuron) -> None:
+    node = await neurons("one", **READY)
+    client = openai_client((await start_gateway(node)).port)
+
+    batch = await submit(client, [line(number) for number in range(40)], metadata={"job": "nightly"})
+    done = await ended(client, batch.id)
+
+    assert done.status == "completed"
+    assert done.request_counts is not None
+    assert (done.request_counts.total, done.request_counts.completed, done.request_counts.failed) == (40, 40, 0)
+    assert done.error_file_id is None
+    assert done.metadata == {"job": "nightly"}
+    found = await results(client, done.output_file_id)
+    assert [each["custom_id"] for each in found] == [f"line-{number}" for number in range(40)]
+    assert {each["response"]["body"]["choices"][0]["message"]["content"] for each in found} == {"from one"}
+    assert all(seen.headers["x-cortex-class"] == "idle" for seen in node.seen)
+    listed = [each.id async for each in client.batches.list()]
+    assert listed == [batch.id]
+
+
+async def test_invalid_lines_are_in_the_error_file_with_their_numbers(
+    start_gateway: StartGateway, neurons: StartNeuron
+) -> None:
+    client = openai_client((await start_gateway(await neurons("one", **READY))).port)
+    bad = [
+        b"{",
+        line(1) | {"url": "/v1/embeddings"},
+        line(0),
+        line(4, stream=True),
+        {"custom_id": "five"},
+        line(6, model="unknown"),
+        b"",
+    ]
+
+    done = await ended(client, (await submit(client, [line(0), *bad])).id)
+
+    errors = await results(client, done.error_file_id)
+    assert [each["error"]["line"] for each in errors[:5]] == [2, 3, 4, 5, 6]
+    assert "custom_id" in errors[2]["error"]["message"]
+    assert errors[5]["response"]["status_code"] == 404
+    assert done.request_counts is not None
+    assert (done.request_counts.total, done.request_counts.completed) == (7, 1)
+    assert done.errors is not None
+    assert done.errors.data is not None
+    assert [each.line for each in done.errors.data] == [2, 3, 4, 5, 6]
+
+
+async def test_a_batch_without_a_valid_line_fails(start_gateway: StartGateway, neurons: StartNeuron) -> None:
+    client = openai_client((await start_gateway(await neurons("one", **READY))).port)
+
+    done = await ended(client, (await submit(client, [b"nonsense"])).id)
+
+    assert done.status == "failed"
+    assert done.errors is not None
+    assert done.errors.data is not None
+    assert done.errors.data[0].line == 1
+
+
+async def test_a_cancelled_batch_keeps_its_results_and_names_the_other_lines(
+    start_gateway: StartGateway, neurons: StartNeuron
+) -> None:
+    gate = asyncio.Event()
+
+    async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if body["messages"][0]["content"] != "hello 0":
+            await gate.wait()
+        return await plain_response(node, request, body)
+
+    node = await neurons("one", **READY, respond=respond)
+    client = openai_client((await start_gateway(node)).port)
+    batch = await submit(client, [line(number) for number in range(5)])
+    deadline = time.monotonic() + WAIT_S
+    while (await client.batches.retrieve(batch.id)).request_counts.completed < 1:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+    await client.batches.cancel(batch.id)
+    done = await ended(client, batch.id)
+
+    assert done.status == "cancelled"
+    assert [each["custom_id"] for each in await results(client, done.output_file_id)] == ["line-0"]
+    errors = await results(client, done.error_file_id)
+    assert [each["custom_id"] for each in errors] == ["line-1", "line-2", "line-3", "line-4"]
+    assert {each["error"]["code"] for each in errors} == {"batch_cancelled"}
+    await until(lambda: all(seen.ended for seen in node.seen))
+    with pytest.raises(openai.BadRequestError):
+        await client.batches.cancel(batch.id)
+
+
+async def test_a_batch_whose_lines_end_at_once_is_cancelled(start_gateway: StartGateway, neurons: StartNeuron) -> None:
+    client = openai_client((await start_gateway(await neurons("one", **READY))).port)
+    batch = await submit(client, [line(number, model="unknown") for number in range(2000)])
+    deadline = time.monotonic() + WAIT_S
+    while (counts := (await client.batches.retrieve(batch.id)).request_counts) is None or not counts.failed:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+    await client.batches.cancel(batch.id)
+    done = await ended(client, batch.id)
+
+    assert done.status == "cancelled"
+    errors = await results(client, done.error_file_id)
+    assert len({each["custom_id"] for each in errors}) == 2000
+
+
+async def test_a_batch_expires_with_its_completion_window(start_gateway: StartGateway, neurons: StartNeuron) -> None:
+    async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if body["messages"][0]["content"] == "hello 1":
+            await node.stream_gate.wait()
+        return await plain_response(node, request, body)
+
+    node = await neurons("one", **READY, respond=respond, stream_gate=asyncio.Event())
+    client = openai_client((await start_gateway(node)).port)
+
+    done = await ended(client, (await submit(client, [line(0), line(1)], completion_window="2s")).id)
+
+    assert done.status == "expired"
+    errors = await results(client, done.error_file_id)
+    assert "batch_expired" in {each["error"]["code"] for each in errors}
+    assert len(errors) + len(await results(client, done.output_file_id)) == 2
+
+
+async def test_lines_run_again_where_a_node_dies(start_gateway: StartGateway, neurons: StartNeuron) -> None:
+    async def dies(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await reset_connection(request)
+
+    dying, living = await neurons("dying", **READY, respond=dies), await neurons("living", **READY)
+    client = openai_client((await start_gateway(dying, living)).port)
+
+    done = await ended(client, (await submit(client, [line(number) for number in range(8)])).id)
+
+    found = await results(client, done.output_file_id)
+    assert sorted(each["custom_id"] for each in found) == [f"line-{number}" for number in range(8)]
+
+
+async def test_a_busy_node_is_asked_again(start_gateway: StartGateway, neurons: StartNeuron) -> None:
+    async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if len(node.seen) <= 2:
+            return web.json_response({"error": {"message": "full", "code": "overloaded"}}, status=503)
+        return await plain_response(node, request, body)
+
+    client = openai_client((await start_gateway(await neurons("one", **READY, respond=respond))).port)
+
+    done = await ended(client, (await submit(client, [line(0), line(1)])).id)
+
+    assert done.status == "completed"
+    assert len(await results(client, done.output_file_id)) == 2
+
+
+async def test_a_batch_loads_its_model_where_room_is_free_and_evicts_nothing(
+    start_gateway: StartGateway, neurons: StartNeuron
+) -> None:
+    full = await neurons(
+        "full", sizes={MODEL: 20 << 30, "other": 20 << 30}, states={"other": ModelState.READY}, total_bytes=24 << 30
+    )
+    gateway = await start_gateway(full)
+    client = openai_client(gateway.port)
+    batch = await submit(client, [line(0)])
+    await until(lambda: gateway.gateway.event_log.decisions)
+    assert not full.unload_requests
+    assert (await client.batches.retrieve(batch.id)).status == "in_progress"
+
+    full.total_bytes = 48 << 30
+
+    assert (await ended(client, batch.id)).status == "completed"
+    assert not full.unload_requests
+    assert full.states[MODEL] is ModelState.READY
+
+
+async def test_lines_are_charged_once_at_the_batch_price_and_not_by_request_rates(
+    start_gateway: StartGateway, neurons: StartNeuron
+) -> None:
+    new = keys.generate("ada", requests_per_min=1, balance_cost=1.0)
+    catalogue = Catalogue(models=(ModelSpec(id=MODEL, cost=Cost(input=1000.0, cached_input=1000.0, output=1000.0)),))
+    gateway = await start_gateway(await neurons("one", **READY), keys=(new.section,), catalogue=catalogue)
+    client = openai_client(gateway.port, new.text)
+
+    done = await ended(client, (await submit(client, [line(number, max_tokens=3) for number in range(6)])).id)
+
+    assert done.request_counts is not None
+    assert done.request_counts.completed == 6
+    assert done.to_dict()["cost"] == pytest.approx(6 * 10 * 1000 / 1e6 / 2)
+    auth = {"Authorization": f"Bearer {new.text}"}
+    _, used = await gateway.get("/fleet/usage?by=key", **auth)
+    assert [(row["requests"], row["total_tokens"], row["cost"]) for row in used["rows"]] == [(6, 60, 0.03)]
+    _, shown = await gateway.get("/keys", **auth)
+    assert shown["keys"][0]["balance_left_cost"] == pytest.approx(1 - 0.03)
+
+
+async def test_lines_beyond_a_budget_fail_and_are_not_charged(
+    start_gateway: StartGateway, neurons: StartNeuron
+) -> None:
+    new = keys.generate("ada", balance_tokens=0)
+    gateway = await start_gateway(await neurons("one", **READY), keys=(new.section,))
+    client = openai_client(gateway.port, new.text)
+
+    done = await ended(client, (await submit(client, [line(0)])).id)
+
+    [error] = await results(client, done.error_file_id)
+    assert error["response"]["status_code"] == 429
+    assert error["response"]["body"]["error"]["code"] == "insufficient_quota"
+
+
+async def test_a_key_sees_neither_files_nor_batches_of_another(
+    start_gateway: StartGateway, neurons: StartNeuron
+) -> None:
+    ada, bob = keys.generate("ada"), keys.generate("bob")
+    gateway = await start_gateway(await neurons("one", **READY), keys=(ada.section, bob.section))
+    hers, his = openai_client(gateway.port, ada.text), openai_client(gateway.port, bob.text)
+    batch = await submit(hers, [line(0)])
+
+    for attempt in (
+        his.files.retrieve(batch.input_file_id),
+        his.files.content(batch.input_file_id),
+        his.files.delete(batch.input_file_id),
+        his.batches.retrieve(batch.id),
+        his.batches.cancel(batch.id),
+        his.batches.create(input_file_id=batch.input_file_id, endpoint="/v1/chat/completions", completion_window="24h"),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            await attempt
+    assert [each async for each in his.files.list()] == []
+    assert [each async for each in his.batches.list()] == []
+    _, seen = await gateway.get("/fleet/batches", Authorization=f"Bearer {bob.text}")
+    assert seen["batches"] == []
+
+
+async def test_uploads_beyond_the_quota_of_a_key_are_rejected(
+    start_gateway: StartGateway, neurons: StartNeuron, tmp_path: Path
+) -> None:
+    section = BatchesSection(max_mb_per_key=1, max_files_per_key=2, max_batches_per_key=1)
+    node = await neurons("one", sizes={MODEL: 1}, states={})
+    client = openai_client((await start_gateway(node, batches=section)).port)
+
+    async def upload(num_bytes: int) -> Any:
+        return await client.files.create(file=("a.jsonl", io.BytesIO(b"x" * num_bytes)), purpose="user_data")
+
+    with pytest.raises(openai.RateLimitError, match="max_mb_per_key"):
+        await upload((1 << 20) + 1)
+    first = await upload(10)
+    await upload(10)
+    with pytest.raises(openai.RateLimitError, match="max_files_per_key"):
+        await upload(10)
+    await client.files.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.files.retrieve(first.id)
+    assert len(list((tmp_path / "files").iterdir())) == 1
+
+
+async def test_a_large_file_comes_back_as_it_was_sent(
+    start_gateway: StartGateway, neurons: StartNeuron, tmp_path: Path
+) -> None:
+    client = openai_client((await start_gateway(await neurons("one", **READY))).port)
+    content = bytes(range(256)) * 4096 * 12
+
+    file = await client.files.create(
+        file=("big.bin", io.BytesIO(content)),
+        purpose="user_data",
+        expires_after={"anchor": "created_at", "seconds": 7200},
+    )
+
+    assert (file.bytes, file.filename, file.purpose) == (len(content), "big.bin", "user_data")
+    assert file.expires_at == file.created_at + 7200
+    assert (await client.files.content(file.id)).read() == content
+    assert [each.id async for each in client.files.list(purpose="user_data")] == [file.id]
+    assert [each.id async for each in client.files.list(purpose="batch")] == []
+
+
+async def test_batches_run_only_in_their_hours(start_gateway: StartGateway, neurons: StartNeuron) -> None:
+    now = time.localtime()
+    later = f"{(now.tm_hour + 2) % 24:02}:00-{(now.tm_hour + 3) % 24:02}:00"
+    node = await neurons("one", **READY)
+    gateway = await start_gateway(node, batches=BatchesSection(hours=(later,)))
+    client = openai_client(gateway.port)
+    batch = await submit(client, [line(0)])
+    await asyncio.sleep(0.3)
+    assert not node.seen
+
+    open_config = msgspec.structs.replace(gateway.gateway.config, batches=BatchesSection())
+    await gateway.gateway.reconfigure(open_config, Catalogue())
+
+    assert (await ended(client, batch.id)).status == "completed"
+
+
+async def test_anthropic_batches_with_the_real_client(start_gateway: StartGateway, neurons: StartNeuron) -> None:
+    async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if body["max_tokens"] == 1:
+            error = {"type": "invalid_request_error", "message": "too few"}
+            return web.json_response({"type": "error", "error": error}, status=400)
+        message = {
+            "id": "msg_1",
+            "type": "message",
+            "role": "assistant",
+            "model": body["model"],
+            "stop_reason": "end_turn",
+        }
+        usage = {"input_tokens": 3, "output_tokens": 2}
+        content = [{"type": "text", "text": body["messages"][0]["content"]}]
+        return web.json_response(message | {"stop_sequence": None, "content": content, "usage": usage})
+
+    gateway = await start_gateway(await neurons("one", **READY, respond=respond))
+    client = anthropic.AsyncAnthropic(base_url=gateway.url, api_key="none", max_retries=0)
+
+    def request(number: int, max_tokens: int) -> Any:
+        messages = [{"role": "user", "content": f"hello {number}"}]
+        params = {"model": MODEL, "max_tokens": max_tokens, "messages": messages}
+        return {"custom_id": f"line-{number}", "params": params}
+
+    made = await client.messages.batches.create(requests=[request(0, 8), request(1, 1), request(2, 8)])
+    assert made.processing_status == "in_progress"
+    assert made.request_counts.processing == 3
+    deadline = time.monotonic() + WAIT_S
+    while (batch := await client.messages.batches.retrieve(made.id)).processing_status != "ended":
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+    assert (batch.request_counts.succeeded, batch.request_counts.errored) == (2, 1)
+    found = {each.custom_id: each.result async for each in await client.messages.batches.results(made.id)}
+    assert found["line-1"].type == "errored"
+    first = found["line-0"]
+    assert first.type == "succeeded"
+    assert first.message.content[0].to_dict()["text"] == "hello 0"
+    assert [each.id async for each in client.messages.batches.list()] == [made.id]
+    cancelled = await client.messages.batches.cancel(made.id)
+    assert cancelled.processing_status == "ended"
+    await client.messages.batches.delete(made.id)
+    with pytest.raises(anthropic.NotFoundError):
+        await client.messages.batches.retrieve(made.id)
+    with pytest.raises(anthropic.BadRequestError, match="custom_id"):
+        await client.messages.batches.create(requests=[request(0, 8), request(0, 8)])
+
+
+async def test_other_endpoints_run_in_batches(start_gateway: StartGateway, neurons: StartNeuron) -> None:
+    node = await neurons("one", **READY)
+    client = openai_client((await start_gateway(node)).port)
+    lines = [
+        {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": {"model": MODEL, "input": "hello"}},
+        {
+            "custom_id": "b",
+            "method": "POST",
+            "url": "/v1/responses",
+            "body": {"model": MODEL, "previous_response_id": "x"},
+        },
+    ]
+
+    done = await ended(client, (await submit(client, lines, endpoint="/v1/responses")).id)
+
+    assert done.request_counts is not None
+    assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)
+    [error] = await results(client, done.error_file_id)
+    assert error["error"]["param"] == "body.previous_response_id"
+    with pytest.raises(openai.BadRequestError, match="endpoint"):
+        await submit(client, lines, endpoint="/v1/images")
+    with pytest.raises(openai.BadRequestError, match="completion_window"):
+        await submit(client, lines, endpoint="/v1/responses", completion_window="soon")
+
+
+async def test_a_file_in_use_is_not_deleted(start_gateway: StartGateway, neurons: StartNeuron) -> None:
+    node = await neurons("one", **READY, respond=None)
+    node.states.clear()
+    node.load_gate = asyncio.Event()
+    client = openai_client((await start_gateway(node)).port)
+    batch = await submit(client, [line(0)])
+
+    with pytest.raises(openai.BadRequestError, match="reads this file"):
+        await client.files.delete(batch.input_file_id)
+
+    await client.batches.cancel(batch.id)
+    node.load_gate.set()
+    done = await ended(client, batch.id)
+    assert done.request_counts is not None
+    assert done.request_counts.total == 1
+    await client.files.delete(batch.input_file_id)
+
+
+async def test_lines_with_one_beginning_run_one_after_the_other(
+    start_gateway: StartGateway, neurons: StartNeuron
+) -> None:
+    node = await neurons("one", **READY)
+    gateway = await start_gateway(node, batches=BatchesSection(max_lines_per_node=1))
+    client = openai_client(gateway.port)
+    systems = ["alpha " * 20, "beta " * 20]
+    lines = [
+        line(number, messages=[{"role": "system", "content": systems[number % 2]}, {"role": "user", "content": "x"}])
+        for number in range(8)
+    ]
+
+    await ended(client, (await submit(client, lines)).id)
+
+    assert [json.loads(seen.raw)["messages"][0]["content"] for seen in node.seen] == [systems[0]] * 4 + [systems[1]] * 4

@@ -18,13 +18,13 @@ from cortex.neuron.engine.host_pages.store import BlockKind
 from cortex.neuron.engine.kv.pages import ROOT, page_digests
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats
 from cortex.neuron.engine.roofline.step_work import StepWork
-from cortex.neuron.node import kv_exchange
+from cortex.neuron.node.memory import kv_exchange
 from cortex.neuron.node.memory.kv_exchange import KvExchange
 from cortex.neuron.worker.protocol import Command, FindBlocks
 from cortex.wire.node.kv_blocks import PAGES, PATH, BlocksRequest
 from cortex.wire.node.neighbours import Neighbour
 
-from ...waiting import WAIT_S
+from ....waiting import WAIT_S
 
 MODEL = bytes(range(16))
 KIND = BlockKind(MODEL, 0, 4096)

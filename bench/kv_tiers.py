@@ -41,7 +41,7 @@ from cortex.neuron.engine.host_pages.store import BlockKind
 from cortex.neuron.engine.kv.pages import ROOT, page_digests
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats, LoadSpec, SamplingParams
 from cortex.neuron.engine.roofline.step_work import StepWork
-from cortex.neuron.node.kv_exchange import KvExchange
+from cortex.neuron.node.memory.kv_exchange import KvExchange
 from cortex.wire.node.neighbours import Neighbour
 from engine import random_engine
 from shapes import SHAPES

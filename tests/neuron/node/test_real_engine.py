@@ -16,7 +16,7 @@ from cortex.neuron.api.access import NodeAccess, NodeKeys
 from cortex.neuron.config import Limits, ModelEntry, NeuronConfig
 from cortex.neuron.engine.host_pages import block_files
 from cortex.neuron.engine.request import EngineRequest, SamplingParams
-from cortex.neuron.node import kv_exchange
+from cortex.neuron.node.memory import kv_exchange
 from cortex.neuron.node.node import Node
 from cortex.neuron.worker.backoff import BackoffPolicy
 from cortex.neuron.worker.factory import WorkerFactory

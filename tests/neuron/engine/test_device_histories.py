@@ -154,7 +154,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     write_vision_model(request.param, folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "RESERVED_TOKENS", 0)
-        plain = load(folder, None)
+        plain = load(folder, 1 << 30)  # room for everything, and for the other model
         yield Family(folder, plain, small_memory(folder, plain))
         plain.close()
 

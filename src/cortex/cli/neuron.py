@@ -128,7 +128,7 @@ def forget(
     everything: bool,
     as_json: bool,
 ) -> None:
-    """Delete KV pages that this node keeps on disk (`limits.kv_disk_mb`).
+    """Delete KV pages on disk (`limits.kv_disk_mb`).
 
     The node may run meanwhile: it computes what it does not find. Pages in its memory stay until it restarts.
     """

@@ -32,7 +32,7 @@ def narrowed(tenant: bytes, salted: bytes) -> bytes:
     """The clients of `tenant` that have the same salt. It begins like `tenant`, so that what nodes keep of all of them
     can be found and deleted."""
     whole = tenant_of(tenant, salted)
-    return tenant[:NAMED_BYTES] + whole[NAMED_BYTES:] if tenant else whole
+    return tenant[:NAMED_BYTES] + whole[len(tenant[:NAMED_BYTES]) :]
 
 
 def read_tenant(fields: Fields) -> bytes:

@@ -54,6 +54,7 @@ def test_counters_are_at_the_top_of_the_reported_stats() -> None:
         "graph_bytes": 0,
         "graph_s": 0.0,
         "failed_kernel_passes": 0,
+        "prompt_token_s": 0.0,
     }
     report = Report("step", 7, {1: stats})
     decoder: FrameDecoder[Event] = FrameDecoder(Event)

@@ -38,7 +38,7 @@ OTHER_THINGS = {
     "neuron/text/tokenizer/gguf_vocabulary.py": "values of `tokenizer.ggml.model`",
     "neuron/weights/gguf/towers.py": "values of `clip.projector_type`",
     "wire/dialects/openai_chat/request.py": "a value of `reasoning_format`",
-    "wire/fields/tables/page.py": "makers of APIs",
+    "wire/dialects/page.py": "makers of APIs",
 }
 """Modules that have such a name for something else."""
 

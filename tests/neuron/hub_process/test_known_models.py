@@ -24,7 +24,7 @@ def test_format_of_every_known_model_is_in_a_repository_of_its_kind() -> None:
         for free_bytes in (8 << 30, 24 << 30, 80 << 30, 1 << 50):
             source = chosen(model, None, free_bytes)
             if source.source != model.gguf:
-                assert source.source == model.repository
+                assert source.source == model.open_repository
                 continue
             assert source.quant is not None
             entry = select(source.source, gguf_files(source.source), source.quant).entry

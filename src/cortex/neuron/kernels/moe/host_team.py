@@ -71,6 +71,16 @@ def exchange_of(counts: Tensor, expert_on: Tensor, expert_in: Tensor) -> tuple[i
     return (slot, place) if pays else None
 
 
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library with the types of what `native/experts.c` offers."""
+    library.host_pool_start.restype = ctypes.c_void_p
+    library.host_pool_start.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
+    library.host_pool_stop.argtypes = [ctypes.c_void_p]
+    library.experts_room.restype = ctypes.c_int64
+    library.experts_room.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    return library
+
+
 class HostTeam:
     """The threads, and the memory through which they talk to the device: one for all layers of a model. Belongs to the
     engine thread; the driver calls the functions of the host one after the other."""
@@ -93,7 +103,7 @@ class HostTeam:
         self.num_exchanges = 0
         if device.type == "meta":
             return
-        self._library = native_library().library
+        self._library = _declared(native_library().library)
         processors = processors_of_one_node()
         threads = max(1, len(processors) - (device.type == "cuda"))  # the engine thread has a core of its own
         bound = (ctypes.c_int32 * len(processors))(*processors)

@@ -59,11 +59,6 @@ class NativeLibrary:
     def __init__(self, library: ctypes.CDLL, threads: _Threads | None) -> None:
         """`threads`: how functions run on torch's own threads; None: they run on one thread."""
         self.library = library
-        library.host_pool_start.restype = ctypes.c_void_p
-        library.host_pool_start.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
-        library.host_pool_stop.argtypes = [ctypes.c_void_p]
-        library.experts_room.restype = ctypes.c_int64
-        library.experts_room.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         self._run = library.run
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint]
         self._threads = threads

@@ -216,6 +216,11 @@ class DiskPages:
             self._buffer_bytes = wanted if self.free_buffers else 0
         return self._buffer_bytes >= wanted
 
+    def close(self) -> None:
+        """Ends the threads. A worker keeps them until it exits."""
+        self._writer.shutdown(cancel_futures=True)
+        self.readers.shutdown(cancel_futures=True)
+
 
 @dataclass(frozen=True, slots=True)
 class _Run:

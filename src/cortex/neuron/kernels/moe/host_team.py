@@ -139,7 +139,7 @@ class HostTeam:
         self.rates = self.rates or self._measured()
 
     def release(self) -> None:
-        """Frees the buffers on the device, while the model sleeps. Waits for copies of an exchange, which is dropped."""
+        """Frees the buffers on the device, while the model sleeps. Ends the copies of an exchange, which is dropped."""
         if self._pending is not None and self._pending[1] is not None:
             self._pending[1].synchronize()
         self._buffers.clear()

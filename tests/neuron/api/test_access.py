@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from cortex.neuron.api.access import NodeKeys, read_keys
 from cortex.neuron.api.server import Front, client_limits
 from cortex.neuron.config import Limits, NeuronConfig
 from cortex.settings import Listen, SettingsError
+from cortex.wire.node.kv_blocks import PATH as KV_PATH
+from cortex.wire.node.kv_blocks import SCOPE
+from cortex.wire.node.neighbours import PATH as SHARED_FILES
+from cortex.wire.node.neighbours import key_hash, new_ticket
 
 from ...waiting import WAIT_S
 from .served import served
@@ -53,6 +58,23 @@ async def test_serves_callers_with_any_of_its_keys(
     node_keys.use([KEY, OTHER])
     assert (await api.post("/models/load", LOAD, **headers))[0] == 200
     assert (await api.post("/v1/chat/completions", chat_body(), **headers))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "opening"),
+    [
+        (KV_PATH, SCOPE),
+        (f"{SHARED_FILES}org/tiny", "org/tiny"),
+        (f"{SHARED_FILES}org/tiny/0123", "org/tiny"),
+        (f"{SHARED_FILES}kv/blocks", "kv/blocks"),
+        ("/models", None),
+    ],
+)
+def test_ticket_opens_one_repository_or_kv_blocks_and_nothing_else(path: str, opening: str | None) -> None:
+    keys = NodeKeys([KEY])
+    for scope in ("org/tiny", "kv/blocks", SCOPE):
+        ticket = new_ticket(key_hash(KEY), scope, time.time())
+        assert keys.admits_ticket(ticket, path) == (scope == opening)
 
 
 async def test_health_has_only_the_status_for_callers_without_a_key(api: Any, node_keys: NodeKeys) -> None:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from cortex.neuron.models.host_division import Division, LayerWeights, Rates, buffer_bytes, divide
+from cortex.neuron.models.host_division import (
+    NUM_BUFFERS,
+    Division,
+    LayerWeights,
+    Rates,
+    buffer_bytes,
+    buffer_experts,
+    divide,
+)
 
 MIB = 1 << 20
 LAYERS = [LayerWeights(30 * MIB, 4 * MIB, experts=16, top_k=2)] * 3 + [LayerWeights(50 * MIB)]
@@ -33,6 +41,13 @@ def test_as_few_experts_leave_the_device_as_it_lacks_equally_many_of_each_layer(
     assert moved[3] == 0
     assert division.device_bytes == WHOLE - 4 * MIB * sum(moved) + buffer_bytes(LAYERS)
     assert division.host_bytes == 4 * MIB * (sum(moved) + len(division.host_layers))  # one spare place each
+
+
+def test_buffers_hold_the_experts_of_each_size_and_one_for_exchanges() -> None:
+    mixed = [LAYERS[0], LayerWeights(30 * MIB, 6 * MIB, experts=16, top_k=2), LayerWeights(50 * MIB)]
+    assert buffer_bytes(LAYERS) == (NUM_BUFFERS * buffer_experts(LAYERS) + 1) * 4 * MIB
+    assert buffer_bytes(mixed) == (NUM_BUFFERS * buffer_experts(mixed) + 1) * (4 + 6) * MIB
+    assert buffer_bytes(LAYERS[3:]) == 0
 
 
 def test_reason_names_what_is_lacking() -> None:

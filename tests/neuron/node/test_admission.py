@@ -199,7 +199,6 @@ def test_higher_class_gets_the_free_slot_and_a_long_wait_raises_a_lower_one() ->
     young = callers.enter("b", 2.0, level=FLEX)
     default = callers.enter("b", 3.0)
     assert callers.admission.waiting_at == [0, 2, 1, 0]
-    assert default.num_ahead == 0
     callers.finish(running, 4.0)
     assert callers.started[-1] is default
     another = callers.enter("b", 60.0)

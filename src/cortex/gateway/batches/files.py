@@ -19,7 +19,7 @@ from cortex.gateway.config import BatchesSection
 from cortex.gateway.database import Database, Execute, RejectedValue, StoreError
 from cortex.http.composed_body import ComposedBody
 from cortex.http.request import Headers
-from cortex.http.server.exchange import Exchange
+from cortex.http.server.exchange import ClientPace, Exchange
 from cortex.wire.errors import DatabaseUnavailable, InvalidValue, Overloaded, RateLimitExceeded
 
 log = logging.getLogger(__name__)
@@ -121,34 +121,15 @@ class FileStore:
         """Respond with the content of a file, at the pace of the client. Raises FileNotFoundError."""
         file = await asyncio.to_thread(open, self.path(id), "rb")
         try:
-            pace = _Pace()
             num_bytes = os.fstat(file.fileno()).st_size
             exchange.start(200, headers, num_bytes)
-            exchange.listen(pace)
+            pace = ClientPace(exchange)
             while not exchange.closed and (data := await asyncio.to_thread(file.read, CHUNK_BYTES)):
                 exchange.write(data)
-                if exchange.paused:
-                    pace.ready.clear()
-                    await pace.ready.wait()
+                await pace.has_room()
             exchange.finish()
         finally:
             file.close()
-
-
-class _Pace:
-    """Waits for a client that reads more slowly than the disk."""
-
-    def __init__(self) -> None:
-        self.ready = asyncio.Event()
-
-    def on_client_full(self) -> None:
-        """The sender has noticed."""
-
-    def on_client_ready(self) -> None:
-        self.ready.set()
-
-    def on_client_disconnected(self) -> None:
-        self.ready.set()
 
 
 def write_whole(fresh: Path, path: Path, content: Iterable[bytes]) -> None:

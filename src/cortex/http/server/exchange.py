@@ -278,3 +278,27 @@ class Exchange:
         self._on_disconnect = self._listener = self.on_end = None
         if on_end is not None:
             on_end()
+
+
+class ClientPace:
+    """Lets the sender of a file wait for a client that reads more slowly."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._ready = asyncio.Event()
+        exchange.listen(self)
+
+    async def has_room(self) -> None:
+        """Returns when the client has room for more, or has disconnected."""
+        while self._exchange.paused and not self._exchange.closed:
+            self._ready.clear()
+            await self._ready.wait()
+
+    def on_client_full(self) -> None:
+        """The sender asks."""
+
+    def on_client_ready(self) -> None:
+        self._ready.set()
+
+    def on_client_disconnected(self) -> None:
+        self._ready.set()

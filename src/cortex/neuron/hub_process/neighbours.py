@@ -6,9 +6,11 @@ hub, and one that has sent wrong bytes never again.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import logging
 import os
+import socket
 import ssl
 import threading
 import urllib.parse
@@ -30,7 +32,7 @@ _BUFFER_BYTES: Final = 1 << 20
 
 
 class NeighbourFailed(Exception):
-    """No neighbour has sent the file to its end."""
+    """A neighbour has not sent what it was asked for."""
 
 
 class Neighbours:
@@ -52,7 +54,8 @@ class Neighbours:
         query = f"?revision={urllib.parse.quote(revision, safe='')}"
         for neighbour in self._all:
             try:
-                with _Transfer(neighbour, self._repository + query) as transfer:
+                with Transfer(neighbour) as transfer:
+                    transfer.open("GET", PATH + self._repository + query)
                     found = msgspec.json.decode(transfer.read(MAX_LISTING_BYTES), type=SharedRepository)
                     commit = checked_commit(found.commit)
                     files = [checked_file(each.path, each.num_bytes, each.digest) for each in found.files]
@@ -107,7 +110,8 @@ class Neighbours:
         position = partial.stat().st_size
         if position >= file.num_bytes:
             return
-        with _Transfer(neighbour, f"{self._repository}/{file.digest}?offset={position}") as transfer:
+        with Transfer(neighbour) as transfer:
+            transfer.open("GET", f"{PATH}{self._repository}/{file.digest}?offset={position}")
             if transfer.num_bytes != file.num_bytes - position:
                 raise NeighbourFailed(f"it has a file of another size, {transfer.num_bytes} bytes from {position} on")
             with self._lock:
@@ -116,57 +120,95 @@ class Neighbours:
                 transfer.copy_to(output.fileno())
 
 
-class _Transfer:
-    """One response of a neighbour, whose connection ends with the block. All its errors are NeighbourFailed, except
-    those of the disk."""
+class Transfer:
+    """One response of a neighbour, whose connection ends with the block. All errors are NeighbourFailed. Belongs to one
+    thread; `cancel` may be called on another one."""
 
-    def __init__(self, neighbour: Neighbour, target: str) -> None:
-        url = urllib.parse.urlsplit(neighbour.url)
-        host, port = url.hostname or "", url.port
-        try:
-            if url.scheme == "https":
-                tls = ssl.create_default_context(cadata=neighbour.authority)
-                self._connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                    host, port, timeout=_CONNECT_S, context=tls
-                )
-            else:
-                self._connection = http.client.HTTPConnection(host, port, timeout=_CONNECT_S)
-            self._connection.connect()
-            self._connection.sock.settimeout(_SILENCE_S)
-            headers = {"authorization": f"Bearer {neighbour.ticket}"} if neighbour.ticket else {}
-            self._connection.request("GET", f"{url.path.rstrip('/')}{PATH}{target}", headers=headers)
-            self._response = self._connection.getresponse()
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            self._connection.close()
-            raise NeighbourFailed(f"{type(error).__name__}: {error}") from error
-        if self._response.status != 200:
-            self._connection.close()
-            raise NeighbourFailed(f"status {self._response.status}")
-        self.num_bytes = self._response.length if self._response.length is not None else -1
+    def __init__(self, neighbour: Neighbour) -> None:
+        self._neighbour = neighbour
+        self._connection: http.client.HTTPConnection | None = None
+        self._socket: socket.socket | None = None
+        self.is_cancelled = False
 
-    def __enter__(self) -> _Transfer:
+    def __enter__(self) -> Transfer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._connection.close()
+        if self._connection is not None:
+            self._connection.close()
+
+    def open(
+        self,
+        method: str,
+        target: str,
+        body: bytes | None = None,
+        *,
+        connect_s: float = _CONNECT_S,
+        silence_s: float = _SILENCE_S,
+    ) -> None:
+        """Sends a request. `silence_s`: how long the neighbour may send nothing."""
+        headers = {"authorization": f"Bearer {self._neighbour.ticket}"} if self._neighbour.ticket else {}
+        if body is not None:
+            headers["content-type"] = "application/json"
+        try:
+            url = urllib.parse.urlsplit(self._neighbour.url)
+            host, port = url.hostname or "", url.port
+            if url.scheme == "https":
+                tls = ssl.create_default_context(cadata=self._neighbour.authority)
+                connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                    host, port, timeout=connect_s, context=tls
+                )
+            else:
+                connection = http.client.HTTPConnection(host, port, timeout=connect_s)
+            self._connection = connection
+            connection.connect()
+            self._socket = connection.sock
+            self._socket.settimeout(silence_s)
+            if self.is_cancelled:
+                raise NeighbourFailed("the transfer was cancelled")
+            connection.request(method, url.path.rstrip("/") + target, body, headers)
+            self._response = connection.getresponse()
+            self.num_bytes = -1 if self._response.length is None else self._response.length
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise _failed(error) from error
+        if self._response.status != 200:
+            raise NeighbourFailed(f"status {self._response.status}")
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def header(self, name: str) -> str:
+        """Empty: there is none."""
+        return self._response.headers.get(name, "")
 
     def read(self, max_bytes: int) -> bytes:
         try:
             return self._response.read(max_bytes)
         except (OSError, http.client.HTTPException) as error:
-            raise NeighbourFailed(f"{type(error).__name__}: {error}") from error
+            raise _failed(error) from error
+
+    def read_into(self, view: memoryview) -> int:
+        """Some bytes; 0 at the end."""
+        try:
+            return self._response.readinto(view)
+        except (OSError, http.client.HTTPException) as error:
+            raise _failed(error) from error
 
     def copy_to(self, descriptor: int) -> None:
+        """Raises OSError of the disk, too."""
         buffer = memoryview(bytearray(_BUFFER_BYTES))
         left_bytes = self.num_bytes
         while left_bytes:
-            try:
-                num_read = self._response.readinto(buffer[:left_bytes])
-            except (OSError, http.client.HTTPException) as error:
-                raise NeighbourFailed(f"{type(error).__name__}: {error}") from error
-            if not num_read:
+            if not (num_read := self.read_into(buffer[:left_bytes])):
                 raise NeighbourFailed(f"the connection ended {left_bytes} bytes before the end of the file")
             left_bytes -= num_read
             written = memoryview(buffer[:num_read])
             while written:
                 written = written[os.write(descriptor, written) :]
+
+
+def _failed(error: Exception) -> NeighbourFailed:
+    return NeighbourFailed(f"{type(error).__name__}: {error}")

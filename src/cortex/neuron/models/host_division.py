@@ -15,10 +15,11 @@ from cortex.neuron.models.architecture import Architecture
 from cortex.neuron.models.sizes import WeightStorage, expert_bytes, layer_bytes, weight_bytes
 
 STREAM_BYTES = 192 << 20
-"""The size of each of the two buffers on the device through which experts are streamed, at least one expert."""
+"""The most that each of the two buffers of a stream of experts to the device takes, if one expert is not larger."""
 NUM_BUFFERS = 2
 PROMPT_TOKENS = 2048
 """Tokens of the prompt whose speed is estimated."""
+NO_EXPERTS = "its layers have no routed experts, and only those are kept in host memory"
 MIN_ON_DEVICE = 1
 """Routed experts of each layer that stay on the device."""
 
@@ -110,7 +111,7 @@ def divide(
     lacking = whole_bytes - device_bytes
     if lacking > 0:
         if not any(layer.num_movable for layer in layers):
-            return "its layers have no routed experts, and only those are kept in host memory"
+            return NO_EXPERTS
         lacking += buffer_bytes(layers)
         for index in _in_turns(layers):
             if lacking <= 0:
@@ -133,8 +134,10 @@ def buffer_experts(layers: Sequence[LayerWeights]) -> int:
 
 
 def buffer_bytes(layers: Sequence[LayerWeights]) -> int:
-    """The buffers on the device."""
-    return NUM_BUFFERS * buffer_experts(layers) * max((layer.expert_bytes for layer in layers), default=0)
+    """The buffers on the device: those of a stream, and one expert for exchanges. Layers whose experts are quantised
+    differently have their own, which their sizes tell."""
+    sizes = {layer.expert_bytes for layer in layers if layer.num_movable}
+    return (NUM_BUFFERS * buffer_experts(layers) + 1) * sum(sizes)
 
 
 def _in_turns(layers: Sequence[LayerWeights]) -> Iterator[int]:

@@ -52,8 +52,6 @@ class QueuedRequest:
     """Its place in the order of arrival."""
     served_level: int = field(default=DEFAULT, init=False)
     """Its level when it got its slot: higher than `level` if it waited for long."""
-    num_ahead: int = field(default=0, init=False)
-    """Requests that waited when it entered, and go first whatever comes later."""
 
     @property
     def owner(self) -> Owner:
@@ -114,7 +112,6 @@ class Admission:
             return
         if self.waiting >= self._max_queue:
             self._displace_for(queued, now_s)
-        queued.num_ahead = sum(self.waiting_at[queued.level :])
         self._queues.setdefault(queued.owner, {})[queued] = None
         self.waiting += 1
         self.waiting_at[queued.level] += 1

@@ -13,8 +13,8 @@ from cortex.wire.node.neighbours import Neighbour
 from cortex.wire.node.protocol import NodeValue
 
 PATH: Final = "/kv/blocks"
-SCOPE: Final = "kv/blocks"
-"""What a ticket for them opens."""
+SCOPE: Final = "KV blocks"
+"""What a ticket for them opens. No repository has such a name."""
 PAGES: Final = "x-cortex-kv-pages"
 """In the response: how many leading pages it has."""
 SOURCE: Final = "x-cortex-kv-source"

@@ -2,7 +2,7 @@
 
 A gateway names the nodes that have a model's files in its orders, each with a ticket. It is a message authentication
 code under the key that the gateway has for that node, so no node gets the key of another. It opens the files of one
-repository, for a day, and nothing else.
+repository, or KV blocks, for a day, and nothing else.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ def key_hash(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def new_ticket(hash_of_key: bytes, repository: str, now_s: float) -> str:
-    """`now_s`: seconds since the epoch."""
+def new_ticket(hash_of_key: bytes, scope: str, now_s: float) -> str:
+    """`scope`: a repository, or `kv_blocks.SCOPE`. `now_s`: seconds since the epoch."""
     expires = int(now_s + TICKET_S)
-    return f"ticket-{expires}-{_code(hash_of_key, repository, expires)}"
+    return f"ticket-{expires}-{_code(hash_of_key, scope, expires)}"
 
 
-def is_valid_ticket(text: str, hash_of_key: bytes, repository: str, now_s: float) -> bool:
+def is_valid_ticket(text: str, hash_of_key: bytes, scope: str, now_s: float) -> bool:
     match = _TICKET.fullmatch(text)
     if match is None or not now_s <= int(match["expires"]) <= now_s + 2 * TICKET_S:
         return False
-    return hmac.compare_digest(match["code"], _code(hash_of_key, repository, int(match["expires"])))
+    return hmac.compare_digest(match["code"], _code(hash_of_key, scope, int(match["expires"])))
 
 
-def _code(hash_of_key: bytes, repository: str, expires: int) -> str:
-    return hmac.new(hash_of_key, f"files of {repository} until {expires}".encode(), hashlib.sha256).hexdigest()
+def _code(hash_of_key: bytes, scope: str, expires: int) -> str:
+    return hmac.new(hash_of_key, f"files of {scope} until {expires}".encode(), hashlib.sha256).hexdigest()

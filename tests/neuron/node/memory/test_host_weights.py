@@ -121,3 +121,20 @@ async def test_host_that_runs_short_is_reported_and_the_model_stays(tmp_path: Pa
         assert node.model("m").state is ModelState.READY
         host[0] = LARGE
         await until(lambda: not node.health().host.shortage)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("host_weights", [None, "auto", 4096])
+async def test_dense_model_that_does_not_fit_is_rejected_before_a_load_whatever_its_entry_says(
+    tmp_path: Path, host_weights: str | int | None
+) -> None:
+    dense = {"model_type": "qwen3", "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 4096}
+    settings = config(tmp_path, memory_mb=64)
+    settings["models"][0]["source"] = str(write_model(tmp_path / "dense", config=dense | {"head_dim": 64}, bytes=MIB))
+    if host_weights is not None:
+        settings["models"][0]["host_weights"] = host_weights
+    async with running_node(tmp_path, settings, read_host=lambda: LARGE) as node:
+        status = await node.survey(LoadRequest(model_id="m"))
+        assert status.host_splits is None
+        with pytest.raises(InsufficientCapacity) as rejected:
+            await load(node)
+        assert ("no routed experts" in rejected.value.message) == (host_weights is not None)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
+import socket
+import struct
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -171,6 +175,50 @@ async def test_source_that_is_gone_or_slow_costs_no_more_than_computing(
     monkeypatch.setattr(kv_exchange, "SAVE_S", 0.05)
     async with node_with(body, 32, [], pause=True) as source:
         assert await exchange.fetch("m", INFO, SLOW, REQUEST, source) == 0
+
+
+async def test_source_that_says_nothing_is_given_up_when_computing_would_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_exchange, "SAVE_S", 10 * WAIT_S)
+    exchange = KvExchange(tmp_path / "b", 1 << 30, [])
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        source = Neighbour(name="a", url=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        async with asyncio.timeout(WAIT_S):
+            assert await exchange.fetch("m", INFO, EngineStats(prompt_token_s=1e-4), REQUEST, source) == 0
+
+
+@pytest.mark.parametrize("changes", [{"url": "http://a:port"}, {"url": "https://127.0.0.1:1", "authority": "no PEM"}])
+async def test_address_or_authority_that_cannot_be_used_fails_no_request(
+    tmp_path: Path, changes: dict[str, str]
+) -> None:
+    source = Neighbour(**{"name": "a", "url": "", **changes})
+    assert await KvExchange(tmp_path, 1 << 30, []).fetch("m", INFO, SLOW, REQUEST, source) == 0
+
+
+@pytest.mark.parametrize("lost", ["digests", "checksums", "part"])
+async def test_header_without_a_field_fails_no_request(tmp_path: Path, lost: str) -> None:
+    facts = {"format": 1, "model": MODEL.hex(), "model_id": "m", "part": 0, "num_bytes": 1, "digests": [1]}
+    facts |= {"checksums": []}
+    del facts[lost]
+    rest = json.dumps(facts).encode()
+    header = struct.pack("<8sII", b"cortexkv", len(rest), zlib.crc32(rest)) + rest
+    async with node_with(header.ljust(4096, b"\0"), 32, []) as source:
+        assert await KvExchange(tmp_path, 1 << 30, []).fetch("m", INFO, SLOW, REQUEST, source) == 0
+
+
+async def test_what_is_fetched_stays_within_the_budget_of_the_disk(tmp_path: Path) -> None:
+    fill(tmp_path / "a")
+    old = BlockKind(bytes(16), 0, 4096)
+    for digest in DIGESTS[:30]:
+        block_files.write_file(tmp_path / "b", old, "other", [digest], [memoryview(bytes(4096))])
+    body = stream(block_files.select(tmp_path / "a", MODEL, DIGESTS))
+    budget = 200_000
+    assert len(body) < budget < len(body) + 30 * 8192
+    async with node_with(body, 32, []) as source:
+        assert await KvExchange(tmp_path / "b", budget, []).fetch("m", INFO, SLOW, REQUEST, source) == 32 * 4096
+    assert sum(file.num_bytes for file in block_files.stored(tmp_path / "b")) <= budget
+    assert block_files.select(tmp_path / "b", MODEL, DIGESTS).num_pages == 32
 
 
 async def test_cancelled_request_ends_its_fetch(tmp_path: Path) -> None:

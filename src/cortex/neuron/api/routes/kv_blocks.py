@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from cortex.http.server.exchange import Exchange
+from cortex.http.server.exchange import ClientPace, Exchange
 from cortex.neuron.api.backend import Backend
 from cortex.neuron.api.calls import ApiCall, Route
 from cortex.neuron.engine.host_pages.block_files import Piece
@@ -38,15 +38,14 @@ class KvBlocks:
         async with self._turns:
             found = await self._backend.kv.offered(wanted.model, wanted.digests)
             exchange = call.exchange
-            client = _Client(exchange)
-            exchange.listen(client)
+            client = ClientPace(exchange)
             headers = ((b"content-type", b"application/octet-stream"), (PAGES.encode(), b"%d" % found.num_pages))
             exchange.start(200, headers, found.num_bytes)
             for piece in found.pieces:
                 await self._send(piece, exchange, client)
             exchange.finish()
 
-    async def _send(self, piece: Piece, exchange: Exchange, client: _Client) -> None:
+    async def _send(self, piece: Piece, exchange: Exchange, client: ClientPace) -> None:
         if piece.path is None:
             exchange.write(piece.data)
             return
@@ -63,25 +62,3 @@ class KvBlocks:
                 await client.has_room()
         finally:
             os.close(descriptor)
-
-
-class _Client:
-    """Waits for a client that reads more slowly than we send."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._ready = asyncio.Event()
-
-    async def has_room(self) -> None:
-        while self._exchange.paused:
-            self._ready.clear()
-            await self._ready.wait()
-
-    def on_client_full(self) -> None:
-        """`has_room` waits."""
-
-    def on_client_ready(self) -> None:
-        self._ready.set()
-
-    def on_client_disconnected(self) -> None:
-        """The task of the request is cancelled."""

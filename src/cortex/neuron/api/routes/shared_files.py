@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from cortex.http.server.exchange import Exchange
+from cortex.http.server.exchange import ClientPace, Exchange
 from cortex.http.server.server import Response
 from cortex.neuron.api import responses
 from cortex.neuron.api.backend import Backend
@@ -59,8 +59,7 @@ class SharedFiles:
 
     async def _send(self, exchange: Exchange, descriptor: int, position: int, num_bytes: int) -> None:
         """A file that shrinks meanwhile ends the connection, which the client notices."""
-        client = _Client(exchange)
-        exchange.listen(client)
+        client = ClientPace(exchange)
         exchange.start(200, _OCTETS, num_bytes - position)
         reading = _Reading(descriptor)
         try:
@@ -105,25 +104,3 @@ class _Reading:
         if self._task is not None:
             await asyncio.wait({self._task})
             self._task.exception()
-
-
-class _Client:
-    """Waits for a client that reads more slowly than we send."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._ready = asyncio.Event()
-
-    async def has_room(self) -> None:
-        while self._exchange.paused:
-            self._ready.clear()
-            await self._ready.wait()
-
-    def on_client_full(self) -> None:
-        """`has_room` waits."""
-
-    def on_client_ready(self) -> None:
-        self._ready.set()
-
-    def on_client_disconnected(self) -> None:
-        """The task of the request is cancelled."""

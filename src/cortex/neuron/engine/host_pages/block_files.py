@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cortex.neuron.engine.host_pages.store import BlockKind
 from cortex.neuron.engine.kv.pages import TENANT_BYTES, Digest
@@ -141,23 +140,25 @@ def read_header(path: Path) -> BlockFile:
         rest = file.read(length)
         if len(rest) < length or zlib.crc32(rest) != checksum:
             raise DamagedFile(path)
-        try:
-            facts = json.loads(rest)
-            if facts["format"] != FORMAT or facts["model"] != path.parent.name:
-                raise DamagedFile(path)
-            found = BlockFile(
-                path,
-                BlockKind(bytes.fromhex(facts["model"]), facts["part"], facts["num_bytes"]),
-                facts["model_id"],
-                tuple(map(bytes.fromhex, facts["digests"])),
-                tuple(facts["checksums"]),
-                -(-(_FIXED.size + length) // _ALIGNMENT) * _ALIGNMENT,
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise DamagedFile(path) from error
-        if os.fstat(file.fileno()).st_size != found.num_bytes or len(found.digests) != len(found.checksums):
+        found = BlockFile(path, *_facts(rest), -(-(_FIXED.size + length) // _ALIGNMENT) * _ALIGNMENT)
+        if found.kind.model.hex() != path.parent.name or os.fstat(file.fileno()).st_size != found.num_bytes:
             raise DamagedFile(path)
         return found
+
+
+def _facts(rest: bytes | bytearray) -> tuple[BlockKind, str, tuple[Digest, ...], tuple[int, ...]]:
+    """What the rest of a header says: kind, model id, digests and checksums. Raises DamagedFile."""
+    try:
+        facts = json.loads(rest)
+        kind = BlockKind(bytes.fromhex(facts["model"]), int(facts["part"]), int(facts["num_bytes"]))
+        digests, checksums = tuple(map(bytes.fromhex, facts["digests"])), tuple(map(int, facts["checksums"]))
+        is_known = facts["format"] == FORMAT and 0 < kind.num_bytes <= _MAX_BLOCK_BYTES
+        model_id = str(facts["model_id"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedFile("a header") from error
+    if not is_known or len(digests) != len(checksums):
+        raise DamagedFile("another format")
+    return kind, model_id, digests, checksums
 
 
 def scan(root: Path, model: bytes) -> list[BlockFile]:
@@ -290,32 +291,18 @@ def receive(read_into: Callable[[memoryview], int], root: Path, model: bytes, mo
         rest = _exactly(read_into, -(-(_FIXED.size + length) // _ALIGNMENT) * _ALIGNMENT - _FIXED.size)[:length]
         if zlib.crc32(rest) != checksum:
             raise DamagedFile("a header")
-        facts = _facts(rest)
-        if facts["model"] != model.hex():
+        kind, _, digests, checksums = _facts(rest)
+        if kind.model != model:
             raise DamagedFile("blocks of another model")
-        size, checksums = int(facts["num_bytes"]), facts["checksums"]
         blocks = []
         for each in checksums:
-            block = memoryview(_exactly(read_into, size))
+            block = memoryview(_exactly(read_into, kind.num_bytes))
             if zlib.crc32(block) != each:
                 raise DamagedFile("a block")
             blocks.append(block)
-            total += size
-        digests = [bytes.fromhex(each) for each in facts["digests"]]
-        if len(digests) != len(blocks):
-            raise DamagedFile("a header")
-        write_file(root, BlockKind(model, int(facts["part"]), size), model_id, digests, blocks, checksums)
+            total += kind.num_bytes
+        write_file(root, kind, model_id, digests, blocks, checksums)
     return total
-
-
-def _facts(rest: bytearray) -> dict[str, Any]:
-    try:
-        facts: dict[str, Any] = json.loads(rest)
-        if facts["format"] != FORMAT or not 0 < facts["num_bytes"] <= _MAX_BLOCK_BYTES:
-            raise DamagedFile("another format")
-        return facts
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedFile("a header") from error
 
 
 def _exactly(read_into: Callable[[memoryview], int], num_bytes: int, *, may_end: bool = False) -> bytearray:
@@ -351,6 +338,18 @@ def stored(root: Path) -> list[StoredFile]:
                 facts = entry.stat(follow_symlinks=False)
                 found.append(StoredFile(Path(entry.path), facts.st_size, facts.st_mtime))
     return sorted(found, key=lambda each: each.used_at_s)
+
+
+def make_room(root: Path, num_bytes: int, most_bytes: int) -> int:
+    """Removes the least recently used files until `num_bytes` more are at most `most_bytes`. Returns what is left."""
+    files = stored(root)
+    used_bytes = sum(file.num_bytes for file in files)
+    for file in files:
+        if used_bytes + num_bytes <= most_bytes:
+            break
+        remove(file.path)
+        used_bytes -= file.num_bytes
+    return used_bytes
 
 
 def remove(path: Path) -> None:

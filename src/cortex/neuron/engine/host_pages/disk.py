@@ -185,17 +185,11 @@ class DiskPages:
         return None
 
     def _make_room(self, num_bytes: int, most_bytes: int) -> None:
-        """Removes the least recently used files until `num_bytes` more are at most `most_bytes`."""
+        """As `block_files.make_room`, which looks at all files."""
         now_s = time.monotonic()
-        if now_s - self._counted_at_s < _COUNTED_S and self._used_bytes + num_bytes <= most_bytes:
-            return
-        files = block_files.stored(self.folder)
-        self._used_bytes, self._counted_at_s = sum(file.num_bytes for file in files), now_s
-        for file in files:
-            if self._used_bytes + num_bytes <= most_bytes:
-                return
-            block_files.remove(file.path)
-            self._used_bytes -= file.num_bytes
+        if now_s - self._counted_at_s >= _COUNTED_S or self._used_bytes + num_bytes > most_bytes:
+            self._used_bytes = block_files.make_room(self.folder, num_bytes, most_bytes)
+            self._counted_at_s = now_s
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -223,6 +217,7 @@ class DiskPages:
         return self._buffer_bytes >= wanted
 
     def close(self) -> None:
+        """Ends the threads. A worker keeps them until it exits."""
         self._writer.shutdown(cancel_futures=True)
         self.readers.shutdown(cancel_futures=True)
 

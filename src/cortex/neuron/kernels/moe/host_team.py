@@ -149,7 +149,9 @@ class HostTeam:
         self.rates = self.rates or self._measured()
 
     def release(self) -> None:
-        """Frees the buffers on the device, while the model sleeps."""
+        """Frees the buffers on the device, while the model sleeps. Ends the copies of an exchange, which is dropped."""
+        if self._pending is not None and self._pending[1] is not None:
+            self._pending[1].synchronize()
         self._buffers.clear()
         self._free = [None, None]
         self._pending = None

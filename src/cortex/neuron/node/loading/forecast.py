@@ -26,7 +26,7 @@ from cortex.neuron.engine.request import StageSpec
 from cortex.neuron.kernels.peer_buffer import buffer_bytes
 from cortex.neuron.kernels.quantised.recipes import RECIPES, Recipe
 from cortex.neuron.models.architecture import Architecture
-from cortex.neuron.models.host_division import LayerWeights, Rates, divide
+from cortex.neuron.models.host_division import NO_EXPERTS, LayerWeights, Rates, divide
 from cortex.neuron.models.host_division import buffer_bytes as stream_bytes
 from cortex.neuron.models.packing import MatrixDevice
 from cortex.neuron.models.sizes import WeightStorage
@@ -216,9 +216,7 @@ class Forecast(NodeLimits):
             return "weights lie in host memory only of a model on one device, not deterministic, in a native family"
         if device.kind == "cpu" and self.share_bytes(model, device) is None and model.memory_bytes is None:
             return "the memory of a CPU is the host's"
-        if not any(layer.experts for layer in facts.movable(self.matrix_device(device))[0]) and not model.host_weights:
-            return "a dense model leaves weights to host memory only where its entry sets host_weights"
-        return None
+        return None if any(layer.num_movable for layer in facts.movable(self.matrix_device(device))[0]) else NO_EXPERTS
 
     def stages(
         self,

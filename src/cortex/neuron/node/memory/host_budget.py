@@ -81,9 +81,18 @@ class HostLimits:
 
     def budget_bytes(self, host: HostMemory, held_bytes: int) -> int:
         """What models may use of the host's memory in all; they hold `held_bytes` of it already. Never so much that the
-        host would swap."""
-        measured_bytes = max(0, host.free_bytes + held_bytes - host.reserve_bytes)
-        return measured_bytes if self.host_mb is None else min(self.host_mb << 20, measured_bytes)
+        host would swap, nor more than may be page-locked, where a GPU copies it."""
+        most_bytes = max(0, host.free_bytes + held_bytes - host.reserve_bytes)
+        most_bytes = min(most_bytes, self.locked_bytes(host)) if self.has_gpu else most_bytes
+        return most_bytes if self.host_mb is None else min(self.host_mb << 20, most_bytes)
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether what models have in host memory is page-locked, so that a device can copy it."""
+        return any(device.kind == "cuda" for device in self.devices)
+
+    def locked_bytes(self, host: HostMemory) -> int:
+        return int(host.total_bytes * LOCKED_SHARE)
 
     def sleep_bytes(self, host: HostMemory, held_bytes: int) -> int:
         """What sleeping models may use of that; they hold `held_bytes` already."""
@@ -153,10 +162,7 @@ class HostBudget:
         """What a load of the model may leave to the host, after the unload of sleeping models. As of the latest
         reading."""
         staying_bytes = sum(each.host_bytes for each in self._sleeping() if not each.can_be_unloaded)
-        reserved_bytes = self._reserved_bytes(but=model_id) + staying_bytes
-        left_bytes = self._left_bytes(self._host, reserved_bytes)
-        locked_bytes = self._locked_limit_bytes - reserved_bytes if self._has_gpu else left_bytes
-        return max(0, min(left_bytes, locked_bytes))
+        return self._left_bytes(self._host, self._reserved_bytes(but=model_id) + staying_bytes)
 
     @contextlib.asynccontextmanager
     async def for_weights(self, model_id: str, need_bytes: int) -> AsyncIterator[None]:
@@ -173,7 +179,7 @@ class HostBudget:
                 raise InsufficientCapacity(
                     f"{model_id} needs {gib(need_bytes)} of host memory in addition to its device, but models may take "
                     f"{gib(free_bytes)} more there: within limits.host_mb, with {gib(host.reserve_bytes)} left free, "
-                    f"and at most {gib(self._locked_limit_bytes)} page-locked"
+                    f"and at most {gib(self._limits.locked_bytes(host))} page-locked"
                 )
             self._loading[model_id] = need_bytes
             self._tell_pages(await self._read_now())
@@ -256,19 +262,10 @@ class HostBudget:
 
     # Reports
 
-    @property
-    def _has_gpu(self) -> bool:
-        """Whether weights in host memory are page-locked, so that a device can copy them."""
-        return any(device.kind == "cuda" for device in self._limits.devices)
-
-    @property
-    def _locked_limit_bytes(self) -> int:
-        return int(self._host.total_bytes * LOCKED_SHARE)
-
     def _locked_bytes(self) -> int:
         """Where a GPU copies them, all pages and sleeping weights are."""
         use = self._use()
-        copied_bytes = use.sleeping_bytes + use.page_bytes if self._has_gpu else 0
+        copied_bytes = use.sleeping_bytes + use.page_bytes if self._limits.has_gpu else 0
         return copied_bytes + sum(each.locked_bytes for each in self._models() if not each.sleeps)
 
     def health(self) -> HostHealth:
@@ -282,6 +279,6 @@ class HostBudget:
             sleeping_bytes=use.sleeping_bytes,
             kv_bytes=use.page_bytes,
             locked_bytes=self._locked_bytes(),
-            locked_limit_bytes=self._locked_limit_bytes,
+            locked_limit_bytes=self._limits.locked_bytes(self._host),
             shortage=self._shortage,
         )

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import logging
-import socket
-import ssl
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -25,6 +20,7 @@ from cortex.neuron.engine.host_pages.block_files import DamagedFile, Selection
 from cortex.neuron.engine.host_pages.rates import LINK_BYTES_PER_S, WORTH, CopyRate, saves_time
 from cortex.neuron.engine.kv.pages import ROOT, Digest, page_digests
 from cortex.neuron.engine.request import EngineInfo, EngineRequest, EngineStats
+from cortex.neuron.hub_process.neighbours import NeighbourFailed, Transfer
 from cortex.neuron.worker.process import WorkerLost
 from cortex.neuron.worker.protocol import Command, FindBlocks
 from cortex.wire.node.kv_blocks import PAGES, PATH, BlocksRequest
@@ -87,20 +83,39 @@ class KvExchange:
         own = (await asyncio.to_thread(block_files.select, self._folder, model, digests)).num_pages
         if (len(digests) - own) * page_tokens < MIN_TOKENS:
             return 0
+        most_s = WORTH * compute_s(info, stats, own * page_tokens, len(digests) * page_tokens)
+        if most_s <= LINK_DELAY_S:
+            return 0
         rate = self._rates.setdefault(source.url, CopyRate(assumed=LINK_BYTES_PER_S))
+        transfer = Transfer(source)
 
         def allowed_s(num_pages: int, num_bytes: int) -> float:
+            """How long these may take; 0: they are not wanted."""
             needed_s = compute_s(info, stats, own * page_tokens, (own + num_pages) * page_tokens)
             if num_bytes <= self._budget_bytes and saves_time([(num_bytes, rate.expected)], LINK_DELAY_S, needed_s):
                 return WORTH * needed_s
             rate.was_too_slow()
             return 0.0
 
-        body = msgspec.json.encode(BlocksRequest(model=model, digests=tuple(digests[own:])))
-        transfer = _Transfer(source, body, allowed_s, rate)
+        def receive() -> int:
+            """The bytes that were received; 0: none are wanted, or not all came."""
+            try:
+                with transfer:
+                    body = msgspec.json.encode(BlocksRequest(model=model, digests=tuple(digests[own:])))
+                    timeouts = {"connect_s": min(CONNECT_S, most_s), "silence_s": min(CONNECT_S + SAVE_S, most_s)}
+                    transfer.open("POST", PATH, body, **timeouts)
+                    num_pages, num_bytes = int(transfer.header(PAGES) or 0), transfer.num_bytes
+                    if num_bytes <= 0 or num_pages <= 0 or not (limit_s := allowed_s(num_pages, num_bytes)):
+                        return 0
+                    block_files.make_room(self._folder, num_bytes, self._budget_bytes)
+                    return _receive(transfer, limit_s, rate, self._folder, model, model_id)
+            except (NeighbourFailed, OSError, DamagedFile, ValueError) as error:
+                if not transfer.is_cancelled:
+                    log.warning("KV blocks of %s were not fetched from %s: %s", model_id, source.name, error)
+                return 0
+
         try:
-            running = asyncio.get_running_loop().run_in_executor(None, transfer.run, self._folder, model, model_id)
-            num_bytes = await asyncio.shield(running)
+            num_bytes = await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, receive))
         except asyncio.CancelledError:
             transfer.cancel()
             raise
@@ -110,65 +125,20 @@ class KvExchange:
         return num_bytes
 
 
-class _Transfer:
-    """One request to another node, on a thread; `cancel` may be called on another one."""
+def _receive(transfer: Transfer, limit_s: float, rate: CopyRate, folder: Path, model: bytes, model_id: str) -> int:
+    """Raises NeighbourFailed, DamagedFile, or OSError of the disk."""
+    started_s, received = rate.clock(), 0
 
-    def __init__(self, source: Neighbour, body: bytes, allowed_s: Callable[[int, int], float], rate: CopyRate) -> None:
-        """`allowed_s`: how long so many pages and bytes may take; 0: they are not wanted."""
-        self._source = source
-        self._body = body
-        self._allowed_s = allowed_s
-        self._rate = rate
-        self._is_cancelled = False
-        address = urlsplit(source.url)
-        new: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
-        if address.scheme == "https":
-            context = ssl.create_default_context(cadata=source.authority)
-            new = lambda *where, **options: http.client.HTTPSConnection(*where, context=context, **options)  # noqa: E731
-        self._connection = new(address.hostname or "", address.port, timeout=CONNECT_S)
+    def read_into(view: memoryview) -> int:
+        nonlocal received
+        if rate.clock() - started_s > limit_s:
+            raise NeighbourFailed("the link is slower than computing")
+        count = transfer.read_into(view[: 1 << 20])
+        received += count
+        return count
 
-    def run(self, folder: Path, model: bytes, model_id: str) -> int:
-        """The bytes that were received; 0: none are wanted, or not all came."""
-        try:
-            with contextlib.closing(self._connection):
-                return self._receive(folder, model, model_id)
-        except (OSError, http.client.HTTPException, DamagedFile, ValueError) as error:
-            if not self._is_cancelled:
-                log.warning("KV blocks of %s were not fetched from %s: %s", model_id, self._source.name, error)
-            return 0
-
-    def _receive(self, folder: Path, model: bytes, model_id: str) -> int:
-        headers = {"content-type": "application/json"}
-        if self._source.ticket is not None:
-            headers["authorization"] = f"Bearer {self._source.ticket}"
-        self._connection.request("POST", PATH, self._body, headers)
-        if (sock := self._connection.sock) is not None:
-            sock.settimeout(CONNECT_S + SAVE_S)
-        response = self._connection.getresponse()
-        if response.status != 200:
-            raise OSError(f"it responded with {response.status}")
-        num_pages, num_bytes = int(response.headers.get(PAGES, "0")), int(response.headers.get("content-length", "0"))
-        allowed_s = self._allowed_s(num_pages, num_bytes) if num_pages else 0.0
-        if not allowed_s:
-            return 0
-        started_s, received = self._rate.clock(), 0
-
-        def read_into(view: memoryview) -> int:
-            nonlocal received
-            if time.monotonic() - started_s > allowed_s:
-                raise TimeoutError("the link is slower than computing")
-            count = response.readinto(view[: 1 << 20])
-            received += count
-            return count
-
-        try:
-            return block_files.receive(read_into, folder, model, model_id)
-        finally:
-            if not self._is_cancelled:
-                self._rate.measured(received, started_s)
-
-    def cancel(self) -> None:
-        self._is_cancelled = True
-        if (sock := self._connection.sock) is not None:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+    try:
+        return block_files.receive(read_into, folder, model, model_id)
+    finally:
+        if not transfer.is_cancelled:
+            rate.measured(received, started_s)

@@ -129,6 +129,8 @@ async def test_unload_by_get_spares_pinned_models_and_needs_no_browser(
         assert (response.status, await response.text()) == (200, "OK")
     await until(lambda: beast.states["a"] is not ModelState.READY)
     assert beast.states["b"] is ModelState.READY
+    _, audit = await client.get("/fleet/audit")
+    assert [(each["action"], each["status"]) for each in audit["entries"]] == [("GET /unload", 200), ("GET /unload", 403)]
 
 
 async def test_models_of_a_profile_are_loaded_together(neurons: StartNeuron, start_gateway: StartGateway) -> None:

@@ -13,12 +13,14 @@ from cortex.wire.node.neighbours import Neighbour
 from cortex.wire.node.protocol import NodeValue
 
 PATH: Final = "/kv/blocks"
-SCOPE: Final = "kv/blocks"
-"""What a ticket for them opens."""
+SCOPE: Final = "kv blocks"
+"""What a ticket for them opens. No repository has such a name."""
 PAGES: Final = "x-cortex-kv-pages"
 """In the response: how many leading pages it has."""
 SOURCE: Final = "x-cortex-kv-source"
 """A node that has computed more of the prompt, as `Neighbour` in base64. Only a gateway sets it."""
+MAX_SOURCE_BYTES: Final = 32 * 1024
+"""The longest value of that header: the head of a request has to hold it."""
 
 
 class BlocksRequest(NodeValue, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,9 +133,10 @@ async def test_node_that_gets_a_prompt_which_another_one_has_computed_learns_whe
 ) -> None:
     nodes = [await neurons(name, sizes={"a": GB}, states={"a": READY}) for name in ("beast", "mini")]
     dispatcher = (await start_gateway(*nodes)).gateway.dispatcher
-    ticker, timeouts = Ticker(asyncio.get_running_loop()), {"connect_timeout_s": 1.0, "idle_timeout_s": 1.0}
+    ticker = Ticker(asyncio.get_running_loop())
+    connect = partial(NodeClient, ticker=ticker, connect_timeout_s=1.0, idle_timeout_s=1.0)
     sections = [NeuronSection(name=node.name, endpoint=node.endpoint) for node in nodes]
-    connected = {each.name: NodeClient(each, ticker, key="its key", **timeouts) for each in sections}
+    connected = {each.name: connect(each, key="its key") for each in sections}
 
     def lease(text: bytes, excluded: frozenset[str] = frozenset()) -> Lease:
         taken = dispatcher.lease_now("a", lambda: text, excluded)
@@ -160,7 +162,7 @@ async def test_node_that_gets_a_prompt_which_another_one_has_computed_learns_whe
     assert repository_of(SCOPE) is None, "a ticket for files of that name would open KV"
     large = tmp_path / "authorities.pem"
     large.write_text("certificate\n" * 5000)
-    connected[first.node] = NodeClient(connected[first.node].section, ticker, key=None, ca_file=large, **timeouts)
+    connected[first.node] = connect(connected[first.node].section, key=None, ca_file=large)
     assert kv_source(moved, connected) == (), "no head of a request has room for it"
     assert lease(prompt, frozenset({first.node})).kv_source == "", "it has computed as much itself now"
     assert lease(b"short" * 100, frozenset({first.node})).kv_source == ""

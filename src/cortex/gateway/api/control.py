@@ -180,8 +180,7 @@ class Control:
                 "batches": ["/v1/files", "/v1/batches", "/v1/messages/batches", "/fleet/batches"],
                 "models": "/v1/models",
                 "ollama": [
-                    f"/api/{name}"
-                    for name in ("version", "tags", "ps", "show", "pull", "create", "copy", "delete")
+                    f"/api/{name}" for name in ("version", "tags", "ps", "show", "pull", "create", "copy", "delete")
                 ],
                 "fleet": [
                     "/fleet/status",

@@ -195,10 +195,12 @@ class SleepingNodes:
         self._nodes[name].has_missed, self._nodes[name].sent_at = has_missed, now
         return True
 
-    def wake_failed(self, name: str, now: float) -> None:
-        """There is no way to wake it: it is lost."""
-        if self.state(name) == "waking":
-            self._enter(name, "lost", now)
+    def wake_failed(self, name: str, now: float) -> bool:
+        """There is no way to wake it: it is lost. False: it has responded meanwhile."""
+        if self.state(name) != "waking":
+            return False
+        self._enter(name, "lost", now)
+        return True
 
     def rules(self, name: str) -> WakeRules:
         return self._nodes[name].rules

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.fleet.catalogue import Catalogue, ModelSpec, SwapGroup
 from cortex.fleet.devices import DeviceState, MemoryReservation
 from cortex.fleet.memory import host_left_bytes
 from cortex.fleet.placement.explain import as_json, text
@@ -168,6 +168,13 @@ def test_loads_do_not_get_the_same_host_memory() -> None:
     assert place("moe", fleet(busy), NOW).action == "reject"
     locked = msgspec.structs.replace(busy.host, locked_limit_bytes=80 * GB) if busy.host else None
     assert host_left_bytes(msgspec.structs.replace(busy, host=locked)) == 10 * GB, "page-locked memory is bounded"
+
+
+def test_host_memory_of_a_model_that_must_leave_anyway_counts_as_free() -> None:
+    groups = {"big": SwapGroup(members=("moe", "x"))}
+    fleet = Fleet(nodes=(node("n", 24, 64, mixture(), other("x", 20, 50)),), catalogue=Catalogue(swap_groups=groups))
+    decision = place("moe", fleet, NOW)
+    assert (decision.action, [each.model for each in decision.evictions]) == ("load", ["x"])
 
 
 def test_decision_says_bytes_and_speed_before_the_load() -> None:

@@ -6,10 +6,13 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from aiohttp import web
 
 from cortex.fleet.catalogue import Catalogue, ModelSpec
+from cortex.gateway.api import model_servers
 from cortex.gateway.ledger.keys import generate
+from cortex.http.request import Request
 from cortex.wire.node.protocol import ModelState
 
 from ...waiting import WAIT_S
@@ -129,6 +132,11 @@ async def test_unload_by_get_spares_pinned_models_and_needs_no_browser(
         assert (response.status, await response.text()) == (200, "OK")
     await until(lambda: beast.states["a"] is not ModelState.READY)
     assert beast.states["b"] is ModelState.READY
+    _, audit = await client.get("/fleet/audit")
+    assert {(each["action"], each["status"]) for each in audit["entries"]} == {
+        ("GET /unload", 200),
+        ("GET /unload", 403),
+    }
 
 
 async def test_models_of_a_profile_are_loaded_together(neurons: StartNeuron, start_gateway: StartGateway) -> None:
@@ -153,3 +161,32 @@ async def test_logs_have_the_events_of_the_fleet_and_follow_them(
         assert b"model=a" in line
     async with client.session.get(client.url + "/logs") as response:
         assert "model loaded model=a" in (await response.text()).replace("node=beast ", "")
+
+
+async def test_stream_of_logs_keeps_what_a_slow_client_has_not_read(
+    neurons: StartNeuron, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_servers, "_FOLLOW_S", 0.01)
+
+    class SlowExchange:
+        request = Request(b"GET", b"/logs/stream/proxy", b"", (), b"", "client")
+        closed, written = False, b""
+
+        def __init__(self) -> None:
+            self.num_looks = 0
+
+        @property
+        def paused(self) -> bool:
+            self.num_looks += 1
+            return self.num_looks < 5
+
+        def write(self, data: bytes) -> None:
+            self.written += data
+            self.closed = True
+
+    client = await start_gateway(await neurons("beast", sizes={"a": GB}))
+    await client.chat("a")
+    slow, routes = SlowExchange(), client.gateway._model_servers  # noqa: SLF001
+    async with asyncio.timeout(WAIT_S):
+        await routes._follow(slow, "proxy", None, has_history=True)  # type: ignore[arg-type]  # noqa: SLF001
+    assert b"model loaded" in slow.written

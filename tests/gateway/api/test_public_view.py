@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cortex.gateway.api.live.public_view import FleetView
 from cortex.gateway.ledger.groups import GroupSection
 from cortex.gateway.ledger.keys import NewKey, generate
 from cortex.wire.node.bench import BenchResult, BenchStatus
@@ -17,7 +18,7 @@ from ..started_gateway import Client, StartGateway
 
 SECRETS = ("attic-7", "cellar-9", "Fake 3090", "secret", "/srv/")
 """Nodes, their devices, models of others, and files."""
-VALUES = {"model": "mine", "node": "attic-7", "id": "none", "item": "none", "path": "v1/models"}
+VALUES = {"model": "mine", "node": "attic-7", "id": "none", "item": "none", "profile": "none", "path": "v1/models"}
 
 OPERATOR = generate("operator", operator=True)
 USER = generate("user", models=("mine*",))
@@ -90,7 +91,8 @@ async def test_key_with_models_sees_their_state_memory_and_history(client: Clien
 async def test_model_on_several_nodes_is_shown_once_and_without_its_speed(
     neurons: StartNeuron, start_gateway: StartGateway
 ) -> None:
-    load, result = ModelLoad(running=2, kv_used_fraction=0.5), BenchResult(measured_at=1.0, version="0", flops=7e14)
+    load = ModelLoad(running=2, waiting=3, waiting_by_class={"default": 2, "flex": 1}, kv_used_fraction=0.5)
+    result = BenchResult(measured_at=1.0, version="0", flops=7e14)
     nodes = []
     for name, state in (("attic-7", ModelState.LOADING), ("cellar-9", ModelState.READY), ("beast", ModelState.READY)):
         node = await neurons(name, sizes={"mine": GB}, states={"mine": state})
@@ -100,9 +102,14 @@ async def test_model_on_several_nodes_is_shown_once_and_without_its_speed(
     client = await start_gateway(*nodes, keys=(OPERATOR.section, USER.section))
     _, fleet = await client.get("/fleet/status", **bearer(OPERATOR.text))
     assert [model["bench"]["flops"] for node in fleet["nodes"] for model in node["models"]] == [7e14] * 3
+    for node_status in fleet["nodes"]:
+        node_status["models"][0] |= {"host_bytes": GB, "host_splits": {"splits": [], "is_measured": True}}
+    (seen,) = FleetView(is_operator=False, key=USER.section).nodes(fleet["nodes"])
+    assert (seen["models"][0]["host_bytes"], seen["models"][0]["host_splits"]) == (0, None)
     _, fleet = await client.get("/fleet/status", **bearer(USER.text))
     (model,) = fleet["nodes"][0]["models"]
     assert (model["state"], model["bench"], model["load"]["running"]) == ("ready", None, 6)
+    assert (model["load"]["waiting"], model["load"]["waiting_by_class"]) == (9, {"default": 6, "flex": 3})
     _, listed = await client.get("/v1/models", **bearer(USER.text))
     (place,) = listed["data"][0]["locations"]
     assert (place["status"], place["node"]) == ("ready", "fleet")

@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 
 from cortex.fleet.catalogue import Catalogue, Cost, ModelSpec
+from cortex.gateway.batches import runner
 from cortex.gateway.config import BatchesSection
 from cortex.gateway.ledger import keys
 from cortex.wire.node.protocol import ModelState
@@ -164,10 +165,15 @@ async def test_lines_run_again_where_a_node_dies(start_gateway: StartGateway, ne
     assert sorted(each["custom_id"] for each in found) == [f"line-{number}" for number in range(8)]
 
 
-async def test_a_busy_node_is_asked_again(start_gateway: StartGateway, neurons: StartNeuron) -> None:
+@pytest.mark.parametrize("status", [503, 429])
+async def test_a_busy_node_is_asked_again_and_counts_as_no_failure(
+    status: int, start_gateway: StartGateway, neurons: StartNeuron, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "MAX_TRIES", 1)
+
     async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if len(node.seen) <= 2:
-            return web.json_response({"error": {"message": "full", "code": "overloaded"}}, status=503)
+            return web.json_response({"error": {"message": "full", "code": "overloaded"}}, status=status)
         return await plain_response(node, request, body)
 
     client = openai_client((await start_gateway(await neurons("one", **READY, respond=respond))).port)
@@ -176,6 +182,64 @@ async def test_a_busy_node_is_asked_again(start_gateway: StartGateway, neurons: 
 
     assert done.status == "completed"
     assert len(await results(client, done.output_file_id)) == 2
+
+
+async def test_a_batch_without_budget_does_not_delay_one_of_another_key(
+    start_gateway: StartGateway, neurons: StartNeuron, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "MIN_BACKOFF_S", 3600.0)
+    monkeypatch.setattr(runner, "MAX_BACKOFF_S", 3600.0)
+    poor, rich = keys.generate("ada", balance_tokens=0), keys.generate("bob")
+    gateway = await start_gateway(await neurons("one", **READY), keys=(poor.section, rich.section))
+    await submit(openai_client(gateway.port, poor.text), [line(0)])
+    deadline = time.monotonic() + WAIT_S
+    while not (await gateway.get("/fleet/activity", Authorization=f"Bearer {poor.text}"))[1]["requests"]:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+    client = openai_client(gateway.port, rich.text)
+
+    assert (await ended(client, (await submit(client, [line(0)])).id)).status == "completed"
+
+
+async def test_a_line_waits_while_another_one_holds_the_budget(
+    start_gateway: StartGateway, neurons: StartNeuron, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "MAX_TRIES", 1)
+
+    async def respond(node: FakeNeuron, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await node.stream_gate.wait()
+        return await plain_response(node, request, body)
+
+    new, gate = keys.generate("ada", balance_tokens=1000), asyncio.Event()
+    nodes = [await neurons(name, **READY, respond=respond, stream_gate=gate) for name in ("one", "two")]
+    gateway = await start_gateway(*nodes, keys=(new.section,))
+    client = openai_client(gateway.port, new.text)
+    batch = await submit(client, [line(number, max_tokens=1000) for number in range(2)])
+    deadline = time.monotonic() + WAIT_S
+    while not (await gateway.get("/fleet/activity", Authorization=f"Bearer {new.text}"))[1]["requests"]:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+    gate.set()
+
+    done = await ended(client, batch.id)
+    assert len(await results(client, done.output_file_id)) == 2
+
+
+async def test_a_line_for_a_model_that_its_key_may_not_use_fails_and_is_not_counted(
+    start_gateway: StartGateway, neurons: StartNeuron
+) -> None:
+    new = keys.generate("ada", models=("other",))
+    gateway = await start_gateway(await neurons("one", **READY), keys=(new.section,))
+    client = openai_client(gateway.port, new.text)
+
+    done = await ended(client, (await submit(client, [line(0)])).id)
+
+    [error] = await results(client, done.error_file_id)
+    assert error["response"]["status_code"] == 403
+    _, used = await gateway.get("/fleet/usage?by=key", Authorization=f"Bearer {new.text}")
+    assert used["rows"] == []
 
 
 async def test_a_batch_loads_its_model_where_room_is_free_and_evicts_nothing(

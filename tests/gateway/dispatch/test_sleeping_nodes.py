@@ -160,6 +160,16 @@ def test_ready_model_on_a_sleeping_node_wakes_it_where_no_other_node_has_room() 
     assert (fake.woken, got) == (["big"], [])
 
 
+def test_command_that_fails_after_its_node_responded_loses_no_node() -> None:
+    fake = asleep(fleet())
+    fake.ask("huge")
+    fake.now += 30
+    fake.poll("big")
+    fake.dispatcher.wake_failed("big", UpstreamUnavailable("`ipmitool` failed"))
+    assert state(fake) == "awake"
+    assert "node_lost" not in events(fake)
+
+
 @pytest.mark.parametrize("how", ["timeout", "command"])
 def test_node_that_does_not_come_back_is_reported_and_routed_around(how: str) -> None:
     fake = asleep(fleet())

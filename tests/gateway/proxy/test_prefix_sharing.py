@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,7 +21,7 @@ from cortex.gateway.proxy.outgoing_headers import kv_source
 from cortex.http.ticker import Ticker
 from cortex.routing.prefixes import leading_blocks
 from cortex.wire.node.kv_blocks import SCOPE, read_source
-from cortex.wire.node.neighbours import is_valid_ticket, key_hash
+from cortex.wire.node.neighbours import is_valid_ticket, key_hash, repository_of
 from cortex.wire.node.protocol import ModelState
 
 from ..fake_neuron import GB
@@ -127,20 +129,14 @@ async def test_routing_finds_nothing_in_common_between_prompts_of_different_tena
 
 
 async def test_node_that_gets_a_prompt_which_another_one_has_computed_learns_where_its_kv_is(
-    neurons: StartNeuron, start_gateway: StartGateway
+    neurons: StartNeuron, start_gateway: StartGateway, tmp_path: Path
 ) -> None:
     nodes = [await neurons(name, sizes={"a": GB}, states={"a": READY}) for name in ("beast", "mini")]
     dispatcher = (await start_gateway(*nodes)).gateway.dispatcher
-    connected = {
-        node.name: NodeClient(
-            NeuronSection(name=node.name, endpoint=node.endpoint),
-            Ticker(asyncio.get_running_loop()),
-            key="its key",
-            connect_timeout_s=1.0,
-            idle_timeout_s=1.0,
-        )
-        for node in nodes
-    }
+    ticker = Ticker(asyncio.get_running_loop())
+    connect = partial(NodeClient, ticker=ticker, connect_timeout_s=1.0, idle_timeout_s=1.0)
+    sections = [NeuronSection(name=node.name, endpoint=node.endpoint) for node in nodes]
+    connected = {each.name: connect(each, key="its key") for each in sections}
 
     def lease(text: bytes, excluded: frozenset[str] = frozenset()) -> Lease:
         taken = dispatcher.lease_now("a", lambda: text, excluded)
@@ -163,5 +159,10 @@ async def test_node_that_gets_a_prompt_which_another_one_has_computed_learns_whe
     assert named.ticket is not None
     assert is_valid_ticket(named.ticket, key_hash("its key"), SCOPE, time.time())
     assert not is_valid_ticket(named.ticket, key_hash("another"), SCOPE, time.time())
+    assert repository_of(SCOPE) is None, "a ticket for files of that name would open KV"
+    large = tmp_path / "authorities.pem"
+    large.write_text("certificate\n" * 5000)
+    connected[first.node] = connect(connected[first.node].section, key=None, ca_file=large)
+    assert kv_source(moved, connected) == (), "no head of a request has room for it"
     assert lease(prompt, frozenset({first.node})).kv_source == "", "it has computed as much itself now"
     assert lease(b"short" * 100, frozenset({first.node})).kv_source == ""

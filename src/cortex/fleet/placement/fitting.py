@@ -270,8 +270,10 @@ def _find_room(
     division: Division | None,
     by_layers: bool,
     split: HostSplit | None = None,
+    host_freed_bytes: int = 0,
 ) -> _Finding:
-    host_missing_bytes = 0 if split is None else split.host_bytes - host_left_bytes(node)
+    """`host_freed_bytes`: what models that leave in any case free of the host's memory."""
+    host_missing_bytes = 0 if split is None else split.host_bytes - host_left_bytes(node) - host_freed_bytes
     limit = node.max_devices_per_model
     if spec.tensor_parallel > limit:
         by = "pipeline_parallel" if by_layers else "tensor_parallel"
@@ -306,6 +308,7 @@ def _find_room(
             division=division,
             by_layers=by_layers,
             split=split,
+            host_freed_bytes=sum(each.host_bytes for each in excluded),
         )
         return _with_rivals(found, excluded, rivals, eligible)
     if host_missing_bytes <= 0 and (devices := free_devices(eligible, division, fleet.placement)):

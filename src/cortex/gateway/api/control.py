@@ -51,6 +51,7 @@ MAX_LISTED_AT_ONCE = 200
 
 READ_BY_POST = frozenset({"/api/show"})
 """Paths of parts whose POST changes nothing."""
+CHANGED_BY_GET = frozenset({"/unload"})
 
 
 class Control:
@@ -108,7 +109,8 @@ class Control:
             if request.path not in self._open_paths:
                 self.meter.authenticate(request)
             path, has_effects = path_of(request), self._with_effects.serves(request)
-            if has_effects and request.method not in (b"GET", b"HEAD") and path not in READ_BY_POST:
+            is_read = request.method in (b"GET", b"HEAD") and path not in CHANGED_BY_GET
+            if has_effects and not is_read and path not in READ_BY_POST:
                 self._record(exchange, path)
             self._reject_cross_site(request, path, has_effects=has_effects)
             handler, values = (self._with_effects if has_effects else self._pages).find(request)
@@ -177,7 +179,9 @@ class Control:
                 ],
                 "batches": ["/v1/files", "/v1/batches", "/v1/messages/batches", "/fleet/batches"],
                 "models": "/v1/models",
-                "ollama": ["/api/version", "/api/tags", "/api/ps", "/api/show", "/api/pull", "/api/delete"],
+                "ollama": [
+                    f"/api/{name}" for name in ("version", "tags", "ps", "show", "pull", "create", "copy", "delete")
+                ],
                 "fleet": [
                     "/fleet/status",
                     "/fleet/decisions",
@@ -186,12 +190,15 @@ class Control:
                     "/fleet/history",
                 ],
                 "audit": "/fleet/audit",
+                "logs": ["/logs", "/logs/stream"],
                 "activity": ["/fleet/activity", "/fleet/activity/events", "/fleet/activity/{id}"],
                 "usage": ["/fleet/usage", "/fleet/usage.csv", "/keys", "/groups"],
                 "orders": [
                     "/fleet/models/{model}/{load,unload,pin,unpin,bench,log,size}",
                     "/fleet/nodes/{node}/{drain,undrain}",
+                    "/fleet/profiles/{profile}/load",
                     "/fleet/jobs",
+                    "/unload",
                 ],
                 "health": ["/health", "/ready"],
                 "build": "/version",

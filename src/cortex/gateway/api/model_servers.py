@@ -5,6 +5,7 @@ llama-swap's: the events of the fleet and the output of all servers, as text."""
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -28,6 +29,8 @@ T = TypeVar("T")
 
 _MAX_LINES = 10**15
 _FOLLOW_S = 1.0
+_MAX_PENDING = 10_000
+"""Events that a client has not read."""
 _TEXT = ((b"content-type", b"text/plain; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 
@@ -89,18 +92,21 @@ class ModelServerRoutes:
     async def _follow(self, exchange: Exchange, name: str | None, model: str | None, *, has_history: bool) -> None:
         """Until the client disconnects, or its key may no longer see this."""
         seen: dict[tuple[str, str], int] = {}
-        pending = list(map(_line, reversed(self._event_log.events))) if has_history else []
+        pending = deque(map(_line, reversed(self._event_log.events)) if has_history else (), maxlen=_MAX_PENDING)
         unsubscribe = self._event_log.subscribe(lambda event: pending.append(_line(event)))
         try:
             if not has_history and name != "proxy":
                 await self._output(model, seen)
             while not exchange.closed:
                 self._metering.meter.authenticate_operator(exchange.request)
+                if exchange.paused:  # it has not read what it got; nodes keep the rest
+                    await asyncio.sleep(_FOLLOW_S)
+                    continue
                 texts = [] if name == "upstream" or model is not None else [*pending]
                 pending.clear()
                 if name != "proxy":
                     texts.append(await self._output(model, seen))
-                if (text := "".join(texts)) and not exchange.closed and not exchange.paused:
+                if (text := "".join(texts)) and not exchange.closed:
                     exchange.write(text.encode())
                 await asyncio.sleep(_FOLLOW_S)
         except CortexError:

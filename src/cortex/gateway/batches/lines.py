@@ -15,6 +15,7 @@ from msgspec import Raw
 
 from cortex.gateway.batches.tables import Kind, Outcome
 from cortex.wire.errors import CortexError, InvalidValue, shorten
+from cortex.wire.fields.body import MAX_MODEL_NAME
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/responses", "/v1/completions", "/v1/embeddings")
 MESSAGES = "/v1/messages"
@@ -117,7 +118,7 @@ def _read_line(text: bytes, number: int, start: int, endpoint: str, seen: set[st
     custom_id: str | None = None
     try:
         request = _request.decode(text)
-        custom_id = request.custom_id
+        custom_id = request.custom_id if request.custom_id and len(request.custom_id) <= MAX_CUSTOM_ID else None
         _check_id(custom_id, seen)
         assert custom_id is not None
         if (request.method or "").upper() != "POST":
@@ -136,7 +137,7 @@ def _read_line(text: bytes, number: int, start: int, endpoint: str, seen: set[st
 
 
 def _check_id(custom_id: str | None, seen: set[str]) -> None:
-    if not custom_id or len(custom_id) > MAX_CUSTOM_ID:
+    if custom_id is None:
         raise InvalidValue(f"custom_id: it must have 1 to {MAX_CUSTOM_ID} characters.", param="custom_id")
     if custom_id in seen:
         raise InvalidValue("custom_id: an earlier line has the same.", param="custom_id")
@@ -146,6 +147,8 @@ def _checked_body(raw: Raw) -> _Body:
     body = _body.decode(raw)
     if not body.model:
         raise InvalidValue("body.model: it is missing.", param="body.model")
+    if len(body.model) > MAX_MODEL_NAME:
+        raise InvalidValue(f"body.model: a name has at most {MAX_MODEL_NAME} characters.", param="body.model")
     if body.stream:
         raise InvalidValue("body.stream: results of a batch are not streamed; leave it out.", param="body.stream")
     for name in _STATEFUL:

@@ -29,8 +29,9 @@ from cortex.gateway.database import StoreError
 from cortex.gateway.ledger.keys import KeySection
 from cortex.gateway.ledger.limits import Estimate
 from cortex.gateway.ledger.meter import LineReservation, Metering
-from cortex.gateway.proxy.admission import ReceivedRequest
+from cortex.gateway.proxy.admission import ReceivedRequest, resolve_for
 from cortex.gateway.proxy.inference import Inference, request_id_of
+from cortex.gateway.proxy.redaction import shown_to
 from cortex.gateway.proxy.routes import ROUTES, error_response
 from cortex.http.request import Request
 from cortex.http.server.detached import DetachedExchange
@@ -50,6 +51,7 @@ MAX_UNWRITTEN = 512
 MAX_RESULT_BYTES = 64 * 1024 * 1024
 MAX_TRIES = 3
 """How often a line runs that a node failed at."""
+MIN_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 NUM_PROBLEMS = 100
 _BUSY = (503, 507, 529)
@@ -63,7 +65,7 @@ class _LineRun:
 
     def __init__(self, runner: BatchRunner, line: Line, node: str, avoided: frozenset[str]) -> None:
         self._runner = runner
-        self._line = line
+        self.line = line
         self.node = node
         """Where it counts; empty: its model is ready nowhere."""
         self.is_probe = not node
@@ -117,11 +119,13 @@ class _BatchRun:
         self.input = input
         self.pending: dict[str, deque[Line]] = {}
         """By model; lines with the same beginning one after the other."""
-        self.running: dict[asyncio.Task[None], Line] = {}
+        self.running: dict[asyncio.Task[None], _LineRun] = {}
         self.results = results
         self.tries: Counter[int] = Counter()
         self.is_stopping = False
         self.wake = asyncio.Event()
+        self.retry_at: dict[str, tuple[float, float]] = {}
+        """By model: when its lines may run again, and the back-off that led to it."""
         self.node_of: dict[str, str] = {}
         """Where the last line of each model ran: the next one begins alike."""
 
@@ -150,8 +154,6 @@ class BatchRunner:
         self._is_closing = False
         self._probing: set[str] = set()
         """Models that are ready nowhere, for which a line waits."""
-        self._retry_at: dict[str, tuple[float, float]] = {}
-        """By model: when its lines may run again, and the back-off that led to it."""
         self._claim_at = -math.inf
         self._has_claimed = False
         self.caps = self._services.idle_caps
@@ -338,7 +340,7 @@ class BatchRunner:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        return [line for line in running.values() if line not in run.results]
+        return [work.line for work in running.values() if work.line not in run.results]
 
     # --- starting lines
 
@@ -379,7 +381,7 @@ class BatchRunner:
 
     def _start_next(self, run: _BatchRun, room: dict[str, int], now: float) -> bool:
         for model, waiting in run.pending.items():
-            if not waiting or self._retry_at.get(model, (0.0, 0.0))[0] > now:
+            if not waiting or run.retry_at.get(model, (0.0, 0.0))[0] > now:
                 continue
             replicas = self._replicas(model)
             ready = [node for node in replicas if node in room]
@@ -399,8 +401,8 @@ class BatchRunner:
             line = waiting.popleft()
             work = _LineRun(self, line, node, avoided)
             self.caps.lines[node] += 1
-            task = asyncio.create_task(self._run_line(run, line, work), name=f"line {line.number}")
-            run.running[task] = line
+            task = asyncio.create_task(self._run_line(run, work), name=f"line {line.number}")
+            run.running[task] = work
             task.add_done_callback(partial(self._line_ended, run))
             return True
         return False
@@ -419,8 +421,9 @@ class BatchRunner:
             log.error("a line of batch %s failed unexpectedly", run.batch.id, exc_info=problem)
         run.wake.set()
 
-    async def _run_line(self, run: _BatchRun, line: Line, work: _LineRun) -> None:
+    async def _run_line(self, run: _BatchRun, work: _LineRun) -> None:
         """Run one line; it has a result afterwards, or is pending again."""
+        line = work.line
         request_id = request_id_of(None)
         is_finished = False
         try:
@@ -428,12 +431,14 @@ class BatchRunner:
             self._send(run, text, request_id, work)
             await work.ended
             status = work.status
+            is_busy = status in _BUSY or (status == 429 and work.reserved is not None)
             is_faulty = status in _FAULTY and run.tries[line.number] + 1 < MAX_TRIES
-            if status in _BUSY or is_faulty:
-                run.tries[line.number] += is_faulty
-                self._back_off(line.model, work.node, is_busy=status in _BUSY)
+            is_waiting = status == 429 and self._holds_budget(run.batch.key_id)
+            if is_busy or is_faulty or is_waiting:
+                run.tries[line.number] += is_faulty and not is_busy and not is_waiting
+                self._back_off(run, line.model, work.node, is_busy=is_busy)
                 return
-            self._retry_at.pop(line.model, None)
+            run.retry_at.pop(line.model, None)
             self.caps.completed(work.node, self._services.clock())
             outcome, result = batch_lines.response_line(
                 run.kind, line.custom_id, status, request_id.decode(), bytes(work.body)
@@ -454,14 +459,20 @@ class BatchRunner:
                 if not run.is_stopping:
                     run.pending.setdefault(line.model, deque()).appendleft(line)
 
-    def _back_off(self, model: str, node: str, *, is_busy: bool) -> None:
+    def _holds_budget(self, key_id: str) -> bool:
+        """Whether other lines of the key hold a part of its budget, of which they may use less."""
+        runs = (run for run in self._runs.values() if run.batch.key_id == key_id)
+        return any(work.reserved is not None for run in runs for work in run.running.values())
+
+    def _back_off(self, run: _BatchRun, model: str, node: str, *, is_busy: bool) -> None:
+        """Only for its batch: the key of another one may have a budget, or its model a node."""
         now = self._services.clock()
         if is_busy and node:
             self.caps.full(node, now)
-        at, delay_s = self._retry_at.get(model, (0.0, 0.0))
+        at, delay_s = run.retry_at.get(model, (0.0, 0.0))
         if at <= now:
-            delay_s = min(MAX_BACKOFF_S, max(0.5, 2 * delay_s))
-            self._retry_at[model] = (now + delay_s, delay_s)
+            delay_s = min(MAX_BACKOFF_S, max(MIN_BACKOFF_S, 2 * delay_s))
+            run.retry_at[model] = (now + delay_s, delay_s)
 
     def _send(self, run: _BatchRun, text: bytes, request_id: bytes, work: _LineRun) -> None:
         route = ROUTES[run.batch.endpoint.encode()]
@@ -474,6 +485,7 @@ class BatchRunner:
         def serve(received: ReceivedRequest) -> None:
             try:
                 facts, body = received.envelope.facts, received.body
+                resolve_for(services.dispatcher, key, facts.model)  # before an error says what it would cost
                 estimate = Estimate(
                     len(body) - facts.picture_bytes,
                     facts.completion_limit if route.generates else 0,
@@ -484,7 +496,7 @@ class BatchRunner:
                 prices, price = services.dispatcher.cost(facts.model), self._files.section.price
                 work.reserved = LineReservation(self._metering.ledger, key, estimate, prices, price)
             except CortexError as error:
-                self._inference.reject(received, error)
+                self._inference.reject(received, shown_to(key, error))
                 return
             self._inference.serve(msgspec.structs.replace(received, idle=work))
 

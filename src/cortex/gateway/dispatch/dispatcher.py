@@ -248,8 +248,8 @@ class Dispatcher(DispatchView, StateMachine):
     @event
     def wake_failed(self, node: str, error: CortexError) -> None:
         """The node could not be told to wake."""
-        self._fleet_state.sleeping.wake_failed(node, self._clock())
-        self._lose(node, error.message)
+        if self._fleet_state.sleeping.wake_failed(node, self._clock()):
+            self._lose(node, error.message)
 
     def _wakes_for(self, decision: Decision) -> bool:
         """Whether a node that sleeps can serve the model; it is woken, and those who wait are told for how long."""

@@ -85,12 +85,14 @@ def for_node(
 
 
 def kv_source(lease: Lease, nodes: Mapping[str, NodeClient]) -> Headers:
-    """Where the node finds KV of the prompt that another one has computed."""
+    """Where the node finds KV of the prompt that another one has computed. Empty where its certificates are too long
+    for a header."""
     source = nodes.get(lease.kv_source) if lease.kv_source else None
     if source is None or not lease.abilities.reads_headers or source.section.kind != "neuron":
         return ()
     try:
-        return ((_KV_SOURCE, kv_blocks.source_header(source.as_neighbour(kv_blocks.SCOPE))),)
+        value = kv_blocks.source_header(source.as_neighbour(kv_blocks.SCOPE))
+        return ((_KV_SOURCE, value),) if len(value) <= kv_blocks.MAX_SOURCE_BYTES else ()
     except OSError as error:
         log.warning("%s cannot be named as a source of KV: %s", source.name, error)
         return ()

@@ -19,6 +19,8 @@ PAGES: Final = "x-cortex-kv-pages"
 """In the response: how many leading pages it has."""
 SOURCE: Final = "x-cortex-kv-source"
 """A node that has computed more of the prompt, as `Neighbour` in base64. Only a gateway sets it."""
+MAX_SOURCE_BYTES: Final = 32 * 1024
+"""The longest value of that header: the head of a request has to hold it."""
 
 
 class BlocksRequest(NodeValue, frozen=True):

@@ -69,6 +69,28 @@ async def test_model_with_more_context_or_of_the_hub_is_one_of_its_own(
     assert (catalogue.spec("hub").source, catalogue.spec("hub").quant) == ("org/name", "Q4_K_M")
 
 
+async def test_created_model_that_is_created_from_itself_keeps_its_files(
+    neurons: StartNeuron, start_gateway: StartGateway
+) -> None:
+    client = await start_gateway(await neurons("beast", sizes={"a": GB}))
+    for body in ({"from": "/models/x.gguf"}, {"from": "own", "system": "Arr."}):
+        status, reply = await client.post("/api/create", {"model": "own", "stream": False, **body})
+        assert status == 200, reply
+    found = client.gateway.dispatcher.catalogue.resolve("own")
+    assert (found.spec.source, found.alias) == ("/models/x.gguf", None)
+    assert found.preset is not None
+    assert found.preset.system == "Arr."
+
+
+async def test_name_of_a_created_model_is_no_pattern(neurons: StartNeuron, start_gateway: StartGateway) -> None:
+    client = await start_gateway(await neurons("beast", sizes={"a": GB}))
+    for name in ("*", "gpt-?", "[a-z]"):
+        status, reply = await client.post("/api/create", {"model": name, "from": "a"})
+        assert (status, "pattern" in reply["error"]) == (400, True)
+        status, reply = await client.post("/api/copy", {"source": "a", "destination": name})
+        assert (status, "pattern" in reply["error"]) == (400, True)
+
+
 async def test_names_of_the_configuration_are_not_replaced(neurons: StartNeuron, start_gateway: StartGateway) -> None:
     beast = await neurons("beast", sizes={"a": GB, "b": GB})
     client = await start_gateway(beast, catalogue=Catalogue(models=(ModelSpec(id="a"),)))

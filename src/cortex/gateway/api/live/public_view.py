@@ -6,6 +6,7 @@ as if one node without devices had them all.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,8 @@ _NO_PLACE: dict[str, Any] = {
     "bench": None,
     "kv_tokens": None,
     "kv_host": None,
+    "host_bytes": 0,
+    "host_splits": None,
 }
 """What of a model's status says where it is, and by its speed and its memory on which devices."""
 _OF_ANY_PLACE = ("kind", "at", "model", "cause", "bytes")
@@ -153,7 +156,11 @@ def _everywhere(places: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A model in all its places as if it were in one: the state where it is nearest to ready, and the load of all."""
     (nearest,) = _nearest_to_ready(places, "state")
     loads = [place["load"] for place in places]
-    load = {name: sum(each[name] for each in loads) for name in ("running", "waiting", "tokens_per_s")}
+    load: dict[str, Any] = {name: sum(each[name] for each in loads) for name in ("running", "waiting", "tokens_per_s")}
+    by_class: Counter[str] = Counter()
+    for each in loads:
+        by_class.update(each["waiting_by_class"])
+    load["waiting_by_class"] = dict(by_class)
     in_flight = sum(place["in_flight"] for place in places)
     return nearest | {"load": nearest["load"] | load, "in_flight": in_flight} | _NO_PLACE
 

@@ -171,6 +171,8 @@ class OllamaRoutes:
     async def _make(self, creation: modelfile.Creation) -> str:
         """Make an entry of the catalogue; returns what its source stands for."""
         name, catalogue = creation.name, self._dispatcher.catalogue
+        if not {*"*?["}.isdisjoint(name):
+            raise InvalidValue(f"{shorten(name)} is a pattern; give a name without *, ? and [.", param="model")
         own = self._created_models.read()
         is_configured = name in (*catalogue.ids, *catalogue.aliases) and name not in (*own.ids, *own.aliases)
         if is_configured or (name in self._dispatcher.fleet.live_models() and name not in own.ids):
@@ -269,7 +271,8 @@ def created_entry(
     preset = creation.preset if base is None or base.preset is None else creation.preset.over(base.preset)
     wanted = creation.context_tokens
     is_longer = wanted is not None and (context_tokens is None or wanted > context_tokens)
-    if base is not None and not creation.quant and not is_longer:
+    is_itself = base is not None and base.model_id == creation.name
+    if base is not None and not creation.quant and not is_longer and not is_itself:
         fields = {name: getattr(preset, name) for name in Preset.__struct_fields__}
         return Alias(model=base.model_id, license=creation.license, **fields)
     options: dict[str, Any] = {"source": creation.source}
